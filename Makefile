@@ -1,0 +1,42 @@
+# A fresh machine needs Python >= 3.11, make and g++; everything else is set up by the first target that needs it.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+TYPED  := build/typed
+
+.DEFAULT_GOAL := help
+.PHONY: help setup lint types check test demo clean
+
+help:  ## list the targets
+	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
+
+setup: $(STAMP)  ## create .venv and install the project in it (only when stale)
+
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt -e ".[dev]"
+	@touch $@
+
+lint: $(STAMP)  ## ruff
+	$(BIN)/ruff check .
+
+# mypy reads the package as it is installed: in the checkout `passes` and `runtime` lie beside `megacompile`, and mypy
+# does not follow that mapping. setuptools would pack the leftovers of removed modules again, hence the first rm.
+types: $(STAMP)  ## mypy, against the installed package
+	@rm -rf build/lib build/bdist.* $(TYPED)
+	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --no-compile --target $(TYPED) .
+	cd $(TYPED) && $(abspath $(BIN))/mypy --config-file $(CURDIR)/pyproject.toml \
+		--cache-dir $(CURDIR)/.mypy_cache --python-executable $(abspath $(BIN))/python -p megacompile
+
+check: lint types
+
+test: check  ## ruff, mypy and all tests that need no GPU
+	$(BIN)/python -m pytest -q
+
+demo: $(STAMP)  ## train a small model on the Python standard library, streamed on the CPU
+	$(BIN)/python examples/demo.py
+
+clean:  ## remove everything that the targets made
+	rm -rf $(VENV) build dist runs *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

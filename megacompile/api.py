@@ -1,0 +1,268 @@
+"""`stream(model)`: the same model, streamed; and its handle, `model.megacompile`."""
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from megacompile.batch import read_arguments
+from megacompile.config import StreamConfig, parse_bytes
+from megacompile.errors import InsufficientMemoryError, MegacompileError, UnsupportedError
+from megacompile.frontend.capture import CapturedModel, capture
+from megacompile.lease import LogitsWithoutLoss, StreamedLoss, refuse_hooks
+from megacompile.optim import claim, disclaim
+from megacompile.passes import TEMPLATE_PIPELINE
+from megacompile.passes.template import Target
+from megacompile.plan import Plan
+from megacompile.program import Program
+from megacompile.runtime.cuda import CudaBackend
+from megacompile.runtime.lanes import Backend
+from megacompile.runtime.threads import ThreadBackend
+from megacompile.streamed import CompiledShape, Shape, Streamed
+from megacompile.tiling import Tiling, build_store, check_host_memory
+
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def stream(model: M, *, layers: str | None = None, example: Mapping[str, Tensor] | None = None, **options: Any) -> M:
+    """Moves a model's weights into host tiles and trains it layer by layer from there. Returns the same object.
+
+    Args:
+        model: a causal language model of transformers, or any decoder `nn.Module` whose forward returns its loss.
+        layers: qualified name of the `nn.ModuleList` of layers, where it is not found.
+        example: batch arguments, integer tensors [batch, length], where they are not `input_ids` and `labels`.
+        options: the fields of `StreamConfig`.
+
+    Raises, before anything of the model has changed: `CaptureError`, `UnsupportedError`, `InsufficientMemoryError`,
+    `DeviceUnavailableError`, and `MegacompileError` for an option out of range.
+    """
+    if getattr(model, "megacompile", None) is not None:
+        raise MegacompileError("the model is streamed already: model.megacompile.close() first to stream it with other options")
+    config = StreamConfig.of(**options)
+    backend = make_backend(config.device)
+    captured, tiling = analyse(model, config, backend.device.type, layers, example)
+    if any(p.is_meta for p in model.parameters()):
+        raise UnsupportedError("the model is on the meta device and has no weights to train: load them first, or use "
+                               "megacompile.schedule(model, ...) to look at its schedule")
+    check_host_memory(tiling)
+    check_one_layer(captured, tiling, config, backend)
+    store = build_store(model, tiling)
+    streamed = Streamed(model, captured, tiling, store, backend, config)
+    claim(streamed)
+    handle = Handle(streamed)
+    model.__dict__["megacompile"] = handle
+    model.__class__ = _streamed_class(type(model))
+    gc.collect()  # the weights as they were
+    return model
+
+
+def make_backend(device: str | None) -> Backend:
+    chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    return CudaBackend(chosen.index or 0) if chosen.type == "cuda" else ThreadBackend()
+
+
+def analyse(model: nn.Module, config: StreamConfig, device_type: str, layers: str | None,
+            example: Mapping[str, Tensor] | None) -> tuple[CapturedModel, Tiling]:
+    """Captures a model for a device and divides its parameters into tiles. Changes nothing."""
+    for name, parameter in model.named_parameters():
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise UnsupportedError(f"{name} has a gradient hook, which a streamed backward does not call: remove it")
+    dtypes = {config.dtype or p.dtype for p in model.parameters()}
+    if not dtypes <= {torch.float32, torch.bfloat16}:
+        raise UnsupportedError(f"parameters are {', '.join(sorted(map(str, dtypes)))}: megacompile trains float32 and bfloat16")
+    dtype = torch.bfloat16 if torch.bfloat16 in dtypes else torch.float32
+    subject = model if config.dtype is None else _meta_twin(model, config.dtype)
+    captured = capture(subject, layers=layers, example=example, pipeline=TEMPLATE_PIPELINE,
+                       target=Target(device_type, dtype))
+    return captured, Tiling.of(model, captured.calls, config.dtype)
+
+
+def _meta_twin(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """The model without data, its parameters in another dtype. Buffers keep theirs: rotary frequencies are fp32 on purpose."""
+    memo: dict[int, Any] = {}
+    for parameter in model.parameters():
+        memo[id(parameter)] = nn.Parameter(torch.empty_like(parameter, dtype=dtype, device="meta"), parameter.requires_grad)
+    return copy.deepcopy(model, memo)
+
+
+def check_one_layer(captured: CapturedModel, tiling: Tiling, config: StreamConfig, backend: Backend) -> None:
+    """Raises `InsufficientMemoryError` if the device does not even hold one layer at a time for one token."""
+    budget = parse_bytes(config.device_memory) or backend.free_bytes()
+    largest = max(sum(tiling.layouts[t].weight_bytes for t in tiles) for tiles in tiling.tiles_of.values())
+    if largest > budget:
+        raise InsufficientMemoryError(
+            f"one layer needs {largest / 2**30:.2f} GiB of device memory and {budget / 2**30:.2f} GiB are available: "
+            "use a larger device_memory, or a smaller model")
+
+
+class Handle:
+    """`model.megacompile`: what was captured, planned and scheduled, and control over what runs."""
+
+    def __init__(self, streamed: Streamed) -> None:
+        self.streamed = streamed
+        self.anchor = torch.zeros((), requires_grad=True)
+        self._labels = tuple(n for n in streamed.captured.batch_inputs if n not in _inputs_before_loss(streamed.captured))
+
+    # ---------------------------------------------------------------- calls of the model
+    def call(self, model: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        streamed = self.streamed
+        if torch.is_autocast_enabled(streamed.backend.device.type):
+            dtype = torch.get_autocast_dtype(streamed.backend.device.type)
+            if any(p.dtype != dtype for p in streamed.parameters.values()):
+                raise UnsupportedError(f"autocast to {dtype} differs from the dtype that the model was streamed in: "
+                                       f"leave autocast out, or stream(model, dtype={dtype})")
+        given = read_arguments(model, forward, streamed.captured, self._labels, args, kwargs)
+        rebuild = streamed.captured.output.rebuild
+        if not (torch.is_grad_enabled() and given.has_labels):
+            loss, logits = streamed.evaluate(given.inputs, given.normaliser)
+            if torch.is_grad_enabled() and logits is not None:
+                logits = LogitsWithoutLoss.apply(self.anchor, logits)
+            return rebuild(loss, logits)
+        refuse_hooks(streamed)
+        streamed.writes.check_trainability()
+        loss, lease = streamed.forward(given.inputs, given.normaliser)
+        return rebuild(StreamedLoss.apply(self.anchor, loss, streamed, lease), None)
+
+    # ---------------------------------------------------------------- looking
+    def compiled(self, batch: Mapping[str, Tensor] | None = None) -> CompiledShape:
+        """The compiled shape of a batch; of the last one without. Compiles, runs nothing."""
+        streamed = self.streamed
+        if batch is None:
+            if streamed.latest is None:
+                raise MegacompileError("nothing has been compiled yet: pass a batch, or run one")
+            return streamed.latest
+        inputs = {k: v for k, v in batch.items() if k in streamed.captured.batch_inputs}
+        first = next(iter(inputs.values()))
+        labels = set(streamed.captured.batch_inputs) <= inputs.keys()
+        return streamed.compiled(Shape(first.shape[0], first.shape[1], labels, labels))
+
+    def program(self, batch: Mapping[str, Tensor] | None = None, stage: str = "synchronize") -> Program:
+        """The program for a batch's shape, after the pass of that name."""
+        stages = self.compiled(batch).compiled.stages
+        if stage not in stages:
+            raise MegacompileError(f"there is no stage {stage!r}: there are {', '.join(stages)}")
+        return stages[stage]
+
+    def table(self, batch: Mapping[str, Tensor] | None = None, section: str | None = None) -> str:
+        return self.program(batch).table(section)
+
+    @property
+    def stages(self) -> dict[str, Program]:
+        """Every stage of the last program."""
+        return self.compiled().compiled.stages
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of the last program."""
+        return self.compiled().plan
+
+    @property
+    def stats(self) -> dict[str, Any]:
+        """Counters and sizes, in bytes."""
+        streamed = self.streamed
+        return dict(
+            steps=streamed.steps, shapes=len(streamed.shapes), templates=len(streamed.captured.templates),
+            compiled_variants=len(streamed.binder.compiled), capture_s=streamed.captured.seconds,
+            host_bytes=sum(streamed.store.bytes().values()) + streamed.arena.slab_bytes(), host_parts=streamed.store.bytes(),
+            slab_bytes=streamed.arena.slab_bytes(), slot_bytes=streamed.arena.device_bytes(),
+            peak_device_bytes=streamed.backend.peak_bytes(),
+            parameters=sum(x.parameters for x in streamed.tiling.layouts.values()))
+
+    # ---------------------------------------------------------------- control
+    def synchronize(self) -> None:
+        """Waits for updates in flight. Afterwards parameters, gradients and optimizer state that you hold are current."""
+        self.streamed.settle()
+
+    def close(self) -> None:
+        """Gives everything back: what remains is a plain model on the CPU, trained."""
+        model = self.streamed.model
+        self.streamed.close()
+        disclaim(self.streamed)
+        model.__class__ = type(model).__mro__[2] if isinstance(model, _StreamedModule) else type(model)
+        model.__dict__.pop("megacompile", None)
+
+
+def _inputs_before_loss(captured: CapturedModel) -> set[str]:
+    """Batch inputs that the prologue or a layer reads: the others are labels."""
+    return {s.name for call in captured.calls[:-1] for s in call.sources if s.kind == "batch"}
+
+
+class _StreamedModule(nn.Module):
+    """What changes in a streamed model's class: calls go to the handle, reads wait for updates in flight."""
+
+    megacompile: Handle
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.megacompile.call(self, super().forward, args, kwargs)
+
+    @property
+    def device(self) -> torch.device:
+        return self.megacompile.streamed.backend.device
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        raise UnsupportedError("a streamed model's weights cannot be moved or cast: model.megacompile.close() first")
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        device, dtype, _, _ = torch._C._nn._parse_to(*args, **kwargs)
+        here = self.device
+        if dtype is not None and any(p.dtype != dtype for p in self.megacompile.streamed.parameters.values()):
+            raise UnsupportedError(f"a streamed model cannot be cast to {dtype}: close() it first, or stream(model, dtype={dtype})")
+        if device is not None and (device.type != here.type or device.index not in (None, here.index or 0)):
+            raise UnsupportedError(f"a streamed model computes on {here} and cannot be moved to {device}: close() it first")
+        return self
+
+    def cuda(self, device: Any = None) -> Any:
+        return self.to(torch.device("cuda", device) if isinstance(device, int) else device or "cuda")
+
+    def cpu(self) -> Any:
+        return self.to("cpu")
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
+        self.megacompile.synchronize()
+        return super().named_parameters(*args, **kwargs)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        self.megacompile.synchronize()
+        return super().state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        self.megacompile.synchronize()
+        return super().load_state_dict(*args, **kwargs)
+
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
+        self.megacompile.synchronize()
+        self.megacompile.streamed.check_whole()
+        return super().save_pretrained(*args, **kwargs)  # type: ignore[misc]
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Layers are streamed for every token, without a cache: right, and slow."""
+        kwargs["use_cache"] = False
+        with torch.no_grad():
+            return super().generate(*args, **kwargs)  # type: ignore[misc]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A plain CPU model with the same weights."""
+        self.megacompile.synchronize()
+        plain = object.__new__(type(self).__mro__[2])
+        memo[id(self)] = plain
+        plain.__dict__ = copy.deepcopy({k: v for k, v in self.__dict__.items() if k != "megacompile"}, memo)
+        return plain
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UnsupportedError("a streamed model cannot be pickled: use save_pretrained, state_dict, or copy.deepcopy(model)")
+
+
+_classes: dict[type, type] = {}
+
+
+def _streamed_class(original: type) -> type:
+    """The subclass of a model's class that streams. It keeps the name: configs record it as the architecture."""
+    if original not in _classes:
+        body = {"__module__": original.__module__, "__qualname__": original.__qualname__, "__doc__": original.__doc__}
+        _classes[original] = type(original.__name__, (_StreamedModule, original), body)
+    return _classes[original]

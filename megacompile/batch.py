@@ -1,0 +1,102 @@
+"""What a user passes to a streamed model -> the batch that a program runs on. Honoured or refused, never ignored."""
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megacompile.errors import UnsupportedError
+from megacompile.frontend.capture import CapturedModel
+
+#: Arguments whose value changes nothing that a streamed model does, when they have one of these values.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "use_cache": (None, False, True), "return_dict": (None, True), "output_attentions": (None, False),
+    "output_hidden_states": (None, False), "past_key_values": (None,), "logits_to_keep": (0,), "cache_position": (None,),
+}
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """A call of the model, taken apart. `inputs`: the batch arguments that were given, in the model's order, tensors of
+    [batch, length, ...]; `normaliser`: the number of target tokens to divide by, or None if there are no labels."""
+
+    inputs: dict[str, Tensor]
+    normaliser: Tensor | None
+    has_labels: bool
+
+
+def read_arguments(model: nn.Module, forward: Callable[..., Any], captured: CapturedModel, labels: tuple[str, ...],
+                   args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Arguments:
+    """Raises `UnsupportedError` for an argument that cannot be honoured. `labels` are the batch inputs that only the loss
+    reads; without them a forward gives logits."""
+    name = type(model).__name__
+    try:
+        given = dict(inspect.signature(forward).bind(*args, **kwargs).arguments)
+    except TypeError as error:
+        raise UnsupportedError(f"{name}: {error}; a streamed model takes {', '.join(captured.batch_inputs)}") from error
+    for parameter in inspect.signature(forward).parameters.values():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            given |= given.pop(parameter.name, {})
+    mask = given.pop("attention_mask", None)
+    items = given.pop("num_items_in_batch", None)
+    inputs: dict[str, Tensor] = {}
+    for key, value in given.items():
+        if key in captured.batch_inputs:
+            if value is not None:
+                inputs[key] = _checked(name, key, value)
+        elif not _neutral(key, value):
+            raise UnsupportedError(f"{name}: argument {key} cannot be honoured yet by a streamed model: leave it out "
+                                   f"(it takes {', '.join(captured.batch_inputs)})")
+    required = [key for key in captured.batch_inputs if key not in labels]
+    if missing := [key for key in required if key not in inputs]:
+        raise UnsupportedError(f"{name}: {', '.join(missing)} must be given to a streamed model")
+    shapes = {tuple(tensor.shape[:2]) for tensor in inputs.values()}
+    if len(shapes) > 1 or 0 in next(iter(shapes)):
+        raise UnsupportedError(f"{name}: batch arguments must share one [batch, length] of at least one token, "
+                               f"not {sorted(shapes)}")
+    has_labels = all(key in inputs for key in labels)
+    inputs = {key: inputs[key] for key in captured.batch_inputs if key in inputs and (has_labels or key not in labels)}
+    check_mask(name, mask, inputs, labels if has_labels else ())
+    normaliser = None
+    if has_labels and captured.has_normaliser:
+        assert captured.count_targets is not None
+        normaliser = captured.count_targets(inputs) if items is None else torch.as_tensor(items, dtype=torch.float32)
+    return Arguments(inputs, normaliser, has_labels)
+
+
+def _checked(name: str, key: str, value: Any) -> Tensor:
+    if not isinstance(value, Tensor) or value.dim() < 2 or value.is_floating_point():
+        what = f"{value.dtype} of shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        raise UnsupportedError(f"{name}: {key} must be an integer tensor [batch, length], not {what}")
+    return value
+
+
+def _neutral(key: str, value: Any) -> bool:
+    if value is None:
+        return True
+    return any(value is v or (not isinstance(value, Tensor) and value == v) for v in _NEUTRAL.get(key, ()))
+
+
+def check_mask(name: str, mask: Tensor | None, inputs: Mapping[str, Tensor], labels: tuple[str, ...]) -> None:
+    """Padding on the right needs no mask where its labels are -100: no real token attends to it, and no loss counts it.
+
+    Raises `UnsupportedError` for every other mask."""
+    if mask is None or bool((mask != 0).all()):
+        return
+    first = next(iter(inputs.values()))
+    if mask.dim() != 2 or mask.shape != first.shape[:2]:
+        raise UnsupportedError(f"{name}: an attention_mask of shape {list(mask.shape)} cannot be honoured yet: "
+                               "pass one of [batch, length], or none")
+    present = mask != 0
+    if bool((present[:, 1:] & ~present[:, :-1]).any()):
+        raise UnsupportedError(f"{name}: padding on the left or within a sequence cannot be honoured yet: pad on the right")
+    if not labels:
+        raise UnsupportedError(f"{name}: without labels, a padded batch cannot be honoured yet (logits of padding would "
+                               "differ): pass sequences of one length")
+    for key in labels:
+        if bool((inputs[key].masked_select(~present.to(inputs[key].device)) != -100).any()):
+            raise UnsupportedError(f"{name}: {key} of padding must be -100, so that the loss does not count it")

@@ -1,0 +1,98 @@
+"""Templates -> kernels: compiles variants for the shapes of a program and binds each call's inputs to where they lie."""
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+
+from megacompile.frontend.capture import CapturedModel
+from megacompile.frontend.template import Call, Template, Variant
+from megacompile.frontend.variants import compile_variant
+from megacompile.program import Program, argument, nodes, op_of
+from megacompile.runtime.kernels import Input, Kernel, ParameterGradient
+from megacompile.tiling import Tiling
+
+#: Ops that run a template; the variant has the op's name.
+TEMPLATE_OPS = frozenset({"forward", "forward_saving", "loss", "evaluate", "logits", "recompute_backward", "backward"})
+
+
+@dataclass
+class Binder:
+    """Kernels of one streamed model. State: compiled variants by (template, variant, batch, length)."""
+
+    captured: CapturedModel
+    tiling: Tiling
+    device: torch.device
+    mode: str  # "eager" or "inductor"
+    compiled: dict[tuple[str, str, int, int], Callable[..., Any]] = field(default_factory=dict)
+
+    def bind(self, program: Program, section: str, length: int) -> dict[tuple[str, str, int], Kernel]:
+        """The kernels of a section, by (call, op, micro-batch)."""
+        calls = {c.name: c for c in self.captured.calls}
+        kernels = {}
+        for node in nodes(program.section(section)):
+            op = op_of(node).name
+            if op in TEMPLATE_OPS:
+                call, mb = calls[argument(node, "call")], argument(node, "mb")
+                kernels[call.name, op, mb] = self._kernel(program, call, op, program.micro_batches[mb], length)
+        return kernels
+
+    def _kernel(self, program: Program, call: Call, op: str, batch: int, length: int) -> Kernel:
+        template = self.captured.templates[call.template]
+        variant = template.variant(op)
+        tiles = program.call(call.name).tiles
+        trainable = [t for t in tiles if program.tiles[t].trainable]
+        parameters, carried = [], {}
+        for gradient in variant.gradients:
+            source = call.sources[gradient.input]
+            if source.kind == "parameter":
+                tile, position = self.tiling.position[source.name]
+                parameters.append(ParameterGradient(gradient.results, trainable.index(tile), position))
+            else:
+                assert source.kind == "carried" and len(gradient.results) == 1, f"a gradient for {source}"
+                carried[source.index] = gradient.results[0]
+        return Kernel(
+            self._compile(template, variant, batch, length), tuple(self._input(call, i) for i in range(len(call.sources))),
+            variant.outputs, variant.residuals, sum(template.has_gradient), tuple(parameters),
+            tuple(carried[i] for i in sorted(carried)))
+
+    def _input(self, call: Call, index: int) -> Input:
+        source = call.sources[index]
+        if source.kind == "parameter":
+            tile, position = self.tiling.position[source.name]
+            return Input("parameter", source.name, self.tiling.tiles_of[call.name].index(tile), position)
+        return Input("constant" if source.kind == "buffer" else source.kind, source.name, position=source.index)
+
+    def _compile(self, template: Template, variant: Variant, batch: int, length: int) -> Callable[..., Any]:
+        key = template.name, variant.name, batch, length
+        if key not in self.compiled:
+            examples = example_inputs(template, variant, batch, length, self.device) if self.mode == "inductor" else ()
+            self.compiled[key] = compile_variant(variant, examples, self.mode)
+        return self.compiled[key]
+
+
+def example_inputs(template: Template, variant: Variant, batch: int, length: int, device: torch.device) -> list[Any]:
+    """Fake tensors, numbers and None of the shapes that a variant sees at this batch and length."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    def size(value: Any) -> int:
+        return int(template.symbolic(value).subs(dict(zip(template.symbols, (batch, length), strict=True))))
+
+    reads = set(variant.reads)
+    examples: list[Any] = []
+    with FakeTensorMode():
+        for i, placeholder in enumerate(variant.graph.graph.find_nodes(op="placeholder")):
+            value = placeholder.meta["val"]
+            if not isinstance(value, torch.Tensor):
+                examples.append(size(value))
+            elif i not in reads:
+                examples.append(None)
+            else:
+                examples.append(torch.empty_strided([size(s) for s in value.shape], [size(s) for s in value.stride()],
+                                                    dtype=value.dtype, device=device))
+    return examples
+
+

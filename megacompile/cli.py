@@ -1,0 +1,177 @@
+"""The command line: `megacompile train` and `megacompile inspect`.
+
+Exit codes: 0 done; 1 refused, the reason on stderr; 2 wrong arguments; 130 stopped by Ctrl-C (and saved, if asked).
+"""
+from __future__ import annotations
+
+import enum
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from typer.core import TyperGroup
+
+import megacompile
+from megacompile import training
+from megacompile.corpus import Corpus, PretrainedTokenizer, load_tokenizer
+from megacompile.errors import MegacompileError
+from megacompile.frontend.template import Template
+
+EXIT_FAILED = 1
+EXIT_INTERRUPTED = 130
+
+
+class _Commands(TyperGroup):
+    def invoke(self, ctx: Any) -> Any:
+        """Ends on an error of ours with its message alone; any other exception is a fault and keeps its traceback."""
+        try:
+            return super().invoke(ctx)
+        except MegacompileError as error:
+            print(f"megacompile: {error}", file=sys.stderr)
+            raise typer.Exit(EXIT_FAILED) from error
+
+
+app = typer.Typer(cls=_Commands, help="Train decoder models whose weights live in host memory.", no_args_is_help=True,
+                  add_completion=False, pretty_exceptions_enable=False)
+
+
+class DType(enum.StrEnum):
+    AUTO = "auto"
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+
+    def resolve(self) -> torch.dtype | None:
+        return None if self is DType.AUTO else getattr(torch, self.value)
+
+
+Model = Annotated[Path, typer.Argument(metavar="MODEL", exists=True, readable=True,
+                                       help="A model directory, or a config (directory or JSON file).")]
+CheckpointInterval = Annotated[int | None, typer.Option(min=1, help="Layers between activation checkpoints.")]
+MicroBatchSize = Annotated[int | None, typer.Option(min=1, help="Sequences that the device works on at a time.")]
+Device = Annotated[str | None, typer.Option(help="Where layers are computed: cpu or cuda.")]
+DeviceMemory = Annotated[str | None, typer.Option(help='Device memory to stay within, such as "24GiB".')]
+ModelDType = Annotated[DType, typer.Option(help="Data type of the weights; auto takes the model's own.")]
+
+
+@app.callback(invoke_without_command=True)
+def version(show: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False) -> None:
+    if show:
+        print(megacompile.__version__)
+        raise typer.Exit
+
+
+@app.command()
+def train(
+    model_path: Model,
+    data: Annotated[list[Path], typer.Option(exists=True, dir_okay=False, readable=True,
+                                             help="A text file; repeat for more.")],
+    steps: Annotated[int, typer.Option(min=1)] = 1000,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences a step.")] = 8,
+    length: Annotated[int, typer.Option(min=2, help="Tokens a sequence.")] = 512,
+    lr: Annotated[float, typer.Option(min=0.0, help="Peak learning rate.")] = 1e-4,
+    warmup: Annotated[int, typer.Option(min=0, help="Steps over which the learning rate rises.")] = 0,
+    weight_decay: Annotated[float, typer.Option(min=0.0)] = 0.01,
+    max_grad_norm: Annotated[float, typer.Option(min=0.0, help="Largest norm of all gradients (0: any).")] = 1.0,
+    checkpoint_interval: CheckpointInterval = None,
+    micro_batch_size: MicroBatchSize = None,
+    device: Device = None,
+    device_memory: DeviceMemory = None,
+    dtype: ModelDType = DType.AUTO,
+    save: Annotated[Path | None, typer.Option(file_okay=False, help="Save the trained model here.")] = None,
+    log_interval: Annotated[int, typer.Option(min=1, help="Steps between lines of the log.")] = 10,
+    seed: Annotated[int, typer.Option(help="Of random weights and of the order of the data.")] = 0,
+) -> None:
+    """Train a model on text files, streamed from host memory.
+
+    The data is cut into random windows of --length tokens, by the model's tokenizer, or by bytes if it has none.
+    The learning rate rises over --warmup steps, then falls linearly to a tenth of --lr.
+    """
+    torch.manual_seed(seed)
+    console = Console(markup=False, highlight=False, soft_wrap=True)
+    model = training.load_model(model_path, dtype=dtype.resolve())
+    tokenizer = load_tokenizer(model_path)
+    corpus = Corpus.from_files(data, tokenizer, model.config.vocab_size)
+    batches = corpus.windows(batch, length, seed)
+    console.print(f"{training.parameter_count(model):,} parameters, {corpus.tokens.numel():,} tokens of data, "
+                  f"{batch * length:,} tokens a step")
+
+    model = megacompile.stream(model, **_config(checkpoint_interval, micro_batch_size, device, device_memory))
+    model.train()
+    optimizer = megacompile.AdamW(model.parameters(), lr=lr, weight_decay=weight_decay,
+                                  max_grad_norm=max_grad_norm or None)
+    schedule = training.warmup_then_linear(optimizer, steps, warmup)
+    with training.Interruption(console.print) as interruption, training.ProgressDisplay(
+            console, steps, log_interval) as display:
+        losses = training.train(model, optimizer, batches, steps, schedule=schedule, on_step=display,
+                                stop=lambda: interruption.asked)
+        if save is not None:  # under the same guard: a Ctrl-C here must not leave half a model
+            model.save_pretrained(save)
+            if isinstance(tokenizer, PretrainedTokenizer):
+                tokenizer.save_pretrained(save)
+    model.megacompile.close()
+    if save is not None:
+        console.print(f"saved in {save} after {len(losses)} steps")
+    if len(losses) < steps:
+        console.print(f"stopped by Ctrl-C after {len(losses)} of {steps} steps"
+                      + ("" if save else "; nothing saved, for want of --save"))
+        raise typer.Exit(EXIT_INTERRUPTED)
+
+
+@app.command()
+def inspect(
+    model_path: Model,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences a step.")] = 8,
+    length: Annotated[int, typer.Option(min=2, help="Tokens a sequence.")] = 512,
+    stage: Annotated[str | None, typer.Option(help="Show the program as this pass left it; else the last.")] = None,
+    section: Annotated[str | None, typer.Option(help="Show one section, such as forward, backward or update.")] = None,
+    table: Annotated[bool, typer.Option("--table", help="Show the program as a table.")] = False,
+    fold: Annotated[bool, typer.Option(help="Fold what repeats from layer to layer.")] = True,
+    template: Annotated[str | None, typer.Option(help="Show this template's graphs instead.")] = None,
+    checkpoint_interval: CheckpointInterval = None,
+    micro_batch_size: MicroBatchSize = None,
+    device: Device = None,
+    device_memory: DeviceMemory = None,
+    dtype: ModelDType = DType.AUTO,
+) -> None:
+    """Show what a model compiles to: stages, schedule, templates. Loads no weights and trains nothing."""
+    model = training.load_model(model_path, dtype=dtype.resolve(), meta=True)
+    compiled = megacompile.schedule(model, batch=batch, length=length,
+                                    **_config(checkpoint_interval, micro_batch_size, device, device_memory))
+    if template is not None:
+        print(_template_text(_choose(compiled.templates, template, "template")))
+        return
+    stages = compiled.stages
+    program = _choose(stages, stage if stage is not None else list(stages)[-1], "stage")
+    if section is not None:
+        _choose(program.sections, section, "section")
+    if table:
+        print(program.table(section))
+        return
+    print(f"# stages: {', '.join(stages)}")
+    print(f"# templates: {', '.join(compiled.templates)}")
+    print(program.text(section=section, fold=fold))
+
+
+def _config(checkpoint_interval: int | None, micro_batch_size: int | None, device: str | None,
+            device_memory: str | None) -> dict[str, Any]:
+    """The knobs that were given; the others are left to `megacompile`'s own choice."""
+    knobs = {"checkpoint_interval": checkpoint_interval, "micro_batch_size": micro_batch_size, "device": device,
+             "device_memory": device_memory}
+    return {name: value for name, value in knobs.items() if value is not None}
+
+
+def _choose(choices: Mapping[str, Any], name: str, what: str) -> Any:
+    if name not in choices:
+        raise MegacompileError(f"there is no {what} {name!r}: choose one of {', '.join(choices)}")
+    return choices[name]
+
+
+def _template_text(template: Template) -> str:
+    """Every variant as Python, with shapes and dtypes in B and T's symbols."""
+    graphs = (f"# {name}\n{template.variant(name).graph.print_readable(print_output=False).strip()}"
+              for name in template.variant_names)
+    return "\n\n".join([f"# template {template.name}: residuals take {template.residual_bytes()} bytes", *graphs])

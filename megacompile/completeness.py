@@ -1,0 +1,234 @@
+"""Rules about a whole training step: every call is visited, every gradient goes home, every tile is updated, once."""
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import fx
+
+from megacompile.fault import Fault
+from megacompile.listing import describe
+from megacompile.program import Program, argument, find, nodes, op_of, operands, reached
+
+_FORWARD = ("forward", "forward_saving", "loss", "evaluate", "logits")
+_BACKWARD = ("backward", "recompute_backward")
+_BACKWARD_SECTIONS = {"backward": True, "backward_accumulate": False}  # section: does it overwrite gradients
+
+
+def trainable(program: Program, tiles: tuple[str, ...]) -> list[str]:
+    return [tile for tile in tiles if program.tiles[tile].trainable]
+
+
+def supplied(program: Program) -> Iterator[Fault]:
+    """Each compute node holds the weights of its call's tiles, in their order, and none where its variant reads none."""
+    for graph in program.sections.values():
+        for node in find(graph, *_FORWARD, *_BACKWARD):
+            call = program.call(argument(node, "call"))
+            needed = [] if op_of(node).name in call.weightless else list(call.tiles)
+            given = [argument(value, "tile") for value in operands(node, "weights")]
+            if given != needed:
+                yield Fault(f"{describe(node)} has the weights of {given or 'nothing'}, but reads {needed or 'nothing'}",
+                            "prefetch what the call reads, in the order of its tiles", node)
+
+
+# Forward and backward
+
+class _Origins:
+    """Which call and micro-batch a value came from, through leases.
+
+    A lease's key means the same value in every section: what the forward kept under it."""
+
+    def __init__(self, program: Program) -> None:
+        self.kept: dict[str, fx.Node] = {}
+        if "forward" in program.sections:
+            for lease in find(program.section("forward"), "lease"):
+                self.kept[argument(lease, "key")] = operands(lease, "value")[0]
+
+    def made(self, value: fx.Node) -> fx.Node | None:
+        """The node that computed a value; None for a lease that the forward does not keep."""
+        return self.kept.get(argument(value, "key")) if op_of(value).name == "leased" else value
+
+    def of(self, value: fx.Node) -> tuple[str | None, int | None]:
+        made = self.made(value)
+        return (None, None) if made is None else (argument(made, "call"), argument(made, "mb"))
+
+    def tile(self, accumulators: fx.Node) -> str | None:
+        made = self.made(accumulators)
+        return None if made is None or op_of(made).result != "accumulators" else argument(made, "tile")
+
+
+def trained(program: Program) -> Iterator[Fault]:
+    """Forward: every call once for each micro-batch, in order. Backward: every call that can train once for each
+    micro-batch, last call first. Each node takes the values of its own micro-batch from the calls beside its own."""
+    origins = _Origins(program)
+    for name, graph in program.sections.items():
+        if name in _BACKWARD_SECTIONS:
+            yield from _backward(program, name, graph, origins)
+            yield from _leases(program, name, graph, origins)
+        elif any(find(graph, *_FORWARD)):
+            yield from _forward(program, name, graph)
+        yield from _values(program, graph, origins)
+    if "forward" in program.sections and "backward" not in program.sections:
+        yield Fault("the program has a forward and no backward", "add the section")
+
+
+def _forward(program: Program, name: str, graph: fx.Graph) -> Iterator[Fault]:
+    expected = [call.name for call in program.calls]
+    yield from _visits(program, name, list(find(graph, *_FORWARD)), expected, expected)
+
+
+def _backward(program: Program, name: str, graph: fx.Graph, origins: _Origins) -> Iterator[Fault]:
+    stack = [call for call in reversed(program.calls) if call.role != "epilogue"]
+    required = [call.name for call in stack if trainable(program, call.tiles)]
+    visits = list(find(graph, *_BACKWARD))
+    yield from _visits(program, name, visits, [call.name for call in stack], required)
+    scaled: dict[fx.Node, fx.Node] = {}
+    for node in nodes(graph):
+        for value in operands(node, "value") if op_of(node).name == "scale" else ():
+            if value in scaled:
+                yield Fault(f"{value.name} is scaled twice in {name}", "scale it once", node, scaled[value])
+            scaled[value] = node
+        for value in (*operands(node, "gradient"), *operands(node, "accumulators")):
+            if op_of(value).name == "leased" and value not in scaled:
+                yield Fault(f"{describe(node)} uses {value.name} before it is scaled by the gradient that the caller's loss "
+                            "sent", "scale it above", node)
+
+
+def _visits(program: Program, name: str, found: list[fx.Node], order: list[str], required: list[str]) -> Iterator[Fault]:
+    """Calls come in this order for each micro-batch, none twice, and none of the required ones is left out."""
+    place = {call: i for i, call in enumerate(order)}
+    latest: dict[int, fx.Node] = {}
+    seen: dict[tuple[str, int], fx.Node] = {}
+    for node in found:
+        call, mb = argument(node, "call"), argument(node, "mb")
+        if (call, mb) in seen:
+            yield Fault(f"{describe(node)} is the second visit of {call} for micro-batch {mb} in {name}", "visit it once", node,
+                        seen[call, mb])
+        elif call not in place:
+            yield Fault(f"{describe(node)} has no place in {name}", "visit it where the loss is computed", node)
+        elif mb in latest and place[call] < place[argument(latest[mb], "call")]:
+            yield Fault(f"{describe(node)} comes after {describe(latest[mb])} in {name}", "visit calls in order", node,
+                        latest[mb])
+        seen[call, mb] = latest[mb] = node
+    for mb in range(len(program.micro_batches)):
+        for call in required:
+            if (call, mb) not in seen:
+                yield Fault(f"{name} never visits {call} for micro-batch {mb}", "visit every call for every micro-batch")
+
+
+def _values(program: Program, graph: fx.Graph, origins: _Origins) -> Iterator[Fault]:
+    """Inputs, residuals, gradients and accumulators are those of the right call and micro-batch."""
+    order = [call.name for call in program.calls]
+    for node in find(graph, *_FORWARD, *_BACKWARD):
+        call, mb = argument(node, "call"), argument(node, "mb")
+        at = order.index(call)
+        wanted = [("inputs", value, order[at - 1] if i == 0 else order[0]) for i, value in enumerate(operands(node, "inputs"))]
+        wanted += [("saved", value, call) for value in operands(node, "saved")]
+        wanted += [("gradient", value, order[at + 1]) for value in operands(node, "gradient") if at + 1 < len(order)]
+        for parameter, value, source in wanted:
+            if origins.of(value) != (source, mb):
+                got = " mb ".join(map(str, origins.of(value)))
+                yield Fault(f"{describe(node)} takes {value.name} of {got} as {parameter}",
+                            f"give it the value of {source} mb {mb}", node, value)
+        if op_of(node).name in (*_BACKWARD, "loss"):
+            tiles = [origins.tile(value) for value in operands(node, "accumulators")]
+            expected = trainable(program, program.call(call).tiles) if "backward" in program.sections else tiles
+            if tiles != expected:
+                yield Fault(f"{describe(node)} adds to the gradients of {tiles}, but trains {expected}",
+                            "give it the accumulators of its call's trainable tiles", node)
+
+
+def _leases(program: Program, name: str, graph: fx.Graph, origins: _Origins) -> Iterator[Fault]:
+    """The backward takes each value that the forward kept, once, and no other."""
+    taken: dict[str, fx.Node] = {}
+    for node in find(graph, "leased"):
+        key = argument(node, "key")
+        if key not in origins.kept or key in taken:
+            why = "is taken twice" if key in taken else "is kept by no forward"
+            yield Fault(f"lease {key} {why} in {name}", "take each lease once", node, taken.get(key))
+        taken[key] = node
+    for lease in find(program.section("forward"), "lease"):
+        if argument(lease, "key") not in taken:
+            yield Fault(f"lease {argument(lease, 'key')} is never taken in {name}: its memory would never be free",
+                        "take it in the backward", lease)
+
+
+# Gradients home
+
+def sent_home(program: Program) -> Iterator[Fault]:
+    """Each trainable tile's accumulators are reduced once, after the last contribution, and offloaded once: straight into
+    the tile's gradients, or through a slab that is accumulated once."""
+    origins = _Origins(program)
+    for name, overwrite in _BACKWARD_SECTIONS.items():
+        if name not in program.sections:
+            if "forward" in program.sections:
+                yield Fault(f"the program has a forward and no {name}", "add the section")
+            continue
+        graph = program.section(name)
+        for op in ("reduce", "offload"):
+            yield from _once(program, name, graph, op, trainable(program, tuple(program.tiles)))
+        reduced: dict[fx.Node, fx.Node] = {}
+        for node in nodes(graph):
+            for value in operands(node, "accumulators"):
+                if value in reduced:
+                    yield Fault(f"{describe(node)} adds to {value.name} after it was reduced: that gradient would be lost",
+                                "reduce after the last contribution", node, reduced[value])
+                if op_of(node).name == "reduce":
+                    reduced[value] = node
+                    if origins.tile(value) != argument(node, "tile"):
+                        yield Fault(f"{describe(node)} reduces the accumulators of {origins.tile(value)}",
+                                    "give it those of its own tile", node, value)
+        for node in find(graph, "offload"):
+            yield from _arrival(program, name, node, overwrite)
+
+
+def _arrival(program: Program, name: str, offload: fx.Node, overwrite: bool) -> Iterator[Fault]:
+    added = [user for user in offload.users if op_of(user).name == "accumulate"]
+    slab = bool(added) if not reached(program, "place") else argument(offload, "into") is not None
+    if len(added) != slab:
+        yield Fault(f"{describe(offload)} goes {'to a slab' if slab else 'straight home'} and is accumulated {len(added)} times",
+                    "accumulate each slab once, and nothing else", offload)
+    if not overwrite and not slab:
+        yield Fault(f"{describe(offload)} overwrites gradients that {name} must add to", "offload into a slab", offload)
+    for node in added:
+        if argument(node, "overwrite") != overwrite:
+            yield Fault(f"{describe(node)} {'adds to' if overwrite else 'overwrites'} what is there in {name}",
+                        f"say overwrite={overwrite}", node)
+
+
+def _once(program: Program, name: str, graph: fx.Graph, op: str, tiles: list[str]) -> Iterator[Fault]:
+    seen: dict[str, fx.Node] = {}
+    for node in find(graph, op):
+        tile = argument(node, "tile")
+        if tile in seen:
+            yield Fault(f"tile {tile} has a second {op} in {name}", f"{op} each trainable tile once", node, seen[tile])
+        if tile not in tiles:
+            yield Fault(f"tile {tile} has {op} in {name}, but does not train", "leave frozen tiles alone", node)
+        seen[tile] = node
+    for tile in tiles:
+        if tile not in seen:
+            yield Fault(f"tile {tile} trains, but has no {op} in {name}", f"{op} each trainable tile once")
+
+
+# The update
+
+def updated(program: Program) -> Iterator[Fault]:
+    """One clip over all trainable tiles, then one adam for each; a tile that is resident on the device is copied there
+    again after its update."""
+    if "update" not in program.sections:
+        if "backward" in program.sections:
+            yield Fault("the program has a backward and no update", "add the section")
+        return
+    graph, tiles = program.section("update"), trainable(program, tuple(program.tiles))
+    clips = list(find(graph, "clip"))
+    if len(clips) != 1 or sorted(argument(clips[0], "tiles")) != sorted(tiles):
+        yield Fault("update needs one clip over all trainable tiles", "clip once, over every trainable tile",
+                    clips[-1] if clips else None)
+    yield from _once(program, "update", graph, "adam", tiles)
+    resident = {argument(node, "tile"): node for g in program.sections.values() for node in find(g, "resident")}
+    fresh: dict[str, fx.Node | None] = {}
+    for node in find(graph, "adam", "prefetch"):
+        fresh[argument(node, "tile")] = node if op_of(node).name == "prefetch" else None
+    for tile, node in resident.items():
+        if tile in tiles and fresh.get(tile) is None:
+            yield Fault(f"tile {tile} is resident on the device, and update leaves its old weights there",
+                        "prefetch it after its adam", node)

@@ -1,0 +1,78 @@
+"""StreamConfig: the knobs of `stream`, checked when they are given."""
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+
+from megacompile.errors import MegacompileError
+
+_UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,
+          "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+
+
+def parse_bytes(size: int | float | str | None) -> int | None:
+    """"24GiB" -> bytes. Raises `MegacompileError` for anything else."""
+    if size is None or isinstance(size, int | float):
+        return None if size is None else int(size)
+    match = re.fullmatch(r"\s*([0-9.]+)\s*([A-Za-z]*)\s*", size)
+    if match is None or match[2].upper() not in _UNITS:
+        raise MegacompileError(f"{size!r} is no amount of memory: write bytes, or a number and a unit like '24GiB'")
+    return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+@dataclass(frozen=True)
+class StreamConfig:
+    """Every choice a user may make; None leaves it to the planner.
+
+    Attributes:
+        device: "cpu" or "cuda"; None: cuda if there is one.
+        checkpoint_interval: K, layers between activation checkpoints.
+        micro_batch_size: sequences a micro-batch.
+        device_memory: budget of the device, bytes or "24GiB".
+        locked_memory: budget of page-locked host memory; too small for the tiles: weights and gradients pass through slabs.
+        dtype: compute dtype; None: that of the model's parameters.
+        compile: templates through inductor; None: on cuda.
+        saved_layers: how many last layers keep their residuals.
+        resident: names of tiles whose weights stay on the device, or "all".
+        weight_slots, gradient_slots, gradient_slabs: sizes of the pools.
+        reference: run the reference interpreter (one thread, program order), for checking.
+    """
+
+    device: str | None = None
+    checkpoint_interval: int | None = None
+    micro_batch_size: int | None = None
+    device_memory: int | str | None = None
+    locked_memory: int | str | None = None
+    dtype: torch.dtype | None = None
+    compile: bool | None = None
+    saved_layers: int = 0
+    resident: tuple[str, ...] | str = ()
+    weight_slots: int | None = None
+    gradient_slots: int = 2
+    gradient_slabs: int = 12
+    reference: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("checkpoint_interval", "micro_batch_size", "weight_slots", "gradient_slots", "gradient_slabs"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+                raise MegacompileError(f"{name} must be a whole number of at least 1, not {value!r}")
+        if self.saved_layers < 0:
+            raise MegacompileError(f"saved_layers must not be negative, not {self.saved_layers}")
+        if self.dtype not in (None, torch.float32, torch.bfloat16):
+            raise MegacompileError(f"dtype must be torch.float32 or torch.bfloat16, not {self.dtype}")
+        parse_bytes(self.device_memory)
+        parse_bytes(self.locked_memory)
+        if self.device is not None and torch.device(self.device).type not in ("cpu", "cuda"):
+            raise MegacompileError(f"device must be 'cpu' or 'cuda', not {self.device!r}")
+
+    @classmethod
+    def of(cls, **options: Any) -> StreamConfig:
+        """Raises `MegacompileError` for an option there is not, naming those there are."""
+        known = {f.name for f in fields(cls)}
+        if unknown := set(options) - known:
+            raise MegacompileError(f"stream() has no option {', '.join(sorted(unknown))}: it has {', '.join(sorted(known))}")
+        return cls(**options)

@@ -1,0 +1,137 @@
+"""The kernels behind `megacompile::attention`: one forward and one backward by name.
+
+Every kernel returns outputs and gradients in memory [B, T, heads, D], seen as [B, heads, T, D]: the projection that
+follows then reads them without a copy, and the fake implementation can state strides that hold for all kernels.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+aten = torch.ops.aten
+
+
+def heads_inside(x: Tensor) -> Tensor:
+    """[B, heads, T, D] laid out in memory as [B, T, heads, D]; no copy if it already is."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def expand_groups(x: Tensor, heads: int) -> Tensor:
+    """Key or value heads [B, Hkv, T, D] repeated for their query heads: [B, heads, T, D]."""
+    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
+
+
+def sum_groups(x: Tensor, heads: int) -> Tensor:
+    """The transpose of `expand_groups`: gradients of repeated heads [B, H, T, D] summed to [B, heads, T, D].
+
+    The sum is taken in float32 and rounded once (`sum` does so inside)."""
+    batch, repeated, length, width = x.shape
+    return x if repeated == heads else x.view(batch, heads, repeated // heads, length, width).sum(2)
+
+
+# ------------------------------------------------------------------ any device, windows and capped scores
+def _scores(query: Tensor, key: Tensor, scale: float, window: int, softcap: float) -> tuple[Tensor, Tensor]:
+    """Masked scores in float32 [B, H, T, T] and, for the backward, their capped value before the mask."""
+    scores = (query @ key.transpose(2, 3) * scale).float()
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    position = torch.arange(query.shape[2], device=query.device)
+    distance = position[:, None] - position[None, :]
+    hidden = distance < 0
+    if window:
+        hidden = hidden | (distance >= window)
+    return scores.masked_fill(hidden, float("-inf")), scores
+
+
+def math_forward(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, window: int, softcap: float
+) -> tuple[Tensor, Tensor]:
+    heads = query.shape[1]
+    masked, _ = _scores(query, expand_groups(key, heads), scale, window, softcap)
+    logsumexp = masked.logsumexp(-1)
+    weights = masked.softmax(-1).to(query.dtype)
+    return heads_inside(weights @ expand_groups(value, heads)), logsumexp
+
+
+def math_backward(
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor,
+    scale: float, window: int, softcap: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    heads, groups = query.shape[1], key.shape[1]
+    keys, values = expand_groups(key, heads), expand_groups(value, heads)
+    masked, capped = _scores(query, keys, scale, window, softcap)
+    weights = torch.exp(masked - logsumexp[..., None])
+    grad_value = weights.to(query.dtype).transpose(2, 3) @ grad_out
+    # The softmax's backward needs sum(weights * grad_weights) over each row, which is grad_out . out.
+    row = (grad_out.float() * out.float()).sum(-1, keepdim=True)
+    grad_scores = weights * ((grad_out @ values.transpose(2, 3)).float() - row)
+    if softcap:
+        grad_scores = grad_scores * (1 - (capped / softcap).square())
+    grad_scores = (grad_scores * scale).to(query.dtype)
+    grad_query = grad_scores @ keys
+    grad_key = grad_scores.transpose(2, 3) @ query
+    return (heads_inside(grad_query), heads_inside(sum_groups(grad_key, groups)),
+            heads_inside(sum_groups(grad_value, groups)))
+
+
+# ------------------------------------------------------------------ flash attention on the CPU
+def flash_cpu_forward(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, window: int, softcap: float
+) -> tuple[Tensor, Tensor]:
+    assert not window and not softcap, "the CPU's flash kernel knows neither windows nor capped scores"
+    heads = query.shape[1]
+    out, logsumexp = aten._scaled_dot_product_flash_attention_for_cpu(
+        query, expand_groups(key, heads), expand_groups(value, heads), 0.0, True, scale=scale)
+    return heads_inside(out), logsumexp.contiguous()
+
+
+def flash_cpu_backward(
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor,
+    scale: float, window: int, softcap: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    heads, groups = query.shape[1], key.shape[1]
+    # The kernel wants logsumexp with the heads innermost, as its forward returns it.
+    logsumexp = logsumexp.transpose(1, 2).contiguous().transpose(1, 2)
+    grad_query, grad_key, grad_value = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        grad_out, query, expand_groups(key, heads), expand_groups(value, heads), out, logsumexp, 0.0, True, scale=scale)
+    return (heads_inside(grad_query), heads_inside(sum_groups(grad_key, groups)),
+            heads_inside(sum_groups(grad_value, groups)))
+
+
+# ------------------------------------------------------------------ flash attention on CUDA, bf16 and fp16
+def flash_forward(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, window: int, softcap: float
+) -> tuple[Tensor, Tensor]:
+    assert not softcap, "flash attention does not cap scores"
+    length = query.shape[2]
+    out, logsumexp, *_ = aten._flash_attention_forward(
+        query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), None, None, length, length, 0.0, True, False,
+        scale=scale, **_window(window))
+    return heads_inside(out.transpose(1, 2)), logsumexp
+
+
+def flash_backward(
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor,
+    scale: float, window: int, softcap: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    length = query.shape[2]
+    no_dropout_state = torch.empty(2, dtype=torch.uint64, device=query.device)  # read only where dropout > 0
+    grad_query, grad_key, grad_value = aten._flash_attention_backward(
+        grad_out.transpose(1, 2), query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2),
+        out.transpose(1, 2), logsumexp, None, None, length, length, 0.0, True, no_dropout_state,
+        torch.empty(0, dtype=torch.uint64, device=query.device), scale=scale, **_window(window))
+    return (heads_inside(grad_query.transpose(1, 2)), heads_inside(grad_key.transpose(1, 2)),
+            heads_inside(grad_value.transpose(1, 2)))
+
+
+def _window(window: int) -> dict[str, int]:
+    """A window of n positions is the query's own and n - 1 to its left."""
+    return {"window_size_left": window - 1, "window_size_right": 0} if window else {}
+
+
+FORWARD: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
+    "neutral": math_forward, "math": math_forward, "flash_cpu": flash_cpu_forward, "flash": flash_forward}
+BACKWARD: dict[str, Callable[..., tuple[Tensor, Tensor, Tensor]]] = {
+    "neutral": math_backward, "math": math_backward, "flash_cpu": flash_cpu_backward, "flash": flash_backward}

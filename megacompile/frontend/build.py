@@ -1,0 +1,86 @@
+"""A section of the model graph -> a `Template`: passes of level "model", the joint graph, its inputs described."""
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from megacompile.frontend import linear_cross_entropy  # noqa: F401  # registers the op that fuse_loss inserts
+from megacompile.frontend.joint import forward_graph, joint_graph
+from megacompile.frontend.randomness import refuse_random_ops
+from megacompile.frontend.split import Section, relative
+from megacompile.frontend.template import TargetLike, Template, TemplateInput, TemplatePass
+
+Renaming = dict[sympy.Symbol, sympy.Symbol]  # the graph's symbols -> B and T
+
+
+def build_template(
+    name: str, section: Section, fakes: FakeTensorMode, renaming: Renaming, target: TargetLike,
+    pipeline: Sequence[TemplatePass],
+) -> Template:
+    """The template of `section`; the epilogue's, whose first result is the loss, has the epilogue's variants.
+
+    Raises `UnsupportedError` for random ops.
+    """
+    epilogue = section.name == "epilogue"
+    stages = {"captured": section.graph.code}
+    trained = _first_result_only(section.graph) if epilogue else section.graph
+    trained = _run_model_passes(trained, target, pipeline, stages)
+    has_gradient = section.has_gradient[:1] if epilogue else section.has_gradient
+    with _portable_attention(target):
+        joint = joint_graph(trained, fakes, has_gradient, partition=not epilogue)
+        inference = None
+        if epilogue:
+            whole = _run_model_passes(section.graph, target, [p for p in pipeline if p.name != "fuse_loss"], {})
+            inference = forward_graph(whole, fakes)
+    stages["joint"] = joint.graph.code
+    refuse_random_ops(joint.graph, section)
+
+    def symbolic(size: Any) -> sympy.Expr:
+        return (size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(size)).xreplace(renaming)
+
+    inputs = []
+    placeholders = section.graph.graph.find_nodes(op="placeholder")
+    for index, (node, source) in enumerate(zip(placeholders, section.sources, strict=True)):
+        value = node.meta["example_value"]
+        shape = tuple(map(symbolic, value.shape)) if isinstance(value, Tensor) else ()
+        dtype = value.dtype if isinstance(value, Tensor) else None
+        inputs.append(TemplateInput(relative(source, section.name), shape, dtype, index in joint.gradients))
+    return Template(name, inputs, has_gradient, section.carried, joint, inference, renaming, target, pipeline, stages)
+
+
+def _run_model_passes(
+    graph: fx.GraphModule, target: TargetLike, pipeline: Sequence[TemplatePass], stages: dict[str, str]
+) -> fx.GraphModule:
+    for template_pass in pipeline:
+        if template_pass.level == "model":
+            graph = template_pass.run(graph, target)
+            stages[template_pass.name] = graph.code
+    return graph
+
+
+def _first_result_only(module: fx.GraphModule) -> fx.GraphModule:
+    """The section without its other results; what only they need stays, in-place ops included, until AOT."""
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    (results,) = (module.graph.output_node().args)
+    graph.graph_copy(module.graph, copies)
+    graph.output((copies[results[0]],))  # type: ignore[index]
+    return fx.GraphModule(module, graph)
+
+
+@contextlib.contextmanager
+def _portable_attention(target: TargetLike) -> Iterator[None]:
+    """Within, a model's own `scaled_dot_product_attention` that no pass mapped onto our op is traced as plain aten ops
+    where it will run elsewhere: on fakes, which are on the CPU, it would become the CPU's kernel."""
+    if target.device_type == "cpu":
+        yield
+    else:
+        with sdpa_kernel([SDPBackend.MATH]):
+            yield

@@ -1,0 +1,161 @@
+"""`capture`: a decoder model -> calls of templates. The frontend from end to end."""
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from megacompile.errors import CaptureError, UnsupportedError
+from megacompile.frontend.build import Renaming, build_template
+from megacompile.frontend.layers import find_layers
+from megacompile.frontend.loss import normalise_loss
+from megacompile.frontend.model_graph import ModelGraph, capture_model_graph
+from megacompile.frontend.output import OutputStructure, output_structure
+from megacompile.frontend.split import split_at_layers, structural_key
+from megacompile.frontend.template import BATCH, LENGTH, Call, TargetLike, Template, TemplatePass
+from megacompile.frontend.twin import fake_batch, fake_twin, is_transformers_model
+
+
+@dataclasses.dataclass(frozen=True)
+class CpuTarget:
+    """What templates are lowered to where no target is given."""
+
+    device_type: str = "cpu"
+    dtype: torch.dtype = torch.float32
+
+
+@dataclasses.dataclass(frozen=True)
+class CapturedModel:
+    """A model as calls of templates.
+
+    `calls`: the prologue, the layers in order, the epilogue. `templates`: by the name that calls use.
+    `batch_inputs`: the batch arguments, in the positional order of the model's forward. `layer_names`: qualified.
+    `fused_loss`: the epilogue's `loss` never holds the micro-batch's logits. `has_normaliser`: its loss is a sum over the
+    "normaliser" input, so that micro-batches add up; then `count_targets(batch on the host)` gives the batch's normaliser,
+    a 0-d float32 tensor. `output.rebuild(loss, logits)`: the model's own return value. `conditions`: sympy conditions on
+    B and T under which the graphs hold; `guards`: the same as text. `seconds`: what capturing took.
+    """
+
+    calls: tuple[Call, ...]
+    templates: dict[str, Template]
+    batch_inputs: tuple[str, ...]
+    layer_names: tuple[str, ...]
+    fused_loss: bool
+    has_normaliser: bool
+    count_targets: Callable[[Mapping[str, Tensor]], Tensor] | None
+    output: OutputStructure
+    conditions: tuple[Any, ...]
+    seconds: float
+
+    @property
+    def guards(self) -> list[str]:
+        return [str(condition) for condition in self.conditions]
+
+    def check_shape(self, batch: int, length: int) -> None:
+        """Raise `UnsupportedError` if the captured graphs do not hold at this batch size and length."""
+        for condition in self.conditions:
+            if condition.subs({BATCH: batch, LENGTH: length}) == sympy.false:
+                raise UnsupportedError(
+                    f"a batch of {batch} x {length} breaks {condition}, which the captured graph assumes: keep batches "
+                    "within it, or remove the branch on sizes from the model's forward")
+
+
+def capture(
+    model: nn.Module, *, layers: str | None = None, example: Mapping[str, Tensor] | None = None,
+    pipeline: Sequence[TemplatePass] = (), target: TargetLike | None = None,
+) -> CapturedModel:
+    """Capture `model`, in training mode, once, on fakes: no weight is read or copied, and `meta` models work too.
+
+    `layers` names the decoder stack (see `find_layers`); `example` gives the batch arguments where they are not
+    `input_ids` and `labels`; `pipeline` and `target` are the template passes and what they lower to.
+    Raises `CaptureError` or `UnsupportedError`, naming the module, for what cannot be streamed faithfully.
+    """
+    started = time.perf_counter()
+    target = target or CpuTarget()
+    name = type(model).__name__
+    stack = find_layers(model, layers)
+    graph, batch_inputs = _trace(model, layers, example)
+    structure, positions = output_structure(graph, name)
+    count = normalise_loss(graph, graph.results[positions[0]])
+    sections = split_at_layers(graph, stack, [graph.results[p] for p in positions])
+    renaming, conditions = _batch_symbols(graph, name)
+
+    templates: dict[str, Template] = {}
+    names: dict[str, str] = {}  # structural key -> template
+    calls = []
+    for section in sections:
+        key = structural_key(section)
+        if key not in names:
+            names[key] = section.name if section.name in ("prologue", "epilogue") else _next_layer_name(templates)
+            templates[names[key]] = build_template(names[key], section, graph.fakes, renaming, target, pipeline)
+        calls.append(Call(section.name, names[key], tuple(section.sources)))
+    return CapturedModel(
+        calls=tuple(calls), templates=templates, batch_inputs=batch_inputs, layer_names=stack.names,
+        fused_loss="linear_cross_entropy" in templates["epilogue"].stages["joint"], has_normaliser=count is not None,
+        count_targets=count, output=structure, conditions=conditions, seconds=time.perf_counter() - started)
+
+
+def _trace(
+    model: nn.Module, layers: str | None, example: Mapping[str, Tensor] | None
+) -> tuple[ModelGraph, tuple[str, ...]]:
+    """The model's graph and its batch inputs; with our attention if its layers call it, else with their own.
+
+    A transformers model that asks for a mask but has attention code of its own would get none, and silently see the
+    future: such a model is captured again with the attention implementation it came with.
+    """
+    for own_attention in (True, False) if is_transformers_model(model) else (False,):
+        fakes = FakeTensorMode(shape_env=ShapeEnv())
+        twin = fake_twin(model, fakes, own_attention)
+        batch = fake_batch(model, dict(example) if example is not None else None, fakes)
+        options = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
+        stack = find_layers(twin, layers)
+        graph = capture_model_graph(twin, batch, stack, fakes, options)
+        if not own_attention or _all_layers_call_attention(graph):
+            return graph, tuple(batch)
+    raise AssertionError("the last trace is always returned")
+
+
+def _all_layers_call_attention(graph: ModelGraph) -> bool:
+    regions = [m for m in graph.graph.children() if hasattr(m, "graph")]
+    target = torch.ops.megacompile.attention
+    return all(any(n.target in (target, target.default) for n in region.graph.nodes) for region in regions)  # type: ignore[union-attr]
+
+
+def _batch_symbols(graph: ModelGraph, name: str) -> tuple[Renaming, tuple[Any, ...]]:
+    """The graph's symbols of batch and length -> B and T, and the guards in these terms.
+
+    Raises `CaptureError` if a dimension was silently specialised to the captured size.
+    """
+    example = next(n.meta["example_value"] for n, s in graph.sources.items() if s.kind == "batch")
+    env = graph.shape_env
+    found = []
+    for dimension in (0, 1):
+        size = example.shape[dimension]
+        expression = env.simplify(size.node.expr) if isinstance(size, torch.SymInt) else sympy.Integer(size)
+        if not isinstance(expression, sympy.Symbol) or expression in found:
+            what = ("batch size", "length")[dimension]
+            raise CaptureError(
+                f"{name} fixes the {what} to {expression}: compute with the sizes of the inputs, not with constants")
+        found.append(expression)
+    renaming: Renaming = dict(zip(found, (BATCH, LENGTH), strict=True))
+    # Symbols of the other inputs were replaced by those of the first.
+    for symbol, value in env.replacements.items():
+        if value in renaming:
+            renaming[symbol] = renaming[value]
+    conditions = [guard.expr.xreplace(renaming) for guard in env.guards]
+    return renaming, tuple(c for c in dict.fromkeys(conditions) if c not in (sympy.true, sympy.false))
+
+
+def _next_layer_name(templates: Mapping[str, Template]) -> str:
+    count = sum(name.startswith("decoder") for name in templates)
+    return "decoder" if count == 0 else f"decoder_{count}"
+
+

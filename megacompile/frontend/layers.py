@@ -1,0 +1,114 @@
+"""Which modules are the decoder layers: the stack whose weights stream, and how Dynamo is told about it.
+
+The stack is found (the `nn.ModuleList`, or `nn.Sequential` of one class, that holds the most parameters), registered
+for a model class, or named by the user. That its layers run once each, in order, output chained to input, is checked
+on the captured graph, in `split.py`.
+"""
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+from collections.abc import Iterator
+
+import torch
+import torch._dynamo
+from torch import nn
+
+from megacompile.errors import CaptureError
+
+# Where a model class keeps its layers, for the classes whose stack is not the list with the most parameters. It is
+# the one piece of module state in the frontend: registration is a declaration about a class, made at import time.
+_REGISTERED: dict[type[nn.Module], str] = {}
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerStack:
+    """The decoder layers of a model, in order, with their qualified names ("model.layers.0", ...)."""
+
+    path: str
+    layers: tuple[nn.Module, ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(f"{self.path}.{index}" for index in range(len(self.layers)))
+
+
+def register_layers(model_class: type[nn.Module], layers: str) -> None:
+    """Declare that instances of `model_class` (and of its subclasses) keep their decoder layers at `layers`.
+
+    `layers` is the qualified name of an `nn.ModuleList` or `nn.Sequential`, e.g. "decoder.blocks". An explicit
+    `layers=` of `capture` or `stream` wins over it. Raises `CaptureError` if `model_class` is no module class.
+    """
+    if not (isinstance(model_class, type) and issubclass(model_class, nn.Module)):
+        raise CaptureError(f"cannot register layers for {model_class!r}: give a subclass of torch.nn.Module")
+    _REGISTERED[model_class] = layers
+
+
+def find_layers(model: nn.Module, layers: str | None = None) -> LayerStack:
+    """The stack named by `layers`, else the one registered for the model's class, else the list with the most parameters.
+
+    Raises `CaptureError`, naming the candidates, if there is no such list or it is empty.
+    """
+    registered = (_REGISTERED[cls] for cls in type(model).__mro__ if cls in _REGISTERED)
+    path = layers or next(registered, None)
+    candidates = _candidates(model)
+    if path is None:
+        if not candidates:
+            raise CaptureError(
+                f"no repeated layer stack found in {type(model).__name__}: keep the decoder layers in an nn.ModuleList, "
+                'or name the stack with layers="path.to.layers"'
+            )
+        # Nested lists (experts inside a layer) hold fewer parameters than the list around them; ties go to the outer.
+        path = max(candidates, key=candidates.__getitem__)
+    try:
+        stack = model.get_submodule(path)
+    except AttributeError:
+        stack = None
+    if not isinstance(stack, (nn.ModuleList, nn.Sequential)) or len(stack) == 0:
+        found = ", ".join(candidates) or "none"
+        what = "does not exist" if stack is None else f"is a {type(stack).__name__} of {len(list(stack.children()))} modules"
+        raise CaptureError(
+            f'layers="{path}" {what} in {type(model).__name__}: name a non-empty nn.ModuleList or nn.Sequential of '
+            f"layers (found: {found})"
+        )
+    return LayerStack(path, tuple(stack))
+
+
+def _candidates(model: nn.Module) -> dict[str, int]:
+    """Qualified name -> number of parameters of every list that could be the stack, outermost first."""
+    found = {}
+    for name, module in model.named_modules():
+        one_class = isinstance(module, nn.Sequential) and len({type(child) for child in module}) == 1 and len(module) > 1
+        if name and (isinstance(module, nn.ModuleList) or one_class):
+            parameters = sum(p.numel() for p in module.parameters())
+            if parameters:
+                found[name] = parameters
+    return found
+
+
+@contextlib.contextmanager
+def layers_as_regions(stack: LayerStack) -> Iterator[None]:
+    """Within, Dynamo turns each call of a decoder layer into an `invoke_subgraph` node."""
+    # Dynamo refuses transformers' `logger.warning_once` (gpt2 says with it that it has no loss type).
+    warning_once = getattr(logging.Logger, "warning_once", None)
+    settings: dict[str, object] = {"ignore_logging_functions": {warning_once} if warning_once else set()}
+    # torch 2.13 inlines regions that are called once (2.11 has no such setting): a layer unlike all others, and any
+    # one-layer stack, would dissolve into the outer graph.
+    if hasattr(torch._dynamo.config, "inline_single_use_invoke_subgraph"):
+        settings["inline_single_use_invoke_subgraph"] = False
+    classes = {type(layer) for layer in stack.layers}
+    # A forward that is inherited is patched on the subclass, so that the base class keeps its own.
+    inherited = {cls for cls in classes if "forward" not in cls.__dict__}
+    originals = {cls: cls.forward for cls in classes}
+    for cls, forward in originals.items():
+        cls.forward = torch.compiler.nested_compile_region(forward)  # type: ignore[method-assign]
+    try:
+        with torch._dynamo.config.patch(settings):  # type: ignore[arg-type]
+            yield
+    finally:
+        for cls, forward in originals.items():
+            if cls in inherited:
+                del cls.forward
+            else:
+                cls.forward = forward  # type: ignore[method-assign]

@@ -1,0 +1,146 @@
+"""The loss as a sum over target tokens, divided by a normaliser that comes from outside.
+
+A mean over a micro-batch is no mean over the batch. The epilogue therefore computes `sum / normaliser`, where the
+normaliser is an input: the whole batch's number of target tokens, which `TargetCount` reads off the labels with the
+model's own shift and ignore_index, or the user's `num_items_in_batch`.
+"""
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import operator
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+
+from megacompile.frontend.joint import cut_graph, forward_graph
+from megacompile.frontend.model_graph import ModelGraph
+from megacompile.frontend.split import Section, extract
+from megacompile.frontend.template import Source
+
+NORMALISER = Source("normaliser")
+
+
+@dataclasses.dataclass(frozen=True)
+class TargetCount:
+    """Counts the target tokens of a batch on the host: called with {name: tensor}, returns a 0-d float32 tensor."""
+
+    graph: fx.GraphModule
+    sources: tuple[Source, ...]
+
+    def __call__(self, batch: Mapping[str, Tensor]) -> Tensor:
+        inputs = [batch[s.name] if s.kind == "batch" else batch[s.name].shape[s.index] for s in self.sources]
+        with torch.no_grad():
+            (count,) = self.graph(*inputs)
+        return count.to(torch.float32)
+
+
+def normalise_loss(model: ModelGraph, loss: fx.Node) -> TargetCount | None:
+    """Rewrite `model` so that `loss` is a cross entropy's sum over the normaliser, a new last placeholder.
+
+    Recognised: a mean over target tokens, and a sum divided by something computed from the batch alone; both may be
+    cast, and multiplied or divided by numbers, afterwards. Returns how to count, or None, with the graph unchanged.
+    """
+    node = loss
+    while True:
+        if node.op == "call_method" and node.target in ("to", "float", "mean", "sum") and node.args[0].meta["example_value"].dim() == 0:  # type: ignore[union-attr]
+            node = node.args[0]  # type: ignore[assignment]
+        elif node.target in (operator.mul, operator.truediv, torch.mul, torch.div) and isinstance(node.args[1], (int, float)):
+            node = node.args[0]  # type: ignore[assignment]
+        else:
+            break
+    if node.target is F.cross_entropy:
+        return _normalise_mean(model, node)
+    if node.target in (operator.truediv, torch.div) and isinstance(node.args[1], fx.Node):
+        return _normalise_sum(model, *node.args)  # type: ignore[arg-type]
+    return None
+
+
+def cross_entropy_arguments(node: fx.Node) -> dict[str, Any]:
+    """The arguments of an `F.cross_entropy` call by name, defaults filled in."""
+    bound = inspect.signature(F.cross_entropy).bind(*node.args, **node.kwargs)
+    bound.apply_defaults()
+    return dict(bound.arguments)
+
+
+def _sums_over_targets(arguments: dict[str, Any], reduction: str) -> bool:
+    target = arguments["target"].meta["example_value"]
+    return (arguments["reduction"] == reduction and arguments["weight"] is None and arguments["size_average"] is None
+            and arguments["reduce"] is None and not target.is_floating_point())
+
+
+def _normalise_mean(model: ModelGraph, node: fx.Node) -> TargetCount | None:
+    arguments = cross_entropy_arguments(node)
+    if not _sums_over_targets(arguments, "mean"):
+        return None
+    graph, target = model.graph.graph, arguments["target"]
+    count = _count(model, target, lambda g, t: g.call_function(
+        torch.sum, (g.call_function(operator.ne, (t, arguments["ignore_index"])),)))
+    if count is None:
+        return None
+    normaliser = _normaliser(model)
+    with graph.inserting_after(node):
+        total = graph.call_function(F.cross_entropy, (arguments["input"], target), {
+            "ignore_index": arguments["ignore_index"], "reduction": "sum", "label_smoothing": arguments["label_smoothing"]})
+        total.meta = dict(node.meta)
+    with graph.inserting_after(total):
+        mean = graph.call_function(operator.truediv, (total, normaliser))
+        mean.meta = dict(node.meta)
+    node.replace_all_uses_with(mean)
+    graph.erase_node(node)
+    model.graph.recompile()
+    return count
+
+
+def _normalise_sum(model: ModelGraph, total: fx.Node, divisor: fx.Node) -> TargetCount | None:
+    if total.target is not F.cross_entropy or not _sums_over_targets(cross_entropy_arguments(total), "sum"):
+        return None
+    count = _count(model, divisor, lambda g, t: t)
+    if count is None:
+        return None
+    division = next(iter(total.users))
+    division.replace_input_with(divisor, _normaliser(model))
+    model.graph.recompile()
+    return count
+
+
+def _normaliser(model: ModelGraph) -> fx.Node:
+    graph = model.graph.graph
+    with graph.inserting_after(graph.find_nodes(op="placeholder")[-1]):
+        node = graph.placeholder("normaliser")
+    with model.fakes:
+        node.meta["example_value"] = torch.empty((), dtype=torch.float32)
+    model.sources[node] = NORMALISER
+    return node
+
+
+def _count(model: ModelGraph, counted: fx.Node, finish: Any) -> TargetCount | None:
+    """`finish(graph, counted)` as a function of the batch; None if `counted` is computed from anything else.
+
+    All nodes computed from the batch alone come along, in order, in-place ops among them (labels[mask] = -100); what
+    the count does not need falls away once the graph is functional.
+    """
+    batch_only = {n for n, s in model.sources.items() if s.kind in ("batch", "size")}
+    nodes = []
+    for node in model.graph.graph.nodes:
+        if node.op in ("call_function", "call_method") and node not in batch_only and node.all_input_nodes and all(
+                a in batch_only for a in node.all_input_nodes):
+            batch_only.add(node)
+            nodes.append(node)
+    if counted not in batch_only:
+        return None
+
+    def source_of(node: fx.Node) -> Source:
+        return model.sources[node]
+
+    section: Section = extract("target count", model, nodes, [counted], source_of, [])
+    graph = section.graph.graph
+    output = graph.output_node()
+    with graph.inserting_before(output):
+        output.args = ((finish(graph, output.args[0][0]),),)  # type: ignore[index]
+    section.graph.recompile()
+    functional = forward_graph(section.graph, model.fakes)
+    return TargetCount(cut_graph(functional.graph, functional.inputs, functional.outputs), tuple(section.sources))

@@ -1,0 +1,150 @@
+"""One graph of the whole model, loss included, whose weights are placeholders and whose layers are regions (Dynamo)."""
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch._dynamo
+from torch import Tensor, fx, nn
+from torch._dynamo.functional_export import dynamo_graph_capture_for_export
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ConstraintViolationError, ShapeEnv
+
+from megacompile.errors import CaptureError, MegacompileError
+from megacompile.frontend.layers import LayerStack, layers_as_regions
+from megacompile.frontend.template import Source
+
+
+@dataclasses.dataclass
+class ModelGraph:
+    """What Dynamo saw of a model.
+
+    `graph`: calls of torch functions and `invoke_subgraph`s; placeholders hold fakes in `meta["example_value"]`.
+    `sources`: where each placeholder, and each node that reads a batch input's size, comes from.
+    `returned`: what the model returned, rebuilt around the fakes of the graph's results.
+    `fakes`: the fake mode that the `example_value`s belong to. Dynamo traces in modes of its own, and AOT refuses to
+    trace under any other.
+    """
+
+    graph: fx.GraphModule
+    sources: dict[fx.Node, Source]
+    returned: Any
+    fakes: FakeTensorMode
+
+    @property
+    def results(self) -> list[fx.Node]:
+        return list(self.graph.graph.output_node().args[0])  # type: ignore[arg-type]
+
+    @property
+    def shape_env(self) -> ShapeEnv:
+        assert self.fakes.shape_env is not None
+        return self.fakes.shape_env
+
+
+def capture_model_graph(
+    model: nn.Module, batch: Mapping[str, Tensor], stack: LayerStack, fakes: FakeTensorMode, options: dict[str, Any]
+) -> ModelGraph:
+    """Trace `model(**batch, **options)` with dimensions 0 and 1 of every batch input dynamic and equal among inputs.
+
+    Raises `CaptureError` with Dynamo's reason and the line of the model that caused it.
+    """
+    names, tensors = tuple(batch), tuple(batch.values())
+    for tensor in tensors:
+        for dimension in (0, 1):
+            torch._dynamo.mark_dynamic(tensor, dimension)
+
+    def step(*inputs: Tensor) -> Any:
+        for other in inputs[1:]:  # each marked dimension has a symbol of its own: say that they are equal
+            torch._check(other.shape[0] == inputs[0].shape[0])
+            torch._check(other.shape[1] == inputs[0].shape[1])
+        return model(**dict(zip(names, inputs, strict=True)), **options)
+
+    torch._dynamo.reset()
+    with fakes, warnings.catch_warnings(), layers_as_regions(stack):
+        warnings.simplefilter("ignore")  # "side effects happened": transformers' output collectors
+        try:
+            graph = dynamo_graph_capture_for_export(step)(*tensors)
+        except MegacompileError:
+            raise
+        except Exception as reason:
+            raise _explained(model, reason) from reason
+        # The graph's own prelude fetches its flat inputs; identity tells which parameter each one is.
+        flat = graph._dynamo_bytecode_flatten(*tensors)  # type: ignore[operator]
+        results = graph.graph.output_node().args[0]
+        returned = graph._dynamo_bytecode_unflatten(  # type: ignore[operator]
+            tuple(n.meta["example_value"] if isinstance(n, fx.Node) else n for n in results), tensors)  # type: ignore[union-attr]
+    sources = _sources(model, graph, flat, dict(batch))
+    mode = next(n.meta["example_value"].fake_mode for n in sources if isinstance(n.meta["example_value"], Tensor))
+    return ModelGraph(graph, sources, returned, mode)
+
+
+def _sources(
+    model: nn.Module, graph: fx.GraphModule, flat: list[Any], batch: dict[str, Tensor]
+) -> dict[fx.Node, Source]:
+    # `named_parameters` gives a tied parameter once, under its first name: the canonical one.
+    origin = {id(t): Source("buffer", n) for n, t in model.named_buffers()}
+    origin |= {id(t): Source("parameter", n) for n, t in model.named_parameters()}
+    origin |= {id(t): Source("batch", n) for n, t in batch.items()}
+    placeholders = graph.graph.find_nodes(op="placeholder")
+    examples = [(n, n.meta["example_value"], value) for n, value in zip(placeholders, flat, strict=True)]
+    # All batch inputs have the same sizes. They are read off the first, which is there when labels are not.
+    first = next(iter(batch))
+    sizes = {
+        str(size): Source("size", first if dimension < 2 else origin[id(value)].name, dimension)
+        for _, example, value in examples if id(value) in origin and origin[id(value)].kind == "batch"
+        for dimension, size in enumerate(example.shape)
+    }
+    sources: dict[fx.Node, Source] = {}
+    for node, example, value in examples:  # torch 2.11 has sizes among the placeholders, 2.13 has not
+        source = origin.get(id(value)) if isinstance(value, Tensor) else sizes.get(str(example))
+        if source is None:
+            # Such a tensor is a fake by now, whose data nobody could supply later.
+            raise CaptureError(
+                f"{_attribute_of(model, value, node)} is neither a parameter nor a buffer: register it with "
+                "register_buffer, so that it can move to the device"
+            )
+        sources[node] = source
+    for node in graph.graph.find_nodes(op="call_function", target=torch.ops.aten.sym_size.int):
+        source = sources.get(node.args[0])  # type: ignore[arg-type]
+        if source is not None and source.kind == "batch":  # read off the batch, not passed on from the prologue
+            dimension: int = node.args[1]  # type: ignore[assignment]
+            sources[node] = Source("size", first if dimension < 2 else source.name, dimension)
+    return sources
+
+
+def _attribute_of(model: nn.Module, value: Any, node: fx.Node) -> str:
+    for name, module in model.named_modules():
+        for attribute, held in vars(module).items():
+            if held is value:
+                return f"tensor attribute {name + '.' if name else ''}{attribute} of {type(model).__name__}"
+    return f"the tensor or number {node.name} that {type(model).__name__} reads"
+
+
+def _explained(model: nn.Module, reason: Exception) -> CaptureError:
+    """Dynamo's exceptions, as one line of cause and remedy and the user's source line."""
+    text = str(reason)
+    specialised = isinstance(reason, ConstraintViolationError) or "ConstraintViolation" in text or "marked" in text and "dynamic" in text
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    source = _user_line(lines)
+    if specialised:
+        return CaptureError(
+            f"{type(model).__name__} fixes the batch size or the length{source}: compute with the sizes of the inputs, "
+            f"not with constants\n{text}")
+    cause = lines[0] if lines else type(reason).__name__
+    explanation = next((line.removeprefix("Explanation: ") for line in lines if line.startswith("Explanation: ")), "")
+    return CaptureError(
+        f"{type(model).__name__} cannot be captured as one graph{source}: {cause}. {explanation}".rstrip()
+        + " (mend: no control flow on tensor values, no .item(), no Python side effects in forward)\n" + text)
+
+
+def _user_line(lines: list[str]) -> str:
+    """' at file:line (code)' of the innermost frame that is not torch's own, if Dynamo gives one."""
+    found = ""
+    for line, code in zip(lines, lines[1:], strict=False):
+        if line.startswith('File "') and "/torch/" not in line.split('"')[1]:
+            path, number = line.split('"')[1], line.split("line ")[1].split(",")[0]
+            found = f" at {path}:{number} ({code})"
+    return found

@@ -1,0 +1,72 @@
+"""What a model returns, taken apart into loss and logits once, and rebuilt around new ones in every step."""
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, fx
+
+from megacompile.errors import UnsupportedError
+from megacompile.frontend.model_graph import ModelGraph
+
+
+@dataclasses.dataclass(frozen=True)
+class OutputStructure:
+    """How a model packs its loss and logits: `cls` is Tensor, tuple, list, or a mapping class built from keywords.
+
+    `fields` are (key or position, "loss" | "logits" | "") in the model's own order.
+    """
+
+    cls: type
+    fields: tuple[tuple[Any, str], ...]
+
+    @property
+    def has_logits(self) -> bool:
+        return any(role == "logits" for _, role in self.fields)
+
+    def rebuild(self, loss: Tensor | None, logits: Tensor | None) -> Any:
+        """The model's return value around `loss` and `logits`; what it returned as None stays None."""
+        values = {key: {"loss": loss, "logits": logits}.get(role) for key, role in self.fields}
+        if issubclass(self.cls, Tensor):
+            return loss
+        if issubclass(self.cls, (tuple, list)):
+            return self.cls(values.values())
+        return self.cls(**values)
+
+
+def output_structure(model: ModelGraph, name: str) -> tuple[OutputStructure, list[int]]:
+    """The structure, and which of the graph's results are the loss and, if the model returns them, the logits.
+
+    Raises `UnsupportedError` unless the model returns one scalar with a gradient and at most one other tensor, which
+    has batch and length in front.
+    """
+    returned = model.returned
+    if isinstance(returned, Tensor):
+        items: Sequence[tuple[Any, Any]] = [(0, returned)]
+    elif isinstance(returned, (tuple, list)) and not hasattr(returned, "_fields"):
+        items = list(enumerate(returned))
+    elif hasattr(returned, "items"):
+        items = list(returned.items())
+    else:
+        raise UnsupportedError(f"{name} returns a {type(returned).__name__}: return a tensor, tuple, dict or ModelOutput")
+    position = {id(n.meta["example_value"]): i for i, n in enumerate(model.results) if isinstance(n, fx.Node)}
+    fields, found = [], {}
+    for key, value in items:
+        role = ""
+        if isinstance(value, Tensor):
+            scalar = value.dim() == 0 and value.requires_grad
+            role = "loss" if scalar else "logits" if value.dim() >= 3 and value.is_floating_point() else "other"
+            if role in found or role == "other" or id(value) not in position:
+                raise UnsupportedError(
+                    f"{name} returns {key} of shape {list(value.shape)} besides a scalar loss and [batch, length, "
+                    "vocabulary] logits: switch such outputs off in its config, or return loss and logits only")
+            found[role] = position[id(value)]
+        elif value is not None:
+            raise UnsupportedError(f"{name} returns {key}={type(value).__name__}: return loss and logits only")
+        fields.append((key, role))
+    if "loss" not in found:
+        raise UnsupportedError(
+            f"{name} returns no scalar loss that needs a gradient: return the loss when labels are given, and leave some "
+            "parameter requires_grad=True")
+    return OutputStructure(type(returned), tuple(fields)), [found[r] for r in ("loss", "logits") if r in found]

@@ -1,0 +1,206 @@
+"""Templates: one graph for all layers that are equal, whose weights are inputs, cut into variants on demand.
+
+A template's variants are all cut out of one joint forward and backward graph:
+
+    forward             inputs                       -> outputs
+    forward_saving      inputs                       -> outputs, residuals
+    backward            inputs, residuals, tangents  -> gradients
+    recompute_backward  inputs, tangents             -> gradients
+
+The epilogue's are `loss` (inputs -> loss, gradients for a unit loss), `evaluate` (inputs -> loss, logits) and `logits`
+(inputs -> logits). Everything is positional, and to run another layer is to pass other tensors.
+"""
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import sympy
+import torch
+from torch import Tensor, fx
+
+from megacompile.errors import CaptureError
+from megacompile.frontend.joint import JointGraph, base_of, cut_graph, replace_unit_tangent, retarget
+
+BATCH, LENGTH = sympy.symbols("B T", integer=True, positive=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """What feeds one positional input of a call.
+
+    kind: "parameter" | "buffer" | "batch" | "size" | "carried" | "shared" | "normaliser".
+    name: parameter, buffer: the qualified name in the model, a tied parameter's first; batch, size: the batch argument.
+    index: size: the dimension; carried: which output of the previous call; shared: which output of the prologue.
+    """
+
+    kind: str
+    name: str = ""
+    index: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """One use of a template: the prologue, each layer ("model.layers.3"), the epilogue; sources in input order."""
+
+    name: str
+    template: str
+    sources: tuple[Source, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Gradient:
+    """How the gradient of template input `input` leaves a backward variant.
+
+    results: (i,): result i is the gradient; (i, j): the gradient is results[i] @ results[j], two 2-D tensors, so that
+    it can be accumulated inside the GEMM. A parameter's gradient has the parameter's dtype or float32.
+    """
+
+    input: int
+    results: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class TemplateInput:
+    """One input: its role (a layer's own parameters are named relative to the layer), shape in B and T (an `int`-valued
+    "size" has shape () and dtype None), and whether backward variants return a gradient for it."""
+
+    role: Source
+    shape: tuple[sympy.Expr, ...]
+    dtype: torch.dtype | None
+    differentiable: bool
+
+
+class TargetLike(Protocol):
+    """Where and in which dtype templates will run: `megacompile.passes.template.Target`."""
+
+    @property
+    def device_type(self) -> str: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+
+class TemplatePass(Protocol):
+    """A template pass: a module of `megacompile.passes.template`."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def level(self) -> str: ...
+    def run(self, graph: fx.GraphModule, target: Any) -> fx.GraphModule: ...
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Variant:
+    """One runnable graph: functional aten and megacompile ops, symbolic shapes in `meta["val"]`.
+
+    Its flat results are `outputs` outputs, `residuals` residuals, then what `gradients` names. `reads` are the indices
+    of the placeholders that the graph uses: any other argument may be None.
+    """
+
+    name: str
+    graph: fx.GraphModule
+    outputs: int
+    residuals: int
+    gradients: tuple[Gradient, ...]
+
+    @property
+    def reads(self) -> tuple[int, ...]:
+        return tuple(i for i, n in enumerate(self.graph.graph.find_nodes(op="placeholder")) if n.users)
+
+
+class Template:
+    """One joint graph and the variants cut from it.
+
+    Attributes: `name`; `inputs`; `outputs`, how many; `carried_outputs` and `has_gradient`, a bool for each output;
+    `symbols`, (B, T); `variant_names`; `stages`, the graph as Python text after each pass, by name.
+    Thread-compatible: cut variants before sharing a template between threads.
+    """
+
+    def __init__(
+        self, name: str, inputs: Sequence[TemplateInput], has_gradient: Sequence[bool], carried_outputs: Sequence[bool],
+        joint: JointGraph, inference: JointGraph | None, symbols: dict[sympy.Symbol, sympy.Symbol],
+        target: TargetLike, pipeline: Sequence[TemplatePass], stages: dict[str, str],
+    ) -> None:
+        self.name, self.inputs, self.outputs = name, tuple(inputs), len(has_gradient)
+        self.has_gradient, self.carried_outputs = tuple(has_gradient), tuple(carried_outputs)
+        self.symbols, self.stages = (BATCH, LENGTH), stages
+        self._joint, self._inference, self._renaming = joint, inference, symbols
+        self._target, self._pipeline = target, tuple(p for p in pipeline if p.level == "variant")
+        self._variants: dict[str, Variant] = {}
+        if inference is None:
+            self._recipes: dict[str, Callable[[str], Variant]] = {
+                "forward": self._forward, "forward_saving": self._forward,
+                "backward": self._backward, "recompute_backward": self._backward}
+        else:
+            self._recipes = {"loss": self._loss, "evaluate": self._evaluate}
+            if len(inference.outputs) > 1:
+                self._recipes["logits"] = self._evaluate
+
+    @property
+    def variant_names(self) -> tuple[str, ...]:
+        return tuple(self._recipes)
+
+    def variant(self, name: str) -> Variant:
+        """The variant called `name`, cut and lowered at its first use. Raises `CaptureError` for a name there is not."""
+        if name not in self._recipes:
+            raise CaptureError(f"template {self.name} has no variant {name}: it has {', '.join(self._recipes)}")
+        if name not in self._variants:
+            self._variants[name] = self._recipes[name](name)
+        return self._variants[name]
+
+    def symbolic(self, size: int | torch.SymInt) -> sympy.Expr:
+        """A size of a graph's `meta["val"]` as an expression in B and T."""
+        expression = size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(size)
+        return expression.xreplace(self._renaming)
+
+    def bytes_of(self, value: Any) -> sympy.Expr:
+        """Bytes of a tensor of `meta["val"]`, in B and T; a number takes none."""
+        return self.symbolic(value.numel()) * value.element_size() if isinstance(value, Tensor) else sympy.Integer(0)
+
+    def residual_bytes(self) -> sympy.Expr:
+        """Bytes that `forward_saving` leaves for `backward`, in B and T; residuals that share memory count once."""
+        return sum((self.bytes_of(n.meta["val"]) for n in dict.fromkeys(map(base_of, self._joint.residuals))), sympy.Integer(0))
+
+    def output_bytes(self) -> sympy.Expr:
+        """Bytes of all outputs, in B and T."""
+        return sum((self.bytes_of(n.meta["val"]) for n in self._joint.outputs), sympy.Integer(0))
+
+    # -------------------------------------------------------------- recipes: which inputs and results make a variant
+    def _forward(self, name: str) -> Variant:
+        joint = self._joint
+        residuals = joint.residuals if name == "forward_saving" else []
+        return self._lower(name, joint, joint.inputs, joint.outputs, residuals, {})
+
+    def _backward(self, name: str) -> Variant:
+        joint = self._joint
+        residuals = joint.residuals if name == "backward" else []
+        return self._lower(name, joint, [*joint.inputs, *residuals, *joint.tangents], [], [], joint.gradients)
+
+    def _loss(self, name: str) -> Variant:
+        joint = self._joint
+        return self._lower(name, joint, [*joint.inputs, *joint.tangents], joint.outputs, [], joint.gradients)
+
+    def _evaluate(self, name: str) -> Variant:
+        assert self._inference is not None
+        outputs = self._inference.outputs[1:] if name == "logits" else self._inference.outputs
+        return self._lower(name, self._inference, self._inference.inputs, outputs, [], {})
+
+    def _lower(
+        self, name: str, joint: JointGraph, inputs: Sequence[fx.Node], outputs: Sequence[fx.Node],
+        residuals: Sequence[fx.Node], gradients: dict[int, fx.Node],
+    ) -> Variant:
+        graph = cut_graph(joint.graph, inputs, [*outputs, *residuals, *gradients.values()])
+        if name == "loss":
+            replace_unit_tangent(graph, len(joint.tangents))
+        first = len(outputs) + len(residuals)
+        graph.meta["gradients"] = tuple((i, (first + k,)) for k, i in enumerate(gradients))
+        graph.meta["parameters"] = tuple(i for i, x in enumerate(self.inputs) if x.role.kind == "parameter")
+        for template_pass in self._pipeline:
+            graph = template_pass.run(graph, self._target)
+            self.stages[f"{name}.{template_pass.name}"] = graph.code
+        retarget(graph, self._target.device_type)
+        self.stages[name] = graph.code
+        described = tuple(Gradient(i, results) for i, results in graph.meta["gradients"])
+        return Variant(name, graph, len(outputs), len(residuals), described)

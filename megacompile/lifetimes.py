@@ -1,0 +1,83 @@
+"""Rule `placed`: in program order every slot holds one value at a time, and every value's life ends."""
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import fx
+
+from megacompile.fault import Fault
+from megacompile.listing import describe
+from megacompile.program import SLOT_KINDS, Program, argument, find, nodes, op_of, operands, place_of
+
+_RESIDENT = "R"  # slots whose contents outlive sections
+_HEAP = ("activation", "gradient", "accumulators")  # values with memory of their own
+
+
+def placed(program: Program) -> Iterator[Fault]:
+    """Slots exist, fit and are of the right kind; nothing is written to a slot while its value is alive (from its write
+    to its release); every value is released, or leased, before its section ends."""
+    for slot in program.slots:
+        if slot[:1] not in SLOT_KINDS:
+            yield Fault(f"slot {slot} is of no kind", f"begin its name with one of {', '.join(SLOT_KINDS)}")
+    resident: dict[str, fx.Node] = {}
+    for name, graph in program.sections.items():
+        for node in find(graph, "pack", "prefetch", "resident", "reduce", "offload"):
+            yield from _fits(program, node)
+        yield from _lives(name, graph)
+        for node in nodes(graph):
+            place = argument(node, "into")
+            if place is not None and place.startswith(_RESIDENT):
+                other = resident.setdefault(place, node)
+                if argument(other, "tile") != argument(node, "tile"):
+                    yield Fault(f"slot {place} is resident for {argument(other, 'tile')}, but {describe(node)} uses it",
+                                "give each resident tile a slot of its own", node, hazard=True)
+
+
+def _fits(program: Program, node: fx.Node) -> Iterator[Fault]:
+    op, place = op_of(node), argument(node, "into")
+    if place is None:
+        if op.home is None:
+            yield Fault(f"{describe(node)} has no place", "give it a slot (into=...)", node)
+        return
+    if place not in program.slots or SLOT_KINDS[place[0]] != op.result:
+        why = f"of kind {SLOT_KINDS[place[0]]}" if place in program.slots else "not declared"
+        yield Fault(f"{describe(node)} writes {op.result} to slot {place}, which is {why}",
+                    f"give it a declared slot for {op.result}", node)
+        return
+    tile = program.tiles[argument(node, "tile")]
+    needed = tile.weight_bytes if op.result in ("weights", "staging") else tile.gradient_bytes
+    if program.slots[place].bytes < needed:
+        yield Fault(f"{describe(node)} writes {needed} bytes to slot {place} of {program.slots[place].bytes} bytes",
+                    "make the slot larger", node)
+    if (op.name == "resident") != place.startswith(_RESIDENT) and op.name != "prefetch":
+        yield Fault(f"{describe(node)} and slot {place} do not go together", "use R slots for resident tiles only", node)
+
+
+def _lives(name: str, graph: fx.Graph) -> Iterator[Fault]:
+    alive: dict[str, fx.Node] = {}  # slot -> the value in it
+    ended: set[fx.Node] = set()
+    leased: dict[fx.Node, fx.Node] = {}
+    for node in nodes(graph):
+        op, place = op_of(node), argument(node, "into")
+        if op.name == "release":
+            (value,) = operands(node, "value")
+            if value in leased:
+                yield Fault(f"{value.name} is released although it is leased to a later section", "drop the release", node,
+                            leased[value], hazard=True)
+            ended.add(value)
+            if alive.get(place_of(value)) is value:
+                del alive[place_of(value)]
+        elif op.name == "lease":
+            leased[operands(node, "value")[0]] = node
+        elif place is not None:
+            if place in alive and not place.startswith(_RESIDENT):
+                yield Fault(f"slot {place} is overwritten by {describe(node)} while {alive[place].name} "
+                            f"({describe(alive[place])}) is alive in it", "release the value first, or use another slot", node,
+                            alive[place], hazard=True)
+            alive[place] = node
+    for node in nodes(graph):
+        resident = str(argument(node, "into") or "").startswith(_RESIDENT)
+        memory = op_of(node).result in _HEAP or (argument(node, "into") is not None and not resident)
+        if memory and node not in ended and node not in leased:
+            yield Fault(f"{node.name} ({describe(node)}) is neither released nor leased in {name}: its memory stays taken",
+                        "release it after its last use", node)

@@ -1,0 +1,32 @@
+"""Calls and tiles -> the first program: what a model computes, on the whole batch, before any pass has touched it."""
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import fx
+
+from megacompile.program import Builder, CallSpec, Program, Tile
+
+
+def model_program(calls: Sequence[CallSpec], tiles: Mapping[str, Tile], batch: int, labels: bool) -> Program:
+    """Stage "model". With labels: sections `forward` (training) and `evaluate`; without: `evaluate` gives logits only."""
+    sections = {"evaluate": _chain(calls, "evaluate" if labels else "logits")}
+    if labels:
+        sections = {"forward": _chain(calls, "loss"), **sections}
+    return Program("model", (batch,), dict(tiles), tuple(calls), {}, sections)
+
+
+def _chain(calls: Sequence[CallSpec], last: str) -> fx.Graph:
+    """Each call reads its predecessor's outputs, and what the prologue shares with all of them."""
+    graph = fx.Graph()
+    build = Builder(graph, "model")
+    shared: fx.Node | None = None
+    carried: fx.Node | None = None
+    for position, call in enumerate(calls):
+        inputs = () if carried is None else (carried, shared)
+        op = last if call.role == "epilogue" else "forward"
+        name = {"prologue": "s", "epilogue": "l"}.get(call.role, f"h{position}")
+        carried = build.add(op, name, template=call.template, call=call.name, mb=0, inputs=inputs)
+        shared = shared if shared is not None else carried
+    build.add("result", key=last, values=(carried,))
+    return graph

@@ -1,0 +1,203 @@
+"""AdamW on the host, in full precision, beside the next step's forward."""
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, MutableMapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from megacompile.errors import MegacompileError, UnsupportedError
+from megacompile.runtime.adam import AdamSegment, join_fp32, split_fp32
+from megacompile.runtime.operations import Update
+from megacompile.streamed import Streamed
+
+#: Which streamed model a parameter belongs to.
+_OWNERS: MutableMapping[Tensor, tuple[weakref.ref[Streamed], str]] = WeakIdKeyDictionary()
+
+
+def claim(streamed: Streamed) -> None:
+    """Lets optimizers find the streamed model behind its parameters."""
+    for name, parameter in streamed.parameters.items():
+        _OWNERS[parameter] = (weakref.ref(streamed), name)
+
+
+def disclaim(streamed: Streamed) -> None:
+    for parameter in streamed.parameters.values():
+        _OWNERS.pop(parameter, None)
+
+
+class AdamW(torch.optim.Optimizer):
+    """`torch.optim.AdamW` for streamed models: FP32 master weights and moments in host memory, fused, asynchronous.
+
+    `step()` returns at once; the update runs on the host beside the next forward. With `max_grad_norm`, gradients are
+    clipped by their exact global norm, as `torch.nn.utils.clip_grad_norm_` does; `grad_norm` is the norm of the last step
+    before clipping. `state_dict` holds exp_avg, exp_avg_sq (fp32), step, and for bf16 parameters the FP32 master's 16 low
+    bits (`remainder`, int16).
+
+    Raises `MegacompileError` for parameters that belong to no streamed model, or to several.
+    """
+
+    def __init__(self, params: Iterable[Any], lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999),
+                 eps: float = 1e-8, weight_decay: float = 1e-2, *, max_grad_norm: float | None = None) -> None:
+        for name, value, good in (("lr", lr, lr >= 0), ("eps", eps, eps >= 0), ("weight_decay", weight_decay, weight_decay >= 0),
+                                  ("betas", betas, all(0 <= b < 1 for b in betas)),
+                                  ("max_grad_norm", max_grad_norm, max_grad_norm is None or max_grad_norm > 0)):
+            if not good:
+                raise MegacompileError(f"{name}={value} is out of range")
+        self.max_grad_norm = max_grad_norm
+        self._update: Update | None = None
+        super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        for parameter in self.param_groups[-1]["params"]:
+            self._make_state(parameter)
+
+    def _owner(self, parameter: Tensor) -> tuple[Streamed, str]:
+        owner, name = _OWNERS.get(parameter, (None, ""))
+        streamed = owner() if owner is not None else None
+        if streamed is None:
+            raise MegacompileError(
+                "a parameter belongs to no streamed model: call model = megacompile.stream(model) before making the optimizer"
+                " (parameters that no layer reads are trained by torch.optim)")
+        return streamed, name
+
+    @property
+    def streamed(self) -> Streamed:
+        """The streamed model whose parameters these are."""
+        owners = {id(s): s for group in self.param_groups for p in group["params"] for s, _ in (self._owner(p),)}
+        if len(owners) != 1:
+            raise MegacompileError("an optimizer updates one streamed model: make one optimizer for each")
+        return next(iter(owners.values()))
+
+    def _make_state(self, parameter: Tensor) -> None:
+        """State tensors are views of the tile's own memory."""
+        streamed, name = self._owner(parameter)
+        tile_name, position = streamed.tiling.position[name]
+        tile = streamed.store[tile_name]
+        part = tile.layout.slices[position]
+        if not part.trainable:
+            return
+        tile.allocate_moments()
+        assert tile.m is not None and tile.v is not None
+        state = self.state[parameter]
+        state["step"] = 0
+        state["exp_avg"] = tile.m[part.start:part.stop].view(part.shape)
+        state["exp_avg_sq"] = tile.v[part.start:part.stop].view(part.shape)
+        if tile.remainder is not None:
+            state["remainder"] = tile.remainder[part.start:part.stop].view(part.shape)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Hands the update to the lanes. Parameters without `.grad` are left alone. Raises what an earlier update failed
+        with (`LaneError`); calling it again then completes the tiles that are missing."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        streamed = self.streamed
+        repeating = self._update is not None and self._update.failed
+        segments: dict[str, list[AdamSegment]] = {}
+        counted: dict[str, list[int]] = {}
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None or not self.state[parameter]:
+                    continue
+                _, name = self._owner(parameter)
+                tile, position = streamed.tiling.position[name]
+                part = streamed.store[tile].layout.slices[position]
+                state = self.state[parameter]
+                if not repeating:
+                    state["step"] += 1
+                segments.setdefault(tile, []).append(AdamSegment(
+                    part.start, part.stop, float(group["lr"]), group["betas"][0], group["betas"][1], group["eps"],
+                    group["weight_decay"], int(state["step"])))
+                counted.setdefault(tile, []).append(position)
+        if not segments:
+            return loss
+        for each in segments.values():
+            each.sort(key=lambda s: s.start)
+        for positions in counted.values():
+            positions.sort()
+        if streamed.writes.pending():
+            streamed.settle()
+            streamed.writes.adopt()
+        streamed.writes.refresh_norms(streamed.gradients)
+        self._update = Update(segments, counted, self.max_grad_norm)
+        streamed.update(self._update)
+        return loss
+
+    @property
+    def grad_norm(self) -> float | None:
+        """Global norm of the last step's gradients before clipping; waits for it. None before the first step."""
+        if self._update is None:
+            return None
+        if self._update.norm is None:
+            self.streamed.settle()
+        return self._update.norm
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        if not set_to_none:
+            self.streamed.settle()  # the update in flight reads them
+        super().zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        self.streamed.settle()
+        return super().state_dict()
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Copies moments and remainders into the tiles, exactly: the base class would cast them to the parameter's dtype.
+
+        Raises `MegacompileError` for another number of groups, parameters, or another shape."""
+        streamed = self.streamed
+        streamed.settle()
+        groups = state_dict["param_groups"]
+        if [len(g["params"]) for g in groups] != [len(g["params"]) for g in self.param_groups]:
+            raise MegacompileError("the saved optimizer has other parameter groups: make it with the groups it was saved with")
+        if streamed.writes.pending():
+            streamed.writes.adopt()  # sets remainders to zero, before the saved ones are loaded
+        for saved, group in zip(groups, self.param_groups, strict=True):
+            group.update({k: v for k, v in saved.items() if k != "params"})
+            for index, parameter in zip(saved["params"], group["params"], strict=True):
+                if index in state_dict["state"]:
+                    self._load_state(parameter, state_dict["state"][index])
+
+    def _load_state(self, parameter: Tensor, saved: dict[str, Any]) -> None:
+        state = self.state[parameter]
+        for key, value in state.items():
+            if key not in saved and key == "remainder":
+                value.zero_()
+            elif key not in saved or (isinstance(value, Tensor) and value.shape != saved[key].shape):
+                raise MegacompileError(f"the saved optimizer state has no {key} of shape {list(parameter.shape)}")
+            elif isinstance(value, Tensor):
+                if key == "remainder" and saved[key].dtype != torch.int16:
+                    raise UnsupportedError("the saved remainder is not int16: it was cast on the way; save it unchanged")
+                value.copy_(saved[key])
+            else:
+                state[key] = int(saved[key])
+
+    def master(self, parameter: Tensor) -> Tensor:
+        """A copy of a parameter's FP32 master weight, of its shape."""
+        self.streamed.settle()
+        remainder = self.state[parameter].get("remainder")
+        if remainder is None:
+            return parameter.detach().float().clone()
+        return join_fp32(parameter.detach().flatten(), remainder.flatten()).view(parameter.shape)
+
+    @torch.no_grad()
+    def set_master(self, parameter: Tensor, master: Tensor) -> None:
+        """Sets a parameter from an FP32 master, remainder and all."""
+        streamed = self.streamed
+        streamed.settle()
+        remainder = self.state[parameter].get("remainder")
+        if remainder is None:
+            parameter.copy_(master)
+            return
+        high, low = split_fp32(master.detach().float().contiguous().flatten())
+        parameter.copy_(high.view(parameter.shape))
+        streamed.writes.adopt()
+        remainder.copy_(low.view(parameter.shape))

@@ -1,0 +1,45 @@
+"""Plan: every choice that a planner or a user makes about a schedule, as data. Passes read it and nothing else."""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How one batch shape is trained.
+
+    `micro_batches` are sequences each, in order. Blocks of `checkpoint_interval` layers lie between two activation
+    checkpoints; the last `saved_layers` layers keep their residuals and are not recomputed. `resident` tiles keep their
+    weights on the device. `locked` says that tiles themselves are page-locked; otherwise weights pass through
+    `staging_slabs` and gradients through `gradient_slabs` page-locked slabs (the paper's pinned slab pool)."""
+
+    batch: int
+    length: int
+    micro_batches: tuple[int, ...]
+    checkpoint_interval: int = 1
+    saved_layers: int = 0
+    weight_slots: int = 2
+    gradient_slots: int = 2
+    resident: tuple[str, ...] = ()
+    locked: bool = True
+    staging_slabs: int = 2
+    gradient_slabs: int = 12
+
+    def __post_init__(self) -> None:
+        assert sum(self.micro_batches) == self.batch, f"{self.micro_batches} is no split of {self.batch} sequences"
+        assert self.checkpoint_interval >= 1 and self.saved_layers >= 0
+        assert self.weight_slots >= 1 and self.gradient_slots >= 1 and self.staging_slabs >= 1 and self.gradient_slabs >= 1
+
+    def blocks(self, layers: Sequence[str]) -> list[tuple[str, ...]]:
+        """The layers that are recomputed, in blocks; the last block may be shorter. Layers that keep their residuals
+        belong to none."""
+        recomputed = layers[:max(0, len(layers) - self.saved_layers)]
+        step = self.checkpoint_interval
+        return [tuple(recomputed[i:i + step]) for i in range(0, len(recomputed), step)]
+
+
+def split(batch: int, micro_batch_size: int) -> tuple[int, ...]:
+    """Sequences of each micro-batch; the last may be smaller."""
+    whole, rest = divmod(batch, micro_batch_size)
+    return (micro_batch_size,) * whole + ((rest,) if rest else ())

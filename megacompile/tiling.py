@@ -1,0 +1,131 @@
+"""Parameters -> tiles: which parameter lies in which tile, and moving a model's weights there.
+
+A parameter belongs to the tile of the one call that reads it. One that several calls read (tied weights) belongs to a tile
+with all of them as readers, so that it has one gradient and one update.
+"""
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from megacompile.errors import InsufficientMemoryError, UnsupportedError
+from megacompile.frontend.template import Call, Template
+from megacompile.program import CallSpec, Tile
+from megacompile.runtime.adam import split_fp32
+from megacompile.runtime.store import HostTile, Store, TileLayout, available_host_bytes
+
+#: What training needs beside tiles: the interpreter, PyTorch, a batch.
+HOST_MARGIN_BYTES = 1 << 30
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """The tiles of a model. `tiles_of` gives each call's tiles, its own first; `position` each parameter's place."""
+
+    layouts: Mapping[str, TileLayout]
+    tiles_of: Mapping[str, tuple[str, ...]]
+    position: Mapping[str, tuple[str, int]]  # parameter -> (tile, number in the tile)
+
+    @classmethod
+    def of(cls, model: nn.Module, calls: Sequence[Call], dtype: torch.dtype | None) -> Tiling:
+        """Raises `UnsupportedError` where one tile would need two dtypes."""
+        readers: dict[str, list[str]] = {}
+        for call in calls:
+            for source in call.sources:
+                if source.kind == "parameter" and call.name not in readers.setdefault(source.name, []):
+                    readers[source.name].append(call.name)
+        names: dict[tuple[str, ...], str] = {}
+        for group in map(tuple, readers.values()):
+            tied = sum(len(g) > 1 for g in names)
+            names.setdefault(group, group[0] if len(group) == 1 else f"tied.{tied}" if tied else "tied")
+        parameters = dict(model.named_parameters())
+        members: dict[str, list[str]] = {}
+        for parameter in parameters:  # in the model's own order
+            if parameter in readers:
+                members.setdefault(names[tuple(readers[parameter])], []).append(parameter)
+        layouts = {}
+        for tile, inside in members.items():
+            dtypes = {dtype or parameters[p].dtype for p in inside}
+            if len(dtypes) > 1:
+                raise UnsupportedError(
+                    f"the parameters of {tile} have several dtypes ({', '.join(sorted(map(str, dtypes)))}): "
+                    "cast the model to one dtype before stream(), or pass dtype=")
+            layouts[tile] = TileLayout.of(tile, dtypes.pop(), [
+                (p, parameters[p].shape, parameters[p].requires_grad) for p in inside])
+        own = {call.name: [t for g, t in names.items() if call.name in g] for call in calls}
+        tiles_of = {c: tuple(sorted(tiles, key=lambda t: t != c)) for c, tiles in own.items()}
+        position = {s.name: (tile, i) for tile, layout in layouts.items() for i, s in enumerate(layout.slices)}
+        ordered = dict.fromkeys(tile for call in calls for tile in tiles_of[call.name])
+        return cls({tile: layouts[tile] for tile in ordered}, tiles_of, position)
+
+    def host_bytes(self) -> int:
+        return sum(layout.host_bytes() for layout in self.layouts.values())
+
+    def tiles(self) -> dict[str, Tile]:
+        """As schedules see them."""
+        return {name: Tile(name, layout.parameters, layout.weight_bytes, layout.gradient_bytes, layout.trainable)
+                for name, layout in self.layouts.items()}
+
+    def call_specs(self, calls: Sequence[Call], templates: Mapping[str, Template]) -> tuple[CallSpec, ...]:
+        roles = {calls[0].name: "prologue", calls[-1].name: "epilogue"}
+        return tuple(CallSpec(c.name, roles.get(c.name, "layer"), c.template, self.tiles_of[c.name],
+                              _weightless(templates[c.template])) for c in calls)
+
+
+def _weightless(template: Template) -> tuple[str, ...]:
+    """Variants that read no parameter: what they run on need not be fetched."""
+    parameters = {i for i, x in enumerate(template.inputs) if x.role.kind == "parameter"}
+    names = [n for n in template.variant_names if n != "backward"]
+    return tuple(n for n in names if not parameters & set(template.variant(n).reads))
+
+
+def check_host_memory(tiling: Tiling) -> None:
+    """Raises `InsufficientMemoryError` before anything is allocated. Where weights are now is not known to be given back
+    in time (a model may share its storage), so the whole of the tiles must fit beside it."""
+    needed, available = tiling.host_bytes() + HOST_MARGIN_BYTES, available_host_bytes()
+    if needed > available:
+        raise InsufficientMemoryError(
+            f"training needs {needed / 2**30:.1f} GiB of host memory and {available / 2**30:.1f} GiB are available: "
+            f"use a smaller model, bfloat16 (14 bytes a parameter; float32 takes 16), or a machine with more memory")
+
+
+def build_store(model: nn.Module, tiling: Tiling) -> Store:
+    """Moves the model's parameters into tiles, one tile at a time, and points the parameters there: no second copy of the
+    model ever exists. A bf16 tile made from fp32 weights keeps their exact remainder."""
+    store = Store()
+    parameters = dict(model.named_parameters())
+    for name, layout in tiling.layouts.items():
+        tile = store.tiles[name] = HostTile.allocate(layout)
+        flat = layout.flat(tile.weights)
+        for s in layout.slices:
+            _place(parameters[s.name].data, flat[s.start:s.stop].view(s.shape),
+                   None if tile.remainder is None else tile.remainder[s.start:s.stop].view(s.shape))
+        point_parameters(tile, parameters)
+    return store
+
+
+def _place(value: Tensor, weights: Tensor, remainder: Tensor | None) -> None:
+    if remainder is not None and value.dtype == torch.float32:
+        high, low = split_fp32(value.detach().cpu().contiguous().flatten())
+        weights.copy_(high.view(weights.shape))
+        remainder.copy_(low.view(weights.shape))
+    else:
+        weights.copy_(value)
+
+
+def point_parameters(tile: HostTile, parameters: Mapping[str, nn.Parameter]) -> None:
+    """Each parameter becomes a CPU tensor over its part of the tile; the `Parameter` objects stay the same."""
+    for i, s in enumerate(tile.layout.slices):
+        parameters[s.name].data = tile.parameter_view(tile.weights, i)
+
+
+def named_gradients(store: Store) -> Iterator[tuple[str, Tensor]]:
+    """A view per trainable parameter over its tile's gradients."""
+    for tile in store.tiles.values():
+        if tile.gradients is not None:
+            for i, s in enumerate(tile.layout.slices):
+                if s.trainable:
+                    yield s.name, tile.parameter_view(tile.gradients, i)

@@ -1,0 +1,166 @@
+"""The loop behind `megacompile train`: load a model, train it on batches, show how it goes, stop where asked.
+
+The loop itself is the one that any user would write (forward, backward, step, zero_grad); it takes any model whose
+forward gives a loss and any optimizer, streamed or not.
+"""
+from __future__ import annotations
+
+import math
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import Tensor, nn
+
+from megacompile.errors import MegacompileError
+
+GIB = 2**30
+_WEIGHT_FILES = ("*.safetensors", "*.bin")
+
+
+def load_model(source: Path, *, dtype: torch.dtype | None = None, meta: bool = False) -> Any:
+    """A causal language model of transformers from a local directory or config file.
+
+    A directory with weights is loaded; a directory or JSON file with a config alone gives random weights. `meta` gives
+    the model without any weights, for looking at its schedule. `dtype` None: the one that config or weights name.
+    Raises MegacompileError if transformers cannot make one of it.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM  # seconds to import; only what needs a model pays
+
+    try:
+        config = AutoConfig.from_pretrained(source, local_files_only=True)
+        if not meta and source.is_dir() and any(any(source.glob(pattern)) for pattern in _WEIGHT_FILES):
+            return AutoModelForCausalLM.from_pretrained(source, dtype=dtype or "auto", local_files_only=True)
+        with torch.device("meta" if meta else "cpu"):
+            return AutoModelForCausalLM.from_config(config, dtype=dtype or config.dtype or torch.float32)
+    except (OSError, ValueError, KeyError) as error:
+        raise MegacompileError(f"{source} holds no causal language model that transformers reads: give a model "
+                               f"directory or its config.json\n{error}") from error
+
+
+def parameter_count(model: nn.Module) -> int:
+    """Parameters of a model, tied ones counted once."""
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def warmup_then_linear(optimizer: torch.optim.Optimizer, steps: int, warmup: int) -> torch.optim.lr_scheduler.LambdaLR:
+    """The learning rate rises linearly over the first `warmup` steps, then falls linearly to a tenth at the last."""
+
+    def factor(step: int) -> float:
+        if step < warmup:
+            return (step + 1) / warmup
+        return 1.0 - 0.9 * (step - warmup) / max(1, steps - warmup)
+
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one step did. `loss` is in nats a token, `rate` in tokens a second, `tflops` is 6 x parameters x tokens a
+    second (recomputation not counted); for memory see `memory`."""
+
+    number: int
+    loss: float
+    rate: float
+    tflops: float
+    device_bytes: int
+    host_bytes: int
+
+    def line(self, steps: int) -> str:
+        return (f"step {self.number:>{len(str(steps))}}/{steps}  loss {self.loss:.4f}  {self.rate:,.0f} tokens/s  "
+                f"{self.tflops:.3g} TFLOPS  device {self.device_bytes / GIB:.2f} GiB  "
+                f"host {self.host_bytes / GIB:.2f} GiB")
+
+
+class Interruption:
+    """While entered, a first Ctrl-C asks for a stop at the next step boundary; a second one is a KeyboardInterrupt."""
+
+    def __init__(self, announce: Callable[[str], None]) -> None:
+        self.asked = False
+        self._announce = announce
+
+    def __enter__(self) -> Interruption:
+        self._previous = signal.signal(signal.SIGINT, self._handle)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        signal.signal(signal.SIGINT, self._previous)
+
+    def _handle(self, signum: int, frame: FrameType | None) -> None:
+        if self.asked:
+            raise KeyboardInterrupt
+        self.asked = True
+        self._announce("Ctrl-C: stopping after this step (once more to stop at once)")
+
+
+def train(model: Any, optimizer: torch.optim.Optimizer, batches: Iterator[Mapping[str, Tensor]], steps: int, *,
+          schedule: torch.optim.lr_scheduler.LRScheduler | None = None,
+          on_step: Callable[[Step], None] = lambda _: None, stop: Callable[[], bool] = lambda: False) -> list[float]:
+    """Trains for `steps` steps, or until `stop()`, asked between steps; returns the loss of each step taken.
+
+    Raises MegacompileError when a loss is not finite: the weights have had one bad update and should not be kept.
+    """
+    parameters, losses = parameter_count(model), []
+    for number in range(1, steps + 1):
+        if stop():
+            break
+        begin = time.perf_counter()
+        batch = next(batches)
+        output = model(**batch)
+        output.loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if schedule is not None:
+            schedule.step()
+        loss = float(output.loss.detach())  # waits for the device, not for the update, which runs beside the next step
+        if not math.isfinite(loss):
+            raise MegacompileError(
+                f"the loss of step {number} is {loss}: lower the learning rate or clip the gradients")
+        losses.append(loss)
+        rate = batch["input_ids"].numel() / (time.perf_counter() - begin)
+        device_bytes, host_bytes = memory(model)
+        on_step(Step(number, loss, rate, 6e-12 * parameters * rate, device_bytes, host_bytes))
+    return losses
+
+
+def memory(model: Any) -> tuple[int, int]:
+    """(device bytes, host bytes) of a streamed model: the device's peak, what the host holds. Of a plain model: where
+    its parameters are."""
+    handle = getattr(model, "megacompile", None)
+    if handle is not None:
+        stats = handle.stats  # slots are a floor: not every device counts its peak
+        return max(stats["peak_device_bytes"], stats["slot_bytes"]), stats["host_bytes"]
+    held = sum(p.nbytes for p in model.parameters())
+    on_device = sum(p.nbytes for p in model.parameters() if p.device.type != "cpu")
+    return on_device, held - on_device
+
+
+class ProgressDisplay:
+    """A live bar on a terminal; and a line every `interval` steps, which is all that a log file gets."""
+
+    def __init__(self, console: Console, steps: int, interval: int) -> None:
+        self._console, self._steps, self._interval = console, steps, interval
+        self._progress = Progress(
+            TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=None), TextColumn("{task.description}"),
+            TimeRemainingColumn(), console=console, transient=True, disable=not console.is_terminal)
+        self._task = self._progress.add_task("", total=steps)
+
+    def __enter__(self) -> ProgressDisplay:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def __call__(self, step: Step) -> None:
+        summary = step.line(self._steps)
+        self._progress.update(self._task, completed=step.number, description=summary.split("  ", 1)[1])
+        if step.number == 1 or step.number % self._interval == 0 or step.number == self._steps:
+            self._console.print(summary, highlight=False, soft_wrap=True)  # a log file has no width

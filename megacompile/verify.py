@@ -1,0 +1,133 @@
+"""Proofs over a Program, made after every pass.
+
+Each rule is a small generator of faults with the stage from which it must hold; `RULES` is all of them, in order, so that
+a later rule may rely on the earlier ones. The first fault is raised, and shows the program around it. What the rules say:
+
+    well_formed     words, arguments and kinds of values; nothing is used before it is defined or after its release
+    supplied        each compute node has the weights of its call's tiles
+    trained         forward and backward visit every call in order, with the values of the right call and micro-batch
+    sent_home       each trainable tile's gradients are reduced and offloaded once, after the last contribution
+    updated         each trainable tile is updated once, after the clip; resident copies are refreshed
+    placed          slots fit what they hold, nothing alive is overwritten, everything ends
+    ordered         every hazard between lanes is ordered, in a section and against whatever ran before it
+    handed_on       each section hands on events that cover its last accesses
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+from megacompile.completeness import sent_home, supplied, trained, updated
+from megacompile.fault import Fault
+from megacompile.lifetimes import placed
+from megacompile.listing import describe
+from megacompile.ordering import Clocks, Hazard
+from megacompile.program import (
+    Access,
+    Program,
+    accesses,
+    argument,
+    find,
+    lane_of,
+    nodes,
+    operands,
+    reached,
+)
+from megacompile.wellformed import well_formed
+
+Rule = Callable[[Program], Iterator[Fault]]
+
+
+def verify(program: Program, others: Iterable[Program] = ()) -> None:
+    """Raises ProgramError, or HazardError where accesses to a place collide, at the first rule that does not hold.
+
+    `others` are programs that run before or after this one on the same memory (other batch shapes, already verified by
+    themselves): they must agree on tiles."""
+    for rule, stage in RULES:
+        if reached(program, stage):
+            for fault in rule(program):
+                raise fault.error(program)
+    for other in others:
+        for fault in _agree(program, other):
+            raise fault.error(program)
+
+
+def _agree(program: Program, other: Program) -> Iterator[Fault]:
+    for name, tile in program.tiles.items():
+        if name in other.tiles and other.tiles[name] != tile:
+            yield Fault(f"tile {name} is {tile}, but {other.tiles[name]} in a program of another shape",
+                        "make both programs from the same tiles")
+
+
+def ordered(program: Program) -> Iterator[Fault]:
+    """Every cross-lane read-after-write, write-after-read and write-after-write on a place is ordered, inside each section
+    and against the worst that may have run before it (see `ordering.py`: this proves every pair of sections)."""
+    for graph in program.sections.values():
+        clocks = Clocks()
+        for node in nodes(graph):
+            for hazard in clocks.hazards(node):
+                yield _collision(hazard)
+            clocks.step(node)
+
+
+def _collision(hazard: Hazard) -> Fault:
+    node, lane = hazard.node, lane_of(hazard.node)
+    writes = {Access.READ: "read", Access.WRITE: "write"}[hazard.access]
+    done = "read" if _only_reads(hazard) else "overwritten"
+    kind = "slot" if "/" not in hazard.place else "tile part"
+    kind = "value" if hazard.place.startswith("%") else kind
+    if hazard.earlier is None:
+        other = f"{hazard.lane} may still {writes} it from an earlier section"
+        remedy = (f'let {lane} wait for enter("{hazard.place}", "{hazard.access}", "{hazard.lane}") before it')
+    else:
+        other = f"{describe(hazard.earlier)} may still {writes} it"
+        remedy = f"let {lane} wait for an event recorded on {hazard.lane} after {hazard.earlier.name}"
+    return Fault(f"{kind} {hazard.place} is {done} by {describe(node)} while {other}", remedy, node, hazard.earlier,
+                 hazard=True)
+
+
+def _only_reads(hazard: Hazard) -> bool:
+    return (hazard.place, Access.WRITE) not in accesses(hazard.node)
+
+
+def handed_on(program: Program) -> Iterator[Fault]:
+    """For each place that other sections know and each lane that accessed it there is one `leave`, whose event was recorded
+    at or after that lane's last access; "write" if the lane wrote the place in this section, else "read"."""
+    for name, graph in program.sections.items():
+        clocks = Clocks()
+        for node in nodes(graph):
+            clocks.step(node)
+        owed = clocks.last()
+        for leave in find(graph, "leave"):
+            place, (event,) = argument(leave, "place"), operands(leave, "event")
+            lane = lane_of(event)
+            assert lane is not None
+            here = owed.pop((place, lane), None)
+            if here is None:
+                yield Fault(f"{describe(leave)} hands on an event of {lane}, which does not access {place} in {name} "
+                            "(or that was handed on before)", "drop this leave", leave)
+                continue
+            access = Access.WRITE if Access.WRITE in here else Access.READ
+            if argument(leave, "access") != access:
+                yield Fault(f'leave of {place} says "{argument(leave, "access")}", but {lane} does {access} it in {name}',
+                            f'say "{access}"', leave, here[access], hazard=True)
+            late = next((node for node in here.values() if not clocks.covers(event, node)), None)
+            if late is not None:
+                yield Fault(f"leave of {place} hands on {event.name}, which fires before {describe(late)} is done",
+                            f"record an event on {lane} after {late.name} and hand that on", leave, late, hazard=True)
+        for (place, lane), here in owed.items():
+            node = next(iter(here.values()))
+            yield Fault(f"{place} is accessed by {describe(node)}, and no leave hands on an event of {lane}, so a later "
+                        "section cannot wait for it", f"record an event on {lane} after it and leave it", node, hazard=True)
+
+
+#: Every rule and the stage from which it holds.
+RULES: tuple[tuple[Rule, str], ...] = (
+    (well_formed, "model"),
+    (trained, "differentiate"),
+    (supplied, "prefetch"),
+    (sent_home, "offload"),
+    (updated, "optimizer"),
+    (placed, "place"),
+    (ordered, "synchronize"),
+    (handed_on, "synchronize"),
+)

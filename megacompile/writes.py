@@ -1,0 +1,79 @@
+"""Writes from outside: another optimizer, `load_state_dict`, `p.add_()`. Seen by each parameter's version counter.
+
+A bf16 parameter that was written has no meaningful remainder: it becomes zero, and the master is what was written.
+"""
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor, nn
+
+from megacompile.errors import UnsupportedError
+from megacompile.runtime import adam as host
+from megacompile.runtime.store import Store
+from megacompile.tiling import Tiling
+
+
+class ForeignWrites:
+    """State: the version and address last seen of each parameter, and the version of each gradient."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], tiling: Tiling, store: Store) -> None:
+        self.parameters, self.tiling, self.store = parameters, tiling, store
+        self.seen = {name: self._state(p) for name, p in parameters.items()}
+        self.homes = {name: p.data_ptr() for name, p in parameters.items()}
+        self.gradients: dict[str, int] = {}
+
+    @staticmethod
+    def _state(parameter: nn.Parameter) -> tuple[int, int]:
+        return parameter._version, parameter.data_ptr()
+
+    def pending(self) -> bool:
+        """Whether any parameter was written since it was last seen."""
+        return any(self._state(p) != self.seen[name] for name, p in self.parameters.items())
+
+    def adopt(self) -> None:
+        """Takes over what was written. Lanes must be at rest. Raises `UnsupportedError` for a changed shape or dtype."""
+        for name, parameter in self.parameters.items():
+            if self._state(parameter) == self.seen[name]:
+                continue
+            tile_name, position = self.tiling.position[name]
+            tile = self.store[tile_name]
+            part = tile.layout.slices[position]
+            if parameter.data_ptr() != self.homes[name]:
+                if parameter.shape != part.shape:
+                    raise UnsupportedError(f"{name} now has shape {list(parameter.shape)} instead of {list(part.shape)}: "
+                                           "close() the model before changing its architecture, then stream() it again")
+                home = tile.parameter_view(tile.weights, position)
+                home.copy_(parameter.data)
+                parameter.data = home
+            if tile.remainder is not None:
+                tile.remainder[part.start:part.stop] = 0
+            self.seen[name] = self._state(parameter)
+
+    def check_trainability(self) -> None:
+        """Raises `UnsupportedError` if `requires_grad` of a parameter is not what it was at capture."""
+        for name, parameter in self.parameters.items():
+            tile, position = self.tiling.position[name]
+            if parameter.requires_grad != self.store[tile].layout.slices[position].trainable:
+                raise UnsupportedError(f"requires_grad of {name} was changed after stream(): close() the model, change it, "
+                                       "and stream() it again")
+
+    # ---------------------------------------------------------------- gradients
+    def note_gradients(self, gradients: Mapping[str, Tensor]) -> None:
+        self.gradients = {name: g._version for name, g in gradients.items()}
+
+    def refresh_norms(self, gradients: Mapping[str, Tensor]) -> None:
+        """Norms of gradients that the user changed in place (`clip_grad_norm_`) or replaced since they were stored."""
+        for name, stored in gradients.items():
+            given = self.parameters[name].grad
+            if given is None:
+                continue
+            replaced = given.data_ptr() != stored.data_ptr()
+            if replaced:
+                stored.copy_(given)
+            if replaced or stored._version != self.gradients.get(name):
+                tile_name, position = self.tiling.position[name]
+                tile = self.store[tile_name]
+                assert tile.gradients is not None
+                tile.layout.norms(tile.gradients)[position] = host.norm(stored.flatten())
+        self.note_gradients(gradients)

@@ -1,0 +1,12 @@
+"""The two pipelines, in the order in which they run."""
+from __future__ import annotations
+
+from megacompile.passes.schedule import (differentiate, micro_batch, offload, optimizer, partition, place, prefetch,
+                                         synchronize)
+from megacompile.passes.template import accumulate_in_gemm, attention, fuse_loss
+
+#: On the graphs of templates. Each is `run(graph, target) -> graph`.
+TEMPLATE_PIPELINE = (attention, fuse_loss, accumulate_in_gemm)
+
+#: On programs. Each is `run(program, plan) -> program`.
+PIPELINE = (micro_batch, partition, differentiate, prefetch, offload, optimizer, place, synchronize)

@@ -1,0 +1,68 @@
+"""Runs passes in order: checks what each requires, keeps every stage, verifies after every pass, says what changed."""
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from megacompile.plan import Plan
+from megacompile.program import Program, nodes, op_of
+from megacompile.verify import verify
+
+
+class Pass(Protocol):
+    """A module (or object) with a name, the stage it needs, the stage it makes, and a pure `run`."""
+
+    name: str
+    requires: str
+    provides: str
+
+    @property
+    def run(self) -> Callable[[Program, Plan], Program]: ...
+
+
+@dataclass
+class Compiled:
+    """Every stage of one program, in order, and what each pass did."""
+
+    stages: dict[str, Program] = field(default_factory=dict)
+    log: list[str] = field(default_factory=list)
+
+    @property
+    def program(self) -> Program:
+        return next(reversed(self.stages.values()))
+
+
+def compile_program(model: Program, plan: Plan, pipeline: Sequence[Pass],
+                    say: Callable[[str], None] | None = None) -> Compiled:
+    """Runs the pipeline over a program of stage "model". Raises `ProgramError`, naming the pass, if a stage is unsound."""
+    compiled = Compiled({model.stage: model})
+    verify(model)
+    for number, each in enumerate(pipeline, 1):
+        before = compiled.program
+        assert each.requires in compiled.stages, f"{each.name} requires stage {each.requires}, which no pass has made"
+        started = time.perf_counter()
+        after = each.run(before, plan)
+        verify(after)
+        compiled.stages[each.name] = after
+        compiled.log.append(f"{number}/{len(pipeline)} {each.name}: {_count(after)} nodes{_difference(before, after)} "
+                            f"({(time.perf_counter() - started) * 1e3:.1f} ms)")
+        if say is not None:
+            say(compiled.log[-1])
+    return compiled
+
+
+def _ops(program: Program) -> Mapping[str, int]:
+    return Counter(op_of(node).name for graph in program.sections.values() for node in nodes(graph))
+
+
+def _count(program: Program) -> int:
+    return sum(_ops(program).values())
+
+
+def _difference(before: Program, after: Program) -> str:
+    old, new = _ops(before), _ops(after)
+    changes = [f"{new.get(op, 0) - old.get(op, 0):+d} {op}" for op in {**old, **new} if new.get(op, 0) != old.get(op, 0)]
+    return f", {', '.join(changes)}" if changes else ""

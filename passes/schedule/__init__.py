@@ -1,0 +1,1 @@
+"""Passes over programs: one a file, each `run(program, plan) -> program`, pure."""

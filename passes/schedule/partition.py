@@ -1,0 +1,46 @@
+"""Cuts the stack in blocks of K layers: the input of each block is an activation checkpoint, kept until the backward.
+
+    h4_0 = forward("decoder", "layers.3", mb=0)
+    lease("h4_0", h4_0)                                    # layers.4 begins a block
+    ...
+    h9_0 = forward_saving("decoder", "layers.8", mb=0)     # a layer whose residuals the plan keeps
+    lease("h9_0", h9_0)
+
+The prologue's outputs are kept too: every layer shares them, and the first block begins with them.
+"""
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx
+
+from megacompile.plan import Plan
+from megacompile.program import Builder, Program, argument, op_of, rebuild
+
+name, requires, provides = "partition", "micro_batch", "partition"
+
+
+def layers(program: Program) -> list[str]:
+    return [c.name for c in program.calls if c.role == "layer"]
+
+
+def run(program: Program, plan: Plan) -> Program:
+    if "forward" not in program.sections:
+        return program.evolve(stage=provides)
+    stack = layers(program)
+    recomputed = [layer for block in plan.blocks(stack) for layer in block]
+    saved = set(stack) - set(recomputed)
+    begins = {block[0] for block in plan.blocks(stack)} | saved
+    chain = [c.name for c in program.calls]
+    feeds = {chain[chain.index(layer) - 1] for layer in begins} | saved | {chain[0]}  # calls whose outputs are kept
+
+    def visit(node: fx.Node, arguments: dict[str, Any], build: Builder) -> fx.Node:
+        op = op_of(node).name
+        call = argument(node, "call")
+        made = build.add("forward_saving" if op == "forward" and call in saved else op, node.name, **arguments)
+        if op == "forward" and call in feeds:
+            build.add("lease", key=node.name, value=made)
+        return made
+
+    forward = rebuild(program.section("forward"), visit, name)
+    return program.evolve(stage=provides, sections={**program.sections, "forward": forward})

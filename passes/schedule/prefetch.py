@@ -1,0 +1,107 @@
+"""Inserts weights' arrivals, in the order of first use and as early as slots allow; none for resident tiles.
+
+    w0 = prefetch("layers.0")                              # slots are free: before anything else
+    w1 = prefetch("layers.1")
+    h1_0 = forward("decoder", "layers.0", mb=0, weights=(w0,))
+    w2 = prefetch("layers.2")                              # layers.0 has had its last use: its slot is free
+    h2_0 = forward("decoder", "layers.1", mb=0, weights=(w1,))
+
+A *stay* is one arrival of a tile and all its uses: those of one call in a forward, of one block in a backward, whose
+micro-batches all use the block's weights while they are there. Layers share `plan.weight_slots` slots. The border tiles
+(prologue, epilogue, tied weights: the largest) are held for one call at a time.
+"""
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from megacompile.errors import MegacompileError
+from megacompile.plan import Plan
+from megacompile.program import Builder, Program, argument, copy_section, nodes, op_of
+
+from .partition import layers
+
+name, requires, provides = "prefetch", "differentiate", "prefetch"
+
+
+@dataclass
+class _Stay:
+    tile: str
+    group: str
+    border: bool
+    uses: list[fx.Node] = field(default_factory=list)
+    weights: fx.Node | None = None
+
+
+def run(program: Program, plan: Plan) -> Program:
+    return program.evolve(stage=provides, sections={
+        key: _insert(program, plan, copy_section(graph), by_block=key == "backward")
+        for key, graph in program.sections.items()})
+
+
+def border_tiles(program: Program) -> set[str]:
+    """Tiles that some call other than a layer reads."""
+    return {tile for call in program.calls if call.role != "layer" for tile in call.tiles}
+
+
+def _stays(program: Program, plan: Plan, graph: fx.Graph, by_block: bool) -> list[_Stay]:
+    block_of = {layer: block[0] for block in plan.blocks(layers(program)) for layer in block} if by_block else {}
+    border = border_tiles(program)
+    found: dict[tuple[str, str], _Stay] = {}
+    for node in nodes(graph):
+        call = program.call(argument(node, "call")) if argument(node, "call") else None
+        if call is None or op_of(node).name in call.weightless:
+            continue
+        group = block_of.get(call.name, call.name)
+        for tile in call.tiles:
+            found.setdefault((tile, group), _Stay(tile, group, tile in border)).uses.append(node)
+    return list(found.values())
+
+
+def _insert(program: Program, plan: Plan, graph: fx.Graph, by_block: bool) -> fx.Graph:
+    build = Builder(graph, name)
+    stays = _stays(program, plan, graph, by_block)
+    pending = deque(s for s in stays if s.tile not in plan.resident)
+    present: list[_Stay] = []
+    first = next(iter(nodes(graph)), None)
+    for stay in stays:
+        if stay.tile in plan.resident and first is not None:
+            stay.weights = build.before(first, "resident", "w", tile=stay.tile)
+
+    def fits(stay: _Stay) -> bool:
+        if stay.border:
+            return all(other.group == stay.group for other in present if other.border)
+        return sum(not other.border for other in present) < plan.weight_slots
+
+    def issue(place_next: fx.Node) -> None:
+        """Everything that fits now, in order of first use, right before `place_next`."""
+        while pending and fits(pending[0]):
+            stay = pending.popleft()
+            staging = None if plan.locked else build.before(place_next, "pack", "k", tile=stay.tile)
+            stay.weights = build.before(place_next, "prefetch", "w", tile=stay.tile, staging=staging)
+            present.append(stay)
+
+    order = list(nodes(graph))
+    for node in order:
+        issue(node)
+        here = [s for s in stays if node in s.uses]
+        for stay in here:
+            if stay.weights is None:
+                raise MegacompileError(
+                    f"{plan.weight_slots} weight slots do not hold the weights that {argument(node, 'call')} needs at once; "
+                    f"plan at least {_needed(stays)} (checkpoint_interval layers are resident together in the backward)")
+            if node is stay.uses[-1] and stay in present:
+                present.remove(stay)
+        if here:
+            # In the order of the call's tiles, which is how a template finds its weights.
+            tiles = program.call(argument(node, "call")).tiles
+            weights = {s.tile: s.weights for s in here}
+            node.kwargs = {**node.kwargs, "weights": tuple(weights[t] for t in tiles)}
+    return graph
+
+
+def _needed(stays: list[_Stay]) -> int:
+    groups = [s.group for s in stays if not s.border]
+    return max(map(groups.count, groups))

@@ -1,0 +1,143 @@
+"""Inserts the fewest events that order every hazard between lanes.
+
+    w2 = prefetch("layers.2", into="W0")                   # h2d
+    e2 = record(w2)
+    wait("compute", e2)                                    # read after write: Weights-Ready
+    h3_0 = forward("decoder", "layers.2", mb=0, ...)       # compute
+    e3 = record(h3_0)
+    wait("h2d", e3)                                        # write after read: Buffer-Free
+    w4 = prefetch("layers.4", into="W0")
+
+Nothing is placed by hand: for each node, every earlier access that conflicts and is not yet known to be done in the node's
+lane gets a wait, the latest first, since one wait often covers others. What ran before the section is unknown, so a first
+access to a place waits for the `enter` events of every lane that might have used it; each section hands its last accesses
+on with `leave`.
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx
+
+from megacompile.plan import Plan
+from megacompile.program import (Access, Builder, Lane, Program, accesses, lane_of, lanes_that, nodes, place_kind,
+                                 op_of)
+
+name, requires, provides = "synchronize", "place", "synchronize"
+
+#: How far each lane is known to be: position in the section, per lane.
+Clock = dict[Lane, int]
+
+
+@dataclass
+class _History:
+    """What a section has done to one place: the last write, and per lane the last access since the section began."""
+
+    writer: fx.Node | None = None
+    readers: dict[Lane, fx.Node] = field(default_factory=dict)  # since the last write
+    last: dict[Lane, tuple[fx.Node, Access]] = field(default_factory=dict)  # of the section: what `leave` hands on
+    entered: set[tuple[Lane, Lane]] = field(default_factory=set)  # (waiting lane, lane before) already ordered
+
+
+def run(program: Program, plan: Plan) -> Program:
+    return program.evolve(stage=provides, sections={k: _Synchronizer(g).graph() for k, g in program.sections.items()})
+
+
+class _Synchronizer:
+    """Decides on waits in one walk over a section, then writes the section anew with them."""
+
+    def __init__(self, section: fx.Graph) -> None:
+        self.section = section
+        self.position = {node: i for i, node in enumerate(nodes(section))}
+        self.clock: dict[Lane, Clock] = {lane: dict.fromkeys(Lane, -1) for lane in Lane}
+        self.done: dict[fx.Node, Clock] = {}  # what is known once a node is done
+        self.places: dict[str, _History] = {}
+        self.waits: dict[fx.Node, list[fx.Node]] = {}  # node -> nodes whose events its lane waits for
+        self.enters: dict[fx.Node, list[tuple[str, Access, Lane]]] = {}
+        for node in nodes(section):
+            if lane_of(node) is not None:
+                self._visit(node)
+        self.recorded = {producer for producers in self.waits.values() for producer in producers}
+        self.leaves = [(place, access, node) for place, history in self.places.items() if place_kind(place)
+                       for node, access in history.last.values()]
+
+    def _visit(self, node: fx.Node) -> None:
+        lane = lane_of(node)
+        assert lane is not None
+        touched = accesses(node)
+        before: list[fx.Node] = []
+        for place, access in touched:
+            history = self.places.setdefault(place, _History())
+            if history.writer is not None:
+                before.append(history.writer)
+            if access == Access.WRITE:
+                before += history.readers.values()
+            self._enter(node, lane, place, access, history)
+        self._order(node, lane, before)
+        self.clock[lane][lane] = self.position[node]
+        self.done[node] = dict(self.clock[lane])
+        for place, access in touched:
+            self._remember(node, lane, place, access)
+
+    def _enter(self, node: fx.Node, lane: Lane, place: str, access: Access, history: _History) -> None:
+        """Order a first access after what ran before the section. A write that the section ordered covers the rest."""
+        kind = place_kind(place)
+        if kind is None or history.writer is not None:
+            return
+        # A reader waits for writers; a writer for every lane that may have touched the place, whatever it did there.
+        # (`enter` of a read is the event of the lane's last access of any sort.)
+        others, past = lanes_that(Access.WRITE, kind), Access.WRITE
+        if access == Access.WRITE:
+            others, past = others | lanes_that(Access.READ, kind), Access.READ
+        for other in sorted(others):
+            if other != lane and (lane, other) not in history.entered:
+                history.entered.add((lane, other))
+                self.enters.setdefault(node, []).append((place, past, other))
+
+    def _order(self, node: fx.Node, lane: Lane, before: list[fx.Node]) -> None:
+        known = self.clock[lane]
+        chosen: list[fx.Node] = []
+        for other in sorted(set(before), key=self.position.__getitem__, reverse=True):
+            there = lane_of(other)
+            assert there is not None
+            if there != lane and known[there] < self.position[other]:
+                chosen.append(other)
+                for each, at in self.done[other].items():
+                    known[each] = max(known[each], at)
+        if chosen:
+            self.waits[node] = chosen
+
+    def _remember(self, node: fx.Node, lane: Lane, place: str, access: Access) -> None:
+        history = self.places[place]
+        if access == Access.WRITE:
+            history.writer, history.readers = node, {}
+        else:
+            history.readers[lane] = node
+        past = history.last.get(lane, (node, access))[1]
+        history.last[lane] = (node, Access.WRITE if Access.WRITE in (past, access) else Access.READ)
+
+    def graph(self) -> fx.Graph:
+        """The section with its events: enters first, each wait right before the node that needs it, each record right
+        after the node that it reports, leaves last."""
+        new = fx.Graph()
+        build = Builder(new, name)
+        entered = {what: build.add("enter", "e", place=what[0], access=str(what[1]), lane=str(what[2]))
+                   for whats in self.enters.values() for what in whats}
+        recorded = self.recorded | {node for _, _, node in self.leaves}
+        events: dict[fx.Node, fx.Node] = {}
+        image: dict[fx.Node, fx.Node] = {}
+        for node in nodes(self.section):
+            lane = lane_of(node)
+            for what in self.enters.get(node, ()):
+                build.add("wait", lane=str(lane), event=entered[what])
+            for producer in self.waits.get(node, ()):
+                build.add("wait", lane=str(lane), event=events[producer])
+            arguments: dict[str, Any] = {k: fx.map_arg(v, lambda n: image[n]) for k, v in node.kwargs.items()}
+            image[node] = build.add(op_of(node).name, node.name, **arguments)
+            image[node].meta["pass"] = node.meta.get("pass", "")
+            if node in recorded:
+                events[node] = build.add("record", "e", node=image[node])
+        for place, access, node in self.leaves:
+            build.add("leave", place=place, access=str(access), event=events[node])
+        return new

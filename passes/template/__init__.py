@@ -1,0 +1,34 @@
+"""Passes over one template's graph, each a module with `name`, `level` and `run(graph, target) -> graph`, pure.
+
+`level` says what a pass sees:
+
+    "model"    a section as Dynamo left it, before differentiation: calls of torch functions, `meta["example_value"]`
+    "variant"  a variant cut from the joint graph: aten and megacompile ops, `meta["val"]`, and in the graph module's own
+               `meta`: "gradients", ((input, (result,)), ...), how gradients leave, which a pass may rewrite, and
+               "parameters", the indices of the inputs that are parameters
+
+Passes name the megacompile ops through `torch.ops.megacompile`; whoever made the graph has registered them.
+"""
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import fx
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """Where a template will run, and in which dtype: what lowering may depend on."""
+
+    device_type: str
+    dtype: torch.dtype
+
+
+def copy_graph(module: fx.GraphModule) -> fx.GraphModule:
+    """A copy of `module` to rewrite: nodes and their `meta` are new, attributes are shared."""
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(module.graph, {}))
+    copy = fx.GraphModule(module, graph)
+    copy.meta.update(module.meta)
+    return copy

@@ -1,0 +1,86 @@
+"""accumulate_in_gemm: weight gradients leave as the two operands of their GEMM.
+
+Before: a matrix parameter's gradient is `mm(a, b)`, perhaps transposed or viewed. After: `a` and `b` (transposed where
+the gradient was) are results instead, and `meta["gradients"]` names both: the runtime computes `addmm` into its float32
+accumulator, one rounding and one pass over memory less. Also, a gradient whose last step rounds from float32 leaves
+unrounded, to be rounded once, after accumulation. Other gradients (biases, norms, embeddings) stay as they are.
+"""
+from __future__ import annotations
+
+import torch
+from torch import Tensor, fx
+
+from megacompile.passes.template import Target, copy_graph
+
+name = "accumulate_in_gemm"
+level = "variant"
+
+aten = torch.ops.aten
+_VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
+
+
+def run(graph: fx.GraphModule, target: Target) -> fx.GraphModule:
+    """`graph` with operands in place of GEMM results, for every parameter where the pattern holds."""
+    result = copy_graph(graph)
+    output = result.graph.output_node()
+    results: list[fx.Node] = list(output.args[0])  # type: ignore[arg-type]
+    gradients = result.meta["gradients"]
+    first = min((indices[0] for _, indices in gradients), default=len(results))
+    kept, described = results[:first], []
+    placeholders = result.graph.find_nodes(op="placeholder")
+    parameters = {placeholders[i] for i in result.meta["parameters"]}
+    for index, (position,) in gradients:
+        leaving = (results[position],)
+        if placeholders[index] in parameters:
+            with result.graph.inserting_before(output):
+                leaving = _leaving(result.graph, results[position], parameters)
+        described.append((index, tuple(range(len(kept), len(kept) + len(leaving)))))
+        kept.extend(leaving)
+    output.args = (tuple(kept),)
+    result.meta["gradients"] = tuple(described)
+    # A graph cut from a joint graph is functional and draws no random numbers: what nobody reads has no effect.
+    result.graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output"))
+    result.recompile()
+    return result
+
+
+def _leaving(graph: fx.Graph, gradient: fx.Node, parameters: set[fx.Node]) -> tuple[fx.Node, ...]:
+    if gradient.target is aten._to_copy.default and _val(gradient.args[0]).dtype is torch.float32:  # type: ignore[arg-type]
+        return _leaving(graph, gradient.args[0], parameters)  # type: ignore[arg-type]
+    node, transposed = gradient, False
+    while True:
+        if node.target is aten.t.default or (
+                node.target is aten.permute.default and list(node.args[1]) == [1, 0]) or (  # type: ignore[arg-type]
+                node.target is aten.transpose.int and set(node.args[1:]) in ({0, 1}, {-1, -2}) and _val(node).dim() == 2):
+            transposed = not transposed
+        elif not (node.target in _VIEWS and _val(node).shape == _val(node.args[0]).shape):  # type: ignore[arg-type]
+            break
+        node = node.args[0]  # type: ignore[assignment]
+    if node.target is not aten.mm.default or _val(node).dtype != _val(gradient).dtype:
+        return (gradient,)
+    a, b = node.args
+    # An operand that views a parameter (a low-rank factor) would be overwritten with the parameter's slot.
+    if _viewed(a) in parameters or _viewed(b) in parameters:  # type: ignore[arg-type]
+        return (gradient,)
+    if transposed:
+        a, b = _transpose(graph, b), _transpose(graph, a)  # type: ignore[arg-type]
+    return a, b  # type: ignore[return-value]
+
+
+def _viewed(node: fx.Node) -> fx.Node:
+    while getattr(node.target, "is_view", False) or node.target is aten._unsafe_view.default:
+        node = node.args[0]  # type: ignore[assignment]
+    return node
+
+
+def _transpose(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    if node.target is aten.permute.default and list(node.args[1]) == [1, 0]:  # type: ignore[arg-type]
+        return node.args[0]  # type: ignore[return-value]
+    transposed = graph.call_function(aten.permute.default, (node, [1, 0]))
+    transposed.meta["val"] = _val(node).t()
+    return transposed
+
+
+def _val(node: fx.Node) -> Tensor:
+    value: Tensor = node.meta["val"]
+    return value

@@ -1,0 +1,164 @@
+"""fuse_loss: head and cross entropy as one op over chunks of tokens, so that the logits never exist all at once.
+
+Before: `linear(hidden, weight, bias)`, perhaps scaled, capped (cap * tanh(x / cap)), cast to float32, sliced or reshaped
+in its leading dimensions, then `cross_entropy(..., reduction="sum") / normaliser`. After: the slices and reshapes are
+applied to `hidden`, and `megacompile.linear_cross_entropy` does the rest, forward and backward in one pass over the
+head. A chain with anything else in it, or whose logits are read elsewhere, is left as it is.
+"""
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import operator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+
+from megacompile.passes.template import Target, copy_graph
+
+name = "fuse_loss"
+level = "model"
+
+CHUNK_TOKENS = 2048  # measured: larger chunks gain nothing, and each takes chunk x vocabulary x 4 bytes, twice
+
+
+@dataclasses.dataclass
+class _Chain:
+    """What lies between the head and the loss, walked backwards."""
+
+    head: fx.Node
+    reshapes: list[fx.Node]  # on leading dimensions, in program order
+    scale: float = 1.0
+    softcap: float = 0.0
+
+
+def run(graph: fx.GraphModule, target: Target) -> fx.GraphModule:
+    """`graph` with its head and loss fused, if it has a chain of the form above."""
+    result = copy_graph(graph)
+    for node in result.graph.find_nodes(op="call_function", target=F.cross_entropy):
+        if _fuse(result.graph, node):
+            break
+    result.recompile()
+    return result
+
+
+def _fuse(graph: fx.Graph, entropy: fx.Node) -> bool:
+    bound = inspect.signature(F.cross_entropy).bind(*entropy.args, **entropy.kwargs)
+    bound.apply_defaults()
+    given = bound.arguments
+    division = next(iter(entropy.users), None)
+    if (given["reduction"] != "sum" or given["weight"] is not None or given["label_smoothing"] != 0.0
+            or len(entropy.users) != 1 or division is None or division.target is not operator.truediv
+            or division.args[0] is not entropy or not _is_normaliser(division.args[1])):
+        return False
+    chain = _walk(given["input"], entropy)
+    if chain is None or len(given["target"].meta["example_value"].shape) != 1:
+        return False
+    hidden, weight, *bias = (*chain.head.args, *chain.head.kwargs.values())
+    width = _value(weight).shape[1]
+    with graph.inserting_before(entropy):
+        for node in chain.reshapes:
+            arguments = node.args[1:]
+            if _is(node, "view") or _is(node, "reshape"):
+                arguments = _with_last(arguments, width)
+            hidden = graph.create_node(node.op, node.target, (hidden, *arguments), dict(node.kwargs))
+        call = graph.call_function(torch.ops.megacompile.linear_cross_entropy.default, (
+            hidden, weight, bias[0] if bias else None, given["target"], division.args[1], given["ignore_index"],
+            chain.scale, chain.softcap, CHUNK_TOKENS, _value(weight).requires_grad))
+        loss = graph.call_function(operator.getitem, (call, 0))
+    loss.meta = dict(division.meta)
+    division.replace_all_uses_with(loss)
+    dead = division
+    while dead is not chain.head.args[0] and not dead.users:
+        following = given["input"] if dead is entropy else dead.args[0]
+        graph.erase_node(dead)
+        dead = following
+    return True
+
+
+def _walk(node: fx.Node, user: fx.Node) -> _Chain | None:
+    """From the loss back to the head, each value read by the next alone."""
+    chain = _Chain(node, [])
+    multiplied, capped = 1.0, False  # by how much since the tanh, or since the loss
+    while list(node.users) == [user]:
+        if node.target in (F.linear, torch._C._nn.linear):
+            chain.head = node
+            chain.scale *= multiplied * (chain.softcap if capped else 1.0)
+            return chain if _linear(node) else None
+        if node.op == "call_method" and node.target == "float" or _casts_to_float(node) or _is(node, "contiguous"):
+            pass
+        elif (factor := _factor(node)) is not None:
+            multiplied *= factor
+        elif (node.target is torch.tanh or _is(node, "tanh")) and not capped:
+            chain.softcap, multiplied, capped = multiplied, 1.0, True
+            if chain.softcap <= 0:
+                return None
+        elif _keeps_last_dimension(node):
+            chain.reshapes.insert(0, node)
+        else:
+            return None
+        user, node = node, node.args[0]  # type: ignore[assignment]
+        if not isinstance(node, fx.Node):
+            return None
+    return None
+
+
+def _linear(node: fx.Node) -> bool:
+    weight = (*node.args, *node.kwargs.values())[1]
+    return isinstance(weight, fx.Node) and _value(weight).dim() == 2 and not set(node.kwargs) - {"bias"}
+
+
+def _is(node: fx.Node, method: str) -> bool:
+    return node.op == "call_method" and node.target == method
+
+
+def _casts_to_float(node: fx.Node) -> bool:
+    return _is(node, "to") and node.meta["example_value"].dtype is torch.float32
+
+
+def _factor(node: fx.Node) -> float | None:
+    """The number that `node` multiplies by, if that is what it does."""
+    if len(node.args) != 2 or not isinstance(node.args[1], (int, float)):
+        return None
+    if node.target in (operator.mul, torch.mul) or _is(node, "mul"):
+        return float(node.args[1])
+    if node.target in (operator.truediv, torch.div) or _is(node, "div"):
+        return 1.0 / node.args[1]
+    return None
+
+
+def _keeps_last_dimension(node: fx.Node) -> bool:
+    """Whether `node` slices or reshapes leading dimensions only, so that it commutes with the head."""
+    before, after = _value(node.args[0]), _value(node)
+    if before.shape[-1] != after.shape[-1]:
+        return False
+    if node.target is operator.getitem:
+        index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
+        full = index[-1] == slice(None) or (Ellipsis not in index and len(index) < before.dim())
+        return after.dim() == before.dim() and all(isinstance(i, slice) or i is Ellipsis for i in index) and full
+    if _is(node, "view") or _is(node, "reshape"):
+        sizes = node.args[1] if isinstance(node.args[1], (tuple, list)) else node.args[1:]
+        # The vocabulary must be written out as the last size: -1 there would mean another number for `hidden`.
+        return len(node.args) > 1 and isinstance(sizes[-1], int) and sizes[-1] == before.shape[-1]
+    if _is(node, "flatten") or node.target is torch.flatten:
+        end = node.kwargs.get("end_dim", node.args[2] if len(node.args) > 2 else -1)
+        return end % before.dim() != before.dim() - 1
+    return False
+
+
+def _with_last(sizes: tuple[Any, ...], width: int) -> tuple[Any, ...]:
+    """A reshape's sizes for `hidden`, `width` wide, instead of the logits."""
+    if isinstance(sizes[-1], (tuple, list)):
+        return (*sizes[:-1], (*sizes[-1][:-1], width))
+    return (*sizes[:-1], width)
+
+
+def _is_normaliser(node: Any) -> bool:
+    return isinstance(node, fx.Node) and node.op == "placeholder" and node.meta["example_value"].dim() == 0
+
+
+def _value(node: Any) -> Tensor:
+    value: Tensor = node.meta["example_value"]
+    return value

@@ -1,0 +1,1 @@
+"""Executes scheduled programs: host memory, device slots, lanes, and the meaning of each op."""

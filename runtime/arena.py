@@ -1,0 +1,107 @@
+"""Device slots and host slabs, made once; templates find their weights through views that are bound beforehand."""
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megacompile.program import SLOT_KINDS, Slot
+
+from .lanes import Backend
+from .store import TileLayout, host_memory
+
+
+@dataclass(frozen=True)
+class Weights:
+    """A tile's weights in a slot: one view per parameter, in the order of the layout."""
+
+    tile: str
+    memory: Tensor
+    views: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Accumulators:
+    """A tile's FP32 gradient accumulators: flat, and one view per parameter."""
+
+    tile: str
+    flat: Tensor
+    views: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """A tile's gradients in link precision in a slot or slab: `memory` is what crosses the link, norms behind."""
+
+    tile: str
+    memory: Tensor
+    flat: Tensor
+    views: tuple[Tensor, ...]
+    norms: Tensor
+
+
+class Arena:
+    """The memory behind slot names. Grows if a program of another shape asks for more; never shrinks before `close`."""
+
+    def __init__(self, backend: Backend) -> None:
+        self.backend = backend
+        self.slots: dict[str, Tensor] = {}
+        self._weights: dict[tuple[str, str], Weights] = {}
+        self._gradients: dict[tuple[str, str], Gradients] = {}
+
+    def reserve(self, slots: Mapping[str, Slot]) -> bool:
+        """Makes what is missing; True if a slot was made or grew (what lanes hold must be settled by then)."""
+        grown = [s for s in slots.values() if s.name not in self.slots or self.slots[s.name].numel() < s.bytes]
+        for slot in grown:
+            self._forget(slot.name)
+            if self.is_slab(slot.name):
+                self.slots[slot.name] = host_memory(slot.bytes)
+                self.slots[slot.name].zero_()  # touched pages lock six times faster
+                self.backend.lock(self.slots[slot.name])
+            else:
+                self.slots[slot.name] = self.backend.memory(slot.bytes)
+        return bool(grown)
+
+    @staticmethod
+    def is_slab(slot: str) -> bool:
+        return SLOT_KINDS[slot[0]] in ("staging", "slab")
+
+    def weights(self, slot: str, layout: TileLayout) -> Weights:
+        key = slot, layout.name
+        if key not in self._weights:
+            memory = self.slots[slot][:layout.weight_bytes]
+            self._weights[key] = Weights(layout.name, memory, layout.views(layout.flat(memory)))
+        return self._weights[key]
+
+    def gradients(self, slot: str, layout: TileLayout) -> Gradients:
+        key = slot, layout.name
+        if key not in self._gradients:
+            memory = self.slots[slot][:layout.gradient_bytes]
+            flat = layout.flat(memory)
+            self._gradients[key] = Gradients(layout.name, memory, flat, layout.views(flat), layout.norms(memory))
+        return self._gradients[key]
+
+    def accumulators(self, layout: TileLayout) -> Accumulators:
+        """Fresh ones: they never cross the link, so they live in PyTorch's allocator, on the compute lane."""
+        flat = torch.zeros(layout.elements, dtype=torch.float32, device=self.backend.device)
+        return Accumulators(layout.name, flat, layout.views(flat))
+
+    def device_bytes(self) -> int:
+        return sum(t.numel() for name, t in self.slots.items() if not self.is_slab(name))
+
+    def slab_bytes(self) -> int:
+        return sum(t.numel() for name, t in self.slots.items() if self.is_slab(name))
+
+    def close(self) -> None:
+        for name in list(self.slots):
+            self._forget(name)
+
+    def _forget(self, name: str) -> None:
+        memory = self.slots.pop(name, None)
+        if memory is not None and self.is_slab(name):
+            self.backend.unlock(memory)
+        for cache in (self._weights, self._gradients):
+            for key in [k for k in cache if k[0] == name]:
+                del cache[key]  # type: ignore[attr-defined]

@@ -1,0 +1,378 @@
+// Optimizer kernels over host memory: AdamW, gradient norm, gradient accumulation, FP32 master split and join, copy.
+// A plain C ABI, built and loaded by native.py. Sizes are int64 counts of elements; pointers need only the alignment
+// of their type, but run fastest on 64 bytes.
+//
+// Every kernel gives the same bits for any number of threads and any instruction set, because
+//   - each loop is written once, as scalar code, and compiled for every instruction set; build with
+//     -ffp-contract=off and without -ffast-math, so that only the fused multiply-adds written here exist;
+//   - work is cut into chunks whose bounds depend on sizes alone, and partial sums are added in their order;
+//   - every NaN that is stored is the canonical one: which operand's payload survives is the compiler's choice;
+//   - the floating-point environment is reset, so that a caller's flush-to-zero mode reaches no thread or all.
+#include <cfenv>
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
+
+#define ALWAYS_INLINE inline __attribute__((always_inline))
+
+namespace {
+
+struct BFloat16 {
+  uint16_t bits;
+};
+
+enum DType : int { kFloat32 = 0, kBFloat16 = 1 };
+enum InstructionSet : int { kPortable = 0, kAvx2 = 1, kAvx512 = 2 };
+
+constexpr int64_t kChunk = 16384;  // elements; also the shape of the norm's partial sums, so a part of its result
+constexpr int kNormLanes = 16;     // independent sums within a chunk: two vectors of AVX-512, four of AVX2
+constexpr int64_t kCopyChunk = int64_t{1} << 20;  // bytes
+
+// ---- values -------------------------------------------------------------------------------------------------------
+
+ALWAYS_INLINE uint32_t bits_of(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  return bits;
+}
+
+ALWAYS_INLINE float float_of(uint32_t bits) {
+  float value;
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+ALWAYS_INLINE float canonical(float value) { return value == value ? value : float_of(0x7FC00000u); }
+
+ALWAYS_INLINE float load(float value) { return value; }
+ALWAYS_INLINE float load(BFloat16 value) { return float_of(uint32_t{value.bits} << 16); }
+
+ALWAYS_INLINE void store(float& place, float value) { place = canonical(value); }
+ALWAYS_INLINE void store(BFloat16& place, float value) {  // nearest, ties to even
+  const uint32_t bits = bits_of(value);
+  const uint32_t rounded = (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;
+  place.bits = static_cast<uint16_t>(value == value ? rounded : 0x7FC0u);
+}
+
+// The FP32 master of a bf16 weight: bits = (hi << 16) + remainder, hi the master rounded to nearest, ties away from
+// zero. Half of every binade would not fit the remainder if ties went to even. The rounding carries like integers do:
+// the largest finite masters have hi = inf and a negative remainder, and join exactly. A NaN would carry into inf or
+// -0 on the device, so it is stored as the canonical NaN with remainder 0.
+ALWAYS_INLINE float load_master(float weight, int16_t) { return weight; }
+ALWAYS_INLINE float load_master(BFloat16 hi, int16_t remainder) {
+  return float_of((uint32_t{hi.bits} << 16) + static_cast<uint32_t>(int32_t{remainder}));
+}
+
+ALWAYS_INLINE void store_master(float& weight, int16_t&, float master) { weight = canonical(master); }
+ALWAYS_INLINE void store_master(BFloat16& hi, int16_t& remainder, float master) {
+  const uint32_t bits = bits_of(canonical(master));
+  hi.bits = static_cast<uint16_t>((bits + 0x8000u) >> 16);
+  remainder = static_cast<int16_t>(bits & 0xFFFFu);  // bits - (hi << 16), which the low half read as signed is
+}
+
+// ---- instruction sets and threads ---------------------------------------------------------------------------------
+
+template <class Loop>
+void run_portable(const Loop& loop, int64_t begin, int64_t end) {
+  loop(begin, end);
+}
+#if defined(__x86_64__)
+template <class Loop>
+__attribute__((target("avx2,fma"))) void run_avx2(const Loop& loop, int64_t begin, int64_t end) {
+  loop(begin, end);
+}
+template <class Loop>
+__attribute__((target("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl"))) void run_avx512(const Loop& loop, int64_t begin,
+                                                                                       int64_t end) {
+  loop(begin, end);
+}
+#endif
+
+// Loops are structs whose operator() is always inlined: that is how one source is compiled for every instruction set.
+template <class Loop>
+void run(int instruction_set, const Loop& loop, int64_t begin, int64_t end) {
+#if defined(__x86_64__)
+  if (instruction_set == kAvx512) return run_avx512(loop, begin, end);
+  if (instruction_set == kAvx2) return run_avx2(loop, begin, end);
+#endif
+  (void)instruction_set;
+  run_portable(loop, begin, end);
+}
+
+// Default rounding, no flush-to-zero, for one thread and one scope. OpenMP workers have modes of their own.
+class DefaultFloatingPoint {
+ public:
+  DefaultFloatingPoint() {
+    std::fegetenv(&saved_);
+    std::fesetenv(FE_DFL_ENV);
+  }
+  ~DefaultFloatingPoint() { std::fesetenv(&saved_); }
+  DefaultFloatingPoint(const DefaultFloatingPoint&) = delete;
+  DefaultFloatingPoint& operator=(const DefaultFloatingPoint&) = delete;
+
+ private:
+  std::fenv_t saved_;
+};
+
+int64_t chunks_of(int64_t count, int64_t chunk) { return (count + chunk - 1) / chunk; }
+
+template <class Task>
+void for_each_chunk(int64_t chunks, int threads, const Task& task) {
+#pragma omp parallel num_threads(threads) if (chunks > 1)
+  {
+    DefaultFloatingPoint environment;
+#pragma omp for schedule(static)
+    for (int64_t index = 0; index < chunks; ++index) task(index);
+  }
+}
+
+template <class Loop>
+void run_all(int64_t count, int instruction_set, int threads, const Loop& loop) {
+  for_each_chunk(chunks_of(count, kChunk), threads, [&](int64_t index) {
+    const int64_t begin = index * kChunk;
+    run(instruction_set, loop, begin, begin + kChunk < count ? begin + kChunk : count);
+  });
+}
+
+// ---- AdamW --------------------------------------------------------------------------------------------------------
+
+struct Segment {           // native.Segment mirrors it
+  int64_t start, stop;     // elements of the tile
+  float decay;             // 1 - lr * weight_decay
+  float gradient_weight;   // 1 - beta1
+  float beta2;
+  float square_weight;     // 1 - beta2
+  float root_correction;   // sqrt(1 - beta2 ** step)
+  float eps;
+  float negative_step;     // -lr / (1 - beta1 ** step)
+};
+
+// The operations of torch.optim.AdamW on FP32, in its order and with its roundings: torch's lerp and addcmul are fused
+// multiply-adds on every processor that has them, so these are too.
+template <class Weight, class Gradient>
+struct AdamWLoop {
+  Weight* weights;
+  int16_t* remainders;
+  const Gradient* gradients;
+  float *first_moments, *second_moments;
+  float gradient_scale;
+  Segment segment;
+
+  ALWAYS_INLINE void operator()(int64_t begin, int64_t end) const {
+    constexpr bool is_split = sizeof(Weight) == sizeof(BFloat16);
+    const Segment s = segment;
+    const float scale = gradient_scale;
+    // torch.lerp starts from its nearer end, so that a weight of 1 gives the gradient exactly.
+    const bool from_moment = s.gradient_weight < 0.5f;
+    const float lerp_weight = from_moment ? s.gradient_weight : s.gradient_weight - 1.0f;
+    Weight* const w = weights;
+    int16_t* const r = remainders;
+    const Gradient* const g = gradients;
+    float *const ms = first_moments, *const vs = second_moments;
+    int16_t unused = 0;
+#pragma GCC ivdep
+    for (int64_t i = begin; i < end; ++i) {
+      const float gradient = load(g[i]) * scale;
+      const float master = load_master(w[i], is_split ? r[i] : int16_t{0}) * s.decay;
+      const float m = __builtin_fmaf(lerp_weight, gradient - ms[i], from_moment ? ms[i] : gradient);
+      const float v = __builtin_fmaf(s.square_weight * gradient, gradient, vs[i] * s.beta2);
+      const float denominator = __builtin_sqrtf(v) / s.root_correction + s.eps;
+      ms[i] = canonical(m);
+      vs[i] = canonical(v);
+      store_master(w[i], is_split ? r[i] : unused, master + (s.negative_step * m) / denominator);
+    }
+  }
+};
+
+template <class Weight, class Gradient>
+void adamw(void* weights, int16_t* remainders, const void* gradients, float* m, float* v, const Segment* segments,
+           int64_t segment_count, float gradient_scale, int instruction_set, int threads) {
+  int64_t chunks = 0;
+  for (int64_t s = 0; s < segment_count; ++s) chunks += chunks_of(segments[s].stop - segments[s].start, kChunk);
+  for_each_chunk(chunks, threads, [&](int64_t index) {
+    // Chunks start where their segment starts, and parameters are aligned: so vectors stay aligned.
+    const Segment* segment = segments;
+    for (; index >= chunks_of(segment->stop - segment->start, kChunk); ++segment)
+      index -= chunks_of(segment->stop - segment->start, kChunk);
+    const int64_t begin = segment->start + index * kChunk;
+    const int64_t end = begin + kChunk < segment->stop ? begin + kChunk : segment->stop;
+    run(instruction_set,
+        AdamWLoop<Weight, Gradient>{static_cast<Weight*>(weights), remainders, static_cast<const Gradient*>(gradients),
+                                    m, v, gradient_scale, *segment},
+        begin, end);
+  });
+}
+
+// ---- the other loops ----------------------------------------------------------------------------------------------
+
+template <class Gradient>
+struct SquaredNormLoop {
+  const Gradient* gradients;
+  double* partials;  // one a chunk
+
+  ALWAYS_INLINE void operator()(int64_t begin, int64_t end) const {
+    double lanes[kNormLanes] = {};
+    int64_t i = begin;
+    for (; i + kNormLanes <= end; i += kNormLanes)
+      for (int lane = 0; lane < kNormLanes; ++lane) {
+        const double value = load(gradients[i + lane]);
+        lanes[lane] += value * value;  // the square of a float is exact
+      }
+    for (int lane = 0; i < end; ++i, ++lane) {
+      const double value = load(gradients[i]);
+      lanes[lane] += value * value;
+    }
+    double sum = 0.0;
+    for (double lane : lanes) sum += lane;
+    partials[begin / kChunk] = sum;
+  }
+};
+
+template <class Destination, class Source>
+struct AccumulateLoop {
+  Destination* destination;
+  const Source* source;
+  bool overwrite;
+
+  ALWAYS_INLINE void operator()(int64_t begin, int64_t end) const {
+    Destination* const to = destination;
+    const Source* const from = source;
+    if (overwrite) {
+#pragma GCC ivdep
+      for (int64_t i = begin; i < end; ++i) store(to[i], load(from[i]));
+    } else {
+#pragma GCC ivdep
+      for (int64_t i = begin; i < end; ++i) store(to[i], load(to[i]) + load(from[i]));
+    }
+  }
+};
+
+struct SplitLoop {
+  const float* master;
+  BFloat16* hi;
+  int16_t* remainder;
+
+  ALWAYS_INLINE void operator()(int64_t begin, int64_t end) const {
+    const float* const from = master;
+    BFloat16* const h = hi;
+    int16_t* const r = remainder;
+#pragma GCC ivdep
+    for (int64_t i = begin; i < end; ++i) store_master(h[i], r[i], from[i]);
+  }
+};
+
+struct JoinLoop {
+  const BFloat16* hi;
+  const int16_t* remainder;
+  float* master;
+
+  ALWAYS_INLINE void operator()(int64_t begin, int64_t end) const {
+    const BFloat16* const h = hi;
+    const int16_t* const r = remainder;
+    float* const to = master;
+#pragma GCC ivdep
+    for (int64_t i = begin; i < end; ++i) to[i] = load_master(h[i], r[i]);
+  }
+};
+
+// A store that first reads its cache line costs a third of the bandwidth of a copy: stream past the cache.
+void copy_bytes(char* destination, const char* source, int64_t bytes) {
+#if defined(__SSE2__)
+  const int64_t head = -reinterpret_cast<intptr_t>(destination) & 63;
+  if (head < bytes) {
+    std::memcpy(destination, source, static_cast<size_t>(head));
+    destination += head, source += head, bytes -= head;
+    for (; bytes >= 64; destination += 64, source += 64, bytes -= 64)
+      for (int part = 0; part < 64; part += 16)
+        _mm_stream_si128(reinterpret_cast<__m128i*>(destination + part),
+                         _mm_loadu_si128(reinterpret_cast<const __m128i*>(source + part)));
+    _mm_sfence();
+  }
+#endif
+  std::memcpy(destination, source, static_cast<size_t>(bytes));
+}
+
+}  // namespace
+
+// ---- the C ABI ----------------------------------------------------------------------------------------------------
+
+extern "C" {
+
+int megacompile_best_instruction_set() {
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  if (avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
+    return kAvx512;
+  if (avx2) return kAvx2;
+#endif
+  return kPortable;
+}
+
+int64_t megacompile_chunk_elements() { return kChunk; }
+
+// `remainders` is null for FP32 weights, and makes them bf16 otherwise.
+void megacompile_adamw(void* weights, int16_t* remainders, const void* gradients, int gradient_dtype, float* m,
+                       float* v, const Segment* segments, int64_t segment_count, float gradient_scale,
+                       int instruction_set, int threads) {
+  const auto kernel = remainders ? (gradient_dtype == kBFloat16 ? adamw<BFloat16, BFloat16> : adamw<BFloat16, float>)
+                                 : (gradient_dtype == kBFloat16 ? adamw<float, BFloat16> : adamw<float, float>);
+  kernel(weights, remainders, gradients, m, v, segments, segment_count, gradient_scale, instruction_set, threads);
+}
+
+// `partials` is scratch: one double a chunk.
+double megacompile_squared_norm(const void* gradients, int dtype, int64_t count, double* partials, int instruction_set,
+                                int threads) {
+  if (dtype == kBFloat16)
+    run_all(count, instruction_set, threads,
+            SquaredNormLoop<BFloat16>{static_cast<const BFloat16*>(gradients), partials});
+  else
+    run_all(count, instruction_set, threads, SquaredNormLoop<float>{static_cast<const float*>(gradients), partials});
+  DefaultFloatingPoint environment;
+  double sum = 0.0;
+  for (int64_t chunk = 0; chunk < chunks_of(count, kChunk); ++chunk) sum += partials[chunk];
+  return sum;
+}
+
+void megacompile_accumulate(void* destination, int destination_dtype, const void* source, int source_dtype,
+                            int64_t count, int overwrite, int instruction_set, int threads) {
+  const auto accumulate = [&](auto* to, const auto* from) {
+    using Destination = std::remove_reference_t<decltype(*to)>;
+    using Source = std::remove_cv_t<std::remove_reference_t<decltype(*from)>>;
+    run_all(count, instruction_set, threads, AccumulateLoop<Destination, Source>{to, from, overwrite != 0});
+  };
+  const auto accumulate_into = [&](auto* to) {
+    if (source_dtype == kBFloat16)
+      accumulate(to, static_cast<const BFloat16*>(source));
+    else
+      accumulate(to, static_cast<const float*>(source));
+  };
+  if (destination_dtype == kBFloat16)
+    accumulate_into(static_cast<BFloat16*>(destination));
+  else
+    accumulate_into(static_cast<float*>(destination));
+}
+
+void megacompile_split(const float* master, void* hi, int16_t* remainder, int64_t count, int instruction_set,
+                       int threads) {
+  run_all(count, instruction_set, threads, SplitLoop{master, static_cast<BFloat16*>(hi), remainder});
+}
+
+void megacompile_join(const void* hi, const int16_t* remainder, float* master, int64_t count, int instruction_set,
+                      int threads) {
+  run_all(count, instruction_set, threads, JoinLoop{static_cast<const BFloat16*>(hi), remainder, master});
+}
+
+void megacompile_copy(void* destination, const void* source, int64_t bytes, int threads) {
+  for_each_chunk(chunks_of(bytes, kCopyChunk), threads, [&](int64_t index) {
+    const int64_t begin = index * kCopyChunk;
+    const int64_t end = begin + kCopyChunk < bytes ? begin + kCopyChunk : bytes;
+    copy_bytes(static_cast<char*>(destination) + begin, static_cast<const char*>(source) + begin, end - begin);
+  });
+}
+
+}  // extern "C"

@@ -1,0 +1,130 @@
+"""CUDA through CuPy: a stream per lane, events, page-locked host memory, asynchronous copies.
+
+PyTorch computes on the compute lane's stream through `torch.cuda.ExternalStream`. What never crosses the link stays in
+PyTorch's caching allocator, whose segments must be expandable, or recomputation fragments it.
+"""
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megacompile.errors import DeviceUnavailableError, InsufficientMemoryError
+from megacompile.program import Lane
+
+
+def expandable_segments() -> None:
+    """Before the first CUDA allocation, unless the user has set the allocator up."""
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ and "PYTORCH_ALLOC_CONF" not in os.environ:
+        torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+
+
+class CudaBackend:
+    """One CUDA device. Streams belong to lanes; the lanes cpu and pack work on the host and have none."""
+
+    def __init__(self, index: int = 0) -> None:
+        if not torch.cuda.is_available():
+            raise DeviceUnavailableError(
+                "device='cuda' was asked for, but torch finds no CUDA device: use device='cpu', or install a CUDA build of torch")
+        try:
+            import cupy
+        except ImportError as error:
+            raise DeviceUnavailableError(
+                "device='cuda' needs CuPy: pip install 'megacompile[cuda]' (CUDA 13) or 'megacompile[cuda12]'") from error
+        self.cupy, self.index = cupy, index
+        self.device = torch.device("cuda", index)
+        expandable_segments()
+        with cupy.cuda.Device(index):
+            self.streams = {lane: cupy.cuda.Stream(non_blocking=True) for lane in (Lane.COMPUTE, Lane.H2D, Lane.D2H)}
+        self.compute = torch.cuda.ExternalStream(self.streams[Lane.COMPUTE].ptr, device=self.device)
+        self._locked: dict[int, int] = {}
+
+    @contextlib.contextmanager
+    def lane(self, lane: Lane) -> Iterator[None]:
+        torch.cuda.set_device(self.device)
+        with self.cupy.cuda.Device(self.index), torch.no_grad(), torch.cuda.stream(self.compute):
+            yield
+
+    def memory(self, size: int) -> Tensor:
+        """A slot, outside PyTorch's stream bookkeeping: other streams write it, in an order that the program states."""
+        with torch.cuda.device(self.device), torch.cuda.stream(self.compute):
+            memory = torch.empty(size, dtype=torch.uint8, device=self.device)
+        self.compute.synchronize()  # the allocator may hand out memory whose last use is still queued on this stream
+        return memory
+
+    def lock(self, host: Tensor) -> None:
+        address, size = host.data_ptr(), host.numel() * host.element_size()
+        if address in self._locked:
+            return
+        try:
+            self.cupy.cuda.runtime.hostRegister(address, size, 0)
+        except self.cupy.cuda.runtime.CUDARuntimeError as error:
+            raise InsufficientMemoryError(
+                f"{size / 2**30:.2f} GiB of host memory could not be page-locked ({error}): "
+                "raise the limit (ulimit -l), or give a smaller locked_memory") from error
+        self._locked[address] = size
+
+    def unlock(self, host: Tensor) -> None:
+        if self._locked.pop(host.data_ptr(), None) is not None:
+            self.cupy.cuda.runtime.hostUnregister(host.data_ptr())
+
+    def copy(self, destination: Tensor, source: Tensor, lane: Lane) -> None:
+        assert destination.numel() == source.numel() and destination.dtype == source.dtype == torch.uint8
+        runtime = self.cupy.cuda.runtime
+        kind = runtime.memcpyHostToDevice if lane == Lane.H2D else runtime.memcpyDeviceToHost
+        runtime.memcpyAsync(destination.data_ptr(), source.data_ptr(), source.numel(), kind, self.streams[lane].ptr)
+
+    def record(self, lane: Lane) -> Any:
+        if lane not in self.streams:
+            return None
+        event = self.cupy.cuda.Event(block=True, disable_timing=True)
+        event.record(self.streams[lane])
+        return event
+
+    def wait(self, lane: Lane, event: Any) -> None:
+        if event is None:
+            return
+        if lane in self.streams:
+            self.streams[lane].wait_event(event)
+        else:
+            event.synchronize()
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.device)
+
+    def delay(self, lane: Lane, seconds: float) -> None:
+        if lane not in self.streams:
+            import time
+            time.sleep(seconds)
+            return
+        stream = torch.cuda.ExternalStream(self.streams[lane].ptr, device=self.device)
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(int(seconds * 1.5e9))  # cycles, at about the clock of a current device
+
+    def enter(self, tensors: list[Tensor]) -> None:
+        self.compute.wait_stream(torch.cuda.current_stream(self.device))
+        for tensor in tensors:
+            if tensor.is_cuda:
+                # The caller may free it the moment we return; without this its memory is reused while compute still
+                # reads it (the paper's own code misses one of these: its loss turns NaN).
+                tensor.record_stream(self.compute)
+
+    def exit(self, tensors: list[Tensor]) -> None:
+        stream = torch.cuda.current_stream(self.device)
+        stream.wait_stream(self.compute)
+        for tensor in tensors:
+            if tensor.is_cuda:
+                tensor.record_stream(stream)
+
+    def peak_bytes(self) -> int:
+        return torch.cuda.max_memory_reserved(self.device)
+
+    def free_bytes(self) -> int:
+        gc.collect()
+        free, _ = torch.cuda.mem_get_info(self.device)
+        return free + torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)

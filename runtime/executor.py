@@ -1,0 +1,258 @@
+"""Program -> instructions -> a run. Each lane is a thread with a queue; each executes its instructions in program order.
+
+Sections are submitted in the order of the user's loop and return at once; `Run.wait` waits for some lanes. What one
+section leaves (`leave`) is looked up by place when a later one enters (`enter`), at submission, in the caller's thread.
+
+State: the lanes' queues, the table of carried events, and the first failure. Once a lane has failed no lane executes
+anything until `recover`.
+"""
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx
+
+from megacompile.errors import LaneError
+from megacompile.listing import excerpt
+from megacompile.program import Access, Lane, argument, lane_of, nodes, op_of, operands
+
+from .lanes import Backend
+from .operations import OPERATIONS, Frame
+
+_POLL_S = 0.05  # how soon a waiting lane notices that another has failed
+
+
+class Event:
+    """Fires when its lane has issued what it covers; `device` is then the device's own event."""
+
+    def __init__(self) -> None:
+        self.issued = threading.Event()
+        self.device: Any = None
+
+    def fire(self, device: Any) -> None:
+        self.device = device
+        self.issued.set()
+
+
+@dataclass
+class CarriedEvents:
+    """Per place and lane: whether its last access was a write, and the event behind it. Kept across sections."""
+
+    table: dict[str, dict[Lane, tuple[Access, Event]]] = field(default_factory=dict)
+
+    def enter(self, place: str, access: Access, lane: Lane) -> Event | None:
+        """The event of the lane's last access, if that access could conflict; None if there was none."""
+        past = self.table.get(place, {}).get(lane)
+        if past is None or (access == Access.WRITE and past[0] != Access.WRITE):
+            return None
+        return past[1]
+
+    def leave(self, left: Iterable[tuple[str, Access, Lane, Event]]) -> None:
+        """A write of a place was ordered after all that came before it: only this section's accesses remain. A read adds."""
+        left = list(left)
+        for place in {place for place, access, _, _ in left if access == Access.WRITE}:
+            self.table[place] = {}
+        for place, access, lane, event in left:
+            lanes = self.table.setdefault(place, {})
+            before = lanes.get(lane, (access, event))[0]
+            lanes[lane] = (Access.WRITE if Access.WRITE in (access, before) else access, event)
+
+
+class Aborted(Exception):
+    """Raised in a lane whose run, or one before it, has failed in another lane."""
+
+
+@dataclass
+class Run:
+    """A section on its way through the lanes."""
+
+    frame: Frame
+    events: dict[fx.Node, Event | None]
+    pending: dict[Lane, threading.Event]
+    executor: Executor
+    number: int
+
+    def wait(self, lanes: Iterable[Lane] | None = None) -> None:
+        """Until these lanes (all, if None) have issued the section. Raises `LaneError` if any lane failed."""
+        self.executor.wait(self.pending[lane] for lane in (self.pending if lanes is None else lanes) if lane in self.pending)
+
+
+@dataclass
+class Failure:
+    """The first failure. Runs before it go on to their end (an update in flight is not torn by a forward that fails);
+    it and all after it stop."""
+
+    run: int
+    error: BaseException
+    node: fx.Node | None
+    lane: Lane | None
+
+
+class Executor:
+    """Runs sections on the lanes of a backend. `delay` is called before every instruction (tests make lanes late)."""
+
+    def __init__(self, backend: Backend, delay: Callable[[Lane], None] | None = None) -> None:
+        self.backend, self.delay = backend, delay
+        self.carried = CarriedEvents()
+        self.failure: Failure | None = None
+        self.probe: Callable[[fx.Node], None] | None = None  # called before each instruction; tests raise from it
+        self._queues: dict[Lane, queue.SimpleQueue[tuple[Run, list[fx.Node]] | None]] = {}
+        self._threads: dict[Lane, threading.Thread] = {}
+        self._runs = 0
+        self._instructions: weakref.WeakKeyDictionary[fx.Graph, dict[Lane, list[fx.Node]]] = weakref.WeakKeyDictionary()
+
+    # ---------------------------------------------------------------- submission, in the caller's thread
+    def submit(self, section: fx.Graph, frame: Frame) -> Run:
+        """Hands a section to the lanes. Raises what an earlier section failed with."""
+        self.check()
+        instructions = self._lower(section)
+        events: dict[fx.Node, Event | None] = {}
+        left = []
+        for node in nodes(section):
+            match op_of(node).name:
+                case "enter":
+                    events[node] = self.carried.enter(argument(node, "place"), Access(argument(node, "access")),
+                                                      Lane(argument(node, "lane")))
+                case "record":
+                    events[node] = Event()
+                case "leave":
+                    (recorded,) = operands(node, "event")
+                    event, lane = events[recorded], lane_of(recorded)
+                    assert event is not None and lane is not None
+                    left.append((argument(node, "place"), Access(argument(node, "access")), lane, event))
+        self.carried.leave(left)
+        self._runs += 1
+        run = Run(frame, events, {lane: threading.Event() for lane in instructions}, self, self._runs)
+        for lane, program in instructions.items():
+            self._queue(lane).put((run, program))
+        return run
+
+    def _lower(self, section: fx.Graph) -> dict[Lane, list[fx.Node]]:
+        if section not in self._instructions:
+            lanes: dict[Lane, list[fx.Node]] = {}
+            for node in nodes(section):
+                lane = lane_of(node)
+                if op_of(node).name not in ("enter", "leave"):
+                    # What runs nowhere (a resident tile's weights) is a value all the same: compute reads it.
+                    if lane is not None or op_of(node).result is not None:
+                        lanes.setdefault(lane or Lane.COMPUTE, []).append(node)
+            self._instructions[section] = lanes
+        return self._instructions[section]
+
+    def wait(self, events: Iterable[threading.Event]) -> None:
+        """Waits in the caller's thread; Ctrl-C stops the lanes before it goes on."""
+        try:
+            for event in events:
+                while not event.wait(_POLL_S):
+                    self.check()
+        except BaseException as error:
+            if self.failure is None:  # Ctrl-C: stop the section that the caller waits for
+                self.failure = Failure(self._runs, error, None, None)
+            raise
+        self.check()
+
+    def idle(self) -> None:
+        """Waits until every lane has executed everything submitted so far, failed or not. Raises nothing."""
+        marks = []
+        for lane in self._queues:
+            run = Run.__new__(Run)
+            run.pending = {lane: threading.Event()}
+            self._queues[lane].put((run, []))
+            marks.append(run.pending[lane])
+        for mark in marks:
+            mark.wait()
+
+    def check(self) -> None:
+        failure = self.failure
+        if failure is None:
+            return
+        if failure.node is None:
+            raise LaneError(f"the step was stopped by {type(failure.error).__name__}") from failure.error
+        raise LaneError(
+            f"{op_of(failure.node).name} failed in lane {failure.lane}: {type(failure.error).__name__}: {failure.error}\n"
+            f"{excerpt(failure.node.graph, {failure.node: 'FAILED HERE'})}") from failure.error
+
+    def stopped(self, run: Run) -> bool:
+        return self.failure is not None and run.number >= self.failure.run
+
+    def recover(self) -> None:
+        """After a failure: waits for all lanes, settles the device, forgets events (everything is done now)."""
+        self.idle()
+        self.backend.synchronize()
+        self.carried = CarriedEvents()
+        self.failure = None
+
+    def close(self) -> None:
+        for lane in self._queues:
+            self._queues[lane].put(None)
+        for thread in self._threads.values():
+            if thread is not threading.current_thread():
+                thread.join()
+        self._queues.clear()
+        self._threads.clear()
+
+    # ---------------------------------------------------------------- execution, in the lanes' threads
+    def _queue(self, lane: Lane) -> queue.SimpleQueue[tuple[Run, list[fx.Node]] | None]:
+        if lane not in self._queues:
+            self._queues[lane] = queue.SimpleQueue()
+            self._threads[lane] = threading.Thread(
+                target=_work, args=(weakref.ref(self), self.backend, lane, self._queues[lane]), daemon=True,
+                name=f"megacompile {lane}")
+            self._threads[lane].start()
+        return self._queues[lane]
+
+    def execute(self, run: Run, lane: Lane, instructions: list[fx.Node]) -> None:
+        """The loop."""
+        for node in instructions:
+            if self.stopped(run):
+                return
+            try:
+                if self.probe is not None:
+                    self.probe(node)
+                if self.delay is not None:
+                    self.delay(lane)
+                match op_of(node).name:
+                    case "wait":
+                        self._wait(run, lane, run.events[operands(node, "event")[0]])
+                    case "record":
+                        event = run.events[node]
+                        assert event is not None
+                        event.fire(self.backend.record(lane))
+                    case op:
+                        run.frame.values[node] = OPERATIONS[op](run.frame, node)
+            except Aborted:
+                return
+            except BaseException as error:  # whatever it is, it belongs to the caller, not to this thread
+                if self.failure is None or run.number < self.failure.run:
+                    self.failure = Failure(run.number, error, node, lane)
+                return
+
+    def _wait(self, run: Run, lane: Lane, event: Event | None) -> None:
+        if event is None:
+            return
+        while not event.issued.wait(_POLL_S):
+            if self.stopped(run):
+                raise Aborted
+        self.backend.wait(lane, event.device)
+
+
+def _work(executor: weakref.ref[Executor], backend: Backend, lane: Lane,
+          jobs: queue.SimpleQueue[tuple[Run, list[fx.Node]] | None]) -> None:
+    """A lane's thread. It holds no strong reference to the executor while idle, so that a forgotten model can die."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(backend.lane(lane))
+        while (job := jobs.get()) is not None:
+            run, instructions = job
+            alive = executor()
+            try:
+                if alive is not None and instructions:
+                    alive.execute(run, lane, instructions)
+            finally:
+                run.pending[lane].set()
+            del job, run, instructions, alive

@@ -1,0 +1,104 @@
+"""What the runtime knows of a template: a callable, where each of its inputs comes from, where each gradient goes."""
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .arena import Accumulators, Weights
+
+
+@dataclass(frozen=True)
+class Activation:
+    """What a compute op leaves: outputs (or, of a backward, the gradients of its carried inputs), residuals, a loss."""
+
+    outputs: tuple[Tensor, ...]
+    residuals: tuple[Any, ...] = ()
+    loss: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Input:
+    """Source of one positional input. `kind` "parameter": `position` in tile number `tile` of the call; "constant": a
+    buffer; "batch", "size" (dimension `position`), "carried" and "shared" (output `position`), "normaliser"."""
+
+    kind: str
+    name: str = ""
+    tile: int = 0
+    position: int = 0
+
+
+@dataclass(frozen=True)
+class ParameterGradient:
+    """results[i] or, with two results, the product results[i] @ results[j] -> a parameter's accumulator."""
+
+    results: tuple[int, ...]
+    tile: int  # number among the call's *trainable* tiles
+    position: int
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One variant of a template, compiled for one shape and bound to one call."""
+
+    run: Callable[..., Any]
+    inputs: tuple[Input, ...]
+    outputs: int
+    residuals: int = 0
+    tangents: int = 0
+    parameter_gradients: tuple[ParameterGradient, ...] = ()
+    carried_gradients: tuple[int, ...] = ()  # results, in the order of the carried inputs
+
+
+@dataclass
+class Batch:
+    """The batch on the device, by micro-batch, with everything else a section needs from its caller."""
+
+    micro_batches: list[Mapping[str, Tensor]]
+    constants: Mapping[str, Tensor]
+    normaliser: Tensor | None = None
+    scale: Tensor | None = None  # the gradient of the loss that the caller sent
+    results: dict[str, list[Activation]] = field(default_factory=dict)
+
+
+def bind(kernel: Kernel, batch: Batch, mb: int, weights: tuple[Weights, ...], inputs: tuple[Activation, ...]) -> list[Any]:
+    """The positional arguments of a kernel. An input whose batch argument is absent (labels of a batch without) is None."""
+    values: list[Any] = []
+    for source in kernel.inputs:
+        match source.kind:
+            case "parameter":
+                values.append(weights[source.tile].views[source.position] if weights else None)
+            case "carried":
+                values.append(inputs[0].outputs[source.position] if inputs else None)
+            case "shared":
+                values.append(inputs[1].outputs[source.position] if inputs else None)
+            case "batch":
+                values.append(batch.micro_batches[mb].get(source.name))
+            case "size":
+                values.append(batch.micro_batches[mb][source.name].shape[source.position])
+            case "constant":
+                values.append(batch.constants[source.name])
+            case "normaliser":
+                values.append(batch.normaliser)
+            case kind:
+                raise AssertionError(f"no such input: {kind}")
+    return values
+
+
+def accumulate(kernel: Kernel, results: tuple[Any, ...], accumulators: tuple[Accumulators, ...]) -> None:
+    """Adds a backward's parameter gradients to the FP32 accumulators, matrices inside their GEMM."""
+    for gradient in kernel.parameter_gradients:
+        into = accumulators[gradient.tile].views[gradient.position]
+        if len(gradient.results) == 1:
+            into.add_(results[gradient.results[0]])
+            continue
+        a, b = (results[i] for i in gradient.results)
+        if a.dtype == torch.float32:
+            torch.addmm(into, a, b, out=into)
+        elif into.device.type == "cuda":
+            torch.addmm(into, a, b, out_dtype=torch.float32, out=into)
+        else:  # no CPU GEMM takes low-precision operands to FP32: the product is rounded once before it is added
+            into.add_(a @ b)

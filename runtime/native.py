@@ -1,0 +1,187 @@
+"""Builds `csrc/adam.cpp` on first use, keeps it in the user's cache and loads it with ctypes.
+
+ctypes releases the interpreter lock during a call, so an update in one thread delays no launch in another. Without a
+compiler `library()` is None, said once, and `adam.py` takes its PyTorch path.
+"""
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import stat
+import subprocess
+import tempfile
+import threading
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+SOURCE = Path(__file__).parent / "csrc" / "adam.cpp"
+# Never -march=native (the cache may be on a disk that several machines share) nor -ffast-math (see the source).
+FLAGS = (
+    "-std=c++17", "-O3", "-fopenmp", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fno-exceptions",
+    "-fno-rtti", "-fPIC", "-shared",
+)  # fmt: skip
+COMPILE_TIMEOUT_S = 300
+FLOAT32, BFLOAT16 = 0, 1
+INSTRUCTION_SETS = ("portable", "avx2", "avx512")  # index = the library's number; each includes those before it
+
+
+class BuildError(Exception):
+    """The library could not be built or loaded; the message says why. `library()` turns it into a warning."""
+
+
+class Segment(ctypes.Structure):
+    """`Segment` of adam.cpp: the elements [start, stop) of a tile and the FP32 scalars of their update."""
+
+    _fields_ = (
+        ("start", ctypes.c_int64),
+        ("stop", ctypes.c_int64),
+        ("decay", ctypes.c_float),
+        ("gradient_weight", ctypes.c_float),
+        ("beta2", ctypes.c_float),
+        ("square_weight", ctypes.c_float),
+        ("root_correction", ctypes.c_float),
+        ("eps", ctypes.c_float),
+        ("negative_step", ctypes.c_float),
+    )
+
+
+_pointer, _int, _int64 = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
+_SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
+    "megacompile_best_instruction_set": (_int, []),
+    "megacompile_chunk_elements": (_int64, []),
+    "megacompile_adamw": (
+        None,
+        [_pointer, _pointer, _pointer, _int, _pointer, _pointer, _pointer, _int64, ctypes.c_float, _int, _int],
+    ),
+    "megacompile_squared_norm": (ctypes.c_double, [_pointer, _int, _int64, _pointer, _int, _int]),
+    "megacompile_accumulate": (None, [_pointer, _int, _pointer, _int, _int64, _int, _int, _int]),
+    "megacompile_split": (None, [_pointer, _pointer, _pointer, _int64, _int, _int]),
+    "megacompile_join": (None, [_pointer, _pointer, _pointer, _int64, _int, _int]),
+    "megacompile_copy": (None, [_pointer, _pointer, _int64, _int]),
+}
+
+_lock = threading.Lock()
+
+
+def library() -> ctypes.CDLL | None:
+    """The loaded library, built if need be; None, with one RuntimeWarning a process, where that fails. Thread-safe."""
+    with _lock:  # two lanes may ask first at the same time
+        return _library()
+
+
+@functools.cache
+def _library() -> ctypes.CDLL | None:
+    try:
+        return load(build(cache_directory(), compiler_command()))
+    except BuildError as error:
+        warnings.warn(
+            f"megacompile runs the optimizer in PyTorch, several times slower: {error}. Install g++ (or set CXX to a "
+            "C++17 compiler with OpenMP) to have the fused kernels",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+        return None
+
+
+def compiler_command(environment: Mapping[str, str] = os.environ) -> list[str]:
+    """`$CXX`, else g++, else c++, as a list of words. Raises BuildError if none is installed."""
+    for candidate in (environment.get("CXX", ""), "g++", "c++"):
+        words = shlex.split(candidate)
+        if words and shutil.which(words[0]):
+            return words
+        if words and candidate == environment.get("CXX"):
+            raise BuildError(f"the C++ compiler CXX={candidate!r} was not found")
+    raise BuildError("no C++ compiler was found")
+
+
+def cache_directory(environment: Mapping[str, str] = os.environ) -> Path:
+    """The directory of built libraries, made if absent: `$MEGACOMPILE_CACHE`, else below the user's cache directory.
+
+    It belongs to this user and has mode 0700: whoever can write there runs code in this process. Raises BuildError if
+    that cannot be had.
+    """
+    user_cache = Path(environment.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
+    directory = Path(environment.get("MEGACOMPILE_CACHE") or user_cache / "megacompile")
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = directory.stat()
+        if status.st_uid != os.getuid():
+            raise BuildError(f"the cache directory {directory} belongs to another user; set MEGACOMPILE_CACHE")
+        if stat.S_IMODE(status.st_mode) != 0o700:
+            directory.chmod(0o700)
+    except OSError as error:
+        raise BuildError(f"no private cache directory ({error}); set MEGACOMPILE_CACHE to a writable one") from error
+    return directory
+
+
+def build(directory: Path, compiler: Sequence[str], source: Path = SOURCE) -> Path:
+    """Path of the shared library in `directory`, compiled unless a build of the same inputs is there.
+
+    The name is a hash of source, compiler, version and flags, and a finished file is renamed into place: processes
+    may build at the same time, and nobody sees half a file. Raises BuildError with the compiler's own words.
+    """
+    try:
+        text = source.read_bytes()
+    except OSError as error:
+        raise BuildError(f"the kernels' source cannot be read ({error}); reinstall megacompile") from error
+    version = _run([*compiler, "--version"])
+    inputs = (text, version.encode(), repr((*compiler, *FLAGS)).encode(), platform.machine().encode())
+    key = hashlib.sha256(b"\0".join(hashlib.sha256(part).digest() for part in inputs)).hexdigest()[:32]
+    built = directory / f"adam-{key}.so"
+    if built.exists():
+        return built
+    try:
+        descriptor, name = tempfile.mkstemp(prefix=f"adam-{key}.", suffix=".tmp", dir=directory)
+        os.close(descriptor)
+    except OSError as error:
+        raise BuildError(f"the cache directory cannot be written ({error}); set MEGACOMPILE_CACHE") from error
+    temporary = Path(name)
+    try:
+        _run([*compiler, *FLAGS, "-o", name, str(source)])
+        temporary.replace(built)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return built
+
+
+def load(path: Path) -> ctypes.CDLL:
+    """The library at `path` with its functions' types declared. Raises BuildError if it cannot be loaded."""
+    try:
+        loaded = ctypes.CDLL(str(path))
+        for name, (result, arguments) in _SIGNATURES.items():
+            function = getattr(loaded, name)
+            function.restype, function.argtypes = result, arguments
+    except (OSError, AttributeError) as error:
+        raise BuildError(f"{path} cannot be loaded ({error}); delete it to have it built again") from error
+    return loaded
+
+
+def instruction_sets(loaded: ctypes.CDLL) -> tuple[str, ...]:
+    """The names in INSTRUCTION_SETS that this processor runs, best last."""
+    return INSTRUCTION_SETS[: loaded.megacompile_best_instruction_set() + 1]
+
+
+def default_threads() -> int:
+    """`$OMP_NUM_THREADS` where it is a number (the first of a list), else the cores this process may run on."""
+    wanted = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
+    if wanted.isdecimal() and int(wanted) > 0:
+        return int(wanted)
+    return len(os.sched_getaffinity(0))
+
+
+def _run(command: Sequence[str]) -> str:
+    """Standard output of a compiler's run. Raises BuildError with the last lines of its errors."""
+    try:
+        finished = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise BuildError(f"the compiler could not be run ({error})") from error
+    if finished.returncode != 0:
+        said = " / ".join(finished.stderr.strip().splitlines()[-3:]) or "it said nothing"
+        raise BuildError(f"`{shlex.join(command)}` failed with status {finished.returncode}: {said}")
+    return finished.stdout

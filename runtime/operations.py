@@ -1,0 +1,202 @@
+"""The meaning of each op: one small function, called by the reference interpreter and by every lane alike.
+
+State is in `Frame`, one run of one section: the values made so far, and what the section was given. An op reads values by
+node and returns its own, or None.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from megacompile.program import Lane, argument, op_of, operands
+
+from . import adam as host
+from .arena import Accumulators, Arena, Gradients, Weights
+from .kernels import Activation, Batch, Kernel, accumulate as accumulate_gradients, bind
+from .lanes import Backend
+from .store import Store
+
+
+@dataclass
+class Update:
+    """What one optimizer step asks for. `segments`: per tile, the runs of elements to update with their hyper-parameters;
+    `norms`: per tile, the positions of the parameters whose gradients count. `done` tiles were updated already: a step
+    that failed half-way is completed by running it again."""
+
+    segments: Mapping[str, list[host.AdamSegment]]
+    counted: Mapping[str, list[int]]
+    max_grad_norm: float | None = None
+    done: set[str] = field(default_factory=set)
+    norm: float | None = None
+    failed: bool = False
+
+
+@dataclass
+class Frame:
+    """One run of one section."""
+
+    backend: Backend
+    store: Store
+    arena: Arena
+    kernels: Mapping[tuple[str, str, int], Kernel]  # (call, op, micro-batch)
+    batch: Batch
+    lease: dict[str, Any] = field(default_factory=dict)
+    update: Update | None = None
+    values: dict[fx.Node, Any] = field(default_factory=dict)
+
+    def read(self, node: fx.Node, name: str) -> Any:
+        """The values of a parameter: one, or a tuple where the program has a tuple."""
+        what = argument(node, name)
+        if isinstance(what, tuple | list):
+            return tuple(self.values[n] for n in what)
+        return None if what is None else self.values[what]
+
+
+def _pack(frame: Frame, node: fx.Node) -> Tensor:
+    tile = frame.store[argument(node, "tile")]
+    slab = frame.arena.slots[argument(node, "into")][:tile.layout.weight_bytes]
+    host.copy(slab, tile.weights)
+    return slab
+
+
+def _prefetch(frame: Frame, node: fx.Node) -> Weights:
+    tile = frame.store[argument(node, "tile")]
+    weights = frame.arena.weights(argument(node, "into"), tile.layout)
+    staging = frame.read(node, "staging")
+    frame.backend.copy(weights.memory, tile.weights if staging is None else staging, Lane.H2D)
+    return weights
+
+
+def _resident(frame: Frame, node: fx.Node) -> Weights:
+    return frame.arena.weights(argument(node, "into"), frame.store[argument(node, "tile")].layout)
+
+
+def _run(frame: Frame, node: fx.Node, *more: Any) -> tuple[Kernel, tuple[Any, ...]]:
+    kernel = frame.kernels[argument(node, "call"), op_of(node).name, argument(node, "mb")]
+    values = bind(kernel, frame.batch, argument(node, "mb"), frame.read(node, "weights") or (), frame.read(node, "inputs"))
+    return kernel, tuple(kernel.run(*values, *more))
+
+
+def _forward(frame: Frame, node: fx.Node) -> Activation:
+    kernel, results = _run(frame, node)
+    return Activation(results[:kernel.outputs], results[kernel.outputs:])
+
+
+def _loss(frame: Frame, node: fx.Node) -> Activation:
+    kernel, results = _run(frame, node)
+    accumulate_gradients(kernel, results, frame.read(node, "accumulators") or ())
+    return Activation(tuple(results[i] for i in kernel.carried_gradients), loss=results[0])
+
+
+def _backward(frame: Frame, node: fx.Node) -> Activation:
+    saved = frame.read(node, "saved") if "saved" in node.kwargs else None
+    tangents = frame.read(node, "gradient").outputs
+    kernel, results = _run(frame, node, *(saved.residuals if saved is not None else ()), *tangents)
+    accumulate_gradients(kernel, results, frame.read(node, "accumulators") or ())
+    return Activation(tuple(results[i] for i in kernel.carried_gradients))
+
+
+def _zeros(frame: Frame, node: fx.Node) -> Accumulators:
+    return frame.arena.accumulators(frame.store[argument(node, "tile")].layout)
+
+
+def _scale(frame: Frame, node: fx.Node) -> None:
+    value, scale = frame.read(node, "value"), frame.batch.scale
+    assert scale is not None, "a backward without the gradient of its loss"
+    for tensor in value.outputs if isinstance(value, Activation) else (value.flat,):
+        tensor.mul_(scale)
+
+
+def _reduce(frame: Frame, node: fx.Node) -> Gradients:
+    layout = frame.store[argument(node, "tile")].layout
+    gradients = frame.arena.gradients(argument(node, "into"), layout)
+    gradients.flat.copy_(frame.read(node, "accumulators").flat)
+    # Of the rounded gradient: what is clipped is what is stored.
+    norms = torch._foreach_norm(list(gradients.views), 2, dtype=torch.float32)
+    torch.stack(norms, out=gradients.norms)
+    return gradients
+
+
+def _offload(frame: Frame, node: fx.Node) -> Gradients | None:
+    tile = frame.store[argument(node, "tile")]
+    source = frame.read(node, "reduced")
+    if argument(node, "into") is None:
+        assert tile.gradients is not None, f"{tile.layout.name} has nothing to train"
+        frame.backend.copy(tile.gradients, source.memory, Lane.D2H)
+        return None
+    slab = frame.arena.gradients(argument(node, "into"), tile.layout)
+    frame.backend.copy(slab.memory, source.memory, Lane.D2H)
+    return slab
+
+
+def _accumulate(frame: Frame, node: fx.Node) -> None:
+    tile = frame.store[argument(node, "tile")]
+    slab: Gradients = frame.read(node, "slab")
+    assert tile.gradients is not None, f"{tile.layout.name} has nothing to train"
+    if argument(node, "overwrite"):
+        host.copy(tile.gradients, slab.memory)
+        return
+    flat, norms = tile.layout.flat(tile.gradients), tile.layout.norms(tile.gradients)
+    for position, s in enumerate(tile.layout.slices):
+        host.accumulate(flat[s.start:s.stop], slab.flat[s.start:s.stop], overwrite=False)
+        norms[position] = host.norm(flat[s.start:s.stop])
+
+
+def _clip(frame: Frame, node: fx.Node) -> float:
+    """The factor, as `torch.nn.utils.clip_grad_norm_` has it: max_norm / (norm + 1e-6), at most 1."""
+    update = frame.update
+    assert update is not None, "an update without an optimizer"
+    if update.norm is None:  # else a step is being completed: gradients of finished tiles may be gone
+        squares = 0.0
+        for name in argument(node, "tiles"):
+            tile = frame.store[name]
+            assert tile.gradients is not None, f"{name} has nothing to train"
+            norms = tile.layout.norms(tile.gradients)
+            for position in update.counted.get(name, ()):
+                squares += float(norms[position]) ** 2
+        update.norm = squares ** 0.5
+    if update.max_grad_norm is None:
+        return 1.0
+    factor = update.max_grad_norm / (update.norm + 1e-6)
+    return factor if not factor > 1.0 else 1.0  # a NaN passes, as it does in torch
+
+
+def _adam(frame: Frame, node: fx.Node) -> None:
+    update, tile = frame.update, frame.store[argument(node, "tile")]
+    assert update is not None, "an update without an optimizer"
+    segments = update.segments.get(tile.layout.name)
+    if not segments or tile.layout.name in update.done:
+        return
+    assert tile.gradients is not None and tile.m is not None and tile.v is not None, "the optimizer made no state"
+    host.adamw(tile.layout.flat(tile.weights), tile.remainder, tile.layout.flat(tile.gradients), tile.m, tile.v, segments,
+               frame.read(node, "clip"))
+    tile.version += 1
+    update.done.add(tile.layout.name)
+
+
+def _result(frame: Frame, node: fx.Node) -> None:
+    frame.batch.results[argument(node, "key")] = list(frame.read(node, "values"))
+
+
+def _lease(frame: Frame, node: fx.Node) -> None:
+    frame.lease[argument(node, "key")] = frame.read(node, "value")
+
+
+def _leased(frame: Frame, node: fx.Node) -> Any:
+    return frame.lease.pop(argument(node, "key"))
+
+
+def _release(frame: Frame, node: fx.Node) -> None:
+    """Drops the value: memory of its own goes back to the allocator of the lane that made it."""
+    frame.values.pop(operands(node, "value")[0], None)
+
+
+OPERATIONS: dict[str, Callable[[Frame, fx.Node], Any]] = dict(
+    pack=_pack, prefetch=_prefetch, resident=_resident, forward=_forward, forward_saving=_forward, evaluate=_forward,
+    logits=_forward, loss=_loss, recompute_backward=_backward, backward=_backward, zeros=_zeros, scale=_scale,
+    reduce=_reduce, offload=_offload, accumulate=_accumulate, clip=_clip, adam=_adam, result=_result, lease=_lease,
+    leased=_leased, release=_release)

@@ -1,0 +1,70 @@
+"""The meaning of a program: one thread, program order, every instruction finished before the next begins.
+
+Events mean nothing here, since nothing runs beside anything. Backends must give the same bits. With `poison`, a slot is
+filled with NaN the moment it is released, so that a read of something released cannot go unnoticed.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import fx
+
+from megacompile.errors import LaneError
+from megacompile.program import Lane, argument, lane_of, nodes, op_of, operands
+
+from .lanes import Backend
+from .operations import OPERATIONS, Frame
+
+
+class ReferenceRun:
+    """A run that is over."""
+
+    def wait(self, lanes: object = None) -> None:
+        pass
+
+
+class ReferenceExecutor:
+    """Has the face of `executor.Executor`."""
+
+    def __init__(self, backend: Backend, poison: bool = True) -> None:
+        self.backend, self.poison = backend, poison
+        self.probe: Callable[[fx.Node], None] | None = None
+
+    def submit(self, section: fx.Graph, frame: Frame) -> ReferenceRun:
+        with self.backend.lane(Lane.COMPUTE):
+            for node in nodes(section):
+                op = op_of(node).name
+                if op in ("record", "wait", "enter", "leave"):
+                    continue
+                try:
+                    if self.probe is not None:
+                        self.probe(node)
+                    if op == "release" and lane_of(node) is None:
+                        self._free(frame, node)
+                    else:
+                        frame.values[node] = OPERATIONS[op](frame, node)
+                except Exception as error:
+                    self.backend.synchronize()
+                    raise LaneError(f"{op} failed: {type(error).__name__}: {error}") from error
+                self.backend.synchronize()
+        return ReferenceRun()
+
+    def _free(self, frame: Frame, node: fx.Node) -> None:
+        (value,) = operands(node, "value")
+        if self.poison:
+            memory = frame.arena.slots[argument(value, "into")]
+            memory.view(torch.int16).fill_(0x7FFF)  # a NaN in bf16, in fp16 and, twice, in fp32
+        frame.values.pop(value, None)
+
+    def idle(self) -> None:
+        pass
+
+    def check(self) -> None:
+        pass
+
+    def recover(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass

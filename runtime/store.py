@@ -1,0 +1,169 @@
+"""Tiles in host memory: the authoritative place of every parameter, gradient and optimizer state (DESIGN section 5).
+
+    tile   weights    parameter dtype    streamed, page-locked where the budget allows
+           gradients  parameter dtype    streamed, followed by one FP32 norm per parameter
+           remainder  int16              low bits of the FP32 master; bf16 tiles only
+           m, v       fp32               AdamW's moments, from the first optimizer on
+
+A parameter has the same element offset in every part. State: each part is one anonymous mapping, made once.
+"""
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+ALIGNMENT = 64  # elements: 128 bytes at least in every dtype, so that no parameter begins in another's cache line
+PAGE = 4096
+
+
+def host_memory(size: int) -> Tensor:
+    """`size` bytes of page-aligned, zeroed host memory as uint8; huge pages where the system gives them. Not touched yet."""
+    area = mmap.mmap(-1, max(PAGE, -(-size // PAGE) * PAGE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        area.madvise(mmap.MADV_HUGEPAGE)  # page-locking and page faults cost per page
+    return torch.frombuffer(area, dtype=torch.uint8, count=size)
+
+
+def available_host_bytes() -> int:
+    with open("/proc/meminfo", encoding="ascii") as lines:
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+
+
+@dataclass(frozen=True)
+class ParameterSlice:
+    """Where one parameter lies in its tile, in elements."""
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    trainable: bool
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.count
+
+    @property
+    def count(self) -> int:
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count
+
+
+@dataclass(frozen=True)
+class TileLayout:
+    """The plan of a tile. All its parameters have one dtype."""
+
+    name: str
+    dtype: torch.dtype
+    slices: tuple[ParameterSlice, ...]
+
+    @classmethod
+    def of(cls, name: str, dtype: torch.dtype, parameters: Iterable[tuple[str, Sequence[int], bool]]) -> TileLayout:
+        slices, position = [], 0
+        for parameter, shape, trainable in parameters:
+            slices.append(ParameterSlice(parameter, tuple(shape), position, trainable))
+            position += -(-slices[-1].count // ALIGNMENT) * ALIGNMENT
+        return cls(name, dtype, tuple(slices))
+
+    @property
+    def elements(self) -> int:
+        """With the padding behind each parameter."""
+        return -(-self.slices[-1].stop // ALIGNMENT) * ALIGNMENT
+
+    @property
+    def parameters(self) -> int:
+        return sum(s.count for s in self.slices)
+
+    @property
+    def trainable(self) -> bool:
+        return any(s.trainable for s in self.slices)
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.elements * self.dtype.itemsize
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Gradients, then one FP32 norm per parameter."""
+        return self.weight_bytes + 4 * len(self.slices)
+
+    def host_bytes(self) -> int:
+        """Everything that training this tile with AdamW takes."""
+        if not self.trainable:
+            return self.weight_bytes
+        remainder = 2 * self.elements if self.dtype == torch.bfloat16 else 0
+        return self.weight_bytes + self.gradient_bytes + remainder + 8 * self.elements
+
+    def views(self, flat: Tensor) -> tuple[Tensor, ...]:
+        """One view per parameter of a flat tensor of at least `elements` elements."""
+        return tuple(flat[s.start:s.stop].view(s.shape) for s in self.slices)
+
+    def flat(self, memory: Tensor) -> Tensor:
+        """Bytes -> the tile's elements."""
+        return memory[:self.weight_bytes].view(self.dtype)
+
+    def norms(self, memory: Tensor) -> Tensor:
+        """The norms behind the gradients: FP32, one per parameter."""
+        return memory[self.weight_bytes:self.gradient_bytes].view(torch.float32)
+
+
+@dataclass
+class HostTile:
+    """One tile's host memory."""
+
+    layout: TileLayout
+    weights: Tensor  # uint8 [weight_bytes]
+    gradients: Tensor | None  # uint8 [gradient_bytes]; None if nothing in it is trained
+    remainder: Tensor | None = None  # int16 [elements]
+    m: Tensor | None = None
+    v: Tensor | None = None
+    version: int = 0  # how many updates its weights have seen
+
+    @classmethod
+    def allocate(cls, layout: TileLayout) -> HostTile:
+        gradients = host_memory(layout.gradient_bytes) if layout.trainable else None
+        remainder = None
+        if layout.trainable and layout.dtype == torch.bfloat16:
+            remainder = host_memory(2 * layout.elements).view(torch.int16)
+        return cls(layout, host_memory(layout.weight_bytes), gradients, remainder)
+
+    def allocate_moments(self) -> None:
+        """The state of AdamW, zeros."""
+        if self.m is None and self.layout.trainable:
+            self.m = host_memory(4 * self.layout.elements).view(torch.float32)
+            self.v = host_memory(4 * self.layout.elements).view(torch.float32)
+
+    def parameter_view(self, memory: Tensor, index: int) -> Tensor:
+        """A parameter's part of this tile's weights or gradients, with a storage of its own: with a view of one big
+        storage, `torch.save` would write the whole tile and `save_pretrained` clone everything."""
+        s = self.layout.slices[index]
+        size = self.layout.dtype.itemsize
+        part = memory[s.start * size:s.stop * size]
+        return torch.frombuffer(part.numpy(), dtype=self.layout.dtype).view(s.shape)
+
+    def parts(self) -> dict[str, int]:
+        """Bytes of each part."""
+        named = dict(weights=self.weights, gradients=self.gradients, remainder=self.remainder, m=self.m, v=self.v)
+        return {name: t.numel() * t.element_size() for name, t in named.items() if t is not None}
+
+
+@dataclass
+class Store:
+    """All tiles of a streamed model, in the order of the model's calls."""
+
+    tiles: dict[str, HostTile] = field(default_factory=dict)
+
+    def __getitem__(self, name: str) -> HostTile:
+        return self.tiles[name]
+
+    def bytes(self) -> dict[str, int]:
+        total: dict[str, int] = {}
+        for tile in self.tiles.values():
+            for part, size in tile.parts().items():
+                total[part] = total.get(part, 0) + size
+        return total

@@ -1,0 +1,59 @@
+"""The CPU as a device: "device" memory is host memory, copies are memcpy, and what is issued is done."""
+from __future__ import annotations
+
+import time
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megacompile.program import Lane
+
+from .store import available_host_bytes, host_memory
+
+
+class ThreadBackend:
+    """Lanes of threads. Overlap is small on a CPU; races are as on any device, which is what this backend shows."""
+
+    def __init__(self) -> None:
+        self.device = torch.device("cpu")
+
+    def lane(self, lane: Lane) -> AbstractContextManager[object]:
+        return torch.no_grad()
+
+    def memory(self, size: int) -> Tensor:
+        return host_memory(size)
+
+    def lock(self, host: Tensor) -> None:
+        pass  # nothing is copied by a device
+
+    def unlock(self, host: Tensor) -> None:
+        pass
+
+    def copy(self, destination: Tensor, source: Tensor, lane: Lane) -> None:
+        destination.copy_(source)
+
+    def record(self, lane: Lane) -> Any:
+        return None
+
+    def wait(self, lane: Lane, event: Any) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+    def delay(self, lane: Lane, seconds: float) -> None:
+        time.sleep(seconds)
+
+    def enter(self, tensors: list[Tensor]) -> None:
+        pass
+
+    def exit(self, tensors: list[Tensor]) -> None:
+        pass
+
+    def peak_bytes(self) -> int:
+        return 0
+
+    def free_bytes(self) -> int:
+        return available_host_bytes()

@@ -1,0 +1,151 @@
+"""The command line, from arguments to exit code."""
+from __future__ import annotations
+
+import os
+import re
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner, Result
+
+import megacompile
+from megacompile import cli, training
+
+CONFIG = """{"model_type": "qwen2", "vocab_size": 256, "hidden_size": 32, "intermediate_size": 48,
+ "num_hidden_layers": 3, "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 64}"""
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(CONFIG)
+    return tmp_path / "config.json"
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    (tmp_path / "text.txt").write_bytes(b"the quick brown fox jumps over the lazy dog. " * 20)
+    return tmp_path / "text.txt"
+
+
+def megacompile_command(*arguments: object) -> Result:
+    return CliRunner().invoke(cli.app, [str(argument) for argument in arguments])
+
+
+def train(config: Path, text: Path, *more: object) -> Result:
+    return megacompile_command("train", config, "--data", text, "--batch", 4, "--length", 16, "--device", "cpu",
+                               "--lr", "1e-2", "--log-interval", 1, *more)
+
+
+def test_training_lowers_the_loss_and_saves_a_model_that_plain_transformers_loads(
+        config: Path, text: Path, tmp_path: Path) -> None:
+    result = train(config, text, "--steps", 12, "--checkpoint-interval", 2, "--micro-batch-size", 3,
+                   "--save", tmp_path / "saved")
+    assert result.exit_code == 0, result.output
+    losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", result.output)]
+    assert len(losses) == 12 and losses[-1] < losses[0] - 0.5
+    assert re.search(r"tokens/s +\S+ TFLOPS +device \S+ GiB +host \S+ GiB", result.output)
+    assert f"saved in {tmp_path / 'saved'} after 12 steps" in result.output
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    tokens = torch.tensor(list(text.read_bytes()[:160])).view(10, 16)
+    with torch.no_grad():
+        assert saved(input_ids=tokens, labels=tokens).loss < losses[0] - 0.5
+
+
+def test_a_seed_fixes_the_training(config: Path, text: Path) -> None:
+    losses = [re.findall(r"loss \S+", train(config, text, "--steps", 3, "--seed", seed).output) for seed in (1, 1, 2)]
+    assert len(losses[0]) == 3 and losses[0] == losses[1] != losses[2]
+
+
+def test_ctrl_c_stops_after_the_step_saves_and_says_so(
+        config: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    show = training.ProgressDisplay.__call__
+
+    def show_then_interrupt(display: training.ProgressDisplay, step: training.Step) -> None:
+        show(display, step)
+        if step.number == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(training.ProgressDisplay, "__call__", show_then_interrupt)
+    result = train(config, text, "--steps", 50, "--save", tmp_path / "saved")
+    assert result.exit_code == cli.EXIT_INTERRUPTED, result.output
+    assert "stopped by Ctrl-C after 2 of 50 steps" in result.output
+    assert (tmp_path / "saved" / "model.safetensors").exists()
+
+
+def test_an_error_of_ours_is_one_line_and_exit_code_1(config: Path, tmp_path: Path) -> None:
+    (tmp_path / "short.txt").write_text("short")
+    result = train(config, tmp_path / "short.txt", "--steps", 1)
+    assert result.exit_code == 1
+    assert result.stderr == ("megacompile: the data holds 5 tokens, fewer than one sequence of 16: "
+                             "give more text or a smaller --length\n")
+
+
+def test_a_fault_keeps_its_traceback(config: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any, **__: Any) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(training, "load_model", broken)
+    assert isinstance(train(config, text).exception, ZeroDivisionError)
+
+
+@pytest.mark.parametrize("arguments", [
+    ("train", "absent", "--data", "absent"),
+    ("train", "{config}", "--data", "absent"),
+    ("train", "{config}", "--data", "{config}", "--steps", "0"),
+    ("train", "{config}", "--data", "{config}", "--lr", "-1"),
+    ("train", "{config}", "--data", "{config}", "--dtype", "int8"),
+    ("train", "{config}"),
+    ("inspect", "absent"),
+    ("inspect", "{config}", "--batch", "0"),
+])
+def test_wrong_arguments_are_exit_code_2(config: Path, arguments: tuple[str, ...]) -> None:
+    result = megacompile_command(*(argument.format(config=config) for argument in arguments))
+    assert result.exit_code == 2
+    assert "Error" in result.stderr
+
+
+def test_the_version_is_printed() -> None:
+    result = megacompile_command("--version")
+    assert (result.exit_code, result.output.strip()) == (0, megacompile.__version__)
+
+
+def inspect(config: Path, *more: object) -> Result:
+    return megacompile_command("inspect", config, "--batch", 4, "--length", 16, "--micro-batch-size", 2,
+                               "--checkpoint-interval", 2, "--device", "cpu", *more)
+
+
+def test_inspect_prints_stages_and_schedule_without_weights(config: Path) -> None:
+    result = inspect(config)
+    assert result.exit_code == 0, result.output
+    assert re.match(r"# stages: model, micro_batch, partition, .*place, synchronize", result.output)
+    assert "prefetch(" in result.output and "wait(" in result.output
+
+
+def test_inspect_prints_the_stage_and_section_asked_for(config: Path) -> None:
+    result = inspect(config, "--stage", "partition", "--section", "forward", "--no-fold")
+    assert result.exit_code == 0, result.output
+    assert "forward(" in result.output
+    assert "prefetch(" not in result.output and "adam(" not in result.output
+
+
+def test_inspect_prints_a_table(config: Path) -> None:
+    table, program = inspect(config, "--table", "--section", "forward"), inspect(config, "--section", "forward")
+    assert table.exit_code == 0, table.output
+    assert "h2d" in table.output and table.output != program.output
+
+
+def test_inspect_prints_the_graphs_of_a_template(config: Path) -> None:
+    result = inspect(config, "--template", "decoder")
+    assert result.exit_code == 0, result.output
+    assert "aten" in result.output and "prefetch(" not in result.output
+
+
+@pytest.mark.parametrize("what", ["stage", "section", "template"])
+def test_what_does_not_exist_is_refused_with_what_does(config: Path, what: str) -> None:
+    result = inspect(config, f"--{what}", "absent")
+    assert result.exit_code == 1
+    assert re.match(rf"megacompile: there is no {what} 'absent': choose one of \w+, ", result.stderr)

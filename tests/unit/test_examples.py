@@ -1,0 +1,50 @@
+"""Every example runs, as a user would run it, and shows what it promises."""
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+OWN_TEST = {"demo.py", "inspect_schedule.py", "train.py"}
+
+
+def run(name: str, *arguments: object) -> str:
+    done = subprocess.run([sys.executable, EXAMPLES / name, *map(str, arguments)], capture_output=True, text=True)
+    assert done.returncode == 0, f"{name} ended with {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def test_train_lowers_the_loss() -> None:
+    losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", run("train.py"))]
+    assert len(losses) == 4 and losses[-1] < losses[0] - 0.5
+
+
+def test_inspect_schedule_shows_each_stage_the_program_and_a_table() -> None:
+    printed = run("inspect_schedule.py")
+    assert len(re.findall(r"^after \w+ +\d+ nodes$", printed, re.MULTILINE)) == 9
+    assert "prefetch(" in printed and "h2d" in printed
+
+
+@pytest.mark.slow
+def test_demo_trains_prints_a_sample_and_saves_what_it_says(tmp_path: Path) -> None:
+    # Three steps reach no interesting loss; the demonstration itself checks that the saved model gives the same one.
+    printed = run("demo.py", "--steps", 3, "--target", 6.0, "--save", tmp_path / "saved")
+    assert "prefetch(" in printed and "sample" in printed
+    assert (tmp_path / "saved" / "model.safetensors").exists()
+
+
+@pytest.mark.slow
+def test_demo_fails_when_its_target_is_missed(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, EXAMPLES / "demo.py", "--steps", "1", "--target", "0.1", "--save",
+                           tmp_path / "saved"], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "the demonstration failed" in done.stderr
+
+
+@pytest.mark.parametrize("name", sorted({path.name for path in EXAMPLES.glob("*.py")} - OWN_TEST))
+def test_every_other_example_runs(name: str) -> None:
+    assert run(name), f"{name} prints nothing"

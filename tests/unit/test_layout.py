@@ -1,0 +1,124 @@
+"""The shape of the project: which folder may import which, how long a file may be, what it may be called."""
+from __future__ import annotations
+
+import ast
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDERS = {"megacompile": "megacompile", "passes": "megacompile.passes", "runtime": "megacompile.runtime"}
+MAXIMUM_LINES = 400
+VAGUE_NAMES = {"common", "helper", "helpers", "misc", "util", "utils"}
+
+#: The three parts of the compiler. Two of them meet only in modules that belong to none.
+PARTS = ("frontend", "passes", "runtime")
+#: The language that the parts share. It knows none of them.
+VOCABULARY = ("errors", "plan", "program", "text", "verify")
+
+
+def source_files() -> dict[str, Path]:
+    """Module name -> file, as if installed."""
+    found = {}
+    for folder, package in FOLDERS.items():
+        for path in (ROOT / folder).rglob("*.py"):
+            found[".".join([package, *path.relative_to(ROOT / folder).with_suffix("").parts])] = path
+    return found
+
+
+FILES = source_files()
+
+
+def part_of(module: str) -> str | None:
+    return next((part for part in PARTS if f"{module}.".startswith(f"megacompile.{part}.")), None)
+
+
+def imports(module: str, tree: ast.AST, known: Collection[str] = FILES) -> Iterator[str]:
+    """Modules of ours that a file imports, at its head or inside a function."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name.split(".")[0] == "megacompile")
+        elif isinstance(node, ast.ImportFrom):
+            above = module.split(".")[:-node.level] if node.level else []
+            source = ".".join([*above, *([node.module] if node.module else [])])
+            if source.split(".")[0] == "megacompile":
+                names = [f"{source}.{alias.name}" for alias in node.names]
+                yield from (name if name in known or f"{name}.__init__" in known else source for name in names)
+
+
+IMPORTS = {module: set(imports(module, ast.parse(path.read_text()))) for module, path in FILES.items()}
+
+
+def chains(graph: Mapping[str, set[str]], start: str) -> Iterator[list[str]]:
+    """For each module that importing `start` makes Python import: how it gets there."""
+    seen, queue = {start}, [[start]]
+    while queue:
+        chain = queue.pop(0)
+        yield chain
+        last = chain[-1] if chain[-1] in graph else f"{chain[-1]}.__init__"
+        for imported in sorted(graph.get(last, set()) - seen):
+            seen.add(imported)
+            queue.append([*chain, imported])
+
+
+def wrong_chain(graph: Mapping[str, set[str]], module: str, allowed: str | None) -> str | None:
+    """How a module reaches a part other than the allowed one; None if it does not."""
+    for chain in chains(graph, module):
+        if part_of(chain[-1]) not in (None, allowed):
+            return " -> ".join(chain)
+    return None
+
+
+@pytest.mark.parametrize("module", [module for module in FILES if part_of(module)])
+def test_a_part_reaches_no_other_part(module: str) -> None:
+    assert (chain := wrong_chain(IMPORTS, module, part_of(module))) is None, chain
+
+
+@pytest.mark.parametrize("name", VOCABULARY)
+def test_the_vocabulary_reaches_no_part(name: str) -> None:
+    assert (chain := wrong_chain(IMPORTS, f"megacompile.{name}", None)) is None, chain
+
+
+@pytest.mark.parametrize(("module", "statement"), [
+    ("megacompile.passes.schedule.place", "from megacompile.runtime import store"),
+    ("megacompile.passes.manager", "import megacompile.frontend.capture"),
+    ("megacompile.passes.manager", "from ..runtime import store"),
+    ("megacompile.runtime.executor", "from megacompile.passes.manager import compile_program"),
+    ("megacompile.runtime.executor", "def late():\n    from megacompile import passes"),
+    ("megacompile.runtime.executor", "from megacompile import between"),
+    ("megacompile.frontend.capture", "from megacompile.runtime.adam import adamw"),
+    ("megacompile.program", "import megacompile.passes"),
+])
+def test_an_import_in_the_wrong_direction_is_seen(module: str, statement: str) -> None:
+    found = set(imports(module, ast.parse(statement), {*FILES, "megacompile.between"}))
+    graph = {module: found, "megacompile.between": {"megacompile.passes.manager"}}
+    assert wrong_chain(graph, module, part_of(module))
+
+
+@pytest.mark.parametrize("module", FILES)
+def test_folders_are_imported_by_their_installed_name(module: str) -> None:
+    for node in ast.walk(ast.parse(FILES[module].read_text())):
+        if isinstance(node, ast.ImportFrom) and node.level == 0:
+            assert (node.module or "").split(".")[0] not in ("passes", "runtime"), f"{module}:{node.lineno}"
+        if isinstance(node, ast.Import):
+            assert all(alias.name.split(".")[0] not in ("passes", "runtime") for alias in node.names), module
+
+
+@pytest.mark.parametrize("module", [module for module in FILES if part_of(module) == "passes"])
+def test_passes_take_their_settings_from_the_plan_alone(module: str) -> None:
+    for node in ast.walk(ast.parse(FILES[module].read_text())):
+        assert not isinstance(node, ast.Global), f"{module}:{node.lineno}: state outside the program"
+        reads_environment = isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv")
+        assert not reads_environment, f"{module} reads an environment variable"
+
+
+@pytest.mark.parametrize("module", FILES)
+def test_files_are_small(module: str) -> None:
+    lines = len(FILES[module].read_text().splitlines())
+    assert lines <= MAXIMUM_LINES, f"{FILES[module]} has {lines} lines: one concept a file"
+
+
+@pytest.mark.parametrize("module", FILES)
+def test_files_are_named_after_a_concept(module: str) -> None:
+    assert not VAGUE_NAMES & set(module.split(".")), module

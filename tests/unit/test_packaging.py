@@ -1,0 +1,86 @@
+"""The wheel: everything that the checkout has is in it, in the right place, and works without the checkout."""
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDERS = {"megacompile": "megacompile", "passes": "megacompile/passes", "runtime": "megacompile/runtime"}
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    # A copy: setuptools builds in the tree, and packs what an earlier build left in build/lib.
+    copy = tmp_path_factory.mktemp("checkout")
+    for name in FOLDERS:
+        shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, copy)
+    built = tmp_path_factory.mktemp("wheel")
+    done = subprocess.run([sys.executable, "-m", "pip", "wheel", "--no-index", "--no-build-isolation", "--no-deps",
+                           "--wheel-dir", built, copy], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return next(built.glob("megacompile-*.whl"))
+
+
+def names(wheel: Path) -> set[str]:
+    return set(zipfile.ZipFile(wheel).namelist())
+
+
+def test_the_wheel_holds_every_source_file_of_the_checkout_and_no_other(wheel: Path) -> None:
+    expected = {f"{inside}/{path.relative_to(ROOT / folder).as_posix()}"
+                for folder, inside in FOLDERS.items() for path in (ROOT / folder).rglob("*")
+                if path.suffix in (".py", ".cpp", ".typed")}
+    assert {name for name in names(wheel) if ".dist-info/" not in name} == expected
+
+
+def test_the_wheel_is_typed_and_carries_its_licence(wheel: Path) -> None:
+    assert "megacompile/py.typed" in names(wheel)
+    assert "megacompile/runtime/csrc/adam.cpp" in names(wheel)
+    assert any(name.endswith("/LICENSE") for name in names(wheel))
+
+
+def test_the_wheel_installs_the_command(wheel: Path) -> None:
+    entry = next(name for name in names(wheel) if name.endswith("/entry_points.txt"))
+    assert "megacompile = megacompile.cli:app" in zipfile.ZipFile(wheel).read(entry).decode()
+
+
+def test_the_wheel_works_without_the_checkout(wheel: Path, tmp_path: Path) -> None:
+    zipfile.ZipFile(wheel).extractall(tmp_path / "site")
+    script = ("import megacompile, megacompile.frontend, megacompile.passes, megacompile.runtime as runtime\n"
+              "for module in (megacompile, megacompile.frontend, megacompile.passes, runtime):\n"
+              "    print(module.__file__)")
+    # PYTHONPATH comes before the editable install that these tests themselves may run from.
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
+    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    files = done.stdout.split()
+    assert len(files) == 4 and all(Path(file).is_relative_to(tmp_path) for file in files), files
+
+
+def test_the_checkout_finds_its_folders_beside_the_package() -> None:
+    script = ("from megacompile import passes, runtime\n"
+              "print(passes.__file__, runtime.__file__)")
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [str(ROOT / "passes/__init__.py"), str(ROOT / "runtime/__init__.py")]
+
+
+def test_every_dependency_is_pinned_by_the_constraints() -> None:
+    wanted = [*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["dev"]]
+    pins = re.findall(r"^([A-Za-z0-9_.-]+)==\S+$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    missing = {re.split(r"[<>=]", each)[0] for each in wanted} - set(pins)
+    assert not missing, f"constraints.txt does not pin {sorted(missing)}"
+
+
+def test_torch_is_pinned_to_one_release() -> None:
+    assert re.search(r"^torch==\d+\.\d+\.\d+$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)

@@ -1,0 +1,133 @@
+"""The training loop, on plain PyTorch models: it asks nothing of a model but a loss."""
+from __future__ import annotations
+
+import io
+import os
+import signal
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from rich.console import Console
+from torch import nn
+
+from megacompile import training
+from megacompile.errors import MegacompileError
+
+CONFIG = """{"model_type": "qwen2", "vocab_size": 256, "hidden_size": 32, "intermediate_size": 48,
+ "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 64}"""
+
+
+class Bigrams(nn.Module):
+    """Predicts a token from the one before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(8, 8)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> SimpleNamespace:
+        logits = self.table(input_ids[:, :-1])
+        return SimpleNamespace(loss=nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten()))
+
+
+def cycles() -> Iterator[dict[str, torch.Tensor]]:
+    tokens = torch.arange(16)[None] % 8
+    while True:
+        yield {"input_ids": tokens, "labels": tokens}
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(CONFIG)
+    return tmp_path / "config.json"
+
+
+def test_training_lowers_the_loss_and_reports_each_step() -> None:
+    torch.manual_seed(0)
+    model, reports = Bigrams(), []
+    losses = training.train(model, torch.optim.AdamW(model.parameters(), lr=0.1), cycles(), 30, on_step=reports.append)
+    assert losses[-1] < 0.5 * losses[0]
+    assert [report.loss for report in reports] == losses
+    assert [report.number for report in reports] == list(range(1, 31))
+    last = reports[-1]
+    assert last.tflops == pytest.approx(6 * 64 * last.rate / 1e12) and last.rate > 0
+    assert (last.device_bytes, last.host_bytes) == (0, 64 * 4)
+
+
+def test_training_stops_between_steps_when_asked() -> None:
+    model, taken = Bigrams(), []
+    training.train(model, torch.optim.SGD(model.parameters()), cycles(), 10, on_step=taken.append,
+                   stop=lambda: len(taken) == 3)
+    assert len(taken) == 3
+
+
+def test_a_loss_that_is_not_finite_ends_the_training() -> None:
+    model = Bigrams()
+    with torch.no_grad():
+        model.table.weight[0, 1] = float("nan")
+    with pytest.raises(MegacompileError, match="the loss of step 1 is nan: lower the learning rate"):
+        training.train(model, torch.optim.SGD(model.parameters()), cycles(), 10)
+
+
+@pytest.mark.parametrize(("peak", "slots", "device"), [(5, 3, 5), (0, 3, 3)])
+def test_memory_of_a_streamed_model_is_what_its_handle_says(peak: int, slots: int, device: int) -> None:
+    handle = SimpleNamespace(stats={"peak_device_bytes": peak, "slot_bytes": slots, "host_bytes": 7})
+    assert training.memory(SimpleNamespace(megacompile=handle)) == (device, 7)
+
+
+def test_the_learning_rate_rises_then_falls_to_a_tenth() -> None:
+    optimizer = torch.optim.SGD(Bigrams().parameters(), lr=1.0)
+    schedule, rates = training.warmup_then_linear(optimizer, steps=20, warmup=4), []
+    for _ in range(21):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
+    assert rates[:4] == pytest.approx([0.25, 0.5, 0.75, 1.0])
+    assert rates[4] == pytest.approx(1.0) and rates[20] == pytest.approx(0.1)
+    assert all(before > after for before, after in pairwise(rates[4:]))
+
+
+def test_ctrl_c_asks_once_and_interrupts_the_second_time() -> None:
+    said: list[str] = []
+    before = signal.getsignal(signal.SIGINT)
+    with training.Interruption(said.append) as interruption:
+        assert not interruption.asked
+        os.kill(os.getpid(), signal.SIGINT)
+        assert interruption.asked and len(said) == 1
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_log_file_gets_the_first_the_last_and_every_nth_line() -> None:
+    out = io.StringIO()
+    with training.ProgressDisplay(Console(file=out, width=200), steps=7, interval=3) as display:
+        for number in range(1, 8):
+            display(training.Step(number, 2.5, 1000.0, 0.125, 2**30, 3 * 2**30))
+    lines = out.getvalue().splitlines()
+    assert [line.split("  ")[0] for line in lines] == ["step 1/7", "step 3/7", "step 6/7", "step 7/7"]
+    assert lines[0] == "step 1/7  loss 2.5000  1,000 tokens/s  0.125 TFLOPS  device 1.00 GiB  host 3.00 GiB"
+
+
+def test_a_config_gives_random_weights_and_its_saved_directory_gives_them_back(config: Path, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = training.load_model(config)
+    assert model.dtype == torch.float32
+    model.save_pretrained(tmp_path / "saved")
+    again = training.load_model(tmp_path / "saved")
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+    assert training.load_model(tmp_path / "saved", dtype=torch.bfloat16).dtype == torch.bfloat16
+
+
+def test_a_meta_model_has_no_weights(config: Path) -> None:
+    assert all(parameter.is_meta for parameter in training.load_model(config, meta=True).parameters())
+
+
+@pytest.mark.parametrize("text", ["no json", "{}", '{"model_type": "t5"}'])
+def test_what_is_no_causal_language_model_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(MegacompileError, match="holds no causal language model that transformers reads: give"):
+        training.load_model(tmp_path)
