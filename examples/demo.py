@@ -49,7 +49,7 @@ def mean_loss(model: PreTrainedModel, batches: list[dict[str, Tensor]]) -> float
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Train a small model on the Python standard library.")
-    parser.add_argument("--steps", type=int, default=160)
+    parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--target", type=float, default=2.6, help="held-out loss to reach, nats a byte")
     parser.add_argument("--save", type=Path, default=Path("runs/demo"))
     arguments = parser.parse_args()

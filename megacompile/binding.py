@@ -21,26 +21,28 @@ TEMPLATE_OPS = frozenset({"forward", "forward_saving", "loss", "evaluate", "logi
 
 @dataclass
 class Binder:
-    """Kernels of one streamed model. State: compiled variants by (template, variant, batch, length)."""
+    """Kernels of one streamed model. State: compiled variants by (template, variant, batch, length, mode)."""
 
     captured: CapturedModel
     tiling: Tiling
     device: torch.device
-    mode: str  # "eager" or "inductor"
-    compiled: dict[tuple[str, str, int, int], Callable[..., Any]] = field(default_factory=dict)
+    compiling: bool
+    compiled: dict[tuple[str, str, int, int, str], Callable[..., Any]] = field(default_factory=dict)
 
-    def bind(self, program: Program, section: str, length: int) -> dict[tuple[str, str, int], Kernel]:
-        """The kernels of a section, by (call, op, micro-batch)."""
+    def bind(self, program: Program, section: str, length: int, steady: bool = True) -> dict[tuple[str, str, int], Kernel]:
+        """The kernels of a section, by (call, op, micro-batch). Shapes that do not come again (`steady` false: a
+        generation's, each one token longer) run uncompiled."""
+        mode = "inductor" if self.compiling and steady else "eager"
         calls = {c.name: c for c in self.captured.calls}
         kernels = {}
         for node in nodes(program.section(section)):
             op = op_of(node).name
             if op in TEMPLATE_OPS:
                 call, mb = calls[argument(node, "call")], argument(node, "mb")
-                kernels[call.name, op, mb] = self._kernel(program, call, op, program.micro_batches[mb], length)
+                kernels[call.name, op, mb] = self._kernel(program, call, op, program.micro_batches[mb], length, mode)
         return kernels
 
-    def _kernel(self, program: Program, call: Call, op: str, batch: int, length: int) -> Kernel:
+    def _kernel(self, program: Program, call: Call, op: str, batch: int, length: int, mode: str) -> Kernel:
         template = self.captured.templates[call.template]
         variant = template.variant(op)
         tiles = program.call(call.name).tiles
@@ -55,7 +57,8 @@ class Binder:
                 assert source.kind == "carried" and len(gradient.results) == 1, f"a gradient for {source}"
                 carried[source.index] = gradient.results[0]
         return Kernel(
-            self._compile(template, variant, batch, length), tuple(self._input(call, i) for i in range(len(call.sources))),
+            self._compile(template, variant, batch, length, mode),
+            tuple(self._input(call, i) for i in range(len(call.sources))),
             variant.outputs, variant.residuals, sum(template.has_gradient), tuple(parameters),
             tuple(carried[i] for i in sorted(carried)))
 
@@ -66,11 +69,11 @@ class Binder:
             return Input("parameter", source.name, self.tiling.tiles_of[call.name].index(tile), position)
         return Input("constant" if source.kind == "buffer" else source.kind, source.name, position=source.index)
 
-    def _compile(self, template: Template, variant: Variant, batch: int, length: int) -> Callable[..., Any]:
-        key = template.name, variant.name, batch, length
+    def _compile(self, template: Template, variant: Variant, batch: int, length: int, mode: str) -> Callable[..., Any]:
+        key = template.name, variant.name, batch, length, mode
         if key not in self.compiled:
-            examples = example_inputs(template, variant, batch, length, self.device) if self.mode == "inductor" else ()
-            self.compiled[key] = compile_variant(variant, examples, self.mode)
+            examples = example_inputs(template, variant, batch, length, self.device) if mode == "inductor" else ()
+            self.compiled[key] = compile_variant(variant, examples, mode)
         return self.compiled[key]
 
 

@@ -19,14 +19,15 @@ def trainable(program: Program, tiles: tuple[str, ...]) -> list[str]:
 
 
 def supplied(program: Program) -> Iterator[Fault]:
-    """Each compute node holds the weights of its call's tiles, in their order, and none where its variant reads none."""
+    """Each compute node has the weights of its call's tiles, in their order, and none where its variant reads none."""
+    calls = {call.name: call for call in program.calls}
     for graph in program.sections.values():
         for node in find(graph, *_FORWARD, *_BACKWARD):
-            call = program.call(argument(node, "call"))
+            call = calls[argument(node, "call")]
             needed = [] if op_of(node).name in call.weightless else list(call.tiles)
             given = [argument(value, "tile") for value in operands(node, "weights")]
             if given != needed:
-                yield Fault(f"{describe(node)} has the weights of {given or 'nothing'}, but reads {needed or 'nothing'}",
+                yield Fault(f"{describe(node)} has weights of {given or 'nothing'}, but reads {needed or 'nothing'}",
                             "prefetch what the call reads, in the order of its tiles", node)
 
 
@@ -89,11 +90,12 @@ def _backward(program: Program, name: str, graph: fx.Graph, origins: _Origins) -
             scaled[value] = node
         for value in (*operands(node, "gradient"), *operands(node, "accumulators")):
             if op_of(value).name == "leased" and value not in scaled:
-                yield Fault(f"{describe(node)} uses {value.name} before it is scaled by the gradient that the caller's loss "
-                            "sent", "scale it above", node)
+                yield Fault(f"{describe(node)} uses {value.name} before it is scaled by the gradient that the caller's "
+                            "loss sent", "scale it above", node)
 
 
-def _visits(program: Program, name: str, found: list[fx.Node], order: list[str], required: list[str]) -> Iterator[Fault]:
+def _visits(program: Program, name: str, found: list[fx.Node], order: list[str],
+            required: list[str]) -> Iterator[Fault]:
     """Calls come in this order for each micro-batch, none twice, and none of the required ones is left out."""
     place = {call: i for i, call in enumerate(order)}
     latest: dict[int, fx.Node] = {}
@@ -101,27 +103,29 @@ def _visits(program: Program, name: str, found: list[fx.Node], order: list[str],
     for node in found:
         call, mb = argument(node, "call"), argument(node, "mb")
         if (call, mb) in seen:
-            yield Fault(f"{describe(node)} is the second visit of {call} for micro-batch {mb} in {name}", "visit it once", node,
-                        seen[call, mb])
+            yield Fault(f"{describe(node)} is the second visit of {call} for micro-batch {mb} in {name}",
+                        "visit it once", node, seen[call, mb])
         elif call not in place:
             yield Fault(f"{describe(node)} has no place in {name}", "visit it where the loss is computed", node)
         elif mb in latest and place[call] < place[argument(latest[mb], "call")]:
-            yield Fault(f"{describe(node)} comes after {describe(latest[mb])} in {name}", "visit calls in order", node,
-                        latest[mb])
+            yield Fault(f"{describe(node)} comes after {describe(latest[mb])} in {name}", "visit calls in order",
+                        node, latest[mb])
         seen[call, mb] = latest[mb] = node
     for mb in range(len(program.micro_batches)):
         for call in required:
             if (call, mb) not in seen:
-                yield Fault(f"{name} never visits {call} for micro-batch {mb}", "visit every call for every micro-batch")
+                yield Fault(f"{name} never visits {call} for micro-batch {mb}", "visit each call for each micro-batch")
 
 
 def _values(program: Program, graph: fx.Graph, origins: _Origins) -> Iterator[Fault]:
     """Inputs, residuals, gradients and accumulators are those of the right call and micro-batch."""
     order = [call.name for call in program.calls]
+    position = {call: i for i, call in enumerate(order)}
     for node in find(graph, *_FORWARD, *_BACKWARD):
         call, mb = argument(node, "call"), argument(node, "mb")
-        at = order.index(call)
-        wanted = [("inputs", value, order[at - 1] if i == 0 else order[0]) for i, value in enumerate(operands(node, "inputs"))]
+        at = position[call]
+        wanted = [("inputs", value, order[at - 1] if i == 0 else order[0])
+                  for i, value in enumerate(operands(node, "inputs"))]
         wanted += [("saved", value, call) for value in operands(node, "saved")]
         wanted += [("gradient", value, order[at + 1]) for value in operands(node, "gradient") if at + 1 < len(order)]
         for parameter, value, source in wanted:
@@ -131,7 +135,7 @@ def _values(program: Program, graph: fx.Graph, origins: _Origins) -> Iterator[Fa
                             f"give it the value of {source} mb {mb}", node, value)
         if op_of(node).name in (*_BACKWARD, "loss"):
             tiles = [origins.tile(value) for value in operands(node, "accumulators")]
-            expected = trainable(program, program.call(call).tiles) if "backward" in program.sections else tiles
+            expected = trainable(program, program.calls[at].tiles)
             if tiles != expected:
                 yield Fault(f"{describe(node)} adds to the gradients of {tiles}, but trains {expected}",
                             "give it the accumulators of its call's trainable tiles", node)
@@ -155,8 +159,8 @@ def _leases(program: Program, name: str, graph: fx.Graph, origins: _Origins) -> 
 # Gradients home
 
 def sent_home(program: Program) -> Iterator[Fault]:
-    """Each trainable tile's accumulators are reduced once, after the last contribution, and offloaded once: straight into
-    the tile's gradients, or through a slab that is accumulated once."""
+    """Each trainable tile's accumulators are reduced once, after the last contribution, and offloaded once: straight
+    into the tile's gradients, or through a slab that is accumulated once."""
     origins = _Origins(program)
     for name, overwrite in _BACKWARD_SECTIONS.items():
         if name not in program.sections:
@@ -170,7 +174,7 @@ def sent_home(program: Program) -> Iterator[Fault]:
         for node in nodes(graph):
             for value in operands(node, "accumulators"):
                 if value in reduced:
-                    yield Fault(f"{describe(node)} adds to {value.name} after it was reduced: that gradient would be lost",
+                    yield Fault(f"{describe(node)} uses {value.name} after it was reduced: the gradient would be lost",
                                 "reduce after the last contribution", node, reduced[value])
                 if op_of(node).name == "reduce":
                     reduced[value] = node
@@ -185,10 +189,10 @@ def _arrival(program: Program, name: str, offload: fx.Node, overwrite: bool) -> 
     added = [user for user in offload.users if op_of(user).name == "accumulate"]
     slab = bool(added) if not reached(program, "place") else argument(offload, "into") is not None
     if len(added) != slab:
-        yield Fault(f"{describe(offload)} goes {'to a slab' if slab else 'straight home'} and is accumulated {len(added)} times",
-                    "accumulate each slab once, and nothing else", offload)
+        yield Fault(f"{describe(offload)} goes {'to a slab' if slab else 'straight home'} and is accumulated "
+                    f"{len(added)} times", "accumulate each slab once, and nothing else", offload)
     if not overwrite and not slab:
-        yield Fault(f"{describe(offload)} overwrites gradients that {name} must add to", "offload into a slab", offload)
+        yield Fault(f"{describe(offload)} overwrites gradients that {name} must add to", "offload to a slab", offload)
     for node in added:
         if argument(node, "overwrite") != overwrite:
             yield Fault(f"{describe(node)} {'adds to' if overwrite else 'overwrites'} what is there in {name}",

@@ -69,9 +69,9 @@ def _line(node: fx.Node, position: dict[fx.Node, int]) -> _Line:
 
     for name, value in node.kwargs.items():
         words.append(name)
-        if name in ("into", "place") and value is not None and "/" not in value:
-            words.append(_NUMBER.sub("", value))
-        elif name == "event":
+        if name in ("into", "place") and "/" not in str(value):
+            words.append(_NUMBER.sub("", str(value)))
+        elif name == "event" and isinstance(value, fx.Node):
             words.append(op_of(value).name)
         else:
             visit(value)

@@ -50,7 +50,7 @@ def _fits(program: Program, node: fx.Node) -> Iterator[Fault]:
         yield Fault(f"{describe(node)} writes {needed} bytes to slot {place} of {program.slots[place].bytes} bytes",
                     "make the slot larger", node)
     if (op.name == "resident") != place.startswith(_RESIDENT) and op.name != "prefetch":
-        yield Fault(f"{describe(node)} and slot {place} do not go together", "use R slots for resident tiles only", node)
+        yield Fault(f"{describe(node)} cannot use slot {place}", "use R slots for resident tiles, and only those", node)
 
 
 def _lives(name: str, graph: fx.Graph) -> Iterator[Fault]:
@@ -62,8 +62,8 @@ def _lives(name: str, graph: fx.Graph) -> Iterator[Fault]:
         if op.name == "release":
             (value,) = operands(node, "value")
             if value in leased:
-                yield Fault(f"{value.name} is released although it is leased to a later section", "drop the release", node,
-                            leased[value], hazard=True)
+                yield Fault(f"{value.name} is released although it is leased to a later section", "drop the release",
+                            node, leased[value], hazard=True)
             ended.add(value)
             if alive.get(place_of(value)) is value:
                 del alive[place_of(value)]
@@ -72,12 +72,12 @@ def _lives(name: str, graph: fx.Graph) -> Iterator[Fault]:
         elif place is not None:
             if place in alive and not place.startswith(_RESIDENT):
                 yield Fault(f"slot {place} is overwritten by {describe(node)} while {alive[place].name} "
-                            f"({describe(alive[place])}) is alive in it", "release the value first, or use another slot", node,
-                            alive[place], hazard=True)
+                            f"({describe(alive[place])}) is alive in it", "release that value first, or use another",
+                            node, alive[place], hazard=True)
             alive[place] = node
     for node in nodes(graph):
         resident = str(argument(node, "into") or "").startswith(_RESIDENT)
         memory = op_of(node).result in _HEAP or (argument(node, "into") is not None and not resident)
         if memory and node not in ended and node not in leased:
-            yield Fault(f"{node.name} ({describe(node)}) is neither released nor leased in {name}: its memory stays taken",
-                        "release it after its last use", node)
+            yield Fault(f"{node.name} ({describe(node)}) is neither released nor leased in {name}: its memory stays "
+                        "taken", "release it after its last use", node)

@@ -1,4 +1,4 @@
-"""Programs for people: folded text, tables with a column for each lane, and the excerpt that errors show."""
+"""Programs for people: tables with a column for each lane, and the excerpt that errors show."""
 from __future__ import annotations
 
 from collections import Counter
@@ -24,9 +24,9 @@ _MARKS = "-"  # the column of nodes that no lane executes
 # One node
 
 def describe(node: fx.Node) -> str:
-    """A node in few words: `forward layers.0 mb 1`, `wait e3`."""
+    """A node in few words: `forward layers.0 mb 1`, `wait h2d e3`."""
     words = [op_of(node).name]
-    for name in ("call", "tile", "tiles", "key", "place", "mb", "node", "event", "value"):
+    for name in ("call", "tile", "tiles", "key", "place", "access", "lane", "mb", "node", "event", "value"):
         value = argument(node, name)
         if isinstance(value, fx.Node):
             words.append(value.name)
@@ -65,13 +65,17 @@ def _table(graph: fx.Graph) -> str:
     columns = _columns(listed)
     rows = []
     for number, node in enumerate(listed):
-        touched = {access: [] for access in Access}  # type: dict[Access, list[str]]
+        touched: dict[Access, list[str]] = {access: [] for access in Access}
         if lane_of(node) is not None:
             for place, access in accesses(node):
                 touched[access].append(place)
         rows.append([number, *(_cell(node) if _column(node) == column else "" for column in columns),
-                     *(" ".join(dict.fromkeys(touched[access])) for access in (Access.READ, Access.WRITE))])
-    return tabulate(rows, ["#", *columns, "reads", "writes"], tablefmt="simple", disable_numparse=True)
+                     *(_few(list(dict.fromkeys(touched[access]))) for access in (Access.READ, Access.WRITE))])
+    return str(tabulate(rows, ["#", *columns, "reads", "writes"], tablefmt="simple", disable_numparse=True))
+
+
+def _few(places: list[str], most: int = 4) -> str:
+    return " ".join(places if len(places) <= most else [*places[:most - 1], f"... ({len(places)})"])
 
 
 def summary(program: Program) -> str:
@@ -89,8 +93,8 @@ def summary(program: Program) -> str:
                 tile = program.tiles[argument(node, "tile")]
                 moved[lane] += tile.gradient_bytes if lane == Lane.D2H else tile.weight_bytes
         rows.append([name, sum(counts.values()), work, events, counts["wait"], *moved.values()])
-    return tabulate(rows, ["section", "nodes", "work", "events", "waits", *(f"{lane} bytes" for lane in moved)]
-                    if rows else ["section"], tablefmt="simple", intfmt=",")
+    header = ["section", "nodes", "work", "events", "waits", "pack bytes", "h2d bytes", "d2h bytes"]
+    return str(tabulate(rows, header, tablefmt="simple", intfmt=","))
 
 
 # The excerpt in an error

@@ -1,15 +1,16 @@
 """What is ordered between lanes: vector clocks over the nodes of a section.
 
 Each lane runs its nodes in program order; lanes run beside each other. `e = record(n)` sits on the lane of n and fires
-when all that stands before it on that lane is done; `wait(lane, e)` holds that lane back until then. Nothing else orders
-lanes. A *clock* says, for one lane at one moment, how many nodes of each lane are certainly done by then.
+when all that stands before it on that lane is done; `wait(lane, e)` holds that lane back until then. Nothing else
+orders lanes. A *clock* says, for one lane at one moment, how many nodes of each lane are certainly done by then.
 
 What ran before the section is unknown and taken to be the worst: every lane that ever accesses places of a kind
-(`lanes_that`) may have accessed any of them last. Lanes run on across sections, so a lane is ordered after its own past;
-after another lane's past only by a wait on the `enter` event of that access, or by any event of that lane's present.
-In return each section hands on, by `leave`, events that cover its own last accesses (rule `handed_on` of `verify.py`). A
-section that is ordered after the worst past, and hands on what it did, is ordered after and before every other section
-that does so, in any sequence and of any shape. So sections are proved one by one, and every pair with them.
+(`lanes_that`) may have accessed any of them last. Lanes run on across sections, so a lane is ordered after its own
+past; after another lane's past only by a wait on the `enter` event of that access, or on any event of that lane's
+present. In return each section hands on, by `leave`, events that cover its own last accesses (rule `handed_on` of
+`verify.py`). A section that is ordered after the worst past, and hands on what it did, is ordered after and before
+every other section that does so, in any sequence and of any shape: sections are proved one by one, and every pair of
+them, of this program or another, is proved with them.
 
 State: a clock per lane, the clock at which each node is done, the last accesses to each place.
 """
@@ -29,8 +30,8 @@ _INDEX = {lane: i for i, lane in enumerate(Lane)}
 class Clock:
     """How far each lane certainly is.
 
-    `done[i]` of lane i's nodes in this section; 0: its whole past but no node; -1: not even its past. `past` is a set of
-    bits, one for each (place, access, lane) of the past that is done although more of that lane's past may not be."""
+    `done[i]` of lane i's nodes in this section; 0: its whole past but no node; -1: not even its past. `past` is a set
+    of bits, one for each (place, access, lane) of the past that is done although more of that lane may not be."""
 
     done: tuple[int, ...]
     past: int = 0

@@ -259,8 +259,9 @@ class Program:
 
     def text(self, section: str | None = None, *, fold: bool = False) -> str:
         """Python that rebuilds this program (`text.parse`). `fold` folds repeated layers, for reading only."""
-        from megacompile import listing, text
-        return listing.fold(self, section) if fold else text.print_program(self, section)
+        from megacompile import folding
+        from megacompile import text as printing
+        return folding.fold(self, section) if fold else printing.print_program(self, section)
 
     def table(self, section: str | None = None) -> str:
         from megacompile import listing

@@ -45,6 +45,7 @@ class Shape:
 class CompiledShape:
     """The program of one shape, every stage of it, and the kernels bound so far, by section."""
 
+    shape: Shape
     plan: Plan
     compiled: Compiled
     kernels: dict[str, Mapping[tuple[str, str, int], Kernel]] = field(default_factory=dict)
@@ -77,7 +78,7 @@ class Streamed:
         self.executor: Executor | ReferenceExecutor = (
             ReferenceExecutor(backend) if config.reference else Executor(backend))
         compiling = config.compile if config.compile is not None else backend.device.type == "cuda"
-        self.binder = Binder(captured, tiling, backend.device, "inductor" if compiling else "eager")
+        self.binder = Binder(captured, tiling, backend.device, compiling)
         self.parameters = {n: p for n, p in model.named_parameters() if n in tiling.position}
         self.gradients = dict(named_gradients(store))
         buffers = {s.name for call in captured.calls for s in call.sources if s.kind == "buffer"}
@@ -116,7 +117,7 @@ class Streamed:
                                   self.tiling.tiles(), shape.batch, shape.labels)
             compiled = compile_program(model, plan, PIPELINE)
             verify(compiled.program, [s.program for s in self.shapes.values()])
-            self.shapes[shape] = CompiledShape(plan, compiled)
+            self.shapes[shape] = CompiledShape(shape, plan, compiled)
         self.latest = self.shapes[shape]
         return self.latest
 
@@ -139,7 +140,7 @@ class Streamed:
     def submit(self, shape: CompiledShape, section: str, batch: Batch, lease: dict[str, Any] | None = None,
                update: Update | None = None) -> Any:
         if section not in shape.kernels:
-            shape.kernels[section] = self.binder.bind(shape.program, section, shape.plan.length)
+            shape.kernels[section] = self.binder.bind(shape.program, section, shape.plan.length, shape.shape.labels)
         frame = Frame(self.backend, self.store, self.arena, shape.kernels[section], batch,
                       lease if lease is not None else {}, update)
         return self.executor.submit(shape.program.section(section), frame)

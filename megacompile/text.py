@@ -96,8 +96,8 @@ def print_node(node: fx.Node) -> str:
 
 def _print_section(name: str, graph: fx.Graph) -> str:
     lines = [(f"    {print_node(node)}", lane_of(node)) for node in nodes(graph)] or [("    pass", None)]
-    column = max(min(len(line), _COMMENT_COLUMN) for line, _ in lines) + 2
-    body = [line if lane is None else f"{line:<{column}}# {lane}" for line, lane in lines]
+    width = max(min(len(line), _COMMENT_COLUMN) for line, _ in lines)
+    body = [line if lane is None else f"{line:<{width}}  # {lane}" for line, lane in lines]
     return "\n".join([f"def {name}(p):", *body]) + "\n"
 
 

@@ -1,7 +1,7 @@
 """Proofs over a Program, made after every pass.
 
-Each rule is a small generator of faults with the stage from which it must hold; `RULES` is all of them, in order, so that
-a later rule may rely on the earlier ones. The first fault is raised, and shows the program around it. What the rules say:
+Each rule is a small generator of faults with the stage from which it must hold; `RULES` is all of them, in order, so
+that a later rule may rely on the earlier ones. The first fault is raised, and shows the program around it. The rules:
 
     well_formed     words, arguments and kinds of values; nothing is used before it is defined or after its release
     supplied        each compute node has the weights of its call's tiles
@@ -59,8 +59,8 @@ def _agree(program: Program, other: Program) -> Iterator[Fault]:
 
 
 def ordered(program: Program) -> Iterator[Fault]:
-    """Every cross-lane read-after-write, write-after-read and write-after-write on a place is ordered, inside each section
-    and against the worst that may have run before it (see `ordering.py`: this proves every pair of sections)."""
+    """Every cross-lane read-after-write, write-after-read and write-after-write on a place is ordered, inside each
+    section and against the worst that may have run before it (`ordering.py`: this proves every pair of sections)."""
     for graph in program.sections.values():
         clocks = Clocks()
         for node in nodes(graph):
@@ -70,28 +70,22 @@ def ordered(program: Program) -> Iterator[Fault]:
 
 
 def _collision(hazard: Hazard) -> Fault:
-    node, lane = hazard.node, lane_of(hazard.node)
-    writes = {Access.READ: "read", Access.WRITE: "write"}[hazard.access]
-    done = "read" if _only_reads(hazard) else "overwritten"
-    kind = "slot" if "/" not in hazard.place else "tile part"
-    kind = "value" if hazard.place.startswith("%") else kind
+    place, node, lane = hazard.place, hazard.node, lane_of(hazard.node)
+    kind = "value" if place.startswith("%") else "tile part" if "/" in place else "slot"
+    done = "overwritten" if (place, Access.WRITE) in accesses(node) else "read"
     if hazard.earlier is None:
-        other = f"{hazard.lane} may still {writes} it from an earlier section"
-        remedy = (f'let {lane} wait for enter("{hazard.place}", "{hazard.access}", "{hazard.lane}") before it')
+        other = f"{hazard.lane} may still {hazard.access} it from an earlier section"
+        remedy = f'let {lane} wait for enter("{place}", "{hazard.access}", "{hazard.lane}") before it'
     else:
-        other = f"{describe(hazard.earlier)} may still {writes} it"
+        other = f"{describe(hazard.earlier)} may still {hazard.access} it"
         remedy = f"let {lane} wait for an event recorded on {hazard.lane} after {hazard.earlier.name}"
-    return Fault(f"{kind} {hazard.place} is {done} by {describe(node)} while {other}", remedy, node, hazard.earlier,
-                 hazard=True)
-
-
-def _only_reads(hazard: Hazard) -> bool:
-    return (hazard.place, Access.WRITE) not in accesses(hazard.node)
+    message = f"{kind} {place} is {done} by {describe(node)} while {other}"
+    return Fault(message, remedy, node, hazard.earlier, hazard=True)
 
 
 def handed_on(program: Program) -> Iterator[Fault]:
-    """For each place that other sections know and each lane that accessed it there is one `leave`, whose event was recorded
-    at or after that lane's last access; "write" if the lane wrote the place in this section, else "read"."""
+    """For each place that other sections know and each lane that accessed it there is one `leave`, whose event was
+    recorded at or after that lane's last access; "write" if the lane wrote the place in this section, else "read"."""
     for name, graph in program.sections.items():
         clocks = Clocks()
         for node in nodes(graph):
@@ -100,7 +94,7 @@ def handed_on(program: Program) -> Iterator[Fault]:
         for leave in find(graph, "leave"):
             place, (event,) = argument(leave, "place"), operands(leave, "event")
             lane = lane_of(event)
-            assert lane is not None
+            assert lane is not None, "an event of the past, which `well_formed` refuses"
             here = owed.pop((place, lane), None)
             if here is None:
                 yield Fault(f"{describe(leave)} hands on an event of {lane}, which does not access {place} in {name} "
@@ -108,16 +102,17 @@ def handed_on(program: Program) -> Iterator[Fault]:
                 continue
             access = Access.WRITE if Access.WRITE in here else Access.READ
             if argument(leave, "access") != access:
-                yield Fault(f'leave of {place} says "{argument(leave, "access")}", but {lane} does {access} it in {name}',
+                yield Fault(f"{describe(leave)} is not true: {lane} does {access} the place in {name}",
                             f'say "{access}"', leave, here[access], hazard=True)
             late = next((node for node in here.values() if not clocks.covers(event, node)), None)
             if late is not None:
-                yield Fault(f"leave of {place} hands on {event.name}, which fires before {describe(late)} is done",
+                yield Fault(f"{describe(leave)} hands on {event.name}, which fires before {describe(late)} is done",
                             f"record an event on {lane} after {late.name} and hand that on", leave, late, hazard=True)
         for (place, lane), here in owed.items():
             node = next(iter(here.values()))
-            yield Fault(f"{place} is accessed by {describe(node)}, and no leave hands on an event of {lane}, so a later "
-                        "section cannot wait for it", f"record an event on {lane} after it and leave it", node, hazard=True)
+            yield Fault(f"{place} is accessed by {describe(node)}, but no leave hands on an event of {lane}: a later "
+                        "section could not wait for it", f"record an event on {lane} after it and leave it", node,
+                        hazard=True)
 
 
 #: Every rule and the stage from which it holds.

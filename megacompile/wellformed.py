@@ -11,7 +11,7 @@ from megacompile.listing import describe
 from megacompile.program import OPS, Access, Lane, Op, Program, argument, lane_of, nodes, op_of, operands
 from megacompile.text import KINDS
 
-#: What kinds of values a parameter takes; a `leased` value may be of any kind. Parameters that are not here take any value.
+#: What kinds of values a parameter takes; a `leased` value may be of any kind. Other parameters take any value.
 _TAKES = {
     "weights": {"weights"}, "inputs": {"activation"}, "gradient": {"gradient"}, "accumulators": {"accumulators"},
     "saved": {"activation"}, "reduced": {"reduced"}, "slab": {"slab"}, "staging": {"staging"}, "clip": {"clip"},
@@ -76,12 +76,12 @@ def _order(node: fx.Node, defined: dict[fx.Node, int], released: dict[fx.Node, f
             if op_of(node).name == "wait" and value.graph is node.graph:
                 yield Fault(f"{describe(node)} comes before its event is recorded: the lane would never go on",
                             "record the event above the wait", node, value, hazard=True)
-            yield Fault(f"{describe(node)} uses {value.name} before it is defined", "define the value above its use", node,
-                        value if value.graph is node.graph else None)
+            yield Fault(f"{describe(node)} uses {value.name} before it is defined", "define the value above its use",
+                        node, value if value.graph is node.graph else None)
         if value in released and op_of(node).name != "record":
             again = "releases" if op_of(node).name == "release" else "uses"
-            yield Fault(f"{describe(node)} {again} {value.name} after its release", "release it once, after its last use",
-                        node, released[value], hazard=True)
+            yield Fault(f"{describe(node)} {again} {value.name} after its release",
+                        "release it once, after its last use", node, released[value], hazard=True)
     if op_of(node).name == "release":
         released[operands(node, "value")[0]] = node
 
@@ -92,7 +92,8 @@ def _operands(node: fx.Node) -> Iterator[Fault]:
         for value in operands(node, name):
             if op_of(value).result not in takes and op_of(value).name != "leased":
                 yield Fault(f"{describe(node)} takes {value.name} as {name}, but {op_of(value).name} makes "
-                            f"{op_of(value).result or 'no value'}", f"give it one of: {', '.join(sorted(takes))}", node, value)
+                            f"{op_of(value).result or 'no value'}", f"give it one of: {', '.join(sorted(takes))}", node,
+                            value)
     for name in ("value", "saved"):
         for value in operands(node, name):
             made = op_of(value)
@@ -122,7 +123,7 @@ def _names(program: Program, node: fx.Node) -> Iterator[Fault]:
                         f"name one of: {', '.join(map(str, list(declared)[:8]))}", node)
     for tile in argument(node, "tiles") or ():
         if tile not in program.tiles:
-            yield Fault(f"{describe(node)} names tile {tile}, which the program does not have", "declare the tile", node)
+            yield Fault(f"{describe(node)} names tile {tile}, which the program does not have", "declare it", node)
     call = argument(node, "call")
     if call is not None and program.call(call).template != argument(node, "template"):
         yield Fault(f"{describe(node)} runs template {argument(node, 'template')}, but {call} is of template "

@@ -46,8 +46,8 @@ class CudaBackend:
 
     @contextlib.contextmanager
     def lane(self, lane: Lane) -> Iterator[None]:
-        torch.cuda.set_device(self.device)
-        with self.cupy.cuda.Device(self.index), torch.no_grad(), torch.cuda.stream(self.compute):
+        with (self.cupy.cuda.Device(self.index), torch.cuda.device(self.device), torch.no_grad(),
+              torch.cuda.stream(self.compute)):
             yield
 
     def memory(self, size: int) -> Tensor:

@@ -126,7 +126,7 @@ class HostTile:
 
     @classmethod
     def allocate(cls, layout: TileLayout) -> HostTile:
-        gradients = host_memory(layout.gradient_bytes) if layout.trainable else None
+        gradients = host_memory(layout.gradient_bytes).zero_() if layout.trainable else None  # touched: locks faster
         remainder = None
         if layout.trainable and layout.dtype == torch.bfloat16:
             remainder = host_memory(2 * layout.elements).view(torch.int16)

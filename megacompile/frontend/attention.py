@@ -99,7 +99,8 @@ def transformers_attention(
         raise UnsupportedError("an attention mask reached a captured layer: pass batches without attention_mask")
     if dropout > 0:
         raise UnsupportedError(
-            f"attention dropout {dropout} in {type(module).__name__} is not supported: set config.attention_dropout=0")
+            f"attention dropout {dropout} in {type(module).__name__} is not supported: set it to 0 in the config "
+            "(attention_dropout, attn_pdrop)")
     if not options.get("is_causal", getattr(module, "is_causal", True)):
         raise UnsupportedError(f"{type(module).__name__} is not causal: only causal decoders can be streamed")
     for name, option in options.items():

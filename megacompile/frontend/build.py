@@ -11,9 +11,10 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from megacompile.errors import CaptureError
 from megacompile.frontend import linear_cross_entropy  # noqa: F401  # registers the op that fuse_loss inserts
 from megacompile.frontend.joint import forward_graph, joint_graph
-from megacompile.frontend.randomness import refuse_random_ops
+from megacompile.frontend.refused_ops import refuse_ops
 from megacompile.frontend.split import Section, relative
 from megacompile.frontend.template import TargetLike, Template, TemplateInput, TemplatePass
 
@@ -26,21 +27,26 @@ def build_template(
 ) -> Template:
     """The template of `section`; the epilogue's, whose first result is the loss, has the epilogue's variants.
 
-    Raises `UnsupportedError` for random ops.
+    Raises `UnsupportedError` for random ops, `CaptureError` for what cannot be differentiated or reads on the host.
     """
     epilogue = section.name == "epilogue"
     stages = {"captured": section.graph.code}
     trained = _first_result_only(section.graph) if epilogue else section.graph
     trained = _run_model_passes(trained, target, pipeline, stages)
     has_gradient = section.has_gradient[:1] if epilogue else section.has_gradient
-    with _portable_attention(target):
-        joint = joint_graph(trained, fakes, has_gradient, partition=not epilogue)
-        inference = None
-        if epilogue:
-            whole = _run_model_passes(section.graph, target, [p for p in pipeline if p.name != "fuse_loss"], {})
-            inference = forward_graph(whole, fakes)
+    inference = None
+    try:
+        with _portable_attention(target):
+            joint = joint_graph(trained, fakes, has_gradient, partition=not epilogue)
+            if epilogue:  # with logits as a result, no loss can be fused
+                inference = forward_graph(_run_model_passes(section.graph, target, pipeline, {}), fakes)
+    except Exception as reason:
+        cause = next(iter(str(reason).splitlines()), "") or type(reason).__name__
+        raise CaptureError(
+            f"{section.name} cannot be differentiated as one graph: {cause}; use differentiable, functional torch ops, and "
+            "change no input in place") from reason
     stages["joint"] = joint.graph.code
-    refuse_random_ops(joint.graph, section)
+    refuse_ops(joint.graph, section)
 
     def symbolic(size: Any) -> sympy.Expr:
         return (size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(size)).xreplace(renaming)

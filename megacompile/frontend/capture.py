@@ -17,7 +17,7 @@ from megacompile.errors import CaptureError, UnsupportedError
 from megacompile.frontend.build import Renaming, build_template
 from megacompile.frontend.layers import find_layers
 from megacompile.frontend.loss import normalise_loss
-from megacompile.frontend.model_graph import ModelGraph, capture_model_graph
+from megacompile.frontend.model_graph import FIXED_SIZES_REMEDY, ModelGraph, capture_model_graph
 from megacompile.frontend.output import OutputStructure, output_structure
 from megacompile.frontend.split import split_at_layers, structural_key
 from megacompile.frontend.template import BATCH, LENGTH, Call, TargetLike, Template, TemplatePass
@@ -143,7 +143,7 @@ def _batch_symbols(graph: ModelGraph, name: str) -> tuple[Renaming, tuple[Any, .
         if not isinstance(expression, sympy.Symbol) or expression in found:
             what = ("batch size", "length")[dimension]
             raise CaptureError(
-                f"{name} fixes the {what} to {expression}: compute with the sizes of the inputs, not with constants")
+                f"{name} fixes the {what} to {expression}: {FIXED_SIZES_REMEDY}")
         found.append(expression)
     renaming: Renaming = dict(zip(found, (BATCH, LENGTH), strict=True))
     # Symbols of the other inputs were replaced by those of the first.

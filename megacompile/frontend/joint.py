@@ -145,9 +145,16 @@ def replace_unit_tangent(module: fx.GraphModule, tangents: int) -> None:
 
 
 def retarget(module: fx.GraphModule, device_type: str) -> None:
-    """Let tensors that the graph creates be created on `device_type`; it was traced on CPU fakes."""
+    """Let tensors that the graph creates, and constants that it holds, be on `device_type`; it was traced on CPU fakes."""
+    if device_type == "cpu":
+        return
     device = torch.device(device_type)
-    for node in module.graph.nodes:
+    for node in list(module.graph.nodes):
         if node.op == "call_function" and "device" in node.kwargs:
             node.kwargs = {**node.kwargs, "device": device}
+        elif node.op == "get_attr":
+            with module.graph.inserting_after(node):
+                moved = module.graph.call_function(torch.ops.aten._to_copy.default, (node,), {"device": device})
+            moved.meta = dict(node.meta)
+            node.replace_all_uses_with(moved, delete_user_cb=lambda user, moved=moved: user is not moved)
     module.recompile()

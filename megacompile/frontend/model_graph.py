@@ -1,7 +1,9 @@
 """One graph of the whole model, loss included, whose weights are placeholders and whose layers are regions (Dynamo)."""
 from __future__ import annotations
 
+import builtins
 import dataclasses
+import re
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -11,11 +13,13 @@ import torch._dynamo
 from torch import Tensor, fx, nn
 from torch._dynamo.functional_export import dynamo_graph_capture_for_export
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import ConstraintViolationError, ShapeEnv
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from megacompile.errors import CaptureError, MegacompileError
+from megacompile.errors import CaptureError, MegacompileError, UnsupportedError
 from megacompile.frontend.layers import LayerStack, layers_as_regions
 from megacompile.frontend.template import Source
+
+FIXED_SIZES_REMEDY = "compute with the sizes of the inputs, not with constants"
 
 
 @dataclasses.dataclass
@@ -71,6 +75,9 @@ def capture_model_graph(
             raise
         except Exception as reason:
             raise _explained(model, reason) from reason
+        for replay in (graph._dynamo_bytecode_flatten, graph._dynamo_bytecode_unflatten):
+            # torch 2.11 looks for builtins (`type`) among the module's globals, and refuses without.
+            replay.f_globals = {**vars(builtins), **replay.f_globals}  # type: ignore[union-attr]
         # The graph's own prelude fetches its flat inputs; identity tells which parameter each one is.
         flat = graph._dynamo_bytecode_flatten(*tensors)  # type: ignore[operator]
         results = graph.graph.output_node().args[0]
@@ -123,21 +130,21 @@ def _attribute_of(model: nn.Module, value: Any, node: fx.Node) -> str:
     return f"the tensor or number {node.name} that {type(model).__name__} reads"
 
 
-def _explained(model: nn.Module, reason: Exception) -> CaptureError:
-    """Dynamo's exceptions, as one line of cause and remedy and the user's source line."""
+def _explained(model: nn.Module, reason: Exception) -> MegacompileError:
+    """Dynamo's exceptions, as one line of cause and remedy and the user's source line; its own text follows."""
     text = str(reason)
-    specialised = isinstance(reason, ConstraintViolationError) or "ConstraintViolation" in text or "marked" in text and "dynamic" in text
+    refused = re.search(r"UnsupportedError\((['\"])(.+?)\1\)", text)  # raised by our attention function, in a layer
+    if refused:
+        return UnsupportedError(refused[2])
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    source = _user_line(lines)
-    if specialised:
-        return CaptureError(
-            f"{type(model).__name__} fixes the batch size or the length{source}: compute with the sizes of the inputs, "
-            f"not with constants\n{text}")
-    cause = lines[0] if lines else type(reason).__name__
+    name, source = type(model).__name__, _user_line(lines)
+    if "onstraint" in type(reason).__name__ or "ConstraintViolation" in text:
+        return CaptureError(f"{name} fixes the batch size or the length{source}: {FIXED_SIZES_REMEDY}\n{text}")
     explanation = next((line.removeprefix("Explanation: ") for line in lines if line.startswith("Explanation: ")), "")
+    cause = explanation or (lines[0] if lines else type(reason).__name__)
     return CaptureError(
-        f"{type(model).__name__} cannot be captured as one graph{source}: {cause}. {explanation}".rstrip()
-        + " (mend: no control flow on tensor values, no .item(), no Python side effects in forward)\n" + text)
+        f"{name} cannot be captured as one graph{source}: {cause.rstrip('.')}; let no Python control flow depend on tensor "
+        f"values, and change no Python state in forward\n{text}")
 
 
 def _user_line(lines: list[str]) -> str:

@@ -30,8 +30,8 @@ def compile_variant(variant: Variant, example_args: Sequence[Tensor | int | None
         raise UnsupportedError(f'mode "{mode}" is none of "eager" and "inductor"')
     reads = variant.reads
     live = [example_args[i] for i in reads]
-    graph, tensors = _specialise(variant.graph, reads, live)
-    compiled = torch._inductor.compile(graph, [live[i] for i in tensors])
+    graph, tensors, examples = _specialise(variant.graph, reads, live)
+    compiled = torch._inductor.compile(graph, examples)
     positions = tuple(reads[i] for i in tensors)
 
     def run(*args: Tensor | int | None) -> tuple[Any, ...]:
@@ -42,15 +42,17 @@ def compile_variant(variant: Variant, example_args: Sequence[Tensor | int | None
 
 def _specialise(
     variant: fx.GraphModule, reads: Sequence[int], live: Sequence[Tensor | int | None]
-) -> tuple[fx.GraphModule, list[int]]:
-    """The graph over its live tensors alone, with the sizes of this call; and which of `live` those tensors are.
+) -> tuple[fx.GraphModule, list[int], list[Tensor]]:
+    """The graph over its live tensors alone, with the sizes of this call; which of `live` those tensors are; their fakes.
 
     A template's symbols say "at least 2", so a graph for a batch of one must be traced again; and inductor makes better
     code for sizes that it knows."""
     count = len(variant.graph.find_nodes(op="placeholder"))
     tensors = [i for i, value in enumerate(live) if isinstance(value, Tensor)]
     fakes = FakeTensorMode()
-    examples = [fakes.from_tensor(value, static_shapes=True) for value in live if isinstance(value, Tensor)]
+    with fakes:  # only shapes, strides, dtypes and devices matter: examples may be fakes themselves
+        examples = [torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+                    for value in live if isinstance(value, Tensor)]
 
     def function(*given: Tensor) -> tuple[Any, ...]:
         args: list[Any] = [None] * count
@@ -61,4 +63,4 @@ def _specialise(
         return variant(*args)  # type: ignore[no-any-return]
 
     with fakes, torch.no_grad():
-        return make_fx(function, tracing_mode="real")(*examples), tensors
+        return make_fx(function, tracing_mode="real")(*examples), tensors, examples

@@ -1,0 +1,125 @@
+"""One row: the training step of a decoder shape with random weights, timed over steady steps, a fresh batch each.
+
+    python benchmarks/step.py --shape qwen2-7b --layers 28 --batch 64 --length 1024 --checkpoint-interval 1
+
+Prints one JSON line: machine, versions, commit, every step's time, TFLOPS (6 x parameters x tokens / step time, recompute
+not counted), device peak, host bytes, and the loss. `--append FILE` adds the line to a file.
+"""
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+
+import torch
+from shapes import SHAPES, random_model
+
+import megacompile
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="qwen2-7b")
+    parser.add_argument("--layers", type=int)
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--length", type=int, default=1024)
+    parser.add_argument("--steps", type=int, default=4, help="timed steps, after --warm-up")
+    parser.add_argument("--warm-up", type=int, default=2)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--checkpoint-interval", type=int, default=1)
+    parser.add_argument("--micro-batch-size", type=int)
+    parser.add_argument("--weight-slots", type=int)
+    parser.add_argument("--max-grad-norm", type=float, default=1.0)
+    parser.add_argument("--resident", nargs="*", default=[])
+    parser.add_argument("--saved-layers", type=int, default=0)
+    parser.add_argument("--append", type=Path)
+    parser.add_argument("--commit", help="recorded; default: git's")
+    return parser.parse_args()
+
+
+def machine(device: str) -> dict[str, Any]:
+    name = torch.cuda.get_device_name() if device == "cuda" else platform.processor() or platform.machine()
+    return dict(device=name, cores=len(os.sched_getaffinity(0)), torch=torch.__version__, python=platform.python_version())
+
+
+def commit() -> str:
+    found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    return found.stdout.strip() or "unknown"
+
+
+def resident_bytes() -> int:
+    """Resident set of this process, in bytes."""
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def main() -> None:
+    given = arguments()
+    started = time.perf_counter()
+    model = random_model(given.shape, given.layers, given.device)
+    parameters = sum(p.numel() for p in model.parameters())
+    if given.device == "cuda":
+        torch.cuda.empty_cache()
+    before = resident_bytes()
+    model = megacompile.stream(
+        model, device=given.device, checkpoint_interval=given.checkpoint_interval, micro_batch_size=given.micro_batch_size,
+        weight_slots=given.weight_slots, resident=tuple(given.resident), saved_layers=given.saved_layers)
+    optimizer = megacompile.AdamW(model.parameters(), lr=1e-5, max_grad_norm=given.max_grad_norm)
+    if given.device == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    generator = torch.Generator().manual_seed(0)
+    times, losses, phases = [], [], []
+    setup_s = time.perf_counter() - started
+    for _ in range(given.warm_up + given.steps):
+        ids = torch.randint(0, model.config.vocab_size, (given.batch, given.length), generator=generator)
+        start = time.perf_counter()
+        loss = model(input_ids=ids, labels=ids).loss
+        issued = time.perf_counter()
+        loss.backward()
+        after = time.perf_counter()
+        optimizer.step()
+        optimizer.zero_grad()
+        times.append(time.perf_counter() - start)
+        phases.append((issued - start, after - issued, times[-1] - (after - start)))
+        losses.append(loss.item())
+    steady = times[given.warm_up:]
+    median = statistics.median(steady)
+    model.megacompile.synchronize()
+    stats = model.megacompile.stats
+    plan = model.megacompile.plan
+    row = dict(
+        shape=given.shape, layers=model.config.num_hidden_layers, batch=given.batch, length=given.length,
+        checkpoint_interval=plan.checkpoint_interval, micro_batch=plan.micro_batches[0], weight_slots=plan.weight_slots,
+        resident=list(plan.resident), saved_layers=plan.saved_layers, max_grad_norm=given.max_grad_norm, parameters=parameters,
+        tflops=round(6 * parameters * given.batch * given.length / median / 1e12, 1), step_s=round(median, 4),
+        times_s=[round(t, 4) for t in times], phases_s=[[round(p, 3) for p in phase] for phase in phases], losses=losses,
+        grad_norm=optimizer.grad_norm, peak_device_gib=round(stats["peak_device_bytes"] / 2**30, 2),
+        host_gib=round(stats["host_bytes"] / 2**30, 2), host_bytes_per_parameter=round(stats["host_bytes"] / parameters, 3),
+        resident_set_gib=round(resident_bytes() / 2**30, 2), resident_set_before_gib=round(before / 2**30, 2),
+        checkpoint_gib=round(checkpoint_bytes(model, plan) / 2**30, 2), setup_s=round(setup_s, 1),
+        **machine(given.device), commit=given.commit or commit(), date=time.strftime("%Y-%m-%d"))
+    line = json.dumps(row)
+    print(line)
+    if given.append:
+        with given.append.open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
+    model.megacompile.close()
+
+
+def checkpoint_bytes(model: Any, plan: Any) -> int:
+    """Activation checkpoints of one step: the inputs of all blocks."""
+    blocks = -(-(model.config.num_hidden_layers - plan.saved_layers) // plan.checkpoint_interval)
+    return blocks * plan.batch * plan.length * model.config.hidden_size * model.dtype.itemsize
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+"""Ops that a template must not hold: random ones, since a recompute would draw other numbers than the forward did, and
+reads of device values by the host, which would stall every layer."""
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import fx
+
+from megacompile.errors import CaptureError, UnsupportedError
+from megacompile.frontend.split import Section, source_line
+
+_RANDOM = ("dropout", "rand", "bernoulli", "normal", "multinomial", "exponential", "rrelu", "uniform")
+
+
+def refuse_ops(joint: fx.GraphModule, section: Section) -> None:
+    """Raise `UnsupportedError` if `joint`, traced from `section`, draws random numbers, `CaptureError` if it reads a
+    value on the host; both name the module and the line."""
+    for node in joint.graph.nodes:
+        if _draws(node):
+            module, line = _culprit(section, lambda name: any(part in name for part in _RANDOM))
+            raise UnsupportedError(
+                f"{module} draws random numbers ({node.target}), which streaming does not support: set its dropout "
+                f"probability p to 0 (in transformers: resid_pdrop, hidden_dropout and the like in the config){line}")
+        if node.target is torch.ops.aten._local_scalar_dense.default:
+            module, line = _culprit(section, lambda name: name in ("item", "tolist"))
+            raise CaptureError(
+                f"{module} reads a tensor's value on the host (.item()): keep it a tensor, the host would wait for the "
+                f"device in every layer{line}")
+
+
+def _draws(node: fx.Node) -> bool:
+    """Whether an aten node draws; attention ops are tagged for their dropout argument even where it is 0."""
+    if not isinstance(node.target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in node.target.tags:
+        return False
+    arguments = [a.name for a in node.target._schema.arguments]
+    if "dropout_p" in arguments:
+        position = arguments.index("dropout_p")
+        return node.kwargs.get("dropout_p", node.args[position] if position < len(node.args) else 0.0) != 0.0
+    return True
+
+
+def _culprit(section: Section, named: Callable[[str], bool]) -> tuple[str, str]:
+    """The module whose call of a function so `named` the section holds, and its source line."""
+    for node in section.graph.graph.nodes:
+        name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+        inactive = "dropout" in name and 0.0 in (*node.args[1:2], node.kwargs.get("p"))
+        if node.op in ("call_function", "call_method") and named(name) and not inactive:
+            return _module_of(node, section.name), source_line(node)
+    return section.name, ""
+
+
+def _module_of(node: fx.Node, section: str) -> str:
+    """The innermost module of `nn_module_stack`, as the model names it, with its class; `section` where it is not told."""
+    stack = list((node.meta.get("nn_module_stack") or {}).values())
+    if not stack:
+        return section
+    path, cls = stack[-1]
+    path = str(path).split("]", 1)[-1]  # L['model'].blocks[0].drop, G['model']._modules['blocks']...
+    for noise in ("_modules", "[", "]", "'"):
+        path = path.replace(noise, "." if noise == "[" else "")
+    path = ".".join(part for part in path.split(".") if part)
+    return f"{path or section} ({cls if isinstance(cls, str) else cls.__name__}, in {section})"

@@ -1,0 +1,139 @@
+"""CUDA runs the same programs: the same bits as the reference interpreter on the device, whatever the lanes' timing."""
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device", allow_module_level=True)
+pytest.importorskip("cupy")
+
+from transformers import AutoModelForCausalLM, Qwen2Config
+
+import megacompile
+from megacompile.program import Lane, find, lane_of, operands, op_of, rebuild
+
+LAYERS = 4
+
+
+def build(dtype: torch.dtype = torch.bfloat16, layers: int = LAYERS) -> Any:
+    torch.manual_seed(0)
+    config = Qwen2Config(vocab_size=512, hidden_size=256, intermediate_size=512, num_hidden_layers=layers,
+                         num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True)
+    return AutoModelForCausalLM.from_config(config, dtype=dtype)
+
+
+def batch(seed: int) -> dict[str, torch.Tensor]:
+    ids = torch.randint(0, 512, (5, 128), generator=torch.Generator().manual_seed(seed))
+    return dict(input_ids=ids, labels=ids)
+
+
+def late(model: Any, seed: int) -> None:
+    """Lanes late by up to 4 ms, at random."""
+    streamed = model.megacompile.streamed
+    draw = random.Random(seed)
+    streamed.executor.delay = lambda lane: streamed.backend.delay(lane, draw.random() * 0.004 * (draw.random() < 0.3))
+
+
+def train(model: Any, steps: int = 3) -> dict[str, torch.Tensor]:
+    optimizer = megacompile.AdamW(model.parameters(), lr=1e-3, max_grad_norm=1.0)
+    for step in range(steps):
+        model(**batch(step)).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {n: t.clone() for n, t in model.state_dict().items()}
+
+
+def weights(seed: int | None = None, **options: Any) -> dict[str, torch.Tensor]:
+    model = megacompile.stream(build(), device="cuda", compile=False, **options)
+    if seed is not None:
+        late(model, seed)
+    try:
+        return train(model)
+    finally:
+        model.megacompile.close()
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(a[n], b[n]) for n in a)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def deterministic() -> Any:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(scope="module")
+def reference() -> dict[str, torch.Tensor]:
+    return weights(micro_batch_size=2, reference=True)
+
+
+@pytest.mark.parametrize("options", [
+    dict(checkpoint_interval=1), dict(checkpoint_interval=2), dict(checkpoint_interval=4), dict(resident="all"),
+    dict(locked_memory=4096), dict(saved_layers=2), dict(weight_slots=4)])
+def test_every_plan_gives_the_bits_of_the_reference_interpreter(options: dict[str, Any], reference: Any) -> None:
+    assert same(weights(seed=1, micro_batch_size=2, **options), reference)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_late_lanes_change_no_bit(seed: int, reference: Any) -> None:
+    assert same(weights(seed=seed, micro_batch_size=2), reference)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_bf16_gradients_are_no_further_from_fp32_than_natives(compiled: bool) -> None:
+    exact = build().float()
+    exact(**batch(0)).loss.backward()
+    native = build().cuda()
+    native(**{k: v.cuda() for k, v in batch(0).items()}).loss.backward()
+    streamed = megacompile.stream(build(), device="cuda", compile=compiled)
+    streamed(**batch(0)).loss.backward()
+    for (name, ours), theirs, true in zip(streamed.named_parameters(), native.parameters(), exact.parameters(), strict=True):
+        error = (ours.grad.float() - true.grad).norm() / true.grad.norm()
+        usual = (theirs.grad.float().cpu() - true.grad).norm() / true.grad.norm()
+        assert error <= 1.1 * usual + 1e-4, f"{name}: {error:.2e}, native {usual:.2e}"
+    streamed.megacompile.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32])
+def test_fp32_gradients_equal_natives(dtype: torch.dtype) -> None:
+    torch.backends.cuda.matmul.allow_tf32 = False
+    native = build(dtype)
+    native(**batch(0)).loss.backward()
+    streamed = megacompile.stream(build(dtype), device="cuda", compile=False, micro_batch_size=2)
+    loss = streamed(**batch(0)).loss
+    loss.backward()
+    for (name, ours), theirs in zip(streamed.named_parameters(), native.parameters(), strict=True):
+        assert (ours.grad - theirs.grad).norm() <= 1e-5 * theirs.grad.norm(), name
+    streamed.megacompile.close()
+
+
+def without(program: Any, section: str, wait: int) -> Any:
+    """The program less one `wait`, by number, in a section."""
+    victim = list(find(program.section(section), "wait"))[wait]
+    graph = rebuild(program.section(section),
+                    lambda node, arguments, b: None if node is victim else b.add(op_of(node).name, node.name, **arguments))
+    return program.evolve(sections={**program.sections, section: graph})
+
+
+def test_a_wait_deleted_by_hand_changes_the_result(reference: Any) -> None:
+    """CUDA emits what the program says: without the wait, compute reads a slot before its weights are there."""
+    model = megacompile.stream(build(), device="cuda", compile=False, micro_batch_size=2)
+    streamed = model.megacompile.streamed
+    shape = model.megacompile.compiled(batch(0))
+    program = shape.program
+    waits = list(find(program.section("forward"), "wait"))
+    # The last arrival of weights that compute waits for: its slot held another layer's until then.
+    number = max(i for i, w in enumerate(waits) if lane_of(w) == Lane.COMPUTE
+                 and op_of(operands(operands(w, "event")[0], "node")[0]).name == "prefetch")
+    shape.compiled.stages["synchronize"] = without(program, "forward", number)
+    streamed.executor.delay = lambda lane: streamed.backend.delay(lane, 0.02 if lane == Lane.H2D else 0.0)
+    try:
+        assert not same(train(model), reference)
+    finally:
+        model.megacompile.close()
