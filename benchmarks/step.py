@@ -40,6 +40,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--max-grad-norm", type=float, default=1.0)
     parser.add_argument("--resident", nargs="*", default=[])
     parser.add_argument("--saved-layers", type=int, default=0)
+    parser.add_argument("--profile", action="store_true", help="also print where one more step's device time goes")
     parser.add_argument("--append", type=Path)
     parser.add_argument("--commit", help="recorded; default: git's")
     return parser.parse_args()
@@ -91,6 +92,8 @@ def main() -> None:
         times.append(time.perf_counter() - start)
         phases.append((issued - start, after - issued, times[-1] - (after - start)))
         losses.append(loss.item())
+    if given.profile:
+        profile(model, optimizer, ids)
     steady = times[given.warm_up:]
     median = statistics.median(steady)
     model.megacompile.synchronize()
@@ -113,6 +116,17 @@ def main() -> None:
         with given.append.open("a", encoding="utf-8") as file:
             file.write(line + "\n")
     model.megacompile.close()
+
+
+def profile(model: Any, optimizer: Any, ids: torch.Tensor) -> None:
+    """One step under PyTorch's profiler: device time by kernel."""
+    from torch.profiler import ProfilerActivity
+    with torch.profiler.profile(activities=[ProfilerActivity.CUDA]) as recorded:
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        model.megacompile.synchronize()
+    print(recorded.key_averages().table(sort_by="device_time_total", row_limit=40, max_name_column_width=70))
 
 
 def checkpoint_bytes(model: Any, plan: Any) -> int:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from megacompile.batch import read_arguments
-from megacompile.config import StreamConfig, parse_bytes
+from megacompile.config import StreamConfig, format_bytes, parse_bytes
 from megacompile.errors import InsufficientMemoryError, MegacompileError, UnsupportedError
 from megacompile.frontend.capture import CapturedModel, capture
 from megacompile.lease import LogitsWithoutLoss, StreamedLoss, refuse_hooks
@@ -22,7 +22,8 @@ from megacompile.program import Program
 from megacompile.runtime.cuda import CudaBackend
 from megacompile.runtime.lanes import Backend
 from megacompile.runtime.threads import ThreadBackend
-from megacompile.streamed import CompiledShape, Shape, Streamed
+from megacompile.shapes import CompiledShape, Shape
+from megacompile.streamed import Streamed
 from megacompile.tiling import Tiling, build_store, check_host_memory
 
 
@@ -43,12 +44,12 @@ def stream(model: M, *, layers: str | None = None, example: Mapping[str, Tensor]
     """
     if getattr(model, "megacompile", None) is not None:
         raise MegacompileError("the model is streamed already: model.megacompile.close() first to stream it with other options")
-    config = StreamConfig.of(**options)
-    backend = make_backend(config.device)
-    captured, tiling = analyse(model, config, backend.device.type, layers, example)
     if any(p.is_meta for p in model.parameters()):
         raise UnsupportedError("the model is on the meta device and has no weights to train: load them first, or use "
                                "megacompile.schedule(model, ...) to look at its schedule")
+    config = StreamConfig.of(**options)
+    backend = make_backend(config.device)
+    captured, tiling = analyse(model, config, backend.device.type, layers, example)
     check_host_memory(tiling)
     check_one_layer(captured, tiling, config, backend)
     store = build_store(model, tiling)
@@ -69,9 +70,7 @@ def make_backend(device: str | None) -> Backend:
 def analyse(model: nn.Module, config: StreamConfig, device_type: str, layers: str | None,
             example: Mapping[str, Tensor] | None) -> tuple[CapturedModel, Tiling]:
     """Captures a model for a device and divides its parameters into tiles. Changes nothing."""
-    for name, parameter in model.named_parameters():
-        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
-            raise UnsupportedError(f"{name} has a gradient hook, which a streamed backward does not call: remove it")
+    refuse_hooks(model)
     dtypes = {config.dtype or p.dtype for p in model.parameters()}
     if not dtypes <= {torch.float32, torch.bfloat16}:
         raise UnsupportedError(f"parameters are {', '.join(sorted(map(str, dtypes)))}: megacompile trains float32 and bfloat16")
@@ -79,7 +78,11 @@ def analyse(model: nn.Module, config: StreamConfig, device_type: str, layers: st
     subject = model if config.dtype is None else _meta_twin(model, config.dtype)
     captured = capture(subject, layers=layers, example=example, pipeline=TEMPLATE_PIPELINE,
                        target=Target(device_type, dtype))
-    return captured, Tiling.of(model, captured.calls, config.dtype)
+    tiling = Tiling.of(model, captured.calls, config.dtype)
+    if config.resident != "all" and (unknown := set(config.resident) - set(tiling.layouts)):
+        raise MegacompileError(f"resident names {', '.join(sorted(unknown))}, which are no tiles of {type(model).__name__}: "
+                               f"it has {', '.join(tiling.layouts)}")
+    return captured, tiling
 
 
 def _meta_twin(model: nn.Module, dtype: torch.dtype) -> nn.Module:
@@ -91,12 +94,12 @@ def _meta_twin(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 def check_one_layer(captured: CapturedModel, tiling: Tiling, config: StreamConfig, backend: Backend) -> None:
-    """Raises `InsufficientMemoryError` if the device does not even hold one layer at a time for one token."""
+    """Raises `InsufficientMemoryError` if the device does not even hold the weights of one layer."""
     budget = parse_bytes(config.device_memory) or backend.free_bytes()
     largest = max(sum(tiling.layouts[t].weight_bytes for t in tiles) for tiles in tiling.tiles_of.values())
     if largest > budget:
         raise InsufficientMemoryError(
-            f"one layer needs {largest / 2**30:.2f} GiB of device memory and {budget / 2**30:.2f} GiB are available: "
+            f"one layer needs {format_bytes(largest)} of device memory and {format_bytes(budget)} are available: "
             "use a larger device_memory, or a smaller model")
 
 
@@ -123,19 +126,20 @@ class Handle:
             if torch.is_grad_enabled() and logits is not None:
                 logits = LogitsWithoutLoss.apply(self.anchor, logits)
             return rebuild(loss, logits)
-        refuse_hooks(streamed)
+        refuse_hooks(model)
         streamed.writes.check_trainability()
         loss, lease = streamed.forward(given.inputs, given.normaliser)
-        return rebuild(StreamedLoss.apply(self.anchor, loss, streamed, lease), None)
+        anchor = self.anchor.view_as(self.anchor)
+        return rebuild(StreamedLoss.apply(anchor, loss, streamed, lease, *streamed.parameters.values()), None)
 
     # ---------------------------------------------------------------- looking
     def compiled(self, batch: Mapping[str, Tensor] | None = None) -> CompiledShape:
         """The compiled shape of a batch; of the last one without. Compiles, runs nothing."""
         streamed = self.streamed
         if batch is None:
-            if streamed.latest is None:
+            if streamed.shapes.latest is None:
                 raise MegacompileError("nothing has been compiled yet: pass a batch, or run one")
-            return streamed.latest
+            return streamed.shapes.latest
         inputs = {k: v for k, v in batch.items() if k in streamed.captured.batch_inputs}
         first = next(iter(inputs.values()))
         labels = set(streamed.captured.batch_inputs) <= inputs.keys()
@@ -178,13 +182,22 @@ class Handle:
         """Waits for updates in flight. Afterwards parameters, gradients and optimizer state that you hold are current."""
         self.streamed.settle()
 
+    def whole(self) -> None:
+        """As `synchronize`; raises `TornError` if the weights are not all of one step."""
+        self.streamed.settle()
+        self.streamed.check_whole()
+
     def close(self) -> None:
-        """Gives everything back: what remains is a plain model on the CPU, trained."""
+        """Gives everything back: what remains is a plain model on the CPU, trained. Raises, when that is done, what an
+        update in flight failed with."""
         model = self.streamed.model
-        self.streamed.close()
-        disclaim(self.streamed)
-        model.__class__ = type(model).__mro__[2] if isinstance(model, _StreamedModule) else type(model)
-        model.__dict__.pop("megacompile", None)
+        try:
+            self.streamed.close()
+        finally:
+            disclaim(self.streamed)
+            if isinstance(model, _StreamedModule):
+                model.__class__ = _original_class(model)
+                del model.__dict__["megacompile"]
 
 
 def _inputs_before_loss(captured: CapturedModel) -> set[str]:
@@ -226,17 +239,26 @@ class _StreamedModule(nn.Module):
         self.megacompile.synchronize()
         return super().named_parameters(*args, **kwargs)
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+    def zero_grad(self, set_to_none: bool = True) -> None:
         self.megacompile.synchronize()
+        if not set_to_none:  # an update that stopped half-way needs them yet
+            self.megacompile.streamed.check_whole()
+        super().zero_grad(set_to_none)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        self.megacompile.whole()
         return super().state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """All weights written anew also mend those that an update left half-way."""
         self.megacompile.synchronize()
-        return super().load_state_dict(*args, **kwargs)
+        result = super().load_state_dict(*args, **kwargs)
+        if not result.missing_keys:
+            self.megacompile.streamed.mend()
+        return result
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
-        self.megacompile.synchronize()
-        self.megacompile.streamed.check_whole()
+        self.megacompile.whole()
         return super().save_pretrained(*args, **kwargs)  # type: ignore[misc]
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
@@ -247,14 +269,19 @@ class _StreamedModule(nn.Module):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """A plain CPU model with the same weights."""
-        self.megacompile.synchronize()
-        plain = object.__new__(type(self).__mro__[2])
+        self.megacompile.whole()
+        plain = object.__new__(_original_class(self))
         memo[id(self)] = plain
         plain.__dict__ = copy.deepcopy({k: v for k, v in self.__dict__.items() if k != "megacompile"}, memo)
         return plain
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise UnsupportedError("a streamed model cannot be pickled: use save_pretrained, state_dict, or copy.deepcopy(model)")
+
+
+def _original_class(model: _StreamedModule) -> type[nn.Module]:
+    _, _, original, *_ = type(model).__mro__
+    return original
 
 
 _classes: dict[type, type] = {}

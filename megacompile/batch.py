@@ -41,8 +41,8 @@ def read_arguments(model: nn.Module, forward: Callable[..., Any], captured: Capt
     for parameter in inspect.signature(forward).parameters.values():
         if parameter.kind is parameter.VAR_KEYWORD:
             given |= given.pop(parameter.name, {})
-    mask = given.pop("attention_mask", None)
-    items = given.pop("num_items_in_batch", None)
+    mask, items = (None if key in captured.batch_inputs else given.pop(key, None)
+                   for key in ("attention_mask", "num_items_in_batch"))
     inputs: dict[str, Tensor] = {}
     for key, value in given.items():
         if key in captured.batch_inputs:
@@ -59,9 +59,14 @@ def read_arguments(model: nn.Module, forward: Callable[..., Any], captured: Capt
         raise UnsupportedError(f"{name}: batch arguments must share one [batch, length] of at least one token, "
                                f"not {sorted(shapes)}")
     has_labels = all(key in inputs for key in labels)
+    if not has_labels and any(key in inputs for key in labels):
+        raise UnsupportedError(f"{name}: the loss needs all of {', '.join(labels)}: give them all, or none for logits alone")
     inputs = {key: inputs[key] for key in captured.batch_inputs if key in inputs and (has_labels or key not in labels)}
     check_mask(name, mask, inputs, labels if has_labels else ())
     normaliser = None
+    if items is not None and has_labels and not captured.has_normaliser:
+        raise UnsupportedError(f"{name}: num_items_in_batch cannot be honoured, since the loss is no cross entropy over "
+                               "tokens: leave it out")
     if has_labels and captured.has_normaliser:
         assert captured.count_targets is not None
         normaliser = captured.count_targets(inputs) if items is None else torch.as_tensor(items, dtype=torch.float32)
@@ -85,13 +90,16 @@ def check_mask(name: str, mask: Tensor | None, inputs: Mapping[str, Tensor], lab
     """Padding on the right needs no mask where its labels are -100: no real token attends to it, and no loss counts it.
 
     Raises `UnsupportedError` for every other mask."""
-    if mask is None or bool((mask != 0).all()):
+    if mask is None:
         return
     first = next(iter(inputs.values()))
-    if mask.dim() != 2 or mask.shape != first.shape[:2]:
-        raise UnsupportedError(f"{name}: an attention_mask of shape {list(mask.shape)} cannot be honoured yet: "
-                               "pass one of [batch, length], or none")
+    if not isinstance(mask, Tensor) or mask.shape != first.shape[:2]:
+        what = f"of shape {list(mask.shape)}" if isinstance(mask, Tensor) else f"that is a {type(mask).__name__}"
+        raise UnsupportedError(f"{name}: an attention_mask {what} cannot be honoured yet: pass a tensor of "
+                               f"{list(first.shape[:2])}, or none")
     present = mask != 0
+    if bool(present.all()):
+        return
     if bool((present[:, 1:] & ~present[:, :-1]).any()):
         raise UnsupportedError(f"{name}: padding on the left or within a sequence cannot be honoured yet: pad on the right")
     if not labels:

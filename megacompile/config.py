@@ -14,13 +14,22 @@ _UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,
 
 
 def parse_bytes(size: int | float | str | None) -> int | None:
-    """"24GiB" -> bytes. Raises `MegacompileError` for anything else."""
-    if size is None or isinstance(size, int | float):
-        return None if size is None else int(size)
-    match = re.fullmatch(r"\s*([0-9.]+)\s*([A-Za-z]*)\s*", size)
-    if match is None or match[2].upper() not in _UNITS:
+    """"24GiB" -> bytes. Raises `MegacompileError` for anything else, and for less than one byte."""
+    if size is None:
+        return None
+    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([A-Za-z]*)\s*", str(size))
+    count = float(match[1]) * _UNITS.get(match[2].upper(), 0) if match is not None else 0
+    if count < 1:
         raise MegacompileError(f"{size!r} is no amount of memory: write bytes, or a number and a unit like '24GiB'")
-    return int(float(match[1]) * _UNITS[match[2].upper()])
+    return int(count)
+
+
+def format_bytes(count: int) -> str:
+    """Bytes for people: 1536 -> "1.50 KiB"."""
+    size, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB"]
+    while abs(size) >= 1024 and len(units) > 1:
+        size, units = size / 1024, units[1:]
+    return f"{size:.2f} {units[0]}" if units[0] != "B" else f"{count} B"
 
 
 @dataclass(frozen=True)
@@ -41,11 +50,11 @@ class StreamConfig:
         reference: run the reference interpreter (one thread, program order), for checking.
     """
 
-    device: str | None = None
+    device: str | torch.device | None = None
     checkpoint_interval: int | None = None
     micro_batch_size: int | None = None
-    device_memory: int | str | None = None
-    locked_memory: int | str | None = None
+    device_memory: int | float | str | None = None
+    locked_memory: int | float | str | None = None
     dtype: torch.dtype | None = None
     compile: bool | None = None
     saved_layers: int = 0
@@ -60,13 +69,16 @@ class StreamConfig:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise MegacompileError(f"{name} must be a whole number of at least 1, not {value!r}")
-        if self.saved_layers < 0:
-            raise MegacompileError(f"saved_layers must not be negative, not {self.saved_layers}")
+        if not isinstance(self.saved_layers, int) or self.saved_layers < 0:
+            raise MegacompileError(f"saved_layers must be a whole number of at least 0, not {self.saved_layers!r}")
         if self.dtype not in (None, torch.float32, torch.bfloat16):
             raise MegacompileError(f"dtype must be torch.float32 or torch.bfloat16, not {self.dtype}")
         parse_bytes(self.device_memory)
         parse_bytes(self.locked_memory)
-        if self.device is not None and torch.device(self.device).type not in ("cpu", "cuda"):
+        for name in ("compile", "reference"):
+            if getattr(self, name) not in (None, True, False):
+                raise MegacompileError(f"{name} must be True or False, not {getattr(self, name)!r}")
+        if self.device is not None and not re.fullmatch(r"(cpu|cuda)(:\d+)?", str(self.device)):
             raise MegacompileError(f"device must be 'cpu' or 'cuda', not {self.device!r}")
 
     @classmethod

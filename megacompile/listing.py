@@ -8,6 +8,7 @@ from tabulate import tabulate
 from torch import fx
 
 from megacompile.program import (
+    OPS,
     Access,
     Lane,
     Program,
@@ -17,6 +18,7 @@ from megacompile.program import (
     nodes,
     op_of,
 )
+from megacompile.text import form
 
 _MARKS = "-"  # the column of nodes that no lane executes
 
@@ -29,7 +31,7 @@ def describe(node: fx.Node) -> str:
     for name in ("call", "tile", "tiles", "key", "place", "access", "lane", "mb", "node", "event", "value"):
         value = argument(node, name)
         if isinstance(value, fx.Node):
-            words.append(value.name)
+            words += [value.name] if value.name not in words else []  # a lease's key often is the value's name
         elif name == "tiles" and value is not None:
             words.append(f"{len(value)} tiles")
         elif value is not None:
@@ -72,6 +74,15 @@ def _table(graph: fx.Graph) -> str:
         rows.append([number, *(_cell(node) if _column(node) == column else "" for column in columns),
                      *(_few(list(dict.fromkeys(touched[access]))) for access in (Access.READ, Access.WRITE))])
     return str(tabulate(rows, ["#", *columns, "reads", "writes"], tablefmt="simple", disable_numparse=True))
+
+
+def op_table() -> str:
+    """Every word of the language, as Markdown: how it looks, its lane, what it reads and writes, what it means."""
+    rows = []
+    for op in OPS.values():
+        written = [*op.writes, *([f"{op.home}[tile] without `into`"] if op.home is not None else [])]
+        rows.append([f"`{form(op)}`", op.lane or "", ", ".join(op.reads), ", ".join(written), op.meaning])
+    return str(tabulate(rows, ["in text", "lane", "reads", "writes", "meaning"], tablefmt="github"))
 
 
 def _few(places: list[str], most: int = 4) -> str:

@@ -37,6 +37,9 @@ class AdamW(torch.optim.Optimizer):
     before clipping. `state_dict` holds exp_avg, exp_avg_sq (fp32), step, and for bf16 parameters the FP32 master's 16 low
     bits (`remainder`, int16).
 
+    Changes of `.grad` between backward and step count, in the norm too (those made through `.grad.data` leave no trace, and
+    the norm does not see them). A gradient that is None leaves its parameter alone.
+
     Raises `MegacompileError` for parameters that belong to no streamed model, or to several.
     """
 
@@ -52,6 +55,9 @@ class AdamW(torch.optim.Optimizer):
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
+        for option in ("amsgrad", "maximize", "differentiable"):
+            if param_group.get(option):
+                raise UnsupportedError(f"{option}=True is not implemented by megacompile.AdamW: leave it out")
         super().add_param_group(param_group)
         for parameter in self.param_groups[-1]["params"]:
             self._make_state(parameter)
@@ -87,19 +93,30 @@ class AdamW(torch.optim.Optimizer):
         state["step"] = 0
         state["exp_avg"] = tile.m[part.start:part.stop].view(part.shape)
         state["exp_avg_sq"] = tile.v[part.start:part.stop].view(part.shape)
+        if tile.moments_written:  # by an optimizer before this one
+            streamed.settle()
+            state["exp_avg"].zero_()
+            state["exp_avg_sq"].zero_()
         if tile.remainder is not None:
             state["remainder"] = tile.remainder[part.start:part.stop].view(part.shape)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Hands the update to the lanes. Parameters without `.grad` are left alone. Raises what an earlier update failed
-        with (`LaneError`); calling it again then completes the tiles that are missing."""
+        with (`LaneError`); called again, it completes that update: the tiles that are missing, from the gradients that it
+        had (setting `.grad` to None since does no harm), with the hyper-parameters that it had."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         streamed = self.streamed
-        repeating = self._update is not None and self._update.failed
+        streamed.settle()
+        if self._update is not None and self._update is streamed.unfinished and streamed.complete():
+            return loss
+        streamed.check_whole()
+        # An update that failed before its first tile was counted as a step, and is no step.
+        repeating = self._update is not None and self._update.failed and not self._update.done
+        streamed.adopt_writes()
         segments: dict[str, list[AdamSegment]] = {}
         counted: dict[str, list[int]] = {}
         for group in self.param_groups:
@@ -122,9 +139,6 @@ class AdamW(torch.optim.Optimizer):
             each.sort(key=lambda s: s.start)
         for positions in counted.values():
             positions.sort()
-        if streamed.writes.pending():
-            streamed.settle()
-            streamed.writes.adopt()
         streamed.writes.refresh_norms(streamed.gradients)
         self._update = Update(segments, counted, self.max_grad_norm)
         streamed.update(self._update)
@@ -142,15 +156,22 @@ class AdamW(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         if not set_to_none:
             self.streamed.settle()  # the update in flight reads them
+            self.streamed.check_whole()  # and one that stopped half-way needs them yet
         super().zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        self.streamed.settle()
+        """Moments and remainders are views of the tiles, as those of `torch.optim` are of its own: save or copy them before
+        the next step. Works after `close()` too."""
+        for owner in {_OWNERS[p][0] for group in self.param_groups for p in group["params"] if p in _OWNERS}:
+            if (streamed := owner()) is not None:
+                streamed.settle()
+                streamed.check_whole()
         return super().state_dict()
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Copies moments and remainders into the tiles, exactly: the base class would cast them to the parameter's dtype.
+        Load the model first: a remainder belongs to the weight that it was saved with, and loading a weight clears it.
 
         Raises `MegacompileError` for another number of groups, parameters, or another shape."""
         streamed = self.streamed
@@ -158,8 +179,8 @@ class AdamW(torch.optim.Optimizer):
         groups = state_dict["param_groups"]
         if [len(g["params"]) for g in groups] != [len(g["params"]) for g in self.param_groups]:
             raise MegacompileError("the saved optimizer has other parameter groups: make it with the groups it was saved with")
-        if streamed.writes.pending():
-            streamed.writes.adopt()  # sets remainders to zero, before the saved ones are loaded
+        streamed.adopt_writes()  # sets remainders to zero, before the saved ones are loaded
+        self._update = None
         for saved, group in zip(groups, self.param_groups, strict=True):
             group.update({k: v for k, v in saved.items() if k != "params"})
             for index, parameter in zip(saved["params"], group["params"], strict=True):
@@ -168,6 +189,8 @@ class AdamW(torch.optim.Optimizer):
 
     def _load_state(self, parameter: Tensor, saved: dict[str, Any]) -> None:
         state = self.state[parameter]
+        streamed, name = self._owner(parameter)
+        tile = streamed.store[streamed.tiling.position[name][0]]
         for key, value in state.items():
             if key not in saved and key == "remainder":
                 value.zero_()
@@ -177,6 +200,7 @@ class AdamW(torch.optim.Optimizer):
                 if key == "remainder" and saved[key].dtype != torch.int16:
                     raise UnsupportedError("the saved remainder is not int16: it was cast on the way; save it unchanged")
                 value.copy_(saved[key])
+                tile.moments_written = True
             else:
                 state[key] = int(saved[key])
 
@@ -199,5 +223,5 @@ class AdamW(torch.optim.Optimizer):
             return
         high, low = split_fp32(master.detach().float().contiguous().flatten())
         parameter.copy_(high.view(parameter.shape))
-        streamed.writes.adopt()
+        streamed.adopt_writes()
         remainder.copy_(low.view(parameter.shape))

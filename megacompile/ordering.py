@@ -89,9 +89,10 @@ class Clocks:
                     if other == lane:
                         continue
                     earlier = self._accesses.get(place, {}).get((other, earlier_access))
-                    if earlier is not None and known.done[_INDEX[other]] < self._position[earlier]:
-                        yield Hazard(place, node, earlier, earlier_access, other)
-                    if (_in_past(place, earlier_access, other) and known.done[_INDEX[other]] < 0
+                    if earlier is not None:  # its lane's past comes before it
+                        if known.done[_INDEX[other]] < self._position[earlier]:
+                            yield Hazard(place, node, earlier, earlier_access, other)
+                    elif (_in_past(place, earlier_access, other) and known.done[_INDEX[other]] < 0
                             and not known.past & self._bit(place, earlier_access, other)):
                         yield Hazard(place, node, None, earlier_access, other)
 

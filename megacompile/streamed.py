@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,52 +11,24 @@ import torch
 from torch import Tensor, nn
 
 from megacompile.binding import Binder
-from megacompile.config import StreamConfig, parse_bytes
-from megacompile.errors import LaneError, LeaseError, TornError, UnsupportedError
+from megacompile.config import StreamConfig, format_bytes, parse_bytes
+from megacompile.errors import InsufficientMemoryError, LaneError, LeaseError, MegacompileError, TornError
 from megacompile.frontend.capture import CapturedModel
-from megacompile.lowering import model_program
-from megacompile.passes import PIPELINE
-from megacompile.passes.manager import Compiled, compile_program
-from megacompile.plan import Plan
 from megacompile.planner import Planner
-from megacompile.program import Lane, Program, find, argument
-from megacompile.runtime.arena import Arena
+from megacompile.program import Lane
+from megacompile.runtime.arena import Accumulators, Arena
 from megacompile.runtime.executor import Executor
-from megacompile.runtime.kernels import Activation, Batch, Kernel
+from megacompile.runtime.kernels import Activation, Batch
 from megacompile.runtime.lanes import Backend
 from megacompile.runtime.operations import Frame, Update
 from megacompile.runtime.reference import ReferenceExecutor
 from megacompile.runtime.store import Store
+from megacompile.shapes import CompiledShape, Shape, Shapes
 from megacompile.tiling import Tiling, named_gradients
-from megacompile.verify import verify
 from megacompile.writes import ForeignWrites
 
 
-@dataclass(frozen=True)
-class Shape:
-    """What a program is compiled for."""
-
-    batch: int
-    length: int
-    labels: bool
-    training: bool
-
-
-@dataclass
-class CompiledShape:
-    """The program of one shape, every stage of it, and the kernels bound so far, by section."""
-
-    shape: Shape
-    plan: Plan
-    compiled: Compiled
-    kernels: dict[str, Mapping[tuple[str, str, int], Kernel]] = field(default_factory=dict)
-
-    @property
-    def program(self) -> Program:
-        return self.compiled.program
-
-
-@dataclass
+@dataclass(eq=False)
 class Lease:
     """What an open forward holds: kept activations, the epilogue's gradients, and which weights they were made with."""
 
@@ -65,10 +38,22 @@ class Lease:
     values: dict[str, Any] = field(default_factory=dict)
     closed: bool = False
 
+    @property
+    def device_bytes(self) -> int:
+        """Device memory that it keeps from others; memory that several values share counts once."""
+        tensors: list[Any] = []
+        for value in self.values.values():
+            if isinstance(value, Activation):
+                tensors += [*value.outputs, *value.residuals]
+            elif isinstance(value, Accumulators):
+                tensors.append(value.flat)
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if isinstance(t, Tensor)}
+        return sum(storages.values())
+
 
 class Streamed:
-    """State: `shapes` compiled so far, whether resident tiles are current, the version of all weights, an update in
-    flight, and whether a failed update has torn the weights."""
+    """State: the `shapes` compiled so far, the open `leases`, the version of all weights, whether resident tiles are
+    current, the update in flight (`updating`), and one that failed before its last tile (`unfinished`)."""
 
     def __init__(self, model: nn.Module, captured: CapturedModel, tiling: Tiling, store: Store, backend: Backend,
                  config: StreamConfig) -> None:
@@ -88,53 +73,47 @@ class Streamed:
         budget = parse_bytes(config.device_memory) or int(backend.free_bytes() * 0.95)
         self.planner = Planner(captured, tiling, config, budget, parse_bytes(config.locked_memory),
                                **({} if backend.device.type == "cuda" else {"margin_bytes": 0}))
-        self.shapes: dict[Shape, CompiledShape] = {}
-        self.latest: CompiledShape | None = None
+        self.shapes = Shapes(captured, tiling, self.planner, self.binder)
+        self.leases: weakref.WeakSet[Lease] = weakref.WeakSet()
+        self.trained: CompiledShape | None = None  # that of the last backward, whose program also updates
         self.resident_current = False
         self.version = 0
         self.updating: Update | None = None
-        self.torn = False
+        self.unfinished: Update | None = None
         self.steps = 0
+        # Runs when the model is closed, and when it is forgotten: threads end, and no page stays locked.
+        self._give_back = weakref.finalize(self, _give_back, self.executor, self.arena, store, backend)
         if self.planner.locked():
             for tile in store.tiles.values():
                 for part in (tile.weights, tile.gradients):
                     if part is not None:
                         backend.lock(part)
 
-    # ---------------------------------------------------------------- programs
+    # ---------------------------------------------------------------- programs and memory
     def compiled(self, shape: Shape) -> CompiledShape:
-        """The program of a shape, compiled at its first use and proven against those that exist.
+        """The program of a shape, compiled at its first use. Raises what `Shapes.get` raises."""
+        keep = {lease.shape for lease in self.open_leases()}
+        return self.shapes.get(shape, keep | ({self.trained} if self.trained is not None else set()))
 
-        Raises `InsufficientMemoryError`, `UnsupportedError`, `ProgramError`."""
-        if shape not in self.shapes:
-            self.captured.check_shape(shape.batch, shape.length)
-            plan = self.planner.plan(shape.batch, shape.length, shape.training)
-            if len(plan.micro_batches) > 1 and shape.labels and not self.captured.has_normaliser:
-                raise UnsupportedError(
-                    "the model's loss is not a cross entropy over tokens, so that it cannot be split into micro-batches: "
-                    f"give micro_batch_size={shape.batch} or smaller batches")
-            model = model_program(self.tiling.call_specs(self.captured.calls, self.captured.templates),
-                                  self.tiling.tiles(), shape.batch, shape.labels)
-            compiled = compile_program(model, plan, PIPELINE)
-            verify(compiled.program, [s.program for s in self.shapes.values()])
-            self.shapes[shape] = CompiledShape(shape, plan, compiled)
-        self.latest = self.shapes[shape]
-        return self.latest
+    def open_leases(self) -> list[Lease]:
+        return [lease for lease in self.leases if not lease.closed]
 
-    def _reserve(self, shape: CompiledShape) -> None:
-        program = shape.program
-        wanted = {s: slot for s, slot in program.slots.items()
-                  if not self.arena.is_slab(s) or self._uses(program, s, ("forward", "backward", "update", "evaluate"))}
-        grown = any(s not in self.arena.slots or self.arena.slots[s].numel() < slot.bytes for s, slot in wanted.items())
-        if grown:
+    def _check_room(self, shape: CompiledShape) -> None:
+        """Raises `InsufficientMemoryError` if a section of this shape does not fit beside the forwards that are open."""
+        held = sum(lease.device_bytes for lease in self.open_leases())
+        needed, budget = shape.estimate.total + self.planner.margin_bytes, self.planner.device_bytes
+        if held and needed + held > budget:
+            raise InsufficientMemoryError(
+                f"a batch of {shape.shape.batch} x {shape.shape.length} needs {format_bytes(needed)} of device memory and "
+                f"{format_bytes(budget - held)} are available, since forwards without their backward hold "
+                f"{format_bytes(held)}: run backward (or drop the loss) before the next forward, or give more device_memory")
+
+    def _reserve(self, shape: CompiledShape, *sections: str) -> None:
+        wanted = shape.slots(*sections)
+        if any(s not in self.arena.slots or self.arena.slots[s].numel() < slot.bytes for s, slot in wanted.items()):
             self.settle()
             self.arena.reserve(wanted)
             self.resident_current = False
-
-    @staticmethod
-    def _uses(program: Program, slot: str, sections: tuple[str, ...]) -> bool:
-        return any(argument(n, "into") == slot for s in sections if s in program.sections
-                   for n in find(program.section(s), "pack", "offload"))
 
     # ---------------------------------------------------------------- running sections
     def submit(self, shape: CompiledShape, section: str, batch: Batch, lease: dict[str, Any] | None = None,
@@ -145,28 +124,34 @@ class Streamed:
                       lease if lease is not None else {}, update)
         return self.executor.submit(shape.program.section(section), frame)
 
-    def enter(self, shape: CompiledShape) -> None:
-        """Before any section that reads weights: slots exist, foreign writes are noticed, resident tiles are current."""
-        self.raise_pending()
+    def enter(self, shape: CompiledShape, *sections: str) -> None:
+        """Before sections that read weights: slots exist, foreign writes are noticed, resident tiles are current."""
         self.check_whole()
-        self._reserve(shape)
+        self._check_room(shape)
+        self._reserve(shape, "load", *sections)
+        self.adopt_writes()
+        if shape.plan.resident and not self.resident_current:
+            self.submit(shape, "load", Batch([], self.constants))
+            self.resident_current = True
+
+    def adopt_writes(self) -> None:
+        """Takes over what was written to parameters from outside."""
         if self.writes.pending():
             self.settle()
             self.writes.adopt()
             self.version += 1
             self.resident_current = False
-        if shape.plan.resident and not self.resident_current:
-            self.submit(shape, "load", Batch([], self.constants))
-            self.resident_current = True
 
     def forward(self, inputs: Mapping[str, Tensor], normaliser: Tensor | None) -> tuple[Tensor, Lease]:
         """The loss of a batch (0-d, on the compute device) and the lease that its backward needs."""
-        shape = self.compiled(self._shape(inputs, training=True))
-        self.enter(shape)
-        batch = self._batch(shape, inputs, normaliser)
-        lease = Lease(shape, batch, self.version)
         with self.guarded():
+            self.executor.check()
+            shape = self.compiled(self._shape(inputs, training=True))
+            self.enter(shape, "forward", "backward", "update")
+            batch = self._batch(shape, inputs, normaliser)
+            lease = Lease(shape, batch, self.version)
             self.submit(shape, "forward", batch, lease.values).wait((Lane.COMPUTE,))
+        self.leases.add(lease)
         with self._on_compute():
             losses = [value.loss for value in batch.results.pop("loss")]
             loss = torch.stack(losses).sum(dim=0) if len(losses) > 1 else losses[0].clone()
@@ -175,10 +160,11 @@ class Streamed:
 
     def evaluate(self, inputs: Mapping[str, Tensor], normaliser: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         """(loss or None, logits) without gradients."""
-        shape = self.compiled(self._shape(inputs, training=False))
-        self.enter(shape)
-        batch = self._batch(shape, inputs, normaliser)
         with self.guarded():
+            self.executor.check()
+            shape = self.compiled(self._shape(inputs, training=False))
+            self.enter(shape, "evaluate")
+            batch = self._batch(shape, inputs, normaliser)
             self.submit(shape, "evaluate", batch).wait((Lane.COMPUTE,))
         (values,) = batch.results.values()
         loss, logits = self._collect(values, labels="logits" not in batch.results)
@@ -194,7 +180,9 @@ class Streamed:
         return loss, logits
 
     def backward(self, lease: Lease, gradient: Tensor) -> None:
-        """Runs a lease's backward and sets `.grad` of every trained parameter. Returns when gradients are home."""
+        """Runs a lease's backward and sets `.grad` of every trained parameter. Returns when gradients are home.
+
+        Whatever stops it, no parameter has a `.grad` afterwards: some would hold this batch's gradients, others not."""
         self.raise_pending()
         if lease.closed:
             raise LeaseError("this loss has had its backward: run the forward again (retain_graph cannot be honoured, "
@@ -203,17 +191,21 @@ class Streamed:
             raise LeaseError("the weights have changed since this loss was computed: run backward before optimizer.step(), "
                              "or the forward again")
         section = "backward_accumulate" if self._gather_gradients() else "backward"
-        if section == "backward_accumulate":
-            wanted = {s: slot for s, slot in lease.shape.program.slots.items()}
-            if any(s not in self.arena.slots for s in wanted):
-                self.settle()
-                self.arena.reserve(wanted)
+        self._reserve(lease.shape, section)
         lease.closed = True
         lease.batch.scale = gradient.to(self.backend.device)
         self.backend.enter([lease.batch.scale])
-        with self.guarded():
-            self.submit(lease.shape, section, lease.batch, lease.values).wait()
-            self.drain()
+        self.trained, self.unfinished = lease.shape, None
+        try:
+            with self.guarded():
+                self.submit(lease.shape, section, lease.batch, lease.values).wait()
+                self.drain()
+        except BaseException:
+            for name in self.gradients:
+                self.parameters[name].grad = None
+            raise
+        finally:
+            lease.values.clear()
         for name, view in self.gradients.items():
             self.parameters[name].grad = view
         self.writes.note_gradients(self.gradients)
@@ -233,19 +225,28 @@ class Streamed:
         return True
 
     def update(self, update: Update) -> None:
-        """Hands an optimizer step to the cpu lane and returns. A failed one is completed by the next call."""
-        self.raise_pending()
-        shape = next((s for s in self.shapes.values() if "update" in s.program.sections), None)
-        if shape is None:
-            return  # no backward has been run: there is nothing to do
-        if self.updating is not None and self.torn:
-            update.done, update.norm = self.updating.done, self.updating.norm
-        self._reserve(shape)
+        """Hands an optimizer step to the cpu lane and returns. Raises what the one before it failed with."""
+        self.settle()  # the step before it is over, or `recover` would take this one for the one that failed
+        if self.trained is None:
+            raise MegacompileError("gradients were set by hand before any backward of this model: run a forward and a "
+                                   "backward first")
+        self._reserve(self.trained, "update")
         self.version += 1
         self.steps += 1
-        self.updating, self.torn = update, False
+        self.updating, self.unfinished = update, None
         with self.guarded():
-            self.submit(shape, "update", Batch([], self.constants), update=update)
+            self.submit(self.trained, "update", Batch([], self.constants), update=update)
+
+    def complete(self) -> bool:
+        """Runs what is missing of an update that failed, with its own hyper-parameters; False, and nothing is done, if
+        its gradients have changed since."""
+        update = self.unfinished
+        assert update is not None, "no update has failed"
+        if not self.writes.gradients_untouched(self.gradients):
+            return False
+        update.failed = False
+        self.update(update)
+        return True
 
     # ---------------------------------------------------------------- waiting and failing
     def guarded(self) -> _Guard:
@@ -267,20 +268,30 @@ class Streamed:
         with self.guarded():
             self.drain()
 
+    @property
+    def torn(self) -> bool:
+        """Whether some tiles have had an update that others have not."""
+        return self.unfinished is not None and bool(self.unfinished.done)
+
     def check_whole(self) -> None:
         """Raises `TornError` if an update stopped between its first and its last tile."""
         if self.torn:
-            raise TornError("an update stopped half-way: call optimizer.step() again to complete it, or load a checkpoint")
+            raise TornError("an update stopped half-way: call optimizer.step() again to complete it, or load a checkpoint "
+                            "with load_state_dict (the model's, then the optimizer's)")
+
+    def mend(self) -> None:
+        """All weights were written anew: what was missing of an update is no longer wanted."""
+        self.unfinished = None
 
     def recover(self) -> None:
         """After a failure. Before the first `adam` of an update nothing has changed; after it, and before the last, the
-        weights are torn until the update is run again."""
+        weights are torn until the update is completed."""
         self.executor.recover()
         self.resident_current = False
-        update = self.updating
-        if update is not None:
-            update.failed = update.done != set(update.segments)
-            self.torn = update.failed and bool(update.done)
+        update, self.updating = self.updating, None
+        if update is not None and update.done != set(update.segments):
+            update.failed = True
+            self.unfinished = update
 
     # ---------------------------------------------------------------- batches
     def _shape(self, inputs: Mapping[str, Tensor], training: bool) -> Shape:
@@ -303,13 +314,21 @@ class Streamed:
         return self.backend.lane(Lane.COMPUTE)
 
     def close(self) -> None:
-        self.settle()
-        self.executor.close()
-        self.arena.close()
-        for tile in self.store.tiles.values():
-            for part in (tile.weights, tile.gradients):
-                if part is not None:
-                    self.backend.unlock(part)
+        """Gives everything back, and only then raises what an update in flight failed with (`LaneError`, `TornError`)."""
+        try:
+            self.settle()
+            self.check_whole()
+        finally:
+            self._give_back()
+
+
+def _give_back(executor: Executor | ReferenceExecutor, arena: Arena, store: Store, backend: Backend) -> None:
+    executor.close()
+    arena.close()
+    for tile in store.tiles.values():
+        for part in (tile.weights, tile.gradients):
+            if part is not None:
+                backend.unlock(part)
 
 
 class _Guard:

@@ -214,7 +214,7 @@ class _Parser:
                 name = target
             case ast.Assign():
                 self.fail(statement, "no plain name on the left; expected `name = p.op(...)`")
-        match getattr(statement, "value", None):
+        match statement.value if isinstance(statement, ast.Assign | ast.Expr) else None:
             case ast.Call(func=ast.Attribute(value=ast.Name(id="p"), attr=word)) as call:
                 pass
             case _:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from megacompile.config import format_bytes
 from megacompile.errors import InsufficientMemoryError, UnsupportedError
 from megacompile.frontend.template import Call, Template
 from megacompile.program import CallSpec, Tile
@@ -88,7 +89,7 @@ def check_host_memory(tiling: Tiling) -> None:
     needed, available = tiling.host_bytes() + HOST_MARGIN_BYTES, available_host_bytes()
     if needed > available:
         raise InsufficientMemoryError(
-            f"training needs {needed / 2**30:.1f} GiB of host memory and {available / 2**30:.1f} GiB are available: "
+            f"training needs {format_bytes(needed)} of host memory and {format_bytes(available)} are available: "
             f"use a smaller model, bfloat16 (14 bytes a parameter; float32 takes 16), or a machine with more memory")
 
 

@@ -16,6 +16,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 
+from tabulate import tabulate
+
 from megacompile.completeness import sent_home, supplied, trained, updated
 from megacompile.fault import Fault
 from megacompile.lifetimes import placed
@@ -126,3 +128,9 @@ RULES: tuple[tuple[Rule, str], ...] = (
     (ordered, "synchronize"),
     (handed_on, "synchronize"),
 )
+
+
+def rule_table() -> str:
+    """The rules as Markdown, from what their docstrings say."""
+    rows = [[f"`{rule.__name__}`", stage, " ".join((rule.__doc__ or "").split())] for rule, stage in RULES]
+    return str(tabulate(rows, ["rule", "from stage", "what it says"], tablefmt="github"))

@@ -22,6 +22,8 @@ _TYPES: dict[str, type | tuple[type, ...]] = {
 
 
 def well_formed(program: Program) -> Iterator[Fault]:
+    """Each node is a word of the language with the arguments and the kinds of values that it takes; names are declared;
+    nothing is used before it is defined or after its release, and nothing is released twice."""
     yield from _declarations(program)
     for name, graph in program.sections.items():
         for node in graph.nodes:

@@ -4,13 +4,14 @@ A bf16 parameter that was written has no meaningful remainder: it becomes zero, 
 """
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 
 from torch import Tensor, nn
 
 from megacompile.errors import UnsupportedError
 from megacompile.runtime import adam as host
-from megacompile.runtime.store import Store
+from megacompile.runtime.store import HostTile, Store
 from megacompile.tiling import Tiling
 
 
@@ -22,6 +23,7 @@ class ForeignWrites:
         self.seen = {name: self._state(p) for name, p in parameters.items()}
         self.homes = {name: p.data_ptr() for name, p in parameters.items()}
         self.gradients: dict[str, int] = {}
+        self.warned = False
 
     @staticmethod
     def _state(parameter: nn.Parameter) -> tuple[int, int]:
@@ -40,15 +42,23 @@ class ForeignWrites:
             tile = self.store[tile_name]
             part = tile.layout.slices[position]
             if parameter.data_ptr() != self.homes[name]:
-                if parameter.shape != part.shape:
-                    raise UnsupportedError(f"{name} now has shape {list(parameter.shape)} instead of {list(part.shape)}: "
-                                           "close() the model before changing its architecture, then stream() it again")
+                if parameter.shape != part.shape or parameter.dtype != tile.layout.dtype:
+                    raise UnsupportedError(
+                        f"{name} is now {parameter.dtype} of shape {list(parameter.shape)} instead of {tile.layout.dtype} of "
+                        f"{list(part.shape)}: close() the model before changing its architecture, then stream() it again")
                 home = tile.parameter_view(tile.weights, position)
                 home.copy_(parameter.data)
                 parameter.data = home
             if tile.remainder is not None:
                 tile.remainder[part.start:part.stop] = 0
+                self._warn_of_other_optimizer(tile, parameter)
             self.seen[name] = self._state(parameter)
+
+    def _warn_of_other_optimizer(self, tile: HostTile, parameter: nn.Parameter) -> None:
+        if tile.m is None and parameter.grad is not None and not self.warned:
+            self.warned = True
+            warnings.warn(f"another optimizer updates the parameters in their own {parameter.dtype}, where small updates are "
+                          "lost to rounding: megacompile.AdamW keeps an FP32 master", stacklevel=2)
 
     def check_trainability(self) -> None:
         """Raises `UnsupportedError` if `requires_grad` of a parameter is not what it was at capture."""
@@ -61,6 +71,10 @@ class ForeignWrites:
     # ---------------------------------------------------------------- gradients
     def note_gradients(self, gradients: Mapping[str, Tensor]) -> None:
         self.gradients = {name: g._version for name, g in gradients.items()}
+
+    def gradients_untouched(self, gradients: Mapping[str, Tensor]) -> bool:
+        """Whether what is stored is what was last noted."""
+        return self.gradients == {name: g._version for name, g in gradients.items()}
 
     def refresh_norms(self, gradients: Mapping[str, Tensor]) -> None:
         """Norms of gradients that the user changed in place (`clip_grad_norm_`) or replaced since they were stored."""

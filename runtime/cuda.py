@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,6 +23,18 @@ def expandable_segments() -> None:
     """Before the first CUDA allocation, unless the user has set the allocator up."""
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ and "PYTORCH_ALLOC_CONF" not in os.environ:
         torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+
+
+#: Sets of streams that no backend uses, by device. Streams are never destroyed: PyTorch's allocator records an event on
+#: every stream that a tensor was used on when the tensor dies, and aborts the process if the stream is gone by then.
+_idle_streams: dict[int, list[dict[Lane, Any]]] = {}
+
+
+def _streams(cupy: Any, index: int) -> dict[Lane, Any]:
+    if idle := _idle_streams.get(index):
+        return idle.pop()
+    with cupy.cuda.Device(index):
+        return {lane: cupy.cuda.Stream(non_blocking=True) for lane in (Lane.COMPUTE, Lane.H2D, Lane.D2H)}
 
 
 class CudaBackend:
@@ -39,10 +52,10 @@ class CudaBackend:
         self.cupy, self.index = cupy, index
         self.device = torch.device("cuda", index)
         expandable_segments()
-        with cupy.cuda.Device(index):
-            self.streams = {lane: cupy.cuda.Stream(non_blocking=True) for lane in (Lane.COMPUTE, Lane.H2D, Lane.D2H)}
+        self.streams = _streams(cupy, index)
         self.compute = torch.cuda.ExternalStream(self.streams[Lane.COMPUTE].ptr, device=self.device)
         self._locked: dict[int, int] = {}
+        weakref.finalize(self, _idle_streams.setdefault(index, []).append, self.streams)
 
     @contextlib.contextmanager
     def lane(self, lane: Lane) -> Iterator[None]:

@@ -26,6 +26,7 @@ from .lanes import Backend
 from .operations import OPERATIONS, Frame
 
 _POLL_S = 0.05  # how soon a waiting lane notices that another has failed
+_LOWERED = "_megacompile_instructions"  # attribute of a section
 
 
 class Event:
@@ -105,7 +106,6 @@ class Executor:
         self._queues: dict[Lane, queue.SimpleQueue[tuple[Run, list[fx.Node]] | None]] = {}
         self._threads: dict[Lane, threading.Thread] = {}
         self._runs = 0
-        self._instructions: weakref.WeakKeyDictionary[fx.Graph, dict[Lane, list[fx.Node]]] = weakref.WeakKeyDictionary()
 
     # ---------------------------------------------------------------- submission, in the caller's thread
     def submit(self, section: fx.Graph, frame: Frame) -> Run:
@@ -129,21 +129,28 @@ class Executor:
         self.carried.leave(left)
         self._runs += 1
         run = Run(frame, events, {lane: threading.Event() for lane in instructions}, self, self._runs)
-        for lane, program in instructions.items():
-            self._queue(lane).put((run, program))
+        try:
+            for lane, program in instructions.items():
+                self._queue(lane).put((run, program))
+        except BaseException as error:  # Ctrl-C: lanes that have the section would wait for lanes that never get it
+            self.failure = Failure(run.number, error, None, None)
+            raise
         return run
 
     def _lower(self, section: fx.Graph) -> dict[Lane, list[fx.Node]]:
-        if section not in self._instructions:
-            lanes: dict[Lane, list[fx.Node]] = {}
+        """The instructions of each lane. Kept on the section itself: its nodes point to it, so that a table here would
+        keep every section alive that ever ran."""
+        lanes: dict[Lane, list[fx.Node]] | None = getattr(section, _LOWERED, None)
+        if lanes is None:
+            lanes = {}
             for node in nodes(section):
                 lane = lane_of(node)
                 if op_of(node).name not in ("enter", "leave"):
                     # What runs nowhere (a resident tile's weights) is a value all the same: compute reads it.
                     if lane is not None or op_of(node).result is not None:
                         lanes.setdefault(lane or Lane.COMPUTE, []).append(node)
-            self._instructions[section] = lanes
-        return self._instructions[section]
+            setattr(section, _LOWERED, lanes)
+        return lanes
 
     def wait(self, events: Iterable[threading.Event]) -> None:
         """Waits in the caller's thread; Ctrl-C stops the lanes before it goes on."""
@@ -169,9 +176,11 @@ class Executor:
             mark.wait()
 
     def check(self) -> None:
-        failure = self.failure
-        if failure is None:
+        """Raises the failure of the earliest run that failed."""
+        if self.failure is None:
             return
+        self.idle()  # runs before the one that failed go on, and may fail yet
+        failure = self.failure
         if failure.node is None:
             raise LaneError(f"the step was stopped by {type(failure.error).__name__}") from failure.error
         raise LaneError(

@@ -122,7 +122,7 @@ class HostTile:
     remainder: Tensor | None = None  # int16 [elements]
     m: Tensor | None = None
     v: Tensor | None = None
-    version: int = 0  # how many updates its weights have seen
+    moments_written: bool = False  # by an update, or from a saved optimizer; until then they are untouched zeros
 
     @classmethod
     def allocate(cls, layout: TileLayout) -> HostTile:

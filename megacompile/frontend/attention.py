@@ -14,11 +14,10 @@ from megacompile.errors import UnsupportedError
 from megacompile.frontend import attention_kernels as kernels
 
 ATTENTION_NAME = "megacompile"  # in transformers' AttentionInterface and AttentionMaskInterface
-# Arguments of transformers' attention functions that change nothing here: causality is ours, caches and outputs are off.
+# Arguments of transformers' attention functions that change nothing here: caches and further outputs are off.
 _HARMLESS = {
-    "position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states", "is_causal", "layer_idx",
-    "num_items_in_batch", "output_router_logits", "return_dict", "past_key_values", "cu_seq_lens_q", "cu_seq_lens_k",
-    "max_length_q", "max_length_k",
+    "position_ids", "cache_position", "use_cache", "past_key_values", "output_attentions", "output_hidden_states",
+    "output_router_logits", "return_dict", "is_causal", "layer_idx", "num_items_in_batch",
 }
 
 _ARGUMENTS = "Tensor query, Tensor key, Tensor value"
@@ -119,7 +118,7 @@ def transformers_mask(*_: Any, attention_mask: Tensor | None = None, **__: Any) 
     attention function *without* a mask function gets None too, and drops padding silently.
     """
     if attention_mask is not None:
-        raise UnsupportedError("padding masks are not supported inside a captured model: pass batches without attention_mask")
+        raise UnsupportedError("a padding mask reached a captured model: pass batches without attention_mask")
 
 
 def register_with_transformers() -> None:

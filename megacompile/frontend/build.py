@@ -43,8 +43,8 @@ def build_template(
     except Exception as reason:
         cause = next(iter(str(reason).splitlines()), "") or type(reason).__name__
         raise CaptureError(
-            f"{section.name} cannot be differentiated as one graph: {cause}; use differentiable, functional torch ops, and "
-            "change no input in place") from reason
+            f"{section.name} cannot be differentiated as one graph: {cause}; use differentiable, functional torch ops, "
+            "and change no input in place") from reason
     stages["joint"] = joint.graph.code
     refuse_ops(joint.graph, section)
 

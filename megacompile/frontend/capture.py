@@ -38,16 +38,20 @@ class CapturedModel:
 
     `calls`: the prologue, the layers in order, the epilogue. `templates`: by the name that calls use.
     `batch_inputs`: the batch arguments, in the positional order of the model's forward. `layer_names`: qualified.
-    `fused_loss`: the epilogue's `loss` never holds the micro-batch's logits. `has_normaliser`: its loss is a sum over the
-    "normaliser" input, so that micro-batches add up; then `count_targets(batch on the host)` gives the batch's normaliser,
-    a 0-d float32 tensor. `output.rebuild(loss, logits)`: the model's own return value. `conditions`: sympy conditions on
-    B and T under which the graphs hold; `guards`: the same as text. `seconds`: what capturing took.
+    `fused_attention`: every layer's attention is our op; else the model's own code, whose masks take B x T x T bytes.
+    `fused_loss`: the epilogue's `loss` never holds the micro-batch's logits.
+    `has_normaliser`: the loss is a sum over the "normaliser" input, so that micro-batches add up; then
+    `count_targets(batch on the host)` gives a batch's normaliser, a 0-d float32 tensor.
+    `output.rebuild(loss, logits)`: the model's own return value, around these.
+    `conditions`: sympy conditions on B and T under which the graphs hold; `guards`: the same as text.
+    `seconds`: what capturing took.
     """
 
     calls: tuple[Call, ...]
     templates: dict[str, Template]
     batch_inputs: tuple[str, ...]
     layer_names: tuple[str, ...]
+    fused_attention: bool
     fused_loss: bool
     has_normaliser: bool
     count_targets: Callable[[Mapping[str, Tensor]], Tensor] | None
@@ -99,8 +103,10 @@ def capture(
         calls.append(Call(section.name, names[key], tuple(section.sources)))
     return CapturedModel(
         calls=tuple(calls), templates=templates, batch_inputs=batch_inputs, layer_names=stack.names,
-        fused_loss="linear_cross_entropy" in templates["epilogue"].stages["joint"], has_normaliser=count is not None,
-        count_targets=count, output=structure, conditions=conditions, seconds=time.perf_counter() - started)
+        fused_attention=_all_layers_call_attention(graph),
+        fused_loss="linear_cross_entropy" in templates["epilogue"].stages["joint"],
+        has_normaliser=count is not None, count_targets=count, output=structure, conditions=conditions,
+        seconds=time.perf_counter() - started)
 
 
 def _trace(
@@ -117,7 +123,12 @@ def _trace(
         batch = fake_batch(model, dict(example) if example is not None else None, fakes)
         options = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
         stack = find_layers(twin, layers)
-        graph = capture_model_graph(twin, batch, stack, fakes, options)
+        try:
+            graph = capture_model_graph(twin, batch, stack, fakes, options)
+        except UnsupportedError:
+            if own_attention:  # sinks, biases: what our op lacks, the model's own implementation has
+                continue
+            raise
         if not own_attention or _all_layers_call_attention(graph):
             return graph, tuple(batch)
     raise AssertionError("the last trace is always returned")

@@ -45,17 +45,19 @@ def example_values(graph: fx.GraphModule) -> list[Any]:
 def forward_graph(graph: fx.GraphModule, fakes: FakeTensorMode) -> JointGraph:
     """The forward alone, functional, of a Dynamo-level section."""
     with fakes, torch.no_grad():
-        traced = aot_export_joint_simple(graph, example_values(graph), trace_joint=False)
+        traced: Any = aot_export_joint_simple(graph, tuple(example_values(graph)), trace_joint=False)
     return JointGraph(traced, traced.graph.find_nodes(op="placeholder"), [], _results(traced), {}, [])
 
 
-def joint_graph(graph: fx.GraphModule, fakes: FakeTensorMode, has_gradient: Sequence[bool], partition: bool) -> JointGraph:
+def joint_graph(
+    graph: fx.GraphModule, fakes: FakeTensorMode, has_gradient: Sequence[bool], partition: bool
+) -> JointGraph:
     """Forward and backward of a Dynamo-level section; residuals are chosen if `partition`."""
     if not any(has_gradient):
         return forward_graph(graph, fakes)
     examples = example_values(graph)
     with fakes:
-        joint = aot_export_joint_simple(graph, examples, trace_joint=True)
+        joint: Any = aot_export_joint_simple(graph, tuple(examples), trace_joint=True)
     saved: set[str] = set()
     if partition:
         with fakes, torch._functorch.config.patch(_LEAN):
@@ -145,7 +147,7 @@ def replace_unit_tangent(module: fx.GraphModule, tangents: int) -> None:
 
 
 def retarget(module: fx.GraphModule, device_type: str) -> None:
-    """Let tensors that the graph creates, and constants that it holds, be on `device_type`; it was traced on CPU fakes."""
+    """Let tensors that the graph creates, and its constants, be on `device_type`: it was traced on the CPU."""
     if device_type == "cpu":
         return
     device = torch.device(device_type)

@@ -46,7 +46,7 @@ def register_layers(model_class: type[nn.Module], layers: str) -> None:
 
 
 def find_layers(model: nn.Module, layers: str | None = None) -> LayerStack:
-    """The stack named by `layers`, else the one registered for the model's class, else the list with the most parameters.
+    """The stack named by `layers`, else the one registered for the model's class, else the list of most parameters.
 
     Raises `CaptureError`, naming the candidates, if there is no such list or it is empty.
     """
@@ -56,8 +56,8 @@ def find_layers(model: nn.Module, layers: str | None = None) -> LayerStack:
     if path is None:
         if not candidates:
             raise CaptureError(
-                f"no repeated layer stack found in {type(model).__name__}: keep the decoder layers in an nn.ModuleList, "
-                'or name the stack with layers="path.to.layers"'
+                f"no repeated layer stack found in {type(model).__name__}: keep the decoder layers in an "
+                'nn.ModuleList, or name the stack with layers="path.to.layers"'
             )
         # Nested lists (experts inside a layer) hold fewer parameters than the list around them; ties go to the outer.
         path = max(candidates, key=candidates.__getitem__)
@@ -67,7 +67,8 @@ def find_layers(model: nn.Module, layers: str | None = None) -> LayerStack:
         stack = None
     if not isinstance(stack, (nn.ModuleList, nn.Sequential)) or len(stack) == 0:
         found = ", ".join(candidates) or "none"
-        what = "does not exist" if stack is None else f"is a {type(stack).__name__} of {len(list(stack.children()))} modules"
+        held = 0 if stack is None else len(list(stack.children()))
+        what = "does not exist" if stack is None else f"is a {type(stack).__name__} of {held} modules"
         raise CaptureError(
             f'layers="{path}" {what} in {type(model).__name__}: name a non-empty nn.ModuleList or nn.Sequential of '
             f"layers (found: {found})"
@@ -79,8 +80,9 @@ def _candidates(model: nn.Module) -> dict[str, int]:
     """Qualified name -> number of parameters of every list that could be the stack, outermost first."""
     found = {}
     for name, module in model.named_modules():
-        one_class = isinstance(module, nn.Sequential) and len({type(child) for child in module}) == 1 and len(module) > 1
-        if name and (isinstance(module, nn.ModuleList) or one_class):
+        classes = {type(child) for child in module.children()}
+        alike = isinstance(module, nn.Sequential) and len(classes) == 1 and len(module) > 1
+        if name and (isinstance(module, nn.ModuleList) or alike):
             parameters = sum(p.numel() for p in module.parameters())
             if parameters:
                 found[name] = parameters

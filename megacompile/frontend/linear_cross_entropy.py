@@ -1,11 +1,13 @@
 """Head and cross entropy as one op over chunks of tokens, whose forward computes the gradients as well.
 
-The logits of a micro-batch of a 150k vocabulary are its largest tensor by far. A chunk's logits are enough: the loss is a
-sum over tokens, and the gradient with respect to a chunk's logits depends on that chunk alone. Forward and backward
-together read the head twice and never run its GEMM a second time.
+With a vocabulary of 150k, logits are a micro-batch's largest tensor by far. A chunk's logits are enough: the loss is a
+sum over tokens, and the gradient of a chunk's logits depends on that chunk alone. Forward and backward together run
+the head's GEMM once.
 """
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,38 +26,51 @@ def _linear_cross_entropy(
     Returns the loss, float32 [], and the gradients for a unit loss: of hidden, [N, D] in its dtype; of weight, float32
     [V, D], accumulated in float32 over chunks; of bias, float32 [V]; empty where not needed.
     """
-    options = {"dtype": torch.float32, "device": hidden.device}
-    loss = torch.zeros((), **options)  # type: ignore[arg-type]
+    loss = hidden.new_zeros((), dtype=torch.float32)
     grad_hidden = torch.empty_like(hidden, memory_format=torch.contiguous_format)
-    grad_weight = torch.zeros(weight.shape if needs_weight_gradient else (0,), **options)  # type: ignore[arg-type]
-    grad_bias = torch.zeros(weight.shape[:1] if bias is not None else (0,), **options)  # type: ignore[arg-type]
+    grad_weight = loss.new_zeros(weight.shape if needs_weight_gradient else (0,))
+    grad_bias = loss.new_zeros(weight.shape[:1] if bias is not None else (0,))
+    chunk_gradient = _fused_chunk_gradient() if hidden.is_cuda else _chunk_gradient
     for start in range(0, hidden.shape[0], chunk):
         piece, target = hidden[start:start + chunk], targets[start:start + chunk]
-        scores = F.linear(piece, weight, bias).float()
-        if scale != 1.0:
-            scores.mul_(scale)
-        capped = scores.div_(softcap).tanh_() if softcap else None
-        if capped is not None:
-            scores = capped * softcap
         counts = target != ignore_index
-        index = torch.where(counts, target, 0)[:, None]
-        logsumexp = scores.logsumexp(1)
-        loss += torch.where(counts, logsumexp - scores.gather(1, index)[:, 0], 0.0).sum()
-        # softmax - one_hot, over the normaliser, and zero where the target does not count.
-        grad = scores.sub_(logsumexp[:, None]).exp_()
-        grad.scatter_add_(1, index, torch.full_like(index, -1.0, dtype=torch.float32))
-        grad.mul_(counts[:, None]).div_(normaliser)
-        if capped is not None:
-            grad.mul_(1 - capped.square_())
-        if scale != 1.0:
-            grad.mul_(scale)
+        factor = torch.where(counts, 1 / normaliser, 0.0)
+        scores = F.linear(piece, weight, bias)
+        chunk_loss, grad = chunk_gradient(scores, torch.where(counts, target, 0), factor, scale, softcap)
+        loss += chunk_loss
         if bias is not None:
-            grad_bias += grad.sum(0)
-        grad = grad.to(hidden.dtype)
+            grad_bias += grad.sum(0, dtype=torch.float32)
         torch.mm(grad, weight, out=grad_hidden[start:start + chunk])
         if needs_weight_gradient:
             _accumulate(grad_weight, grad.t(), piece)
-    return loss / normaliser, grad_hidden, grad_weight, grad_bias
+    return loss, grad_hidden, grad_weight, grad_bias
+
+
+def _chunk_gradient(scores: Tensor, target: Tensor, factor: Tensor, scale: float, softcap: float) -> tuple[Tensor, Tensor]:
+    """The loss of a chunk's tokens, weighted by factor, and its gradient with respect to scores, in their dtype.
+
+    scores [n, V]; target int64 [n]; factor float32 [n]: zero for tokens that do not count."""
+    logits = scores.float()
+    if scale != 1.0:
+        logits = logits * scale
+    capped = torch.tanh(logits / softcap) if softcap else None
+    if capped is not None:
+        logits = capped * softcap
+    log_probabilities = torch.log_softmax(logits, 1)
+    loss = -(log_probabilities.gather(1, target[:, None])[:, 0] * factor).sum()
+    is_target = torch.arange(scores.shape[1], device=scores.device)[None, :] == target[:, None]
+    grad = (log_probabilities.exp() - is_target.float()) * factor[:, None]
+    if capped is not None:
+        grad = grad * (1 - capped * capped)
+    if scale != 1.0:
+        grad = grad * scale
+    return loss, grad.to(scores.dtype)
+
+
+@functools.cache
+def _fused_chunk_gradient() -> Callable[..., tuple[Tensor, Tensor]]:
+    """In one kernel: op by op, a vocabulary's worth of float32 would cross the device's memory a dozen times."""
+    return torch.compile(_chunk_gradient)
 
 
 def _accumulate(total: Tensor, a: Tensor, b: Tensor) -> None:
@@ -73,16 +88,17 @@ def _linear_cross_entropy_fake(
     scale: float, softcap: float, chunk: int, needs_weight_gradient: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     def empty(*shape: int | torch.SymInt) -> Tensor:
-        return hidden.new_empty(shape, dtype=torch.float32)  # type: ignore[arg-type]
+        return hidden.new_empty(shape, dtype=torch.float32)
 
-    return (empty(), hidden.new_empty(hidden.shape), empty(*(weight.shape if needs_weight_gradient else (0,))),
-            empty(weight.shape[0] if bias is not None else 0))
+    weights = weight.shape if needs_weight_gradient else (0,)
+    biases = weight.shape[:1] if bias is not None else (0,)
+    return empty(), hidden.new_empty(hidden.shape), empty(*weights), empty(*biases)
 
 
 linear_cross_entropy = torch.library.custom_op(
     "megacompile::linear_cross_entropy", _linear_cross_entropy, mutates_args=(), schema=(
-        "(Tensor hidden, Tensor weight, Tensor? bias, Tensor targets, Tensor normaliser, int ignore_index, float scale, "
-        "float softcap, int chunk, bool needs_weight_gradient) -> (Tensor, Tensor, Tensor, Tensor)"))
+        "(Tensor hidden, Tensor weight, Tensor? bias, Tensor targets, Tensor normaliser, int ignore_index, "
+        "float scale, float softcap, int chunk, bool needs_weight_gradient) -> (Tensor, Tensor, Tensor, Tensor)"))
 linear_cross_entropy.register_fake(_linear_cross_entropy_fake)
 
 

@@ -45,18 +45,21 @@ def normalise_loss(model: ModelGraph, loss: fx.Node) -> TargetCount | None:
     cast, and multiplied or divided by numbers, afterwards. Returns how to count, or None, with the graph unchanged.
     """
     node = loss
-    while True:
-        if node.op == "call_method" and node.target in ("to", "float", "mean", "sum") and node.args[0].meta["example_value"].dim() == 0:  # type: ignore[union-attr]
-            node = node.args[0]  # type: ignore[assignment]
-        elif node.target in (operator.mul, operator.truediv, torch.mul, torch.div) and isinstance(node.args[1], (int, float)):
-            node = node.args[0]  # type: ignore[assignment]
-        else:
-            break
+    while _is_linear_in_the_loss(node):
+        node = node.args[0]  # type: ignore[assignment]
     if node.target is F.cross_entropy:
         return _normalise_mean(model, node)
     if node.target in (operator.truediv, torch.div) and isinstance(node.args[1], fx.Node):
         return _normalise_sum(model, *node.args)  # type: ignore[arg-type]
     return None
+
+
+def _is_linear_in_the_loss(node: fx.Node) -> bool:
+    """A cast of a scalar, or its product with a number: sums over micro-batches go through it unchanged."""
+    if node.op == "call_method" and node.target in ("to", "float"):
+        return True
+    scales = node.target in (operator.mul, operator.truediv, torch.mul, torch.div)
+    return scales and isinstance(node.args[0], fx.Node) and isinstance(node.args[1], (int, float))
 
 
 def cross_entropy_arguments(node: fx.Node) -> dict[str, Any]:
@@ -84,7 +87,8 @@ def _normalise_mean(model: ModelGraph, node: fx.Node) -> TargetCount | None:
     normaliser = _normaliser(model)
     with graph.inserting_after(node):
         total = graph.call_function(F.cross_entropy, (arguments["input"], target), {
-            "ignore_index": arguments["ignore_index"], "reduction": "sum", "label_smoothing": arguments["label_smoothing"]})
+            "ignore_index": arguments["ignore_index"], "reduction": "sum",
+            "label_smoothing": arguments["label_smoothing"]})
         total.meta = dict(node.meta)
     with graph.inserting_after(total):
         mean = graph.call_function(operator.truediv, (total, normaliser))

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import builtins
 import dataclasses
+import itertools
 import re
 import warnings
 from collections.abc import Mapping
@@ -84,8 +85,8 @@ def capture_model_graph(
         returned = graph._dynamo_bytecode_unflatten(  # type: ignore[operator]
             tuple(n.meta["example_value"] if isinstance(n, fx.Node) else n for n in results), tensors)  # type: ignore[union-attr]
     sources = _sources(model, graph, flat, dict(batch))
-    mode = next(n.meta["example_value"].fake_mode for n in sources if isinstance(n.meta["example_value"], Tensor))
-    return ModelGraph(graph, sources, returned, mode)
+    traced: Any = next(n.meta["example_value"] for n in sources if isinstance(n.meta["example_value"], Tensor))
+    return ModelGraph(graph, sources, returned, traced.fake_mode)
 
 
 def _sources(
@@ -143,14 +144,14 @@ def _explained(model: nn.Module, reason: Exception) -> MegacompileError:
     explanation = next((line.removeprefix("Explanation: ") for line in lines if line.startswith("Explanation: ")), "")
     cause = explanation or (lines[0] if lines else type(reason).__name__)
     return CaptureError(
-        f"{name} cannot be captured as one graph{source}: {cause.rstrip('.')}; let no Python control flow depend on tensor "
-        f"values, and change no Python state in forward\n{text}")
+        f"{name} cannot be captured as one graph{source}: {cause.rstrip('.')}; let no Python control flow depend on "
+        f"tensor values, and change no Python state in forward\n{text}")
 
 
 def _user_line(lines: list[str]) -> str:
     """' at file:line (code)' of the innermost frame that is not torch's own, if Dynamo gives one."""
     found = ""
-    for line, code in zip(lines, lines[1:], strict=False):
+    for line, code in itertools.pairwise(lines):
         if line.startswith('File "') and "/torch/" not in line.split('"')[1]:
             path, number = line.split('"')[1], line.split("line ")[1].split(",")[0]
             found = f" at {path}:{number} ({code})"

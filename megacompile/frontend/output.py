@@ -49,7 +49,7 @@ def output_structure(model: ModelGraph, name: str) -> tuple[OutputStructure, lis
     elif hasattr(returned, "items"):
         items = list(returned.items())
     else:
-        raise UnsupportedError(f"{name} returns a {type(returned).__name__}: return a tensor, tuple, dict or ModelOutput")
+        raise UnsupportedError(f"{name} returns a {type(returned).__name__}: return a tensor, tuple or ModelOutput")
     position = {id(n.meta["example_value"]): i for i, n in enumerate(model.results) if isinstance(n, fx.Node)}
     fields, found = [], {}
     for key, value in items:
@@ -67,6 +67,6 @@ def output_structure(model: ModelGraph, name: str) -> tuple[OutputStructure, lis
         fields.append((key, role))
     if "loss" not in found:
         raise UnsupportedError(
-            f"{name} returns no scalar loss that needs a gradient: return the loss when labels are given, and leave some "
-            "parameter requires_grad=True")
+            f"{name} returns no scalar loss that needs a gradient: return the loss when labels are given, and leave "
+            "some parameter requires_grad=True")
     return OutputStructure(type(returned), tuple(fields)), [found[r] for r in ("loss", "logits") if r in found]

@@ -14,14 +14,14 @@ _RANDOM = ("dropout", "rand", "bernoulli", "normal", "multinomial", "exponential
 
 
 def refuse_ops(joint: fx.GraphModule, section: Section) -> None:
-    """Raise `UnsupportedError` if `joint`, traced from `section`, draws random numbers, `CaptureError` if it reads a
-    value on the host; both name the module and the line."""
+    """Raise `UnsupportedError` if `joint`, traced from `section`, draws random numbers, and `CaptureError` if it reads
+    a value on the host; both name the module and the line."""
     for node in joint.graph.nodes:
         if _draws(node):
             module, line = _culprit(section, lambda name: any(part in name for part in _RANDOM))
             raise UnsupportedError(
                 f"{module} draws random numbers ({node.target}), which streaming does not support: set its dropout "
-                f"probability p to 0 (in transformers: resid_pdrop, hidden_dropout and the like in the config){line}")
+                f"probability p to 0 (transformers: attention_dropout, resid_pdrop and the like in the config){line}")
         if node.target is torch.ops.aten._local_scalar_dense.default:
             module, line = _culprit(section, lambda name: name in ("item", "tolist"))
             raise CaptureError(
@@ -36,7 +36,8 @@ def _draws(node: fx.Node) -> bool:
     arguments = [a.name for a in node.target._schema.arguments]
     if "dropout_p" in arguments:
         position = arguments.index("dropout_p")
-        return node.kwargs.get("dropout_p", node.args[position] if position < len(node.args) else 0.0) != 0.0
+        given = node.args[position] if position < len(node.args) else 0.0
+        return bool(node.kwargs.get("dropout_p", given) != 0.0)
     return True
 
 
@@ -51,7 +52,7 @@ def _culprit(section: Section, named: Callable[[str], bool]) -> tuple[str, str]:
 
 
 def _module_of(node: fx.Node, section: str) -> str:
-    """The innermost module of `nn_module_stack`, as the model names it, with its class; `section` where it is not told."""
+    """The innermost module of `nn_module_stack`, as the model names it, with its class; else `section`."""
     stack = list((node.meta.get("nn_module_stack") or {}).values())
     if not stack:
         return section

@@ -143,7 +143,7 @@ class Template:
         return tuple(self._recipes)
 
     def variant(self, name: str) -> Variant:
-        """The variant called `name`, cut and lowered at its first use. Raises `CaptureError` for a name there is not."""
+        """The variant called `name`, cut and lowered at its first use. Raises `CaptureError` if there is none."""
         if name not in self._recipes:
             raise CaptureError(f"template {self.name} has no variant {name}: it has {', '.join(self._recipes)}")
         if name not in self._variants:
@@ -161,7 +161,8 @@ class Template:
 
     def residual_bytes(self) -> sympy.Expr:
         """Bytes that `forward_saving` leaves for `backward`, in B and T; residuals that share memory count once."""
-        return sum((self.bytes_of(n.meta["val"]) for n in dict.fromkeys(map(base_of, self._joint.residuals))), sympy.Integer(0))
+        memory = dict.fromkeys(map(base_of, self._joint.residuals))
+        return sum((self.bytes_of(n.meta["val"]) for n in memory), sympy.Integer(0))
 
     def output_bytes(self) -> sympy.Expr:
         """Bytes of all outputs, in B and T."""

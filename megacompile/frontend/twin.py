@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from typing import Any
 
 import torch
 from torch import nn
@@ -42,6 +43,7 @@ def fake_twin(model: nn.Module, fakes: FakeTensorMode, own_attention: bool) -> n
             "buffers, and nothing in the model that copy.deepcopy refuses"
         ) from reason
     twin.train()
+    module: Any
     if is_transformers_model(twin):
         twin.config.use_cache = False  # type: ignore[union-attr]
         for module in twin.modules():

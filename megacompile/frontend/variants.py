@@ -31,7 +31,7 @@ def compile_variant(variant: Variant, example_args: Sequence[Tensor | int | None
     reads = variant.reads
     live = [example_args[i] for i in reads]
     graph, tensors, examples = _specialise(variant.graph, reads, live)
-    compiled = torch._inductor.compile(graph, examples)
+    compiled: Any = torch._inductor.compile(graph, [*examples])
     positions = tuple(reads[i] for i in tensors)
 
     def run(*args: Tensor | int | None) -> tuple[Any, ...]:
@@ -43,10 +43,10 @@ def compile_variant(variant: Variant, example_args: Sequence[Tensor | int | None
 def _specialise(
     variant: fx.GraphModule, reads: Sequence[int], live: Sequence[Tensor | int | None]
 ) -> tuple[fx.GraphModule, list[int], list[Tensor]]:
-    """The graph over its live tensors alone, with the sizes of this call; which of `live` those tensors are; their fakes.
+    """The graph over its live tensors alone, with the sizes of this call; which of `live` those are; their fakes.
 
-    A template's symbols say "at least 2", so a graph for a batch of one must be traced again; and inductor makes better
-    code for sizes that it knows."""
+    A template's symbols mean "at least 2", so that a batch of one must be traced again; and inductor makes better code
+    for sizes that it knows."""
     count = len(variant.graph.find_nodes(op="placeholder"))
     tensors = [i for i, value in enumerate(live) if isinstance(value, Tensor)]
     fakes = FakeTensorMode()

@@ -27,13 +27,13 @@ def run(program: Program, plan: Plan) -> Program:
     sections = {key: copy_section(graph) for key, graph in program.sections.items()}
     sizes: dict[str, int] = {}
     for graph in sections.values():
-        _release(graph)
+        _release(graph, plan)
         _Places(program, plan, sizes).assign(graph)
     order = sorted(sizes, key=lambda slot: (slot.rstrip("0123456789"), int(slot.lstrip("ABCDEFGHIJKLMNOPQRSTUVWXYZ"))))
     return program.evolve(stage=provides, sections=sections, slots={slot: Slot(slot, sizes[slot]) for slot in order})
 
 
-def _release(graph: fx.Graph) -> None:
+def _release(graph: fx.Graph, plan: Plan) -> None:
     """After its last use every value is released, but what a lease keeps, events, and values that are no memory.
 
     A slab that was written for the host's gradients is no slot and needs no end; a resident tile has none."""
@@ -47,7 +47,7 @@ def _release(graph: fx.Graph) -> None:
     for value in list(nodes(graph)):
         if op_of(value).result in (None, "event", "clip") or value in leased or value in offloaded:
             continue
-        if op_of(value).name == "resident":
+        if op_of(value).result == "weights" and argument(value, "tile") in plan.resident:
             continue
         build.after(last.get(value, value), "release", value=value)
 

@@ -3,8 +3,8 @@
 `level` says what a pass sees:
 
     "model"    a section as Dynamo left it, before differentiation: calls of torch functions, `meta["example_value"]`
-    "variant"  a variant cut from the joint graph: aten and megacompile ops, `meta["val"]`, and in the graph module's own
-               `meta`: "gradients", ((input, (result,)), ...), how gradients leave, which a pass may rewrite, and
+    "variant"  a variant cut from the joint graph: aten and megacompile ops, `meta["val"]`, and in the module's `meta`:
+               "gradients", ((input, (result,)), ...), how gradients leave, which a pass may rewrite, and
                "parameters", the indices of the inputs that are parameters
 
 Passes name the megacompile ops through `torch.ops.megacompile`; whoever made the graph has registered them.

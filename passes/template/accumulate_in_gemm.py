@@ -30,7 +30,7 @@ def run(graph: fx.GraphModule, target: Target) -> fx.GraphModule:
     placeholders = result.graph.find_nodes(op="placeholder")
     parameters = {placeholders[i] for i in result.meta["parameters"]}
     for index, (position,) in gradients:
-        leaving = (results[position],)
+        leaving: tuple[fx.Node, ...] = (results[position],)
         if placeholders[index] in parameters:
             with result.graph.inserting_before(output):
                 leaving = _leaving(result.graph, results[position], parameters)
@@ -45,13 +45,13 @@ def run(graph: fx.GraphModule, target: Target) -> fx.GraphModule:
 
 
 def _leaving(graph: fx.Graph, gradient: fx.Node, parameters: set[fx.Node]) -> tuple[fx.Node, ...]:
-    if gradient.target is aten._to_copy.default and _val(gradient.args[0]).dtype is torch.float32:  # type: ignore[arg-type]
-        return _leaving(graph, gradient.args[0], parameters)  # type: ignore[arg-type]
+    if gradient.target is aten._to_copy.default:
+        exact: fx.Node = gradient.args[0]  # type: ignore[assignment]
+        if _val(exact).dtype is torch.float32:
+            return _leaving(graph, exact, parameters)
     node, transposed = gradient, False
     while True:
-        if node.target is aten.t.default or (
-                node.target is aten.permute.default and list(node.args[1]) == [1, 0]) or (  # type: ignore[arg-type]
-                node.target is aten.transpose.int and set(node.args[1:]) in ({0, 1}, {-1, -2}) and _val(node).dim() == 2):
+        if _transposes(node):
             transposed = not transposed
         elif not (node.target in _VIEWS and _val(node).shape == _val(node.args[0]).shape):  # type: ignore[arg-type]
             break
@@ -67,6 +67,14 @@ def _leaving(graph: fx.Graph, gradient: fx.Node, parameters: set[fx.Node]) -> tu
     return a, b  # type: ignore[return-value]
 
 
+def _transposes(node: fx.Node) -> bool:
+    """Whether `node` is the transpose of a matrix, in any of aten's spellings."""
+    if node.target is aten.t.default:
+        return True
+    swaps = node.target is aten.transpose.int and _val(node).dim() == 2 and node.args[1] != node.args[2]
+    return swaps or node.target is aten.permute.default and list(node.args[1]) == [1, 0]  # type: ignore[arg-type]
+
+
 def _viewed(node: fx.Node) -> fx.Node:
     while getattr(node.target, "is_view", False) or node.target is aten._unsafe_view.default:
         node = node.args[0]  # type: ignore[assignment]
@@ -74,7 +82,7 @@ def _viewed(node: fx.Node) -> fx.Node:
 
 
 def _transpose(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    if node.target is aten.permute.default and list(node.args[1]) == [1, 0]:  # type: ignore[arg-type]
+    if _transposes(node):
         return node.args[0]  # type: ignore[return-value]
     transposed = graph.call_function(aten.permute.default, (node, [1, 0]))
     transposed.meta["val"] = _val(node).t()

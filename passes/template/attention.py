@@ -45,7 +45,8 @@ def _kernel(query: Tensor, target: Target, window: int, softcap: float) -> str:
         return "math" if window or softcap else "flash_cpu"
     width = query.shape[-1]
     half = query.dtype in (torch.bfloat16, torch.float16)
-    return "flash" if target.device_type == "cuda" and half and not softcap and width % 8 == 0 and width <= 256 else "math"
+    flash = target.device_type == "cuda" and half and not softcap and width % 8 == 0 and width <= 256
+    return "flash" if flash else "math"
 
 
 def _adopt(graph: fx.Graph, node: fx.Node) -> None:

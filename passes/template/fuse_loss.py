@@ -1,9 +1,9 @@
-"""fuse_loss: head and cross entropy as one op over chunks of tokens, so that the logits never exist all at once.
+"""fuse_loss: head and cross entropy as one op over chunks of tokens, so that all logits never exist at once.
 
-Before: `linear(hidden, weight, bias)`, perhaps scaled, capped (cap * tanh(x / cap)), cast to float32, sliced or reshaped
-in its leading dimensions, then `cross_entropy(..., reduction="sum") / normaliser`. After: the slices and reshapes are
-applied to `hidden`, and `megacompile.linear_cross_entropy` does the rest, forward and backward in one pass over the
-head. A chain with anything else in it, or whose logits are read elsewhere, is left as it is.
+Before: `linear(hidden, weight, bias)`, perhaps scaled, capped (cap * tanh(x / cap)), cast to float32, sliced or
+reshaped in its leading dimensions, then `cross_entropy(..., reduction="sum") / normaliser`. After: the slices and
+reshapes are applied to `hidden`, and `megacompile.linear_cross_entropy` does the rest, forward and backward in one op.
+A chain with anything else in it, or whose logits are read elsewhere, is left as it is.
 """
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _fuse(graph: fx.Graph, entropy: fx.Node) -> bool:
     division.replace_all_uses_with(loss)
     dead = division
     while dead is not chain.head.args[0] and not dead.users:
-        following = given["input"] if dead is entropy else dead.args[0]
+        following: Any = given["input"] if dead is entropy else dead.args[0]
         graph.erase_node(dead)
         dead = following
     return True
@@ -143,8 +143,8 @@ def _keeps_last_dimension(node: fx.Node) -> bool:
         # The vocabulary must be written out as the last size: -1 there would mean another number for `hidden`.
         return len(node.args) > 1 and isinstance(sizes[-1], int) and sizes[-1] == before.shape[-1]
     if _is(node, "flatten") or node.target is torch.flatten:
-        end = node.kwargs.get("end_dim", node.args[2] if len(node.args) > 2 else -1)
-        return end % before.dim() != before.dim() - 1
+        end: Any = node.kwargs.get("end_dim", node.args[2] if len(node.args) > 2 else -1)
+        return bool(end % before.dim() != before.dim() - 1)
     return False
 
 

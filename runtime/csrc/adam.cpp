@@ -132,10 +132,12 @@ int64_t chunks_of(int64_t count, int64_t chunk) { return (count + chunk - 1) / c
 
 template <class Task>
 void for_each_chunk(int64_t chunks, int threads, const Task& task) {
-#pragma omp parallel num_threads(threads) if (chunks > 1)
+  const int team = chunks < threads ? static_cast<int>(chunks) : threads;
+#pragma omp parallel num_threads(team) if (team > 1)
   {
     DefaultFloatingPoint environment;
-#pragma omp for schedule(dynamic)  // a core that is busy with other threads takes fewer chunks
+    // dynamic: a core that is busy with other threads takes fewer chunks. nowait: the region's end is barrier enough.
+#pragma omp for schedule(dynamic) nowait
     for (int64_t index = 0; index < chunks; ++index) task(index);
   }
 }

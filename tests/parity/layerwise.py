@@ -1,4 +1,4 @@
-"""Runs a captured model layer by layer on real tensors: what its calls, sources and gradients mean, with no schedule."""
+"""Runs a captured model layer by layer on real tensors: what calls and gradients mean, without a schedule."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -31,14 +31,18 @@ class Layerwise:
         results = self.compile(variant, args)(*args)
         for result in results:
             if isinstance(result, Tensor) and result.numel():
-                assert result.untyped_storage().data_ptr() not in self.owned, f"{variant_name} returns a weight's memory"
+                address = result.untyped_storage().data_ptr()
+                assert address not in self.owned, f"{variant_name} returns a weight's memory"
         return results
 
-    def bind(self, call: Call, batch: dict[str, Tensor], previous: Any, shared: Any, normaliser: Tensor | None) -> list[Any]:
+    def bind(
+        self, call: Call, batch: dict[str, Tensor], previous: Any, shared: Any, normaliser: Tensor | None
+    ) -> list[Any]:
         read = {
             "parameter": lambda s: self.tensors[s.name], "buffer": lambda s: self.tensors[s.name],
             "batch": lambda s: batch.get(s.name), "size": lambda s: batch[s.name].shape[s.index],
-            "carried": lambda s: previous[s.index], "shared": lambda s: shared[s.index], "normaliser": lambda s: normaliser,
+            "carried": lambda s: previous[s.index], "shared": lambda s: shared[s.index],
+            "normaliser": lambda s: normaliser,
         }
         return [read[s.kind](s) for s in call.sources]
 

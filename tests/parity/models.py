@@ -10,8 +10,9 @@ from torch import Tensor, nn
 VOCABULARY = 96
 
 _SMALL = {
-    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 56, "num_hidden_layers": 4, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 56, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }
 _GPT2 = {
     "vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 4, "n_head": 4, "resid_pdrop": 0.0, "embd_pdrop": 0.0,

@@ -66,7 +66,7 @@ def test_micro_batches_with_the_batch_normaliser_add_up_to_the_batch(family: str
     assert_same_training((total, sums), native(model, inputs))
 
 
-@pytest.mark.parametrize("rows,length", [(1, 29), (2, 1), (1, 3)])
+@pytest.mark.parametrize(("rows", "length"), [(1, 29), (2, 1), (1, 3)])
 def test_batches_and_lengths_below_the_captured_ones_are_exact(rows: int, length: int) -> None:
     model, inputs = build("llama"), batch(rows, length)
     if length == 1:  # no target is left after the shift: native training gives NaN there as well
@@ -87,7 +87,8 @@ def test_both_routes_give_the_same_bits(family: str) -> None:
         assert torch.equal(gradient, saved[name]), name
 
 
-@pytest.mark.parametrize("pipeline", [(), (attention,), (fuse_loss,), (accumulate_in_gemm,)], ids=lambda p: str([x.name for x in p]))
+@pytest.mark.parametrize("pipeline", [(), (attention,), (fuse_loss,), (accumulate_in_gemm,)],
+                         ids=["none", "attention", "fuse_loss", "accumulate_in_gemm"])
 @pytest.mark.parametrize("family", ["qwen2", "gemma2"])
 def test_every_template_pass_is_optional(family: str, pipeline: tuple) -> None:
     model, inputs = build(family), batch(2, 11, ignored=0.2)

@@ -1,10 +1,11 @@
 """A second opinion on schedules, by brute force: run lanes in random interleavings over a model of memory.
 
-It knows nothing of clocks. Each place holds a token that stands for its contents; a node's result is a token made of the
-node and of the tokens that it read. Program order, one node at a time, says which tokens every node should read. Then
-lanes run beside each other, held back by `record` and `wait` alone: a node reads when it begins and again when it ends,
-and what it writes is garbage in between, as with a copy or a kernel under way. A node that reads other tokens than in
-program order, or whose result was overwritten before it ended, shows a race; lanes that all wait show a deadlock.
+It knows nothing of clocks. Each place holds a token that stands for its contents; a node's result is a token made of
+the node and of the tokens that it read. Program order, one node at a time, says which tokens every node should read.
+Then lanes run beside each other, held back by `record` and `wait` alone: a node reads when it begins and again when
+it ends, and what it writes is garbage in between, as with a copy or a kernel under way. A node that reads other
+tokens than in program order, or whose result was overwritten before it ended, shows a race; lanes that all wait show
+a deadlock.
 """
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ def compile_sequence(sections: Sequence[fx.Graph]) -> Work:
     found = Work()
     handed_on: dict[tuple[str, str, Lane], Identity] = {}  # (place, access, lane) -> the event of the last one
     for run, graph in enumerate(sections):
-        past, entered = dict(handed_on), {}
+        past = dict(handed_on)
+        entered: dict[fx.Node, Identity | None] = {}
         for node in nodes(graph):
             op, lane, identity = op_of(node).name, lane_of(node), (run, node.name)
             if op == "enter":
@@ -57,14 +59,15 @@ def compile_sequence(sections: Sequence[fx.Graph]) -> Work:
             elif op == "wait":
                 assert lane is not None
                 (event,) = operands(node, "event")
-                fired = entered[event] if event in entered else (run, event.name)
+                fired = entered.get(event, (run, event.name))
                 if fired is not None:  # None: no section before did this
                     found.lanes[lane].append(Step(identity, True, fired))
             elif lane is not None:
-                touched = [(f"{run}{place}" if place.startswith("%") else place, access) for place, access in accesses(node)]
+                touched: dict[Access, list[str]] = {Access.READ: [], Access.WRITE: []}
+                for place, access in accesses(node):  # a value's own memory is another one in each run of a section
+                    touched[access].append(f"{run}{place}" if place.startswith("%") else place)
                 step = Step(identity, False, identity if op == "record" else None,
-                            tuple(place for place, access in touched if access == Access.READ),
-                            tuple(place for place, access in touched if access == Access.WRITE))
+                            tuple(touched[Access.READ]), tuple(touched[Access.WRITE]))
                 found.lanes[lane].append(step)
                 found.order.append(step)
     return found

@@ -13,6 +13,7 @@ import pytest
 from torch import fx
 
 from megacompile.errors import ProgramError
+from megacompile.listing import describe
 from megacompile.program import (
     SLOT_KINDS,
     Builder,
@@ -79,7 +80,9 @@ def without(program: Program, *ops: str) -> Edits:
             if op_of(node).name in ops and not str(argument_place(node)).startswith("R"):
                 def remove(listed: list[fx.Node], number: int = number) -> None:
                     erase(listed[number])
-                yield f"{section}: {node.format_node()}", edited(program, section, remove)
+                event = operands(node, "event")
+                why = f" for {describe(event[0])}" if event else ""
+                yield f"{section}: {describe(node)}{why}", edited(program, section, remove)
 
 
 def erase(node: fx.Node) -> None:
@@ -136,7 +139,7 @@ def test_goldens_run_as_in_program_order_under_random_interleavings(golden: Prog
 
 
 def test_programs_of_two_shapes_share_memory_without_races(make_schedule: Callable[..., Any]) -> None:
-    one, other = make_schedule(**GOLDENS["streamed"]).program, make_schedule(**GOLDENS["blocks of two, three micro-batches"]).program
+    one, other = (make_schedule(**GOLDENS[name]).program for name in ("streamed", "blocks of two, three micro-batches"))
     verify(one, [other])
     for a in one.sections.values():
         for b in other.sections.values():
@@ -145,17 +148,20 @@ def test_programs_of_two_shapes_share_memory_without_races(make_schedule: Callab
 
 
 def test_every_removed_wait_is_caught_or_harmless(golden: Program) -> None:
+    """Accepted are only waits for the past of a lane of whose present the waiting lane has waited already."""
     count, accepted = refused(without(golden, "wait"), golden)
     print(f"{count} removed waits refused, {len(accepted)} superfluous")
     assert count > 50
-    assert len(accepted) <= count // 10, accepted
+    assert len(accepted) <= count // 8, accepted
+    assert all("for enter" in what for what in accepted)
 
 
 def test_every_removed_event_is_caught_or_harmless(golden: Program) -> None:
     count, accepted = refused(without(golden, "record", "enter"), golden)
     print(f"{count} removed events refused, {len(accepted)} superfluous")
     assert count > 50
-    assert len(accepted) <= count // 10, accepted
+    assert len(accepted) <= count // 8, accepted
+    assert all(": enter" in what for what in accepted)
 
 
 def test_every_removed_leave_release_and_update_is_caught(golden: Program) -> None:
@@ -177,9 +183,11 @@ def test_every_value_in_another_slot_is_caught_or_harmless(golden: Program) -> N
     assert count > 10
 
 
-def test_the_oracle_sees_most_removed_waits(make_schedule: Callable[..., Any]) -> None:
-    """The oracle itself is no rubber stamp: without any clocks it finds most races that the verifier finds."""
+def test_the_oracle_sees_every_removed_wait_for_an_event_of_its_section(make_schedule: Callable[..., Any]) -> None:
+    """The oracle is no rubber stamp: without clocks it finds the races that the verifier finds. (Of the waits for
+    earlier sections some are superfluous in these sequences, though not in all that the contract allows.)"""
     golden = make_schedule(**GOLDENS["streamed"]).program
-    edits = [program for _, program in without(golden, "wait")]
-    seen = sum(race(program, golden, interleavings=6) is not None for program in edits[::3])
-    assert seen >= 0.8 * len(edits[::3]), f"{seen} of {len(edits[::3])}"
+    edits = [(what, program) for what, program in without(golden, "wait") if "for record" in what]
+    assert len(edits) > 20
+    for what, program in edits:
+        assert race(program, golden, interleavings=30) is not None, what

@@ -1,0 +1,106 @@
+"""Programs by batch shape: each is compiled when its shape first comes, and those longest unused are forgotten."""
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+
+from megacompile.binding import Binder
+from megacompile.errors import UnsupportedError
+from megacompile.frontend.capture import CapturedModel
+from megacompile.lowering import model_program
+from megacompile.passes import PIPELINE
+from megacompile.passes.manager import Compiled, compile_program
+from megacompile.plan import Plan
+from megacompile.planner import Estimate, Planner
+from megacompile.program import Program, Slot, places
+from megacompile.runtime.kernels import Kernel
+from megacompile.tiling import Tiling
+from megacompile.verify import verify
+
+#: A generation brings a new length with every token: without a bound, its programs would never go away.
+MAX_SHAPES = 32
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a program is compiled for: sequences, tokens a sequence, whether there are labels, whether it trains."""
+
+    batch: int
+    length: int
+    labels: bool
+    training: bool
+
+
+@dataclass(eq=False)
+class CompiledShape:
+    """The program of one shape, every stage of it, what it needs, and the kernels bound so far, by section."""
+
+    shape: Shape
+    plan: Plan
+    estimate: Estimate
+    compiled: Compiled
+    kernels: dict[str, Mapping[tuple[str, str, int], Kernel]] = field(default_factory=dict)
+    _slots: dict[tuple[str, ...], dict[str, Slot]] = field(default_factory=dict)
+
+    @property
+    def program(self) -> Program:
+        return self.compiled.program
+
+    def slots(self, *sections: str) -> dict[str, Slot]:
+        """The slots and slabs that these sections use, of those that the program has."""
+        if sections not in self._slots:
+            program = self.program
+            used = places(program.section(s) for s in sections if s in program.sections)
+            self._slots[sections] = {name: slot for name, slot in program.slots.items() if name in used}
+        return self._slots[sections]
+
+
+class Shapes:
+    """State: the compiled shapes, the one used last at the end; at most `limit` of them beside those that are kept."""
+
+    def __init__(self, captured: CapturedModel, tiling: Tiling, planner: Planner, binder: Binder,
+                 limit: int = MAX_SHAPES) -> None:
+        self.captured, self.tiling, self.planner, self.binder, self.limit = captured, tiling, planner, binder, limit
+        self.table: dict[Shape, CompiledShape] = {}
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    @property
+    def latest(self) -> CompiledShape | None:
+        return next(reversed(self.table.values()), None)
+
+    def get(self, shape: Shape, keep: Collection[CompiledShape] = ()) -> CompiledShape:
+        """The program of a shape. `keep` names shapes that are in use and must not be forgotten to make room.
+
+        Raises `InsufficientMemoryError`, `UnsupportedError`, `ProgramError`; then nothing has changed."""
+        found = self.table[shape] if shape in self.table else self._compile(shape)
+        self.table.pop(shape, None)
+        self.table[shape] = found
+        self._forget(keep)
+        return found
+
+    def _compile(self, shape: Shape) -> CompiledShape:
+        self.captured.check_shape(shape.batch, shape.length)
+        plan = self.planner.plan(shape.batch, shape.length, shape.training)
+        if len(plan.micro_batches) > 1 and shape.labels and not self.captured.has_normaliser:
+            raise UnsupportedError(
+                "the model's loss is not a cross entropy over tokens, so that it cannot be split into micro-batches: "
+                f"give micro_batch_size={shape.batch} or smaller batches")
+        model = model_program(self.tiling.call_specs(self.captured.calls, self.captured.templates), self.tiling.tiles(),
+                              shape.batch, shape.labels)
+        compiled = compile_program(model, plan, PIPELINE)
+        verify(compiled.program, [s.program for s in self.table.values()])
+        return CompiledShape(shape, plan, self.planner.estimate(plan, shape.length, shape.training), compiled)
+
+    def _forget(self, keep: Collection[CompiledShape]) -> None:
+        """Drops the shapes longest unused, and the variants that were compiled for them alone."""
+        unused = [s for s in self.table.values() if s not in keep and s is not self.latest]
+        unused = unused[:max(0, len(self.table) - self.limit)]
+        if not unused:
+            return
+        for each in unused:
+            del self.table[each.shape]
+        used = {(size, s.plan.length) for s in self.table.values() for size in s.plan.micro_batches}
+        for key in [k for k in self.binder.compiled if k[2:4] not in used]:
+            del self.binder.compiled[key]

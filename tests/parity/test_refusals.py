@@ -1,0 +1,219 @@
+"""What cannot be streamed faithfully is refused at capture, with the module, the cause and the remedy."""
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from models import VOCABULARY, HandWritten, HandWrittenLayer, build
+from torch import Tensor, nn
+
+from megacompile.errors import CaptureError, MegacompileError, UnsupportedError
+from megacompile.frontend import capture, register_layers
+from megacompile.frontend.layers import find_layers
+
+
+class BranchesOnData(HandWrittenLayer):
+    def forward(self, x: Tensor) -> Tensor:
+        if x.sum() > 0:
+            x = x * 2
+        return super().forward(x)
+
+
+class ReadsOnHost(HandWrittenLayer):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * x.sum().item()
+
+
+class DropsOut(HandWrittenLayer):
+    def __init__(self, width: int, scaled: bool) -> None:
+        super().__init__(width, scaled)
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.drop(super().forward(x))
+
+
+class AddsNoise(HandWrittenLayer):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + torch.rand_like(x)
+
+
+class HoldsTensor(HandWrittenLayer):
+    def __init__(self, width: int, scaled: bool) -> None:
+        super().__init__(width, scaled)
+        self.table = torch.ones(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.table
+
+
+class FixesLength(HandWrittenLayer):
+    def forward(self, x: Tensor) -> Tensor:
+        assert x.shape[1] == 17
+        return super().forward(x)
+
+
+class FixesBatch(HandWrittenLayer):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.view(3, -1, x.shape[-1]))
+
+
+def stack_of(layer: type[nn.Module]) -> nn.Module:
+    return type("Model", (HandWritten,), {"layer_class": layer})()
+
+
+class ComputesBetweenLayers(HandWritten):
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        for block in self.blocks:
+            x = block(x) * 1.1
+        return self.loss(self.head(self.norm(x)), labels)
+
+
+class ReadsEmbeddingAtTheEnd(HandWritten):
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        x = first = self.embed(input_ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.loss(self.head(self.norm(x + first)), labels)
+
+
+class SkipsALayer(HandWritten):
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        first = self.blocks[0](self.embed(input_ids))
+        x = self.blocks[3](self.blocks[2](self.blocks[1](first)))
+        return self.loss(self.head(self.norm(x + first)), labels)
+
+
+class ForgetsTheChain(HandWritten):
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        first, *_, last = [block(x) for block in self.blocks]
+        return self.loss(self.head(self.norm(first + last)), labels)
+
+
+class RunsLayersTwice(HandWritten):
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        for block in [*self.blocks, *self.blocks]:
+            x = block(x)
+        return self.loss(self.head(self.norm(x)), labels)
+
+
+class HasNoStack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(VOCABULARY, 8), nn.Linear(8, VOCABULARY)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(self.tokens(input_ids)).flatten(0, 1), labels.flatten())
+
+
+class ReturnsMore(HandWritten):
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        return {"loss": super().forward(input_ids, labels), "extra": torch.ones(3)}
+
+
+class ReturnsNoLoss(HandWritten):
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return logits
+
+
+class NeedsMore(HandWritten):
+    def forward(self, input_ids: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
+        return super().forward(input_ids, labels) * weights.sum()
+
+
+class OtherNames(HandWritten):
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        return super().forward(tokens, targets)
+
+
+IDS = torch.zeros(2, 4, dtype=torch.int64)
+REFUSED = [
+    (lambda: stack_of(BranchesOnData), CaptureError, r"cannot be captured as one graph at .*:\d+ \(if x.sum\(\) > 0"),
+    (lambda: stack_of(ReadsOnHost), CaptureError, r"blocks\.0.* reads a tensor's value on the host"),
+    (lambda: stack_of(DropsOut), UnsupportedError, r"blocks\.0\.drop \(Dropout.*draws random numbers.*set its dropout"),
+    (lambda: stack_of(AddsNoise), UnsupportedError, r"blocks\.0 \(AddsNoise.*draws random numbers"),
+    (lambda: stack_of(HoldsTensor), CaptureError, r"blocks\.0\.table of Model is neither a parameter nor a buffer"),
+    (lambda: stack_of(FixesLength), CaptureError, r"Model fixes the length to 17"),
+    (lambda: stack_of(FixesBatch), CaptureError, r"Model fixes the batch size to 3"),
+    (ComputesBetweenLayers, CaptureError, r"computes on the output of blocks\.0 outside of a layer"),
+    (ReadsEmbeddingAtTheEnd, UnsupportedError, r"the epilogue reads \w+ of the prologue, which needs a gradient"),
+    (SkipsALayer, CaptureError, r"the epilogue reads an output of blocks\.0, which is not the call before it"),
+    (ForgetsTheChain, UnsupportedError, r"blocks\.1 reads \w+ of the prologue, which needs a gradient"),
+    (RunsLayersTwice, CaptureError, r"layers of blocks are not called once each, in order"),
+    (HasNoStack, CaptureError, r"no repeated layer stack found in HasNoStack"),
+    (ReturnsMore, UnsupportedError, r"ReturnsMore returns extra of shape \[3\]"),
+    (ReturnsNoLoss, UnsupportedError, r"ReturnsNoLoss returns no scalar loss"),
+    (NeedsMore, CaptureError, r"NeedsMore.forward needs weights"),
+    (OtherNames, CaptureError, r"OtherNames.forward has no parameters input_ids and labels.*example="),
+    (lambda: build("gpt2", resid_pdrop=0.1), UnsupportedError, r"h\.0\.attn\.resid_dropout \(Dropout.*set its dropout"),
+    (lambda: build("llama", attention_dropout=0.1), UnsupportedError, r"layers\.0\.self_attn.*attention_dropout"),
+]
+
+
+@pytest.mark.parametrize(("model", "error", "message"), REFUSED, ids=[case[2][:40] for case in REFUSED])
+def test_what_cannot_be_streamed_is_refused_with_cause_and_remedy(model, error, message: str) -> None:
+    with pytest.raises(error) as refused:
+        capture(model())
+    assert re.search(message, str(refused.value).splitlines()[0]), str(refused.value)
+
+
+@pytest.mark.parametrize(("example", "message"), [
+    ({"tokens": IDS}, "no parameter tokens"),
+    ({"input_ids": IDS, "labels": IDS[:, :3]}, r"labels is torch.int64 of shape \[2, 3\]"),
+    ({"input_ids": IDS.float(), "labels": IDS}, "input_ids is torch.float32"),
+    ({"input_ids": IDS, "attention_mask": IDS}, "attention_mask"),
+])
+def test_a_wrong_example_is_refused(example: dict[str, Tensor], message: str) -> None:
+    with pytest.raises(MegacompileError, match=message):
+        capture(HandWritten(), example=example)
+
+
+@pytest.mark.parametrize(("layers", "message"), [
+    ("nothing.here", r'layers="nothing.here" does not exist in HandWritten.*found: blocks'),
+    ("norm", r'layers="norm" is a LayerNorm of 0 modules'),
+])
+def test_a_wrong_stack_is_refused_with_the_candidates(layers: str, message: str) -> None:
+    with pytest.raises(CaptureError, match=message):
+        capture(HandWritten(), layers=layers)
+
+
+def test_a_registered_stack_wins_over_the_largest_list_and_an_explicit_one_over_both() -> None:
+    class TwoStacks(HandWritten):
+        def __init__(self) -> None:
+            super().__init__()
+            self.small = nn.ModuleList([nn.Linear(2, 2)])
+
+    assert find_layers(TwoStacks()).path == "blocks"
+    register_layers(TwoStacks, "small")
+    assert find_layers(TwoStacks()).path == "small"
+    assert find_layers(TwoStacks(), "blocks").names == ("blocks.0", "blocks.1", "blocks.2", "blocks.3")
+    with pytest.raises(CaptureError, match="give a subclass of"):
+        register_layers(TwoStacks(), "small")
+
+
+def test_a_branch_on_the_length_becomes_a_condition_that_is_checked() -> None:
+    class Branches(HandWrittenLayer):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x * 2 if x.shape[1] > 8 else x)
+
+    captured = capture(stack_of(Branches))
+    assert "T > 8" in captured.guards
+    captured.check_shape(2, 9)
+    with pytest.raises(UnsupportedError, match="2 x 8 breaks T > 8"):
+        captured.check_shape(2, 8)
+
+
+def test_capture_leaves_the_model_as_it_was() -> None:
+    model = build("qwen2").eval()
+    config, before = model.config.to_dict(), {n: p.clone() for n, p in model.named_parameters()}
+    forward = type(model.model.layers[0]).forward
+    capture(model)
+    assert model.config.to_dict() == config and not model.training
+    assert model.config._attn_implementation == "eager"
+    assert type(model.model.layers[0]).forward is forward
+    assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())

@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+import ctypes
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from megacompile.runtime import adam, native
+
+needs_library = pytest.mark.skipif(native.library() is None, reason="no compiler: the PyTorch path is all there is")
+
+
+@needs_library
+def test_processes_may_build_at_the_same_time(tmp_path: Path) -> None:
+    program = (
+        "import sys, pathlib; from megacompile.runtime import native\n"
+        "print(native.build(pathlib.Path(sys.argv[1]), native.compiler_command()))"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    outputs = [process.communicate(timeout=300)[0].strip() for process in processes]
+    assert [process.returncode for process in processes] == [0, 0]
+    assert outputs[0] == outputs[1]
+    assert [str(file) for file in tmp_path.iterdir()] == [outputs[0]], "one library, no temporary files"
+    assert native.instruction_sets(native.load(Path(outputs[0])))[0] == "portable"
+
+
+@needs_library
+def test_a_second_build_uses_the_first_and_a_changed_source_does_not(tmp_path: Path) -> None:
+    compiler = native.compiler_command()
+    built = native.build(tmp_path, compiler)
+    written = built.stat().st_mtime_ns
+    assert native.build(tmp_path, compiler) == built
+    assert built.stat().st_mtime_ns == written
+    changed = tmp_path / "changed.cpp"
+    changed.write_bytes(native.SOURCE.read_bytes() + b"\n// changed\n")
+    assert native.build(tmp_path, compiler, changed) != built
+
+
+@pytest.fixture
+def fresh_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[pytest.MonkeyPatch]:
+    """Forgets the loaded library, so that a test sees a process's first use; the loaded one comes back after it."""
+    monkeypatch.setenv("MEGACOMPILE_CACHE", str(tmp_path / "cache"))
+    native._library.cache_clear()
+    yield monkeypatch
+    monkeypatch.undo()
+    native._library.cache_clear()
+
+
+@pytest.mark.parametrize("compiler", ["false", "no-such-compiler", "true"])
+def test_a_broken_compiler_is_said_once_and_the_results_stand(
+    fresh_library: pytest.MonkeyPatch, compiler: str, tmp_path: Path
+) -> None:
+    fresh_library.setenv("CXX", compiler)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        norms = [adam.norm(torch.ones(100)) for _ in range(2)]
+        assert native.library() is None
+    assert [warning.category for warning in caught] == [RuntimeWarning]
+    assert "Install g++" in str(caught[0].message)
+    assert not list(tmp_path.glob("cache/*.tmp"))
+    assert norms == [10.0, 10.0]
+
+
+def test_cache_directory_is_private(tmp_path: Path) -> None:
+    made = native.cache_directory({"XDG_CACHE_HOME": str(tmp_path)})
+    assert made == tmp_path / "megacompile"
+    assert made.stat().st_mode & 0o777 == 0o700
+    made.chmod(0o777)
+    assert native.cache_directory({"MEGACOMPILE_CACHE": str(made)}).stat().st_mode & 0o777 == 0o700
+    (tmp_path / "file").touch()
+    with pytest.raises(native.BuildError, match="MEGACOMPILE_CACHE"):
+        native.cache_directory({"MEGACOMPILE_CACHE": str(tmp_path / "file" / "below")})
+
+
+def test_default_threads_follow_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "5,2")
+    assert native.default_threads() == 5
+    monkeypatch.setenv("OMP_NUM_THREADS", "0")
+    assert native.default_threads() >= 1
+
+
+def test_segment_has_the_layout_of_the_source() -> None:
+    assert ctypes.sizeof(native.Segment) == 2 * 8 + 8 * 4, "two int64, seven floats, padding to 8 bytes"

@@ -1,0 +1,379 @@
+"""Templates: what is shared, what variants compute, what stays saved, and what the template passes change."""
+from __future__ import annotations
+
+import functools
+
+import models
+import pytest
+import sympy
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+from megacompile.errors import CaptureError, UnsupportedError
+from megacompile.frontend import CapturedModel, Template, capture, compile_variant
+from megacompile.frontend import attention as ours
+from megacompile.frontend.joint import base_of
+from megacompile.passes.template import Target, accumulate_in_gemm, attention, fuse_loss
+
+PIPELINE = (attention, fuse_loss, accumulate_in_gemm)
+CPU = Target("cpu", torch.float32)
+GEMMS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default}
+ATTENTION = {torch.ops.megacompile.attention.default, torch.ops.megacompile.attention_backward.default}
+
+
+@functools.cache
+def captured(family: str, pipeline: tuple = PIPELINE, target: Target = CPU) -> CapturedModel:
+    return capture(models.build(family), pipeline=pipeline, target=target)
+
+
+def count(graph: fx.GraphModule, targets: set) -> int:
+    return sum(node.target in targets for node in graph.graph.nodes)
+
+
+# ------------------------------------------------------------------ sharing
+@pytest.mark.parametrize(("family", "expected"), [
+    ("qwen2", ["decoder"] * 4),
+    ("gemma2", ["decoder", "decoder_1"] * 2),  # sliding and full attention alternate
+    ("hand_written", ["decoder", "decoder_1"] * 2),  # every second layer has a scale
+])
+def test_equal_layers_share_a_template_and_others_have_their_own(family: str, expected: list[str]) -> None:
+    assert [call.template for call in captured(family).calls[1:-1]] == expected
+
+
+def test_a_changed_layer_gets_a_template_of_its_own() -> None:
+    model = models.build("llama", num_hidden_layers=3)
+    model.model.layers[1].post_attention_layernorm.variance_epsilon = 1e-3
+    assert [call.template for call in capture(model).calls[1:-1]] == ["decoder", "decoder_1", "decoder"]
+
+
+def test_a_frozen_layer_gets_a_template_of_its_own_and_no_gradients() -> None:
+    model = models.build("llama", num_hidden_layers=3)
+    model.model.embed_tokens.requires_grad_(False)
+    model.model.layers[0].requires_grad_(False)
+    result = capture(model)
+    assert [call.template for call in result.calls[1:-1]] == ["decoder", "decoder_1", "decoder_2"]
+    assert result.templates["decoder"].has_gradient == (False,)
+    assert result.templates["decoder"].variant("recompute_backward").gradients == ()
+    carried = [i for i, x in enumerate(result.templates["decoder_1"].inputs) if x.role.kind == "carried"]
+    differentiated = {g.input for g in result.templates["decoder_1"].variant("recompute_backward").gradients}
+    assert carried and not differentiated & set(carried)
+
+
+def test_a_tied_parameter_has_one_name_everywhere() -> None:
+    names = [{s.name for s in call.sources if s.kind == "parameter"} for call in captured("tied").calls]
+    assert "model.embed_tokens.weight" in names[0] & names[-1]
+    assert "lm_head.weight" not in names[-1]
+
+
+def test_batch_inputs_keep_the_order_of_forward() -> None:
+    class Swapped(models.HandWritten):
+        def forward(self, labels: Tensor, input_ids: Tensor) -> Tensor:
+            return super().forward(input_ids, labels)
+
+    example = {name: torch.zeros(2, 4, dtype=torch.int64) for name in ("input_ids", "labels")}
+    assert capture(Swapped(), example=example).batch_inputs == ("labels", "input_ids")
+
+
+def test_a_meta_model_is_captured() -> None:
+    with torch.device("meta"):
+        model = models.HandWritten()
+    assert len(capture(model, pipeline=PIPELINE, target=CPU).calls) == 6
+
+
+# ------------------------------------------------------------------ variants
+def test_a_llama_layer_has_the_fewest_gemms() -> None:
+    template = captured("llama", (attention,)).templates["decoder"]
+    counts = {name: (count(template.variant(name).graph, GEMMS), count(template.variant(name).graph, ATTENTION))
+              for name in template.variant_names}
+    # 7 projections; the backward has two GEMMs for each; the recompute leaves out the forward's last one.
+    assert counts == {"forward": (7, 1), "forward_saving": (7, 1), "backward": (14, 1), "recompute_backward": (20, 2)}
+
+
+def test_variants_take_what_the_contract_says_in_order() -> None:
+    template = captured("llama").templates["decoder"]
+    graphs = {name: template.variant(name).graph.graph for name in template.variant_names}
+    sizes = {name: len(graph.find_nodes(op="placeholder")) for name, graph in graphs.items()}
+    inputs, residuals = len(template.inputs), template.variant("forward_saving").residuals
+    assert residuals > 0
+    assert sizes == {"forward": inputs, "forward_saving": inputs, "backward": inputs + residuals + 1,
+                     "recompute_backward": inputs + 1}
+    with pytest.raises(CaptureError, match="has no variant loss"):
+        template.variant("loss")
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "hand_written"])
+def test_no_result_shares_memory_with_a_parameter(family: str) -> None:
+    for template in captured(family).templates.values():
+        parameters = {i for i, x in enumerate(template.inputs) if x.role.kind in ("parameter", "buffer")}
+        for name in template.variant_names:
+            graph = template.variant(name).graph.graph
+            placeholders = graph.find_nodes(op="placeholder")
+            bases = {base_of(node) for node in graph.output_node().args[0]}
+            assert not {placeholders[i] for i in parameters} & bases, f"{template.name}.{name}"
+
+
+def test_residual_and_output_bytes_are_those_of_real_tensors() -> None:
+    model = captured("qwen2")
+    template = model.templates["decoder"]
+    b, t = template.symbols
+    assert template.output_bytes() == 4 * 32 * b * t
+    assert template.residual_bytes().free_symbols == {b, t}
+    args = [torch.randn([int(sympy.sympify(d).subs({b: 2, t: 8})) for d in x.shape]) for x in template.inputs]
+    results = template.variant("forward_saving").graph(*args)
+    storages = {r.untyped_storage().data_ptr(): r.untyped_storage().nbytes()
+                for r in results[template.outputs:] if isinstance(r, Tensor)}
+    assert sum(storages.values()) == template.residual_bytes().subs({b: 2, t: 8})
+
+
+def test_logits_read_neither_labels_nor_normaliser() -> None:
+    template = captured("qwen2").templates["epilogue"]
+    roles = [template.inputs[i].role for i in template.variant("logits").reads]
+    assert not {("batch", "labels"), ("normaliser", "")} & {(r.kind, r.name) for r in roles}
+
+
+def test_every_stage_is_kept_as_text() -> None:
+    template = captured("qwen2").templates["epilogue"]
+    template.variant("loss")
+    assert {"captured", "attention", "fuse_loss", "joint", "loss.accumulate_in_gemm", "loss"} <= template.stages.keys()
+    assert "cross_entropy(" in template.stages["attention"]
+    assert "linear_cross_entropy" in template.stages["fuse_loss"]
+
+
+def test_an_unknown_mode_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match='mode "fast"'):
+        compile_variant(captured("qwen2").templates["prologue"].variant("forward"), [], "fast")
+
+
+# ------------------------------------------------------------------ loss
+@pytest.mark.parametrize("family", ["llama", "hand_written"])
+def test_targets_are_counted_after_the_models_own_shift(family: str) -> None:
+    batch = models.batch(3, 9, ignored=0.4)
+    shifted = batch["labels"][:, 1:]
+    assert captured(family).count_targets(batch).item() == (shifted != -100).sum().item()
+
+
+class SumOverOwnCount(models.HandWritten):
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        labels = labels.clone()
+        labels[labels == 5] = -100  # in place, unread: the count must see it
+        counted = (labels[:, 1:] != -100).sum()
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum") / counted
+
+
+def test_a_sum_divided_by_something_of_the_batch_is_normalised_by_it() -> None:
+    result = capture(SumOverOwnCount(), pipeline=PIPELINE, target=CPU)
+    batch = models.batch(4, 12, ignored=0.2)
+    counted = (batch["labels"][:, 1:] != -100) & (batch["labels"][:, 1:] != 5)
+    assert result.has_normaliser and result.fused_loss
+    assert result.count_targets(batch).item() == counted.sum().item()
+
+
+class SquaredLoss(models.HandWritten):
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return super().loss(logits, labels).square()
+
+
+class AddedLoss(models.HandWritten):
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return super().loss(logits, labels) + 1e-3 * logits.square().mean()
+
+
+class WeightedLoss(models.HandWritten):
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        weight = torch.ones(logits.shape[-1], device=logits.device)
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), weight=weight)
+
+
+@pytest.mark.parametrize("model", [SquaredLoss, AddedLoss, WeightedLoss])
+def test_a_loss_that_is_no_mean_over_targets_is_kept_as_it_is(model: type[nn.Module]) -> None:
+    result = capture(model(), pipeline=PIPELINE, target=CPU)
+    assert not result.has_normaliser and not result.fused_loss and result.count_targets is None
+
+
+def test_labels_smoothing_is_normalised_but_not_fused() -> None:
+    class Smoothed(models.HandWritten):
+        def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+            return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), label_smoothing=0.1)
+
+    result = capture(Smoothed(), pipeline=PIPELINE, target=CPU)
+    assert result.has_normaliser and not result.fused_loss
+
+
+def test_the_fused_loss_never_holds_all_logits() -> None:
+    template = captured("qwen2").templates["epilogue"]
+    b, t = template.symbols
+    logits = b * t * models.VOCABULARY
+
+    def largest(name: str) -> bool:
+        values = [n.meta.get("val") for n in template.variant(name).graph.graph.nodes]
+        return any(isinstance(v, Tensor) and sympy.simplify(template.symbolic(v.numel()) - logits) == 0 for v in values)
+
+    assert largest("evaluate") and not largest("loss")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("bias", "scale", "softcap"), [
+    (False, 1.0, 0.0), (True, 0.5, 0.0), (True, 1.0, 3.0), (False, 2.0, 3.0)])
+def test_linear_cross_entropy_equals_autograd_whatever_the_chunk(
+    dtype: torch.dtype, bias: bool, scale: float, softcap: float
+) -> None:
+    torch.manual_seed(0)
+    hidden = torch.randn(11, 8, dtype=dtype, requires_grad=True)
+    weight = torch.randn(13, 8, dtype=dtype, requires_grad=True)
+    offset = torch.randn(13, dtype=dtype, requires_grad=True) if bias else None
+    targets, normaliser = torch.randint(0, 13, (11,)), torch.tensor(7.0)
+    targets[3] = -100
+    leaves = [x for x in (hidden, weight, offset) if x is not None]
+    scores = F.linear(hidden.float(), weight.float(), None if offset is None else offset.float()) * scale
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    loss = F.cross_entropy(scores, targets, reduction="sum") / normaliser
+    reference = [loss, *torch.autograd.grad(loss, leaves)]
+    tolerance = 1e-5 if dtype is torch.float32 else 2e-2
+    for chunk in (4, 11, 64):
+        results = torch.ops.megacompile.linear_cross_entropy(
+            hidden, weight, offset, targets, normaliser, -100, scale, softcap, chunk, True)
+        assert results[2].dtype is torch.float32
+        through = torch.autograd.grad(results[0], leaves)
+        for a, b in zip([results[0], *through], reference, strict=True):
+            assert (a - b).norm() <= tolerance * b.norm()
+        for direct, differentiated in zip(results[1:], through, strict=False):
+            torch.testing.assert_close(direct.to(dtype), differentiated)
+
+
+# ------------------------------------------------------------------ attention
+@pytest.mark.parametrize(("device", "dtype", "width", "window", "softcap", "kernel"), [
+    ("cpu", torch.float32, 8, 0, 0.0, "flash_cpu"),
+    ("cpu", torch.bfloat16, 8, 0, 0.0, "flash_cpu"),
+    ("cpu", torch.float32, 8, 4, 0.0, "math"),
+    ("cuda", torch.bfloat16, 64, 0, 0.0, "flash"),
+    ("cuda", torch.bfloat16, 64, 128, 0.0, "flash"),
+    ("cuda", torch.bfloat16, 64, 0, 30.0, "math"),
+    ("cuda", torch.bfloat16, 12, 0, 0.0, "math"),
+    ("cuda", torch.float32, 64, 0, 0.0, "math"),
+])
+def test_the_attention_pass_picks_the_kernel_of_the_target(
+    device: str, dtype: torch.dtype, width: int, window: int, softcap: float, kernel: str
+) -> None:
+    graph = fx.Graph()
+    query = graph.placeholder("query")
+    query.meta["example_value"] = torch.empty(2, 4, 6, width, dtype=dtype)
+    call = graph.call_function(torch.ops.megacompile.attention, (query, query, query, 1.0, window, softcap, "neutral"))
+    graph.output((call,))
+    module = fx.GraphModule(nn.Module(), graph)
+    before = module.code
+    lowered = attention.run(module, Target(device, dtype))
+    assert [n.args[-1] for n in lowered.graph.nodes if n.op == "call_function"] == [kernel]
+    assert module.code == before, "a pass is pure"
+
+
+def test_a_models_own_causal_attention_becomes_ours_and_a_masked_one_stays() -> None:
+    assert count(captured("hand_written").templates["decoder"].variant("forward").graph, ATTENTION) == 1
+
+    class Masked(models.HandWrittenLayer):
+        def forward(self, x: Tensor) -> Tensor:
+            q = self.norm(x)[:, None]
+            mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).tril()
+            return x + F.scaled_dot_product_attention(q, q, q, attn_mask=mask)[:, 0]
+
+    model = type("Model", (models.HandWritten,), {"layer_class": Masked})()
+    graph = capture(model, pipeline=PIPELINE, target=CPU).templates["decoder"].variant("forward").graph
+    assert count(graph, ATTENTION) == 0
+
+
+def test_a_template_for_cuda_is_made_without_one_and_names_no_cpu() -> None:
+    result = captured("llama", PIPELINE, Target("cuda", torch.bfloat16))
+    text = "".join(t.variant(n).graph.code for t in result.templates.values() for n in t.variant_names)
+    assert "device(type='cuda')" in text and "type='cpu'" not in text and "for_cpu" not in text
+
+
+def reference_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int, softcap: float) -> Tensor:
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    scores = q @ k.transpose(2, 3) * scale
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    mask = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).tril()
+    if window:
+        mask &= ~torch.ones_like(mask).tril(-window)
+    return scores.masked_fill(~mask, float("-inf")).softmax(-1) @ v
+
+
+@pytest.mark.parametrize("heads", [1, 2, 4])
+@pytest.mark.parametrize(("kernel", "window", "softcap"), [
+    ("neutral", 0, 0.0), ("math", 3, 0.0), ("math", 0, 2.0), ("math", 4, 2.0), ("math", 100, 0.0),
+    ("flash_cpu", 0, 0.0)])
+def test_attention_kernels_equal_autograd(kernel: str, window: int, softcap: float, heads: int) -> None:
+    torch.manual_seed(0)
+    q = torch.randn(2, 9, 4, 8).transpose(1, 2).requires_grad_()
+    k, v = (torch.randn(2, 9, heads, 8).transpose(1, 2).requires_grad_() for _ in range(2))
+    out, logsumexp = torch.ops.megacompile.attention(q, k, v, 0.3, window, softcap, kernel)
+    expected = reference_attention(q, k, v, 0.3, window, softcap)
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)
+    assert logsumexp.dtype is torch.float32 and logsumexp.shape == (2, 4, 9)
+    grad = torch.randn_like(expected)
+    gradients, reference = (torch.autograd.grad(result, (q, k, v), grad) for result in (out, expected))
+    for a, b in zip(gradients, reference, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("kernel", ["math", "flash_cpu"])
+def test_attention_kernels_return_the_layout_that_the_fakes_promise(kernel: str) -> None:
+    q, k = torch.randn(2, 4, 9, 8), torch.randn(2, 2, 9, 8)
+    options = (0.3, 0, 0.0, kernel)
+    results = torch.ops.megacompile.attention(q, k, k, *options)
+    gradients = torch.ops.megacompile.attention_backward(q, q, k, k, *results, *options)
+    promised = ours._attention_fake(q, k, k, *options)
+    promised_gradients = ours._attention_backward_fake(q, q, k, k, *results, *options)
+    for real, fake in zip((*results, *gradients), (*promised, *promised_gradients), strict=True):
+        assert (real.shape, real.stride(), real.dtype) == (fake.shape, fake.stride(), fake.dtype)
+
+
+@pytest.mark.parametrize(("changed", "message"), [
+    ({"attention_mask": torch.ones(1, 1, 2, 2)}, "attention mask"),
+    ({"dropout": 0.1}, "attention dropout 0.1 in Module"),
+    ({"is_causal": False}, "not causal"),
+    ({"s_aux": torch.ones(1)}, "attention argument s_aux"),
+])
+def test_what_our_attention_cannot_do_is_refused(changed: dict, message: str) -> None:
+    x = torch.randn(1, 1, 2, 8)
+    with pytest.raises(UnsupportedError, match=message):
+        ours.transformers_attention(nn.Module(), x, x, x, **{"attention_mask": None, **changed})
+    with pytest.raises(UnsupportedError, match="attention_mask"):
+        ours.transformers_mask(attention_mask=torch.ones(1, 2))
+
+
+# ------------------------------------------------------------------ accumulate in the GEMM
+def products(template: Template, variant: str) -> set[str]:
+    return {template.inputs[g.input].role.name for g in template.variant(variant).gradients if len(g.results) == 2}
+
+
+@pytest.mark.parametrize("variant", ["backward", "recompute_backward"])
+def test_every_projection_leaves_as_operands_and_nothing_else_does(variant: str) -> None:
+    template = captured("qwen2").templates["decoder"]
+    matrices = {x.role.name for x in template.inputs if x.role.kind == "parameter" and len(x.shape) == 2}
+    assert len(matrices) == 7
+    assert products(template, variant) == matrices
+    assert count(template.variant(variant).graph, GEMMS) == count(
+        captured("qwen2", (attention,)).templates["decoder"].variant(variant).graph, GEMMS) - 7
+
+
+def test_operands_have_the_shape_of_the_parameter() -> None:
+    for family in ("gpt2", "llama"):
+        template = captured(family).templates["decoder"]
+        variant = template.variant("recompute_backward")
+        results = variant.graph.graph.output_node().args[0]
+        for gradient in (g for g in variant.gradients if len(g.results) == 2):
+            a, b = (results[i].meta["val"] for i in gradient.results)
+            assert (a.shape[0], b.shape[1]) == template.inputs[gradient.input].shape
+
+
+def test_an_unfused_head_leaves_as_operands_and_a_fused_one_in_float32() -> None:
+    unfused = captured("qwen2", (attention, accumulate_in_gemm)).templates["epilogue"]
+    assert products(unfused, "loss") == {"lm_head.weight"}
+    model = models.build("qwen2", num_hidden_layers=1).bfloat16()
+    fused = capture(model, pipeline=PIPELINE, target=Target("cpu", torch.bfloat16)).templates["epilogue"]
+    results = fused.variant("loss").graph.graph.output_node().args[0]
+    dtypes = {fused.inputs[g.input].role.name: results[g.results[0]].meta["val"].dtype
+              for g in fused.variant("loss").gradients}
+    assert dtypes["lm_head.weight"] is torch.float32

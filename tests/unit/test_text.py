@@ -1,0 +1,344 @@
+"""Programs as text: what prints parses, what does not print is refused with its place."""
+from __future__ import annotations
+
+import builtins
+import pathlib
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megacompile.errors import ProgramError
+from megacompile.folding import fold
+from megacompile.lifetimes import placed
+from megacompile.listing import excerpt, op_table, summary, table
+from megacompile.program import OPS, STAGES, Builder, Program, argument, copy_section, find, lane_of, nodes, op_of
+from megacompile.text import KINDS, form, parse, print_node, print_program
+from megacompile.verify import handed_on, ordered, rule_table, verify
+
+#: One node of each op, as text.
+EVERY_OP = '''# megacompile program, stage model
+program = Program(stage="model", micro_batches=(2, 1))
+program.tile("layers.0", parameters=16, weight_bytes=32, gradient_bytes=32, trainable=True)
+program.tile("frozen", parameters=16, weight_bytes=32, gradient_bytes=0, trainable=False)
+program.call("layers.0", role="layer", template="decoder", tiles=("layers.0",), weightless=("backward",))
+program.call("head", role="epilogue", template="head", tiles=())
+program.slot("W0", bytes=4096)
+
+def forward(p):
+    e = p.enter("W0", "read", "compute")
+    k = p.pack("layers.0", into="S0")                                                  # pack
+    w = p.prefetch("layers.0", staging=k, into="W0")                                   # h2d
+    v = p.resident("layers.0", into="R0")
+    h = p.forward("decoder", "layers.0", mb=0, weights=(w,), inputs=())                # compute
+    r = p.forward_saving("decoder", "layers.0", mb=1, weights=(w, v), inputs=(h, h))   # compute
+    a = p.zeros("layers.0")                                                            # compute
+    l = p.loss("head", "head", mb=0, inputs=(h,), accumulators=(a,))                   # compute
+    v_1 = p.evaluate("head", "head", mb=0, inputs=(h,))                                # compute
+    v_2 = p.logits("head", "head", mb=0, inputs=(h,))                                  # compute
+    p.scale(l)                                                                         # compute
+    g = p.recompute_backward("decoder", "layers.0", mb=0, inputs=(h, h), gradient=l)   # compute
+    g_1 = p.backward("decoder", "layers.0", mb=0, inputs=(h, h), saved=r, gradient=l)  # compute
+    d = p.reduce("layers.0", accumulators=a, into="G0")                                # compute
+    o = p.offload("layers.0", reduced=d, into="D0")                                    # d2h
+    p.accumulate("layers.0", slab=o, overwrite=False)                                  # cpu
+    c = p.clip(tiles=("layers.0",))                                                    # cpu
+    update = p.adam("layers.0", clip=c)                                                # cpu
+    p.result("loss", values=(l,))                                                      # compute
+    p.lease("h", h)                                                                    # compute
+    x = p.leased("h")                                                                  # compute
+    p.release(x)                                                                       # compute
+    p.release(w)
+    e_1 = p.record(update)                                                             # cpu
+    p.wait("h2d", e_1)                                                                 # h2d
+    p.leave("weights/layers.0", "write", e_1)
+
+def load(p):
+    pass
+'''
+CASES: dict[str, dict[str, Any]] = {
+    "streamed": {"micro_batches": (2, 1)},
+    "blocks, slabs": {"micro_batches": (1, 1), "checkpoint_interval": 2, "weight_slots": 3, "locked": False},
+    "resident": {"resident": ("layers.1", "epilogue")},
+    "tied": {"tied": True, "saved_layers": 1},
+}
+
+
+def line_of(text: str) -> int:
+    return next(i for i, line in enumerate(EVERY_OP.splitlines()) if text in line)
+
+
+def test_every_op_prints_as_it_was_written() -> None:
+    program = parse(EVERY_OP)
+    assert {op_of(node).name for node in nodes(program.section("forward"))} == set(OPS)
+    assert print_program(program) == EVERY_OP
+
+
+def test_every_parameter_has_a_kind() -> None:
+    assert {p for op in OPS.values() for p in op.parameters} <= set(KINDS)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_prints_parses_at_every_stage(case: str, make_schedule: Callable[..., Any]) -> None:
+    stages = make_schedule(**CASES[case]).stages
+    assert list(stages) == list(STAGES)
+    for program in stages.values():
+        again = parse(print_program(program))
+        assert again == program
+        assert again.tiles == program.tiles
+        assert again.calls == program.calls
+        assert again.slots == program.slots
+        for name, graph in program.sections.items():
+            assert [lane_of(node) for node in nodes(graph)] == [lane_of(node) for node in nodes(again.section(name))]
+
+
+def test_a_section_prints_alone(make_schedule: Callable[..., Any]) -> None:
+    program = make_schedule().program
+    assert program.text(section="update").startswith("def update(p):\n")
+    assert program.text(section="update") in program.text()
+
+
+def test_printing_is_deterministic_and_keeps_a_copy_equal(make_schedule: Callable[..., Any]) -> None:
+    program = make_schedule(micro_batches=(2, 1)).program
+    copy = program.evolve(sections={name: copy_section(graph) for name, graph in program.sections.items()})
+    assert print_program(copy) == print_program(program)
+
+
+def test_names_with_quotes_and_umlauts_survive() -> None:
+    program = parse(EVERY_OP.replace('"h"', r'"h\"\\ü"'))
+    assert argument(next(find(program.section("forward"), "lease")), "key") == 'h"\\ü'
+    assert parse(print_program(program)) == program
+
+
+MALFORMED = {  # name: (what to replace, by what, what the message says)
+    "unknown op": ("p.zeros(", "p.zeroes(", "unknown op zeroes; expected one of pack, prefetch"),
+    "unknown argument": ("slab=o", "slap=o",
+                         "unexpected argument slap; expected `p.accumulate(tile, slab=..., overwrite=...)`"),
+    "missing argument": (", overwrite=False", "", "missing overwrite; expected `p.accumulate("),
+    "missing positional": ('p.zeros("layers.0")', "p.zeros()", "missing tile"),
+    "argument twice": ("reduced=d,", "reduced=d, reduced=d,", "reduced"),
+    "positional by name": ('p.zeros("layers.0")', 'p.zeros(tile="layers.0")', "unexpected argument tile"),
+    "keyword by position": ("slab=o, overwrite=False", "o, False", "too many positional arguments"),
+    "starred": ("inputs=(h,))", "inputs=(*h,))", "inputs is something else"),
+    "double starred": ("(a,))  ", "(a,), **a)  ", "unexpected argument **"),
+    "unknown lane": ('p.wait("h2d"', 'p.wait("gpu"', "unknown lane gpu; expected one of compute, h2d"),
+    "unknown access": ('"W0", "read"', '"W0", "touch"', "unknown access touch; expected one of read, write"),
+    "unknown stage": ('stage="model", micro', 'stage="late", micro', "unknown stage late; expected one of model"),
+    "undefined name": ("slab=o", "slab=oo", "oo is not defined here"),
+    "used before defined": ("staging=k", "staging=h", "h is not defined here"),
+    "redefined name": ("v_1 =", "h =", "h is defined twice"),
+    "name of the builder": ("v_1 =", "p =", "p is defined twice"),
+    "name that Python has": ("v_1 =", "print =", "print is no name for a value"),
+    "value without a name": ("v_1 = ", "", "evaluate makes a value that has no name"),
+    "string for a value": ("staging=k", 'staging="k"', "staging is something else; expected the name of a node above"),
+    "value for a string": ('p.zeros("layers.0")', "p.zeros(k)", "tile is something else; expected a printable string"),
+    "number for a flag": ("overwrite=False", "overwrite=0", "expected True or False"),
+    "flag for a number": ("mb=1", "mb=True", "mb is something else; expected a whole number"),
+    "negative number": ("mb=1", "mb=-1", "mb is something else"),
+    "huge number": ("mb=1", f"mb={2**63}", "expected a whole number below 2**63"),
+    "gigantic number": ("mb=1", f"mb={'9' * 5000}", "no Python"),
+    "float": ("bytes=4096", "bytes=4096.0", "bytes is something else"),
+    "tuple for a value": ("staging=k", "staging=(k,)", "staging is something else"),
+    "list for a tuple": ("inputs=(h,))", "inputs=[h])", "expected a tuple of names"),
+    "value for a tuple": ("weights=(w,)", "weights=w", "expected a tuple of names"),
+    "call in an argument": ("staging=k", "staging=open('x')", "staging is something else"),
+    "expression in an argument": ('p.lease("h", h)', 'p.lease("h" + "h", h)', "key is something else"),
+    "bytes": ('p.lease("h"', 'p.lease(b"h"', "key is something else"),
+    "unprintable name": ('p.lease("h"', 'p.lease("\\n"', "key is something else"),
+    "endless name": ('p.lease("h"', f'p.lease("{"h" * 2000}"', "key is something else"),
+    "other object": ("p.scale(l)", "q.scale(l)", "no node; expected `name = p.op(...)`"),
+    "two targets": ("o = p", "o = oo = p", "no plain name on the left"),
+    "annotated": ("update = p", "update: int = p", "no node"),
+    "augmented": ("p.scale(l)", "l += p.scale(l)", "no node"),
+    "returned": ("p.scale(l)", "return p.scale(l)", "no node"),
+    "import": ("p.scale(l)", "import os", "no node"),
+    "statement in a section": ("p.scale(l)", "if l: p.scale(l)", "no node"),
+    "text after the program": ("def load(p):\n    pass\n", "print(1)\n", "no declaration"),
+    "late declaration": ("def load(p):\n    pass\n", 'program.slot("W1", bytes=1)\n', "slot after a section"),
+    "unknown declaration": ("program.slot(", "program.buffer(", "unknown declaration buffer"),
+    "slot twice": ('program.slot("W0", bytes=4096)', 'program.slot("W0", bytes=1)\n' * 2, "slot W0 is declared twice"),
+    "section twice": ("def load", "def forward", "section forward is defined twice"),
+    "section with arguments": ("def load(p)", "def load(p, q=1)", "another signature"),
+    "decorated section": ("def load(p)", "@print\ndef load(p)", "another signature"),
+    "async section": ("def load(p)", "async def load(p)", "no declaration"),
+    "no program": ("program = Program(", "program = Schedule(", "a program begins otherwise"),
+    "no Python": ("p.scale(l)", "p.scale(l", "no Python"),
+    "null byte": ("p.scale(l)", "p.scale(\0)", "no Python"),
+    "absurd nesting": ("inputs=(h,))", f"inputs={'(' * 300}h{')' * 300})", "no Python"),
+}
+
+
+@pytest.mark.parametrize("case", MALFORMED)
+def test_malformed_text_is_refused_with_its_line_and_column(case: str) -> None:
+    old, new, message = MALFORMED[case]
+    assert old in EVERY_OP
+    with pytest.raises(ProgramError) as caught:
+        parse(EVERY_OP.replace(old, new, 1))
+    first = str(caught.value).splitlines()[0]
+    assert message in first
+    assert first.startswith("line ")
+    assert "column " in first
+    if case not in ("no Python", "null byte", "gigantic number", "argument twice"):  # Python says where, not we
+        assert abs(int(first.split()[1].rstrip(",")) - 1 - line_of(old.splitlines()[0])) <= 1
+
+
+@pytest.mark.parametrize("text", ["", "\n\n", "# only a comment\n", "pass"])
+def test_text_without_a_program_is_refused(text: str) -> None:
+    with pytest.raises(ProgramError, match="expected `program = Program"):
+        parse(text)
+
+
+def test_the_message_shows_the_line_and_a_mark_under_the_column() -> None:
+    with pytest.raises(ProgramError) as caught:
+        parse(EVERY_OP.replace("staging=k", "staging=kk"))
+    message, shown, mark = str(caught.value).splitlines()
+    assert "column 40" in message
+    assert shown[mark.index("^"):].startswith("kk")
+
+
+PIECES = st.sampled_from(["p", "p.", "(", ")", ",", "=", '"', "\\", "\n", "    ", "e", "0", "-", "*", "def ",
+                          "lambda: ", "@", "None", "__import__('os')", "[", "{", "#", "\t", "\0", "é", "\ud800"])
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, len(EVERY_OP) - 1), st.integers(0, 12), PIECES), min_size=1, max_size=4))
+def test_mutated_text_is_refused_or_prints_and_parses(edits: list[tuple[int, int, str]]) -> None:
+    text = EVERY_OP
+    for start, removed, piece in edits:
+        text = text[:start] + piece + text[start + removed:]
+    try:
+        program = parse(text)
+    except ProgramError:
+        return
+    assert parse(print_program(program)) == program
+
+
+def test_nothing_in_the_text_is_executed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("text was executed")
+
+    compile_source = builtins.compile
+
+    def only_trees(source: Any, filename: Any, mode: str, flags: int = 0, *rest: Any, **more: Any) -> Any:
+        import ast
+        assert flags & ast.PyCF_ONLY_AST, "text was compiled to code"
+        return compile_source(source, filename, mode, flags, *rest, **more)
+
+    monkeypatch.setattr(builtins, "exec", refuse)
+    monkeypatch.setattr(builtins, "eval", refuse)
+    monkeypatch.setattr(builtins, "compile", only_trees)
+    assert isinstance(parse(EVERY_OP), Program)
+
+
+def test_a_node_that_others_need_has_a_name_in_text_though_it_has_no_value() -> None:
+    section = parse(EVERY_OP).section("forward")
+    adam, accumulate = next(find(section, "adam")), next(find(section, "accumulate"))
+    assert print_node(adam).startswith("update = p.adam(")
+    assert print_node(accumulate).startswith("p.accumulate(")
+
+
+def test_optional_arguments_stand_in_brackets_in_the_form_of_an_op() -> None:
+    assert form(OPS["prefetch"]) == "value = p.prefetch(tile, [staging=...], [into=...])"
+    assert form(OPS["wait"]) == "p.wait(lane, event)"
+
+
+# For reading
+
+def test_a_deep_schedule_folds_to_a_screen_or_two(make_schedule: Callable[..., Any]) -> None:
+    program = make_schedule(layers=28).program
+    folded = fold(program, "forward").splitlines()
+    assert len(folded) <= 110, "two screens"
+    assert len(folded) < len(print_program(program, "forward").splitlines()) / 3
+    assert any("alike: layers." in line for line in folded)
+
+
+def test_folding_loses_no_line_but_those_it_counts(make_schedule: Callable[..., Any]) -> None:
+    program = make_schedule(layers=12, micro_batches=(1, 1, 1)).program
+    for name, graph in program.sections.items():
+        assert _unfolded(fold(program, name).splitlines()[1:]) == len(list(nodes(graph)))
+
+
+def _unfolded(lines: list[str], indent: int = 4) -> int:
+    """How many lines a folded text stands for."""
+    total, i = 0, 0
+    while i < len(lines):
+        depth = len(lines[i]) - len(lines[i].lstrip())
+        assert depth == indent
+        if not lines[i].lstrip().startswith("# x "):
+            total, i = total + 1, i + 1
+            continue
+        inner = []
+        times = int(lines[i].split()[2])
+        i += 1
+        while i < len(lines) and len(lines[i]) - len(lines[i].lstrip()) > indent:
+            inner.append(lines[i])
+            i += 1
+        total += times * _unfolded(inner, indent + 4)
+    return total
+
+
+def test_a_folded_program_begins_with_its_declarations(make_schedule: Callable[..., Any]) -> None:
+    program = make_schedule().program
+    assert program.text(fold=True).startswith("# megacompile program, stage synchronize\nprogram = Program(")
+
+
+def test_the_table_has_each_node_in_the_column_of_its_lane(make_schedule: Callable[..., Any]) -> None:
+    program = make_schedule().program
+    lines = table(program, "forward").splitlines()
+    header, rows = lines[1], lines[3:]
+    assert len(rows) == len(list(nodes(program.section("forward"))))
+    prefetch = next(row for row in rows if "= prefetch layers.0" in row)
+    assert prefetch.index("w") == header.index("h2d")
+    assert prefetch.rstrip().endswith("W0")
+    assert table(program).count("section ") == len(program.sections)
+
+
+def test_the_summary_counts_bytes_over_the_link(make_schedule: Callable[..., Any]) -> None:
+    program = make_schedule().program
+    row = next(line for line in summary(program).splitlines() if line.startswith("forward"))
+    assert f"{sum(tile.weight_bytes for tile in program.tiles.values()):,}" in row
+    assert summary(program.evolve(sections={})).startswith("section")
+
+
+def test_an_excerpt_is_short_however_long_the_section() -> None:
+    program = parse(EVERY_OP)
+    graph = copy_section(program.section("forward"))
+    build = Builder(graph)
+    first = next(find(graph, "zeros"))
+    for _ in range(500):
+        last = build.add("zeros", "a", tile="layers.0")
+    shown = excerpt(graph, {first: "conflicts with", last: "ERROR HERE"}).splitlines()
+    assert len(shown) < 15
+    assert sum("<-- ERROR HERE" in line for line in shown) == 1
+    assert sum("<-- conflicts with" in line for line in shown) == 1
+
+
+# The language's page
+
+PAGE = (pathlib.Path(__file__).resolve().parents[2] / "docs" / "schedule-language.md").read_text(encoding="utf-8")
+
+
+def test_the_page_lists_every_op_and_every_rule() -> None:
+    """To mend: put what `op_table()` and `rule_table()` return between their marks."""
+    assert f"-->\n{op_table()}\n<!-- end of ops -->" in PAGE
+    assert f"-->\n{rule_table()}\n<!-- end of rules -->" in PAGE
+
+
+def test_the_program_of_the_page_parses_verifies_and_prints() -> None:
+    (text,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    program = parse(text)
+    verify(program)
+    for rule in (placed, ordered, handed_on):
+        assert not list(rule(program))
+    assert [line.split("  #")[0].rstrip() for line in print_program(program).splitlines()] == [
+        line.split("  #")[0].rstrip() for line in text.splitlines()]
+
+
+def test_the_grammar_of_the_page_names_every_argument_of_a_declaration() -> None:
+    grammar = PAGE[PAGE.index("## Grammar"):PAGE.index("## Words")]
+    for name in ("parameters", "weight_bytes", "gradient_bytes", "trainable", "role", "template", "tiles", "weightless",
+                 "bytes", "stage", "micro_batches"):
+        assert f"{name}='" in grammar

@@ -1,0 +1,421 @@
+"""Each rule of the verifier is broken in a good program, in each way that it names, and must say so."""
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from torch import fx
+
+from megacompile.errors import HazardError, ProgramError
+from megacompile.ordering import Clocks
+from megacompile.program import Access, Lane, Program, argument, copy_section, find, lane_of, nodes, op_of
+from megacompile.text import parse, print_program
+from megacompile.verify import RULES, verify
+
+STREAMED: dict[str, Any] = {"layers": 2, "micro_batches": (1, 1)}
+SLABS: dict[str, Any] = {**STREAMED, "locked": False}
+RESIDENT: dict[str, Any] = {**STREAMED, "resident": ("layers.0", "layers.1")}
+BLOCK: dict[str, Any] = {**STREAMED, "checkpoint_interval": 2}
+
+#: (rule, case): schedule, stage, section, pattern and replacement in that section's text, what the message says
+TEXT_EDITS: dict[tuple[str, str], tuple[dict[str, Any], str, str, str, str, str]] = {
+    ("well_formed", "kind of a value"): (
+        STREAMED, "prefetch", "forward", r"weights=\(w_1,\)", "weights=(s_0,)",
+        "takes s_0 as weights, but forward makes activation"),
+    ("well_formed", "use after release"): (
+        STREAMED, "place", "forward", r'(    h1_0 = )', r"    p.release(w_1)\n\1",
+        "forward layers.0 mb 0 uses w_1 after its release"),
+    ("well_formed", "released twice"): (
+        STREAMED, "place", "forward", r"(    p.release\(w_1\))", r"\1\n\1", "releases w_1 after its release"),
+    ("well_formed", "tile that is not declared"): (
+        STREAMED, "prefetch", "forward", r'prefetch\("layers.0"', 'prefetch("layers.9"',
+        "names tile layers.9, which the program does not have"),
+    ("well_formed", "call that is not declared"): (
+        STREAMED, "prefetch", "forward", r'"layers.0", mb=0', '"layers.9", mb=0', "names call layers.9"),
+    ("well_formed", "micro-batch that is not there"): (
+        STREAMED, "prefetch", "forward", r'"layers.0", mb=1', '"layers.0", mb=2', "names mb 2"),
+    ("well_formed", "template of another call"): (
+        STREAMED, "prefetch", "forward", r'"decoder", "layers.0", mb=1', '"prologue", "layers.0", mb=1',
+        "runs template prologue, but layers.0 is of template decoder"),
+    ("well_formed", "clip of a tile that is not there"): (
+        STREAMED, "place", "update", r'tiles=\(', 'tiles=("layers.9", ', "names tile layers.9"),
+    ("well_formed", "slab of another tile"): (
+        SLABS, "prefetch", "forward", r'(prefetch\("layers.0", staging=k)_1', r"\1",
+        "takes k, which is of tile prologue"),
+    ("well_formed", "event of a node that no lane runs"): (
+        STREAMED, "synchronize", "forward", r"record\(w_1\)", "record(e)", "is of a node that no lane executes"),
+    ("well_formed", "event of the past handed on"): (
+        STREAMED, "synchronize", "forward", r'("W0", "read", )e_12', r"\1e_3", "hands on an event of the past"),
+    ("well_formed", "release of an event"): (
+        STREAMED, "synchronize", "forward", r"release\(w_1\)", "release(e_1)", "takes e_1, but enter keeps nothing"),
+    ("well_formed", "residuals of a plain forward"): (
+        BLOCK, "prefetch", "backward", r"saved=r_0", "saved=g_0", "as saved, but recompute_backward makes gradient"),
+    ("trained", "call visited twice"): (
+        STREAMED, "differentiate", "forward", r'("layers.1", mb)=1', r"\1=0",
+        "forward layers.1 mb 0 is the second visit of layers.1 for micro-batch 0 in forward"),
+    ("trained", "call left out"): (
+        STREAMED, "differentiate", "evaluate", r"    l_1 = .*\n(.*)l_0, l_1", r"\1l_0,",
+        "evaluate never visits epilogue for micro-batch 1"),
+    ("trained", "input of another micro-batch"): (
+        STREAMED, "differentiate", "forward", r"inputs=\(h1_0, s_0\)", "inputs=(h1_1, s_0)",
+        "takes h1_1 of layers.0 mb 1 as inputs"),
+    ("trained", "input of another call"): (
+        STREAMED, "differentiate", "forward", r"inputs=\(h1_0, s_0\)", "inputs=(s_0, s_0)",
+        "takes s_0 of prologue mb 0 as inputs"),
+    ("trained", "gradient of another micro-batch"): (
+        STREAMED, "differentiate", "backward", r"gradient=g_0", "gradient=g_1",
+        "takes g_1 of layers.1 mb 1 as gradient"),
+    ("trained", "residuals of another micro-batch"): (
+        BLOCK, "differentiate", "backward", r"saved=r_1", "saved=r_0", "takes r_0 of layers.0 mb 0 as saved"),
+    ("trained", "accumulators of another tile"): (
+        STREAMED, "differentiate", "backward", r"(gradient=g_0, accumulators=)\(a_1,\)", r"\1(a,)",
+        "adds to the gradients of ['layers.1'], but trains ['layers.0']"),
+    ("trained", "backward left out"): (
+        STREAMED, "differentiate", "backward", r"    g_5 = .*\n", "",
+        "backward never visits prologue for micro-batch 1"),
+    ("trained", "not scaled"): (
+        STREAMED, "differentiate", "backward", r"    p.scale\(l_1\).*\n", "", "uses l_1 before it is scaled"),
+    ("trained", "scaled twice"): (
+        STREAMED, "differentiate", "backward", r"(    p.scale\(l_1\).*\n)", r"\1\1", "l_1 is scaled twice"),
+    ("trained", "lease never taken"): (
+        STREAMED, "differentiate", "forward", r'(    p.lease\("h1_0", h1_0\).*\n)', r'\1    p.lease("more", h1_0)\n',
+        "lease more is never taken in backward"),
+    ("trained", "lease that the forward does not keep"): (
+        STREAMED, "differentiate", "backward", r'leased\("l_0"\)', 'leased("l_9")', "lease l_9 is kept by no forward"),
+    ("supplied", "weights of another call"): (
+        STREAMED, "prefetch", "forward", r"(\"layers.0\", mb=0, weights=)\(w_1,\)", r"\1(w_2,)",
+        "forward layers.0 mb 0 has weights of ['layers.1'], but reads ['layers.0']"),
+    ("supplied", "no weights"): (
+        STREAMED, "prefetch", "forward", r"(\"layers.0\", mb=0), weights=\(w_1,\)", r"\1", "has weights of nothing"),
+    ("sent_home", "gradient that is never offloaded"): (
+        STREAMED, "offload", "backward", r"    o_1 = .*\n", "", "tile layers.1 trains, but has no offload in backward"),
+    ("sent_home", "gradient that is offloaded twice"): (
+        STREAMED, "offload", "backward", r"(    o_1 = (.*)\n)", r"\1    again = \2\n",
+        "has a second offload in backward"),
+    ("sent_home", "contribution after the reduction"): (
+        STREAMED, "offload", "backward", r"(    g_1 = .*\n)(    d_1 = .*\n)", r"\2\1",
+        "uses a after it was reduced: the gradient would be lost"),
+    ("sent_home", "reduction of another tile's accumulators"): (
+        STREAMED, "offload", "backward", r'reduce\("layers.1", accumulators=a\)',
+        'reduce("layers.1", accumulators=accumulators_epilogue)', "uses accumulators_epilogue after it was reduced"),
+    ("sent_home", "reduction under another tile's name"): (
+        STREAMED, "offload", "backward", r'reduce\("epilogue"(.*\n.*)offload\("epilogue"',
+        r'reduce("layers.0"\1offload("layers.0"', "tile layers.0 has a second reduce in backward"),
+    ("sent_home", "gradients overwritten that must be added to"): (
+        STREAMED, "offload", "backward_accumulate", r"overwrite=False", "overwrite=True",
+        "accumulate epilogue overwrites what is there in backward_accumulate"),
+    ("sent_home", "slab that is never accumulated"): (
+        STREAMED, "place", "backward_accumulate", r"    p.accumulate\(\"layers.1\".*\n", "", "is accumulated 0 times"),
+    ("sent_home", "gradients offloaded over those that exist"): (
+        STREAMED, "offload", "backward_accumulate", r"    p.accumulate\(\"layers.1\".*\n", "",
+        "overwrites gradients that backward_accumulate must add to"),
+    ("updated", "tile without an update"): (
+        STREAMED, "optimizer", "update", r'    p.adam\("layers.1".*\n', "",
+        "tile layers.1 trains, but has no adam in update"),
+    ("updated", "tile updated twice"): (
+        STREAMED, "optimizer", "update", r'(    p.adam\("layers.1".*\n)', r"\1\1",
+        "tile layers.1 has a second adam in update"),
+    ("updated", "frozen tile updated"): (
+        {**STREAMED, "frozen": ("layers.0",)}, "optimizer", "update", r'(    p.adam\("layers.1", clip=c\).*\n)',
+        r'\1    p.adam("layers.0", clip=c)\n', "tile layers.0 has adam in update, but does not train"),
+    ("updated", "tile that the norm leaves out"): (
+        STREAMED, "optimizer", "update", r'"layers.0", "layers.1", ', '"layers.0", ',
+        "one clip over all trainable tiles"),
+    ("updated", "resident copy not refreshed"): (
+        RESIDENT, "optimizer", "update", r'    w_1 = .*\n', "",
+        "tile layers.1 is resident on the device, and update leaves its old weights there"),
+    ("placed", "slot that is alive"): (
+        STREAMED, "place", "forward", r'into="W1"', 'into="W0"',
+        r"slot W0 is overwritten by prefetch layers.1 while w_1 (prefetch layers.0) is alive in it"),
+    ("placed", "slot that is not declared"): (
+        STREAMED, "place", "forward", r'into="W1"', 'into="W7"', "writes weights to slot W7, which is not declared"),
+    ("placed", "slot of another kind"): (
+        STREAMED, "place", "forward", r'into="W1"', 'into="G1"', "writes weights to slot G1, which is of kind reduced"),
+    ("placed", "slot that is too small"): (
+        STREAMED, "place", "", r'slot\("W1", bytes=\d+\)', 'slot("W1", bytes=100)',
+        "prefetch layers.1 writes 2048 bytes to slot W1 of 100 bytes"),
+    ("placed", "no slot"): (
+        STREAMED, "place", "forward", r', into="W1"', "", "prefetch layers.1 has no place"),
+    ("placed", "slot that is never free again"): (
+        STREAMED, "place", "forward", r"    p.release\(w_1\)\n", "",
+        "w_1 (prefetch layers.0) is neither released nor leased in forward"),
+    ("placed", "memory that is never free again"): (
+        STREAMED, "place", "forward", r"    p.release\(h2_1\).*\n", "",
+        "h2_1 (forward layers.1 mb 1) is neither released nor leased in forward"),
+    ("placed", "leased value released"): (
+        STREAMED, "place", "forward", r"(    p.lease\(\"l_1\", l_1\).*\n    p.result\(.*\n)", r"\1    p.release(l_1)\n",
+        "l_1 is released although it is leased"),
+    ("placed", "two residents in one slot"): (
+        RESIDENT, "place", "forward", r'into="R1"', 'into="R0"',
+        "slot R0 is resident for layers.0, but resident layers.1"),
+    ("placed", "slot of no kind"): (
+        STREAMED, "place", "", r'slot\("W1"', 'slot("X1", bytes=1)\nprogram.slot("W1"', "slot X1 is of no kind"),
+    ("ordered", "read after write"): (
+        STREAMED, "synchronize", "forward", r'    p.wait\("compute", e_8\).*\n', "",
+        "slot W0 is read by forward layers.0 mb 0 while prefetch layers.0 may still write it"),
+    ("ordered", "write after read"): (
+        STREAMED, "synchronize", "forward", r'    p.wait\("h2d", e_10\).*\n', "",
+        "slot WB0 is overwritten by prefetch epilogue while forward prologue mb 1 may still read it"),
+    ("ordered", "write after read of an earlier section"): (
+        STREAMED, "synchronize", "forward", r'    p.wait\("h2d", e_3\).*\n', "",
+        "slot W0 is overwritten by prefetch layers.0 while compute may still read it from an earlier section"),
+    ("ordered", "read after write of an earlier section"): (
+        STREAMED, "synchronize", "forward", r'    p.wait\("h2d", e_2\).*\n', "",
+        "tile part weights/layers.0 is read by prefetch layers.0 while cpu may still write it from an earlier section"),
+    ("ordered", "event of the wrong access"): (
+        STREAMED, "synchronize", "forward", r'enter\("W0", "read"', 'enter("W0", "write"', "compute may still read it"),
+    ("ordered", "event of the wrong lane"): (
+        STREAMED, "synchronize", "forward", r'enter\("W0", "read", "compute"', 'enter("W0", "read", "d2h"',
+        "compute may still read it"),
+    ("handed_on", "access that nobody hears of"): (
+        STREAMED, "synchronize", "forward", r'    p.leave\("W0", "read".*\n', "",
+        "W0 is accessed by forward layers.0 mb 1, but no leave hands on an event of compute"),
+    ("handed_on", "read for a write"): (
+        STREAMED, "synchronize", "forward", r'leave\("W0", "write"', 'leave("W0", "read"',
+        "is not true: h2d does write the place"),
+    ("handed_on", "write for a read"): (
+        STREAMED, "synchronize", "forward", r'leave\("W0", "read"', 'leave("W0", "write"',
+        "is not true: compute does read the place"),
+    ("handed_on", "event that fires too early"): (
+        STREAMED, "synchronize", "forward", r'(leave\("W1", "write", )e_9', r"\1e_8",
+        "hands on e_8, which fires before prefetch layers.1 is done"),
+    ("handed_on", "place that was not touched"): (
+        STREAMED, "synchronize", "update", r'leave\("gradients/prologue", "read"', 'leave("D0", "read"',
+        "which does not access D0 in update"),
+}
+
+
+def edit_text(program: Program, section: str, pattern: str, replacement: str) -> Program:
+    text = print_program(program)
+    start = text.index(f"def {section}(p)") if section else 0
+    edited, count = re.subn(pattern, replacement, text[start:], count=1)
+    assert count == 1, f"{pattern} is not in {section}"
+    return parse(text[:start] + edited)
+
+
+@pytest.mark.parametrize("case", TEXT_EDITS, ids=" ".join)
+def test_every_broken_rule_is_named(case: tuple[str, str], make_schedule: Callable[..., Any]) -> None:
+    schedule, stage, section, pattern, replacement, message = TEXT_EDITS[case]
+    program = make_schedule(**schedule).stages[stage]
+    verify(program)
+    with pytest.raises(ProgramError) as caught:
+        verify(edit_text(program, section, pattern, replacement))
+    assert message in str(caught.value).splitlines()[0]
+
+
+def test_every_rule_has_a_case() -> None:
+    assert {rule.__name__ for rule, _ in RULES} == {rule for rule, _ in TEXT_EDITS}
+
+
+def test_an_event_that_is_recorded_before_the_access_orders_nothing(make_schedule: Callable[..., Any]) -> None:
+    def early(listed: list[fx.Node]) -> None:
+        reader = next(n for n in listed if n.name == "s_1")
+        record = next(n for n in reader.users if op_of(n).name == "record")
+        earlier = next(n for n in listed if n.name == "s_0")
+        earlier.append(record)
+        record.kwargs = {"node": earlier}
+
+    program = edit_graph(make_schedule(**STREAMED).program, "forward", early)
+    with pytest.raises(HazardError, match="slot WB0 is overwritten by prefetch epilogue while forward prologue mb 1"):
+        verify(program)
+
+
+# What text cannot say
+
+def edit_graph(program: Program, section: str, edit: Callable[[list[fx.Node]], None]) -> Program:
+    graph = copy_section(program.section(section))
+    edit(list(nodes(graph)))
+    return program.evolve(sections={**program.sections, section: graph})
+
+
+def named(listed: list[fx.Node], name: str) -> fx.Node:
+    return next(node for node in listed if node.name == name)
+
+
+def test_a_wait_before_its_record_is_a_deadlock(make_schedule: Callable[..., Any]) -> None:
+    def late(listed: list[fx.Node]) -> None:
+        event = next(n for n in find(listed[0].graph, "record"))
+        listed[-1].append(event)
+
+    program = edit_graph(make_schedule(**STREAMED).program, "forward", late)
+    with pytest.raises(HazardError, match=r"e_7 comes before its event is recorded: the lane would never go on"):
+        verify(program)
+
+
+def test_a_value_used_before_it_is_defined_is_refused(make_schedule: Callable[..., Any]) -> None:
+    program = edit_graph(make_schedule(**STREAMED).stages["prefetch"], "forward",
+                         lambda listed: listed[-1].append(named(listed, "w_1")))
+    with pytest.raises(ProgramError, match=r"forward layers\.0 mb 0 uses w_1 before it is defined"):
+        verify(program)
+
+
+def unknown_argument(listed: list[fx.Node]) -> None:
+    listed[0].kwargs = {**listed[0].kwargs, "speed": 3}
+
+
+def missing_argument(listed: list[fx.Node]) -> None:
+    listed[0].kwargs = {}
+
+
+def argument_of_another_type(listed: list[fx.Node]) -> None:
+    listed[0].kwargs = {**listed[0].kwargs, "mb": "zero"}
+
+
+def no_op_of_ours(listed: list[fx.Node]) -> None:
+    listed[0].graph.placeholder("batch")
+
+
+def a_function_of_python(listed: list[fx.Node]) -> None:
+    listed[0].graph.call_function(print, (listed[0],))
+
+
+@pytest.mark.parametrize(("edit", "message"), [
+    (unknown_argument, "forward has arguments that it does not take (['speed'])"),
+    (missing_argument, "lacks some (['template', 'call', 'mb', 'inputs'])"),
+    (argument_of_another_type, "argument mb of forward is 'zero', not a number"),
+    (no_op_of_ours, "placeholder of batch is no op of a schedule"),
+    (a_function_of_python, "is no op of a schedule")])
+def test_a_node_of_another_shape_is_refused(edit: Callable[[list[fx.Node]], None], message: str,
+                                            make_schedule: Callable[..., Any]) -> None:
+    program = edit_graph(make_schedule(**STREAMED).stages["micro_batch"], "forward", edit)
+    with pytest.raises(ProgramError) as caught:
+        verify(program)
+    assert message in str(caught.value).splitlines()[0]
+
+
+@pytest.mark.parametrize(("stage", "section", "message"), [
+    ("differentiate", "backward", "the program has a forward and no backward"),
+    ("offload", "backward_accumulate", "the program has a forward and no backward_accumulate"),
+    ("optimizer", "update", "the program has a backward and no update")])
+def test_a_missing_section_is_refused(stage: str, section: str, message: str,
+                                      make_schedule: Callable[..., Any]) -> None:
+    program = make_schedule(**STREAMED).stages[stage]
+    rest = {name: graph for name, graph in program.sections.items() if name != section}
+    with pytest.raises(ProgramError, match=message):
+        verify(program.evolve(sections=rest))
+
+
+def test_declarations_must_agree(make_schedule: Callable[..., Any]) -> None:
+    program = make_schedule(**STREAMED).stages["model"]
+    tiles = {name: tile for name, tile in program.tiles.items() if name != "layers.1"}
+    with pytest.raises(ProgramError, match=r"call layers\.1 reads tile layers\.1, which is not"):
+        verify(program.evolve(tiles=tiles))
+    with pytest.raises(ProgramError, match="two calls have the same name"):
+        verify(program.evolve(calls=(*program.calls, program.calls[1])))
+
+
+def test_programs_of_other_shapes_must_have_the_same_tiles(make_schedule: Callable[..., Any]) -> None:
+    program = make_schedule(**STREAMED).program
+    verify(program, [make_schedule(layers=2, micro_batches=(3,)).program])
+    with pytest.raises(ProgramError, match=r"tile layers\.0 is .* in a program of another shape"):
+        verify(program, [make_schedule(**STREAMED, frozen=("layers.0",)).program])
+
+
+# Errors
+
+def test_an_error_has_four_parts_and_the_way_out(make_schedule: Callable[..., Any]) -> None:
+    def forget(listed: list[fx.Node]) -> None:
+        for node in listed:
+            if op_of(node).name == "wait" and argument(node, "event").name == "e_10":
+                node.graph.erase_node(node)
+
+    with pytest.raises(HazardError) as caught:
+        verify(edit_graph(make_schedule(**STREAMED).program, "forward", forget))
+    assert re.sub(r" +\n", "\n", str(caught.value)) == '''\
+slot WB0 is overwritten by prefetch epilogue while forward prologue mb 1 may still read it
+in node:      w_3 = p.prefetch("epilogue", into="WB0")  # h2d
+inserted by:  pass prefetch
+program:      section forward, stage synchronize
+      #  -          h2d                      compute
+     19  .          .                        wait compute e_7
+     20  .          .                        s_0 = forward prologue mb 0
+     21  .          .                        lease s_0
+     22  .          .                        s_1 = forward prologue mb 1  <-- conflicts with
+     23  .          .                        e_10 = record s_1
+     24  release w  .                        .
+     25  .          wait h2d e_6             .
+     26  .          w_3 = prefetch epilogue  .                            <-- ERROR HERE
+     27  .          e_11 = record w_3        .
+     28  .          .                        lease s_1
+     29  .          .                        wait compute e_8
+to mend:      let h2d wait for an event recorded on compute after s_1'''
+
+
+def test_an_error_in_a_deep_program_stays_short(make_schedule: Callable[..., Any]) -> None:
+    program = make_schedule(layers=28, micro_batches=(1, 1)).program
+    with pytest.raises(HazardError) as caught:
+        verify(edit_graph(program, "backward", lambda listed: listed[0].graph.erase_node(
+            [n for n in listed if op_of(n).name == "wait"][-3])))
+    assert len(str(caught.value).splitlines()) < 26
+    assert max(map(len, str(caught.value).splitlines())) < 200
+
+
+# Clocks
+
+def section(text: str) -> fx.Graph:
+    head = 'program = Program(stage="model", micro_batches=(1,))\n'
+    return parse(head + "def forward(p):\n" + "".join(f"    {line}\n" for line in text.splitlines())).section("forward")
+
+
+def hazards(text: str) -> list[tuple[str, str, str | None]]:
+    clocks, found = Clocks(), []
+    for node in nodes(section(text)):
+        found += [(h.place, str(lane_of(h.node)), h.earlier and h.earlier.name) for h in clocks.hazards(node)]
+        clocks.step(node)
+    return found
+
+
+def test_events_order_through_a_third_lane() -> None:
+    """compute -> d2h -> cpu: the cpu waits for d2h alone, and is ordered after compute too."""
+    text = """\
+b = p.enter("G0", "read", "d2h")
+p.wait("compute", b)
+c = p.enter("D0", "read", "cpu")
+p.wait("d2h", c)
+f = p.enter("gradients/t", "read", "d2h")
+p.wait("cpu", f)
+a = p.zeros("t")
+d = p.reduce("t", accumulators=a, into="G0")
+e = p.record(d)
+p.wait("d2h", e)
+o = p.offload("t", reduced=d, into="D0")
+g = p.record(o)
+p.wait("cpu", g)
+p.accumulate("t", slab=o, overwrite=True)"""
+    assert hazards(text) == []
+    assert hazards(text.replace('p.wait("cpu", g)\n', "")) == [("D0", "cpu", "o")]
+    assert hazards(text.replace('p.wait("d2h", e)\n', "")) == [("G0", "d2h", "d")]
+
+
+def test_an_event_of_the_present_covers_the_past_of_its_lane() -> None:
+    """Lanes run on across sections: after any event of d2h, d2h's earlier sections are done too."""
+    text = """\
+d = p.leased("d")
+x = p.record(d)
+p.wait("d2h", x)
+c = p.enter("D0", "read", "cpu")
+p.wait("d2h", c)
+o = p.offload("t", reduced=d, into="D0")
+g = p.record(o)
+p.wait("cpu", g)
+p.accumulate("t", slab=o, overwrite=True)"""
+    assert hazards(text) == []
+    assert ("gradients/t", "cpu", None) in hazards(text.replace('p.wait("cpu", g)\n', ""))
+
+
+def test_a_lane_is_ordered_after_its_own_past() -> None:
+    assert hazards('c = p.clip(tiles=())\np.adam("t", clip=c)') == [
+        ("gradients/t", "cpu", None), ("weights/t", "cpu", None), ("weights/t", "cpu", None)]
+
+
+def test_the_last_accesses_of_each_lane_are_known_by_sort() -> None:
+    clocks = Clocks()
+    graph = section('c = p.clip(tiles=("t",))\nu = p.adam("t", clip=c)\ne = p.record(u)')
+    for node in nodes(graph):
+        clocks.step(node)
+    update = next(find(graph, "adam"))
+    assert clocks.last() == {("gradients/t", Lane.CPU): {Access.READ: update},
+                             ("weights/t", Lane.CPU): {Access.WRITE: update}}
+    assert clocks.covers(next(find(graph, "record")), update)
