@@ -26,7 +26,6 @@ from megacompile.shapes import CompiledShape, Shape
 from megacompile.streamed import Streamed
 from megacompile.tiling import Tiling, build_store, check_host_memory
 
-
 M = TypeVar("M", bound=nn.Module)
 
 
@@ -71,6 +70,9 @@ def analyse(model: nn.Module, config: StreamConfig, device_type: str, layers: st
             example: Mapping[str, Tensor] | None) -> tuple[CapturedModel, Tiling]:
     """Captures a model for a device and divides its parameters into tiles. Changes nothing."""
     refuse_hooks(model)
+    if not any(p.requires_grad for p in model.parameters()):
+        raise UnsupportedError(f"no parameter of {type(model).__name__} is trained, and a model without a gradient cannot be "
+                               "streamed yet: leave requires_grad=True, and evaluate it under torch.no_grad()")
     dtypes = {config.dtype or p.dtype for p in model.parameters()}
     if not dtypes <= {torch.float32, torch.bfloat16}:
         raise UnsupportedError(f"parameters are {', '.join(sorted(map(str, dtypes)))}: megacompile trains float32 and bfloat16")
@@ -119,6 +121,8 @@ class Handle:
             if any(p.dtype != dtype for p in streamed.parameters.values()):
                 raise UnsupportedError(f"autocast to {dtype} differs from the dtype that the model was streamed in: "
                                        f"leave autocast out, or stream(model, dtype={dtype})")
+        refuse_hooks(model)
+        streamed.writes.check_model(model)
         given = read_arguments(model, forward, streamed.captured, self._labels, args, kwargs)
         rebuild = streamed.captured.output.rebuild
         if not (torch.is_grad_enabled() and given.has_labels):
@@ -126,8 +130,6 @@ class Handle:
             if torch.is_grad_enabled() and logits is not None:
                 logits = LogitsWithoutLoss.apply(self.anchor, logits)
             return rebuild(loss, logits)
-        refuse_hooks(model)
-        streamed.writes.check_trainability()
         loss, lease = streamed.forward(given.inputs, given.normaliser)
         anchor = self.anchor.view_as(self.anchor)
         return rebuild(StreamedLoss.apply(anchor, loss, streamed, lease, *streamed.parameters.values()), None)
@@ -240,10 +242,12 @@ class _StreamedModule(nn.Module):
         return super().named_parameters(*args, **kwargs)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        self.megacompile.synchronize()
-        if not set_to_none:  # an update that stopped half-way needs them yet
-            self.megacompile.streamed.check_whole()
-        super().zero_grad(set_to_none)
+        if not set_to_none:
+            self.megacompile.whole()  # an update in flight reads them, and one that stopped half-way needs them yet
+            super().zero_grad(set_to_none)
+            return
+        for _, parameter in nn.Module.named_parameters(self):  # ours would wait for the update
+            parameter.grad = None
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         self.megacompile.whole()
@@ -251,6 +255,9 @@ class _StreamedModule(nn.Module):
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """All weights written anew also mend those that an update left half-way."""
+        if kwargs.get("assign"):
+            raise UnsupportedError("load_state_dict(assign=True) would replace parameters that live in host tiles: leave "
+                                   "assign out")
         self.megacompile.synchronize()
         result = super().load_state_dict(*args, **kwargs)
         if not result.missing_keys:

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-
 from megacompile.frontend.capture import CapturedModel
 from megacompile.frontend.template import Call, Template, Variant
 from megacompile.frontend.variants import compile_variant

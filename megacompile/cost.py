@@ -51,6 +51,13 @@ def peak_bytes(template: Template, variant: Variant, batch: int, length: int) ->
     return peak
 
 
+def result_bytes(template: Template, variant: Variant, batch: int, length: int) -> int:
+    """Bytes of everything that a variant returns."""
+    size = at(template, batch, length)
+    results = variant.graph.graph.output_node().all_input_nodes
+    return sum(tensor_bytes(node.meta.get("val"), size) for node in dict.fromkeys(results))
+
+
 def output_bytes(template: Template, batch: int, length: int) -> int:
     """Bytes of a template's outputs: what a checkpoint of it takes."""
     values = dict(zip(template.symbols, (batch, length), strict=True))

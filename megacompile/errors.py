@@ -27,7 +27,7 @@ class DeviceUnavailableError(MegacompileError):
 
 
 class LeaseError(MegacompileError):
-    """A backward that cannot be honoured: stale weights, a second backward, `retain_graph`, parameter hooks."""
+    """A backward that cannot be honoured: stale weights, a second backward, `retain_graph`, gradients of some parameters."""
 
 
 class ProgramError(MegacompileError):

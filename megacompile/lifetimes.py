@@ -61,6 +61,9 @@ def _lives(name: str, graph: fx.Graph) -> Iterator[Fault]:
         op, place = op_of(node), argument(node, "into")
         if op.name == "release":
             (value,) = operands(node, "value")
+            if place_of(value).startswith(_RESIDENT):
+                yield Fault(f"{value.name} is released although {place_of(value)} is resident: later sections read it",
+                            "drop the release", node, value, hazard=True)
             if value in leased:
                 yield Fault(f"{value.name} is released although it is leased to a later section", "drop the release",
                             node, leased[value], hazard=True)

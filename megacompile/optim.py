@@ -105,36 +105,35 @@ class AdamW(torch.optim.Optimizer):
         """Hands the update to the lanes. Parameters without `.grad` are left alone. Raises what an earlier update failed
         with (`LaneError`); called again, it completes that update: the tiles that are missing, from the gradients that it
         had (setting `.grad` to None since does no harm), with the hyper-parameters that it had."""
+        streamed = self.streamed
+        streamed.settle()
+        if self._update is not None and self._update is streamed.unfinished and streamed.complete():
+            return None
+        streamed.check_whole()
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        streamed = self.streamed
-        streamed.settle()
-        if self._update is not None and self._update is streamed.unfinished and streamed.complete():
+        updated = [(group, p) for group in self.param_groups for p in group["params"] if p.grad is not None and self.state[p]]
+        if not updated:
             return loss
-        streamed.check_whole()
+        streamed.check_trained()
+        streamed.adopt_writes()
         # An update that failed before its first tile was counted as a step, and is no step.
         repeating = self._update is not None and self._update.failed and not self._update.done
-        streamed.adopt_writes()
         segments: dict[str, list[AdamSegment]] = {}
         counted: dict[str, list[int]] = {}
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is None or not self.state[parameter]:
-                    continue
-                _, name = self._owner(parameter)
-                tile, position = streamed.tiling.position[name]
-                part = streamed.store[tile].layout.slices[position]
-                state = self.state[parameter]
-                if not repeating:
-                    state["step"] += 1
-                segments.setdefault(tile, []).append(AdamSegment(
-                    part.start, part.stop, float(group["lr"]), group["betas"][0], group["betas"][1], group["eps"],
-                    group["weight_decay"], int(state["step"])))
-                counted.setdefault(tile, []).append(position)
-        if not segments:
-            return loss
+        for group, parameter in updated:
+            _, name = self._owner(parameter)
+            tile, position = streamed.tiling.position[name]
+            part = streamed.store[tile].layout.slices[position]
+            state = self.state[parameter]
+            if not repeating:
+                state["step"] += 1
+            segments.setdefault(tile, []).append(AdamSegment(
+                part.start, part.stop, float(group["lr"]), group["betas"][0], group["betas"][1], group["eps"],
+                group["weight_decay"], int(state["step"])))
+            counted.setdefault(tile, []).append(position)
         for each in segments.values():
             each.sort(key=lambda s: s.start)
         for positions in counted.values():
@@ -166,6 +165,7 @@ class AdamW(torch.optim.Optimizer):
             if (streamed := owner()) is not None:
                 streamed.settle()
                 streamed.check_whole()
+                streamed.adopt_writes()  # a remainder is of the weight that was there before
         return super().state_dict()
 
     @torch.no_grad()
@@ -207,6 +207,7 @@ class AdamW(torch.optim.Optimizer):
     def master(self, parameter: Tensor) -> Tensor:
         """A copy of a parameter's FP32 master weight, of its shape."""
         self.streamed.settle()
+        self.streamed.adopt_writes()
         remainder = self.state[parameter].get("remainder")
         if remainder is None:
             return parameter.detach().float().clone()

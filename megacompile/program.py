@@ -257,6 +257,10 @@ class Program:
     def call(self, name: str) -> CallSpec:
         return next(c for c in self.calls if c.name == name)
 
+    def number(self, name: str) -> int:
+        """The position of a call, or of the first call that reads a tile: w3, h3 and g3 belong to the same layer."""
+        return next(i for i, call in enumerate(self.calls) if name == call.name or name in call.tiles)
+
     def text(self, section: str | None = None, *, fold: bool = False) -> str:
         """Python that rebuilds this program (`text.parse`). `fold` folds repeated layers, for reading only."""
         from megacompile import folding
@@ -322,7 +326,8 @@ def rebuild(graph: fx.Graph, visit: Callable[[fx.Node, dict[str, Any], Builder],
 
     `visit` adds what should stand for the node and returns the node that its users should see."""
     new = fx.Graph()
-    build, image = Builder(new, source), {}
+    build = Builder(new, source)
+    image: dict[fx.Node, fx.Node] = {}
     for node in nodes(graph):
         arguments = {k: fx.map_arg(v, lambda n: image[n]) for k, v in node.kwargs.items()}
         made = visit(node, arguments, build)

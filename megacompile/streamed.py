@@ -69,7 +69,7 @@ class Streamed:
         buffers = {s.name for call in captured.calls for s in call.sources if s.kind == "buffer"}
         named_buffers = dict(model.named_buffers())
         self.constants = {n: named_buffers[n].detach().to(backend.device) for n in buffers}
-        self.writes = ForeignWrites(self.parameters, tiling, store)
+        self.writes = ForeignWrites(model, self.parameters, tiling, store)
         budget = parse_bytes(config.device_memory) or int(backend.free_bytes() * 0.95)
         self.planner = Planner(captured, tiling, config, budget, parse_bytes(config.locked_memory),
                                **({} if backend.device.type == "cuda" else {"margin_bytes": 0}))
@@ -227,9 +227,8 @@ class Streamed:
     def update(self, update: Update) -> None:
         """Hands an optimizer step to the cpu lane and returns. Raises what the one before it failed with."""
         self.settle()  # the step before it is over, or `recover` would take this one for the one that failed
-        if self.trained is None:
-            raise MegacompileError("gradients were set by hand before any backward of this model: run a forward and a "
-                                   "backward first")
+        self.check_trained()
+        assert self.trained is not None
         self._reserve(self.trained, "update")
         self.version += 1
         self.steps += 1
@@ -272,6 +271,12 @@ class Streamed:
     def torn(self) -> bool:
         """Whether some tiles have had an update that others have not."""
         return self.unfinished is not None and bool(self.unfinished.done)
+
+    def check_trained(self) -> None:
+        """Raises `MegacompileError` before the first backward: there is no program yet that updates."""
+        if self.trained is None:
+            raise MegacompileError("gradients were set by hand before any backward of this model: run a forward and a "
+                                   "backward first")
 
     def check_whole(self) -> None:
         """Raises `TornError` if an update stopped between its first and its last tile."""

@@ -18,8 +18,9 @@ from megacompile.tiling import Tiling
 class ForeignWrites:
     """State: the version and address last seen of each parameter, and the version of each gradient."""
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], tiling: Tiling, store: Store) -> None:
+    def __init__(self, model: nn.Module, parameters: Mapping[str, nn.Parameter], tiling: Tiling, store: Store) -> None:
         self.parameters, self.tiling, self.store = parameters, tiling, store
+        self.objects = {name: id(p) for name, p in nn.Module.named_parameters(model)}
         self.seen = {name: self._state(p) for name, p in parameters.items()}
         self.homes = {name: p.data_ptr() for name, p in parameters.items()}
         self.gradients: dict[str, int] = {}
@@ -55,13 +56,17 @@ class ForeignWrites:
             self.seen[name] = self._state(parameter)
 
     def _warn_of_other_optimizer(self, tile: HostTile, parameter: nn.Parameter) -> None:
-        if tile.m is None and parameter.grad is not None and not self.warned:
+        if self.gradients and tile.m is None and not self.warned:  # gradients were made, and none of our optimizers
             self.warned = True
             warnings.warn(f"another optimizer updates the parameters in their own {parameter.dtype}, where small updates are "
                           "lost to rounding: megacompile.AdamW keeps an FP32 master", stacklevel=2)
 
-    def check_trainability(self) -> None:
-        """Raises `UnsupportedError` if `requires_grad` of a parameter is not what it was at capture."""
+    def check_model(self, model: nn.Module) -> None:
+        """Raises `UnsupportedError` if the model has other parameters than those that were captured, or trains others."""
+        now = {name: id(p) for name, p in nn.Module.named_parameters(model)}
+        if changed := sorted(name for name in now.keys() | self.objects.keys() if now.get(name) != self.objects.get(name)):
+            raise UnsupportedError(f"{changed[0]} was added, removed or replaced after stream(): close() the model, change it, "
+                                   "and stream() it again")
         for name, parameter in self.parameters.items():
             tile, position = self.tiling.position[name]
             if parameter.requires_grad != self.store[tile].layout.slices[position].trainable:

@@ -1,8 +1,16 @@
 """The two pipelines, in the order in which they run."""
 from __future__ import annotations
 
-from megacompile.passes.schedule import (differentiate, micro_batch, offload, optimizer, partition, place, prefetch,
-                                         synchronize)
+from megacompile.passes.schedule import (
+                                         differentiate,
+                                         micro_batch,
+                                         offload,
+                                         optimizer,
+                                         partition,
+                                         place,
+                                         prefetch,
+                                         synchronize,
+)
 from megacompile.passes.template import accumulate_in_gemm, attention, fuse_loss
 
 #: On the graphs of templates. Each is `run(graph, target) -> graph`.

@@ -104,4 +104,4 @@ class Arena:
             self.backend.unlock(memory)
         for cache in (self._weights, self._gradients):
             for key in [k for k in cache if k[0] == name]:
-                del cache[key]  # type: ignore[attr-defined]
+                del cache[key]

@@ -43,7 +43,7 @@ class CudaBackend:
     def __init__(self, index: int = 0) -> None:
         if not torch.cuda.is_available():
             raise DeviceUnavailableError(
-                "device='cuda' was asked for, but torch finds no CUDA device: use device='cpu', or install a CUDA build of torch")
+                "device='cuda' was asked for, but torch finds no CUDA device: use device='cpu', or install torch for CUDA")
         try:
             import cupy
         except ImportError as error:

@@ -65,7 +65,7 @@ class CarriedEvents:
             lanes[lane] = (Access.WRITE if Access.WRITE in (access, before) else access, event)
 
 
-class Aborted(Exception):
+class AbortedError(Exception):
     """Raised in a lane whose run, or one before it, has failed in another lane."""
 
 
@@ -145,10 +145,10 @@ class Executor:
             lanes = {}
             for node in nodes(section):
                 lane = lane_of(node)
-                if op_of(node).name not in ("enter", "leave"):
-                    # What runs nowhere (a resident tile's weights) is a value all the same: compute reads it.
-                    if lane is not None or op_of(node).result is not None:
-                        lanes.setdefault(lane or Lane.COMPUTE, []).append(node)
+                if op_of(node).name in ("enter", "leave") or (lane is None and op_of(node).result is None):
+                    continue
+                # What runs nowhere and has a result (a resident tile's weights) is a value all the same: compute reads it.
+                lanes.setdefault(lane or Lane.COMPUTE, []).append(node)
             setattr(section, _LOWERED, lanes)
         return lanes
 
@@ -235,7 +235,7 @@ class Executor:
                         event.fire(self.backend.record(lane))
                     case op:
                         run.frame.values[node] = OPERATIONS[op](run.frame, node)
-            except Aborted:
+            except AbortedError:
                 return
             except BaseException as error:  # whatever it is, it belongs to the caller, not to this thread
                 if self.failure is None or run.number < self.failure.run:
@@ -247,7 +247,7 @@ class Executor:
             return
         while not event.issued.wait(_POLL_S):
             if self.stopped(run):
-                raise Aborted
+                raise AbortedError
         self.backend.wait(lane, event.device)
 
 

@@ -1,7 +1,7 @@
 """What the runtime knows of a template: a callable, where each of its inputs comes from, where each gradient goes."""
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,7 +57,7 @@ class Kernel:
 class Batch:
     """The batch on the device, by micro-batch, with everything else a section needs from its caller."""
 
-    micro_batches: list[Mapping[str, Tensor]]
+    micro_batches: Sequence[Mapping[str, Tensor]]
     constants: Mapping[str, Tensor]
     normaliser: Tensor | None = None
     scale: Tensor | None = None  # the gradient of the loss that the caller sent

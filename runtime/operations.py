@@ -16,7 +16,8 @@ from megacompile.program import Lane, argument, op_of, operands
 
 from . import adam as host
 from .arena import Accumulators, Arena, Gradients, Weights
-from .kernels import Activation, Batch, Kernel, accumulate as accumulate_gradients, bind
+from .kernels import Activation, Batch, Kernel, bind
+from .kernels import accumulate as accumulate_gradients
 from .lanes import Backend
 from .store import Store
 

@@ -16,6 +16,10 @@ from megacompile.program import CallSpec, Tile
 LAYER_BYTES, BORDER_BYTES = 2048, 8192
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--update-golden", action="store_true", help="rewrite tests/golden/*.txt; read the diff")
+
+
 @functools.cache
 def compiled_schedule(layers: int = 4, micro_batches: tuple[int, ...] = (1,), frozen: tuple[str, ...] = (),
                       tied: bool = False, **plan: Any) -> Compiled:

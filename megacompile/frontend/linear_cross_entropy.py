@@ -43,11 +43,15 @@ def _linear_cross_entropy(
         torch.mm(grad, weight, out=grad_hidden[start:start + chunk])
         if needs_weight_gradient:
             _accumulate(grad_weight, grad.t(), piece)
-    return loss, grad_hidden, grad_weight, grad_bias
+    # Without any token that counts this is 0 / 0, NaN, and the gradients are 0, as in native training.
+    return loss / normaliser, grad_hidden, grad_weight, grad_bias
 
 
-def _chunk_gradient(scores: Tensor, target: Tensor, factor: Tensor, scale: float, softcap: float) -> tuple[Tensor, Tensor]:
-    """The loss of a chunk's tokens, weighted by factor, and its gradient with respect to scores, in their dtype.
+def _chunk_gradient(
+    scores: Tensor, target: Tensor, factor: Tensor, scale: float, softcap: float
+) -> tuple[Tensor, Tensor]:
+    """The sum of the losses of a chunk's tokens that count, and the gradient of the losses weighted by factor, with
+    respect to scores and in their dtype.
 
     scores [n, V]; target int64 [n]; factor float32 [n]: zero for tokens that do not count."""
     logits = scores.float()
@@ -57,7 +61,7 @@ def _chunk_gradient(scores: Tensor, target: Tensor, factor: Tensor, scale: float
     if capped is not None:
         logits = capped * softcap
     log_probabilities = torch.log_softmax(logits, 1)
-    loss = -(log_probabilities.gather(1, target[:, None])[:, 0] * factor).sum()
+    loss = -torch.where(factor != 0, log_probabilities.gather(1, target[:, None])[:, 0], 0.0).sum()
     is_target = torch.arange(scores.shape[1], device=scores.device)[None, :] == target[:, None]
     grad = (log_probabilities.exp() - is_target.float()) * factor[:, None]
     if capped is not None:

@@ -44,9 +44,9 @@ def split_at_layers(model: ModelGraph, stack: LayerStack, results: Sequence[fx.N
     body = [n for n in model.graph.graph.nodes if n.op not in ("placeholder", "output") and n not in model.sources]
     calls = [n for n in body if n.target is INVOKE]
     _check_calls(model, stack, calls)
-    layer_of = {call: name for call, name in zip(calls, stack.names, strict=True)}
-    # An output of a layer -> the layer's name.
-    producer = {n: layer_of[n.args[0]] for n in body if n.target is operator.getitem and n.args[0] in layer_of}  # type: ignore[index]
+    layer_of = dict(zip(calls, stack.names, strict=True))
+    layer_outputs = [n for n in body if n.target is operator.getitem and n.args[0] in layer_of]
+    producer: dict[fx.Node, str] = {n: layer_of[n.args[0]] for n in layer_outputs}  # type: ignore[index]
     prologue, epilogue = _before_and_after(body, calls, producer)
     read_later = {a for call in calls for a in call.args[2:]} | {a for n in epilogue for a in n.all_input_nodes}
     shared = [n for n in prologue if n in read_later | set(results) and isinstance(n.meta["example_value"], Tensor)]
@@ -66,8 +66,8 @@ def split_at_layers(model: ModelGraph, stack: LayerStack, results: Sequence[fx.N
             if node in shared:
                 return Source("shared", index=shared.index(node))
             raise CaptureError(
-                f"{reader} reads an output of {producer.get(node, node.name)}, which is not the call before it: a layer's "
-                "input must be the previous layer's output")
+                f"{reader} reads an output of {producer.get(node, node.name)}, which is not the call before it: a "
+                "layer's input must be the previous layer's output")
         return source
 
     sections = [extract("prologue", model, prologue, shared, source_of("the prologue", []), carried)]
@@ -96,8 +96,8 @@ def _before_and_after(
         read = [producer[a] for a in node.all_input_nodes if a in producer]
         if position < last and read:
             raise CaptureError(
-                f"{node.name} computes on the output of {read[0]} outside of a layer: move it into the layer's forward, "
-                f"a layer's input must be the previous layer's output{source_line(node)}")
+                f"{node.name} computes on the output of {read[0]} outside of a layer: move it into a layer's forward, "
+                f"since a layer's input must be the previous layer's output{source_line(node)}")
         (epilogue if position > last else prologue).append(node)
     return prologue, epilogue
 
@@ -106,7 +106,7 @@ def _layer_section(
     name: str, model: ModelGraph, call: fx.Node, used: Sequence[fx.Node], source_of: Callable[[fx.Node], Source]
 ) -> Section:
     """The region that `call` invokes, with the results `used` alone."""
-    region = getattr(model.graph, call.args[0].target)  # type: ignore[union-attr]
+    region = getattr(model.graph, str(call.args[0].target))  # type: ignore[union-attr]
     graph = fx.Graph()
     flat: Any = graph.graph_copy(region.graph, {})
     graph.output(_owned(graph, [flat[n.args[1]] for n in used]))

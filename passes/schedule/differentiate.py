@@ -48,7 +48,8 @@ def _anchor_loss(program: Program) -> fx.Graph:
         if op_of(node).name != "loss":
             return build.add(op_of(node).name, node.name, **arguments)
         if not accumulators:
-            accumulators.extend(build.add("zeros", "a", tile=tile) for tile in trainable(program, epilogue))
+            accumulators.extend(build.add("zeros", f"a{program.number(tile)}", tile=tile)
+                                for tile in trainable(program, epilogue))
         made = build.add("loss", node.name, **arguments, accumulators=tuple(accumulators) or None)
         build.add("lease", key=node.name, value=made)
         return made
@@ -97,17 +98,19 @@ class _Backward:
     def input_of(self, call: str, mb: int) -> str:
         return self.outputs[self.chain[self.chain.index(call) - 1], mb]
 
-    def leased(self, key: str) -> fx.Node:
+    def leased(self, key: str, name: str | None = None) -> fx.Node:
         if key not in self.leases:
             assert key in self.kept, f"the forward keeps no {key}"
-            self.leases[key] = self.build.add("leased", key.replace(" ", "_"), key=key)
+            self.leases[key] = self.build.add("leased", name or key, key=key)
         return self.leases[key]
 
     def accumulators_of(self, call: CallSpec) -> list[fx.Node]:
         for tile in trainable(self.program, call):
             if tile not in self.accumulators:
                 key = accumulators_key(tile)
-                self.accumulators[tile] = self.leased(key) if key in self.kept else self.build.add("zeros", "a", tile=tile)
+                label = f"a{self.program.number(tile)}"
+                self.accumulators[tile] = (
+                    self.leased(key, label) if key in self.kept else self.build.add("zeros", label, tile=tile))
         return [self.accumulators[tile] for tile in trainable(self.program, call)]
 
     def inputs(self, mb: int, carried: fx.Node) -> tuple[fx.Node, ...]:
@@ -116,8 +119,9 @@ class _Backward:
     def block(self, block: tuple[str, ...], mb: int) -> None:
         carried = [self.leased(self.input_of(block[0], mb))]
         for layer in block[:-1]:
-            carried.append(self.build.add("forward_saving", f"r_{mb}", template=self.calls[layer].template, call=layer,
-                                          mb=mb, inputs=self.inputs(mb, carried[-1])))
+            carried.append(self.build.add(
+                "forward_saving", f"r{self.program.number(layer)}_{mb}", template=self.calls[layer].template, call=layer, mb=mb,
+                inputs=self.inputs(mb, carried[-1])))
         self.step("recompute_backward", block[-1], mb, carried[-1])
         for layer, value, saved in zip(reversed(block[:-1]), reversed(carried[:-1]), reversed(carried[1:]), strict=True):
             self.step("backward", layer, mb, value, saved=saved)
@@ -126,6 +130,6 @@ class _Backward:
         call = self.calls[layer]
         accumulators = tuple(self.accumulators_of(call)) or None
         self.gradients[mb] = self.build.add(
-            op, f"g_{mb}", template=call.template, call=layer, mb=mb,
+            op, f"g{self.program.number(layer)}_{mb}", template=call.template, call=layer, mb=mb,
             inputs=() if carried is None else self.inputs(mb, carried),
             gradient=self.gradients[mb], accumulators=accumulators, **more)

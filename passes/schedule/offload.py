@@ -39,8 +39,8 @@ def _insert(program: Program, graph: fx.Graph, slabs: bool, overwrite: bool) -> 
                     if argument(n, "tile") or argument(n, "key").startswith("accumulators ")]
     for value in accumulators:
         tile = _tile_of(value)
-        reduced = build.after(last[value], "reduce", "d", tile=tile, accumulators=value)
-        sent = build.after(reduced, "offload", "o", tile=tile, reduced=reduced, into=None)
+        reduced = build.after(last[value], "reduce", f"d{program.number(tile)}", tile=tile, accumulators=value)
+        sent = build.after(reduced, "offload", f"o{program.number(tile)}", tile=tile, reduced=reduced, into=None)
         if slabs:
             build.after(sent, "accumulate", tile=tile, slab=sent, overwrite=overwrite)
     return graph

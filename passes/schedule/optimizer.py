@@ -21,13 +21,13 @@ def run(program: Program, plan: Plan) -> Program:
     if "backward" in sections:
         sections["update"] = _update(program, plan, [t for t in tiles if program.tiles[t].trainable])
     if plan.resident:
-        sections["load"] = _load(plan, [t for t in tiles if t in plan.resident])
+        sections["load"] = _load(program, plan, [t for t in tiles if t in plan.resident])
     return program.evolve(stage=provides, sections=sections)
 
 
-def _arrive(build: Builder, plan: Plan, tile: str) -> None:
-    staging = None if plan.locked else build.add("pack", "k", tile=tile)
-    build.add("prefetch", "w", tile=tile, staging=staging)
+def _arrive(build: Builder, program: Program, plan: Plan, tile: str) -> None:
+    staging = None if plan.locked else build.add("pack", f"k{program.number(tile)}", tile=tile)
+    build.add("prefetch", f"w{program.number(tile)}", tile=tile, staging=staging)
 
 
 def _update(program: Program, plan: Plan, tiles: list[str]) -> fx.Graph:
@@ -37,14 +37,14 @@ def _update(program: Program, plan: Plan, tiles: list[str]) -> fx.Graph:
     for tile in tiles:
         build.add("adam", tile=tile, clip=clip)
         if tile in plan.resident:
-            _arrive(build, plan, tile)
+            _arrive(build, program, plan, tile)
     return graph
 
 
-def _load(plan: Plan, tiles: list[str]) -> fx.Graph:
+def _load(program: Program, plan: Plan, tiles: list[str]) -> fx.Graph:
     """Fills the resident slots: before the first step, and after weights were changed from outside."""
     graph = fx.Graph()
     build = Builder(graph, name)
     for tile in tiles:
-        _arrive(build, plan, tile)
+        _arrive(build, program, plan, tile)
     return graph

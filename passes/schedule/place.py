@@ -5,9 +5,9 @@
     release(w0)                                            # from here on W0 is free
     w2 = prefetch("layers.2", into="W0")
 
-A value lives from its node to its last use. Slots are given out in turn, the one that has been free for longest first: two
-values that follow each other then sit in different slots, which is what lets a copy run beside a kernel. Border tiles
-(the largest) have slots of their own, so that a slot of a layer is no larger than a layer.
+A value lives from its node to its last use. Slots are given out in turn, the one that has been free for longest first:
+two values that follow each other then sit in different slots, which is what lets a copy run beside a kernel. Border
+tiles (the largest) have slots of their own, so that a slot of a layer is no larger than a layer.
 """
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def run(program: Program, plan: Plan) -> Program:
     for graph in sections.values():
         _release(graph, plan)
         _Places(program, plan, sizes).assign(graph)
-    order = sorted(sizes, key=lambda slot: (slot.rstrip("0123456789"), int(slot.lstrip("ABCDEFGHIJKLMNOPQRSTUVWXYZ"))))
+    order = sorted(sizes, key=lambda slot: (_family(slot), int(slot.removeprefix(_family(slot)))))
     return program.evolve(stage=provides, sections=sections, slots={slot: Slot(slot, sizes[slot]) for slot in order})
 
 
@@ -53,7 +53,8 @@ def _release(graph: fx.Graph, plan: Plan) -> None:
 
 
 class _Places:
-    """Hands out slots in one section. State: free slots of each family in the order in which they became free."""
+    """Hands out slots in one section. State: per family, how many slots were made and which are free, in the order in
+    which they became free."""
 
     def __init__(self, program: Program, plan: Plan, sizes: dict[str, int]) -> None:
         self.program, self.plan, self.sizes = program, plan, sizes
@@ -61,7 +62,8 @@ class _Places:
         self.resident = {tile: f"R{i}" for i, tile in enumerate(plan.resident)}
         self.free: dict[str, list[str]] = defaultdict(list)
         self.made: dict[str, int] = defaultdict(int)
-        self.counts = {"W": plan.weight_slots, "G": plan.gradient_slots, "S": plan.staging_slabs, "D": plan.gradient_slabs}
+        self.counts = {"W": plan.weight_slots, "G": plan.gradient_slots, "S": plan.staging_slabs,
+                       "D": plan.gradient_slabs}
 
     def assign(self, graph: fx.Graph) -> None:
         for node in list(nodes(graph)):
@@ -69,34 +71,44 @@ class _Places:
             if op.name == "release":
                 (value,) = operands(node, "value")
                 place = argument(value, "into")
-                if place is not None and place not in self.resident.values():
-                    self.free[self._family(place)].append(place)
-            elif op.name == "resident":
-                self._put(node, self.resident[argument(node, "tile")])
+                if place is not None:
+                    self.free[_family(place)].append(place)
             elif op.name == "offload" and not node.users:
                 continue  # straight into the tile
             elif "into" in op.parameters:
-                tile = argument(node, "tile")
-                if op.result == "weights" and tile in self.resident:
-                    self._put(node, self.resident[tile])
-                else:
-                    letter = {"weights": "W", "reduced": "G", "staging": "S", "slab": "D"}[op.result or ""]
-                    self._put(node, self._take(letter, tile in self.border))
+                self._put(node, self._choose(node))
 
-    def _family(self, slot: str) -> str:
-        return slot.rstrip("0123456789")
+    def _choose(self, node: fx.Node) -> str:
+        tile, kind = argument(node, "tile"), op_of(node).result
+        if kind == "weights" and tile in self.resident:
+            return self.resident[tile]
+        letter = {"weights": "W", "reduced": "G", "staging": "S", "slab": "D"}[kind or ""]
+        if tile not in self.border:
+            return self._take(letter, self.counts[letter])
+        return self._take_ranked(node) if kind == "weights" else self._take(f"{letter}B", 1)
 
-    def _take(self, letter: str, border: bool) -> str:
-        """A slot that is free, preferring one that was never used: turns are as long as the plan's count of slots."""
-        family = letter + ("B" if border else "")
-        if self.made[family] < self.counts[letter] and not (border and self.free[family]):
+    def _take(self, family: str, count: int) -> str:
+        """A slot that was never used, or else the one that has been free for longest."""
+        if self.made[family] < count:
             self.made[family] += 1
             return f"{family}{self.made[family] - 1}"
-        assert self.free[family], f"no free slot of {family}: {self.counts[letter]} are planned"
+        assert self.free[family], f"no free slot of {family}: {count} are planned"
         return self.free[family].pop(0)
+
+    def _take_ranked(self, node: fx.Node) -> str:
+        """The tiles of one border call are there together: the largest of each call take turns in WB0, the next largest
+        in WB1. `prefetch` holds those of one call at a time, so that the slot is free."""
+        call = next(argument(user, "call") for user in node.users if argument(user, "call"))
+        tiles = [t for t in self.program.call(call).tiles if t in self.border and t not in self.resident]
+        tiles.sort(key=lambda t: -self.program.tiles[t].weight_bytes)
+        return f"WB{tiles.index(argument(node, 'tile'))}"
 
     def _put(self, node: fx.Node, slot: str) -> None:
         tile = self.program.tiles[argument(node, "tile")]
         size = tile.weight_bytes if op_of(node).result in ("weights", "staging") else tile.gradient_bytes
         node.kwargs = {**node.kwargs, "into": slot}
         self.sizes[slot] = max(self.sizes.get(slot, 0), size)
+
+
+def _family(slot: str) -> str:
+    return slot.rstrip("0123456789")

@@ -68,7 +68,7 @@ def _insert(program: Program, plan: Plan, graph: fx.Graph, by_block: bool) -> fx
     first = next(iter(nodes(graph)), None)
     for stay in stays:
         if stay.tile in plan.resident and first is not None:
-            stay.weights = build.before(first, "resident", "w", tile=stay.tile)
+            stay.weights = build.before(first, "resident", f"w{program.number(stay.tile)}", tile=stay.tile)
 
     def fits(stay: _Stay) -> bool:
         if stay.border:
@@ -79,8 +79,9 @@ def _insert(program: Program, plan: Plan, graph: fx.Graph, by_block: bool) -> fx
         """Everything that fits now, in order of first use, right before `place_next`."""
         while pending and fits(pending[0]):
             stay = pending.popleft()
-            staging = None if plan.locked else build.before(place_next, "pack", "k", tile=stay.tile)
-            stay.weights = build.before(place_next, "prefetch", "w", tile=stay.tile, staging=staging)
+            number = program.number(stay.tile)
+            staging = None if plan.locked else build.before(place_next, "pack", f"k{number}", tile=stay.tile)
+            stay.weights = build.before(place_next, "prefetch", f"w{number}", tile=stay.tile, staging=staging)
             present.append(stay)
 
     order = list(nodes(graph))

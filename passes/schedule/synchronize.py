@@ -21,8 +21,7 @@ from typing import Any
 from torch import fx
 
 from megacompile.plan import Plan
-from megacompile.program import (Access, Builder, Lane, Program, accesses, lane_of, lanes_that, nodes, place_kind,
-                                 op_of)
+from megacompile.program import Access, Builder, Lane, Program, accesses, lane_of, lanes_that, nodes, op_of, place_kind
 
 name, requires, provides = "synchronize", "place", "synchronize"
 
@@ -37,7 +36,7 @@ class _History:
     writer: fx.Node | None = None
     readers: dict[Lane, fx.Node] = field(default_factory=dict)  # since the last write
     last: dict[Lane, tuple[fx.Node, Access]] = field(default_factory=dict)  # of the section: what `leave` hands on
-    entered: set[tuple[Lane, Lane]] = field(default_factory=set)  # (waiting lane, lane before) already ordered
+    entered: set[tuple[Lane, Lane, Access]] = field(default_factory=set)  # (waiting lane, lane before, its access)
 
 
 def run(program: Program, plan: Plan) -> Program:
@@ -73,16 +72,18 @@ class _Synchronizer:
                 before.append(history.writer)
             if access == Access.WRITE:
                 before += history.readers.values()
-            self._enter(node, lane, place, access, history)
         self._order(node, lane, before)
+        for place, access in touched:
+            self._enter(node, lane, place, access)
         self.clock[lane][lane] = self.position[node]
         self.done[node] = dict(self.clock[lane])
         for place, access in touched:
             self._remember(node, lane, place, access)
 
-    def _enter(self, node: fx.Node, lane: Lane, place: str, access: Access, history: _History) -> None:
-        """Order a first access after what ran before the section. A write that the section ordered covers the rest."""
-        kind = place_kind(place)
+    def _enter(self, node: fx.Node, lane: Lane, place: str, access: Access) -> None:
+        """Order a first access after what ran before the section. A write that the section ordered covers the rest, and so
+        does any wait for the other lane's present: a lane's whole past comes before it."""
+        kind, history = place_kind(place), self.places[place]
         if kind is None or history.writer is not None:
             return
         # A reader waits for writers; a writer for every lane that may have touched the place, whatever it did there.
@@ -91,8 +92,9 @@ class _Synchronizer:
         if access == Access.WRITE:
             others, past = others | lanes_that(Access.READ, kind), Access.READ
         for other in sorted(others):
-            if other != lane and (lane, other) not in history.entered:
-                history.entered.add((lane, other))
+            known = other == lane or self.clock[lane][other] >= 0
+            if not known and not history.entered & {(lane, other, past), (lane, other, Access.READ)}:
+                history.entered.add((lane, other, past))
                 self.enters.setdefault(node, []).append((place, past, other))
 
     def _order(self, node: fx.Node, lane: Lane, before: list[fx.Node]) -> None:

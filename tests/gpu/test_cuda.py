@@ -14,7 +14,7 @@ pytest.importorskip("cupy")
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 import megacompile
-from megacompile.program import Lane, find, lane_of, operands, op_of, rebuild
+from megacompile.program import Lane, find, lane_of, op_of, operands, rebuild
 
 LAYERS = 4
 

@@ -1,5 +1,5 @@
-"""A plan says where things are and when they move, never what is computed: every plan gives the same bits, on late lanes
-too. And where a wait is taken out of a schedule it gives other bits, so that it is the waits that keep these."""
+"""A plan says where things are and when they move, never what is computed: every plan gives the same bits, on late
+lanes too. A schedule less one wait gives other bits: it is the waits, not luck, that keep these."""
 from __future__ import annotations
 
 import functools
@@ -200,8 +200,8 @@ def test_late_lanes_change_no_bit_in_bf16(seed: int) -> None:
 
 # ---- without a wait --------------------------------------------------------------------------------------------------
 
-#: A wait by what it is between: plan, section, lane and op that wait, op that is waited for (of an earlier section, where
-#: the wait is for an `enter`).
+#: A wait by what it is between: plan, section, lane and op that wait, op that is waited for (an `adam` may be one of an
+#: earlier section, which `enter` stands for).
 WAITS = {
     "Weights-Ready": ("streamed, K = 1", "forward", Lane.COMPUTE, "forward", "prefetch"),
     "Buffer-Free": ("streamed, K = 1", "forward", Lane.H2D, "prefetch", "forward"),
@@ -219,8 +219,8 @@ WAITS = {
 }
 
 
-def waits_of(graph: fx.Graph, lane: Lane, op: str, awaited: str) -> Iterator[tuple[fx.Node, tuple[str, str]]]:
-    """Each such wait, with op and tile or name of what it is for."""
+def waits_of(graph: fx.Graph, lane: Lane, op: str, awaited: str) -> Iterator[tuple[fx.Node, str]]:
+    """Each such wait, with the name of the node that it is for, or the tile, of an earlier section's."""
     for wait in find(graph, "wait"):
         node = wait
         while op_of(node).name == "wait":  # the waits of one node stand right before it
@@ -229,10 +229,11 @@ def waits_of(graph: fx.Graph, lane: Lane, op: str, awaited: str) -> Iterator[tup
         if lane_of(wait) != lane or op_of(node).name != op:
             continue
         if op_of(event).name == "enter":
-            if awaited == "adam" and argument(event, "lane") == Lane.CPU and argument(event, "place").startswith("weights/"):
-                yield wait, ("adam", argument(event, "place").removeprefix("weights/"))
+            part, _, tile = argument(event, "place").partition("/")
+            if (awaited, part, argument(event, "lane")) == ("adam", "weights", Lane.CPU):
+                yield wait, tile
         elif op_of(operands(event, "node")[0]).name == awaited:
-            yield wait, (awaited, operands(event, "node")[0].name)
+            yield wait, operands(event, "node")[0].name
 
 
 def edit(shape: Any, section: str, visit: Any) -> None:
@@ -250,14 +251,15 @@ def test_late_work_changes_the_weights_only_without_its_wait(wait: str, removed:
     plan, section, lane, op, awaited = WAITS[wait]
     model = stream(**PLANS[plan])
     shape = model.megacompile.compiled(batch(0))
-    victim, (late_op, late) = list(waits_of(shape.program.section(section), lane, op, awaited))[-1]
+    victim, late = list(waits_of(shape.program.section(section), lane, op, awaited))[-1]
     if removed:
         edit(shape, section, lambda node, arguments, build: None if node is victim else build.add(
             op_of(node).name, node.name, **arguments))
     graph = shape.program.section(section)
 
     def delay(node: fx.Node) -> None:
-        if op_of(node).name == late_op and (argument(node, "tile") == late or (node.name == late and node.graph is graph)):
+        here = node.graph is graph and node.name == late
+        if op_of(node).name == awaited and (here or argument(node, "tile") == late):
             time.sleep(0.05)
 
     model.megacompile.streamed.executor.probe = delay

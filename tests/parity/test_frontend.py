@@ -66,14 +66,9 @@ def test_micro_batches_with_the_batch_normaliser_add_up_to_the_batch(family: str
     assert_same_training((total, sums), native(model, inputs))
 
 
-@pytest.mark.parametrize(("rows", "length"), [(1, 29), (2, 1), (1, 3)])
+@pytest.mark.parametrize(("rows", "length"), [(1, 29), (1, 3)])
 def test_batches_and_lengths_below_the_captured_ones_are_exact(rows: int, length: int) -> None:
     model, inputs = build("llama"), batch(rows, length)
-    if length == 1:  # no target is left after the shift: native training gives NaN there as well
-        inputs["input_ids"] = inputs["input_ids"].expand(rows, 1)
-        loss, _ = Layerwise(captured("llama"), model).loss_and_gradients(inputs, False)
-        assert loss.isnan() and native(model, inputs)[0].isnan()
-        return
     assert_same_training(Layerwise(captured("llama"), model).loss_and_gradients(inputs, False), native(model, inputs))
 
 
@@ -87,14 +82,21 @@ def test_both_routes_give_the_same_bits(family: str) -> None:
         assert torch.equal(gradient, saved[name]), name
 
 
-@pytest.mark.parametrize("pipeline", [(), (attention,), (fuse_loss,), (accumulate_in_gemm,)],
-                         ids=["none", "attention", "fuse_loss", "accumulate_in_gemm"])
-@pytest.mark.parametrize("family", ["qwen2", "gemma2"])
+@pytest.mark.parametrize(("family", "pipeline"), [
+    ("gemma2", ()), ("qwen2", (attention,)), ("gemma2", (fuse_loss,)), ("qwen2", (accumulate_in_gemm,))])
 def test_every_template_pass_is_optional(family: str, pipeline: tuple) -> None:
     model, inputs = build(family), batch(2, 11, ignored=0.2)
     without = capture(model, pipeline=pipeline, target=CPU)
     assert without.fused_loss == (fuse_loss in pipeline)
     assert_same_training(Layerwise(without, model).loss_and_gradients(inputs, True), native(model, inputs))
+
+
+def test_a_batch_without_targets_gives_nan_and_zero_gradients_as_native_training_does() -> None:
+    model, inputs = build("llama"), batch(2, 5, ignored=1.0)
+    loss, gradients = Layerwise(captured("llama"), model).loss_and_gradients(inputs, False)
+    native_loss, native_gradients = native(model, inputs)
+    assert loss.isnan() and native_loss.isnan()
+    assert not any(g.any() for g in [*gradients.values(), *native_gradients.values()])
 
 
 def test_bf16_gradients_are_as_close_to_fp32_as_native_bf16_is() -> None:

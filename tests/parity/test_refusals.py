@@ -49,6 +49,12 @@ class HoldsTensor(HandWrittenLayer):
         return super().forward(x) * self.table
 
 
+class ChangesItsInput(HandWrittenLayer):
+    def forward(self, x: Tensor) -> Tensor:
+        x.mul_(2)
+        return super().forward(x)
+
+
 class FixesLength(HandWrittenLayer):
     def forward(self, x: Tensor) -> Tensor:
         assert x.shape[1] == 17
@@ -138,6 +144,7 @@ REFUSED = [
     (lambda: stack_of(DropsOut), UnsupportedError, r"blocks\.0\.drop \(Dropout.*draws random numbers.*set its dropout"),
     (lambda: stack_of(AddsNoise), UnsupportedError, r"blocks\.0 \(AddsNoise.*draws random numbers"),
     (lambda: stack_of(HoldsTensor), CaptureError, r"blocks\.0\.table of Model is neither a parameter nor a buffer"),
+    (lambda: stack_of(ChangesItsInput), CaptureError, r"blocks\.0 cannot be differentiated .*change no input in place"),
     (lambda: stack_of(FixesLength), CaptureError, r"Model fixes the length to 17"),
     (lambda: stack_of(FixesBatch), CaptureError, r"Model fixes the batch size to 3"),
     (ComputesBetweenLayers, CaptureError, r"computes on the output of blocks\.0 outside of a layer"),

@@ -1,7 +1,46 @@
-"""Lets unit tests import the tiny models of the parity tests (tests are no package, see `--import-mode`)."""
+"""Streamed models that tests share: a capture takes seconds, putting back a model's weights takes none."""
 from __future__ import annotations
 
 import pathlib
 import sys
+from collections.abc import Iterator
+from typing import Any
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "parity"))
+import pytest
+
+HERE = pathlib.Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent / "parity")]  # tests are no package; the parity models serve too
+
+import tiny_models  # noqa: E402  (after the path is complete)
+
+
+@pytest.fixture(scope="session")
+def _shared_fp32() -> Iterator[tiny_models.Shared]:
+    shared = tiny_models.Shared(checkpoint_interval=2, micro_batch_size=2)
+    yield shared
+    shared.close()
+
+
+@pytest.fixture(scope="session")
+def _shared_bf16() -> Iterator[tiny_models.Shared]:
+    shared = tiny_models.Shared(bf16=True, resident="all", micro_batch_size=2)
+    yield shared
+    shared.close()
+
+
+@pytest.fixture
+def model(_shared_fp32: tiny_models.Shared) -> Any:
+    """A streamed fp32 model of three layers, as it was made: K = 2, micro-batches of 2."""
+    return _shared_fp32.fresh()
+
+
+@pytest.fixture
+def native(_shared_fp32: tiny_models.Shared) -> Any:
+    """The same model, not streamed."""
+    return _shared_fp32.native()
+
+
+@pytest.fixture
+def bf16_model(_shared_bf16: tiny_models.Shared) -> Any:
+    """A streamed bf16 model of three layers, as it was made: K = 1, all weights resident."""
+    return _shared_bf16.fresh()

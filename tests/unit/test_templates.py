@@ -329,6 +329,25 @@ def test_attention_kernels_return_the_layout_that_the_fakes_promise(kernel: str)
         assert (real.shape, real.stride(), real.dtype) == (fake.shape, fake.stride(), fake.dtype)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("heads", [1, 4, 8])
+@pytest.mark.parametrize("window", [0, 1, 100])
+def test_flash_on_cuda_equals_explicit_attention_and_its_layout_is_the_promised_one(window: int, heads: int) -> None:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 257, h, 64, device="cuda", dtype=torch.bfloat16).transpose(1, 2).requires_grad_()
+               for h in (8, heads, heads))
+    grad = torch.randn_like(q)
+    results, layouts = [], []
+    for kernel in ("flash", "math"):
+        out, logsumexp = torch.ops.megacompile.attention(q, k, v, 0.125, window, 0.0, kernel)
+        results.append([out, logsumexp, *torch.autograd.grad(out, (q, k, v), grad)])
+        layouts.append([(r.shape, r.stride(), r.dtype) for r in results[-1]])
+    for flash, explicit in zip(*results, strict=True):
+        assert (flash.float() - explicit.float()).norm() <= 2e-2 * explicit.float().norm()
+    assert layouts[0] == layouts[1]
+
+
 @pytest.mark.parametrize(("changed", "message"), [
     ({"attention_mask": torch.ones(1, 1, 2, 2)}, "attention mask"),
     ({"dropout": 0.1}, "attention dropout 0.1 in Module"),

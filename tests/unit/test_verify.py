@@ -22,13 +22,13 @@ BLOCK: dict[str, Any] = {**STREAMED, "checkpoint_interval": 2}
 #: (rule, case): schedule, stage, section, pattern and replacement in that section's text, what the message says
 TEXT_EDITS: dict[tuple[str, str], tuple[dict[str, Any], str, str, str, str, str]] = {
     ("well_formed", "kind of a value"): (
-        STREAMED, "prefetch", "forward", r"weights=\(w_1,\)", "weights=(s_0,)",
+        STREAMED, "prefetch", "forward", r"weights=\(w1,\)", "weights=(s_0,)",
         "takes s_0 as weights, but forward makes activation"),
     ("well_formed", "use after release"): (
-        STREAMED, "place", "forward", r'(    h1_0 = )', r"    p.release(w_1)\n\1",
-        "forward layers.0 mb 0 uses w_1 after its release"),
+        STREAMED, "place", "forward", r'(    h1_0 = )', r"    p.release(w1)\n\1",
+        "forward layers.0 mb 0 uses w1 after its release"),
     ("well_formed", "released twice"): (
-        STREAMED, "place", "forward", r"(    p.release\(w_1\))", r"\1\n\1", "releases w_1 after its release"),
+        STREAMED, "place", "forward", r"(    p.release\(w1\))", r"\1\n\1", "releases w1 after its release"),
     ("well_formed", "tile that is not declared"): (
         STREAMED, "prefetch", "forward", r'prefetch\("layers.0"', 'prefetch("layers.9"',
         "names tile layers.9, which the program does not have"),
@@ -42,16 +42,16 @@ TEXT_EDITS: dict[tuple[str, str], tuple[dict[str, Any], str, str, str, str, str]
     ("well_formed", "clip of a tile that is not there"): (
         STREAMED, "place", "update", r'tiles=\(', 'tiles=("layers.9", ', "names tile layers.9"),
     ("well_formed", "slab of another tile"): (
-        SLABS, "prefetch", "forward", r'(prefetch\("layers.0", staging=k)_1', r"\1",
-        "takes k, which is of tile prologue"),
+        SLABS, "prefetch", "forward", r'(prefetch\("layers.0", staging=)k1', r"\1k0",
+        "takes k0, which is of tile prologue"),
     ("well_formed", "event of a node that no lane runs"): (
-        STREAMED, "synchronize", "forward", r"record\(w_1\)", "record(e)", "is of a node that no lane executes"),
+        STREAMED, "synchronize", "forward", r"record\(w1\)", "record(e)", "is of a node that no lane executes"),
     ("well_formed", "event of the past handed on"): (
         STREAMED, "synchronize", "forward", r'("W0", "read", )e_12', r"\1e_3", "hands on an event of the past"),
     ("well_formed", "release of an event"): (
-        STREAMED, "synchronize", "forward", r"release\(w_1\)", "release(e_1)", "takes e_1, but enter keeps nothing"),
+        STREAMED, "synchronize", "forward", r"release\(w1\)", "release(e_1)", "takes e_1, but enter keeps nothing"),
     ("well_formed", "residuals of a plain forward"): (
-        BLOCK, "prefetch", "backward", r"saved=r_0", "saved=g_0", "as saved, but recompute_backward makes gradient"),
+        BLOCK, "prefetch", "backward", r"saved=r1_0", "saved=g2_0", "as saved, but recompute_backward makes gradient"),
     ("trained", "call visited twice"): (
         STREAMED, "differentiate", "forward", r'("layers.1", mb)=1', r"\1=0",
         "forward layers.1 mb 0 is the second visit of layers.1 for micro-batch 0 in forward"),
@@ -65,15 +65,15 @@ TEXT_EDITS: dict[tuple[str, str], tuple[dict[str, Any], str, str, str, str, str]
         STREAMED, "differentiate", "forward", r"inputs=\(h1_0, s_0\)", "inputs=(s_0, s_0)",
         "takes s_0 of prologue mb 0 as inputs"),
     ("trained", "gradient of another micro-batch"): (
-        STREAMED, "differentiate", "backward", r"gradient=g_0", "gradient=g_1",
-        "takes g_1 of layers.1 mb 1 as gradient"),
+        STREAMED, "differentiate", "backward", r"gradient=g2_0", "gradient=g2_1",
+        "takes g2_1 of layers.1 mb 1 as gradient"),
     ("trained", "residuals of another micro-batch"): (
-        BLOCK, "differentiate", "backward", r"saved=r_1", "saved=r_0", "takes r_0 of layers.0 mb 0 as saved"),
+        BLOCK, "differentiate", "backward", r"saved=r1_1", "saved=r1_0", "takes r1_0 of layers.0 mb 0 as saved"),
     ("trained", "accumulators of another tile"): (
-        STREAMED, "differentiate", "backward", r"(gradient=g_0, accumulators=)\(a_1,\)", r"\1(a,)",
+        STREAMED, "differentiate", "backward", r"(gradient=g2_0, accumulators=)\(a1,\)", r"\1(a2,)",
         "adds to the gradients of ['layers.1'], but trains ['layers.0']"),
     ("trained", "backward left out"): (
-        STREAMED, "differentiate", "backward", r"    g_5 = .*\n", "",
+        STREAMED, "differentiate", "backward", r"    g0_1 = .*\n", "",
         "backward never visits prologue for micro-batch 1"),
     ("trained", "not scaled"): (
         STREAMED, "differentiate", "backward", r"    p.scale\(l_1\).*\n", "", "uses l_1 before it is scaled"),
@@ -85,21 +85,21 @@ TEXT_EDITS: dict[tuple[str, str], tuple[dict[str, Any], str, str, str, str, str]
     ("trained", "lease that the forward does not keep"): (
         STREAMED, "differentiate", "backward", r'leased\("l_0"\)', 'leased("l_9")', "lease l_9 is kept by no forward"),
     ("supplied", "weights of another call"): (
-        STREAMED, "prefetch", "forward", r"(\"layers.0\", mb=0, weights=)\(w_1,\)", r"\1(w_2,)",
+        STREAMED, "prefetch", "forward", r"(\"layers.0\", mb=0, weights=)\(w1,\)", r"\1(w2,)",
         "forward layers.0 mb 0 has weights of ['layers.1'], but reads ['layers.0']"),
     ("supplied", "no weights"): (
-        STREAMED, "prefetch", "forward", r"(\"layers.0\", mb=0), weights=\(w_1,\)", r"\1", "has weights of nothing"),
+        STREAMED, "prefetch", "forward", r"(\"layers.0\", mb=0), weights=\(w1,\)", r"\1", "has weights of nothing"),
     ("sent_home", "gradient that is never offloaded"): (
-        STREAMED, "offload", "backward", r"    o_1 = .*\n", "", "tile layers.1 trains, but has no offload in backward"),
+        STREAMED, "offload", "backward", r"    o2 = .*\n", "", "tile layers.1 trains, but has no offload in backward"),
     ("sent_home", "gradient that is offloaded twice"): (
-        STREAMED, "offload", "backward", r"(    o_1 = (.*)\n)", r"\1    again = \2\n",
+        STREAMED, "offload", "backward", r"(    o2 = (.*)\n)", r"\1    again = \2\n",
         "has a second offload in backward"),
     ("sent_home", "contribution after the reduction"): (
-        STREAMED, "offload", "backward", r"(    g_1 = .*\n)(    d_1 = .*\n)", r"\2\1",
-        "uses a after it was reduced: the gradient would be lost"),
+        STREAMED, "offload", "backward", r"(    g2_1 = .*\n)(    d2 = .*\n)", r"\2\1",
+        "uses a2 after it was reduced: the gradient would be lost"),
     ("sent_home", "reduction of another tile's accumulators"): (
-        STREAMED, "offload", "backward", r'reduce\("layers.1", accumulators=a\)',
-        'reduce("layers.1", accumulators=accumulators_epilogue)', "uses accumulators_epilogue after it was reduced"),
+        STREAMED, "offload", "backward", r'reduce\("layers.1", accumulators=a2\)',
+        'reduce("layers.1", accumulators=a3)', "uses a3 after it was reduced"),
     ("sent_home", "reduction under another tile's name"): (
         STREAMED, "offload", "backward", r'reduce\("epilogue"(.*\n.*)offload\("epilogue"',
         r'reduce("layers.0"\1offload("layers.0"', "tile layers.0 has a second reduce in backward"),
@@ -124,11 +124,11 @@ TEXT_EDITS: dict[tuple[str, str], tuple[dict[str, Any], str, str, str, str, str]
         STREAMED, "optimizer", "update", r'"layers.0", "layers.1", ', '"layers.0", ',
         "one clip over all trainable tiles"),
     ("updated", "resident copy not refreshed"): (
-        RESIDENT, "optimizer", "update", r'    w_1 = .*\n', "",
+        RESIDENT, "optimizer", "update", r'    w2 = .*\n', "",
         "tile layers.1 is resident on the device, and update leaves its old weights there"),
     ("placed", "slot that is alive"): (
         STREAMED, "place", "forward", r'into="W1"', 'into="W0"',
-        r"slot W0 is overwritten by prefetch layers.1 while w_1 (prefetch layers.0) is alive in it"),
+        r"slot W0 is overwritten by prefetch layers.1 while w1 (prefetch layers.0) is alive in it"),
     ("placed", "slot that is not declared"): (
         STREAMED, "place", "forward", r'into="W1"', 'into="W7"', "writes weights to slot W7, which is not declared"),
     ("placed", "slot of another kind"): (
@@ -139,8 +139,8 @@ TEXT_EDITS: dict[tuple[str, str], tuple[dict[str, Any], str, str, str, str, str]
     ("placed", "no slot"): (
         STREAMED, "place", "forward", r', into="W1"', "", "prefetch layers.1 has no place"),
     ("placed", "slot that is never free again"): (
-        STREAMED, "place", "forward", r"    p.release\(w_1\)\n", "",
-        "w_1 (prefetch layers.0) is neither released nor leased in forward"),
+        STREAMED, "place", "forward", r"    p.release\(w1\)\n", "",
+        "w1 (prefetch layers.0) is neither released nor leased in forward"),
     ("placed", "memory that is never free again"): (
         STREAMED, "place", "forward", r"    p.release\(h2_1\).*\n", "",
         "h2_1 (forward layers.1 mb 1) is neither released nor leased in forward"),
@@ -246,8 +246,8 @@ def test_a_wait_before_its_record_is_a_deadlock(make_schedule: Callable[..., Any
 
 def test_a_value_used_before_it_is_defined_is_refused(make_schedule: Callable[..., Any]) -> None:
     program = edit_graph(make_schedule(**STREAMED).stages["prefetch"], "forward",
-                         lambda listed: listed[-1].append(named(listed, "w_1")))
-    with pytest.raises(ProgramError, match=r"forward layers\.0 mb 0 uses w_1 before it is defined"):
+                         lambda listed: listed[-1].append(named(listed, "w1")))
+    with pytest.raises(ProgramError, match=r"forward layers\.0 mb 0 uses w1 before it is defined"):
         verify(program)
 
 
@@ -325,21 +325,21 @@ def test_an_error_has_four_parts_and_the_way_out(make_schedule: Callable[..., An
         verify(edit_graph(make_schedule(**STREAMED).program, "forward", forget))
     assert re.sub(r" +\n", "\n", str(caught.value)) == '''\
 slot WB0 is overwritten by prefetch epilogue while forward prologue mb 1 may still read it
-in node:      w_3 = p.prefetch("epilogue", into="WB0")  # h2d
+in node:      w3 = p.prefetch("epilogue", into="WB0")  # h2d
 inserted by:  pass prefetch
 program:      section forward, stage synchronize
-      #  -          h2d                      compute
-     19  .          .                        wait compute e_7
-     20  .          .                        s_0 = forward prologue mb 0
-     21  .          .                        lease s_0
-     22  .          .                        s_1 = forward prologue mb 1  <-- conflicts with
-     23  .          .                        e_10 = record s_1
-     24  release w  .                        .
-     25  .          wait h2d e_6             .
-     26  .          w_3 = prefetch epilogue  .                            <-- ERROR HERE
-     27  .          e_11 = record w_3        .
-     28  .          .                        lease s_1
-     29  .          .                        wait compute e_8
+      #  -           h2d                     compute
+     19  .           .                       wait compute e_7
+     20  .           .                       s_0 = forward prologue mb 0
+     21  .           .                       lease s_0
+     22  .           .                       s_1 = forward prologue mb 1  <-- conflicts with
+     23  .           .                       e_10 = record s_1
+     24  release w0  .                       .
+     25  .           wait h2d e_6            .
+     26  .           w3 = prefetch epilogue  .                            <-- ERROR HERE
+     27  .           e_11 = record w3        .
+     28  .           .                       lease s_1
+     29  .           .                       wait compute e_8
 to mend:      let h2d wait for an event recorded on compute after s_1'''
 
 

@@ -1,0 +1,442 @@
+"""A fault in a lane reaches the caller with the program around it, soon; nothing hangs, and training goes on."""
+from __future__ import annotations
+
+import copy
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_models
+import torch
+from tiny_models import batch, same_bits, train_step, weights
+from torch import fx
+
+import megacompile
+from megacompile.errors import LaneError, TornError
+from megacompile.program import Lane, lane_of, nodes, op_of
+
+SHAPE = {"rows": 3, "length": 9}
+SECTIONS = ("forward", "backward", "backward_accumulate", "evaluate", "update", "load")
+SOON_S = 5.0
+
+
+class Fault(Exception):
+    """What tests throw into lanes."""
+
+
+@pytest.fixture(scope="module")
+def slabs() -> Iterator[tiny_models.Shared]:
+    """A model that uses every op: slabs for weights and gradients, a resident tile, residuals kept and recomputed."""
+    shared = tiny_models.Shared(bf16=True, checkpoint_interval=2, micro_batch_size=2, locked_memory=4096,
+                                resident=("model.layers.1",))
+    yield shared
+    shared.close()
+
+
+@pytest.fixture
+def slab_model(slabs: tiny_models.Shared) -> Any:
+    return slabs.fresh()
+
+
+def executed(model: Any, section: str) -> list[fx.Node]:
+    """The instructions of a section of `batch(0, **SHAPE)`'s program, in program order."""
+    program = model.megacompile.program(batch(0, **SHAPE))
+    if section not in program.sections:
+        return []
+    return [n for n in nodes(program.section(section)) if op_of(n).name not in ("enter", "leave")
+            and (lane_of(n) is not None or op_of(n).result is not None)]
+
+
+def throw_at(model: Any, victim: fx.Node | Callable[[fx.Node], bool]) -> None:
+    """The lane that comes to this instruction fails there, once."""
+    executor = model.megacompile.streamed.executor
+
+    def probe(node: fx.Node) -> None:
+        if node is victim if isinstance(victim, fx.Node) else victim(node):
+            executor.probe = None
+            raise Fault(f"at {node.name}")
+
+    executor.probe = probe
+
+
+def lane_threads() -> set[threading.Thread]:
+    return {t for t in threading.enumerate() if t.name.startswith("megacompile")}
+
+
+def raises_fault_soon(act: Callable[[], Any], node: fx.Node) -> None:
+    """`act` raises a LaneError of this instruction, with its cause and the program around it, within 5 s."""
+    begin = time.monotonic()
+    with pytest.raises(LaneError) as caught:
+        act()
+    assert time.monotonic() - begin < SOON_S
+    assert isinstance(caught.value.__cause__, Fault) and str(caught.value.__cause__) == f"at {node.name}"
+    text = str(caught.value)
+    assert text.startswith(f"{op_of(node).name} failed in lane ") and "Fault: at " in text.splitlines()[0]
+    assert "FAILED HERE" in text and node.name in text, "the program around the fault is missing"
+
+
+def one_of_each_op(section: list[fx.Node]) -> dict[str, fx.Node]:
+    """The middle instruction of each kind, `record` and `wait` in each lane."""
+    kinds: dict[str, list[fx.Node]] = {}
+    for node in section:
+        op = op_of(node).name
+        kinds.setdefault(f"{op} {lane_of(node)}" if op in ("record", "wait") else op, []).append(node)
+    return {kind: same[len(same) // 2] for kind, same in kinds.items()}
+
+
+# ---------------------------------------------------------------- every kind of instruction, in every section
+
+def runs(model: Any, section: str) -> Callable[[], Any]:
+    """What makes the model run a section, and waits for it; preparations are made now."""
+    handle = model.megacompile
+    if section == "evaluate":
+        def evaluate() -> None:
+            with torch.no_grad():
+                model(**batch(0, **SHAPE))
+        return evaluate
+    if section == "load":
+        handle.streamed.resident_current = False
+        return lambda: model(**batch(0, **SHAPE))
+    if section == "forward":
+        return lambda: model(**batch(0, **SHAPE))
+    if section == "backward_accumulate":
+        model(**batch(1, **SHAPE)).loss.backward()
+    loss = model(**batch(0, **SHAPE)).loss
+    if section.startswith("backward"):
+        return loss.backward
+    optimizer = megacompile.AdamW(model.parameters(), lr=1e-2, max_grad_norm=1.0)
+    loss.backward()
+
+    def update() -> None:
+        optimizer.step()
+        handle.synchronize()
+    return update
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_a_fault_at_every_kind_of_instruction_reaches_the_caller_and_the_next_step_runs(
+        slab_model: Any, slabs: tiny_models.Shared, section: str) -> None:
+    model = slab_model
+    if section == "evaluate":  # has a program of its own
+        with torch.no_grad():
+            model(**batch(0, **SHAPE))
+        streamed = model.megacompile.streamed
+        shape = next(s for s in streamed.shapes.table.values() if not s.shape.training and s.shape.length == 9)
+        section_nodes = list(nodes(shape.program.section("evaluate")))
+        victims = one_of_each_op([n for n in section_nodes if op_of(n).name not in ("enter", "leave") and lane_of(n)])
+    else:
+        victims = one_of_each_op(executed(model, section))
+    train_step(model, megacompile.AdamW(model.parameters()), **SHAPE)  # every lane has its thread
+    threads = lane_threads()
+    assert len(victims) >= 5
+    for kind, node in victims.items():
+        slabs.fresh()
+        start = weights(model)
+        act = runs(model, section)
+        throw_at(model, node)
+        raises_fault_soon(act, node)
+        assert lane_threads() == threads, f"{kind}: a thread died or was left behind"
+        if section != "update":
+            assert same_bits(weights(model), start), f"{kind}: weights have changed"
+            loss = model(**batch(0, **SHAPE)).loss
+            loss.backward()
+            assert loss.isfinite() and all(p.grad.isfinite().all() for p in model.parameters())
+        elif model.megacompile.streamed.torn:
+            with pytest.raises(TornError):
+                model(**batch(0, **SHAPE))
+        else:
+            model(**batch(0, **SHAPE)).loss.backward()
+
+
+def test_the_programs_of_these_tests_hold_every_op_that_is_executed(slab_model: Any) -> None:
+    from megacompile.program import OPS
+    found = {op_of(n).name for s in SECTIONS for n in executed(slab_model, s)}
+    never = {"enter", "leave"}  # looked up when a section is submitted
+    assert set(OPS) - never - found <= {"evaluate", "logits"}, "ops without a test"
+
+
+@pytest.mark.parametrize("labels", [True, False])
+def test_an_evaluation_that_fails_is_not_left_half_done(slab_model: Any, labels: bool) -> None:
+    inputs = {k: v for k, v in batch(0, **SHAPE).items() if labels or k != "labels"}
+    with torch.no_grad():
+        expected = slab_model(**inputs).logits
+        throw_at(slab_model, lambda node: op_of(node).name in ("evaluate", "logits"))
+        with pytest.raises(LaneError, match="evaluate failed" if labels else "logits failed"):
+            slab_model(**inputs)
+        assert torch.equal(slab_model(**inputs).logits, expected)
+
+
+# ---------------------------------------------------------------- gradients
+
+def test_a_backward_that_fails_leaves_no_gradient_behind(model: Any, native: Any) -> None:
+    """Accumulation that stopped half-way would leave some parameters with two batches' gradients, others with one's."""
+    model(**batch(1)).loss.backward()
+    loss = model(**batch(2)).loss
+    throw_at(model, [n for n in executed(model, "backward_accumulate") if op_of(n).name == "accumulate"][2])
+    with pytest.raises(LaneError):
+        loss.backward()
+    assert all(p.grad is None for p in model.parameters())
+    model(**batch(3)).loss.backward()
+    native(**batch(3)).loss.backward()
+    tiny_models.assert_same_gradients(model, native)
+
+
+def test_a_failed_forward_leaves_no_lease(model: Any) -> None:
+    throw_at(model, [n for n in executed(model, "forward") if op_of(n).name == "loss"][-1])
+    with pytest.raises(LaneError):
+        model(**batch(0, **SHAPE))
+    assert not model.megacompile.streamed.open_leases()
+
+
+# ---------------------------------------------------------------- updates
+
+def two_steps(model: Any, fault: Callable[[], None] | None, forgotten: bool = True) -> tuple[Any, dict[str, torch.Tensor]]:
+    """Two steps, the first of whose updates may fail and be completed."""
+    optimizer = megacompile.AdamW(model.parameters(), lr=1e-2, max_grad_norm=0.5)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    model(**batch(0, **SHAPE)).loss.backward()
+    if fault is not None:
+        fault()
+    optimizer.step()
+    if forgotten:
+        optimizer.zero_grad()
+    schedule.step()  # the step that is completed keeps the learning rate that it had
+    if fault is not None:
+        with pytest.raises(LaneError):
+            model(**batch(1, **SHAPE))
+        optimizer.step()
+    optimizer.zero_grad()
+    train_step(model, optimizer, 1, **SHAPE)
+    return optimizer, weights(model)
+
+
+@pytest.fixture
+def undisturbed(slab_model: Any, slabs: tiny_models.Shared) -> dict[str, torch.Tensor]:
+    result = two_steps(slab_model, None)[1]
+    slabs.fresh()
+    return result
+
+
+@pytest.mark.parametrize("number", range(4))
+@pytest.mark.parametrize("forgotten", [True, False], ids=["zero_grad", "gradients kept"])
+def test_an_update_that_stopped_half_way_is_completed_by_the_next_step(
+        slab_model: Any, undisturbed: Any, number: int, forgotten: bool) -> None:
+    victims = [n for n in executed(slab_model, "update") if op_of(n).name == "adam"]
+    optimizer, after = two_steps(slab_model, lambda: throw_at(slab_model, victims[number]), forgotten)
+    assert same_bits(after, undisturbed)
+    assert all(state["step"] == 2 for state in optimizer.state.values())
+
+
+def tear(model: Any, optimizer: Any, number: int = 2) -> None:
+    """Leaves the model with `number` tiles of a step and the others of the step before."""
+    model(**batch(0, **SHAPE)).loss.backward()
+    throw_at(model, [n for n in executed(model, "update") if op_of(n).name == "adam"][number])
+    optimizer.step()
+    with pytest.raises(LaneError):
+        model.megacompile.synchronize()
+
+
+@pytest.mark.parametrize("use", [
+    lambda m, d: m(**batch(1)), lambda m, d: m(input_ids=batch(1)["input_ids"]), lambda m, d: m.save_pretrained(d),
+    lambda m, d: m.state_dict(), lambda m, d: copy.deepcopy(m), lambda m, d: m.zero_grad(set_to_none=False),
+], ids=["forward", "evaluate", "save_pretrained", "state_dict", "deepcopy", "zero_grad"])
+def test_torn_weights_are_neither_used_nor_saved(slab_model: Any, use: Any, tmp_path: Path) -> None:
+    model = slab_model
+    optimizer = megacompile.AdamW(model.parameters(), lr=1e-2)
+    tear(model, optimizer)
+    for _ in range(2):
+        with pytest.raises(TornError, match=r"an update stopped half-way: call optimizer.step\(\) again to complete it"):
+            use(model, tmp_path)
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(TornError):
+        optimizer.state_dict()
+    optimizer.step()
+    use(model, tmp_path)
+
+
+def test_a_loaded_checkpoint_mends_torn_weights(slab_model: Any, undisturbed: Any) -> None:
+    model = slab_model
+    optimizer = megacompile.AdamW(model.parameters(), lr=1e-2, max_grad_norm=0.5)
+    start, state = weights(model), copy.deepcopy(optimizer.state_dict())
+    tear(model, optimizer)
+    model.load_state_dict(start)
+    optimizer.load_state_dict(state)
+    model.zero_grad()
+    assert same_bits(two_steps(model, None)[1], undisturbed)
+
+
+def test_an_update_whose_gradients_were_changed_is_not_completed_with_them(slab_model: Any) -> None:
+    optimizer = megacompile.AdamW(slab_model.parameters(), lr=1e-2)
+    tear(slab_model, optimizer)
+    slab_model.lm_head.weight.grad.mul_(2.0)
+    with pytest.raises(TornError):
+        optimizer.step()
+
+
+def test_another_optimizer_does_not_take_the_completion_for_its_own_step(slab_model: Any) -> None:
+    first, *others = slab_model.parameters()
+    optimizer, other = megacompile.AdamW(others, lr=1e-2), megacompile.AdamW([first], lr=1e-2)
+    tear(slab_model, optimizer)
+    with pytest.raises(TornError):
+        other.step()
+    optimizer.step()
+    other.step()
+    slab_model.megacompile.synchronize()
+    assert all(o.state[p]["step"] == 1 for o in (optimizer, other) for g in o.param_groups for p in g["params"])
+
+
+@pytest.mark.parametrize("again", [True, False], ids=["step again", "next batch"])
+def test_an_update_that_fails_before_its_first_tile_changes_no_weight(slab_model: Any, undisturbed: Any, again: bool) -> None:
+    model = slab_model
+    optimizer = megacompile.AdamW(model.parameters(), lr=1e-2, max_grad_norm=0.5)
+    start = weights(model)
+    model(**batch(0, **SHAPE)).loss.backward()
+    throw_at(model, next(n for n in executed(model, "update") if op_of(n).name == "clip"))
+    optimizer.step()
+    optimizer.zero_grad()
+    with pytest.raises(LaneError, match="clip failed in lane cpu"):
+        model(**batch(1, **SHAPE))
+    assert same_bits(weights(model), start)
+    if not again:  # the batch of the failed step comes once more
+        model(**batch(0, **SHAPE)).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    optimizer.param_groups[0]["lr"] *= 0.5
+    train_step(model, optimizer, 1, **SHAPE)
+    assert same_bits(weights(model), undisturbed)
+    assert all(state["step"] == 2 for state in optimizer.state.values())
+
+
+def test_a_forward_that_fails_does_not_tear_the_update_in_flight(slab_model: Any, undisturbed: Any) -> None:
+    model = slab_model
+    executor = model.megacompile.streamed.executor
+    optimizer = megacompile.AdamW(model.parameters(), lr=1e-2, max_grad_norm=0.5)
+    model(**batch(0, **SHAPE)).loss.backward()
+    executor.delay = lambda lane: time.sleep(0.02) if lane == Lane.CPU else None
+    prefetches = [n for n in executed(model, "forward") if op_of(n).name == "prefetch"]
+    throw_at(model, prefetches[0])
+    optimizer.step()
+    optimizer.zero_grad()
+    with pytest.raises(LaneError, match="prefetch failed in lane h2d"):
+        model(**batch(1, **SHAPE))
+    executor.delay = None
+    assert not model.megacompile.streamed.torn
+    optimizer.param_groups[0]["lr"] *= 0.5
+    train_step(model, optimizer, 1, **SHAPE)
+    assert same_bits(weights(model), undisturbed)
+
+
+def test_of_two_failures_the_earlier_run_s_is_raised(slab_model: Any) -> None:
+    """The forward fails first; the update before it, which goes on, fails too: that one must not be lost."""
+    model = slab_model
+    executor = model.megacompile.streamed.executor
+    optimizer = megacompile.AdamW(model.parameters(), lr=1e-2)
+    model(**batch(0, **SHAPE)).loss.backward()
+    executor.delay = lambda lane: time.sleep(0.02) if lane == Lane.CPU else None
+    forward = next(n for n in executed(model, "forward") if op_of(n).name == "prefetch")
+    adam = [n for n in executed(model, "update") if op_of(n).name == "adam"][-1]
+
+    def probe(node: fx.Node) -> None:
+        if node in (forward, adam):
+            raise Fault(f"at {node.name}")
+
+    executor.probe = probe
+    optimizer.step()
+    with pytest.raises(LaneError, match="adam failed in lane cpu"):
+        model(**batch(1, **SHAPE))
+    executor.probe = None
+    assert model.megacompile.streamed.torn
+    optimizer.step()
+    model(**batch(1, **SHAPE)).loss.backward()
+
+
+@pytest.mark.parametrize("call", [
+    lambda m, o: m(**batch(1)), lambda m, o: o.step(), lambda m, o: m.state_dict(), lambda m, o: m.megacompile.synchronize(),
+    lambda m, o: next(m.parameters()), lambda m, o: o.state_dict(), lambda m, o: o.grad_norm,
+], ids=["forward", "step", "state_dict", "synchronize", "parameters", "optimizer state", "grad_norm"])
+def test_a_failed_update_is_raised_at_the_next_call_once(slab_model: Any, call: Any) -> None:
+    optimizer = megacompile.AdamW(slab_model.parameters(), lr=1e-2)
+    slab_model(**batch(0, **SHAPE)).loss.backward()
+    throw_at(slab_model, next(n for n in executed(slab_model, "update") if op_of(n).name == "clip"))
+    optimizer.step()
+    time.sleep(0.1)
+    with pytest.raises(LaneError, match="clip failed"):
+        call(slab_model, optimizer)
+    call(slab_model, optimizer)
+
+
+def test_a_model_can_be_closed_after_a_failed_update() -> None:
+    before = lane_threads()
+    model = megacompile.stream(tiny_models.build(num_hidden_layers=1), device="cpu")
+    cls = type(model).__mro__[2]
+    optimizer = megacompile.AdamW(model.parameters())
+    model(**batch(0, **SHAPE)).loss.backward()
+    throw_at(model, [n for n in executed(model, "update") if op_of(n).name == "adam"][1])
+    optimizer.step()
+    with pytest.raises(LaneError):
+        model.megacompile.close()
+    assert type(model) is cls and not hasattr(model, "megacompile") and lane_threads() == before
+    model(**batch(0, **SHAPE)).loss.backward()
+
+
+# ---------------------------------------------------------------- Ctrl-C
+
+def interrupt_after(seconds: float) -> threading.Timer:
+    timer = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    return timer
+
+
+@pytest.mark.parametrize("section", ["forward", "backward", "evaluate", "update"])
+def test_ctrl_c_stops_the_step_and_leaves_the_model_usable(model: Any, native: Any, section: str) -> None:
+    executor = model.megacompile.streamed.executor
+    optimizer = megacompile.AdamW(model.parameters(), lr=1e-2)
+    train_step(model, optimizer, **SHAPE)
+    train_step(native, torch.optim.AdamW(native.parameters(), lr=1e-2), **SHAPE)
+    act = runs(model, section) if section != "update" else None
+    if act is None:
+        model(**batch(1)).loss.backward()
+        act = lambda: (optimizer.step(), model.megacompile.synchronize())  # noqa: E731
+    executor.delay = lambda lane: time.sleep(0.03)
+    timer = interrupt_after(0.2)
+    begin = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        act()
+    assert time.monotonic() - begin < SOON_S
+    timer.join()
+    executor.delay = None
+    if section == "update":  # in flight when Ctrl-C came: it goes on to its end
+        assert not model.megacompile.streamed.torn
+        return
+    model.zero_grad()
+    model(**batch(2)).loss.backward()
+    native.zero_grad()
+    native(**batch(2)).loss.backward()
+    tiny_models.assert_same_gradients(model, native, 1e-4)
+
+
+def test_ctrl_c_while_a_section_is_handed_to_the_lanes_hangs_nothing(model: Any) -> None:
+    """Lanes that have got the section must not wait for those that have not."""
+    executor = model.megacompile.streamed.executor
+    train_step(model, megacompile.AdamW(model.parameters()), **SHAPE)
+    queue_of = executor._queue
+
+    def interrupted(lane: Lane) -> Any:
+        if lane == Lane.H2D:
+            raise KeyboardInterrupt
+        return queue_of(lane)
+
+    executor._queue = interrupted
+    begin = time.monotonic()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            model(**batch(0, **SHAPE))
+    finally:
+        executor._queue = queue_of
+    assert time.monotonic() - begin < SOON_S
+    model(**batch(0, **SHAPE)).loss.backward()

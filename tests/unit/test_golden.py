@@ -1,0 +1,96 @@
+"""Golden schedules: whole texts of compiled programs, compared as strings.
+
+`pytest tests/unit/test_golden.py --update-golden` rewrites them; a change in a pass then shows as a diff of schedules,
+which is to be read. Every pair of K, micro-batches and residency occurs in one of them.
+"""
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megacompile.passes import PIPELINE
+from megacompile.passes.manager import Compiled, compile_program
+from megacompile.plan import Plan
+from megacompile.text import parse
+from megacompile.verify import verify
+
+FOLDER = Path(__file__).resolve().parents[1] / "golden"
+EVERY_TILE = ("prologue", "layers.0", "layers.1", "layers.2", "layers.3", "epilogue")
+
+#: File name -> the plan of a model of four layers.
+GOLDENS: dict[str, dict[str, Any]] = {
+    "streamed_k1_one_micro_batch": {"checkpoint_interval": 1, "weight_slots": 2},
+    "streamed_k2_three_micro_batches": {"checkpoint_interval": 2, "weight_slots": 3, "micro_batches": (2, 2, 1)},
+    "streamed_k4_one_micro_batch": {"checkpoint_interval": 4, "weight_slots": 4},
+    "resident_k1_three_micro_batches": {"checkpoint_interval": 1, "micro_batches": (2, 2, 1), "resident": EVERY_TILE},
+    "resident_k2_one_micro_batch": {"checkpoint_interval": 2, "resident": EVERY_TILE},
+    "resident_k4_three_micro_batches": {"checkpoint_interval": 4, "micro_batches": (2, 2, 1), "resident": EVERY_TILE},
+    "slab_pool_k2_one_micro_batch": {"checkpoint_interval": 2, "weight_slots": 3, "locked": False, "gradient_slabs": 2},
+}
+
+Schedules = Callable[..., Compiled]
+
+
+def plan_of(name: str) -> Plan:
+    """The plan behind `make_schedule(**GOLDENS[name])`."""
+    options = {"micro_batches": (1,), **GOLDENS[name]}
+    return Plan(sum(options["micro_batches"]), 8, **options)
+
+
+@pytest.mark.parametrize("name", GOLDENS)
+def test_schedule_is_as_agreed(name: str, make_schedule: Schedules, pytestconfig: pytest.Config) -> None:
+    text, path = make_schedule(**GOLDENS[name]).program.text(), FOLDER / f"{name}.txt"
+    if pytestconfig.getoption("--update-golden"):
+        path.write_text(text)
+    agreed = path.read_text()
+    difference = difflib.unified_diff(agreed.splitlines(), text.splitlines(), "agreed", "now", n=1, lineterm="")
+    assert text == agreed, "\n".join([f"{name} has changed (--update-golden rewrites it)", *difference])
+
+
+def test_every_golden_file_is_compared() -> None:
+    assert {path.stem for path in FOLDER.glob("*.txt")} == set(GOLDENS)
+
+
+@pytest.mark.parametrize("name", GOLDENS)
+def test_golden_parses_back_to_a_program_that_verifies(name: str, make_schedule: Schedules) -> None:
+    program = parse((FOLDER / f"{name}.txt").read_text())
+    verify(program)
+    assert program == make_schedule(**GOLDENS[name]).program
+
+
+@pytest.mark.parametrize("name", GOLDENS)
+def test_passes_change_no_program_and_repeat_themselves(name: str, make_schedule: Schedules) -> None:
+    """Pure: what went into a pass is the same after it and after all that follow; same in, same out."""
+    compiled = make_schedule(**GOLDENS[name])
+    programs, texts = [compiled.stages["model"]], [compiled.stages["model"].text()]
+    for each in PIPELINE:
+        programs.append(each.run(programs[-1], plan_of(name)))
+        texts.append(programs[-1].text())
+    for program, text in zip(programs, texts, strict=True):
+        assert program.text() == text, f"a later pass has changed the program of stage {program.stage}"
+        assert compiled.stages[program.stage].text() == text, f"stage {program.stage} differs from run to run"
+
+
+@pytest.mark.parametrize("name", GOLDENS)
+def test_names_and_order_of_tiles_decide_nothing(name: str, make_schedule: Schedules) -> None:
+    """With tiles renamed, so that their alphabetical order is reversed, and listed backwards: the same sections."""
+    compiled = make_schedule(**GOLDENS[name])
+    new = {old: f"{'zyxwvu'[i]}{old[1:]}" for i, old in enumerate(EVERY_TILE)}  # of one length: text is aligned
+    model = compiled.stages["model"]
+    renamed = model.evolve(
+        tiles={new[t.name]: replace(t, name=new[t.name]) for t in reversed(model.tiles.values())},
+        calls=tuple(replace(c, tiles=tuple(new[t] for t in c.tiles)) for c in model.calls))
+    plan = plan_of(name)
+    program = compile_program(renamed, replace(plan, resident=tuple(new[t] for t in plan.resident)), PIPELINE).program
+    assert program.slots == compiled.program.slots
+    assert list(program.sections) == list(compiled.program.sections)
+    for section in program.sections:
+        text = program.text(section)
+        for old, other in new.items():
+            text = text.replace(other, old)
+        assert text == compiled.program.text(section)

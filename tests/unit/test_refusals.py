@@ -1,0 +1,519 @@
+"""What cannot be honoured is refused: one exception of ours, naming cause and remedy, before anything has changed."""
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import tiny_models
+import torch
+from tiny_models import batch, same_bits, weights
+from torch import nn
+
+import megacompile
+from megacompile import tiling
+from megacompile.errors import (
+    CaptureError,
+    DeviceUnavailableError,
+    InsufficientMemoryError,
+    LeaseError,
+    MegacompileError,
+    UnsupportedError,
+)
+
+# ---------------------------------------------------------------- models that cannot be streamed
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.linear(x))
+
+
+class Model(nn.Module):
+    """A decoder that can be streamed; each fault below is one change of it."""
+
+    layer: type[nn.Module] = Layer
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(16, 4), nn.Linear(4, 16)
+        self.blocks = nn.ModuleList(self.layer() for _ in range(3))
+
+    def stack(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        logits = self.head(self.stack(self.embed(input_ids)))
+        return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+class WithoutStack(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Identity()
+
+    def stack(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+class ComputesBetweenLayers(Model):
+    def stack(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x) * 2.0
+        return x
+
+
+class SkipsALayer(Model):
+    def stack(self, x: torch.Tensor) -> torch.Tensor:
+        first = self.blocks[0](x)
+        self.blocks[1](first)
+        return self.blocks[2](first)
+
+
+class BranchesOnData(Layer):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) if x.sum() > 0 else x
+
+
+class ReadsOnTheHost(Layer):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.linear(x) * self.linear.weight.max().item()
+
+
+class Drops(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.drop(self.linear(x))
+
+
+class TwoDtypes(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) * self.scale.float()
+
+
+class Lossless(Model):
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return self.head(self.stack(self.embed(input_ids)))
+
+
+class NeedsMore(Model):
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor, pixels: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return super().forward(input_ids, labels) + pixels.mean()
+
+
+def with_layer(layer: type[nn.Module]) -> type[Model]:
+    return type(f"ModelOf{layer.__name__}", (Model,), {"layer": layer})
+
+
+def hooked(model: nn.Module) -> nn.Module:
+    next(model.parameters()).register_hook(lambda gradient: gradient * 2)
+    return model
+
+
+def module_hooked(model: Any) -> nn.Module:
+    model.blocks[1].register_forward_hook(lambda *_: None)
+    return model
+
+
+STREAM_REFUSALS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], type[MegacompileError], str]] = {
+    "no repeated layer stack": (
+        WithoutStack, {}, CaptureError, "no repeated layer stack found in WithoutStack: keep the decoder layers in an nn.ModuleList"),
+    "a layer's input is not the output before it": (
+        ComputesBetweenLayers, {}, CaptureError, "computes on the output of blocks.0 outside of a layer: move it into the layer"),
+    "a layer is skipped": (
+        SkipsALayer, {}, CaptureError, "blocks.2 .*a layer's input must be the previous layer's output|must form a chain"),
+    "data-dependent control flow": (
+        with_layer(BranchesOnData), {}, CaptureError, "cannot be captured as one graph.*let no Python control flow depend on"),
+    "a value read on the host": (
+        with_layer(ReadsOnTheHost), {}, CaptureError, "keep it a tensor|let no Python control flow"),
+    "active dropout": (
+        with_layer(Drops), {}, UnsupportedError, r"drop .*draws random numbers.*set its dropout probability p to 0"),
+    "two dtypes in a tile": (
+        with_layer(TwoDtypes), {}, UnsupportedError, "blocks.0 have several dtypes .*cast the model to one dtype"),
+    "no loss": (Lossless, {}, UnsupportedError, "returns no scalar loss.*return the loss when labels are given"),
+    "an argument without default": (NeedsMore, {}, CaptureError, "needs pixels: give it a default, or a tensor in example="),
+    "half precision": (lambda: Model().half(), {}, UnsupportedError, "float16: megacompile trains float32 and bfloat16"),
+    "no weights": (lambda: Model().to("meta"), {}, UnsupportedError, "meta device .*load them first"),
+    "a parameter's hook": (lambda: hooked(Model()), {}, UnsupportedError, "embed.weight has a gradient hook.*remove it"),
+    "a module's hook": (lambda: module_hooked(Model()), {}, UnsupportedError, "blocks.1 has a hook.*remove it"),
+    "nothing trains": (lambda: Model().requires_grad_(False), {}, UnsupportedError, "no parameter of Model is trained.*leave requires_"),
+    "a stack that is not there": (Model, {"layers": "layers"}, CaptureError, r'layers="layers" does not exist .*found: blocks'),
+    "a tile that is not there": (Model, {"resident": ("block",)}, MegacompileError, "resident names block.*it has prologue"),
+    "device memory below a layer": (
+        Model, {"device_memory": "64B"}, InsufficientMemoryError,
+        r"one layer needs \S+ \S+ of device memory and 64 B are available: use a larger device_memory"),
+}
+
+
+@pytest.mark.parametrize("what", STREAM_REFUSALS)
+def test_a_model_that_cannot_be_streamed_is_refused_and_left_as_it_was(what: str) -> None:
+    make, options, kind, message = STREAM_REFUSALS[what]
+    torch.manual_seed(0)
+    model = make()
+    cls, before, addresses = type(model), weights(model), [p.data_ptr() for p in model.parameters()]
+    with pytest.raises(kind, match=message) as caught:
+        megacompile.stream(model, **{"device": "cpu", **options})
+    assert len(str(caught.value).splitlines()[0]) < 500
+    assert type(model) is cls and not hasattr(model, "megacompile")
+    assert [p.data_ptr() for p in model.parameters()] == addresses
+    if not next(model.parameters()).is_meta:
+        assert same_bits(weights(model), before)
+    if make is Model:
+        model(batch(1)["input_ids"] % 16, batch(1)["labels"] % 16).backward()
+
+
+def test_too_little_host_memory_is_refused_with_what_is_needed_and_available(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiling, "available_host_bytes", lambda: 3 * 2**20)
+    model = Model()
+    with pytest.raises(InsufficientMemoryError, match=r"needs 1\.00 GiB of host memory and 3\.00 MiB are available: use"):
+        megacompile.stream(model, device="cpu")
+    assert type(model) is Model
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_cuda_where_there_is_none_is_refused() -> None:
+    model = Model()
+    with pytest.raises(DeviceUnavailableError, match="finds no CUDA device: use device='cpu'"):
+        megacompile.stream(model, device="cuda")
+    assert type(model) is Model
+
+
+@pytest.mark.parametrize(("option", "value", "message"), [
+    ("checkpoint_intervall", 2, "no option checkpoint_intervall: it has checkpoint_interval"),
+    ("checkpoint_interval", 0, "whole number of at least 1"), ("checkpoint_interval", 1.5, "whole number of at least 1"),
+    ("micro_batch_size", True, "whole number of at least 1"), ("micro_batch_size", "2", "whole number of at least 1"),
+    ("weight_slots", -1, "whole number of at least 1"), ("gradient_slabs", 0, "whole number of at least 1"),
+    ("saved_layers", -1, "at least 0"), ("saved_layers", 0.5, "at least 0"),
+    ("device_memory", "much", "no amount of memory: write bytes"), ("device_memory", "1.2.3GiB", "no amount of memory"),
+    ("device_memory", 0, "no amount of memory"), ("device_memory", "-1GiB", "no amount of memory"),
+    ("locked_memory", "24 apples", "no amount of memory"), ("dtype", torch.float16, "torch.float32 or torch.bfloat16"),
+    ("device", "tpu", "'cpu' or 'cuda'"), ("device", "cuda:first", "'cpu' or 'cuda'"), ("compile", "yes", "True or False"),
+])
+def test_an_option_out_of_range_is_refused(option: str, value: Any, message: str) -> None:
+    model = Model()
+    with pytest.raises(MegacompileError, match=message):
+        megacompile.stream(model, **{"device": "cpu", option: value})
+    assert type(model) is Model
+
+
+# ---------------------------------------------------------------- calls
+
+def executes_nothing(node: Any) -> None:
+    raise AssertionError(f"{node} was executed")
+
+
+@pytest.fixture
+def untouched(model: Any) -> Iterator[Any]:
+    """The model; no instruction may run and no weight may change while the test has it."""
+    before = weights(model)
+    model.megacompile.streamed.executor.probe = executes_nothing
+    yield model
+    model.megacompile.streamed.executor.probe = None
+    assert same_bits(weights(model), before)
+    model(**batch(1)).loss.backward()
+
+
+def mask(*rows: list[int]) -> torch.Tensor:
+    return torch.tensor(rows)
+
+
+IDS = torch.arange(8).view(2, 4)
+PADDED = torch.where(mask([1, 1, 1, 1], [1, 1, 0, 0]) == 1, IDS, -100)
+CALL_REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
+    "position_ids": ({"position_ids": IDS}, "position_ids cannot be honoured yet .*leave it out"),
+    "inputs_embeds": ({"inputs_embeds": torch.zeros(2, 4, 16)}, "inputs_embeds cannot be honoured yet"),
+    "past_key_values": ({"past_key_values": object()}, "past_key_values cannot be honoured yet"),
+    "hidden states": ({"output_hidden_states": True}, "output_hidden_states cannot be honoured yet"),
+    "attentions": ({"output_attentions": True}, "output_attentions cannot be honoured yet"),
+    "a tuple": ({"return_dict": False}, "return_dict cannot be honoured yet"),
+    "some logits": ({"logits_to_keep": 2}, "logits_to_keep cannot be honoured yet"),
+    "an unknown argument": ({"tokens": IDS}, "tokens cannot be honoured yet"),
+    "padding on the left": ({"attention_mask": mask([1, 1, 1, 1], [0, 1, 1, 1])}, "padding on the left .*pad on the right"),
+    "a gap": ({"attention_mask": mask([1, 1, 1, 1], [1, 0, 1, 1])}, "padding on the left or within"),
+    "labels of padding": ({"attention_mask": mask([1, 1, 1, 1], [1, 1, 0, 0])}, "labels of padding must be -100"),
+    "padding without labels": (
+        {"attention_mask": mask([1, 1, 1, 1], [1, 1, 0, 0]), "labels": None}, "without labels.*sequences of one length"),
+    "a 4-D mask": ({"attention_mask": torch.ones(2, 1, 4, 4).tril()}, r"shape \[2, 1, 4, 4\] cannot be honoured yet"),
+    "a 4-D mask that lets all see all": ({"attention_mask": torch.ones(2, 1, 4, 4)}, r"shape \[2, 1, 4, 4\]"),
+    "a mask of another batch": ({"attention_mask": torch.ones(1, 4)}, r"shape \[1, 4\] cannot be honoured"),
+    "masks by kind": ({"attention_mask": {"full_attention": None}}, "that is a dict cannot be honoured"),
+    "no input": ({"input_ids": None}, "input_ids must be given"),
+    "floats": ({"input_ids": torch.zeros(2, 4)}, "input_ids must be an integer tensor"),
+    "one sequence without batch": ({"input_ids": IDS[0], "labels": IDS[0]}, r"integer tensor \[batch, length\], not"),
+    "a list": ({"input_ids": IDS.tolist()}, "input_ids must be an integer tensor .*not list"),
+    "shapes that differ": ({"labels": IDS[:, :3]}, r"must share one \[batch, length\]"),
+    "no sequence": ({"input_ids": IDS[:0], "labels": IDS[:0]}, "of at least one token"),
+}
+
+
+@pytest.mark.parametrize("what", CALL_REFUSALS)
+def test_an_argument_that_cannot_be_honoured_is_refused(untouched: Any, what: str) -> None:
+    changes, message = CALL_REFUSALS[what]
+    for training in (True, False):
+        with torch.set_grad_enabled(training), pytest.raises(UnsupportedError, match=message):
+            untouched(**{"input_ids": IDS, "labels": IDS, **changes})
+
+
+def test_too_many_positional_arguments_are_refused(untouched: Any) -> None:
+    with pytest.raises(UnsupportedError, match="too many positional arguments; a streamed model takes input_ids, labels"):
+        untouched(*range(40))
+
+
+def test_autocast_to_another_dtype_is_refused(untouched: Any) -> None:
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(UnsupportedError, match="autocast to torch.bfloat16 differs"):
+        untouched(**batch(1))
+
+
+def test_autocast_to_the_dtype_of_the_model_is_allowed(bf16_model: Any) -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = bf16_model(**batch(1)).loss
+    assert torch.equal(loss, bf16_model(**batch(1)).loss)
+
+
+def test_a_batch_for_which_a_micro_batch_does_not_fit_is_refused(untouched: Any) -> None:
+    planner = untouched.megacompile.streamed.planner
+    budget, planner.device_bytes = planner.device_bytes, 4096
+    try:
+        with pytest.raises(InsufficientMemoryError, match=r"a batch of 6 x 40 needs .* of device memory .*are available: use"):
+            untouched(**batch(1, rows=6, length=40))
+    finally:
+        planner.device_bytes = budget
+
+
+class Bounded(Model):
+    """As a model with learned positions; its loss is no mean over tokens."""
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:  # type: ignore[override]
+        assert input_ids.shape[1] <= 32, "too long"
+        logits = self.head(self.stack(self.embed(input_ids)))
+        return (logits.logsumexp(-1) - logits.gather(-1, labels.unsqueeze(-1)).squeeze(-1)).square().mean()
+
+
+def test_batches_that_the_captured_graph_does_not_hold_for_are_refused() -> None:
+    model = megacompile.stream(Bounded(), device="cpu", micro_batch_size=4)
+    tokens = torch.zeros(4, 33, dtype=torch.long)
+    with pytest.raises(UnsupportedError, match=r"a batch of 4 x 33 breaks .*32, which the captured graph assumes: keep"):
+        model(tokens, tokens)
+    with pytest.raises(UnsupportedError, match="cannot be split into micro-batches: give micro_batch_size=6 or smaller"):
+        model(torch.zeros(6, 8, dtype=torch.long), torch.zeros(6, 8, dtype=torch.long))
+    with pytest.raises(UnsupportedError, match="num_items_in_batch cannot be honoured.*leave it out"):
+        model(tokens[:, :8], tokens[:, :8], num_items_in_batch=7)
+    model(tokens[:, :32], tokens[:, :32]).backward()
+    model.megacompile.close()
+
+
+# ---------------------------------------------------------------- backwards
+
+def stale(model: Any, loss: torch.Tensor) -> None:
+    with torch.no_grad():
+        model.lm_head.weight.mul_(1.5)
+    loss.backward()
+
+
+def after_a_step(model: Any, loss: torch.Tensor) -> None:
+    optimizer = megacompile.AdamW(model.parameters())
+    model(**batch(2)).loss.backward()
+    optimizer.step()
+    loss.backward()
+
+
+def twice(model: Any, loss: torch.Tensor) -> None:
+    loss.backward()
+    loss.backward()
+
+
+def hooked_since(model: Any, loss: torch.Tensor) -> None:
+    handle = model.lm_head.weight.register_hook(lambda gradient: gradient)
+    try:
+        loss.backward()
+    finally:
+        handle.remove()
+
+
+def hooked_after_accumulation(model: Any, loss: torch.Tensor) -> None:
+    handle = model.lm_head.weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    try:
+        loss.backward()
+    finally:
+        handle.remove()
+
+
+BACKWARD_REFUSALS: dict[str, tuple[Callable[[Any, torch.Tensor], Any], type[MegacompileError], str]] = {
+    "weights written since": (stale, LeaseError, "the weights have changed since this loss was computed: run backward before"),
+    "a step since": (after_a_step, LeaseError, "the weights have changed since this loss was computed: run backward before"),
+    "retain_graph": (lambda m, loss: loss.backward(retain_graph=True), LeaseError, "retain_graph=True cannot be honoured"),
+    "create_graph": (lambda m, loss: loss.backward(create_graph=True), LeaseError, "create_graph=True .*cannot be honoured"),
+    "autograd.grad": (lambda m, loss: torch.autograd.grad(loss, list(m.parameters())), LeaseError, "gradients of single"),
+    "autograd.grad, unused allowed": (
+        lambda m, loss: torch.autograd.grad(loss, [m.lm_head.weight], allow_unused=True), LeaseError, "call loss.backward"),
+    "some inputs": (lambda m, loss: loss.backward(inputs=[m.lm_head.weight]), LeaseError, "gradients of single parameters"),
+    "a hook": (hooked_since, UnsupportedError, "lm_head.weight has a gradient hook"),
+    "a hook after accumulation": (hooked_after_accumulation, UnsupportedError, "lm_head.weight has a gradient hook"),
+}
+
+
+@pytest.mark.parametrize("what", BACKWARD_REFUSALS)
+def test_a_backward_that_cannot_be_honoured_is_refused(model: Any, native: Any, what: str) -> None:
+    act, kind, message = BACKWARD_REFUSALS[what]
+    loss = model(**batch(1)).loss
+    with pytest.raises(kind, match=message):
+        act(model, loss)
+    if what not in ("weights written since", "a step since"):  # refused without harm: the backward proper still runs
+        assert all(p.grad is None for p in model.parameters())
+        loss.backward()
+        native(**batch(1)).loss.backward()
+        tiny_models.assert_same_gradients(model, native)
+
+
+def test_a_second_backward_is_refused(model: Any, native: Any) -> None:
+    loss = model(**batch(1)).loss
+    # Through a graph of its own each time: torch itself refuses a second backward through one that it freed.
+    (loss * 1.0).backward()
+    with pytest.raises((LeaseError, RuntimeError), match="has had its backward|backward through the graph a second time"):
+        (loss * 1.0).backward()
+    native(**batch(1)).loss.backward()
+    tiny_models.assert_same_gradients(model, native)
+
+
+def test_a_gradient_of_logits_is_refused(model: Any) -> None:
+    with pytest.raises(LeaseError, match="logits of a streamed model carry no gradient yet: pass labels"):
+        model(input_ids=batch(1)["input_ids"]).logits.sum().backward()
+
+
+# ---------------------------------------------------------------- changes of a streamed model
+
+def test_what_trains_cannot_change_after_stream(model: Any) -> None:
+    model.lm_head.weight.requires_grad_(False)
+    try:
+        with pytest.raises(UnsupportedError, match=r"requires_grad of lm_head.weight was changed after stream\(\): close"):
+            model(**batch(1))
+    finally:
+        model.lm_head.weight.requires_grad_(True)
+
+
+def test_a_replaced_parameter_is_refused(model: Any) -> None:
+    parameter = model.lm_head.weight
+    model.lm_head.weight = nn.Parameter(parameter.detach().clone())
+    try:
+        with pytest.raises(UnsupportedError, match=r"lm_head.weight was added, removed or replaced after stream\(\)"):
+            model(**batch(1))
+    finally:
+        model.lm_head.weight = parameter
+
+
+def test_an_added_module_is_refused(model: Any) -> None:
+    model.adapter = nn.Linear(2, 2)
+    try:
+        with pytest.raises(UnsupportedError, match="adapter.bias was added"), torch.no_grad():
+            model(**batch(1))
+    finally:
+        del model.adapter
+
+
+@pytest.mark.parametrize("data", [torch.zeros(3, 3), torch.zeros(64, 16, dtype=torch.bfloat16)])
+def test_weights_of_another_shape_or_dtype_are_refused(model: Any, data: torch.Tensor) -> None:
+    parameter = model.lm_head.weight
+    before = parameter.data
+    parameter.data = data
+    try:
+        with pytest.raises(UnsupportedError, match=r"lm_head.weight is now .* instead of torch.float32 of \[64, 16\]: close"):
+            model(**batch(1))
+    finally:
+        parameter.data = before
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    (lambda m: m.half(), "cannot be moved or cast"), (lambda m: m.bfloat16(), "cannot be moved or cast"),
+    (lambda m: m.to(torch.bfloat16), "cannot be cast to torch.bfloat16"), (lambda m: m.to("cuda"), "cannot be moved to cuda"),
+    (lambda m: m.cuda(), "cannot be moved to cuda"), (lambda m: m.to_empty(device="cpu"), "cannot be moved or cast"),
+    (lambda m: m.load_state_dict(m.state_dict(), assign=True), "leave assign out"),
+    (pickle.dumps, "cannot be pickled: use save_pretrained, state_dict"),
+    (lambda m: torch.save(m, "/dev/null"), "cannot be pickled"),
+])
+def test_a_streamed_model_is_not_cast_moved_or_pickled(untouched: Any, change: Callable[[Any], Any], message: str) -> None:
+    with pytest.raises(UnsupportedError, match=message):
+        change(untouched)
+
+
+def test_streaming_twice_is_refused(untouched: Any) -> None:
+    with pytest.raises(MegacompileError, match=r"streamed already: model.megacompile.close\(\) first"):
+        megacompile.stream(untouched, device="cpu")
+
+
+def test_a_stage_that_is_not_there_is_refused(model: Any) -> None:
+    with pytest.raises(MegacompileError, match="there is no stage 'final': there are model, micro_batch"):
+        model.megacompile.program(batch(1), stage="final")
+
+
+# ---------------------------------------------------------------- optimizers
+
+@pytest.mark.parametrize(("options", "message"), [
+    ({"lr": -1.0}, "lr=-1.0 is out of range"), ({"betas": (1.0, 0.9)}, "betas=.* out of range"),
+    ({"eps": -1e-8}, "eps=-1e-08 is out"), ({"weight_decay": -0.1}, "weight_decay=-0.1 is out"),
+    ({"max_grad_norm": 0.0}, "max_grad_norm=0.0 is out of range"),
+])
+def test_a_hyper_parameter_out_of_range_is_refused(model: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(MegacompileError, match=message):
+        megacompile.AdamW(model.parameters(), **options)
+
+
+def test_an_option_of_another_adam_is_refused(model: Any) -> None:
+    with pytest.raises(UnsupportedError, match="amsgrad=True is not implemented"):
+        megacompile.AdamW([{"params": list(model.parameters()), "amsgrad": True}])
+
+
+def test_parameters_that_are_not_streamed_are_refused(model: Any) -> None:
+    with pytest.raises(MegacompileError, match=r"belongs to no streamed model: call model = megacompile.stream\(model\)"):
+        megacompile.AdamW([*model.parameters(), nn.Parameter(torch.zeros(2))])
+
+
+def test_parameters_of_two_models_are_refused(model: Any, bf16_model: Any) -> None:
+    optimizer = megacompile.AdamW([*model.parameters(), *bf16_model.parameters()])
+    model(**batch(1)).loss.backward()
+    with pytest.raises(MegacompileError, match="updates one streamed model: make one optimizer for each"):
+        optimizer.step()
+
+
+def test_state_of_other_parameters_is_refused(model: Any) -> None:
+    parameters = list(model.parameters())
+    optimizer = megacompile.AdamW(parameters)
+    with pytest.raises(MegacompileError, match="the saved optimizer has other parameter groups"):
+        optimizer.load_state_dict(megacompile.AdamW(parameters[1:]).state_dict())
+    swapped = copy.deepcopy(optimizer.state_dict())
+    swapped["state"][0], swapped["state"][1] = swapped["state"][1], swapped["state"][0]
+    with pytest.raises(MegacompileError, match=r"has no exp_avg of shape \[64, 16\]"):
+        optimizer.load_state_dict(swapped)
+
+
+def test_a_remainder_that_was_cast_is_refused(bf16_model: Any) -> None:
+    optimizer = megacompile.AdamW(bf16_model.parameters())
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["state"][0]["remainder"] = saved["state"][0]["remainder"].float()
+    with pytest.raises(UnsupportedError, match="remainder is not int16: it was cast on the way"):
+        optimizer.load_state_dict(saved)
+
+
+def test_gradients_set_by_hand_before_any_backward_are_refused() -> None:
+    model = megacompile.stream(Model(), device="cpu")
+    optimizer = megacompile.AdamW(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    with pytest.raises(MegacompileError, match="set by hand before any backward .*run a forward and a backward first"):
+        optimizer.step()
+    assert all(state["step"] == 0 for state in optimizer.state.values())
+    model.megacompile.close()

@@ -1,0 +1,88 @@
+"""Models of three tiny layers, batches for them, and comparisons with native PyTorch."""
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import megacompile
+
+VOCABULARY = 64
+
+
+def build(bf16: bool = False, **changes: Any) -> Any:
+    """A Qwen2 with random weights, in training mode. Eager attention: the reference shares no attention code with ours."""
+    from transformers import AutoModelForCausalLM, Qwen2Config
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3,
+             "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 64}
+    model = AutoModelForCausalLM.from_config(Qwen2Config(**{**sizes, **changes}), attn_implementation="eager")
+    return (model.bfloat16() if bf16 else model).train()
+
+
+def batch(seed: int = 0, rows: int = 3, length: int = 9) -> dict[str, Tensor]:
+    """input_ids and labels, int64 [rows, length]."""
+    ids = torch.randint(0, VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(seed))
+    return {"input_ids": ids, "labels": ids.clone()}
+
+
+class Shared:
+    """One streamed model and its plain twin. State: their initial weights."""
+
+    def __init__(self, bf16: bool = False, **options: Any) -> None:
+        self.plain = build(bf16)
+        self.model = megacompile.stream(build(bf16), device="cpu", **options)
+
+    def fresh(self) -> Any:
+        """The streamed model as it was made, and at rest; whatever a test did to its lanes is undone."""
+        model, streamed = self.model, self.model.megacompile.streamed
+        streamed.executor.delay = streamed.executor.probe = None
+        streamed.recover()
+        model.load_state_dict(self.plain.state_dict())
+        model.zero_grad()
+        return model.train()
+
+    def native(self) -> Any:
+        return copy.deepcopy(self.plain)
+
+    def close(self) -> None:
+        self.model.megacompile.close()
+
+
+def weights(model: nn.Module) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def same_bits(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    assert a.keys() == b.keys()
+    return all(torch.equal(a[name], b[name]) for name in a)
+
+
+def assert_same_gradients(model: nn.Module, native: nn.Module, tolerance: float = 1e-5) -> None:
+    """Each gradient within `tolerance` of its norm; absent where the other is absent."""
+    theirs = dict(native.named_parameters())
+    for name, ours in model.named_parameters():
+        a, b = ours.grad, theirs[name].grad
+        assert (a is None) == (b is None), f"{name}: only one has a gradient"
+        if a is not None and b is not None:
+            assert (a - b).norm() <= tolerance * b.norm() + 1e-12, f"{name}: {(a - b).norm() / b.norm():.2e}"
+
+
+def assert_same_weights(model: nn.Module, native: nn.Module, tolerance: float = 2e-4) -> None:
+    """Each parameter within `tolerance` of its norm."""
+    theirs = dict(native.named_parameters())
+    for name, ours in model.named_parameters():
+        error = (ours - theirs[name]).norm() / theirs[name].norm()
+        assert error <= tolerance, f"{name}: {error:.2e}"
+
+
+def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int = 0, **shape: int) -> float:
+    """One step; returns the loss."""
+    loss = model(**batch(seed, **shape)).loss
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return float(loss.detach())
