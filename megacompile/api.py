@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from megacompile.batch import read_arguments
+from megacompile.batch import input_dtypes, read_arguments
 from megacompile.config import StreamConfig, format_bytes, parse_bytes
 from megacompile.errors import InsufficientMemoryError, MegacompileError, UnsupportedError
 from megacompile.frontend.capture import CapturedModel, capture
@@ -111,7 +111,8 @@ class Handle:
     def __init__(self, streamed: Streamed) -> None:
         self.streamed = streamed
         self.anchor = torch.zeros((), requires_grad=True)
-        self._labels = tuple(n for n in streamed.captured.batch_inputs if n not in _inputs_before_loss(streamed.captured))
+        captured = streamed.captured
+        self._dtypes = input_dtypes(captured)
 
     # ---------------------------------------------------------------- calls of the model
     def call(self, model: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -123,7 +124,7 @@ class Handle:
                                        f"leave autocast out, or stream(model, dtype={dtype})")
         refuse_hooks(model)
         streamed.writes.check_model(model)
-        given = read_arguments(model, forward, streamed.captured, self._labels, args, kwargs)
+        given = read_arguments(model, forward, streamed.captured, self._dtypes, args, kwargs)
         rebuild = streamed.captured.output.rebuild
         if not (torch.is_grad_enabled() and given.has_labels):
             loss, logits = streamed.evaluate(given.inputs, given.normaliser)
@@ -202,11 +203,6 @@ class Handle:
                 del model.__dict__["megacompile"]
 
 
-def _inputs_before_loss(captured: CapturedModel) -> set[str]:
-    """Batch inputs that the prologue or a layer reads: the others are labels."""
-    return {s.name for call in captured.calls[:-1] for s in call.sources if s.kind == "batch"}
-
-
 class _StreamedModule(nn.Module):
     """What changes in a streamed model's class: calls go to the handle, reads wait for updates in flight."""
 
@@ -226,7 +222,7 @@ class _StreamedModule(nn.Module):
         device, dtype, _, _ = torch._C._nn._parse_to(*args, **kwargs)
         here = self.device
         if dtype is not None and any(p.dtype != dtype for p in self.megacompile.streamed.parameters.values()):
-            raise UnsupportedError(f"a streamed model cannot be cast to {dtype}: close() it first, or stream(model, dtype={dtype})")
+            raise UnsupportedError(f"a streamed model cannot be cast to {dtype}: close() it first, or give dtype= to stream()")
         if device is not None and (device.type != here.type or device.index not in (None, here.index or 0)):
             raise UnsupportedError(f"a streamed model computes on {here} and cannot be moved to {device}: close() it first")
         return self

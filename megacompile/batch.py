@@ -29,11 +29,18 @@ class Arguments:
     has_labels: bool
 
 
-def read_arguments(model: nn.Module, forward: Callable[..., Any], captured: CapturedModel, labels: tuple[str, ...],
-                   args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Arguments:
-    """Raises `UnsupportedError` for an argument that cannot be honoured. `labels` are the batch inputs that only the loss
-    reads; without them a forward gives logits."""
-    name = type(model).__name__
+def input_dtypes(captured: CapturedModel) -> dict[str, torch.dtype]:
+    """The dtype of each batch input in the captured graphs."""
+    described = (pair for call in captured.calls for pair in zip(call.sources, captured.templates[call.template].inputs,
+                                                                 strict=True))
+    return {source.name: x.dtype for source, x in described if source.kind == "batch" and x.dtype is not None}
+
+
+def read_arguments(model: nn.Module, forward: Callable[..., Any], captured: CapturedModel,
+                   dtypes: Mapping[str, torch.dtype], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Arguments:
+    """Raises `UnsupportedError` for an argument that cannot be honoured. Without all labels a forward gives
+    logits. `dtypes` as `input_dtypes` gives them."""
+    name, labels = type(model).__name__, captured.labels
     try:
         given = dict(inspect.signature(forward).bind(*args, **kwargs).arguments)
     except TypeError as error:
@@ -47,7 +54,7 @@ def read_arguments(model: nn.Module, forward: Callable[..., Any], captured: Capt
     for key, value in given.items():
         if key in captured.batch_inputs:
             if value is not None:
-                inputs[key] = _checked(name, key, value)
+                inputs[key] = _checked(name, key, value, dtypes.get(key))
         elif not _neutral(key, value):
             raise UnsupportedError(f"{name}: argument {key} cannot be honoured yet by a streamed model: leave it out "
                                    f"(it takes {', '.join(captured.batch_inputs)})")
@@ -73,11 +80,14 @@ def read_arguments(model: nn.Module, forward: Callable[..., Any], captured: Capt
     return Arguments(inputs, normaliser, has_labels)
 
 
-def _checked(name: str, key: str, value: Any) -> Tensor:
+def _checked(name: str, key: str, value: Any, dtype: torch.dtype | None) -> Tensor:
+    """The value in the captured dtype, and contiguous as the captured one was: its strides are part of the graphs."""
     if not isinstance(value, Tensor) or value.dim() < 2 or value.is_floating_point():
         what = f"{value.dtype} of shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
         raise UnsupportedError(f"{name}: {key} must be an integer tensor [batch, length], not {what}")
-    return value
+    if dtype is not None and torch.promote_types(value.dtype, dtype) != dtype:
+        raise UnsupportedError(f"{name}: {key} is {value.dtype}, which {dtype} does not hold: cast it to {dtype}")
+    return value.to(dtype=dtype).contiguous()
 
 
 def _neutral(key: str, value: Any) -> bool:

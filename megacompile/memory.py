@@ -74,13 +74,13 @@ def training_bytes(captured: CapturedModel, tiling: Tiling, plan: Plan) -> Estim
 
 def evaluation_bytes(captured: CapturedModel, tiling: Tiling, plan: Plan) -> Estimate:
     """A forward without gradients. Logits of the whole batch are its result, put together from micro-batches."""
-    templates = captured.templates
+    templates, epilogue = captured.templates, captured.templates["epilogue"]
     hidden = sum(cost.output_bytes(templates["prologue"], rows, plan.length) for rows in plan.micro_batches)
-    epilogue = templates["epilogue"]
-    logits = sum(cost.result_bytes(epilogue, epilogue.variant("logits"), rows, plan.length) for rows in plan.micro_batches)
+    logits = [cost.result_bytes(epilogue, epilogue.variant("logits"), rows, plan.length) for rows in plan.micro_batches]
     layers = max(_peak(captured, call.template, "forward", plan) for call in captured.calls[1:-1])
-    workspace = max(layers, _peak(captured, "epilogue", "evaluate", plan), logits)
-    return Estimate(slot_bytes(captured, tiling, plan), 0, 3 * hidden + logits, workspace)
+    joined = logits[-1] + sum(logits) if len(logits) > 1 else 0
+    workspace = max(layers, _peak(captured, "epilogue", "evaluate", plan), joined)
+    return Estimate(slot_bytes(captured, tiling, plan), 0, 3 * hidden + sum(logits[:-1]), workspace)
 
 
 def _border(captured: CapturedModel, tiling: Tiling) -> set[str]:

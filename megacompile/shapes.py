@@ -8,10 +8,11 @@ from megacompile.binding import Binder
 from megacompile.errors import UnsupportedError
 from megacompile.frontend.capture import CapturedModel
 from megacompile.lowering import model_program
+from megacompile.memory import Estimate
 from megacompile.passes import PIPELINE
 from megacompile.passes.manager import Compiled, compile_program
 from megacompile.plan import Plan
-from megacompile.planner import Estimate, Planner
+from megacompile.planner import Planner
 from megacompile.program import Program, Slot, places
 from megacompile.runtime.kernels import Kernel
 from megacompile.tiling import Tiling
@@ -81,8 +82,12 @@ class Shapes:
         return found
 
     def _compile(self, shape: Shape) -> CompiledShape:
-        self.captured.check_shape(shape.batch, shape.length)
+        if not shape.labels and not self.captured.same_logits_without_labels:
+            raise UnsupportedError("without labels the model computes other logits than with them (the last position's, say), "
+                                   f"and only those with labels were captured: pass {', '.join(self.captured.labels)}")
         plan = self.planner.plan(shape.batch, shape.length, shape.training)
+        for rows in set(plan.micro_batches):
+            self.captured.check_shape(rows, shape.length)
         if len(plan.micro_batches) > 1 and shape.labels and not self.captured.has_normaliser:
             raise UnsupportedError(
                 "the model's loss is not a cross entropy over tokens, so that it cannot be split into micro-batches: "

@@ -21,7 +21,7 @@ from megacompile.frontend.model_graph import FIXED_SIZES_REMEDY, ModelGraph, cap
 from megacompile.frontend.output import OutputStructure, output_structure
 from megacompile.frontend.split import split_at_layers, structural_key
 from megacompile.frontend.template import BATCH, LENGTH, Call, TargetLike, Template, TemplatePass
-from megacompile.frontend.twin import fake_batch, fake_twin, is_transformers_model
+from megacompile.frontend.twin import CAPTURE_SHAPE, fake_batch, fake_twin, is_transformers_model
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +37,8 @@ class CapturedModel:
     """A model as calls of templates.
 
     `calls`: the prologue, the layers in order, the epilogue. `templates`: by the name that calls use.
-    `batch_inputs`: the batch arguments, in the positional order of the model's forward. `layer_names`: qualified.
+    `batch_inputs`: the batch arguments, in the positional order of the model's forward; `labels`: those that only the
+    loss reads. `same_logits_without_labels`: a forward without them computes the logits that were captured with them. `layer_names`: qualified.
     `fused_attention`: every layer's attention is our op; else the model's own code, whose masks take B x T x T bytes.
     `fused_loss`: the epilogue's `loss` never holds the micro-batch's logits.
     `has_normaliser`: the loss is a sum over the "normaliser" input, so that micro-batches add up; then
@@ -50,6 +51,8 @@ class CapturedModel:
     calls: tuple[Call, ...]
     templates: dict[str, Template]
     batch_inputs: tuple[str, ...]
+    labels: tuple[str, ...]
+    same_logits_without_labels: bool
     layer_names: tuple[str, ...]
     fused_attention: bool
     fused_loss: bool
@@ -86,7 +89,8 @@ def capture(
     target = target or CpuTarget()
     name = type(model).__name__
     stack = find_layers(model, layers)
-    graph, batch_inputs = _trace(model, layers, example)
+    graph, twin, batch = _trace(model, layers, example)
+    batch_inputs = tuple(batch)
     structure, positions = output_structure(graph, name)
     count = normalise_loss(graph, graph.results[positions[0]])
     sections = split_at_layers(graph, stack, [graph.results[p] for p in positions])
@@ -101,8 +105,11 @@ def capture(
             names[key] = section.name if section.name in ("prologue", "epilogue") else _next_layer_name(templates)
             templates[names[key]] = build_template(names[key], section, graph.fakes, renaming, target, pipeline)
         calls.append(Call(section.name, names[key], tuple(section.sources)))
+    read_early = {s.name for call in calls[:-1] for s in call.sources if s.kind == "batch"}
+    labels = tuple(n for n in batch_inputs if n not in read_early)
     return CapturedModel(
-        calls=tuple(calls), templates=templates, batch_inputs=batch_inputs, layer_names=stack.names,
+        calls=tuple(calls), templates=templates, batch_inputs=batch_inputs, labels=labels, layer_names=stack.names,
+        same_logits_without_labels=_same_logits_without_labels(twin, graph, positions, batch, labels),
         fused_attention=_all_layers_call_attention(graph),
         fused_loss="linear_cross_entropy" in templates["epilogue"].stages["joint"],
         has_normaliser=count is not None, count_targets=count, output=structure, conditions=conditions,
@@ -111,8 +118,8 @@ def capture(
 
 def _trace(
     model: nn.Module, layers: str | None, example: Mapping[str, Tensor] | None
-) -> tuple[ModelGraph, tuple[str, ...]]:
-    """The model's graph and its batch inputs; with our attention if its layers call it, else with their own.
+) -> tuple[ModelGraph, nn.Module, dict[str, Tensor]]:
+    """The model's graph, its fake twin and the fake batch; with our attention if its layers call it, else with their own.
 
     A transformers model that asks for a mask but has attention code of its own would get none, and silently see the
     future: such a model is captured again with the attention implementation it came with.
@@ -130,8 +137,28 @@ def _trace(
                 continue
             raise
         if not own_attention or _all_layers_call_attention(graph):
-            return graph, tuple(batch)
+            return graph, twin, batch
     raise AssertionError("the last trace is always returned")
+
+
+def _same_logits_without_labels(
+    twin: nn.Module, graph: ModelGraph, positions: Sequence[int], batch: Mapping[str, Tensor], labels: tuple[str, ...]
+) -> bool:
+    """Whether logits have the same shape without labels: some models then compute those of the last position alone.
+
+    Models of transformers do not, unless asked by an argument that streamed models refuse."""
+    if is_transformers_model(twin) or len(positions) < 2:
+        return True
+    captured = tuple(graph.results[positions[1]].meta["example_value"].shape)
+    fakes = next(twin.parameters()).fake_mode  # type: ignore[attr-defined]
+    with fakes, torch.no_grad():
+        try:
+            returned = twin(**{k: torch.zeros(v.shape, dtype=v.dtype) for k, v in batch.items() if k not in labels})
+        except Exception:  # whatever a model raises that needs its labels: it has no logits without them
+            return False
+    found = returned.values() if isinstance(returned, Mapping) else returned if isinstance(returned, (tuple, list)) else [returned]
+    shapes = [tuple(t.shape) for t in found if isinstance(t, Tensor) and t.dim() >= 3]
+    return shapes == [(*CAPTURE_SHAPE, *captured[2:])]
 
 
 def _all_layers_call_attention(graph: ModelGraph) -> bool:

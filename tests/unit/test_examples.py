@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-OWN_TEST = {"demo.py", "inspect_schedule.py", "train.py"}
+OWN_TEST = {"custom_layer.py", "demo.py", "inspect_schedule.py", "train.py"}
 
 
 def run(name: str, *arguments: object) -> str:
@@ -28,6 +28,13 @@ def test_inspect_schedule_shows_each_stage_the_program_and_a_table() -> None:
     printed = run("inspect_schedule.py")
     assert len(re.findall(r"^after \w+ +\d+ nodes$", printed, re.MULTILINE)) == 9
     assert "prefetch(" in printed and "h2d" in printed
+
+
+def test_custom_layer_learns_to_count() -> None:
+    printed = run("custom_layer.py")
+    losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", printed)]
+    assert len(losses) == 4 and losses[-1] < losses[0] - 0.5
+    assert "continues [7, 8, 9] with [10, 11, 12, 13, 14]" in printed
 
 
 @pytest.mark.slow

@@ -25,7 +25,7 @@ SECTIONS = ("forward", "backward", "backward_accumulate", "evaluate", "update", 
 SOON_S = 5.0
 
 
-class Fault(Exception):
+class InjectedError(Exception):
     """What tests throw into lanes."""
 
 
@@ -59,7 +59,7 @@ def throw_at(model: Any, victim: fx.Node | Callable[[fx.Node], bool]) -> None:
     def probe(node: fx.Node) -> None:
         if node is victim if isinstance(victim, fx.Node) else victim(node):
             executor.probe = None
-            raise Fault(f"at {node.name}")
+            raise InjectedError(f"at {node.name}")
 
     executor.probe = probe
 
@@ -74,9 +74,9 @@ def raises_fault_soon(act: Callable[[], Any], node: fx.Node) -> None:
     with pytest.raises(LaneError) as caught:
         act()
     assert time.monotonic() - begin < SOON_S
-    assert isinstance(caught.value.__cause__, Fault) and str(caught.value.__cause__) == f"at {node.name}"
+    assert isinstance(caught.value.__cause__, InjectedError) and str(caught.value.__cause__) == f"at {node.name}"
     text = str(caught.value)
-    assert text.startswith(f"{op_of(node).name} failed in lane ") and "Fault: at " in text.splitlines()[0]
+    assert text.startswith(f"{op_of(node).name} failed in lane ") and "InjectedError: at " in text.splitlines()[0]
     assert "FAILED HERE" in text and node.name in text, "the program around the fault is missing"
 
 
@@ -343,7 +343,7 @@ def test_of_two_failures_the_earlier_run_s_is_raised(slab_model: Any) -> None:
 
     def probe(node: fx.Node) -> None:
         if node in (forward, adam):
-            raise Fault(f"at {node.name}")
+            raise InjectedError(f"at {node.name}")
 
     executor.probe = probe
     optimizer.step()

@@ -132,9 +132,9 @@ def module_hooked(model: Any) -> nn.Module:
 
 STREAM_REFUSALS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], type[MegacompileError], str]] = {
     "no repeated layer stack": (
-        WithoutStack, {}, CaptureError, "no repeated layer stack found in WithoutStack: keep the decoder layers in an nn.ModuleList"),
+        WithoutStack, {}, CaptureError, "no repeated layer stack found in WithoutStack: keep the decoder layers in an nn.Mod"),
     "a layer's input is not the output before it": (
-        ComputesBetweenLayers, {}, CaptureError, "computes on the output of blocks.0 outside of a layer: move it into the layer"),
+        ComputesBetweenLayers, {}, CaptureError, "computes on the output of blocks.0 outside of a layer: move it into"),
     "a layer is skipped": (
         SkipsALayer, {}, CaptureError, "blocks.2 .*a layer's input must be the previous layer's output|must form a chain"),
     "data-dependent control flow": (
@@ -151,7 +151,8 @@ STREAM_REFUSALS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], type[M
     "no weights": (lambda: Model().to("meta"), {}, UnsupportedError, "meta device .*load them first"),
     "a parameter's hook": (lambda: hooked(Model()), {}, UnsupportedError, "embed.weight has a gradient hook.*remove it"),
     "a module's hook": (lambda: module_hooked(Model()), {}, UnsupportedError, "blocks.1 has a hook.*remove it"),
-    "nothing trains": (lambda: Model().requires_grad_(False), {}, UnsupportedError, "no parameter of Model is trained.*leave requires_"),
+    "nothing trains": (
+        lambda: Model().requires_grad_(False), {}, UnsupportedError, "no parameter of Model is trained.*leave requires_grad="),
     "a stack that is not there": (Model, {"layers": "layers"}, CaptureError, r'layers="layers" does not exist .*found: blocks'),
     "a tile that is not there": (Model, {"resident": ("block",)}, MegacompileError, "resident names block.*it has prologue"),
     "device memory below a layer": (
@@ -275,7 +276,7 @@ def test_too_many_positional_arguments_are_refused(untouched: Any) -> None:
 
 
 def test_autocast_to_another_dtype_is_refused(untouched: Any) -> None:
-    with torch.autocast("cpu", torch.bfloat16), pytest.raises(UnsupportedError, match="autocast to torch.bfloat16 differs"):
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(UnsupportedError, match=r"autocast to torch\.bfloat16 differs"):
         untouched(**batch(1))
 
 
@@ -311,7 +312,7 @@ def test_batches_that_the_captured_graph_does_not_hold_for_are_refused() -> None
         model(tokens, tokens)
     with pytest.raises(UnsupportedError, match="cannot be split into micro-batches: give micro_batch_size=6 or smaller"):
         model(torch.zeros(6, 8, dtype=torch.long), torch.zeros(6, 8, dtype=torch.long))
-    with pytest.raises(UnsupportedError, match="num_items_in_batch cannot be honoured.*leave it out"):
+    with pytest.raises(UnsupportedError, match=r"num_items_in_batch cannot be honoured.*leave it out"):
         model(tokens[:, :8], tokens[:, :8], num_items_in_batch=7)
     model(tokens[:, :32], tokens[:, :32]).backward()
     model.megacompile.close()
@@ -382,10 +383,9 @@ def test_a_backward_that_cannot_be_honoured_is_refused(model: Any, native: Any, 
 
 def test_a_second_backward_is_refused(model: Any, native: Any) -> None:
     loss = model(**batch(1)).loss
-    # Through a graph of its own each time: torch itself refuses a second backward through one that it freed.
-    (loss * 1.0).backward()
-    with pytest.raises((LeaseError, RuntimeError), match="has had its backward|backward through the graph a second time"):
-        (loss * 1.0).backward()
+    loss.backward()
+    with pytest.raises(LeaseError, match="this loss has had its backward: run the forward again"):
+        loss.backward()
     native(**batch(1)).loss.backward()
     tiny_models.assert_same_gradients(model, native)
 
@@ -419,7 +419,7 @@ def test_a_replaced_parameter_is_refused(model: Any) -> None:
 def test_an_added_module_is_refused(model: Any) -> None:
     model.adapter = nn.Linear(2, 2)
     try:
-        with pytest.raises(UnsupportedError, match="adapter.bias was added"), torch.no_grad():
+        with pytest.raises(UnsupportedError, match=r"adapter\.bias was added"), torch.no_grad():
             model(**batch(1))
     finally:
         del model.adapter
@@ -513,7 +513,7 @@ def test_gradients_set_by_hand_before_any_backward_are_refused() -> None:
     optimizer = megacompile.AdamW(model.parameters())
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
-    with pytest.raises(MegacompileError, match="set by hand before any backward .*run a forward and a backward first"):
+    with pytest.raises(MegacompileError, match=r"set by hand before any backward .*run a forward and"):
         optimizer.step()
     assert all(state["step"] == 0 for state in optimizer.state.values())
     model.megacompile.close()

@@ -1,0 +1,249 @@
+"""The memory model says what plans take, and the planner picks plans that fit it."""
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import tiny_models
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import megacompile
+from megacompile import api
+from megacompile.config import StreamConfig, format_bytes
+from megacompile.errors import InsufficientMemoryError
+from megacompile.lowering import model_program
+from megacompile.memory import Estimate
+from megacompile.passes import PIPELINE
+from megacompile.passes.manager import compile_program
+from megacompile.plan import Plan, split
+from megacompile.planner import Planner
+
+LENGTH, DEPTH = 64, 6
+SIZES = {"vocab_size": 1000, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": DEPTH,
+         "num_attention_heads": 4, "num_key_value_heads": 2}
+BUDGETS_UP = range(2 * 2**20, 8 * 2**20, 2**17)
+
+Analysis = tuple[Any, Any]
+
+
+@pytest.fixture(scope="module")
+def analysis() -> Analysis:
+    """A captured model of six layers and its tiling."""
+    return api.analyse(tiny_models.build(**SIZES), StreamConfig.of(device="cpu"), "cpu", None, None)
+
+
+@pytest.fixture
+def tied_analysis() -> Analysis:
+    return api.analyse(tiny_models.build(**SIZES, tie_word_embeddings=True), StreamConfig.of(device="cpu"), "cpu", None, None)
+
+
+def planner(analysis: Analysis, budget: int = 2**40, margin: int = 0, **options: Any) -> Planner:
+    return Planner(*analysis, StreamConfig.of(device="cpu", **options), budget, margin_bytes=margin)
+
+
+def plan(analysis: Analysis, batch: int = 8, length: int = LENGTH, micro_batch_size: int = 2, **choices: Any) -> Plan:
+    defaults = {"checkpoint_interval": 1, "weight_slots": 2}
+    return Plan(batch, length, split(batch, micro_batch_size), **{**defaults, **choices})
+
+
+def estimate(analysis: Analysis, training: bool = True, **choices: Any) -> Estimate:
+    chosen = plan(analysis, **choices)
+    return planner(analysis).estimate(chosen, chosen.length, training)
+
+
+# ---- the memory model ------------------------------------------------------------------------------------------------
+
+CHOICES: list[dict[str, Any]] = [
+    {}, {"checkpoint_interval": 2, "weight_slots": 3}, {"checkpoint_interval": 4, "weight_slots": 5}, {"weight_slots": 1},
+    {"gradient_slots": 1}, {"gradient_slots": 5}, {"saved_layers": 6}, {"resident": ("prologue",)},
+    {"resident": ("model.layers.0", "epilogue")}, {"locked": False},
+]
+
+
+@pytest.mark.parametrize("choices", [*CHOICES, {"resident": "all"}], ids=str)
+def test_estimated_slots_are_those_of_the_program(choices: dict[str, Any], analysis: Analysis) -> None:
+    captured, tiling = analysis
+    if choices.get("resident") == "all":
+        choices = {"resident": tuple(tiling.layouts)}
+    chosen = plan(analysis, **choices)
+    specs = tiling.call_specs(captured.calls, captured.templates)
+    program = compile_program(model_program(specs, tiling.tiles(), 8, labels=True), chosen, PIPELINE).program
+    slots = sum(slot.bytes for name, slot in program.slots.items() if name[0] in "WRG")
+    assert planner(analysis).estimate(chosen, LENGTH).slots == slots
+
+
+def test_estimated_slots_of_tied_embeddings_are_those_of_the_program(tied_analysis: Analysis) -> None:
+    test_estimated_slots_are_those_of_the_program({}, tied_analysis)
+
+
+def test_slots_and_accumulators_do_not_depend_on_the_batch_and_activations_are_proportional(analysis: Analysis) -> None:
+    one, two = estimate(analysis), estimate(analysis, batch=16, micro_batch_size=4)
+    assert (one.slots, one.accumulators) == (two.slots, two.accumulators)
+    # But for rotary tables, one for each micro-batch, and gradients of weights.
+    assert 1.9 * one.checkpoints < two.checkpoints <= 2 * one.checkpoints
+    assert 1.5 * one.workspace < two.workspace <= 2 * one.workspace
+
+
+def test_smaller_micro_batches_take_less_workspace_and_as_many_checkpoints(analysis: Analysis) -> None:
+    large, small = estimate(analysis, micro_batch_size=8), estimate(analysis, micro_batch_size=1)
+    assert small.workspace < large.workspace / 4
+    assert small.checkpoints == pytest.approx(large.checkpoints, rel=0.1)
+
+
+def test_a_larger_interval_keeps_fewer_checkpoints_and_recomputes_in_more_memory(analysis: Analysis) -> None:
+    estimates = [estimate(analysis, checkpoint_interval=k, weight_slots=4) for k in (1, 2, 3)]
+    for less, more in itertools.pairwise(estimates):
+        assert less.checkpoints > more.checkpoints
+        assert less.workspace < more.workspace
+        assert less.accumulators < more.accumulators
+
+
+def test_each_weight_slot_takes_one_layer_and_each_kept_layer_its_residuals(analysis: Analysis) -> None:
+    layer = analysis[1].layouts["model.layers.0"].weight_bytes
+    assert estimate(analysis, weight_slots=4).slots - estimate(analysis, weight_slots=3).slots == layer
+    checkpoints = [estimate(analysis, saved_layers=n).checkpoints for n in (1, 2, 3)]
+    assert checkpoints[2] - checkpoints[1] == checkpoints[1] - checkpoints[0] > 0
+
+
+def test_an_evaluation_takes_less_than_a_training_step_but_for_its_logits(analysis: Analysis) -> None:
+    training, evaluation = estimate(analysis), estimate(analysis, training=False)
+    logits = 8 * LENGTH * SIZES["vocab_size"] * 4
+    assert evaluation.accumulators == 0
+    assert 2 * logits < evaluation.total < training.total + 2 * logits
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of tensors that operations of this thread have made and that are alive. State: `peak` so far."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.given: dict[int, StorageWeakRef] = {}  # memory from elsewhere: slots, the model's own
+        self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._forget()
+        for storage in self._storages((args, kwargs)):
+            if storage._cdata not in self.made:
+                self.given.setdefault(storage._cdata, StorageWeakRef(storage))
+        result = func(*args, **(kwargs or {}))
+        for storage in self._storages(result):
+            if storage._cdata not in self.made and storage._cdata not in self.given:
+                self.made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        self.peak = max(self.peak, sum(size for _, size in self.made.values()))
+        return result
+
+    @staticmethod
+    def _storages(values: Any) -> Iterator[Any]:
+        return (value.untyped_storage() for value in tree_leaves(values) if isinstance(value, Tensor))
+
+    def _forget(self) -> None:
+        self.made = {key: (ref, size) for key, (ref, size) in self.made.items() if not ref.expired()}
+        self.given = {key: ref for key, ref in self.given.items() if not ref.expired()}
+
+
+@pytest.mark.parametrize("options", [
+    {"micro_batch_size": 8}, {"micro_batch_size": 2}, {"micro_batch_size": 2, "checkpoint_interval": 2},
+    {"micro_batch_size": 4, "checkpoint_interval": 3}, {"micro_batch_size": 2, "saved_layers": 3}], ids=str)
+def test_what_is_predicted_holds_what_is_measured(options: dict[str, Any], analysis: Analysis,
+                                                  monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slots aside, which are counted exactly: never less, and at most 40% more."""
+    monkeypatch.setattr(api, "analyse", lambda *_: analysis)
+    model = megacompile.stream(tiny_models.build(**SIZES), device="cpu", reference=True, **options)
+    ids = torch.randint(0, 1000, (8, LENGTH))
+    batch = {"input_ids": ids, "labels": ids}
+    try:
+        with LiveBytes() as training:
+            model(**batch).loss.backward()
+        with LiveBytes() as evaluation, torch.no_grad():
+            model(**batch)
+        chosen = model.megacompile.compiled(batch).plan
+        for live, is_training in ((training, True), (evaluation, False)):
+            predicted = planner(analysis, **options).estimate(chosen, LENGTH, is_training)
+            assert live.peak <= predicted.total - predicted.slots <= 1.4 * live.peak
+    finally:
+        model.megacompile.close()
+
+
+# ---- the planner -----------------------------------------------------------------------------------------------------
+
+
+def test_with_memory_to_spare_there_is_one_micro_batch_and_no_block(analysis: Analysis) -> None:
+    chosen = planner(analysis).plan(8, LENGTH)
+    assert (chosen.micro_batches, chosen.checkpoint_interval) == ((8,), 1)
+
+
+def test_a_plan_fits_its_budget_and_more_memory_never_gives_a_slower_one(analysis: Analysis) -> None:
+    """Slower: of a larger K, or, for the same K, of smaller micro-batches."""
+    before: Plan | None = None
+    seen = set()
+    for budget in BUDGETS_UP:
+        within = planner(analysis, budget, margin=1000)
+        try:
+            chosen = within.plan(8, LENGTH)
+        except InsufficientMemoryError:
+            assert before is None, f"{budget} bytes are too few, but less was enough"
+            continue
+        assert within.estimate(chosen, LENGTH).total + 1000 <= budget
+        if before is not None:
+            assert (chosen.checkpoint_interval, -chosen.micro_batches[0]) <= (
+                before.checkpoint_interval, -before.micro_batches[0])
+        before = chosen
+        seen.add((chosen.checkpoint_interval, chosen.micro_batches[0]))
+    assert before is not None and before.micro_batches == (8,)
+    assert len(seen) >= 4, f"the budgets above tell too few plans apart: {seen}"
+
+
+def test_a_tight_budget_is_met_with_blocks(analysis: Analysis) -> None:
+    """Many tokens and few layers at once: checkpoints are what is large."""
+    generous = planner(analysis)
+    smallest_k1 = generous.estimate(plan(analysis, batch=64, micro_batch_size=1), LENGTH).total
+    chosen = planner(analysis, smallest_k1 - 1).plan(64, LENGTH)
+    assert chosen.checkpoint_interval > 1
+
+
+def test_given_choices_are_kept(analysis: Analysis) -> None:
+    chosen = planner(analysis, checkpoint_interval=3, micro_batch_size=3, weight_slots=5, saved_layers=2,
+                     gradient_slots=4).plan(8, LENGTH)
+    assert chosen == Plan(8, LENGTH, (3, 3, 2), 3, 2, 5, 4)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_too_little_memory_is_refused_with_what_is_needed(analysis: Analysis, training: bool) -> None:
+    """Needed is exactly what would have been enough."""
+    with pytest.raises(InsufficientMemoryError) as caught:
+        planner(analysis, 12345, margin=100).plan(8, LENGTH, training)
+    needed = min(planner(analysis).estimate(c, LENGTH, training).total for c in planner(analysis)._candidates(8, LENGTH)) + 100
+    assert planner(analysis, needed, margin=100).plan(8, LENGTH, training)
+    with pytest.raises(InsufficientMemoryError):
+        planner(analysis, needed - 1, margin=100).plan(8, LENGTH, training)
+    first_line = str(caught.value).splitlines()[0]
+    assert f"8 x {LENGTH} needs {format_bytes(needed)}" in first_line
+    assert f"{format_bytes(12345)} are available" in first_line
+    assert re.search(r"micro-batches of \d, checkpoint_interval=\d.* use fewer or shorter sequences", first_line)
+
+
+def test_a_loss_that_cannot_be_split_is_not_split(analysis: Analysis) -> None:
+    captured, tiling = analysis
+    whole = replace(captured, has_normaliser=False)
+    least = planner(analysis).estimate(plan(analysis, micro_batch_size=8), LENGTH).total
+    assert planner((whole, tiling)).plan(8, LENGTH).micro_batches == (8,)
+    with pytest.raises(InsufficientMemoryError):
+        planner((whole, tiling), budget=least // 2).plan(8, LENGTH)
+
+
+@pytest.mark.parametrize(("locked_bytes", "expected"), [(None, True), (0, False)])
+def test_tiles_are_locked_where_the_budget_of_locked_memory_holds_them(
+        analysis: Analysis, locked_bytes: int | None, expected: bool) -> None:
+    tiles = sum(x.weight_bytes + x.gradient_bytes for x in analysis[1].layouts.values())
+    for budget, locked in ((locked_bytes, expected), (tiles, True), (tiles - 1, False)):
+        chosen = Planner(*analysis, StreamConfig.of(device="cpu"), 2**40, budget, 0).plan(8, LENGTH)
+        assert chosen.locked == locked

@@ -1,0 +1,38 @@
+"""The README is true: its example runs, its schedule is what the passes make, its figures stand in the results."""
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+
+
+def test_the_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    exec(compile(BLOCKS[0], "README.md", "exec"), {})
+    assert "def backward(p):" in capsys.readouterr().out
+    assert (tmp_path / "runs/readme/config.json").exists()
+
+
+def test_the_schedule_is_what_the_passes_make(make_schedule: Callable[..., Any]) -> None:
+    printed = make_schedule(layers=2, micro_batches=(1, 1)).program.text("forward")
+    lines = [line for line in BLOCKS[1].splitlines() if line.strip() != "..."]
+    assert "\n".join(line.split("  #")[0].rstrip() for line in lines) in "\n".join(
+        line.split("  #")[0].rstrip() for line in printed.splitlines()
+        if not re.search(r"p\.enter\(|p\.leave\(", line))
+
+
+def test_the_figures_are_in_the_results() -> None:
+    rows = [json.loads(line) for line in (ROOT / "benchmarks/results/step.jsonl").read_text().splitlines()]
+    shown = re.findall(r"^\| (\d+) \| [\d.]+ G \| (\d+) \| (\d+) \| ([\d.]+) \| ([\d.]+) \|", README, re.MULTILINE)
+    assert shown, "the README shows no rows"
+    found = {(str(r["layers"]), str(r["checkpoint_interval"]), f"{r['tflops']:.0f}", f"{r['step_s']:.2f}",
+              f"{r['peak_device_gib']:.1f}") for r in rows}
+    assert set(shown) <= found
