@@ -23,6 +23,7 @@ import torch
 from shapes import SHAPES, random_model
 
 import megacompile
+from megacompile.runtime.operations import OPERATIONS
 
 
 def arguments() -> argparse.Namespace:
@@ -39,7 +40,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--weight-slots", type=int)
     parser.add_argument("--max-grad-norm", type=float, default=1.0)
     parser.add_argument("--resident", nargs="*", default=[])
-    parser.add_argument("--saved-layers", type=int, default=0)
+    parser.add_argument("--saved-layers", type=int, help="default: as many as fit")
+    parser.add_argument("--device-memory")
+    parser.add_argument("--compute-only", action="store_true", help="no copies and no optimizer: the templates' own rate")
     parser.add_argument("--profile", action="store_true", help="also print where one more step's device time goes")
     parser.add_argument("--append", type=Path)
     parser.add_argument("--commit", help="recorded; default: git's")
@@ -72,7 +75,10 @@ def main() -> None:
     before = resident_bytes()
     model = megacompile.stream(
         model, device=given.device, checkpoint_interval=given.checkpoint_interval, micro_batch_size=given.micro_batch_size,
-        weight_slots=given.weight_slots, resident=tuple(given.resident), saved_layers=given.saved_layers)
+        weight_slots=given.weight_slots, resident=tuple(given.resident), saved_layers=given.saved_layers,
+        device_memory=given.device_memory)
+    if given.compute_only:
+        leave_out_everything_but_compute()
     optimizer = megacompile.AdamW(model.parameters(), lr=1e-5, max_grad_norm=given.max_grad_norm)
     if given.device == "cuda":
         torch.cuda.empty_cache()
@@ -102,7 +108,8 @@ def main() -> None:
     row = dict(
         shape=given.shape, layers=model.config.num_hidden_layers, batch=given.batch, length=given.length,
         checkpoint_interval=plan.checkpoint_interval, micro_batch=plan.micro_batches[0], weight_slots=plan.weight_slots,
-        resident=list(plan.resident), saved_layers=plan.saved_layers, max_grad_norm=given.max_grad_norm, parameters=parameters,
+        resident=list(plan.resident), saved_layers=plan.saved_layers, compute_only=given.compute_only,
+        device_memory=given.device_memory, predicted_device_gib=round(stats["predicted_device_bytes"] / 2**30, 2), max_grad_norm=given.max_grad_norm, parameters=parameters,
         tflops=round(6 * parameters * given.batch * given.length / median / 1e12, 1), step_s=round(median, 4),
         times_s=[round(t, 4) for t in times], phases_s=[[round(p, 3) for p in phase] for phase in phases], losses=losses,
         grad_norm=optimizer.grad_norm, peak_device_gib=round(stats["peak_device_bytes"] / 2**30, 2),
@@ -116,6 +123,14 @@ def main() -> None:
         with given.append.open("a", encoding="utf-8") as file:
             file.write(line + "\n")
     model.megacompile.close()
+
+
+def leave_out_everything_but_compute() -> None:
+    """Copies that move nothing and updates that change nothing: what remains is the rate of the templates."""
+    for op, instead in (
+            ("prefetch", lambda frame, node: frame.arena.weights(node.kwargs["into"], frame.store[node.kwargs["tile"]].layout)),
+            ("offload", lambda frame, node: None), ("adam", lambda frame, node: None)):
+        OPERATIONS[op] = instead
 
 
 def profile(model: Any, optimizer: Any, ids: torch.Tensor) -> None:

@@ -178,6 +178,7 @@ class Handle:
             host_bytes=sum(streamed.store.bytes().values()) + streamed.arena.slab_bytes(), host_parts=streamed.store.bytes(),
             slab_bytes=streamed.arena.slab_bytes(), slot_bytes=streamed.arena.device_bytes(),
             peak_device_bytes=streamed.backend.peak_bytes(),
+            predicted_device_bytes=max((s.estimate.total for s in streamed.shapes.table.values()), default=0),
             parameters=sum(x.parameters for x in streamed.tiling.layouts.values()))
 
     # ---------------------------------------------------------------- control

@@ -44,7 +44,7 @@ class StreamConfig:
         locked_memory: budget of page-locked host memory; too small for the tiles: weights and gradients pass through slabs.
         dtype: compute dtype; None: that of the model's parameters.
         compile: templates through inductor; None: on cuda.
-        saved_layers: how many last layers keep their residuals.
+        saved_layers: how many last layers keep their residuals; None: on cuda as many as fit, elsewhere none.
         resident: names of tiles whose weights stay on the device, or "all".
         weight_slots, gradient_slots, gradient_slabs: sizes of the pools.
         reference: run the reference interpreter (one thread, program order), for checking.
@@ -57,7 +57,7 @@ class StreamConfig:
     locked_memory: int | float | str | None = None
     dtype: torch.dtype | None = None
     compile: bool | None = None
-    saved_layers: int = 0
+    saved_layers: int | None = None
     resident: tuple[str, ...] | str = ()
     weight_slots: int | None = None
     gradient_slots: int = 2
@@ -69,7 +69,7 @@ class StreamConfig:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise MegacompileError(f"{name} must be a whole number of at least 1, not {value!r}")
-        if not isinstance(self.saved_layers, int) or self.saved_layers < 0:
+        if self.saved_layers is not None and (not isinstance(self.saved_layers, int) or self.saved_layers < 0):
             raise MegacompileError(f"saved_layers must be a whole number of at least 0, not {self.saved_layers!r}")
         if self.dtype not in (None, torch.float32, torch.bfloat16):
             raise MegacompileError(f"dtype must be torch.float32 or torch.bfloat16, not {self.dtype}")

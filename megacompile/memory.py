@@ -63,7 +63,8 @@ def training_bytes(captured: CapturedModel, tiling: Tiling, plan: Plan) -> Estim
     residuals = sum(cost.residual_bytes(layer, rows, length) for rows in plan.micro_batches)
     blocks = -(-(len(layer_calls) - plan.saved_layers) // block)
     # The first block begins with what all layers share; two more: a layer's input and output, or its gradients.
-    checkpoints = (max(0, blocks - 1) + 2) * hidden + shared + plan.saved_layers * residuals
+    # A layer that keeps its residuals also keeps its output: the next one's backward begins with it.
+    checkpoints = (max(0, blocks - 1) + 2) * hidden + shared + plan.saved_layers * (residuals + hidden)
 
     recomputed = max(cost.residual_bytes(t, largest, length) + cost.output_bytes(t, largest, length) for t in kinds.values())
     workspace = max(

@@ -46,7 +46,8 @@ class AdamW(torch.optim.Optimizer):
     def __init__(self, params: Iterable[Any], lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999),
                  eps: float = 1e-8, weight_decay: float = 1e-2, *, max_grad_norm: float | None = None) -> None:
         for name, value, good in (("lr", lr, lr >= 0), ("eps", eps, eps >= 0),
-                                  ("weight_decay", weight_decay, weight_decay >= 0), ("betas", betas, all(0 <= b < 1 for b in betas)),
+                                  ("weight_decay", weight_decay, weight_decay >= 0),
+                                  ("betas", betas, all(0 <= b < 1 for b in betas)),
                                   ("max_grad_norm", max_grad_norm, max_grad_norm is None or max_grad_norm > 0)):
             if not good:
                 raise MegacompileError(f"{name}={value} is out of range")

@@ -5,8 +5,9 @@ checkpoints and pays with the residuals of K - 1 layers of one micro-batch.
 """
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megacompile.config import StreamConfig, format_bytes
 from megacompile.errors import InsufficientMemoryError
@@ -29,6 +30,7 @@ class Planner:
     device_bytes: int  # the budget
     locked_bytes: int | None = None  # budget of page-locked memory; None: no limit
     margin_bytes: int = MARGIN_BYTES
+    keep_residuals: bool = True
 
     def plan(self, batch: int, length: int, training: bool = True) -> Plan:
         """The best plan that fits. Raises `InsufficientMemoryError` with the smallest need if none does."""
@@ -36,7 +38,7 @@ class Planner:
         for candidate in self._candidates(batch, length):
             need = self.estimate(candidate, length, training).total + self.margin_bytes
             if need <= self.device_bytes:
-                return candidate
+                return self._keep_residuals(candidate) if training and self.config.saved_layers is None else candidate
             if smallest is None or need < smallest[0]:
                 smallest = need, candidate
         assert smallest is not None
@@ -55,8 +57,22 @@ class Planner:
             for size in sizes:
                 slots = config.weight_slots or min(depth, max(2, interval + 1))
                 yield Plan(
-                    batch, length, split(batch, min(size, batch)), interval, min(config.saved_layers, depth), slots,
+                    batch, length, split(batch, min(size, batch)), interval, min(config.saved_layers or 0, depth), slots,
                     config.gradient_slots, self.resident(), self.locked(), 2, config.gradient_slabs)
+
+    def _keep_residuals(self, plan: Plan) -> Plan:
+        """Spends what memory is left on residuals of the last layers: each is one forward less in the backward, the only
+        large lever there is on the step time. Leaves room for a second open forward that keeps none."""
+        if not self.keep_residuals:
+            return plan
+        lean = training_bytes(self.captured, self.tiling, plan)
+        room = self.device_bytes - self.margin_bytes - lean.checkpoints
+
+        def need(saved: int) -> int:
+            return training_bytes(self.captured, self.tiling, replace(plan, saved_layers=saved)).total
+
+        saved = bisect_right(range(len(self.captured.layer_names) + 1), room, key=need) - 1
+        return replace(plan, saved_layers=max(0, saved))
 
     def _sizes(self, batch: int, length: int) -> list[int]:
         if not self.captured.has_normaliser:

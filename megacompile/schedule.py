@@ -48,7 +48,7 @@ def schedule(model: nn.Module, *, batch: int, length: int, layers: str | None = 
     device_type = torch.device(config.device or ("cuda" if torch.cuda.is_available() else "cpu")).type
     captured, tiling = analyse(model, config, device_type, layers, example)
     budget = parse_bytes(config.device_memory) or _default_budget(device_type)
-    margin = {} if device_type == "cuda" else {"margin_bytes": 0}
+    margin = {} if device_type == "cuda" else {"margin_bytes": 0, "keep_residuals": False}
     plan = Planner(captured, tiling, config, budget, parse_bytes(config.locked_memory), **margin).plan(batch, length)
     program = model_program(tiling.call_specs(captured.calls, captured.templates), tiling.tiles(), batch, labels=True)
     compiled = compile_program(program, plan, PIPELINE)

@@ -72,7 +72,7 @@ class Streamed:
         self.writes = ForeignWrites(model, self.parameters, tiling, store)
         budget = parse_bytes(config.device_memory) or int(backend.free_bytes() * 0.95)
         self.planner = Planner(captured, tiling, config, budget, parse_bytes(config.locked_memory),
-                               **({} if backend.device.type == "cuda" else {"margin_bytes": 0}))
+                               **({} if backend.device.type == "cuda" else {"margin_bytes": 0, "keep_residuals": False}))
         self.shapes = Shapes(captured, tiling, self.planner, self.binder)
         self.leases: weakref.WeakSet[Lease] = weakref.WeakSet()
         self.trained: CompiledShape | None = None  # that of the last backward, whose program also updates

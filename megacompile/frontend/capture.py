@@ -9,6 +9,7 @@ from typing import Any
 
 import sympy
 import torch
+import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -38,7 +39,8 @@ class CapturedModel:
 
     `calls`: the prologue, the layers in order, the epilogue. `templates`: by the name that calls use.
     `batch_inputs`: the batch arguments, in the positional order of the model's forward; `labels`: those that only the
-    loss reads. `same_logits_without_labels`: a forward without them computes the logits that were captured with them. `layer_names`: qualified.
+    loss reads. `same_logits_without_labels`: a forward without them computes the logits that were captured with them.
+    `layer_names`: qualified.
     `fused_attention`: every layer's attention is our op; else the model's own code, whose masks take B x T x T bytes.
     `fused_loss`: the epilogue's `loss` never holds the micro-batch's logits.
     `has_normaliser`: the loss is a sum over the "normaliser" input, so that micro-batches add up; then
@@ -156,8 +158,7 @@ def _same_logits_without_labels(
             returned = twin(**{k: torch.zeros(v.shape, dtype=v.dtype) for k, v in batch.items() if k not in labels})
         except Exception:  # whatever a model raises that needs its labels: it has no logits without them
             return False
-    found = returned.values() if isinstance(returned, Mapping) else returned if isinstance(returned, (tuple, list)) else [returned]
-    shapes = [tuple(t.shape) for t in found if isinstance(t, Tensor) and t.dim() >= 3]
+    shapes = [tuple(t.shape) for t in pytree.tree_leaves(returned) if isinstance(t, Tensor) and t.dim() >= 3]
     return shapes == [(*CAPTURE_SHAPE, *captured[2:])]
 
 

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 import megacompile
 from megacompile.program import Lane, find, lane_of, op_of, operands, rebuild
 
+pytestmark = pytest.mark.gpu
 LAYERS = 4
 
 
