@@ -61,7 +61,7 @@ def stream(model: M, *, layers: str | None = None, example: Mapping[str, Tensor]
     return model
 
 
-def make_backend(device: str | None) -> Backend:
+def make_backend(device: str | torch.device | None) -> Backend:
     chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     return CudaBackend(chosen.index or 0) if chosen.type == "cuda" else ThreadBackend()
 
@@ -200,7 +200,7 @@ class Handle:
         finally:
             disclaim(self.streamed)
             if isinstance(model, _StreamedModule):
-                model.__class__ = _original_class(model)
+                model.__class__ = _original_class(model)  # type: ignore[assignment]
                 del model.__dict__["megacompile"]
 
 

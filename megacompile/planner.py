@@ -22,6 +22,11 @@ FULL_TOKENS = 16384
 MARGIN_BYTES = 1 << 30
 
 
+def margins(device_type: str) -> tuple[int, bool]:
+    """`margin_bytes` and `keep_residuals` of a device. On the CPU "device memory" is host memory, which tiles need more."""
+    return (MARGIN_BYTES, True) if device_type == "cuda" else (0, False)
+
+
 @dataclass
 class Planner:
     captured: CapturedModel

@@ -16,7 +16,7 @@ from megacompile.lowering import model_program
 from megacompile.passes import PIPELINE
 from megacompile.passes.manager import compile_program
 from megacompile.plan import Plan
-from megacompile.planner import Planner
+from megacompile.planner import Planner, margins
 from megacompile.program import Program
 from megacompile.runtime.store import available_host_bytes
 from megacompile.tiling import Tiling
@@ -48,8 +48,8 @@ def schedule(model: nn.Module, *, batch: int, length: int, layers: str | None = 
     device_type = torch.device(config.device or ("cuda" if torch.cuda.is_available() else "cpu")).type
     captured, tiling = analyse(model, config, device_type, layers, example)
     budget = parse_bytes(config.device_memory) or _default_budget(device_type)
-    margin = {} if device_type == "cuda" else {"margin_bytes": 0, "keep_residuals": False}
-    plan = Planner(captured, tiling, config, budget, parse_bytes(config.locked_memory), **margin).plan(batch, length)
+    planner = Planner(captured, tiling, config, budget, parse_bytes(config.locked_memory), *margins(device_type))
+    plan = planner.plan(batch, length)
     program = model_program(tiling.call_specs(captured.calls, captured.templates), tiling.tiles(), batch, labels=True)
     compiled = compile_program(program, plan, PIPELINE)
     return Schedule(captured, tiling, plan, compiled.stages, compiled.log)

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from megacompile.binding import Binder
 from megacompile.errors import UnsupportedError
@@ -24,12 +24,14 @@ MAX_SHAPES = 32
 
 @dataclass(frozen=True)
 class Shape:
-    """What a program is compiled for: sequences, tokens a sequence, whether there are labels, whether it trains."""
+    """What a program is compiled for: sequences, tokens a sequence, whether there are labels, whether it trains; and whether
+    it must be `lean`, without the residuals that a plan keeps where memory is left."""
 
     batch: int
     length: int
     labels: bool
     training: bool
+    lean: bool = False
 
 
 @dataclass(eq=False)
@@ -86,6 +88,8 @@ class Shapes:
             raise UnsupportedError("without labels the model computes other logits than with them (the last position's, say), "
                                    f"and only those with labels were captured: pass {', '.join(self.captured.labels)}")
         plan = self.planner.plan(shape.batch, shape.length, shape.training)
+        if shape.lean:
+            plan = replace(plan, saved_layers=self.planner.config.saved_layers or 0)
         for rows in set(plan.micro_batches):
             self.captured.check_shape(rows, shape.length)
         if len(plan.micro_batches) > 1 and shape.labels and not self.captured.has_normaliser:

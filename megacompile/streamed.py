@@ -4,7 +4,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from megacompile.binding import Binder
 from megacompile.config import StreamConfig, format_bytes, parse_bytes
 from megacompile.errors import InsufficientMemoryError, LaneError, LeaseError, MegacompileError, TornError
 from megacompile.frontend.capture import CapturedModel
-from megacompile.planner import Planner
+from megacompile.planner import Planner, margins
 from megacompile.program import Lane
 from megacompile.runtime.arena import Accumulators, Arena
 from megacompile.runtime.executor import Executor
@@ -72,7 +72,7 @@ class Streamed:
         self.writes = ForeignWrites(model, self.parameters, tiling, store)
         budget = parse_bytes(config.device_memory) or int(backend.free_bytes() * 0.95)
         self.planner = Planner(captured, tiling, config, budget, parse_bytes(config.locked_memory),
-                               **({} if backend.device.type == "cuda" else {"margin_bytes": 0, "keep_residuals": False}))
+                               *margins(backend.device.type))
         self.shapes = Shapes(captured, tiling, self.planner, self.binder)
         self.leases: weakref.WeakSet[Lease] = weakref.WeakSet()
         self.trained: CompiledShape | None = None  # that of the last backward, whose program also updates
@@ -98,11 +98,16 @@ class Streamed:
     def open_leases(self) -> list[Lease]:
         return [lease for lease in self.leases if not lease.closed]
 
-    def _check_room(self, shape: CompiledShape) -> None:
-        """Raises `InsufficientMemoryError` if a section of this shape does not fit beside the forwards that are open."""
+    def _fits(self, shape: CompiledShape) -> bool:
+        """Whether sections of this shape fit beside the forwards that are open. Alone, the planner has seen to it."""
         held = sum(lease.device_bytes for lease in self.open_leases())
-        needed, budget = shape.estimate.total + self.planner.margin_bytes, self.planner.device_bytes
-        if held and needed + held > budget:
+        return not held or shape.estimate.total + self.planner.margin_bytes + held <= self.planner.device_bytes
+
+    def _check_room(self, shape: CompiledShape) -> None:
+        """Raises `InsufficientMemoryError` if they do not fit."""
+        if not self._fits(shape):
+            held = sum(lease.device_bytes for lease in self.open_leases())
+            needed, budget = shape.estimate.total + self.planner.margin_bytes, self.planner.device_bytes
             raise InsufficientMemoryError(
                 f"a batch of {shape.shape.batch} x {shape.shape.length} needs {format_bytes(needed)} of device memory and "
                 f"{format_bytes(budget - held)} are available, since forwards without their backward hold "
@@ -146,14 +151,17 @@ class Streamed:
         """The loss of a batch (0-d, on the compute device) and the lease that its backward needs."""
         with self.guarded():
             self.executor.check()
-            shape = self.compiled(self._shape(inputs, training=True))
+            wanted = self._shape(inputs, training=True)
+            shape = self.compiled(wanted)
+            if shape.plan.saved_layers and not self._fits(shape):  # beside the forwards that are open
+                shape = self.compiled(replace(wanted, lean=True))
             self.enter(shape, "forward", "backward", "update")
             batch = self._batch(shape, inputs, normaliser)
             lease = Lease(shape, batch, self.version)
             self.submit(shape, "forward", batch, lease.values).wait((Lane.COMPUTE,))
         self.leases.add(lease)
         with self._on_compute():
-            losses = [value.loss for value in batch.results.pop("loss")]
+            losses = [value.loss for value in batch.results.pop("loss") if value.loss is not None]
             loss = torch.stack(losses).sum(dim=0) if len(losses) > 1 else losses[0].clone()
         self.backend.exit([loss])
         return loss, lease

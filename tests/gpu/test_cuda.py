@@ -94,10 +94,10 @@ def test_bf16_gradients_are_no_further_from_fp32_than_natives(compiled: bool) ->
     native(**{k: v.cuda() for k, v in batch(0).items()}).loss.backward()
     streamed = megacompile.stream(build(), device="cuda", compile=compiled)
     streamed(**batch(0)).loss.backward()
-    for (name, ours), theirs, true in zip(streamed.named_parameters(), native.parameters(), exact.parameters(), strict=True):
-        error = (ours.grad.float() - true.grad).norm() / true.grad.norm()
-        usual = (theirs.grad.float().cpu() - true.grad).norm() / true.grad.norm()
-        assert error <= 1.1 * usual + 1e-4, f"{name}: {error:.2e}, native {usual:.2e}"
+    ours, theirs, true = (torch.cat([p.grad.float().cpu().flatten() for p in m.parameters()])
+                          for m in (streamed, native, exact))
+    error, usual = (ours - true).norm() / true.norm(), (theirs - true).norm() / true.norm()
+    assert error <= 1.1 * usual, f"{error:.2e}, native {usual:.2e}"
     streamed.megacompile.close()
 
 

@@ -148,6 +148,18 @@ def test_what_is_released_too_early_is_poisoned() -> None:
     model.megacompile.close()
 
 
+def test_training_again_from_the_same_weights_gives_the_same_bits() -> None:
+    """Nothing of the first training is left: no moments in a new optimizer, no stale copies, no gradients."""
+    model = stream(resident=("model.layers.1",))
+    initial = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    first = train(model)
+    model.load_state_dict(initial)
+    try:
+        assert not different(train(model), first)
+    finally:
+        model.megacompile.close()
+
+
 # ---- late lanes ------------------------------------------------------------------------------------------------------
 
 LATE_PLANS = ("streamed, K = 1", "streamed, K = 2", "two tiles resident", "slab pool of one slab, K = 2",

@@ -210,6 +210,21 @@ def test_a_tight_budget_is_met_with_blocks(analysis: Analysis) -> None:
     assert chosen.checkpoint_interval > 1
 
 
+def test_memory_to_spare_keeps_the_residuals_of_as_many_last_layers_as_it_holds(analysis: Analysis) -> None:
+    """And leaves room for the checkpoints of a second forward, which keeps none."""
+    lean = plan(analysis, micro_batch_size=8)
+    needs = [planner(analysis).estimate(replace(lean, saved_layers=saved), LENGTH).total
+             for saved in range(DEPTH + 1)]
+    spare = planner(analysis).estimate(lean, LENGTH).checkpoints
+    for saved, need in enumerate(needs):
+        exact = planner(analysis, need + spare).plan(8, LENGTH)
+        less = planner(analysis, need + spare - 1).plan(8, LENGTH)
+        assert exact.micro_batches == less.micro_batches == lean.micro_batches
+        assert (exact.saved_layers, less.saved_layers) == (saved, max(0, saved - 1))
+    assert planner(analysis, needs[-1] + spare, saved_layers=1).plan(8, LENGTH).saved_layers == 1
+    assert planner(analysis, needs[-1] + spare).plan(8, LENGTH, training=False).saved_layers == 0
+
+
 def test_given_choices_are_kept(analysis: Analysis) -> None:
     chosen = planner(analysis, checkpoint_interval=3, micro_batch_size=3, weight_slots=5, saved_layers=2,
                      gradient_slots=4).plan(8, LENGTH)

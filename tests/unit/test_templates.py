@@ -342,9 +342,11 @@ def test_flash_on_cuda_equals_explicit_attention_and_its_layout_is_the_promised_
     for kernel in ("flash", "math"):
         out, logsumexp = torch.ops.megacompile.attention(q, k, v, 0.125, window, 0.0, kernel)
         results.append([out, logsumexp, *torch.autograd.grad(out, (q, k, v), grad)])
-        layouts.append([(r.shape, r.stride(), r.dtype) for r in results[-1]])
+        # (A dimension of size one may have any stride.)
+        layouts.append([(r.shape, r.squeeze().stride(), r.dtype) for r in results[-1]])
     for flash, explicit in zip(*results, strict=True):
-        assert (flash.float() - explicit.float()).norm() <= 2e-2 * explicit.float().norm()
+        # A window of one position has no gradient for query and key: what is left there is rounding, of either kernel.
+        assert (flash.float() - explicit.float()).norm() <= 2e-2 * max(explicit.float().norm(), grad.float().norm())
     assert layouts[0] == layouts[1]
 
 
