@@ -16,7 +16,7 @@ from megacompile.flops import Work, variant_work
 from megacompile.frontend.capture import CapturedModel
 from megacompile.frontend.template import BATCH, LENGTH, Template
 from megacompile.hardware import Hardware
-from megacompile.program import Lane, Program, argument, op_of, operands
+from megacompile.program import Program, argument, op_of, operands
 from megacompile.runtime.store import TileLayout
 
 #: (FLOPs of GEMMs, of attention, of its backward, bytes of GEMMs, other bytes, kernels), at one batch and length.
@@ -111,17 +111,4 @@ class Durations:
             return 4 * self.layouts[tile].elements
         mb = int(key.rpartition("_")[2])
         return cost.output_bytes(self.captured.templates[program.calls[0].template], program.micro_batches[mb], length)
-
-
-def contention(hardware: Hardware) -> Callable[[frozenset[Lane]], Mapping[Lane, float]]:
-    """`Hardware.speeds`, remembered: a simulation asks for the same few sets thousands of times."""
-    known: dict[frozenset[Lane], Mapping[Lane, float]] = {}
-
-    def speeds(busy: frozenset[Lane]) -> Mapping[Lane, float]:
-        if busy not in known:
-            known[busy] = hardware.speeds(busy)
-        return known[busy]
-
-    return speeds
-
 

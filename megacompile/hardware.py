@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tabulate import tabulate
 
 import megacompile
 from megacompile.errors import MegacompileError
@@ -78,6 +79,17 @@ class Hardware:
         return [(frozenset(map(Lane, together.split())), {Lane(lane): left for lane, left in lanes.items()})
                 for together, lanes in self.beside.items()]
 
+    def table(self) -> str:
+        """A row for each rate, in units for people."""
+        rows = [(f"GEMM {dtype}", f"{rate / 1e12:.3g} TFLOPS") for dtype, rate in self.gemm_flops.items()]
+        rows += [(f"attention {way}", f"{left:.0%} of GEMM") for way, left in self.attention_efficiency.items()]
+        rows += [("device memory", f"{self.memory_bandwidth / 1e9:.3g} GB/s"), ("launch", f"{self.launch_s * 1e6:.2g} us")]
+        rows += [(f"{way} copy", f"{rate / 1e9:.3g} GB/s") for way, rate in self.link.items()]
+        rows += [("host copy", f"{self.host_copy / 1e9:.3g} GB/s"), ("AdamW", f"{self.adam / 1e9:.3g} G parameters/s")]
+        rows += [(f"{together.replace(' ', ' beside ')}", ", ".join(f"{lane} {left:.0%}" for lane, left in lanes.items()))
+                 for together, lanes in self.beside.items()]
+        return f"{self.name}, {self.cores} cores: {self.source}\n{tabulate(rows, tablefmt='plain')}"
+
     # ---------------------------------------------------------------- finding and keeping
     @classmethod
     def find(cls, name: str | Path) -> Hardware:
@@ -95,10 +107,10 @@ class Hardware:
         path = cache_path(device)
         if path.is_file():
             return cls.load(path)
-        type_, name = device_name(device)
-        for profile in sorted(PROFILES.glob("*.json")):
-            if type_ == "cuda" and profile.stem.upper() in re.sub(r"[^A-Z0-9]", "", name.upper()):
-                return cls.load(profile)
+        _, name = device_name(device)
+        for profile in map(cls.load, sorted(PROFILES.glob("*.json"))):
+            if re.match(rf"{re.escape(profile.name)}\b", name):
+                return profile
         raise MegacompileError(f"{name} has not been measured: run megacompile calibrate once (less than a minute), or name "
                                f"a profile, such as hardware={min(p.stem for p in PROFILES.glob('*.json'))!r}")
 

@@ -52,6 +52,19 @@ class Planner:
             f"{smallest[1].micro_batches[0]}, checkpoint_interval={smallest[1].checkpoint_interval}) and "
             f"{format_bytes(self.device_bytes)} are available: use fewer or shorter sequences, or a larger device_memory")
 
+    def considered(self, batch: int, length: int) -> Iterator[Plan]:
+        """Every plan of a training step that the choice may fall on, in the order of preference: each once with the
+        residuals that memory is left for, and once without. Some do not fit."""
+        for candidate in self._candidates(batch, length):
+            if self.config.saved_layers is None and self.fits(candidate):
+                yield from dict.fromkeys((self._keep_residuals(candidate), candidate))
+            else:
+                yield candidate
+
+    def fits(self, plan: Plan) -> bool:
+        """Whether the device holds a training step under a plan."""
+        return self.estimate(plan, plan.length).total + self.margin_bytes <= self.device_bytes
+
     def _candidates(self, batch: int, length: int) -> Iterator[Plan]:
         """In the order of preference: large micro-batches (up to full kernels) first, for each K from 1."""
         depth = len(self.captured.layer_names)

@@ -7,7 +7,7 @@ seconds alone, and a speed that changes whenever some lane starts or stops.
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tabulate import tabulate
@@ -100,9 +100,9 @@ def _last_computation(item: Item) -> tuple[float, bool, float]:
     return item.end_s, item.lane == Lane.COMPUTE, item.start_s
 
 
-def _within(window: tuple[float, float], items: Collection[Item] | object) -> float:
+def _within(window: tuple[float, float], items: Iterable[Item]) -> float:
     begin, end = window
-    return sum(max(0.0, min(item.end_s, end) - max(item.start_s, begin)) for item in items)  # type: ignore[attr-defined]
+    return sum(max(0.0, min(item.end_s, end) - max(item.start_s, begin)) for item in items)
 
 
 def simulate(program: Program, seconds: Callable[[fx.Node], float], speeds: Speeds = alone,
