@@ -16,7 +16,6 @@ from torch import fx
 from megacompile.frontend.joint import base_of
 from megacompile.frontend.template import Template, Variant
 
-
 #: Peaks found so far, by (batch, length): a planner asks for the same ones hundreds of times.
 _peaks: weakref.WeakKeyDictionary[Variant, dict[tuple[int, int], int]] = weakref.WeakKeyDictionary()
 

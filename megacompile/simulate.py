@@ -39,18 +39,18 @@ class Item:
     node: fx.Node
     lane: Lane
     seconds: float
-    after: list[Item]
+    after: list[Item] = field(repr=False)
     start_s: float = 0.0
     end_s: float = 0.0
     done: bool = False
-    cause: Item | None = None
+    cause: Item | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True)
 class Timeline:
     """A simulated run: every instruction in the order of its start, and when each step's last computation ended."""
 
-    items: tuple[Item, ...]
+    items: tuple[Item, ...] = field(repr=False)
     steps_s: tuple[float, ...]
 
     @property
@@ -114,7 +114,7 @@ def simulate(program: Program, seconds: Callable[[fx.Node], float], speeds: Spee
     for step in range(steps):
         for section in sections:
             issue.section(step, section)
-    items = _run(issue.lanes, speeds)
+    items = run_lanes(issue.lanes, speeds)
     computed = [i for i in items if i.lane == Lane.COMPUTE] or items
     return Timeline(tuple(items), tuple(max(i.end_s for i in computed if i.step == step) for step in range(steps)))
 
@@ -160,7 +160,7 @@ class _Issue:
             self.barrier = [queue[-1] for queue in self.lanes.values()]
 
 
-def _run(lanes: Mapping[Lane, Sequence[Item]], speeds: Speeds) -> list[Item]:
+def run_lanes(lanes: Mapping[Lane, Sequence[Item]], speeds: Speeds) -> list[Item]:
     """Gives every item its times; returns them in the order of their start."""
     heads = dict.fromkeys(lanes, 0)
     working: dict[Lane, Item] = {}
