@@ -174,7 +174,7 @@ def _adam(frame: Frame, node: fx.Node) -> None:
         return
     assert tile.gradients is not None and tile.m is not None and tile.v is not None, "the optimizer made no state"
     host.adamw(tile.layout.flat(tile.weights), tile.remainder, tile.layout.flat(tile.gradients), tile.m, tile.v, segments,
-               frame.read(node, "clip"))
+               frame.read(node, "clip") if "clip" in node.kwargs else 1.0)
     tile.moments_written = True
     update.done.add(tile.layout.name)
 
