@@ -9,12 +9,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from megacompile.batch import input_dtypes, read_arguments
+from megacompile.batch import Arguments, input_dtypes, read_arguments
 from megacompile.config import StreamConfig, format_bytes, parse_bytes
 from megacompile.errors import InsufficientMemoryError, MegacompileError, UnsupportedError
 from megacompile.frontend.capture import CapturedModel, capture
 from megacompile.lease import LogitsWithoutLoss, StreamedLoss, refuse_hooks
-from megacompile.optim import claim, disclaim
+from megacompile.optim import AdamW, claim, disclaim
 from megacompile.passes import TEMPLATE_PIPELINE
 from megacompile.passes.template import Target
 from megacompile.plan import Plan
@@ -117,14 +117,7 @@ class Handle:
     # ---------------------------------------------------------------- calls of the model
     def call(self, model: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         streamed = self.streamed
-        if torch.is_autocast_enabled(streamed.backend.device.type):
-            dtype = torch.get_autocast_dtype(streamed.backend.device.type)
-            if any(p.dtype != dtype for p in streamed.parameters.values()):
-                raise UnsupportedError(f"autocast to {dtype} differs from the dtype that the model was streamed in: "
-                                       f"leave autocast out, or stream(model, dtype={dtype})")
-        refuse_hooks(model)
-        streamed.writes.check_model(model)
-        given = read_arguments(model, forward, streamed.captured, self._dtypes, args, kwargs)
+        given = self._arguments(model, forward, args, kwargs)
         rebuild = streamed.captured.output.rebuild
         if not (torch.is_grad_enabled() and given.has_labels):
             loss, logits = streamed.evaluate(given.inputs, given.normaliser)
@@ -134,6 +127,34 @@ class Handle:
         loss, lease = streamed.forward(given.inputs, given.normaliser)
         anchor = self.anchor.view_as(self.anchor)
         return rebuild(StreamedLoss.apply(anchor, loss, streamed, lease, *streamed.parameters.values()), None)
+
+    def _arguments(self, model: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Arguments:
+        """What the user passes, once nothing of the model or its surroundings forbids honouring it."""
+        streamed = self.streamed
+        if torch.is_autocast_enabled(streamed.backend.device.type):
+            dtype = torch.get_autocast_dtype(streamed.backend.device.type)
+            if any(p.dtype != dtype for p in streamed.parameters.values()):
+                raise UnsupportedError(f"autocast to {dtype} differs from the dtype that the model was streamed in: "
+                                       f"leave autocast out, or stream(model, dtype={dtype})")
+        refuse_hooks(model)
+        streamed.writes.check_model(model)
+        return read_arguments(model, forward, streamed.captured, self._dtypes, args, kwargs)
+
+    def train_step(self, batch: Mapping[str, Any], optimizer: AdamW) -> Tensor:
+        """One whole training step as one program: forward, backward and update of `batch`, which has its labels. The loss,
+        0-d, on the compute device, without gradient. Whole steps alone run in waves (see `StreamConfig.waves`) and update as
+        gradients arrive (`AdamW(overlap="backward")`); `.grad` stays None.
+
+        Raises `MegacompileError` if gradients of earlier backwards wait for a step, `UnsupportedError` without labels."""
+        streamed = self.streamed
+        given = self._arguments(streamed.model, _original_class(streamed.model).forward.__get__(streamed.model), (), batch)
+        if not given.has_labels:
+            raise UnsupportedError(f"train_step needs labels ({', '.join(streamed.captured.labels)}): pass them in the batch")
+        if optimizer.streamed is not streamed:
+            raise MegacompileError("the optimizer belongs to another model: make one of this model's parameters")
+        if any(streamed.parameters[name].grad is not None for name in streamed.gradients):
+            raise MegacompileError("gradients of an earlier backward wait for a step: call optimizer.step() or zero_grad() first")
+        return streamed.train_step(given.inputs, given.normaliser, optimizer.request(), optimizer.overlap is not None)
 
     # ---------------------------------------------------------------- looking
     def compiled(self, batch: Mapping[str, Tensor] | None = None) -> CompiledShape:

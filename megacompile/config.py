@@ -45,6 +45,8 @@ class StreamConfig:
         dtype: compute dtype; None: that of the model's parameters.
         compile: templates through inductor; None: on cuda.
         saved_layers: how many last layers keep their residuals; None: on cuda as many as fit, elsewhere none.
+        waves: in how many shares `train_step` sends a batch forward and back; None: on cuda as many as let all layers keep
+            their residuals, elsewhere one.
         resident: names of tiles whose weights stay on the device, or "all".
         weight_slots, gradient_slots, gradient_slabs: sizes of the pools.
         reference: run the reference interpreter (one thread, program order), for checking.
@@ -58,6 +60,7 @@ class StreamConfig:
     dtype: torch.dtype | None = None
     compile: bool | None = None
     saved_layers: int | None = None
+    waves: int | None = None
     resident: tuple[str, ...] | str = ()
     weight_slots: int | None = None
     gradient_slots: int = 2
@@ -65,7 +68,7 @@ class StreamConfig:
     reference: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("checkpoint_interval", "micro_batch_size", "weight_slots", "gradient_slots", "gradient_slabs"):
+        for name in ("checkpoint_interval", "micro_batch_size", "weight_slots", "gradient_slots", "gradient_slabs", "waves"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise MegacompileError(f"{name} must be a whole number of at least 1, not {value!r}")

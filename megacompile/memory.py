@@ -56,11 +56,14 @@ def training_bytes(captured: CapturedModel, tiling: Tiling, plan: Plan) -> Estim
     first, last = (sum(_elements(tiling.layouts[t]) for t in tiling.tiles_of[call.name])
                    for call in (captured.calls[0], captured.calls[-1]))
     accumulators = 4 * max(last + block * layer_elements, first)
+    if plan.waves > 1:  # every tile's live until the last wave has added to them
+        accumulators = 4 * sum(map(_elements, tiling.layouts.values()))
 
     layer = next(iter(kinds.values()))
-    hidden = sum(cost.output_bytes(layer, rows, length) for rows in plan.micro_batches)
-    shared = sum(cost.output_bytes(templates["prologue"], rows, length) for rows in plan.micro_batches)
-    residuals = sum(cost.residual_bytes(layer, rows, length) for rows in plan.micro_batches)
+    there = [plan.micro_batches[mb] for mb in plan.wave(0)]  # the first wave is the largest
+    hidden = sum(cost.output_bytes(layer, rows, length) for rows in there)
+    shared = sum(cost.output_bytes(templates["prologue"], rows, length) for rows in there)
+    residuals = sum(cost.residual_bytes(layer, rows, length) for rows in there)
     blocks = -(-(len(layer_calls) - plan.saved_layers) // block)
     # The first block begins with what all layers share; two more: a layer's input and output, or its gradients.
     # A layer that keeps its residuals also keeps its output: the next one's backward begins with it.

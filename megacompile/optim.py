@@ -44,14 +44,20 @@ class AdamW(torch.optim.Optimizer):
     """
 
     def __init__(self, params: Iterable[Any], lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999),
-                 eps: float = 1e-8, weight_decay: float = 1e-2, *, max_grad_norm: float | None = None) -> None:
+                 eps: float = 1e-8, weight_decay: float = 1e-2, *, max_grad_norm: float | None = None,
+                 overlap: str | None = None) -> None:
         for name, value, good in (("lr", lr, lr >= 0), ("eps", eps, eps >= 0),
                                   ("weight_decay", weight_decay, weight_decay >= 0),
                                   ("betas", betas, all(0 <= b < 1 for b in betas)),
                                   ("max_grad_norm", max_grad_norm, max_grad_norm is None or max_grad_norm > 0)):
             if not good:
                 raise MegacompileError(f"{name}={value} is out of range")
-        self.max_grad_norm = max_grad_norm
+        if overlap not in (None, "backward"):
+            raise MegacompileError(f"overlap={overlap!r} must be None (update beside the next forward) or 'backward' (as "
+                                   "gradients arrive)")
+        if overlap is not None and max_grad_norm is not None:
+            raise MegacompileError("overlap='backward' updates before the global norm is known: leave max_grad_norm out")
+        self.max_grad_norm, self.overlap = max_grad_norm, overlap
         self._update: Update | None = None
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
 
@@ -115,16 +121,29 @@ class AdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        updated = [(group, p) for group in self.param_groups for p in group["params"] if p.grad is not None and self.state[p]]
-        if not updated:
+        if all(p.grad is None for group in self.param_groups for p in group["params"]):
             return loss
         streamed.check_trained()
         streamed.adopt_writes()
+        streamed.writes.refresh_norms(streamed.gradients)
+        self._update = self._request(lambda parameter: parameter.grad is not None)
+        streamed.update(self._update)
+        return loss
+
+    def request(self) -> Update:
+        """An update of every parameter, for a step that runs as one program."""
+        self.streamed.adopt_writes()
+        self._update = self._request(lambda parameter: True)
+        return self._update
+
+    def _request(self, wanted: Callable[[Tensor], bool]) -> Update:
+        """What the lanes need to know of a step: hyper-parameters as they are now, of the parameters that are wanted."""
+        streamed = self.streamed
         # An update that failed before its first tile was counted as a step, and is no step.
         repeating = self._update is not None and self._update.failed and not self._update.done
         segments: dict[str, list[AdamSegment]] = {}
         counted: dict[str, list[int]] = {}
-        for group, parameter in updated:
+        for group, parameter in ((g, p) for g in self.param_groups for p in g["params"] if wanted(p) and self.state[p]):
             _, name = self._owner(parameter)
             tile, position = streamed.tiling.position[name]
             part = streamed.store[tile].layout.slices[position]
@@ -139,10 +158,7 @@ class AdamW(torch.optim.Optimizer):
             each.sort(key=lambda s: s.start)
         for positions in counted.values():
             positions.sort()
-        streamed.writes.refresh_norms(streamed.gradients)
-        self._update = Update(segments, counted, self.max_grad_norm)
-        streamed.update(self._update)
-        return loss
+        return Update(segments, counted, self.max_grad_norm)
 
     @property
     def grad_norm(self) -> float | None:

@@ -23,12 +23,12 @@ class Plan:
     saved_layers: int = 0
     weight_slots: int = 2
     gradient_slots: int = 2
-    waves: int = 1
-    update: str = "step"
     resident: tuple[str, ...] = ()
     locked: bool = True
     staging_slabs: int = 2
     gradient_slabs: int = 12
+    waves: int = 1
+    update: str = "step"
 
     def __post_init__(self) -> None:
         assert sum(self.micro_batches) == self.batch, f"{self.micro_batches} is no split of {self.batch} sequences"
@@ -38,6 +38,10 @@ class Plan:
 
     def wave_of(self, mb: int) -> int:
         return mb * self.waves // len(self.micro_batches)
+
+    def wave(self, number: int) -> list[int]:
+        """The micro-batches of a wave, by number."""
+        return [mb for mb in range(len(self.micro_batches)) if self.wave_of(mb) == number]
 
     def blocks(self, layers: Sequence[str]) -> list[tuple[str, ...]]:
         """The layers that are recomputed, in blocks; the last block may be shorter. Layers that keep their residuals

@@ -18,6 +18,8 @@ from megacompile.tiling import Tiling
 
 #: Sequences' worth of tokens beyond which a larger micro-batch is no faster: kernels are full by then.
 FULL_TOKENS = 16384
+#: Tokens of a wave below which its kernels no longer hide the weights' arrival.
+WAVE_TOKENS = 12288
 #: Device memory that no estimate knows: CUDA's context, cuBLAS workspaces, rounding by the allocator.
 MARGIN_BYTES = 1 << 30
 
@@ -65,13 +67,30 @@ class Planner:
                     batch, length, split(batch, min(size, batch)), interval, min(config.saved_layers or 0, depth), slots,
                     config.gradient_slots, self.resident(), self.locked(), 2, config.gradient_slabs)
 
+    def plan_step(self, batch: int, length: int, update: str) -> Plan:
+        """The plan of a whole step. Where memory allows it, the fewest waves that let every layer keep its residuals: then
+        nothing is recomputed, and the link carries the weights once more for each further wave."""
+        plan = replace(self.plan(batch, length), update=update)
+        depth, count, config = len(self.captured.layer_names), len(plan.micro_batches), self.config
+        if config.waves is not None:
+            plan = replace(plan, waves=min(config.waves, count))
+        if config.saved_layers is not None or not self.keep_residuals:
+            return plan
+        room = self.device_bytes - self.margin_bytes
+        waves = [plan.waves] if config.waves else range(1, max(1, min(count, batch * length // WAVE_TOKENS)) + 1)
+        plans = [self._most_residuals(replace(plan, waves=n), room) for n in waves]
+        return next((p for p in plans if p.saved_layers == depth), plans[0])
+
     def _keep_residuals(self, plan: Plan) -> Plan:
         """Spends what memory is left on residuals of the last layers: each is one forward less in the backward, the only
         large lever there is on the step time. Leaves room for a second open forward that keeps none."""
         if not self.keep_residuals:
             return plan
         lean = training_bytes(self.captured, self.tiling, plan)
-        room = self.device_bytes - self.margin_bytes - lean.checkpoints
+        return self._most_residuals(plan, self.device_bytes - self.margin_bytes - lean.checkpoints)
+
+    def _most_residuals(self, plan: Plan, room: int) -> Plan:
+        """As many layers with residuals as fit in `room` bytes."""
 
         def need(saved: int) -> int:
             return training_bytes(self.captured, self.tiling, replace(plan, saved_layers=saved)).total

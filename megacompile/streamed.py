@@ -160,11 +160,37 @@ class Streamed:
             lease = Lease(shape, batch, self.version)
             self.submit(shape, "forward", batch, lease.values).wait((Lane.COMPUTE,))
         self.leases.add(lease)
+        return self._total_loss(batch), lease
+
+    def _total_loss(self, batch: Batch) -> Tensor:
         with self._on_compute():
             losses = [value.loss for value in batch.results.pop("loss") if value.loss is not None]
             loss = torch.stack(losses).sum(dim=0) if len(losses) > 1 else losses[0].clone()
         self.backend.exit([loss])
-        return loss, lease
+        return loss
+
+    def train_step(self, inputs: Mapping[str, Tensor], normaliser: Tensor | None, update: Update, overlap: bool) -> Tensor:
+        """The loss of a batch whose forward, backward and update run as one program. Returns once compute has been issued;
+        the update goes on beside the next step's forward or, with `overlap`, has gone on beside this step's backward."""
+        with self.guarded():
+            self.executor.check()
+            shape = self.compiled(replace(self._shape(inputs, training=True), update="arrival" if overlap else "step"))
+            self.enter(shape, "train_step", "update")
+            batch = self._batch(shape, inputs, normaliser)
+            self.trained, self.unfinished = shape, None
+            if overlap:
+                self._begin_update(update)
+            # Compute comes to its end only after every tile's weights were sent, so after the update before this one.
+            self.submit(shape, "train_step", batch, update=update).wait((Lane.COMPUTE,))
+            if not overlap:
+                self._begin_update(update)
+                self.submit(shape, "update", Batch([], self.constants), update=update)
+        return self._total_loss(batch)
+
+    def _begin_update(self, update: Update) -> None:
+        self.version += 1
+        self.steps += 1
+        self.updating, self.unfinished = update, None
 
     def evaluate(self, inputs: Mapping[str, Tensor], normaliser: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         """(loss or None, logits) without gradients."""
@@ -238,9 +264,7 @@ class Streamed:
         self.check_trained()
         assert self.trained is not None
         self._reserve(self.trained, "update")
-        self.version += 1
-        self.steps += 1
-        self.updating, self.unfinished = update, None
+        self._begin_update(update)
         with self.guarded():
             self.submit(self.trained, "update", Batch([], self.constants), update=update)
 
@@ -249,6 +273,8 @@ class Streamed:
         its gradients have changed since."""
         update = self.unfinished
         assert update is not None, "no update has failed"
+        if self.trained is None or "update" not in self.trained.program.sections:
+            return False  # it was updating on arrival: the gradients of missing tiles were never stored
         if not self.writes.gradients_untouched(self.gradients):
             return False
         update.failed = False
@@ -289,8 +315,8 @@ class Streamed:
     def check_whole(self) -> None:
         """Raises `TornError` if an update stopped between its first and its last tile."""
         if self.torn:
-            raise TornError("an update stopped half-way: call optimizer.step() again to complete it, or load a checkpoint "
-                            "with load_state_dict (the model's, then the optimizer's)")
+            raise TornError("an update stopped half-way: load a checkpoint with load_state_dict (the model's, then the "
+                            "optimizer's), or, if it was a step after backward(), call optimizer.step() again to complete it")
 
     def mend(self) -> None:
         """All weights were written anew: what was missing of an update is no longer wanted."""

@@ -180,7 +180,9 @@ def _adam(frame: Frame, node: fx.Node) -> None:
 
 
 def _result(frame: Frame, node: fx.Node) -> None:
-    frame.batch.results[argument(node, "key")] = list(frame.read(node, "values"))
+    """Adds to what the caller gets under a key. Of a loss only the loss itself: its gradients have lives of their own."""
+    found = frame.batch.results.setdefault(argument(node, "key"), [])
+    found += [value if value.loss is None else Activation((), loss=value.loss) for value in frame.read(node, "values")]
 
 
 def _lease(frame: Frame, node: fx.Node) -> None:

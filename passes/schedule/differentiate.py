@@ -102,11 +102,10 @@ def _whole_step(program: Program, plan: Plan, forward: fx.Graph) -> fx.Graph:
             elif (op == "zeros" and node not in image) or (mb is not None and plan.wave_of(mb) == wave):
                 arguments = {k: fx.map_arg(v, lambda n: image[n]) for k, v in node.kwargs.items()}
                 image[node] = build.add(op, node.name, **arguments)
-        micro_batches = [mb for mb in range(len(plan.micro_batches)) if plan.wave_of(mb) == wave]
-        backward.begin(micro_batches)
-        backward.run(micro_batches)
-    (result,) = find(forward, "result")
-    build.add("result", key=argument(result, "key"), values=tuple(image[v] for v in operands(result, "values")))
+        losses = tuple(image[n] for n in find(forward, "loss") if plan.wave_of(argument(n, "mb")) == wave)
+        build.add("result", key="loss", values=losses)
+        backward.begin(plan.wave(wave))
+        backward.run(plan.wave(wave))
     return graph
 
 
