@@ -218,6 +218,8 @@ class Streamed:
 
         Whatever stops it, no parameter has a `.grad` afterwards: some would hold this batch's gradients, others not."""
         self.raise_pending()
+        if not self._give_back.alive:
+            raise LeaseError("the model was closed since this loss was computed: run the forward of the plain model again")
         if lease.closed:
             raise LeaseError("this loss has had its backward: run the forward again (retain_graph cannot be honoured, "
                              "activations are freed as the backward goes)")
@@ -363,6 +365,7 @@ class Streamed:
 
 def _give_back(executor: Executor | ReferenceExecutor, arena: Arena, store: Store, backend: Backend) -> None:
     executor.close()
+    backend.synchronize()  # a forgotten model may have copies in flight
     arena.close()
     for tile in store.tiles.values():
         for part in (tile.weights, tile.gradients):

@@ -368,6 +368,7 @@ BACKWARD_REFUSALS: dict[str, tuple[Callable[[Any, torch.Tensor], Any], type[Mega
 }
 
 
+@pytest.mark.filterwarnings("ignore:Using backward")  # torch's own advice against create_graph
 @pytest.mark.parametrize("what", BACKWARD_REFUSALS)
 def test_a_backward_that_cannot_be_honoured_is_refused(model: Any, native: Any, what: str) -> None:
     act, kind, message = BACKWARD_REFUSALS[what]
@@ -508,12 +509,15 @@ def test_a_remainder_that_was_cast_is_refused(bf16_model: Any) -> None:
         optimizer.load_state_dict(saved)
 
 
-def test_gradients_set_by_hand_before_any_backward_are_refused() -> None:
+def test_gradients_set_by_hand_before_any_backward_are_refused_and_so_is_a_backward_after_close() -> None:
     model = megacompile.stream(Model(), device="cpu")
     optimizer = megacompile.AdamW(model.parameters())
+    loss = model(batch(1)["input_ids"] % 16, batch(1)["labels"] % 16)
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     with pytest.raises(MegacompileError, match=r"set by hand before any backward .*run a forward and"):
         optimizer.step()
     assert all(state["step"] == 0 for state in optimizer.state.values())
     model.megacompile.close()
+    with pytest.raises(LeaseError, match="the model was closed since this loss was computed"):
+        loss.backward()

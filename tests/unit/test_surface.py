@@ -383,10 +383,30 @@ def test_arguments_may_be_positional(model: Any) -> None:
         assert torch.equal(model(batch(1)["input_ids"]).logits, model(input_ids=batch(1)["input_ids"]).logits)
 
 
-def test_batches_may_be_of_smaller_integers(model: Any, native: Any) -> None:
-    model(**{key: tokens.int() for key, tokens in batch(1).items()}).loss.backward()
-    native(**batch(1)).loss.backward()
+def test_frozen_parameters_stay_as_they_are_and_cost_no_gradients() -> None:
+    models = []
+    for _ in range(2):
+        model = tiny_models.build()
+        model.model.embed_tokens.requires_grad_(False)
+        model.model.layers[0].requires_grad_(False)
+        model.model.layers[2].mlp.up_proj.requires_grad_(False)
+        models.append(model)
+    model, native = models
+    megacompile.stream(model, device="cpu", checkpoint_interval=2, micro_batch_size=2)
+    start = weights(model)
+    optimizers = [cls(m.parameters(), lr=1e-2, eps=1e-4)  # of keys' biases, whose gradients are all rounding, eps makes little
+                  for cls, m in ((megacompile.AdamW, model), (torch.optim.AdamW, native))]
+    for each in models:
+        for seed in range(2):
+            each(**batch(seed)).loss.backward()
+    assert all((p.grad is not None) == p.requires_grad for p in model.parameters())
     assert_same_gradients(model, native)
+    for optimizer in optimizers:
+        optimizer.step()
+    assert_same_weights(model, native)
+    assert all(p.requires_grad or torch.equal(p, start[n]) for n, p in model.named_parameters())
+    assert model.megacompile.streamed.store["model.layers.0"].gradients is None
+    model.megacompile.close()
 
 
 def test_the_number_of_items_in_the_batch_is_honoured(model: Any, native: Any) -> None:
@@ -638,6 +658,7 @@ def check_decoder(model: Any) -> None:
     logits, loss = model(idx, targets)
     true_logits, true_loss = native(idx, targets)
     assert logits is None and loss.item() == pytest.approx(true_loss.item(), rel=1e-6)
+    assert torch.equal(model(idx.int(), targets.int())[1], loss)  # torch's own cross entropy takes int64 alone
     loss.backward()
     true_loss.backward()
     assert_same_gradients(model, native)
