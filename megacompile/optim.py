@@ -117,6 +117,9 @@ class AdamW(torch.optim.Optimizer):
         if self._update is not None and self._update is streamed.unfinished and streamed.complete():
             return None
         streamed.check_whole()
+        if self.overlap is not None:
+            raise MegacompileError("overlap='backward' needs whole steps: call model.megacompile.train_step(batch, optimizer) "
+                                   "instead of backward() and step(), or leave overlap out")
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -132,6 +135,8 @@ class AdamW(torch.optim.Optimizer):
 
     def request(self) -> Update:
         """An update of every parameter, for a step that runs as one program."""
+        self.streamed.raise_pending()
+        self.streamed.check_whole()
         self.streamed.adopt_writes()
         self._update = self._request(lambda parameter: True)
         return self._update
