@@ -111,7 +111,8 @@ def capture(
     performed = operations(graph)
 
     def holds(training: bool, size: tuple[int, int]) -> bool:
-        return operations(_trace(model, layers, example, training, size)[0]) == performed
+        # (The twin, since `model` may be streamed by then.)
+        return operations(_trace(twin, layers, example, training, size)[0]) == performed
 
     batch_inputs = tuple(batch)
     structure, positions = output_structure(graph, name)
