@@ -120,7 +120,8 @@ class Handle:
         given = self._arguments(model, forward, args, kwargs)
         rebuild = streamed.captured.output.rebuild
         if not (torch.is_grad_enabled() and given.has_labels):
-            loss, logits = streamed.evaluate(given.inputs, given.normaliser)
+            with torch.inference_mode(False), torch.no_grad():  # slots outlive the call: no inference tensors
+                loss, logits = streamed.evaluate(given.inputs, given.normaliser)
             if torch.is_grad_enabled() and logits is not None:
                 logits = LogitsWithoutLoss.apply(self.anchor, logits)
             return rebuild(loss, logits)
@@ -138,6 +139,7 @@ class Handle:
                                        f"leave autocast out, or stream(model, dtype={dtype})")
         refuse_hooks(model)
         streamed.writes.check_model(model)
+        streamed.captured.check_mode(model.training)
         return read_arguments(model, forward, streamed.captured, self._dtypes, args, kwargs)
 
     def train_step(self, batch: Mapping[str, Any], optimizer: AdamW) -> Tensor:

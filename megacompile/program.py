@@ -207,7 +207,7 @@ def place_kind(place: str) -> str | None:
 class Tile:
     """The host memory of one layer (or of the prologue, the epilogue, a tied weight), as a schedule sees it.
 
-    `readers` are calls, in order; bytes are those of one transfer over the link."""
+    Bytes are those of one transfer over the link."""
 
     name: str
     parameters: int

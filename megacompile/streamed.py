@@ -25,7 +25,7 @@ from megacompile.runtime.reference import ReferenceExecutor
 from megacompile.runtime.store import Store
 from megacompile.shapes import CompiledShape, Shape, Shapes
 from megacompile.tiling import Tiling, named_gradients
-from megacompile.writes import ForeignWrites
+from megacompile.writes import Constants, ForeignWrites
 
 
 @dataclass(eq=False)
@@ -67,8 +67,7 @@ class Streamed:
         self.parameters = {n: p for n, p in model.named_parameters() if n in tiling.position}
         self.gradients = dict(named_gradients(store))
         buffers = {s.name for call in captured.calls for s in call.sources if s.kind == "buffer"}
-        named_buffers = dict(model.named_buffers())
-        self.constants = {n: named_buffers[n].detach().to(backend.device) for n in buffers}
+        self.constants = Constants(model, buffers, backend.device)
         self.writes = ForeignWrites(model, self.parameters, tiling, store)
         budget = parse_bytes(config.device_memory) or int(backend.free_bytes() * 0.95)
         self.planner = Planner(captured, tiling, config, budget, parse_bytes(config.locked_memory),
@@ -136,14 +135,15 @@ class Streamed:
         self._reserve(shape, "load", *sections)
         self.adopt_writes()
         if shape.plan.resident and not self.resident_current:
-            self.submit(shape, "load", Batch([], self.constants))
+            self.submit(shape, "load", Batch([], self.constants.on_device))
             self.resident_current = True
 
     def adopt_writes(self) -> None:
-        """Takes over what was written to parameters from outside."""
-        if self.writes.pending():
+        """Takes over what was written to parameters and buffers from outside."""
+        if self.writes.pending() or self.constants.stale():
             self.settle()
             self.writes.adopt()
+            self.constants.refresh()
             self.version += 1
             self.resident_current = False
 
@@ -184,7 +184,7 @@ class Streamed:
             self.submit(shape, "train_step", batch, update=update).wait((Lane.COMPUTE,))
             if not overlap:
                 self._begin_update(update)
-                self.submit(shape, "update", Batch([], self.constants), update=update)
+                self.submit(shape, "update", Batch([], self.constants.on_device), update=update)
         return self._total_loss(batch)
 
     def _begin_update(self, update: Update) -> None:
@@ -268,7 +268,7 @@ class Streamed:
         self._reserve(self.trained, "update")
         self._begin_update(update)
         with self.guarded():
-            self.submit(self.trained, "update", Batch([], self.constants), update=update)
+            self.submit(self.trained, "update", Batch([], self.constants.on_device), update=update)
 
     def complete(self) -> bool:
         """Runs what is missing of an update that failed, with its own hyper-parameters; False, and nothing is done, if
@@ -343,13 +343,14 @@ class Streamed:
     def _batch(self, shape: CompiledShape, inputs: Mapping[str, Tensor], normaliser: Tensor | None) -> Batch:
         """The border: the batch goes to the device here, outside the program (it is a few kilobytes a step)."""
         device = self.backend.device
-        moved = {name: tensor.to(device, non_blocking=True) for name, tensor in inputs.items()}
+        # Copies, even where they are on the device already: the caller may refill its batch before the backward.
+        moved = {name: tensor.to(device, copy=True) for name, tensor in inputs.items()}
         if normaliser is not None:
-            normaliser = normaliser.to(device=device, dtype=torch.float32, non_blocking=True)
+            normaliser = normaliser.to(device=device, dtype=torch.float32, copy=True)
         self.backend.enter([*moved.values(), *([] if normaliser is None else [normaliser])])
         cuts = list(itertools.accumulate(shape.plan.micro_batches, initial=0))
         micro_batches = [{name: tensor[a:b] for name, tensor in moved.items()} for a, b in itertools.pairwise(cuts)]
-        return Batch(micro_batches, self.constants, normaliser)
+        return Batch(micro_batches, self.constants.on_device, normaliser)
 
     def _on_compute(self) -> Any:
         return self.backend.lane(Lane.COMPUTE)

@@ -25,7 +25,7 @@ from .store import Store
 @dataclass
 class Update:
     """What one optimizer step asks for. `segments`: per tile, the runs of elements to update with their hyper-parameters;
-    `norms`: per tile, the positions of the parameters whose gradients count. `done` tiles were updated already: a step
+    `counted`: per tile, the positions of the parameters whose gradients count. `done` tiles were updated already: a step
     that failed half-way is completed by running it again."""
 
     segments: Mapping[str, list[host.AdamSegment]]
