@@ -14,7 +14,7 @@ from megacompile.config import StreamConfig, format_bytes, parse_bytes
 from megacompile.errors import InsufficientMemoryError, MegacompileError, UnsupportedError
 from megacompile.frontend.capture import CapturedModel, capture
 from megacompile.lease import LogitsWithoutLoss, StreamedLoss, refuse_hooks
-from megacompile.optim import AdamW, claim, disclaim
+from megacompile.optim import AdamW, check_unclaimed, claim, disclaim
 from megacompile.passes import TEMPLATE_PIPELINE
 from megacompile.passes.template import Target
 from megacompile.plan import Plan
@@ -70,6 +70,10 @@ def analyse(model: nn.Module, config: StreamConfig, device_type: str, layers: st
             example: Mapping[str, Tensor] | None) -> tuple[CapturedModel, Tiling]:
     """Captures a model for a device and divides its parameters into tiles. Changes nothing."""
     refuse_hooks(model)
+    check_unclaimed(model)
+    if wrong := [key for key, value in (example or {}).items() if not isinstance(value, Tensor)]:
+        raise MegacompileError(f"example[{wrong[0]!r}] must be an integer tensor [batch, length], not a "
+                               f"{type((example or {})[wrong[0]]).__name__}")
     if not any(p.requires_grad for p in model.parameters()):
         raise UnsupportedError(f"no parameter of {type(model).__name__} is trained, and a model without a gradient cannot be "
                                "streamed yet: leave requires_grad=True, and evaluate it under torch.no_grad()")
@@ -222,6 +226,7 @@ class Handle:
             self.streamed.close()
         finally:
             disclaim(self.streamed)
+            self.streamed.shapes.close()
             if isinstance(model, _StreamedModule):
                 model.__class__ = _original_class(model)  # type: ignore[assignment]
                 del model.__dict__["megacompile"]
@@ -235,16 +240,12 @@ class _StreamedModule(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.megacompile.call(self, super().forward, args, kwargs)
 
-    @property
-    def device(self) -> torch.device:
-        return self.megacompile.streamed.backend.device
-
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         raise UnsupportedError("a streamed model's weights cannot be moved or cast: model.megacompile.close() first")
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
         device, dtype, _, _ = torch._C._nn._parse_to(*args, **kwargs)
-        here = self.device
+        here = self.megacompile.streamed.backend.device
         if dtype is not None and any(p.dtype != dtype for p in self.megacompile.streamed.parameters.values()):
             raise UnsupportedError(f"a streamed model cannot be cast to {dtype}: close() it first, or give dtype= to stream()")
         if device is not None and (device.type != here.type or device.index not in (None, here.index or 0)):
@@ -284,16 +285,6 @@ class _StreamedModule(nn.Module):
             self.megacompile.streamed.mend()
         return result
 
-    def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
-        self.megacompile.whole()
-        return super().save_pretrained(*args, **kwargs)  # type: ignore[misc]
-
-    def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Layers are streamed for every token, without a cache: right, and slow."""
-        kwargs["use_cache"] = False
-        with torch.no_grad():
-            return super().generate(*args, **kwargs)  # type: ignore[misc]
-
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """A plain CPU model with the same weights."""
         self.megacompile.whole()
@@ -306,8 +297,27 @@ class _StreamedModule(nn.Module):
         raise UnsupportedError("a streamed model cannot be pickled: use save_pretrained, state_dict, or copy.deepcopy(model)")
 
 
-def _original_class(model: _StreamedModule) -> type[nn.Module]:
-    _, _, original, *_ = type(model).__mro__
+class _StreamedPretrained(_StreamedModule):
+    """What models of transformers have beside."""
+
+    @property
+    def device(self) -> torch.device:
+        """The compute device: Trainer sends batches there."""
+        return self.megacompile.streamed.backend.device
+
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
+        self.megacompile.whole()
+        return super().save_pretrained(*args, **kwargs)  # type: ignore[misc]
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Layers are streamed for every token, without a cache: right, and slow."""
+        kwargs["use_cache"] = False
+        with torch.no_grad():
+            return super().generate(*args, **kwargs)  # type: ignore[misc]
+
+
+def _original_class(model: nn.Module) -> type[nn.Module]:
+    _, original = type(model).__bases__
     return original
 
 
@@ -318,5 +328,6 @@ def _streamed_class(original: type) -> type:
     """The subclass of a model's class that streams. It keeps the name: configs record it as the architecture."""
     if original not in _classes:
         body = {"__module__": original.__module__, "__qualname__": original.__qualname__, "__doc__": original.__doc__}
-        _classes[original] = type(original.__name__, (_StreamedModule, original), body)
+        streamed = _StreamedPretrained if hasattr(original, "save_pretrained") else _StreamedModule
+        _classes[original] = type(original.__name__, (streamed, original), body)
     return _classes[original]

@@ -18,7 +18,7 @@ from typer.core import TyperGroup
 import megacompile
 from megacompile import training
 from megacompile.corpus import Corpus, PretrainedTokenizer, load_tokenizer
-from megacompile.errors import MegacompileError
+from megacompile.errors import LaneError, MegacompileError
 from megacompile.frontend.template import Template
 
 EXIT_FAILED = 1
@@ -31,8 +31,11 @@ class _Commands(TyperGroup):
         try:
             return super().invoke(ctx)
         except MegacompileError as error:
-            print(f"megacompile: {error}", file=sys.stderr)
-            raise typer.Exit(EXIT_FAILED) from error
+            message = str(error)
+        except LaneError as error:
+            message = str(error).splitlines()[0]  # without the program around it
+        print(f"megacompile: {message}", file=sys.stderr)
+        raise typer.Exit(EXIT_FAILED)
 
 
 app = typer.Typer(cls=_Commands, help="Train decoder models whose weights live in host memory.", no_args_is_help=True,
@@ -92,7 +95,10 @@ def train(
     """
     torch.manual_seed(seed)
     console = Console(markup=False, highlight=False, soft_wrap=True)
+    if save is not None:
+        training.make_directory(save)  # now: what cannot be saved should not be trained first
     model = training.load_model(model_path, dtype=dtype.resolve())
+    training.check_length(model.config, length)
     tokenizer = load_tokenizer(model_path)
     corpus = Corpus.from_files(data, tokenizer, model.config.vocab_size)
     batches = corpus.windows(batch, length, seed)

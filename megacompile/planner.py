@@ -6,7 +6,7 @@ checkpoints and pays with the residuals of K - 1 layers of one micro-batch.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from megacompile.config import StreamConfig, format_bytes
@@ -34,10 +34,16 @@ class Planner:
     captured: CapturedModel
     tiling: Tiling
     config: StreamConfig
-    device_bytes: int  # the budget
+    budget_bytes: int  # of device memory
     locked_bytes: int | None = None  # budget of page-locked memory; None: no limit
     margin_bytes: int = MARGIN_BYTES
     keep_residuals: bool = True
+    taken_bytes: Callable[[], int] = lambda: 0  # of the budget, by other models
+
+    @property
+    def device_bytes(self) -> int:
+        """What is left of the budget."""
+        return max(0, self.budget_bytes - self.taken_bytes())
 
     def plan(self, batch: int, length: int, training: bool = True) -> Plan:
         """The best plan that fits. Raises `InsufficientMemoryError` with the smallest need if none does."""
@@ -52,7 +58,12 @@ class Planner:
         raise InsufficientMemoryError(
             f"a batch of {batch} x {length} needs {format_bytes(smallest[0])} of device memory (micro-batches of "
             f"{smallest[1].micro_batches[0]}, checkpoint_interval={smallest[1].checkpoint_interval}) and "
-            f"{format_bytes(self.device_bytes)} are available: use fewer or shorter sequences, or a larger device_memory")
+            f"{format_bytes(self.device_bytes)} are available{self._others()}: use fewer or shorter sequences, or a larger "
+            "device_memory")
+
+    def _others(self) -> str:
+        taken = self.taken_bytes()
+        return f" (other streamed models have planned {format_bytes(taken)}: close() one)" if taken else ""
 
     def _candidates(self, batch: int, length: int) -> Iterator[Plan]:
         """In the order of preference: large micro-batches (up to full kernels) first, for each K from 1."""

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from megacompile.api import analyse
 from megacompile.config import StreamConfig, parse_bytes
+from megacompile.errors import MegacompileError
 from megacompile.frontend.capture import CapturedModel
 from megacompile.frontend.template import Template
 from megacompile.lowering import model_program
@@ -44,6 +45,9 @@ def schedule(model: nn.Module, *, batch: int, length: int, layers: str | None = 
              example: Mapping[str, Tensor] | None = None, **options: Any) -> Schedule:
     """The schedule of a training step of `batch` sequences of `length` tokens. `model` may be on the meta device; nothing of
     it is changed. Options as for `stream`; a schedule for device="cuda" needs no CUDA. Raises what `stream` raises."""
+    for name, size in (("batch", batch), ("length", length)):
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise MegacompileError(f"{name} must be a whole number of at least 1, not {size!r}")
     config = StreamConfig.of(**options)
     device_type = torch.device(config.device or ("cuda" if torch.cuda.is_available() else "cpu")).type
     captured, tiling = analyse(model, config, device_type, layers, example)

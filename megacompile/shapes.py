@@ -1,6 +1,7 @@
 """Programs by batch shape: each is compiled when its shape first comes, and those longest unused are forgotten."""
 from __future__ import annotations
 
+import weakref
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -20,6 +21,9 @@ from megacompile.verify import verify
 
 #: A generation brings a new length with every token: without a bound, its programs would never go away.
 MAX_SHAPES = 32
+
+#: Those of all models that are streamed now: models on one device share its memory.
+_live: weakref.WeakSet[Shapes] = weakref.WeakSet()
 
 
 @dataclass(frozen=True)
@@ -61,12 +65,31 @@ class CompiledShape:
 
 
 class Shapes:
-    """State: the compiled shapes, the one used last at the end; at most `limit` of them beside those that are kept."""
+    """State: the compiled shapes, the one used last at the end; at most `limit` of them beside those that are kept; and
+    `planned`, the most device memory that any of them takes.
+
+    The default budget of device memory is what was free when the model was streamed; a plan within it leaves other models
+    what they have planned. One that was given (`device_memory`) is the user's to divide."""
 
     def __init__(self, captured: CapturedModel, tiling: Tiling, planner: Planner, binder: Binder,
                  limit: int = MAX_SHAPES) -> None:
         self.captured, self.tiling, self.planner, self.binder, self.limit = captured, tiling, planner, binder, limit
         self.table: dict[Shape, CompiledShape] = {}
+        self.planned = self.slot_bytes = 0
+        if planner.config.device_memory is None:
+            others = (s for s in _live if s.binder.device == binder.device)
+            self._not_free = weakref.WeakKeyDictionary({s: s.slot_bytes for s in others})
+            planner.taken_bytes = self._planned_by_others
+        _live.add(self)
+
+    def _planned_by_others(self) -> int:
+        """Less the slots that were there when the budget was taken, so that it does not have them."""
+        return sum(s.planned - self._not_free.get(s, 0)
+                   for s in _live if s is not self and s.binder.device == self.binder.device)
+
+    def close(self) -> None:
+        """Leaves the device's memory to other models."""
+        _live.discard(self)
 
     def __len__(self) -> int:
         return len(self.table)
@@ -105,7 +128,9 @@ class Shapes:
                               shape.batch, shape.labels, whole_step=shape.update is not None)
         compiled = compile_program(model, plan, PIPELINE)
         verify(compiled.program, [s.program for s in self.table.values()])
-        return CompiledShape(shape, plan, self.planner.estimate(plan, shape.length, shape.training), compiled)
+        estimate = self.planner.estimate(plan, shape.length, shape.training)
+        self.planned, self.slot_bytes = max(self.planned, estimate.total), max(self.slot_bytes, estimate.slots)
+        return CompiledShape(shape, plan, estimate, compiled)
 
     def _forget(self, keep: Collection[CompiledShape]) -> None:
         """Drops the shapes longest unused, and the variants that were compiled for them alone."""

@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, fx
 
 from megacompile.program import Lane, argument, op_of, operands
@@ -117,8 +116,7 @@ def _reduce(frame: Frame, node: fx.Node) -> Gradients:
     gradients = frame.arena.gradients(argument(node, "into"), layout)
     gradients.flat.copy_(frame.read(node, "accumulators").flat)
     # Of the rounded gradient: what is clipped is what is stored.
-    norms = torch._foreach_norm(list(gradients.views), 2, dtype=torch.float32)
-    torch.stack(norms, out=gradients.norms)
+    frame.backend.norms(gradients.views, gradients.norms)
     return gradients
 
 
