@@ -42,6 +42,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--resident", nargs="*", default=[])
     parser.add_argument("--saved-layers", type=int, help="default: as many as fit")
     parser.add_argument("--device-memory")
+    parser.add_argument("--train-step", action="store_true", help="each step as one program")
+    parser.add_argument("--waves", type=int)
+    parser.add_argument("--no-clipping", action="store_true")
+    parser.add_argument("--overlap", action="store_true", help="with --train-step: update as gradients arrive, unclipped")
     parser.add_argument("--compute-only", action="store_true", help="no copies and no optimizer: the templates' own rate")
     parser.add_argument("--profile", action="store_true", help="also print where one more step's device time goes")
     parser.add_argument("--append", type=Path)
@@ -76,8 +80,10 @@ def main() -> None:
     model = megacompile.stream(
         model, device=given.device, checkpoint_interval=given.checkpoint_interval, micro_batch_size=given.micro_batch_size,
         weight_slots=given.weight_slots, resident=tuple(given.resident), saved_layers=given.saved_layers,
-        device_memory=given.device_memory)
-    optimizer = megacompile.AdamW(model.parameters(), lr=1e-5, max_grad_norm=given.max_grad_norm)
+        device_memory=given.device_memory, waves=given.waves)
+    clip = None if given.no_clipping or given.overlap else given.max_grad_norm
+    optimizer = megacompile.AdamW(model.parameters(), lr=1e-5, max_grad_norm=clip,
+                                  overlap="backward" if given.overlap else None)
     if given.device == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
@@ -89,12 +95,17 @@ def main() -> None:
             leave_out_everything_but_compute()
         ids = torch.randint(0, model.config.vocab_size, (given.batch, given.length), generator=generator)
         start = time.perf_counter()
-        loss = model(input_ids=ids, labels=ids).loss
-        issued = time.perf_counter()
-        loss.backward()
-        after = time.perf_counter()
-        optimizer.step()
-        optimizer.zero_grad()
+        if given.train_step:
+            loss = model.megacompile.train_step(dict(input_ids=ids, labels=ids), optimizer)
+            loss.item()
+            issued = after = time.perf_counter()
+        else:
+            loss = model(input_ids=ids, labels=ids).loss
+            issued = time.perf_counter()
+            loss.backward()
+            after = time.perf_counter()
+            optimizer.step()
+            optimizer.zero_grad()
         times.append(time.perf_counter() - start)
         phases.append((issued - start, after - issued, times[-1] - (after - start)))
         losses.append(loss.item())
@@ -110,7 +121,7 @@ def main() -> None:
         checkpoint_interval=plan.checkpoint_interval, micro_batch=plan.micro_batches[0], weight_slots=plan.weight_slots,
         resident=list(plan.resident), saved_layers=plan.saved_layers, compute_only=given.compute_only,
         device_memory=given.device_memory, predicted_device_gib=round(stats["predicted_device_bytes"] / 2**30, 2),
-        max_grad_norm=given.max_grad_norm, parameters=parameters,
+        max_grad_norm=clip, train_step=given.train_step, waves=plan.waves, overlap=given.overlap, parameters=parameters,
         tflops=round(6 * parameters * given.batch * given.length / median / 1e12, 1), step_s=round(median, 4),
         times_s=[round(t, 4) for t in times], phases_s=[[round(p, 3) for p in phase] for phase in phases], losses=losses,
         grad_norm=optimizer.grad_norm, peak_device_gib=round(stats["peak_device_bytes"] / 2**30, 2),

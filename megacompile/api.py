@@ -9,12 +9,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from megacompile.batch import input_dtypes, read_arguments
+from megacompile.batch import Arguments, input_dtypes, read_arguments
 from megacompile.config import StreamConfig, format_bytes, parse_bytes
 from megacompile.errors import InsufficientMemoryError, MegacompileError, UnsupportedError
 from megacompile.frontend.capture import CapturedModel, capture
 from megacompile.lease import LogitsWithoutLoss, StreamedLoss, refuse_hooks
-from megacompile.optim import claim, disclaim
+from megacompile.optim import AdamW, check_unclaimed, claim, disclaim
 from megacompile.passes import TEMPLATE_PIPELINE
 from megacompile.passes.template import Target
 from megacompile.plan import Plan
@@ -70,6 +70,10 @@ def analyse(model: nn.Module, config: StreamConfig, device_type: str, layers: st
             example: Mapping[str, Tensor] | None) -> tuple[CapturedModel, Tiling]:
     """Captures a model for a device and divides its parameters into tiles. Changes nothing."""
     refuse_hooks(model)
+    check_unclaimed(model)
+    if wrong := [key for key, value in (example or {}).items() if not isinstance(value, Tensor)]:
+        raise MegacompileError(f"example[{wrong[0]!r}] must be an integer tensor [batch, length], not a "
+                               f"{type((example or {})[wrong[0]]).__name__}")
     if not any(p.requires_grad for p in model.parameters()):
         raise UnsupportedError(f"no parameter of {type(model).__name__} is trained, and a model without a gradient cannot be "
                                "streamed yet: leave requires_grad=True, and evaluate it under torch.no_grad()")
@@ -117,6 +121,21 @@ class Handle:
     # ---------------------------------------------------------------- calls of the model
     def call(self, model: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         streamed = self.streamed
+        given = self._arguments(model, forward, args, kwargs)
+        rebuild = streamed.captured.output.rebuild
+        if not (torch.is_grad_enabled() and given.has_labels):
+            with torch.inference_mode(False), torch.no_grad():  # slots outlive the call: no inference tensors
+                loss, logits = streamed.evaluate(given.inputs, given.normaliser)
+            if torch.is_grad_enabled() and logits is not None:
+                logits = LogitsWithoutLoss.apply(self.anchor, logits)
+            return rebuild(loss, logits)
+        loss, lease = streamed.forward(given.inputs, given.normaliser)
+        anchor = self.anchor.view_as(self.anchor)
+        return rebuild(StreamedLoss.apply(anchor, loss, streamed, lease, *streamed.parameters.values()), None)
+
+    def _arguments(self, model: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Arguments:
+        """What the user passes, once nothing of the model or its surroundings forbids honouring it."""
+        streamed = self.streamed
         if torch.is_autocast_enabled(streamed.backend.device.type):
             dtype = torch.get_autocast_dtype(streamed.backend.device.type)
             if any(p.dtype != dtype for p in streamed.parameters.values()):
@@ -124,16 +143,24 @@ class Handle:
                                        f"leave autocast out, or stream(model, dtype={dtype})")
         refuse_hooks(model)
         streamed.writes.check_model(model)
-        given = read_arguments(model, forward, streamed.captured, self._dtypes, args, kwargs)
-        rebuild = streamed.captured.output.rebuild
-        if not (torch.is_grad_enabled() and given.has_labels):
-            loss, logits = streamed.evaluate(given.inputs, given.normaliser)
-            if torch.is_grad_enabled() and logits is not None:
-                logits = LogitsWithoutLoss.apply(self.anchor, logits)
-            return rebuild(loss, logits)
-        loss, lease = streamed.forward(given.inputs, given.normaliser)
-        anchor = self.anchor.view_as(self.anchor)
-        return rebuild(StreamedLoss.apply(anchor, loss, streamed, lease, *streamed.parameters.values()), None)
+        streamed.captured.check_mode(model.training)
+        return read_arguments(model, forward, streamed.captured, self._dtypes, args, kwargs)
+
+    def train_step(self, batch: Mapping[str, Any], optimizer: AdamW) -> Tensor:
+        """One whole training step as one program: forward, backward and update of `batch`, which has its labels. The loss,
+        0-d, on the compute device, without gradient. Whole steps alone run in waves (see `StreamConfig.waves`) and update as
+        gradients arrive (`AdamW(overlap="backward")`); `.grad` stays None.
+
+        Raises `MegacompileError` if gradients of earlier backwards wait for a step, `UnsupportedError` without labels."""
+        streamed = self.streamed
+        given = self._arguments(streamed.model, _original_class(streamed.model).forward.__get__(streamed.model), (), batch)
+        if not given.has_labels:
+            raise UnsupportedError(f"train_step needs labels ({', '.join(streamed.captured.labels)}): pass them in the batch")
+        if optimizer.streamed is not streamed:
+            raise MegacompileError("the optimizer belongs to another model: make one of this model's parameters")
+        if any(streamed.parameters[name].grad is not None for name in streamed.gradients):
+            raise MegacompileError("gradients of an earlier backward wait for a step: call optimizer.step() or zero_grad() first")
+        return streamed.train_step(given.inputs, given.normaliser, optimizer.request(), optimizer.overlap is not None)
 
     # ---------------------------------------------------------------- looking
     def compiled(self, batch: Mapping[str, Tensor] | None = None) -> CompiledShape:
@@ -199,6 +226,7 @@ class Handle:
             self.streamed.close()
         finally:
             disclaim(self.streamed)
+            self.streamed.shapes.close()
             if isinstance(model, _StreamedModule):
                 model.__class__ = _original_class(model)  # type: ignore[assignment]
                 del model.__dict__["megacompile"]
@@ -212,16 +240,12 @@ class _StreamedModule(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.megacompile.call(self, super().forward, args, kwargs)
 
-    @property
-    def device(self) -> torch.device:
-        return self.megacompile.streamed.backend.device
-
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         raise UnsupportedError("a streamed model's weights cannot be moved or cast: model.megacompile.close() first")
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
         device, dtype, _, _ = torch._C._nn._parse_to(*args, **kwargs)
-        here = self.device
+        here = self.megacompile.streamed.backend.device
         if dtype is not None and any(p.dtype != dtype for p in self.megacompile.streamed.parameters.values()):
             raise UnsupportedError(f"a streamed model cannot be cast to {dtype}: close() it first, or give dtype= to stream()")
         if device is not None and (device.type != here.type or device.index not in (None, here.index or 0)):
@@ -261,16 +285,6 @@ class _StreamedModule(nn.Module):
             self.megacompile.streamed.mend()
         return result
 
-    def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
-        self.megacompile.whole()
-        return super().save_pretrained(*args, **kwargs)  # type: ignore[misc]
-
-    def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Layers are streamed for every token, without a cache: right, and slow."""
-        kwargs["use_cache"] = False
-        with torch.no_grad():
-            return super().generate(*args, **kwargs)  # type: ignore[misc]
-
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """A plain CPU model with the same weights."""
         self.megacompile.whole()
@@ -283,8 +297,27 @@ class _StreamedModule(nn.Module):
         raise UnsupportedError("a streamed model cannot be pickled: use save_pretrained, state_dict, or copy.deepcopy(model)")
 
 
-def _original_class(model: _StreamedModule) -> type[nn.Module]:
-    _, _, original, *_ = type(model).__mro__
+class _StreamedPretrained(_StreamedModule):
+    """What models of transformers have beside."""
+
+    @property
+    def device(self) -> torch.device:
+        """The compute device: Trainer sends batches there."""
+        return self.megacompile.streamed.backend.device
+
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
+        self.megacompile.whole()
+        return super().save_pretrained(*args, **kwargs)  # type: ignore[misc]
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Layers are streamed for every token, without a cache: right, and slow."""
+        kwargs["use_cache"] = False
+        with torch.no_grad():
+            return super().generate(*args, **kwargs)  # type: ignore[misc]
+
+
+def _original_class(model: nn.Module) -> type[nn.Module]:
+    _, original = type(model).__bases__
     return original
 
 
@@ -295,5 +328,6 @@ def _streamed_class(original: type) -> type:
     """The subclass of a model's class that streams. It keeps the name: configs record it as the architecture."""
     if original not in _classes:
         body = {"__module__": original.__module__, "__qualname__": original.__qualname__, "__doc__": original.__doc__}
-        _classes[original] = type(original.__name__, (_StreamedModule, original), body)
+        streamed = _StreamedPretrained if hasattr(original, "save_pretrained") else _StreamedModule
+        _classes[original] = type(original.__name__, (streamed, original), body)
     return _classes[original]

@@ -19,7 +19,7 @@ import megacompile
 from megacompile import training
 from megacompile.calibrate import measure
 from megacompile.corpus import Corpus, PretrainedTokenizer, load_tokenizer
-from megacompile.errors import MegacompileError
+from megacompile.errors import LaneError, MegacompileError
 from megacompile.frontend.template import Template
 from megacompile.hardware import cache_path
 
@@ -33,8 +33,11 @@ class _Commands(TyperGroup):
         try:
             return super().invoke(ctx)
         except MegacompileError as error:
-            print(f"megacompile: {error}", file=sys.stderr)
-            raise typer.Exit(EXIT_FAILED) from error
+            message = str(error)
+        except LaneError as error:
+            message = str(error).splitlines()[0]  # without the program around it
+        print(f"megacompile: {message}", file=sys.stderr)
+        raise typer.Exit(EXIT_FAILED)
 
 
 app = typer.Typer(cls=_Commands, help="Train decoder models whose weights live in host memory.", no_args_is_help=True,
@@ -94,7 +97,10 @@ def train(
     """
     torch.manual_seed(seed)
     console = Console(markup=False, highlight=False, soft_wrap=True)
+    if save is not None:
+        training.make_directory(save)  # now: what cannot be saved should not be trained first
     model = training.load_model(model_path, dtype=dtype.resolve())
+    training.check_length(model.config, length)
     tokenizer = load_tokenizer(model_path)
     corpus = Corpus.from_files(data, tokenizer, model.config.vocab_size)
     batches = corpus.windows(batch, length, seed)

@@ -11,7 +11,7 @@ from megacompile.program import Program, argument, find, nodes, op_of, operands,
 
 _FORWARD = ("forward", "forward_saving", "loss", "evaluate", "logits")
 _BACKWARD = ("backward", "recompute_backward")
-_BACKWARD_SECTIONS = {"backward": True, "backward_accumulate": False}  # section: does it overwrite gradients
+_BACKWARD_SECTIONS = {"backward": True, "backward_accumulate": False, "train_step": True}  # does it overwrite gradients
 
 
 def trainable(program: Program, tiles: tuple[str, ...]) -> list[str]:
@@ -62,7 +62,10 @@ def trained(program: Program) -> Iterator[Fault]:
     micro-batch, last call first. Each node takes the values of its own micro-batch from the calls beside its own."""
     origins = _Origins(program)
     for name, graph in program.sections.items():
-        if name in _BACKWARD_SECTIONS:
+        if name == "train_step":
+            yield from _forward(program, name, graph)
+            yield from _backward_visits(program, name, graph)
+        elif name in _BACKWARD_SECTIONS:
             yield from _backward(program, name, graph, origins)
             yield from _leases(program, name, graph, origins)
         elif any(find(graph, *_FORWARD)):
@@ -73,15 +76,25 @@ def trained(program: Program) -> Iterator[Fault]:
 
 
 def _forward(program: Program, name: str, graph: fx.Graph) -> Iterator[Fault]:
+    """Of a whole step, up to the loss of each micro-batch: forwards behind it recompute."""
     expected = [call.name for call in program.calls]
-    yield from _visits(program, name, list(find(graph, *_FORWARD)), expected, expected)
+    visits, lost = [], set()
+    for node in find(graph, *_FORWARD):
+        if argument(node, "mb") not in lost:
+            visits.append(node)
+        if op_of(node).name == "loss":
+            lost.add(argument(node, "mb"))
+    yield from _visits(program, name, visits, expected, expected)
+
+
+def _backward_visits(program: Program, name: str, graph: fx.Graph) -> Iterator[Fault]:
+    stack = [call for call in reversed(program.calls) if call.role != "epilogue"]
+    required = [call.name for call in stack if trainable(program, call.tiles)]
+    yield from _visits(program, name, list(find(graph, *_BACKWARD)), [call.name for call in stack], required)
 
 
 def _backward(program: Program, name: str, graph: fx.Graph, origins: _Origins) -> Iterator[Fault]:
-    stack = [call for call in reversed(program.calls) if call.role != "epilogue"]
-    required = [call.name for call in stack if trainable(program, call.tiles)]
-    visits = list(find(graph, *_BACKWARD))
-    yield from _visits(program, name, visits, [call.name for call in stack], required)
+    yield from _backward_visits(program, name, graph)
     scaled: dict[fx.Node, fx.Node] = {}
     for node in nodes(graph):
         for value in operands(node, "value") if op_of(node).name == "scale" else ():
@@ -164,7 +177,8 @@ def sent_home(program: Program) -> Iterator[Fault]:
     origins = _Origins(program)
     for name, overwrite in _BACKWARD_SECTIONS.items():
         if name not in program.sections:
-            if "forward" in program.sections:
+            # Where the backward itself updates, gradients are consumed: there is nothing to add to.
+            if "forward" in program.sections and name != "train_step" and not _updates_on_arrival(program):
                 yield Fault(f"the program has a forward and no {name}", "add the section")
             continue
         graph = program.section(name)
@@ -218,21 +232,38 @@ def _once(program: Program, name: str, graph: fx.Graph, op: str, tiles: list[str
 def updated(program: Program) -> Iterator[Fault]:
     """One clip over all trainable tiles, then one adam for each; a tile that is resident on the device is copied there
     again after its update."""
+    tiles = trainable(program, tuple(program.tiles))
+    if _updates_on_arrival(program):
+        for name in ("backward", "train_step"):
+            if name in program.sections:
+                yield from _once(program, name, program.section(name), "adam", tiles)
+                yield from _refreshed(program, name, tiles)
+        return
     if "update" not in program.sections:
-        if "backward" in program.sections:
+        if "backward" in program.sections or "train_step" in program.sections:
             yield Fault("the program has a backward and no update", "add the section")
         return
-    graph, tiles = program.section("update"), trainable(program, tuple(program.tiles))
+    graph = program.section("update")
     clips = list(find(graph, "clip"))
     if len(clips) != 1 or sorted(argument(clips[0], "tiles")) != sorted(tiles):
         yield Fault("update needs one clip over all trainable tiles", "clip once, over every trainable tile",
                     clips[-1] if clips else None)
     yield from _once(program, "update", graph, "adam", tiles)
+    yield from _refreshed(program, "update", tiles)
+
+
+def _updates_on_arrival(program: Program) -> bool:
+    return any(True for name in ("backward", "train_step") if name in program.sections
+               for _ in find(program.section(name), "adam"))
+
+
+def _refreshed(program: Program, name: str, tiles: list[str]) -> Iterator[Fault]:
+    graph = program.section(name)
     resident = {argument(node, "tile"): node for g in program.sections.values() for node in find(g, "resident")}
     fresh: dict[str, fx.Node | None] = {}
     for node in find(graph, "adam", "prefetch"):
         fresh[argument(node, "tile")] = node if op_of(node).name == "prefetch" else None
     for tile, node in resident.items():
         if tile in tiles and fresh.get(tile) is None:
-            yield Fault(f"tile {tile} is resident on the device, and update leaves its old weights there",
+            yield Fault(f"tile {tile} is resident on the device, and {name} leaves its old weights there",
                         "prefetch it after its adam", node)

@@ -41,11 +41,14 @@ class StreamConfig:
         checkpoint_interval: K, layers between activation checkpoints.
         micro_batch_size: sequences a micro-batch.
         device_memory: budget of the device, bytes or "24GiB".
-        locked_memory: budget of page-locked host memory; too small for the tiles: weights and gradients pass through slabs.
+        locked_memory: page-locked host memory that tiles may take; too little for all: weights and gradients pass through
+            slabs, which are page-locked whatever this says (`gradient_slabs` is how many there are).
         dtype: compute dtype; None: that of the model's parameters.
         compile: templates through inductor; None: on cuda.
         saved_layers: how many last layers keep their residuals; None: on cuda as many as fit, elsewhere none.
-        resident: names of tiles whose weights stay on the device, or "all".
+        waves: in how many shares `train_step` sends a batch forward and back; None: on cuda as many as let all layers keep
+            their residuals, elsewhere one.
+        resident: names of tiles (or one name) whose weights stay on the device, or "all".
         weight_slots, gradient_slots, gradient_slabs: sizes of the pools.
         reference: run the reference interpreter (one thread, program order), for checking.
     """
@@ -58,6 +61,7 @@ class StreamConfig:
     dtype: torch.dtype | None = None
     compile: bool | None = None
     saved_layers: int | None = None
+    waves: int | None = None
     resident: tuple[str, ...] | str = ()
     weight_slots: int | None = None
     gradient_slots: int = 2
@@ -65,12 +69,17 @@ class StreamConfig:
     reference: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("checkpoint_interval", "micro_batch_size", "weight_slots", "gradient_slots", "gradient_slabs"):
+        for name in ("checkpoint_interval", "micro_batch_size", "weight_slots", "gradient_slots", "gradient_slabs", "waves"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise MegacompileError(f"{name} must be a whole number of at least 1, not {value!r}")
         if self.saved_layers is not None and (not isinstance(self.saved_layers, int) or self.saved_layers < 0):
             raise MegacompileError(f"saved_layers must be a whole number of at least 0, not {self.saved_layers!r}")
+        if isinstance(self.resident, str) and self.resident != "all":
+            object.__setattr__(self, "resident", (self.resident,))
+        if self.resident != "all" and not (
+                isinstance(self.resident, tuple | list) and all(isinstance(name, str) for name in self.resident)):
+            raise MegacompileError(f"resident must be the names of tiles, or 'all', not {self.resident!r}")
         if self.dtype not in (None, torch.float32, torch.bfloat16):
             raise MegacompileError(f"dtype must be torch.float32 or torch.bfloat16, not {self.dtype}")
         parse_bytes(self.device_memory)

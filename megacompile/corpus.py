@@ -41,12 +41,16 @@ class ByteTokenizer:
 
 
 class PretrainedTokenizer:
-    """The tokenizer saved beside a model, with no special tokens added."""
+    """The tokenizer saved beside a model, with no special tokens added. Raises MegacompileError if it cannot be read."""
 
     def __init__(self, directory: Path) -> None:
         from transformers import AutoTokenizer  # slow to import, and not needed for bytes
 
-        self._tokenizer: Any = AutoTokenizer.from_pretrained(directory)
+        try:
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+        except Exception as error:  # whatever the files make transformers raise
+            raise MegacompileError(f"{directory} holds a tokenizer that transformers cannot read: mend its files, or remove "
+                                   f"them to train on bytes\n{type(error).__name__}: {error}") from error
 
     def encode(self, text: bytes) -> Tensor:
         decoded = text.decode("utf-8", errors="replace")

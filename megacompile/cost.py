@@ -1,13 +1,15 @@
 """What templates hold, as functions of batch B and length T: bytes of a variant at its peak, of results and residuals.
 (What they execute is `flops.py`'s.)
 
-The first cost model: liveness over a variant's graph, every op's result in memory of its own (views share their base's).
-Compiled code fuses, so it holds less; matrix kernels' workspaces and rounding by the allocator are the margin's.
+The first cost model: liveness over a variant's graph, every op's result in memory of its own (views share their base's),
+and what our own ops hold inside. Compiled code fuses, so it holds less; matrix kernels' workspaces and rounding by the
+allocator are the margin's.
 """
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,6 +36,41 @@ def tensor_bytes(value: Any, size: Callable[[Any], int]) -> int:
     return 0
 
 
+def _attention_workspace(node: fx.Node, size: Callable[[Any], int], device_type: str, backward: bool) -> int:
+    """Explicit scores [B, H, T, T] in float32, as many as are alive at once; flash kernels hold none."""
+    *_, softcap, kernel = node.args
+    query, key = (argument.meta["val"] for argument in node.args[backward:backward + 2])  # type: ignore[union-attr]
+    if kernel not in ("math", "neutral"):
+        return 0
+    batch, heads, length, width = map(size, query.shape)
+    half = query.element_size() if query.element_size() < 4 else 0
+    scores = batch * heads * length**2 * (4 * ((6 if softcap else 5) if backward else 3) + half)
+    positions = 10 * length**2  # distances, int64, and what they hide
+    expanded = 0 if size(key.shape[1]) == heads else 2 * batch * heads * length * width * query.element_size()
+    return scores + positions + expanded + (tensor_bytes(query, size) if backward else 0)
+
+
+def _cross_entropy_workspace(node: fx.Node, size: Callable[[Any], int], device_type: str) -> int:
+    """A chunk's scores and their gradient, in the weights' dtype, beside those of the chunk before; on the CPU, where the op
+    runs unfused, float32 values in between."""
+    hidden, weight = (argument.meta["val"] for argument in node.args[:2])  # type: ignore[union-attr]
+    scale, softcap, chunk = node.args[6:9]
+    assert isinstance(chunk, int)
+    rows, count = chunk, size(hidden.shape[0])
+    values = min(rows, count) * size(weight.shape[0])
+    if device_type == "cuda":
+        return (3 if count > rows else 2) * values * weight.element_size()
+    return values * (4 * (6 + (2 if softcap else int(scale != 1))) + 1)
+
+
+#: What our own ops hold beside their results: (node, size, device type) -> bytes.
+WORKSPACE: dict[Any, Callable[[fx.Node, Callable[[Any], int], str], int]] = {
+    torch.ops.megacompile.attention.default: partial(_attention_workspace, backward=False),
+    torch.ops.megacompile.attention_backward.default: partial(_attention_workspace, backward=True),
+    torch.ops.megacompile.linear_cross_entropy.default: _cross_entropy_workspace,
+}
+
+
 def peak_bytes(template: Template, variant: Variant, batch: int, length: int) -> int:
     """Most bytes that a variant's own values (its inputs aside) take at once."""
     known = _peaks.setdefault(variant, {})
@@ -56,7 +93,8 @@ def _peak_bytes(template: Template, variant: Variant, batch: int, length: int) -
     for node in graph.nodes:
         if node.op == "call_function" and base_of(node) is node:
             held += tensor_bytes(node.meta.get("val"), size)
-            peak = max(peak, held)
+            workspace = WORKSPACE.get(node.target)
+            peak = max(peak, held + (workspace(node, size, template._target.device_type) if workspace else 0))
         for value in dies.get(node, ()):
             if value.op == "call_function":
                 held -= tensor_bytes(value.meta.get("val"), size)

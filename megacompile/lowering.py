@@ -8,10 +8,14 @@ from torch import fx
 from megacompile.program import Builder, CallSpec, Program, Tile
 
 
-def model_program(calls: Sequence[CallSpec], tiles: Mapping[str, Tile], batch: int, labels: bool) -> Program:
-    """Stage "model". With labels: sections `forward` (training) and `evaluate`; without: `evaluate` gives logits only."""
+def model_program(calls: Sequence[CallSpec], tiles: Mapping[str, Tile], batch: int, labels: bool,
+                  whole_step: bool = False) -> Program:
+    """Stage "model". With labels: sections `forward` (training) and `evaluate`; without: `evaluate` gives logits only. A
+    whole step is one section, `train_step`."""
     sections = {"evaluate": _chain(calls, "evaluate" if labels else "logits")}
-    if labels:
+    if whole_step:
+        sections = {"train_step": _chain(calls, "loss")}
+    elif labels:
         sections = {"forward": _chain(calls, "loss"), **sections}
     return Program("model", (batch,), dict(tiles), tuple(calls), {}, sections)
 

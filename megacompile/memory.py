@@ -56,15 +56,19 @@ def training_bytes(captured: CapturedModel, tiling: Tiling, plan: Plan) -> Estim
     first, last = (sum(_elements(tiling.layouts[t]) for t in tiling.tiles_of[call.name])
                    for call in (captured.calls[0], captured.calls[-1]))
     accumulators = 4 * max(last + block * layer_elements, first)
+    if plan.waves > 1:  # every tile's live until the last wave has added to them
+        accumulators = 4 * sum(map(_elements, tiling.layouts.values()))
 
-    layer = next(iter(kinds.values()))
-    hidden = sum(cost.output_bytes(layer, rows, length) for rows in plan.micro_batches)
-    shared = sum(cost.output_bytes(templates["prologue"], rows, length) for rows in plan.micro_batches)
-    residuals = sum(cost.residual_bytes(layer, rows, length) for rows in plan.micro_batches)
-    blocks = -(-(len(layer_calls) - plan.saved_layers) // block)
+    there = [plan.micro_batches[mb] for mb in plan.wave(0)]  # the first wave is the largest
+    hidden = {name: sum(cost.output_bytes(layer, rows, length) for rows in there) for name, layer in kinds.items()}
+    residuals = {name: sum(cost.residual_bytes(layer, rows, length) for rows in there) for name, layer in kinds.items()}
+    shared = sum(cost.output_bytes(templates["prologue"], rows, length) for rows in there)
+    names = [call.template for call in layer_calls]
+    recomputing = max(0, len(names) - plan.saved_layers)
     # The first block begins with what all layers share; two more: a layer's input and output, or its gradients.
+    checkpoints = shared + 2 * max(hidden.values()) + sum(hidden[names[i - 1]] for i in range(block, recomputing, block))
     # A layer that keeps its residuals also keeps its output: the next one's backward begins with it.
-    checkpoints = (max(0, blocks - 1) + 2) * hidden + shared + plan.saved_layers * (residuals + hidden)
+    checkpoints += sum(residuals[name] + hidden[name] for name in names[recomputing:])
 
     recomputed = max(cost.residual_bytes(t, largest, length) + cost.output_bytes(t, largest, length) for t in kinds.values())
     workspace = max(

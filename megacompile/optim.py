@@ -2,11 +2,11 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from megacompile.errors import MegacompileError, UnsupportedError
@@ -20,13 +20,46 @@ _OWNERS: MutableMapping[Tensor, tuple[weakref.ref[Streamed], str]] = WeakIdKeyDi
 
 def claim(streamed: Streamed) -> None:
     """Lets optimizers find the streamed model behind its parameters."""
-    for name, parameter in streamed.parameters.items():
+    for name, parameter in nn.Module.named_parameters(streamed.model):  # those too that no call reads
         _OWNERS[parameter] = (weakref.ref(streamed), name)
 
 
 def disclaim(streamed: Streamed) -> None:
-    for parameter in streamed.parameters.values():
-        _OWNERS.pop(parameter, None)
+    for _, parameter in nn.Module.named_parameters(streamed.model):
+        if parameter in _OWNERS and _OWNERS[parameter][0]() is streamed:
+            del _OWNERS[parameter]
+
+
+def check_unclaimed(model: nn.Module) -> None:
+    """Raises `MegacompileError` if a parameter lives in another model's tiles: two tiles would fight over its memory."""
+    for name, parameter in nn.Module.named_parameters(model):
+        owner = _OWNERS[parameter][0]() if parameter in _OWNERS else None
+        if owner is not None:
+            raise MegacompileError(
+                f"{name} belongs to a {type(owner.model).__name__} that is streamed already: close() that one first, or give "
+                "each model parameters of its own")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)
+
+
+#: What an option of a parameter group must be, and whether a value is that.
+_OPTIONS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    **dict.fromkeys(("lr", "eps", "weight_decay"), ("a number of at least 0", lambda x: _is_number(x) and x >= 0)),
+    "betas": ("two numbers of at least 0 and below 1", lambda x: (
+        isinstance(x, tuple | list) and len(x) == 2 and all(_is_number(b) and 0 <= b < 1 for b in x))),
+}
+
+
+def _check_options(group: Mapping[str, Any]) -> None:
+    """Raises `MegacompileError` for an option of a parameter group that is out of range or that is not implemented."""
+    for option in ("amsgrad", "maximize", "differentiable"):
+        if group.get(option):
+            raise UnsupportedError(f"{option}=True is not implemented by megacompile.AdamW: leave it out")
+    for option, (what, good) in _OPTIONS.items():
+        if option in group and not good(group[option]):
+            raise MegacompileError(f"{option}={group[option]!r} is out of range: give {what}")
 
 
 class AdamW(torch.optim.Optimizer):
@@ -37,6 +70,8 @@ class AdamW(torch.optim.Optimizer):
     before clipping. `state_dict` holds exp_avg, exp_avg_sq (fp32), step, and for bf16 parameters the FP32 master's 16 low
     bits (`remainder`, int16).
 
+    Parameters of the model that its forward does not read are left alone, as those without a gradient are.
+
     Changes of `.grad` between backward and step count, in the norm too (those made through `.grad.data` leave no trace, and
     the norm does not see them). A gradient that is None leaves its parameter alone.
 
@@ -44,21 +79,22 @@ class AdamW(torch.optim.Optimizer):
     """
 
     def __init__(self, params: Iterable[Any], lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999),
-                 eps: float = 1e-8, weight_decay: float = 1e-2, *, max_grad_norm: float | None = None) -> None:
-        for name, value, good in (("lr", lr, lr >= 0), ("eps", eps, eps >= 0),
-                                  ("weight_decay", weight_decay, weight_decay >= 0),
-                                  ("betas", betas, all(0 <= b < 1 for b in betas)),
-                                  ("max_grad_norm", max_grad_norm, max_grad_norm is None or max_grad_norm > 0)):
-            if not good:
-                raise MegacompileError(f"{name}={value} is out of range")
-        self.max_grad_norm = max_grad_norm
+                 eps: float = 1e-8, weight_decay: float = 1e-2, *, max_grad_norm: float | None = None,
+                 overlap: str | None = None) -> None:
+        _check_options(dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
+        if max_grad_norm is not None and not (_is_number(max_grad_norm) and max_grad_norm > 0):
+            raise MegacompileError(f"max_grad_norm={max_grad_norm!r} is out of range: give a number above 0, or None")
+        if overlap not in (None, "backward"):
+            raise MegacompileError(f"overlap={overlap!r} must be None (update beside the next forward) or 'backward' (as "
+                                   "gradients arrive)")
+        if overlap is not None and max_grad_norm is not None:
+            raise MegacompileError("overlap='backward' updates before the global norm is known: leave max_grad_norm out")
+        self.max_grad_norm, self.overlap = max_grad_norm, overlap
         self._update: Update | None = None
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        for option in ("amsgrad", "maximize", "differentiable"):
-            if param_group.get(option):
-                raise UnsupportedError(f"{option}=True is not implemented by megacompile.AdamW: leave it out")
+        _check_options(param_group)
         super().add_param_group(param_group)
         for parameter in self.param_groups[-1]["params"]:
             self._make_state(parameter)
@@ -68,8 +104,8 @@ class AdamW(torch.optim.Optimizer):
         streamed = owner() if owner is not None else None
         if streamed is None:
             raise MegacompileError(
-                "a parameter belongs to no streamed model: call model = megacompile.stream(model) before making the optimizer"
-                " (parameters that no layer reads are trained by torch.optim)")
+                f"a parameter of shape {list(parameter.shape)} belongs to no streamed model: call model = "
+                "megacompile.stream(model) before making the optimizer, and make a new optimizer after close()")
         return streamed, name
 
     @property
@@ -83,6 +119,8 @@ class AdamW(torch.optim.Optimizer):
     def _make_state(self, parameter: Tensor) -> None:
         """State tensors are views of the tile's own memory."""
         streamed, name = self._owner(parameter)
+        if name not in streamed.tiling.position:  # no call reads it
+            return
         tile_name, position = streamed.tiling.position[name]
         tile = streamed.store[tile_name]
         part = tile.layout.slices[position]
@@ -111,20 +149,42 @@ class AdamW(torch.optim.Optimizer):
         if self._update is not None and self._update is streamed.unfinished and streamed.complete():
             return None
         streamed.check_whole()
+        if self.overlap is not None:
+            raise MegacompileError("overlap='backward' needs whole steps: call model.megacompile.train_step(batch, optimizer) "
+                                   "instead of backward() and step(), or leave overlap out")
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        updated = [(group, p) for group in self.param_groups for p in group["params"] if p.grad is not None and self.state[p]]
-        if not updated:
+        trained = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        if not trained:
             return loss
+        if unread := [name for name in (self._owner(p)[1] for p in trained) if name not in streamed.tiling.position]:
+            raise UnsupportedError(f"{unread[0]} has a gradient, and the streamed forward does not read it: give it to an "
+                                   "optimizer of torch.optim")
         streamed.check_trained()
         streamed.adopt_writes()
+        streamed.writes.refresh_norms(streamed.gradients)
+        self._update = self._request(lambda parameter: parameter.grad is not None)
+        streamed.update(self._update)
+        return loss
+
+    def request(self) -> Update:
+        """An update of every parameter, for a step that runs as one program."""
+        self.streamed.raise_pending()
+        self.streamed.check_whole()
+        self.streamed.adopt_writes()
+        self._update = self._request(lambda parameter: True)
+        return self._update
+
+    def _request(self, wanted: Callable[[Tensor], bool]) -> Update:
+        """What the lanes need to know of a step: hyper-parameters as they are now, of the parameters that are wanted."""
+        streamed = self.streamed
         # An update that failed before its first tile was counted as a step, and is no step.
         repeating = self._update is not None and self._update.failed and not self._update.done
         segments: dict[str, list[AdamSegment]] = {}
         counted: dict[str, list[int]] = {}
-        for group, parameter in updated:
+        for group, parameter in ((g, p) for g in self.param_groups for p in g["params"] if wanted(p) and self.state[p]):
             _, name = self._owner(parameter)
             tile, position = streamed.tiling.position[name]
             part = streamed.store[tile].layout.slices[position]
@@ -139,10 +199,7 @@ class AdamW(torch.optim.Optimizer):
             each.sort(key=lambda s: s.start)
         for positions in counted.values():
             positions.sort()
-        streamed.writes.refresh_norms(streamed.gradients)
-        self._update = Update(segments, counted, self.max_grad_norm)
-        streamed.update(self._update)
-        return loss
+        return Update(segments, counted, self.max_grad_norm)
 
     @property
     def grad_norm(self) -> float | None:
@@ -174,36 +231,54 @@ class AdamW(torch.optim.Optimizer):
         """Copies moments and remainders into the tiles, exactly: the base class would cast them to the parameter's dtype.
         Load the model first: a remainder belongs to the weight that it was saved with, and loading a weight clears it.
 
-        Raises `MegacompileError` for another number of groups, parameters, or another shape."""
+        As in `torch.optim`, a parameter without a saved state starts anew.
+
+        Raises, before anything has changed, `MegacompileError` for another number of groups, parameters, or another shape,
+        and for options as the constructor does."""
         streamed = self.streamed
         streamed.settle()
         groups = state_dict["param_groups"]
         if [len(g["params"]) for g in groups] != [len(g["params"]) for g in self.param_groups]:
             raise MegacompileError("the saved optimizer has other parameter groups: make it with the groups it was saved with")
+        states = [(parameter, state_dict["state"].get(index, {}))
+                  for saved, group in zip(groups, self.param_groups, strict=True)
+                  for index, parameter in zip(saved["params"], group["params"], strict=True)]
+        for group in groups:
+            _check_options(group)
+        for parameter, saved in states:
+            self._check_state(parameter, saved)
         streamed.adopt_writes()  # sets remainders to zero, before the saved ones are loaded
         self._update = None
         for saved, group in zip(groups, self.param_groups, strict=True):
             group.update({k: v for k, v in saved.items() if k != "params"})
-            for index, parameter in zip(saved["params"], group["params"], strict=True):
-                if index in state_dict["state"]:
-                    self._load_state(parameter, state_dict["state"][index])
+        for parameter, saved in states:
+            self._load_state(parameter, saved)
 
-    def _load_state(self, parameter: Tensor, saved: dict[str, Any]) -> None:
+    def _check_state(self, parameter: Tensor, saved: Mapping[str, Any]) -> None:
+        """Raises what `load_state_dict` raises for the saved state of one parameter; a remainder may be missing."""
+        for key, value in self.state[parameter].items() if saved else ():
+            if key not in saved and key == "remainder":
+                continue
+            if key not in saved or (isinstance(value, Tensor) and value.shape != getattr(saved[key], "shape", None)):
+                raise MegacompileError(f"the saved optimizer state has no {key} of shape {list(parameter.shape)}")
+            if key == "remainder" and saved[key].dtype != torch.int16:
+                raise UnsupportedError("the saved remainder is not int16: it was cast on the way; save it unchanged")
+
+    def _load_state(self, parameter: Tensor, saved: Mapping[str, Any]) -> None:
+        """Copies a saved state that was checked; what it does not have becomes zero."""
         state = self.state[parameter]
+        if not state:
+            return
         streamed, name = self._owner(parameter)
         tile = streamed.store[streamed.tiling.position[name][0]]
         for key, value in state.items():
-            if key not in saved and key == "remainder":
-                value.zero_()
-            elif key not in saved or (isinstance(value, Tensor) and value.shape != saved[key].shape):
-                raise MegacompileError(f"the saved optimizer state has no {key} of shape {list(parameter.shape)}")
-            elif isinstance(value, Tensor):
-                if key == "remainder" and saved[key].dtype != torch.int16:
-                    raise UnsupportedError("the saved remainder is not int16: it was cast on the way; save it unchanged")
+            if not isinstance(value, Tensor):
+                state[key] = int(saved.get(key, 0))
+            elif key in saved:
                 value.copy_(saved[key])
-                tile.moments_written = True
-            else:
-                state[key] = int(saved[key])
+            elif key == "remainder" or tile.moments_written:
+                value.zero_()
+        tile.moments_written |= bool(saved)
 
     def master(self, parameter: Tensor) -> Tensor:
         """A copy of a parameter's FP32 master weight, of its shape."""

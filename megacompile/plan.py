@@ -10,7 +10,9 @@ class Plan:
     """How one batch shape is trained.
 
     `micro_batches` are sequences each, in order. Blocks of `checkpoint_interval` layers lie between two activation
-    checkpoints; the last `saved_layers` layers keep their residuals and are not recomputed. `resident` tiles keep their
+    checkpoints; the last `saved_layers` layers keep their residuals and are not recomputed. A whole step goes forward and
+    back in `waves`, consecutive shares of the micro-batches. Tiles are updated at "step", after an exact clip over all
+    gradients, or each on "arrival" of its gradients, unclipped. `resident` tiles keep their
     weights on the device. `locked` says that tiles themselves are page-locked; otherwise weights pass through
     `staging_slabs` and gradients through `gradient_slabs` page-locked slabs (the paper's pinned slab pool)."""
 
@@ -25,11 +27,21 @@ class Plan:
     locked: bool = True
     staging_slabs: int = 2
     gradient_slabs: int = 12
+    waves: int = 1
+    update: str = "step"
 
     def __post_init__(self) -> None:
         assert sum(self.micro_batches) == self.batch, f"{self.micro_batches} is no split of {self.batch} sequences"
+        assert 1 <= self.waves <= len(self.micro_batches) and self.update in ("step", "arrival")
         assert self.checkpoint_interval >= 1 and self.saved_layers >= 0
         assert self.weight_slots >= 1 and self.gradient_slots >= 1 and self.staging_slabs >= 1 and self.gradient_slabs >= 1
+
+    def wave_of(self, mb: int) -> int:
+        return mb * self.waves // len(self.micro_batches)
+
+    def wave(self, number: int) -> list[int]:
+        """The micro-batches of a wave, by number."""
+        return [mb for mb in range(len(self.micro_batches)) if self.wave_of(mb) == number]
 
     def blocks(self, layers: Sequence[str]) -> list[tuple[str, ...]]:
         """The layers that are recomputed, in blocks; the last block may be shorter. Layers that keep their residuals

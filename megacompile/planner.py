@@ -6,7 +6,7 @@ checkpoints and pays with the residuals of K - 1 layers of one micro-batch.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from megacompile.config import StreamConfig, format_bytes
@@ -18,6 +18,8 @@ from megacompile.tiling import Tiling
 
 #: Sequences' worth of tokens beyond which a larger micro-batch is no faster: kernels are full by then.
 FULL_TOKENS = 16384
+#: Tokens of a wave below which its kernels no longer hide the weights' arrival.
+WAVE_TOKENS = 12288
 #: Device memory that no estimate knows: CUDA's context, cuBLAS workspaces, rounding by the allocator.
 MARGIN_BYTES = 1 << 30
 
@@ -32,10 +34,16 @@ class Planner:
     captured: CapturedModel
     tiling: Tiling
     config: StreamConfig
-    device_bytes: int  # the budget
+    budget_bytes: int  # of device memory
     locked_bytes: int | None = None  # budget of page-locked memory; None: no limit
     margin_bytes: int = MARGIN_BYTES
     keep_residuals: bool = True
+    taken_bytes: Callable[[], int] = lambda: 0  # of the budget, by other models
+
+    @property
+    def device_bytes(self) -> int:
+        """What is left of the budget."""
+        return max(0, self.budget_bytes - self.taken_bytes())
 
     def plan(self, batch: int, length: int, training: bool = True) -> Plan:
         """The best plan that fits. Raises `InsufficientMemoryError` with the smallest need if none does."""
@@ -50,11 +58,19 @@ class Planner:
         raise InsufficientMemoryError(
             f"a batch of {batch} x {length} needs {format_bytes(smallest[0])} of device memory (micro-batches of "
             f"{smallest[1].micro_batches[0]}, checkpoint_interval={smallest[1].checkpoint_interval}) and "
-            f"{format_bytes(self.device_bytes)} are available: use fewer or shorter sequences, or a larger device_memory")
+            f"{format_bytes(self.device_bytes)} are available{self._others()}: use fewer or shorter sequences, or a larger "
+            "device_memory")
 
-    def considered(self, batch: int, length: int) -> Iterator[Plan]:
+    def _others(self) -> str:
+        taken = self.taken_bytes()
+        return f" (other streamed models have planned {format_bytes(taken)}: close() one)" if taken else ""
+
+    def considered(self, batch: int, length: int, update: str | None = None) -> Iterator[Plan]:
         """Every plan of a training step that the choice may fall on, in the order of preference: each once with the
-        residuals that memory is left for, and once without. Some do not fit."""
+        residuals that memory is left for, and once without. Some do not fit. `update`: of a whole step, as `plan_step`."""
+        if update is not None:
+            yield from self._step_plans(batch, length, update)
+            return
         for candidate in self._candidates(batch, length):
             if self.config.saved_layers is None and self.fits(candidate):
                 yield from dict.fromkeys((self._keep_residuals(candidate), candidate))
@@ -78,13 +94,34 @@ class Planner:
                     batch, length, split(batch, min(size, batch)), interval, min(config.saved_layers or 0, depth), slots,
                     config.gradient_slots, self.resident(), self.locked(), 2, config.gradient_slabs)
 
+    def plan_step(self, batch: int, length: int, update: str) -> Plan:
+        """The plan of a whole step. Where memory allows it, the fewest waves that let every layer keep its residuals: then
+        nothing is recomputed, and the link carries the weights once more for each further wave."""
+        plans = self._step_plans(batch, length, update)
+        return next((p for p in plans if p.saved_layers == len(self.captured.layer_names)), plans[0])
+
+    def _step_plans(self, batch: int, length: int, update: str) -> list[Plan]:
+        """From one wave on, each with as many residuals as fit."""
+        plan = replace(self.plan(batch, length), update=update)
+        count, config = len(plan.micro_batches), self.config
+        if config.waves is not None:
+            plan = replace(plan, waves=min(config.waves, count))
+        if config.saved_layers is not None or not self.keep_residuals:
+            return [plan]
+        room = self.device_bytes - self.margin_bytes
+        waves = [plan.waves] if config.waves else range(1, max(1, min(count, batch * length // WAVE_TOKENS)) + 1)
+        return [self._most_residuals(replace(plan, waves=n), room) for n in waves]
+
     def _keep_residuals(self, plan: Plan) -> Plan:
         """Spends what memory is left on residuals of the last layers: each is one forward less in the backward, the only
         large lever there is on the step time. Leaves room for a second open forward that keeps none."""
         if not self.keep_residuals:
             return plan
         lean = training_bytes(self.captured, self.tiling, plan)
-        room = self.device_bytes - self.margin_bytes - lean.checkpoints
+        return self._most_residuals(plan, self.device_bytes - self.margin_bytes - lean.checkpoints)
+
+    def _most_residuals(self, plan: Plan, room: int) -> Plan:
+        """As many layers with residuals as fit in `room` bytes."""
 
         def need(saved: int) -> int:
             return training_bytes(self.captured, self.tiling, replace(plan, saved_layers=saved)).total

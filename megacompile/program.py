@@ -100,7 +100,7 @@ OPS: dict[str, Op] = {op.name: op for op in (
        "adds a slab to the tile's gradients (or overwrites them)"),
     Op("clip", Lane.CPU, ("tiles",), (), ("gradients[tiles]",), ("result",), "clip",
        "the global norm of all gradients, and the factor that clips them"),
-    Op("adam", Lane.CPU, ("tile", "clip"), (), ("gradients[tile]", "clip"), ("weights[tile]",), None,
+    Op("adam", Lane.CPU, ("tile", "clip"), ("clip",), ("gradients[tile]", "clip"), ("weights[tile]",), None,
        "the fused AdamW update of one tile"),
     Op("result", Lane.COMPUTE, ("key", "values"), (), ("values",), (), None, "hands values to the caller"),
     Op("lease", Lane.COMPUTE, ("key", "value"), (), ("value",), (), None, "keeps a value for a later section"),
@@ -207,7 +207,7 @@ def place_kind(place: str) -> str | None:
 class Tile:
     """The host memory of one layer (or of the prologue, the epilogue, a tied weight), as a schedule sees it.
 
-    `readers` are calls, in order; bytes are those of one transfer over the link."""
+    Bytes are those of one transfer over the link."""
 
     name: str
     parameters: int

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from megacompile.api import analyse
 from megacompile.config import StreamConfig, parse_bytes
 from megacompile.durations import Durations
+from megacompile.errors import MegacompileError
 from megacompile.explain import explain
 from megacompile.frontend.capture import CapturedModel
 from megacompile.frontend.template import Template
@@ -62,17 +63,23 @@ class Schedule:
 
     def explain(self) -> str:
         """The plan and those it was chosen from, as text: needs, predicted times and what binds."""
-        return explain(self.planner, self.durations(), self.plan)
+        return explain(self.planner, self.durations(), self.plan, whole_step="train_step" in self.program().sections)
 
 
 def schedule(model: nn.Module, *, batch: int, length: int, layers: str | None = None,
-             example: Mapping[str, Tensor] | None = None, hardware: str | Path | Hardware | None = None,
-             **options: Any) -> Schedule:
+             example: Mapping[str, Tensor] | None = None, update: str | None = None,
+             hardware: str | Path | Hardware | None = None, **options: Any) -> Schedule:
     """The schedule of a training step of `batch` sequences of `length` tokens. `model` may be on the meta device; nothing of
     it is changed. Options as for `stream`; a schedule for device="cuda" needs no CUDA. Raises what `stream` raises.
 
-    `hardware` is a machine to plan for, whose device and memory are taken unless options name others: a profile ("h200",
-    "a100", "rtx3090"), a file that `megacompile calibrate` has written, or rates of your own."""
+    `update` None is a loop of forward, backward and step; "step" and "arrival" are `train_step`, with the update at its end
+    or as gradients arrive. `hardware` is a machine to plan for, whose device and memory are taken unless options name
+    others: a profile ("h200", "a100", "rtx3090"), a file that `megacompile calibrate` has written, or rates of your own."""
+    if update not in (None, "step", "arrival"):
+        raise MegacompileError(f"update must be None, 'step' or 'arrival', not {update!r}")
+    for name, size in (("batch", batch), ("length", length)):
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise MegacompileError(f"{name} must be a whole number of at least 1, not {size!r}")
     config = StreamConfig.of(**options)
     if isinstance(hardware, str | Path):
         hardware = Hardware.find(hardware)
@@ -82,8 +89,9 @@ def schedule(model: nn.Module, *, batch: int, length: int, layers: str | None = 
     captured, tiling = analyse(model, config, device_type, layers, example)
     budget = parse_bytes(config.device_memory) or _default_budget(device_type, hardware)
     planner = Planner(captured, tiling, config, budget, parse_bytes(config.locked_memory), *margins(device_type))
-    plan = planner.plan(batch, length)
-    program = model_program(tiling.call_specs(captured.calls, captured.templates), tiling.tiles(), batch, labels=True)
+    plan = planner.plan(batch, length) if update is None else planner.plan_step(batch, length, update)
+    program = model_program(tiling.call_specs(captured.calls, captured.templates), tiling.tiles(), batch, labels=True,
+                            whole_step=update is not None)
     compiled = compile_program(program, plan, PIPELINE)
     return Schedule(captured, tiling, plan, compiled.stages, compiled.log, planner, device, hardware)
 

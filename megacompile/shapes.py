@@ -1,6 +1,7 @@
 """Programs by batch shape: each is compiled when its shape first comes, and those longest unused are forgotten."""
 from __future__ import annotations
 
+import weakref
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -21,17 +22,22 @@ from megacompile.verify import verify
 #: A generation brings a new length with every token: without a bound, its programs would never go away.
 MAX_SHAPES = 32
 
+#: Those of all models that are streamed now: models on one device share its memory.
+_live: weakref.WeakSet[Shapes] = weakref.WeakSet()
+
 
 @dataclass(frozen=True)
 class Shape:
     """What a program is compiled for: sequences, tokens a sequence, whether there are labels, whether it trains; and whether
-    it must be `lean`, without the residuals that a plan keeps where memory is left."""
+    it must be `lean`, without the residuals that a plan keeps where memory is left. `update` is "step" or "arrival" (see
+    `Plan`) for a whole step as one program, None for sections of their own."""
 
     batch: int
     length: int
     labels: bool
     training: bool
     lean: bool = False
+    update: str | None = None
 
 
 @dataclass(eq=False)
@@ -59,12 +65,31 @@ class CompiledShape:
 
 
 class Shapes:
-    """State: the compiled shapes, the one used last at the end; at most `limit` of them beside those that are kept."""
+    """State: the compiled shapes, the one used last at the end; at most `limit` of them beside those that are kept; and
+    `planned`, the most device memory that any of them takes.
+
+    The default budget of device memory is what was free when the model was streamed; a plan within it leaves other models
+    what they have planned. One that was given (`device_memory`) is the user's to divide."""
 
     def __init__(self, captured: CapturedModel, tiling: Tiling, planner: Planner, binder: Binder,
                  limit: int = MAX_SHAPES) -> None:
         self.captured, self.tiling, self.planner, self.binder, self.limit = captured, tiling, planner, binder, limit
         self.table: dict[Shape, CompiledShape] = {}
+        self.planned = self.slot_bytes = 0
+        if planner.config.device_memory is None:
+            others = (s for s in _live if s.binder.device == binder.device)
+            self._not_free = weakref.WeakKeyDictionary({s: s.slot_bytes for s in others})
+            planner.taken_bytes = self._planned_by_others
+        _live.add(self)
+
+    def _planned_by_others(self) -> int:
+        """Less the slots that were there when the budget was taken, so that it does not have them."""
+        return sum(s.planned - self._not_free.get(s, 0)
+                   for s in _live if s is not self and s.binder.device == self.binder.device)
+
+    def close(self) -> None:
+        """Leaves the device's memory to other models."""
+        _live.discard(self)
 
     def __len__(self) -> int:
         return len(self.table)
@@ -87,7 +112,10 @@ class Shapes:
         if not shape.labels and not self.captured.same_logits_without_labels:
             raise UnsupportedError("without labels the model computes other logits than with them (the last position's, say), "
                                    f"and only those with labels were captured: pass {', '.join(self.captured.labels)}")
-        plan = self.planner.plan(shape.batch, shape.length, shape.training)
+        if shape.update is not None:
+            plan = self.planner.plan_step(shape.batch, shape.length, shape.update)
+        else:
+            plan = self.planner.plan(shape.batch, shape.length, shape.training)
         if shape.lean:
             plan = replace(plan, saved_layers=self.planner.config.saved_layers or 0)
         for rows in set(plan.micro_batches):
@@ -97,10 +125,12 @@ class Shapes:
                 "the model's loss is not a cross entropy over tokens, so that it cannot be split into micro-batches: "
                 f"give micro_batch_size={shape.batch} or smaller batches")
         model = model_program(self.tiling.call_specs(self.captured.calls, self.captured.templates), self.tiling.tiles(),
-                              shape.batch, shape.labels)
+                              shape.batch, shape.labels, whole_step=shape.update is not None)
         compiled = compile_program(model, plan, PIPELINE)
         verify(compiled.program, [s.program for s in self.table.values()])
-        return CompiledShape(shape, plan, self.planner.estimate(plan, shape.length, shape.training), compiled)
+        estimate = self.planner.estimate(plan, shape.length, shape.training)
+        self.planned, self.slot_bytes = max(self.planned, estimate.total), max(self.slot_bytes, estimate.slots)
+        return CompiledShape(shape, plan, estimate, compiled)
 
     def _forget(self, keep: Collection[CompiledShape]) -> None:
         """Drops the shapes longest unused, and the variants that were compiled for them alone."""

@@ -16,9 +16,8 @@ from torch import fx
 from megacompile.program import Access, Lane, Program, argument, lane_of, nodes, op_of, operands
 from megacompile.runtime.executor import CarriedEvents
 
-#: One step of a loop that trains; a backward returns when gradients are home (`Streamed.backward`).
-STEP = ("forward", "backward", "update")
-_RETURNS_WHEN_DONE = ("backward", "backward_accumulate")
+#: When the caller's loop goes on: after a backward, once gradients are home; after a whole step, once it has the loss.
+_WAITS_FOR = {"backward": tuple(Lane), "backward_accumulate": tuple(Lane), "train_step": (Lane.COMPUTE,)}
 
 Speeds = Callable[[frozenset[Lane]], Mapping[Lane, float]]
 
@@ -105,14 +104,20 @@ def _within(window: tuple[float, float], items: Iterable[Item]) -> float:
     return sum(max(0.0, min(item.end_s, end) - max(item.start_s, begin)) for item in items)
 
 
+def step_of(program: Program) -> tuple[str, ...]:
+    """The sections of one training step, in the order in which a loop runs them."""
+    order = ("train_step", "update") if "train_step" in program.sections else ("forward", "backward", "update")
+    return tuple(name for name in order if name in program.sections)
+
+
 def simulate(program: Program, seconds: Callable[[fx.Node], float], speeds: Speeds = alone,
-             sections: Sequence[str] = STEP, steps: int = 3) -> Timeline:
-    """Runs `sections` of a synchronized program `steps` times over.
+             sections: Sequence[str] | None = None, steps: int = 3) -> Timeline:
+    """Runs `sections` of a synchronized program (None: those of a training step) `steps` times over.
 
     `seconds(node)` is how long an instruction takes alone; `speeds(busy lanes)` what is left of each one's speed."""
     issue = _Issue(program, seconds)
     for step in range(steps):
-        for section in sections:
+        for section in step_of(program) if sections is None else sections:
             issue.section(step, section)
     items = run_lanes(issue.lanes, speeds)
     computed = [i for i in items if i.lane == Lane.COMPUTE] or items
@@ -156,8 +161,8 @@ class _Issue:
                 spent = 0.0 if op in ("wait", "release") else self.seconds(node)
                 self.lanes.setdefault(lane, []).append(Item(step, name, node, lane, spent, after))
         self.carried.leave(left)
-        if name in _RETURNS_WHEN_DONE:
-            self.barrier = [queue[-1] for queue in self.lanes.values()]
+        if name in _WAITS_FOR:
+            self.barrier = [self.lanes[lane][-1] for lane in _WAITS_FOR[name] if lane in self.lanes]
 
 
 def run_lanes(lanes: Mapping[Lane, Sequence[Item]], speeds: Speeds) -> list[Item]:

@@ -25,7 +25,7 @@ from megacompile.runtime.reference import ReferenceExecutor
 from megacompile.runtime.store import Store
 from megacompile.shapes import CompiledShape, Shape, Shapes
 from megacompile.tiling import Tiling, named_gradients
-from megacompile.writes import ForeignWrites
+from megacompile.writes import Constants, ForeignWrites
 
 
 @dataclass(eq=False)
@@ -67,8 +67,7 @@ class Streamed:
         self.parameters = {n: p for n, p in model.named_parameters() if n in tiling.position}
         self.gradients = dict(named_gradients(store))
         buffers = {s.name for call in captured.calls for s in call.sources if s.kind == "buffer"}
-        named_buffers = dict(model.named_buffers())
-        self.constants = {n: named_buffers[n].detach().to(backend.device) for n in buffers}
+        self.constants = Constants(model, buffers, backend.device)
         self.writes = ForeignWrites(model, self.parameters, tiling, store)
         budget = parse_bytes(config.device_memory) or int(backend.free_bytes() * 0.95)
         self.planner = Planner(captured, tiling, config, budget, parse_bytes(config.locked_memory),
@@ -136,14 +135,15 @@ class Streamed:
         self._reserve(shape, "load", *sections)
         self.adopt_writes()
         if shape.plan.resident and not self.resident_current:
-            self.submit(shape, "load", Batch([], self.constants))
+            self.submit(shape, "load", Batch([], self.constants.on_device))
             self.resident_current = True
 
     def adopt_writes(self) -> None:
-        """Takes over what was written to parameters from outside."""
-        if self.writes.pending():
+        """Takes over what was written to parameters and buffers from outside."""
+        if self.writes.pending() or self.constants.stale():
             self.settle()
             self.writes.adopt()
+            self.constants.refresh()
             self.version += 1
             self.resident_current = False
 
@@ -160,11 +160,37 @@ class Streamed:
             lease = Lease(shape, batch, self.version)
             self.submit(shape, "forward", batch, lease.values).wait((Lane.COMPUTE,))
         self.leases.add(lease)
+        return self._total_loss(batch), lease
+
+    def _total_loss(self, batch: Batch) -> Tensor:
         with self._on_compute():
             losses = [value.loss for value in batch.results.pop("loss") if value.loss is not None]
             loss = torch.stack(losses).sum(dim=0) if len(losses) > 1 else losses[0].clone()
         self.backend.exit([loss])
-        return loss, lease
+        return loss
+
+    def train_step(self, inputs: Mapping[str, Tensor], normaliser: Tensor | None, update: Update, overlap: bool) -> Tensor:
+        """The loss of a batch whose forward, backward and update run as one program. Returns once compute has been issued;
+        the update goes on beside the next step's forward or, with `overlap`, has gone on beside this step's backward."""
+        with self.guarded():
+            self.executor.check()
+            shape = self.compiled(replace(self._shape(inputs, training=True), update="arrival" if overlap else "step"))
+            self.enter(shape, "train_step", "update")
+            batch = self._batch(shape, inputs, normaliser)
+            self.trained, self.unfinished = shape, None
+            if overlap:
+                self._begin_update(update)
+            # Compute comes to its end only after every tile's weights were sent, so after the update before this one.
+            self.submit(shape, "train_step", batch, update=update).wait((Lane.COMPUTE,))
+            if not overlap:
+                self._begin_update(update)
+                self.submit(shape, "update", Batch([], self.constants.on_device), update=update)
+        return self._total_loss(batch)
+
+    def _begin_update(self, update: Update) -> None:
+        self.version += 1
+        self.steps += 1
+        self.updating, self.unfinished = update, None
 
     def evaluate(self, inputs: Mapping[str, Tensor], normaliser: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         """(loss or None, logits) without gradients."""
@@ -192,6 +218,8 @@ class Streamed:
 
         Whatever stops it, no parameter has a `.grad` afterwards: some would hold this batch's gradients, others not."""
         self.raise_pending()
+        if not self._give_back.alive:
+            raise LeaseError("the model was closed since this loss was computed: run the forward of the plain model again")
         if lease.closed:
             raise LeaseError("this loss has had its backward: run the forward again (retain_graph cannot be honoured, "
                              "activations are freed as the backward goes)")
@@ -238,17 +266,17 @@ class Streamed:
         self.check_trained()
         assert self.trained is not None
         self._reserve(self.trained, "update")
-        self.version += 1
-        self.steps += 1
-        self.updating, self.unfinished = update, None
+        self._begin_update(update)
         with self.guarded():
-            self.submit(self.trained, "update", Batch([], self.constants), update=update)
+            self.submit(self.trained, "update", Batch([], self.constants.on_device), update=update)
 
     def complete(self) -> bool:
         """Runs what is missing of an update that failed, with its own hyper-parameters; False, and nothing is done, if
         its gradients have changed since."""
         update = self.unfinished
         assert update is not None, "no update has failed"
+        if self.trained is None or "update" not in self.trained.program.sections:
+            return False  # it was updating on arrival: the gradients of missing tiles were never stored
         if not self.writes.gradients_untouched(self.gradients):
             return False
         update.failed = False
@@ -289,8 +317,8 @@ class Streamed:
     def check_whole(self) -> None:
         """Raises `TornError` if an update stopped between its first and its last tile."""
         if self.torn:
-            raise TornError("an update stopped half-way: call optimizer.step() again to complete it, or load a checkpoint "
-                            "with load_state_dict (the model's, then the optimizer's)")
+            raise TornError("an update stopped half-way: load a checkpoint with load_state_dict (the model's, then the "
+                            "optimizer's), or, if it was a step after backward(), call optimizer.step() again to complete it")
 
     def mend(self) -> None:
         """All weights were written anew: what was missing of an update is no longer wanted."""
@@ -315,13 +343,14 @@ class Streamed:
     def _batch(self, shape: CompiledShape, inputs: Mapping[str, Tensor], normaliser: Tensor | None) -> Batch:
         """The border: the batch goes to the device here, outside the program (it is a few kilobytes a step)."""
         device = self.backend.device
-        moved = {name: tensor.to(device, non_blocking=True) for name, tensor in inputs.items()}
+        # Copies, even where they are on the device already: the caller may refill its batch before the backward.
+        moved = {name: tensor.to(device, copy=True) for name, tensor in inputs.items()}
         if normaliser is not None:
-            normaliser = normaliser.to(device=device, dtype=torch.float32, non_blocking=True)
+            normaliser = normaliser.to(device=device, dtype=torch.float32, copy=True)
         self.backend.enter([*moved.values(), *([] if normaliser is None else [normaliser])])
         cuts = list(itertools.accumulate(shape.plan.micro_batches, initial=0))
         micro_batches = [{name: tensor[a:b] for name, tensor in moved.items()} for a, b in itertools.pairwise(cuts)]
-        return Batch(micro_batches, self.constants, normaliser)
+        return Batch(micro_batches, self.constants.on_device, normaliser)
 
     def _on_compute(self) -> Any:
         return self.backend.lane(Lane.COMPUTE)
@@ -337,6 +366,7 @@ class Streamed:
 
 def _give_back(executor: Executor | ReferenceExecutor, arena: Arena, store: Store, backend: Backend) -> None:
     executor.close()
+    backend.synchronize()  # a forgotten model may have copies in flight
     arena.close()
     for tile in store.tiles.values():
         for part in (tile.weights, tile.gradients):

@@ -105,7 +105,20 @@ def build_store(model: nn.Module, tiling: Tiling) -> Store:
             _place(parameters[s.name].data, flat[s.start:s.stop].view(s.shape),
                    None if tile.remainder is None else tile.remainder[s.start:s.stop].view(s.shape))
         point_parameters(tile, parameters)
+    move_rest(model, tiling)
     return store
+
+
+def move_rest(model: nn.Module, tiling: Tiling) -> None:
+    """Moves to the host what lies in no tile, buffers and parameters that no call reads: after `close()` the model is one on
+    the CPU, whatever device it came from."""
+    for name, parameter in model.named_parameters():
+        if name not in tiling.position and parameter.device.type != "cpu":
+            parameter.data = parameter.data.cpu()
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.device.type != "cpu":
+                module._buffers[name] = buffer.cpu()
 
 
 def _place(value: Tensor, weights: Tensor, remainder: Tensor | None) -> None:

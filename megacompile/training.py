@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import signal
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -40,9 +41,28 @@ def load_model(source: Path, *, dtype: torch.dtype | None = None, meta: bool = F
             return AutoModelForCausalLM.from_pretrained(source, dtype=dtype or "auto", local_files_only=True)
         with torch.device("meta" if meta else "cpu"):
             return AutoModelForCausalLM.from_config(config, dtype=dtype or config.dtype or torch.float32)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # whatever the files make transformers raise: a division by zero, a torn safetensors
         raise MegacompileError(f"{source} holds no causal language model that transformers reads: give a model "
-                               f"directory or its config.json\n{error}") from error
+                               f"directory or its config.json\n{type(error).__name__}: {error}") from error
+
+
+def check_length(config: Any, length: int) -> None:
+    """Raises MegacompileError if a model with this configuration has no positions for `length` tokens."""
+    positions = getattr(config, "max_position_embeddings", None)
+    if positions is not None and length > positions > 0:
+        raise MegacompileError(f"a sequence of {length} tokens is longer than the {positions} positions of the model: give a "
+                               "smaller --length, or a model whose config has a larger max_position_embeddings")
+
+
+def make_directory(path: Path) -> None:
+    """Makes a directory, with its parents, if it is not there. Raises MegacompileError if nothing can be written there."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        raise MegacompileError(f"nothing can be saved in {path} ({error.strerror}): give a directory that can be "
+                               "written") from error
 
 
 def parameter_count(model: nn.Module) -> int:
@@ -56,7 +76,7 @@ def warmup_then_linear(optimizer: torch.optim.Optimizer, steps: int, warmup: int
     def factor(step: int) -> float:
         if step < warmup:
             return (step + 1) / warmup
-        return 1.0 - 0.9 * (step - warmup) / max(1, steps - warmup)
+        return 1.0 - 0.9 * min(1.0, (step - warmup) / max(1, steps - 1 - warmup))  # the schedule is asked once too often
 
     return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
 

@@ -5,8 +5,9 @@ A bf16 parameter that was written has no meaningful remainder: it becomes zero, 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
+import torch
 from torch import Tensor, nn
 
 from megacompile.errors import UnsupportedError
@@ -96,3 +97,34 @@ class ForeignWrites:
                 assert tile.gradients is not None
                 tile.layout.norms(tile.gradients)[position] = host.norm(stored.flatten())
         self.note_gradients(gradients)
+
+
+class Constants:
+    """The buffers that templates read, on the device. State: object and version last seen of each.
+
+    They are few and small (rotary frequencies), so one that was written or replaced is simply sent again."""
+
+    def __init__(self, model: nn.Module, names: Iterable[str], device: torch.device) -> None:
+        self.model, self.device = model, device
+        self.on_device: dict[str, Tensor] = {}
+        self.seen: dict[str, tuple[int, int]] = dict.fromkeys(names, (0, 0))
+        self.refresh()
+
+    def stale(self) -> bool:
+        """Whether any was written or replaced since it was sent."""
+        buffers = dict(self.model.named_buffers()) if self.seen else {}
+        return any(n not in buffers or (id(buffers[n]), buffers[n]._version) != seen for n, seen in self.seen.items())
+
+    def refresh(self) -> None:
+        """Sends what has changed. Lanes must be at rest. Raises `UnsupportedError` for another shape or dtype."""
+        buffers = dict(self.model.named_buffers()) if self.seen else {}
+        for name, seen in self.seen.items():
+            buffer = buffers.get(name)
+            if buffer is not None and (id(buffer), buffer._version) == seen:
+                continue
+            known = self.on_device.get(name)
+            if buffer is None or (known is not None and (known.shape, known.dtype) != (buffer.shape, buffer.dtype)):
+                raise UnsupportedError(f"buffer {name} was removed or has another shape or dtype since stream(): close() the "
+                                       "model, change it, and stream() it again")
+            self.on_device[name] = buffer.detach().to(self.device, copy=True)
+            self.seen[name] = id(buffer), buffer._version

@@ -9,13 +9,13 @@ import contextlib
 import gc
 import os
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megacompile.errors import DeviceUnavailableError, InsufficientMemoryError
+from megacompile.errors import DeviceUnavailableError, InsufficientMemoryError, LaneError
 from megacompile.program import Lane
 
 
@@ -92,6 +92,9 @@ class CudaBackend:
         kind = runtime.memcpyHostToDevice if lane == Lane.H2D else runtime.memcpyDeviceToHost
         runtime.memcpyAsync(destination.data_ptr(), source.data_ptr(), source.numel(), kind, self.streams[lane].ptr)
 
+    def norms(self, views: Sequence[Tensor], out: Tensor) -> None:
+        torch.stack(torch._foreach_norm(list(views), 2, dtype=torch.float32), out=out)
+
     def record(self, lane: Lane) -> Any:
         if lane not in self.streams:
             return None
@@ -108,7 +111,11 @@ class CudaBackend:
             event.synchronize()
 
     def synchronize(self) -> None:
-        torch.cuda.synchronize(self.device)
+        try:
+            torch.cuda.synchronize(self.device)
+        except RuntimeError as error:  # what a kernel did wrong comes out here, and at every call from now on
+            raise LaneError(f"{self.device} has failed and works no more in this process: start a new one and load the last "
+                            f"checkpoint ({str(error).splitlines()[0]})") from error
 
     def delay(self, lane: Lane, seconds: float) -> None:
         if lane not in self.streams:

@@ -4,7 +4,7 @@ Sections are submitted in the order of the user's loop and return at once; `Run.
 section leaves (`leave`) is looked up by place when a later one enters (`enter`), at submission, in the caller's thread.
 
 State: the lanes' queues, the table of carried events, and the first failure. Once a lane has failed no lane executes
-anything until `recover`.
+anything until `recover`; once the device is lost none ever does.
 """
 from __future__ import annotations
 
@@ -106,6 +106,7 @@ class Executor:
         self.backend, self.delay = backend, delay
         self.carried: CarriedEvents[Event] = CarriedEvents()
         self.failure: Failure | None = None
+        self.lost: LaneError | None = None  # the device: no lane can work any more
         self.probe: Callable[[fx.Node], None] | None = None  # called before each instruction; tests raise from it
         self._queues: dict[Lane, queue.SimpleQueue[tuple[Run, list[fx.Node]] | None]] = {}
         self._threads: dict[Lane, threading.Thread] = {}
@@ -180,7 +181,9 @@ class Executor:
             mark.wait()
 
     def check(self) -> None:
-        """Raises the failure of the earliest run that failed."""
+        """Raises the failure of the earliest run that failed, or that the device is lost."""
+        if self.lost is not None:
+            raise LaneError(str(self.lost)) from self.lost.__cause__
         if self.failure is None:
             return
         self.idle()  # runs before the one that failed go on, and may fail yet
@@ -195,20 +198,33 @@ class Executor:
         return self.failure is not None and run.number >= self.failure.run
 
     def recover(self) -> None:
-        """After a failure: waits for all lanes, settles the device, forgets events (everything is done now)."""
+        """After a failure: waits for all lanes, settles the device, forgets events (everything is done now).
+
+        A device that cannot be settled is lost: from here on `check` raises why."""
         self.idle()
-        self.backend.synchronize()
+        try:
+            self.backend.synchronize()
+        except LaneError as error:
+            self.lost = error
         self.carried = CarriedEvents()
         self.failure = None
 
-    def close(self) -> None:
+    def close(self, then: Callable[[], None] | None = None) -> None:
+        """Ends the lanes when they have executed everything; then calls `then`, which may give back what they worked on.
+
+        Returns when that is done, except in one of its own lanes, where a garbage collection may find the forgotten model.
+        That lane cannot wait for lanes that wait for it: another thread does all of this."""
+        if threading.current_thread() in self._threads.values():
+            threading.Thread(target=self.close, args=(then,), daemon=True, name="megacompile close").start()
+            return
         for lane in self._queues:
             self._queues[lane].put(None)
         for thread in self._threads.values():
-            if thread is not threading.current_thread():
-                thread.join()
+            thread.join()
         self._queues.clear()
         self._threads.clear()
+        if then is not None:
+            then()
 
     # ---------------------------------------------------------------- execution, in the lanes' threads
     def _queue(self, lane: Lane) -> queue.SimpleQueue[tuple[Run, list[fx.Node]] | None]:
@@ -242,9 +258,12 @@ class Executor:
             except AbortedError:
                 return
             except BaseException as error:  # whatever it is, it belongs to the caller, not to this thread
-                if self.failure is None or run.number < self.failure.run:
-                    self.failure = Failure(run.number, error, node, lane)
+                self.fail(run, lane, node, error)
                 return
+
+    def fail(self, run: Run, lane: Lane, node: fx.Node, error: BaseException) -> None:
+        if self.failure is None or run.number < self.failure.run:
+            self.failure = Failure(run.number, error, node, lane)
 
     def _wait(self, run: Run, lane: Lane, event: Event | None) -> None:
         if event is None:
@@ -259,13 +278,19 @@ def _work(executor: weakref.ref[Executor], backend: Backend, lane: Lane,
           jobs: queue.SimpleQueue[tuple[Run, list[fx.Node]] | None]) -> None:
     """A lane's thread. It holds no strong reference to the executor while idle, so that a forgotten model can die."""
     with contextlib.ExitStack() as stack:
-        stack.enter_context(backend.lane(lane))
+        entered = False
         while (job := jobs.get()) is not None:
             run, instructions = job
             alive = executor()
             try:
                 if alive is not None and instructions:
+                    if not entered:
+                        stack.enter_context(backend.lane(lane))
+                        entered = True
                     alive.execute(run, lane, instructions)
+            except BaseException as error:  # of entering: a thread that ended here would be waited for without end
+                assert alive is not None
+                alive.fail(run, lane, instructions[0], error)
             finally:
                 run.pending[lane].set()
             del job, run, instructions, alive

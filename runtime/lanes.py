@@ -6,6 +6,7 @@ that works on the host waits for the device.
 """
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -34,6 +35,9 @@ class Backend(Protocol):
     def copy(self, destination: Tensor, source: Tensor, lane: Lane) -> None:
         """uint8 -> uint8 of one size, issued to the lane."""
 
+    def norms(self, views: Sequence[Tensor], out: Tensor) -> None:
+        """The Euclidean norm of each of n tensors on the device, bf16 or fp32, into fp32 [n]."""
+
     def record(self, lane: Lane) -> Any:
         """The device's event behind everything issued to the lane; None if issuing is doing."""
 
@@ -41,7 +45,7 @@ class Backend(Protocol):
         """The lane goes no further before the device's event."""
 
     def synchronize(self) -> None:
-        """Waits for everything on the device."""
+        """Waits for everything on the device. Raises `LaneError` if the device is lost to this process."""
 
     def delay(self, lane: Lane, seconds: float) -> None:
         """Makes the lane late on purpose: tests show with it that events, not luck, order the lanes."""

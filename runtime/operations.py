@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, fx
 
 from megacompile.program import Lane, argument, op_of, operands
@@ -25,7 +24,7 @@ from .store import Store
 @dataclass
 class Update:
     """What one optimizer step asks for. `segments`: per tile, the runs of elements to update with their hyper-parameters;
-    `norms`: per tile, the positions of the parameters whose gradients count. `done` tiles were updated already: a step
+    `counted`: per tile, the positions of the parameters whose gradients count. `done` tiles were updated already: a step
     that failed half-way is completed by running it again."""
 
     segments: Mapping[str, list[host.AdamSegment]]
@@ -117,8 +116,7 @@ def _reduce(frame: Frame, node: fx.Node) -> Gradients:
     gradients = frame.arena.gradients(argument(node, "into"), layout)
     gradients.flat.copy_(frame.read(node, "accumulators").flat)
     # Of the rounded gradient: what is clipped is what is stored.
-    norms = torch._foreach_norm(list(gradients.views), 2, dtype=torch.float32)
-    torch.stack(norms, out=gradients.norms)
+    frame.backend.norms(gradients.views, gradients.norms)
     return gradients
 
 
@@ -174,13 +172,15 @@ def _adam(frame: Frame, node: fx.Node) -> None:
         return
     assert tile.gradients is not None and tile.m is not None and tile.v is not None, "the optimizer made no state"
     host.adamw(tile.layout.flat(tile.weights), tile.remainder, tile.layout.flat(tile.gradients), tile.m, tile.v, segments,
-               frame.read(node, "clip"))
+               frame.read(node, "clip") if "clip" in node.kwargs else 1.0)
     tile.moments_written = True
     update.done.add(tile.layout.name)
 
 
 def _result(frame: Frame, node: fx.Node) -> None:
-    frame.batch.results[argument(node, "key")] = list(frame.read(node, "values"))
+    """Adds to what the caller gets under a key. Of a loss only the loss itself: its gradients have lives of their own."""
+    found = frame.batch.results.setdefault(argument(node, "key"), [])
+    found += [value if value.loss is None else Activation((), loss=value.loss) for value in frame.read(node, "values")]
 
 
 def _lease(frame: Frame, node: fx.Node) -> None:

@@ -66,5 +66,6 @@ class ReferenceExecutor:
     def recover(self) -> None:
         pass
 
-    def close(self) -> None:
-        pass
+    def close(self, then: Callable[[], None] | None = None) -> None:
+        if then is not None:
+            then()

@@ -10,27 +10,69 @@ A parameter has the same element offset in every part. State: each part is one a
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from torch import Tensor
+
+from megacompile.errors import InsufficientMemoryError
 
 ALIGNMENT = 64  # elements: 128 bytes at least in every dtype, so that no parameter begins in another's cache line
 PAGE = 4096
 
 
-def host_memory(size: int) -> Tensor:
-    """`size` bytes of page-aligned, zeroed host memory as uint8; huge pages where the system gives them. Not touched yet."""
-    area = mmap.mmap(-1, max(PAGE, -(-size // PAGE) * PAGE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+def host_memory(size: int, inherited: bool = False) -> Tensor:
+    """`size` bytes of page-aligned, zeroed host memory as uint8; huge pages where the system gives them. Not touched yet.
+
+    A forked process has it only if `inherited`: of what both have, every page that is written afterwards is copied, so
+    that the workers of a data loader would double what training writes."""
+    try:
+        area = mmap.mmap(-1, max(PAGE, -(-size // PAGE) * PAGE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise InsufficientMemoryError(
+            f"the system gives no {size} bytes of host memory ({error.strerror}), and {available_host_bytes()} are available: "
+            "use a smaller model, or raise the limit (ulimit -v, vm.overcommit_memory)") from error
     if hasattr(mmap, "MADV_HUGEPAGE"):
         area.madvise(mmap.MADV_HUGEPAGE)  # page-locking and page faults cost per page
+    if not inherited and hasattr(mmap, "MADV_DONTFORK"):
+        area.madvise(mmap.MADV_DONTFORK)
     return torch.frombuffer(area, dtype=torch.uint8, count=size)
 
 
-def available_host_bytes() -> int:
-    with open("/proc/meminfo", encoding="ascii") as lines:
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+def available_host_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
+    """Memory that this process may still take: what the system has, less where a control group (a container) has less."""
+    lines = (proc / "meminfo").read_text(encoding="ascii").splitlines()
+    available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+    return max(0, min([available, *_group_rooms(proc, cgroups)]))
+
+
+def _group_rooms(proc: Path, cgroups: Path) -> Iterator[int]:
+    """What each limited control group around this process has left. Cached file pages give way, so they count as free."""
+    try:
+        memberships = (proc / "self/cgroup").read_text(encoding="ascii").splitlines()
+    except OSError:  # a kernel without control groups
+        return
+    for _, controllers, path in (line.split(":", 2) for line in memberships):
+        if controllers == "":  # version 2
+            root, limit, usage, cached = cgroups, "memory.max", "memory.current", "inactive_file"
+        elif "memory" in controllers.split(","):
+            root, limit, usage, cached = (
+                cgroups / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        else:
+            continue
+        inside = root / path.lstrip("/")
+        for group in (inside, *inside.parents):
+            if not group.is_relative_to(root):
+                break
+            try:  # a container may see its own group as the root, and the root group has no limit
+                most, used = (group / limit).read_text(encoding="ascii").strip(), int((group / usage).read_text())
+                stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+            except OSError:
+                continue
+            if most != "max":
+                yield int(most) - used + int(stat.get(cached, 0))
 
 
 @dataclass(frozen=True)
@@ -130,7 +172,7 @@ class HostTile:
         remainder = None
         if layout.trainable and layout.dtype == torch.bfloat16:
             remainder = host_memory(2 * layout.elements).view(torch.int16)
-        return cls(layout, host_memory(layout.weight_bytes), gradients, remainder)
+        return cls(layout, host_memory(layout.weight_bytes, inherited=True), gradients, remainder)
 
     def allocate_moments(self) -> None:
         """The state of AdamW, zeros."""

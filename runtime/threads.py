@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from megacompile.program import Lane
 
+from . import adam as host
 from .store import available_host_bytes, host_memory
 
 
@@ -33,6 +35,11 @@ class ThreadBackend:
 
     def copy(self, destination: Tensor, source: Tensor, lane: Lane) -> None:
         destination.copy_(source)
+
+    def norms(self, views: Sequence[Tensor], out: Tensor) -> None:
+        # PyTorch adds squares up in FP32 one after the other here: 0.5% too little at 67 million elements.
+        for position, view in enumerate(views):
+            out[position] = host.norm(view.flatten())
 
     def record(self, lane: Lane) -> Any:
         return None

@@ -22,7 +22,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @functools.cache
 def compiled_schedule(layers: int = 4, micro_batches: tuple[int, ...] = (1,), frozen: tuple[str, ...] = (),
-                      tied: bool = False, **plan: Any) -> Compiled:
+                      tied: bool = False, whole_step: bool = False, **plan: Any) -> Compiled:
     """All stages of a model of one prologue, `layers` equal layers and one epilogue; `tied`: the epilogue reads the
     prologue's tile too. Cached: programs are immutable."""
     names = ["prologue", *(f"layers.{i}" for i in range(layers)), "epilogue"]
@@ -35,7 +35,7 @@ def compiled_schedule(layers: int = 4, micro_batches: tuple[int, ...] = (1,), fr
         calls.append(CallSpec(name, role, "decoder" if role == "layer" else name, read,
                               ("recompute_backward",) if name == "prologue" else ()))
     batch = sum(micro_batches)
-    return compile_program(model_program(calls, tiles, batch, labels=True), Plan(batch, 8, micro_batches, **plan),
+    return compile_program(model_program(calls, tiles, batch, labels=True, whole_step=whole_step), Plan(batch, 8, micro_batches, **plan),
                            PIPELINE)
 
 

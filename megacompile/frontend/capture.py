@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +20,7 @@ from megacompile.frontend.build import Renaming, build_template
 from megacompile.frontend.layers import find_layers
 from megacompile.frontend.loss import normalise_loss
 from megacompile.frontend.model_graph import FIXED_SIZES_REMEDY, ModelGraph, capture_model_graph
+from megacompile.frontend.modes import operations
 from megacompile.frontend.output import OutputStructure, output_structure
 from megacompile.frontend.split import split_at_layers, structural_key
 from megacompile.frontend.template import BATCH, LENGTH, Call, TargetLike, Template, TemplatePass
@@ -41,6 +43,7 @@ class CapturedModel:
     `batch_inputs`: the batch arguments, in the positional order of the model's forward; `labels`: those that only the
     loss reads. `same_logits_without_labels`: a forward without them computes the logits that were captured with them.
     `layer_names`: qualified.
+    `holds(training, size)`: whether the graphs hold in a mode and at a size where they were not captured.
     `fused_attention`: every layer's attention is our op; else the model's own code, whose masks take B x T x T bytes.
     `fused_loss`: the epilogue's `loss` never holds the micro-batch's logits.
     `has_normaliser`: the loss is a sum over the "normaliser" input, so that micro-batches add up; then
@@ -57,6 +60,7 @@ class CapturedModel:
     same_logits_without_labels: bool
     layer_names: tuple[str, ...]
     fused_attention: bool
+    holds: Callable[[bool, tuple[int, int]], bool]
     fused_loss: bool
     has_normaliser: bool
     count_targets: Callable[[Mapping[str, Tensor]], Tensor] | None
@@ -68,8 +72,20 @@ class CapturedModel:
     def guards(self) -> list[str]:
         return [str(condition) for condition in self.conditions]
 
+    def check_mode(self, training: bool) -> None:
+        """Raise `UnsupportedError` if the model computes something else in this mode than in training mode. The first check
+        of evaluation mode traces the model once more."""
+        if not training and not self.holds(False, CAPTURE_SHAPE):
+            raise UnsupportedError("in evaluation mode the model performs other operations than in training mode, which was "
+                                   "captured: call model.train(), or let forward not depend on self.training")
+
     def check_shape(self, batch: int, length: int) -> None:
-        """Raise `UnsupportedError` if the captured graphs do not hold at this batch size and length."""
+        """Raise `UnsupportedError` if the captured graphs do not hold at this batch size and length. The first check of a
+        size of 1 traces the model once more."""
+        size = tuple(1 if n == 1 else captured for n, captured in zip((batch, length), CAPTURE_SHAPE, strict=True))
+        if 1 in size and not self.holds(True, size):  # type: ignore[arg-type]
+            raise UnsupportedError(f"at {batch} x {length} the model performs other operations than at larger sizes, which were "
+                                   "captured: remove the branch on a size of 1 from the model's forward, or avoid that size")
         for condition in self.conditions:
             if condition.subs({BATCH: batch, LENGTH: length}) == sympy.false:
                 raise UnsupportedError(
@@ -92,6 +108,12 @@ def capture(
     name = type(model).__name__
     stack = find_layers(model, layers)
     graph, twin, batch = _trace(model, layers, example)
+    performed = operations(graph)
+
+    def holds(training: bool, size: tuple[int, int]) -> bool:
+        # (The twin, since `model` may be streamed by then.)
+        return operations(_trace(twin, layers, example, training, size)[0]) == performed
+
     batch_inputs = tuple(batch)
     structure, positions = output_structure(graph, name)
     count = normalise_loss(graph, graph.results[positions[0]])
@@ -114,12 +136,13 @@ def capture(
         same_logits_without_labels=_same_logits_without_labels(twin, graph, positions, batch, labels),
         fused_attention=_all_layers_call_attention(graph),
         fused_loss="linear_cross_entropy" in templates["epilogue"].stages["joint"],
-        has_normaliser=count is not None, count_targets=count, output=structure, conditions=conditions,
+        holds=functools.cache(holds), has_normaliser=count is not None, count_targets=count, output=structure, conditions=conditions,
         seconds=time.perf_counter() - started)
 
 
 def _trace(
-    model: nn.Module, layers: str | None, example: Mapping[str, Tensor] | None
+    model: nn.Module, layers: str | None, example: Mapping[str, Tensor] | None, training: bool = True,
+    size: tuple[int, int] = CAPTURE_SHAPE,
 ) -> tuple[ModelGraph, nn.Module, dict[str, Tensor]]:
     """The model's graph, its fake twin and the fake batch; with our attention if its layers call it, else with their own.
 
@@ -128,8 +151,8 @@ def _trace(
     """
     for own_attention in (True, False) if is_transformers_model(model) else (False,):
         fakes = FakeTensorMode(shape_env=ShapeEnv())
-        twin = fake_twin(model, fakes, own_attention)
-        batch = fake_batch(model, dict(example) if example is not None else None, fakes)
+        twin = fake_twin(model, fakes, own_attention, training)
+        batch = fake_batch(model, dict(example) if example is not None else None, fakes, size)
         options = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
         stack = find_layers(twin, layers)
         try:

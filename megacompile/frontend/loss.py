@@ -35,7 +35,7 @@ class TargetCount:
         inputs = [batch[s.name] if s.kind == "batch" else batch[s.name].shape[s.index] for s in self.sources]
         with torch.no_grad():
             (count,) = self.graph(*inputs)
-        return count.to(torch.float32)
+        return torch.as_tensor(count, dtype=torch.float32)  # a plain number where it is a size of the batch
 
 
 def normalise_loss(model: ModelGraph, loss: fx.Node) -> TargetCount | None:

@@ -59,7 +59,8 @@ def capture_model_graph(
     names, tensors = tuple(batch), tuple(batch.values())
     for tensor in tensors:
         for dimension in (0, 1):
-            torch._dynamo.mark_dynamic(tensor, dimension)
+            if tensor.shape[dimension] > 1:  # a size of 1 is a constant to Dynamo, whatever it is told
+                torch._dynamo.mark_dynamic(tensor, dimension)
 
     def step(*inputs: Tensor) -> Any:
         for other in inputs[1:]:  # each marked dimension has a symbol of its own: say that they are equal

@@ -24,8 +24,8 @@ def is_transformers_model(model: nn.Module) -> bool:
     return hasattr(model, "set_attn_implementation") and hasattr(model, "config")
 
 
-def fake_twin(model: nn.Module, fakes: FakeTensorMode, own_attention: bool) -> nn.Module:
-    """A copy of `model` in training mode with fake parameters and buffers of the same shapes, strides and dtypes.
+def fake_twin(model: nn.Module, fakes: FakeTensorMode, own_attention: bool, training: bool = True) -> nn.Module:
+    """A copy of `model` in training mode (or not) with fake parameters and buffers of the same shapes, strides and dtypes.
 
     With `own_attention` a transformers model is switched to our attention function. Ties between parameters survive.
     """
@@ -42,7 +42,7 @@ def fake_twin(model: nn.Module, fakes: FakeTensorMode, own_attention: bool) -> n
             f"{type(model).__name__} cannot be copied ({str(reason).splitlines()[0]}): keep tensors as parameters or "
             "buffers, and nothing in the model that copy.deepcopy refuses"
         ) from reason
-    twin.train()
+    twin.train(training)
     module: Any
     if is_transformers_model(twin):
         twin.config.use_cache = False  # type: ignore[union-attr]
@@ -60,9 +60,10 @@ def _fake_like(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def fake_batch(
-    model: nn.Module, example: dict[str, torch.Tensor] | None, fakes: FakeTensorMode
+    model: nn.Module, example: dict[str, torch.Tensor] | None, fakes: FakeTensorMode,
+    size: tuple[int, int] = CAPTURE_SHAPE,
 ) -> dict[str, torch.Tensor]:
-    """Fake batch inputs of shape `CAPTURE_SHAPE`, in the positional order of the model's `forward`.
+    """Fake batch inputs of [batch, length] `size`, in the positional order of the model's `forward`.
 
     `example` gives their names and dtypes; without it, int64 `input_ids` and `labels`.
     Raises `CaptureError` if the model's forward does not take them, needs more, or an input is no [batch, length, ...]
@@ -96,4 +97,4 @@ def fake_batch(
             )
     order = [key for key in parameters if key in example] + [key for key in example if key not in parameters]
     with fakes:
-        return {key: torch.zeros((*CAPTURE_SHAPE, *shape[2:]), dtype=example[key].dtype) for key in order}
+        return {key: torch.zeros((*size, *shape[2:]), dtype=example[key].dtype) for key in order}

@@ -11,12 +11,13 @@ forward, for a unit loss (the paper's loss anchoring); the backward begins by sc
 """
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import fx
 
 from megacompile.plan import Plan
-from megacompile.program import Builder, CallSpec, Program, argument, find, op_of, rebuild
+from megacompile.program import Builder, CallSpec, Program, argument, find, nodes, op_of, operands, rebuild
 
 from .partition import layers
 
@@ -24,11 +25,13 @@ name, requires, provides = "differentiate", "partition", "differentiate"
 
 
 def run(program: Program, plan: Plan) -> Program:
-    if "forward" not in program.sections:
-        return program.evolve(stage=provides)
-    forward = _anchor_loss(program)
-    backward = _Backward(program, plan, forward).graph
-    return program.evolve(stage=provides, sections={**program.sections, "forward": forward, "backward": backward})
+    sections = dict(program.sections)
+    if "forward" in sections:
+        sections["forward"] = _anchor_loss(program, sections["forward"])
+        sections["backward"] = _leased_backward(program, plan, sections["forward"])
+    if "train_step" in sections:
+        sections["train_step"] = _whole_step(program, plan, _anchor_loss(program, sections["train_step"]))
+    return program.evolve(stage=provides, sections=sections)
 
 
 def trainable(program: Program, call: CallSpec) -> tuple[str, ...]:
@@ -39,7 +42,7 @@ def accumulators_key(tile: str) -> str:
     return f"accumulators {tile}"
 
 
-def _anchor_loss(program: Program) -> fx.Graph:
+def _anchor_loss(program: Program, section: fx.Graph) -> fx.Graph:
     """The forward, whose loss also accumulates the epilogue's gradients and keeps them for the backward."""
     epilogue = program.calls[-1]
     accumulators: list[fx.Node] = []
@@ -54,70 +57,111 @@ def _anchor_loss(program: Program) -> fx.Graph:
         build.add("lease", key=node.name, value=made)
         return made
 
-    forward = rebuild(program.section("forward"), visit, name)
+    forward = rebuild(section, visit, name)
     build = Builder(forward, name)
     for tile, node in zip(trainable(program, epilogue), accumulators, strict=True):
         build.add("lease", key=accumulators_key(tile), value=node)
     return forward
 
 
+def _leased_backward(program: Program, plan: Plan, forward: fx.Graph) -> fx.Graph:
+    """The section `backward`: what it needs was kept by `forward`, and is scaled by what the caller's loss sends."""
+    graph = fx.Graph()
+    build = Builder(graph, name)
+    kept = {argument(n, "key"): operands(n, "value")[0] for n in find(forward, "lease")}
+    leases: dict[str, fx.Node] = {}
+
+    def leased(key: str) -> fx.Node:
+        if key not in leases:
+            label = f"a{program.number(argument(kept[key], 'tile'))}" if argument(kept[key], "tile") else key
+            leases[key] = build.add("leased", label, key=key)
+        return leases[key]
+
+    backward = _Backward(program, plan, build, leased, set(kept))
+    micro_batches = list(range(len(plan.micro_batches)))
+    for value in backward.begin(micro_batches):
+        build.add("scale", value=value)
+    backward.run(micro_batches)
+    return graph
+
+
+def _whole_step(program: Program, plan: Plan, forward: fx.Graph) -> fx.Graph:
+    """The section `train_step`: forward and backward of one wave of micro-batches after the other. Accumulators live
+    until the last wave has added to them; nothing is leased, and the loss is differentiated as it is."""
+    graph = fx.Graph()
+    build = Builder(graph, name)
+    image: dict[fx.Node, fx.Node] = {}
+    kept: dict[str, fx.Node] = {}
+    backward = _Backward(program, plan, build, kept.__getitem__, {argument(n, "key") for n in find(forward, "lease")})
+    for wave in range(plan.waves):
+        for node in nodes(forward):
+            op, mb = op_of(node).name, argument(node, "mb")
+            if op == "lease":
+                if (value := operands(node, "value")[0]) in image:
+                    kept[argument(node, "key")] = image[value]
+            elif (op == "zeros" and node not in image) or (mb is not None and plan.wave_of(mb) == wave):
+                arguments = {k: fx.map_arg(v, lambda n: image[n]) for k, v in node.kwargs.items()}
+                image[node] = build.add(op, node.name, **arguments)
+        losses = tuple(image[n] for n in find(forward, "loss") if plan.wave_of(argument(n, "mb")) == wave)
+        build.add("result", key="loss", values=losses)
+        backward.begin(plan.wave(wave))
+        backward.run(plan.wave(wave))
+    return graph
+
+
 class _Backward:
-    """Writes the section `backward`. State: the gradient of each micro-batch, the accumulators that exist, the leases."""
+    """Writes the backward of some micro-batches. State: the gradient of each micro-batch, and the accumulators that exist.
 
-    def __init__(self, program: Program, plan: Plan, forward: fx.Graph) -> None:
-        self.program, self.plan = program, plan
+    `kept` gives what the forward kept under a key of `keys`."""
+
+    def __init__(self, program: Program, plan: Plan, build: Builder, kept: Callable[[str], fx.Node], keys: set[str]) -> None:
+        self.program, self.plan, self.build, self.kept, self.keys = program, plan, build, kept, keys
         self.calls = {c.name: c for c in program.calls}
-        self.graph = fx.Graph()
-        self.build = Builder(self.graph, name)
-        self.kept = {argument(n, "key") for n in find(forward, "lease")}
-        self.outputs = {(argument(n, "call"), argument(n, "mb")): n.name
-                        for n in find(forward, "forward", "forward_saving", "loss")}
-        self.leases: dict[str, fx.Node] = {}
-        self.accumulators: dict[str, fx.Node] = {}
-        self.micro_batches = range(len(plan.micro_batches))
         self.chain = [c.name for c in program.calls]
+        self.accumulators: dict[str, fx.Node] = {}
+        self.gradients: dict[int, fx.Node] = {}
 
-        epilogue = program.calls[-1]
-        self.gradients = [self.leased(self.outputs[epilogue.name, mb]) for mb in self.micro_batches]
-        for value in [*self.gradients, *self.accumulators_of(epilogue)]:
-            self.build.add("scale", value=value)
+    def begin(self, micro_batches: list[int]) -> list[fx.Node]:
+        """The gradients that the loss left: of its input, and in its accumulators."""
+        epilogue = self.program.calls[-1]
+        self.gradients = {mb: self.kept(self.output_of(epilogue.name, mb)) for mb in micro_batches}
+        return [*self.gradients.values(), *self.accumulators_of(epilogue)]
 
-        stack = layers(program)
-        blocks = plan.blocks(stack)
+    def run(self, micro_batches: list[int]) -> None:
+        stack = layers(self.program)
+        blocks = self.plan.blocks(stack)
         for layer in reversed(stack[sum(map(len, blocks)):]):
-            for mb in self.micro_batches:
-                saved = self.leased(self.outputs[layer, mb])
-                self.step("backward", layer, mb, self.leased(self.input_of(layer, mb)), saved=saved)
+            for mb in micro_batches:
+                saved = self.kept(self.output_of(layer, mb))
+                self.step("backward", layer, mb, self.kept(self.input_of(layer, mb)), saved=saved)
         for block in reversed(blocks):
-            for mb in self.micro_batches:
+            for mb in micro_batches:
                 self.block(block, mb)
-        if trainable(program, program.calls[0]):
-            for mb in self.micro_batches:
+        if trainable(self.program, self.program.calls[0]):
+            for mb in micro_batches:
                 self.step("recompute_backward", self.chain[0], mb, None)
 
-    def input_of(self, call: str, mb: int) -> str:
-        return self.outputs[self.chain[self.chain.index(call) - 1], mb]
+    def output_of(self, call: str, mb: int) -> str:
+        """The key under which a call's output is kept: the name that `lowering` and `micro_batch` gave it."""
+        role = self.calls[call].role
+        return f"{ {'prologue': 's', 'epilogue': 'l'}.get(role, f'h{self.chain.index(call)}') }_{mb}"
 
-    def leased(self, key: str, name: str | None = None) -> fx.Node:
-        if key not in self.leases:
-            assert key in self.kept, f"the forward keeps no {key}"
-            self.leases[key] = self.build.add("leased", name or key, key=key)
-        return self.leases[key]
+    def input_of(self, call: str, mb: int) -> str:
+        return self.output_of(self.chain[self.chain.index(call) - 1], mb)
 
     def accumulators_of(self, call: CallSpec) -> list[fx.Node]:
         for tile in trainable(self.program, call):
             if tile not in self.accumulators:
                 key = accumulators_key(tile)
-                label = f"a{self.program.number(tile)}"
-                self.accumulators[tile] = (
-                    self.leased(key, label) if key in self.kept else self.build.add("zeros", label, tile=tile))
+                self.accumulators[tile] = (self.kept(key) if key in self.keys else
+                                           self.build.add("zeros", f"a{self.program.number(tile)}", tile=tile))
         return [self.accumulators[tile] for tile in trainable(self.program, call)]
 
     def inputs(self, mb: int, carried: fx.Node) -> tuple[fx.Node, ...]:
-        return carried, self.leased(self.outputs[self.chain[0], mb])
+        return carried, self.kept(self.output_of(self.chain[0], mb))
 
     def block(self, block: tuple[str, ...], mb: int) -> None:
-        carried = [self.leased(self.input_of(block[0], mb))]
+        carried = [self.kept(self.input_of(block[0], mb))]
         for layer in block[:-1]:
             carried.append(self.build.add(
                 "forward_saving", f"r{self.program.number(layer)}_{mb}", template=self.calls[layer].template, call=layer, mb=mb,

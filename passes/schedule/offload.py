@@ -16,13 +16,14 @@ name, requires, provides = "offload", "prefetch", "offload"
 
 
 def run(program: Program, plan: Plan) -> Program:
-    if "backward" not in program.sections:
-        return program.evolve(stage=provides)
-    backward = program.section("backward")
-    return program.evolve(stage=provides, sections={
-        **program.sections,
-        "backward": _insert(program, copy_section(backward), slabs=not plan.locked, overwrite=True),
-        "backward_accumulate": _insert(program, copy_section(backward), slabs=True, overwrite=False)})
+    sections = dict(program.sections)
+    for key in ("backward", "train_step"):
+        if key in sections:
+            sections[key] = _insert(program, copy_section(program.section(key)), slabs=not plan.locked, overwrite=True)
+    if "backward" in sections:
+        backward = copy_section(program.section("backward"))
+        sections["backward_accumulate"] = _insert(program, backward, slabs=True, overwrite=False)
+    return program.evolve(stage=provides, sections=sections)
 
 
 def _tile_of(accumulators: fx.Node) -> str:

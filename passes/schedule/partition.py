@@ -20,13 +20,15 @@ from megacompile.program import Builder, Program, argument, op_of, rebuild
 name, requires, provides = "partition", "micro_batch", "partition"
 
 
+#: Sections that keep what a backward needs.
+TRAINING = ("forward", "train_step")
+
+
 def layers(program: Program) -> list[str]:
     return [c.name for c in program.calls if c.role == "layer"]
 
 
 def run(program: Program, plan: Plan) -> Program:
-    if "forward" not in program.sections:
-        return program.evolve(stage=provides)
     stack = layers(program)
     recomputed = [layer for block in plan.blocks(stack) for layer in block]
     saved = set(stack) - set(recomputed)
@@ -42,5 +44,5 @@ def run(program: Program, plan: Plan) -> Program:
             build.add("lease", key=node.name, value=made)
         return made
 
-    forward = rebuild(program.section("forward"), visit, name)
-    return program.evolve(stage=provides, sections={**program.sections, "forward": forward})
+    return program.evolve(stage=provides, sections={
+        key: rebuild(graph, visit, name) if key in TRAINING else graph for key, graph in program.sections.items()})

@@ -29,7 +29,7 @@ name, requires, provides = "prefetch", "differentiate", "prefetch"
 @dataclass
 class _Stay:
     tile: str
-    group: str
+    group: int
     border: bool
     uses: list[fx.Node] = field(default_factory=list)
     weights: fx.Node | None = None
@@ -37,7 +37,7 @@ class _Stay:
 
 def run(program: Program, plan: Plan) -> Program:
     return program.evolve(stage=provides, sections={
-        key: _insert(program, plan, copy_section(graph), by_block=key == "backward")
+        key: _insert(program, plan, copy_section(graph))
         for key, graph in program.sections.items()})
 
 
@@ -46,23 +46,28 @@ def border_tiles(program: Program) -> set[str]:
     return {tile for call in program.calls if call.role != "layer" for tile in call.tiles}
 
 
-def _stays(program: Program, plan: Plan, graph: fx.Graph, by_block: bool) -> list[_Stay]:
-    block_of = {layer: block[0] for block in plan.blocks(layers(program)) for layer in block} if by_block else {}
+def _stays(program: Program, plan: Plan, graph: fx.Graph) -> list[_Stay]:
+    block_of = {layer: block[0] for block in plan.blocks(layers(program)) for layer in block}
     border = border_tiles(program)
-    found: dict[tuple[str, str], _Stay] = {}
+    found: dict[tuple[str, int], _Stay] = {}
+    latest, group = None, 0
     for node in nodes(graph):
         call = program.call(argument(node, "call")) if argument(node, "call") else None
         if call is None or op_of(node).name in call.weightless:
             continue
-        group = block_of.get(call.name, call.name)
+        # In a backward a whole block is there at once; its recomputing forwards are of layers that keep no residuals.
+        in_backward = op_of(node).name in ("backward", "recompute_backward") or (
+            op_of(node).name == "forward_saving" and call.name in block_of)
+        label = in_backward, block_of.get(call.name, call.name) if in_backward else call.name
+        latest, group = label, group + (label != latest)
         for tile in call.tiles:
             found.setdefault((tile, group), _Stay(tile, group, tile in border)).uses.append(node)
     return list(found.values())
 
 
-def _insert(program: Program, plan: Plan, graph: fx.Graph, by_block: bool) -> fx.Graph:
+def _insert(program: Program, plan: Plan, graph: fx.Graph) -> fx.Graph:
     build = Builder(graph, name)
-    stays = _stays(program, plan, graph, by_block)
+    stays = _stays(program, plan, graph)
     pending = deque(s for s in stays if s.tile not in plan.resident)
     present: list[_Stay] = []
     first = next(iter(nodes(graph)), None)

@@ -14,6 +14,7 @@ from typer.testing import CliRunner, Result
 
 import megacompile
 from megacompile import cli, training
+from megacompile.runtime.operations import OPERATIONS
 
 CONFIG = """{"model_type": "qwen2", "vocab_size": 256, "hidden_size": 32, "intermediate_size": 48,
  "num_hidden_layers": 3, "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 64}"""
@@ -82,6 +83,29 @@ def test_an_error_of_ours_is_one_line_and_exit_code_1(config: Path, tmp_path: Pa
     assert result.exit_code == 1
     assert result.stderr == ("megacompile: the data holds 5 tokens, fewer than one sequence of 16: "
                              "give more text or a smaller --length\n")
+
+
+def test_where_nothing_can_be_saved_nothing_is_trained(config: Path, text: Path) -> None:
+    result = train(config, text, "--steps", 1, "--save", "/proc/absent/saved")
+    assert result.exit_code == 1 and "step 1" not in result.output
+    assert result.stderr.startswith("megacompile: nothing can be saved in /proc/absent/saved (")
+
+
+def test_sequences_that_the_model_has_no_positions_for_are_refused(config: Path, text: Path) -> None:
+    result = train(config, text, "--steps", 1, "--length", 65)
+    assert result.exit_code == 1
+    assert result.stderr == ("megacompile: a sequence of 65 tokens is longer than the 64 positions of the model: give a "
+                             "smaller --length, or a model whose config has a larger max_position_embeddings\n")
+
+
+def test_a_lane_that_fails_is_one_line(config: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> None:
+        raise ZeroDivisionError("in a lane")
+
+    monkeypatch.setitem(OPERATIONS, "reduce", broken)
+    result = train(config, text, "--steps", 1)
+    assert result.exit_code == 1
+    assert result.stderr == "megacompile: reduce failed in lane compute: ZeroDivisionError: in a lane\n"
 
 
 def test_a_fault_keeps_its_traceback(config: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -94,3 +94,10 @@ def test_the_tokenizer_beside_a_model_is_used(tmp_path: Path) -> None:
 def test_without_a_tokenizer_bytes_are_tokens(tmp_path: Path) -> None:
     assert isinstance(load_tokenizer(tmp_path), ByteTokenizer)
     assert isinstance(load_tokenizer(write(tmp_path, "config.json", b"{}")), ByteTokenizer)
+
+
+def test_a_broken_tokenizer_is_refused(tmp_path: Path) -> None:
+    write(tmp_path, "config.json", b'{"model_type": "qwen2"}')
+    write(tmp_path, "tokenizer.json", b"{}")
+    with pytest.raises(MegacompileError, match="holds a tokenizer that transformers cannot read: mend its files"):
+        load_tokenizer(tmp_path)

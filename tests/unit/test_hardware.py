@@ -172,7 +172,7 @@ def test_candidates_that_do_not_fit_are_listed_without_a_time(planned: Schedule)
     config = dataclasses.replace(planned.planner.config, micro_batch_size=None)
     roomy = dataclasses.replace(planned.planner, config=config, margin_bytes=0, keep_residuals=False)
     needs = [roomy.estimate(p, LENGTH).total for p in roomy.considered(8, LENGTH)]
-    tight = dataclasses.replace(roomy, device_bytes=max(needs) - 1)
+    tight = dataclasses.replace(roomy, budget_bytes=max(needs) - 1)
     found = candidates(tight, planned.durations(), 8, LENGTH)
     fitting = [c for c in found if c.timeline is not None]
     assert fitting and len(fitting) < len(found)

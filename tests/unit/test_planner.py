@@ -3,46 +3,55 @@ from __future__ import annotations
 
 import itertools
 import re
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny_models
 import torch
-from torch import Tensor
+from torch import Tensor, fx, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import megacompile
-from megacompile import api
+from megacompile import api, cost, shapes
 from megacompile.config import StreamConfig, format_bytes
 from megacompile.errors import InsufficientMemoryError
+from megacompile.frontend import attention, linear_cross_entropy
 from megacompile.lowering import model_program
 from megacompile.memory import Estimate
 from megacompile.passes import PIPELINE
 from megacompile.passes.manager import compile_program
 from megacompile.plan import Plan, split
 from megacompile.planner import Planner
+from megacompile.runtime.store import available_host_bytes
+from megacompile.runtime.threads import ThreadBackend
 
 LENGTH, DEPTH = 64, 6
 SIZES = {"vocab_size": 1000, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": DEPTH,
          "num_attention_heads": 4, "num_key_value_heads": 2}
-BUDGETS_UP = range(2 * 2**20, 8 * 2**20, 2**17)
+BUDGETS_UP = range(2 * 2**20, 18 * 2**20, 2**17)
 
 Analysis = tuple[Any, Any]
+
+
+def analyse(model: nn.Module) -> Analysis:
+    return api.analyse(model, StreamConfig.of(device="cpu"), "cpu", None, None)
 
 
 @pytest.fixture(scope="module")
 def analysis() -> Analysis:
     """A captured model of six layers and its tiling."""
-    return api.analyse(tiny_models.build(**SIZES), StreamConfig.of(device="cpu"), "cpu", None, None)
+    return analyse(tiny_models.build(**SIZES))
 
 
 @pytest.fixture
 def tied_analysis() -> Analysis:
-    return api.analyse(tiny_models.build(**SIZES, tie_word_embeddings=True), StreamConfig.of(device="cpu"), "cpu", None, None)
+    return analyse(tiny_models.build(**SIZES, tie_word_embeddings=True))
 
 
 def planner(analysis: Analysis, budget: int = 2**40, margin: int = 0, **options: Any) -> Planner:
@@ -98,8 +107,10 @@ def test_smaller_micro_batches_take_less_workspace_and_as_many_checkpoints(analy
     assert small.checkpoints == pytest.approx(large.checkpoints, rel=0.1)
 
 
-def test_a_larger_interval_keeps_fewer_checkpoints_and_recomputes_in_more_memory(analysis: Analysis) -> None:
-    estimates = [estimate(analysis, checkpoint_interval=k, weight_slots=4) for k in (1, 2, 3)]
+def test_a_larger_interval_keeps_fewer_checkpoints_and_recomputes_in_more_memory() -> None:
+    """Of a model whose layers, not its loss, hold most."""
+    small_loss = analyse(tiny_models.build(**{**SIZES, "vocab_size": 64}))
+    estimates = [estimate(small_loss, checkpoint_interval=k, weight_slots=4) for k in (1, 2, 3)]
     for less, more in itertools.pairwise(estimates):
         assert less.checkpoints > more.checkpoints
         assert less.workspace < more.workspace
@@ -120,6 +131,46 @@ def test_an_evaluation_takes_less_than_a_training_step_but_for_its_logits(analys
     assert 2 * logits < evaluation.total < training.total + 2 * logits
 
 
+#: Our own ops, whose insides count too.
+OUR_OPS = {
+    torch.ops.megacompile.attention.default: attention._attention,
+    torch.ops.megacompile.attention_backward.default: attention._attention_backward,
+    torch.ops.megacompile.linear_cross_entropy.default: linear_cross_entropy._linear_cross_entropy,
+}
+
+
+class Mlp(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, width), nn.Linear(width, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class NarrowAndWide(nn.Module):
+    def __init__(self, *widths: int) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(16, 8), nn.Linear(8, 16)
+        self.blocks = nn.ModuleList(map(Mlp, widths))
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        for block in self.blocks:
+            x = block(x)
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+def test_kept_residuals_are_those_of_the_layers_that_keep_them() -> None:
+    """Not those of the first kind of layer."""
+    narrow, mixed = (analyse(NarrowAndWide(*widths)) for widths in ((8, 8, 8, 8), (8, 8, 400, 400)))
+    extra = 392 * 8 * LENGTH * 4  # per wide layer: the output of its tanh
+    for saved in (1, 2):
+        more = estimate(mixed, saved_layers=saved).checkpoints - estimate(narrow, saved_layers=saved).checkpoints
+        assert more >= saved * extra
+    assert estimate(mixed).checkpoints == estimate(narrow).checkpoints
+
+
 class LiveBytes(TorchDispatchMode):
     """Counts the bytes of tensors that operations of this thread have made and that are alive. State: `peak` so far."""
 
@@ -134,7 +185,11 @@ class LiveBytes(TorchDispatchMode):
         for storage in self._storages((args, kwargs)):
             if storage._cdata not in self.made:
                 self.given.setdefault(storage._cdata, StorageWeakRef(storage))
-        result = func(*args, **(kwargs or {}))
+        if func in OUR_OPS:
+            with self:
+                result = OUR_OPS[func](*args, **(kwargs or {}))
+        else:
+            result = func(*args, **(kwargs or {}))
         for storage in self._storages(result):
             if storage._cdata not in self.made and storage._cdata not in self.given:
                 self.made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
@@ -171,6 +226,27 @@ def test_what_is_predicted_holds_what_is_measured(options: dict[str, Any], analy
             assert live.peak <= predicted.total - predicted.slots <= 1.4 * live.peak
     finally:
         model.megacompile.close()
+
+
+@pytest.mark.parametrize("length", [64, 256])
+def test_the_estimate_of_math_attention_holds_its_scores(length: int) -> None:
+    """As CUDA in fp32 uses it: several [B, H, T, T] in float32 at once, which are no results of any op."""
+    query, key = torch.randn(2, length, 4, 16).transpose(1, 2), torch.randn(2, length, 2, 16).transpose(1, 2)
+    for softcap in (0.0, 30.0):
+        options = (0.25, 0, softcap, "math")
+        with LiveBytes() as forward:
+            results = torch.ops.megacompile.attention(query, key, key, *options)
+        with LiveBytes() as backward:
+            gradients = torch.ops.megacompile.attention_backward(results[0], query, key, key, *results, *options)
+        for live, op, given, made in ((forward, torch.ops.megacompile.attention, (query, key, key), results),
+                                      (backward, torch.ops.megacompile.attention_backward,
+                                       (results[0], query, key, key, *results), gradients)):
+            graph = fx.Graph()
+            node = graph.call_function(op.default, (*(graph.placeholder(f"x{i}") for i in range(len(given))), *options))
+            for argument, tensor in zip(node.all_input_nodes, given, strict=True):
+                argument.meta["val"] = tensor
+            predicted = cost.WORKSPACE[op.default](node, int, "cuda") + sum(t.nbytes for t in made)
+            assert live.peak <= predicted <= 1.4 * live.peak
 
 
 # ---- the planner -----------------------------------------------------------------------------------------------------
@@ -262,3 +338,70 @@ def test_tiles_are_locked_where_the_budget_of_locked_memory_holds_them(
     for budget, locked in ((locked_bytes, expected), (tiles, True), (tiles - 1, False)):
         chosen = Planner(*analysis, StreamConfig.of(device="cpu"), 2**40, budget, 0).plan(8, LENGTH)
         assert chosen.locked == locked
+
+
+# ---- models that share a device --------------------------------------------------------------------------------------
+
+
+def test_models_on_one_device_share_what_was_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first plan that is made has what it takes; a later one is told what is left, until the first model is closed."""
+    monkeypatch.setattr(ThreadBackend, "free_bytes", lambda self: 3 * 2**20)
+    monkeypatch.setattr(shapes, "_live", weakref.WeakSet())  # models of other tests
+    first, second = (megacompile.stream(tiny_models.build(), device="cpu") for _ in range(2))
+    small, large = tiny_models.batch(), tiny_models.batch(rows=8, length=64)
+    try:
+        budget = second.megacompile.streamed.planner.device_bytes
+        first(**large)
+        taken = first.megacompile.compiled().estimate.total
+        assert second.megacompile.streamed.planner.device_bytes == budget - taken
+        second(**small)
+        with monkeypatch.context() as patch:
+            patch.setattr(second.megacompile.streamed.planner, "budget_bytes", taken + 1000)
+            with pytest.raises(InsufficientMemoryError, match=r"1000 B are available \(other streamed models have planned"):
+                second(**tiny_models.batch(rows=2, length=5))
+        first.megacompile.close()
+        assert second.megacompile.streamed.planner.device_bytes == budget
+    finally:
+        second.megacompile.close()
+
+
+def test_a_model_streamed_beside_a_running_one_does_not_count_its_slots_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shapes, "_live", weakref.WeakSet())
+    first = megacompile.stream(tiny_models.build(), device="cpu")
+    first(**tiny_models.batch())
+    second = megacompile.stream(tiny_models.build(), device="cpu")
+    needed = first.megacompile.compiled().estimate
+    taken = second.megacompile.streamed.planner.taken_bytes()
+    assert taken == needed.total - needed.slots
+    for model in (first, second):
+        model.megacompile.close()
+
+
+# ---- host memory -----------------------------------------------------------------------------------------------------
+
+GROUPS = {
+    "none": ({}, 1000 * 1024),
+    "version 2, unlimited": (
+        {"job/memory.max": "max", "job/memory.current": "1", "job/memory.stat": "inactive_file 0"}, 1024000),
+    "version 2": (
+        {"job/memory.max": "5000", "job/memory.current": "3000", "job/memory.stat": "anon 9\ninactive_file 400"}, 2400),
+    "version 2, of a group around": (
+        {"job/memory.max": "9000", "job/memory.current": "3000", "job/memory.stat": "inactive_file 0",
+         "memory.max": "4000", "memory.current": "3500", "memory.stat": "inactive_file 0"}, 500),
+    "version 1": (
+        {"memory/step/memory.limit_in_bytes": "5000", "memory/step/memory.usage_in_bytes": "4900",
+         "memory/step/memory.stat": "inactive_file 7\ntotal_inactive_file 50"}, 150),
+}
+
+
+@pytest.mark.parametrize("which", GROUPS)
+def test_host_memory_is_no_more_than_a_container_allows(which: str, tmp_path: Path) -> None:
+    files, expected = GROUPS[which]
+    proc, groups = tmp_path / "proc", tmp_path / "groups"
+    (proc / "self").mkdir(parents=True)
+    (proc / "meminfo").write_text("MemTotal: 9000 kB\nMemAvailable: 1000 kB\n")
+    (proc / "self/cgroup").write_text("4:memory:/step\n1:cpu:/\n0::/job\n")
+    for name, text in files.items():
+        (groups / name).parent.mkdir(parents=True, exist_ok=True)
+        (groups / name).write_text(text + "\n")
+    assert available_host_bytes(proc, groups) == expected

@@ -22,6 +22,7 @@ from megacompile.errors import (
     MegacompileError,
     UnsupportedError,
 )
+from megacompile.runtime.store import host_memory
 
 # ---------------------------------------------------------------- models that cannot be streamed
 
@@ -203,6 +204,7 @@ def test_cuda_where_there_is_none_is_refused() -> None:
     ("device_memory", "much", "no amount of memory: write bytes"), ("device_memory", "1.2.3GiB", "no amount of memory"),
     ("device_memory", 0, "no amount of memory"), ("device_memory", "-1GiB", "no amount of memory"),
     ("locked_memory", "24 apples", "no amount of memory"), ("dtype", torch.float16, "torch.float32 or torch.bfloat16"),
+    ("resident", 5, "names of tiles, or 'all', not 5"), ("resident", "block", "resident names block, which are no tiles"),
     ("device", "tpu", "'cpu' or 'cuda'"), ("device", "cuda:first", "'cpu' or 'cuda'"), ("compile", "yes", "True or False"),
 ])
 def test_an_option_out_of_range_is_refused(option: str, value: Any, message: str) -> None:
@@ -210,6 +212,37 @@ def test_an_option_out_of_range_is_refused(option: str, value: Any, message: str
     with pytest.raises(MegacompileError, match=message):
         megacompile.stream(model, **{"device": "cpu", option: value})
     assert type(model) is Model
+
+
+@pytest.mark.parametrize("size", [{"batch": 0}, {"batch": -1}, {"length": 0}, {"length": 2.5}, {"batch": True}], ids=str)
+def test_a_schedule_of_no_size_is_refused(size: dict[str, Any]) -> None:
+    with pytest.raises(MegacompileError, match=f"{next(iter(size))} must be a whole number of at least 1, not"):
+        megacompile.schedule(Model(), **{"batch": 2, "length": 4, **size}, device="cpu")
+
+
+def test_an_example_that_is_no_tensor_is_refused() -> None:
+    with pytest.raises(MegacompileError, match=r"example\['input_ids'\] must be an integer tensor .*, not a list"):
+        megacompile.stream(Model(), device="cpu", example={"input_ids": [1]})  # type: ignore[dict-item]
+
+
+def test_host_memory_that_the_system_does_not_give_is_refused() -> None:
+    with pytest.raises(InsufficientMemoryError, match="the system gives no 1152921504606846976 bytes of host memory"):
+        host_memory(1 << 60)
+
+
+class Wrapper(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+
+def test_a_parameter_lives_in_one_model_s_tiles(model: Any) -> None:
+    """Neither a wrapper of a streamed model nor one that shares a parameter with it can be streamed too."""
+    sharing = Model()
+    sharing.extra = model.lm_head
+    for other in (Wrapper(model), sharing):
+        with pytest.raises(MegacompileError, match=r"weight belongs to a Qwen2ForCausalLM that is streamed already: close\(\)"):
+            megacompile.stream(other, device="cpu")
 
 
 # ---------------------------------------------------------------- calls
@@ -368,6 +401,7 @@ BACKWARD_REFUSALS: dict[str, tuple[Callable[[Any, torch.Tensor], Any], type[Mega
 }
 
 
+@pytest.mark.filterwarnings("ignore:Using backward")  # torch's own advice against create_graph
 @pytest.mark.parametrize("what", BACKWARD_REFUSALS)
 def test_a_backward_that_cannot_be_honoured_is_refused(model: Any, native: Any, what: str) -> None:
     act, kind, message = BACKWARD_REFUSALS[what]
@@ -465,7 +499,8 @@ def test_a_stage_that_is_not_there_is_refused(model: Any) -> None:
 @pytest.mark.parametrize(("options", "message"), [
     ({"lr": -1.0}, "lr=-1.0 is out of range"), ({"betas": (1.0, 0.9)}, "betas=.* out of range"),
     ({"eps": -1e-8}, "eps=-1e-08 is out"), ({"weight_decay": -0.1}, "weight_decay=-0.1 is out"),
-    ({"max_grad_norm": 0.0}, "max_grad_norm=0.0 is out of range"),
+    ({"max_grad_norm": 0.0}, "max_grad_norm=0.0 is out of range"), ({"betas": 0.9}, "betas=0.9 is out of range: give two"),
+    ({"lr": "x"}, "lr='x' is out of range: give a number"), ({"max_grad_norm": "1"}, "max_grad_norm='1' is out of range"),
 ])
 def test_a_hyper_parameter_out_of_range_is_refused(model: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(MegacompileError, match=message):
@@ -500,6 +535,56 @@ def test_state_of_other_parameters_is_refused(model: Any) -> None:
         optimizer.load_state_dict(swapped)
 
 
+@pytest.mark.parametrize("option", ["amsgrad", "maximize"])
+def test_a_saved_option_of_another_adam_is_refused_and_nothing_is_loaded(model: Any, option: str) -> None:
+    optimizer = megacompile.AdamW(model.parameters())
+    tiny_models.train_step(model, optimizer)
+    model.megacompile.synchronize()
+    saved = copy.deepcopy(optimizer.state_dict())
+    for group in saved["param_groups"]:
+        group |= {"lr": 7.0, option: True}
+    for state in saved["state"].values():
+        state["exp_avg"].fill_(7.0)
+    with pytest.raises(UnsupportedError, match=f"{option}=True is not implemented"):
+        optimizer.load_state_dict(saved)
+    assert optimizer.param_groups[0]["lr"] == 1e-3
+    assert all((state["exp_avg"] != 7.0).all() for state in optimizer.state.values())
+
+
+def test_a_saved_state_that_does_not_fit_is_refused_before_any_of_it_is_loaded(model: Any) -> None:
+    optimizer = megacompile.AdamW(model.parameters())
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["param_groups"][0]["lr"] = 7.0
+    for state in saved["state"].values():
+        state["exp_avg"].fill_(7.0)
+    last = max(saved["state"])
+    saved["state"][last]["exp_avg_sq"] = torch.zeros(3, 3)
+    with pytest.raises(MegacompileError, match="has no exp_avg_sq of shape"):
+        optimizer.load_state_dict(saved)
+    assert optimizer.param_groups[0]["lr"] == 1e-3
+    assert all((state["exp_avg"] == 0).all() for state in optimizer.state.values())
+
+
+def test_a_gradient_of_a_parameter_that_no_call_reads_is_refused() -> None:
+    model = Model()
+    model.unread = nn.Parameter(torch.ones(2))
+    model = megacompile.stream(model, device="cpu")
+    optimizer = megacompile.AdamW(model.parameters(), lr=0.1)
+    tokens = batch(1)["input_ids"] % 16
+    model(tokens, tokens).backward()
+    before = weights(model)
+    optimizer.step()
+    after = weights(model)
+    assert {name for name in before if torch.equal(before[name], after[name])} == {"unread"}
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    model.unread.grad = torch.ones(2)
+    with pytest.raises(UnsupportedError, match="unread has a gradient, and the streamed forward does not read it"):
+        optimizer.step()
+    model.megacompile.close()
+    with pytest.raises(MegacompileError, match=r"belongs to no streamed model.*make a new optimizer after close\(\)"):
+        optimizer.step()
+
+
 def test_a_remainder_that_was_cast_is_refused(bf16_model: Any) -> None:
     optimizer = megacompile.AdamW(bf16_model.parameters())
     saved = copy.deepcopy(optimizer.state_dict())
@@ -508,12 +593,15 @@ def test_a_remainder_that_was_cast_is_refused(bf16_model: Any) -> None:
         optimizer.load_state_dict(saved)
 
 
-def test_gradients_set_by_hand_before_any_backward_are_refused() -> None:
+def test_gradients_set_by_hand_before_any_backward_are_refused_and_so_is_a_backward_after_close() -> None:
     model = megacompile.stream(Model(), device="cpu")
     optimizer = megacompile.AdamW(model.parameters())
+    loss = model(batch(1)["input_ids"] % 16, batch(1)["labels"] % 16)
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     with pytest.raises(MegacompileError, match=r"set by hand before any backward .*run a forward and"):
         optimizer.step()
     assert all(state["step"] == 0 for state in optimizer.state.values())
     model.megacompile.close()
+    with pytest.raises(LeaseError, match="the model was closed since this loss was computed"):
+        loss.backward()

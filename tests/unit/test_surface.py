@@ -17,10 +17,12 @@ import tiny_models
 import torch
 from tiny_models import assert_same_gradients, assert_same_weights, batch, same_bits, train_step, weights
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import megacompile
 from megacompile.errors import InsufficientMemoryError
 from megacompile.program import Lane
+from megacompile.tiling import Tiling, move_rest
 
 # ---------------------------------------------------------------- forwards and backwards in any order
 
@@ -383,10 +385,30 @@ def test_arguments_may_be_positional(model: Any) -> None:
         assert torch.equal(model(batch(1)["input_ids"]).logits, model(input_ids=batch(1)["input_ids"]).logits)
 
 
-def test_batches_may_be_of_smaller_integers(model: Any, native: Any) -> None:
-    model(**{key: tokens.int() for key, tokens in batch(1).items()}).loss.backward()
-    native(**batch(1)).loss.backward()
+def test_frozen_parameters_stay_as_they_are_and_cost_no_gradients() -> None:
+    models = []
+    for _ in range(2):
+        model = tiny_models.build()
+        model.model.embed_tokens.requires_grad_(False)
+        model.model.layers[0].requires_grad_(False)
+        model.model.layers[2].mlp.up_proj.requires_grad_(False)
+        models.append(model)
+    model, native = models
+    megacompile.stream(model, device="cpu", checkpoint_interval=2, micro_batch_size=2)
+    start = weights(model)
+    optimizers = [cls(m.parameters(), lr=1e-2, eps=1e-4)  # of keys' biases, whose gradients are all rounding, eps makes little
+                  for cls, m in ((megacompile.AdamW, model), (torch.optim.AdamW, native))]
+    for each in models:
+        for seed in range(2):
+            each(**batch(seed)).loss.backward()
+    assert all((p.grad is not None) == p.requires_grad for p in model.parameters())
     assert_same_gradients(model, native)
+    for optimizer in optimizers:
+        optimizer.step()
+    assert_same_weights(model, native)
+    assert all(p.requires_grad or torch.equal(p, start[n]) for n, p in model.named_parameters())
+    assert model.megacompile.streamed.store["model.layers.0"].gradients is None
+    model.megacompile.close()
 
 
 def test_the_number_of_items_in_the_batch_is_honoured(model: Any, native: Any) -> None:
@@ -638,6 +660,7 @@ def check_decoder(model: Any) -> None:
     logits, loss = model(idx, targets)
     true_logits, true_loss = native(idx, targets)
     assert logits is None and loss.item() == pytest.approx(true_loss.item(), rel=1e-6)
+    assert torch.equal(model(idx.int(), targets.int())[1], loss)  # torch's own cross entropy takes int64 alone
     loss.backward()
     true_loss.backward()
     assert_same_gradients(model, native)
@@ -660,3 +683,58 @@ def test_the_stack_of_layers_can_be_registered_for_a_class(registered: None) -> 
     model = megacompile.stream(decoder(), device="cpu", example=EXAMPLE)
     check_decoder(model)
     model.megacompile.close()
+
+
+# ---------------------------------------------------------------- optimizer states from elsewhere
+
+@pytest.mark.parametrize("which", ["model", "bf16_model"])
+def test_a_parameter_without_a_saved_state_starts_anew(request: pytest.FixtureRequest, which: str) -> None:
+    """As `torch.optim` does: a state of an optimizer that has made no step has none."""
+    model = request.getfixturevalue(which)
+    optimizer = megacompile.AdamW(model.parameters(), lr=1e-2)
+    train_step(model, optimizer)
+    fresh = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(p.shape)) for p in model.parameters()], lr=1e-3)
+    optimizer.load_state_dict(fresh.state_dict())
+    assert optimizer.param_groups[0]["lr"] == 1e-3
+    for state in optimizer.state.values():
+        assert state["step"] == 0
+        assert not any(value.any() for value in state.values() if isinstance(value, torch.Tensor))
+    train_step(model, optimizer)
+    model.megacompile.synchronize()
+    assert all(state["step"] == 1 and state["exp_avg"].any() for state in optimizer.state.values())
+
+
+# ---------------------------------------------------------------- plain modules
+
+class PlainDecoder(nn.Module):
+    """Has a `device` of its own, and none of what transformers adds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(16, 4), nn.Linear(4, 16)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3))
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = self.embed(input_ids)
+        for block in self.blocks:
+            x = block(x)
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+def test_a_plain_module_gains_no_methods_of_transformers_and_keeps_its_own_attributes() -> None:
+    model = megacompile.stream(PlainDecoder(), device="cpu")
+    assert not hasattr(model, "save_pretrained")
+    assert not hasattr(model, "generate")
+    model.device = "its own"
+    assert model.device == "its own"
+    assert model.to("cpu") is model
+    model.megacompile.close()
+    assert type(model) is PlainDecoder
+
+
+def test_what_lies_in_no_tile_comes_home_from_another_device() -> None:
+    model = PlainDecoder()
+    with FakeTensorMode():
+        model.register_buffer("elsewhere", torch.empty(3, device="cuda"))
+    move_rest(model, Tiling({}, {}, {}))
+    assert model.elsewhere.device.type == "cpu"

@@ -2,12 +2,14 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import signal
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -86,8 +88,8 @@ def test_the_learning_rate_rises_then_falls_to_a_tenth() -> None:
         optimizer.step()
         schedule.step()
     assert rates[:4] == pytest.approx([0.25, 0.5, 0.75, 1.0])
-    assert rates[4] == pytest.approx(1.0) and rates[20] == pytest.approx(0.1)
-    assert all(before > after for before, after in pairwise(rates[4:]))
+    assert rates[4] == pytest.approx(1.0) and rates[19] == rates[20] == pytest.approx(0.1)
+    assert all(before > after for before, after in pairwise(rates[4:20]))
 
 
 def test_ctrl_c_asks_once_and_interrupts_the_second_time() -> None:
@@ -131,3 +133,16 @@ def test_what_is_no_causal_language_model_is_refused(tmp_path: Path, text: str) 
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(MegacompileError, match="holds no causal language model that transformers reads: give"):
         training.load_model(tmp_path)
+
+
+@pytest.mark.parametrize("change", [{"num_attention_heads": 0}, {"hidden_act": "absent"}])
+def test_a_config_that_breaks_transformers_is_refused_with_what_it_raised(config: Path, change: dict[str, Any]) -> None:
+    config.write_text(json.dumps(json.loads(CONFIG) | change))
+    with pytest.raises(MegacompileError, match=r"holds no causal language model that transformers reads: .*\n\w+Error: "):
+        training.load_model(config)
+
+
+def test_cut_off_weights_are_refused(config: Path) -> None:
+    (config.parent / "model.safetensors").write_bytes(b"no weights here")
+    with pytest.raises(MegacompileError, match="holds no causal language model that transformers reads"):
+        training.load_model(config.parent)
