@@ -159,7 +159,7 @@ class Handle:
         if optimizer.streamed is not streamed:
             raise MegacompileError("the optimizer belongs to another model: make one of this model's parameters")
         if any(streamed.parameters[name].grad is not None for name in streamed.gradients):
-            raise MegacompileError("gradients of an earlier backward wait for a step: call optimizer.step() or zero_grad() first")
+            raise MegacompileError("gradients of an earlier backward wait for a step: call step() or zero_grad() first")
         return streamed.train_step(given.inputs, given.normaliser, optimizer.request(), optimizer.overlap is not None)
 
     # ---------------------------------------------------------------- looking

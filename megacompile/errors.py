@@ -43,4 +43,4 @@ class LaneError(RuntimeError):
 
 
 class TornError(MegacompileError):
-    """An update stopped half-way and cannot be completed: load a checkpoint before training or saving goes on."""
+    """An update stopped half-way: complete it, or load a checkpoint, before training or saving goes on."""

@@ -210,7 +210,7 @@ class Streamed:
         with self._on_compute():
             loss = torch.stack(columns[0]).sum(dim=0) if labels else None
             tensors = columns[1 if labels else 0:]
-            logits = torch.cat(tensors[0]) if tensors else None
+            logits = (tensors[0][0] if len(tensors[0]) == 1 else torch.cat(tensors[0])) if tensors else None
         return loss, logits
 
     def backward(self, lease: Lease, gradient: Tensor) -> None:
@@ -317,8 +317,10 @@ class Streamed:
     def check_whole(self) -> None:
         """Raises `TornError` if an update stopped between its first and its last tile."""
         if self.torn:
-            raise TornError("an update stopped half-way: load a checkpoint with load_state_dict (the model's, then the "
-                            "optimizer's), or, if it was a step after backward(), call optimizer.step() again to complete it")
+            stored = self.trained is not None and "update" in self.trained.program.sections
+            complete = "call optimizer.step() again to complete it, or " if stored else ""
+            raise TornError(f"an update stopped half-way: {complete}load a checkpoint with load_state_dict (the model's, then "
+                            "the optimizer's)")
 
     def mend(self) -> None:
         """All weights were written anew: what was missing of an update is no longer wanted."""
@@ -365,13 +367,15 @@ class Streamed:
 
 
 def _give_back(executor: Executor | ReferenceExecutor, arena: Arena, store: Store, backend: Backend) -> None:
-    executor.close()
-    backend.synchronize()  # a forgotten model may have copies in flight
-    arena.close()
-    for tile in store.tiles.values():
-        for part in (tile.weights, tile.gradients):
-            if part is not None:
-                backend.unlock(part)
+    def memory() -> None:
+        backend.synchronize()  # a forgotten model may have copies in flight
+        arena.close()
+        for tile in store.tiles.values():
+            for part in (tile.weights, tile.gradients):
+                if part is not None:
+                    backend.unlock(part)
+
+    executor.close(then=memory)
 
 
 class _Guard:

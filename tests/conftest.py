@@ -35,8 +35,8 @@ def compiled_schedule(layers: int = 4, micro_batches: tuple[int, ...] = (1,), fr
         calls.append(CallSpec(name, role, "decoder" if role == "layer" else name, read,
                               ("recompute_backward",) if name == "prologue" else ()))
     batch = sum(micro_batches)
-    return compile_program(model_program(calls, tiles, batch, labels=True, whole_step=whole_step), Plan(batch, 8, micro_batches, **plan),
-                           PIPELINE)
+    model = model_program(calls, tiles, batch, labels=True, whole_step=whole_step)
+    return compile_program(model, Plan(batch, 8, micro_batches, **plan), PIPELINE)
 
 
 @pytest.fixture(scope="session")

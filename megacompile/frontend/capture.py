@@ -84,8 +84,8 @@ class CapturedModel:
         size of 1 traces the model once more."""
         size = tuple(1 if n == 1 else captured for n, captured in zip((batch, length), CAPTURE_SHAPE, strict=True))
         if 1 in size and not self.holds(True, size):  # type: ignore[arg-type]
-            raise UnsupportedError(f"at {batch} x {length} the model performs other operations than at larger sizes, which were "
-                                   "captured: remove the branch on a size of 1 from the model's forward, or avoid that size")
+            raise UnsupportedError(f"at {batch} x {length} the model performs other operations than at larger sizes, which "
+                                   "were captured: remove the branch on a size of 1 from the model's forward, or avoid that size")
         for condition in self.conditions:
             if condition.subs({BATCH: batch, LENGTH: length}) == sympy.false:
                 raise UnsupportedError(
@@ -136,8 +136,8 @@ def capture(
         same_logits_without_labels=_same_logits_without_labels(twin, graph, positions, batch, labels),
         fused_attention=_all_layers_call_attention(graph),
         fused_loss="linear_cross_entropy" in templates["epilogue"].stages["joint"],
-        holds=functools.cache(holds), has_normaliser=count is not None, count_targets=count, output=structure, conditions=conditions,
-        seconds=time.perf_counter() - started)
+        holds=functools.cache(holds), has_normaliser=count is not None, count_targets=count, output=structure,
+        conditions=conditions, seconds=time.perf_counter() - started)
 
 
 def _trace(

@@ -59,4 +59,4 @@ def _is_idle_dropout(node: fx.Node) -> bool:
     if node.target is not F.dropout:
         return False
     p = node.kwargs.get("p", node.args[1] if len(node.args) > 1 else 0.5)
-    return p == 0
+    return isinstance(p, int | float) and p == 0
