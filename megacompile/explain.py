@@ -53,14 +53,14 @@ def _candidate(planner: Planner, durations: Durations, plan: Plan, whole_step: b
     needed, host_bytes = planner.estimate(plan, plan.length).total + planner.margin_bytes, planner.tiling.host_bytes()
     if not planner.fits(plan):
         return Candidate(plan, needed, host_bytes, None)
-    program = _program(planner, plan, whole_step)
+    program = program_of(planner, plan, whole_step)
     used = places(program.section(section) for section in step_of(program))
     slabs = sum(slot.bytes for name, slot in program.slots.items() if name in used and place_kind(name) in _SLABS)
     timeline = simulate(program, durations.of(program, plan.length), durations.hardware.speeds)
     return Candidate(plan, needed, host_bytes + slabs, timeline)
 
 
-def _program(planner: Planner, plan: Plan, whole_step: bool) -> Program:
+def program_of(planner: Planner, plan: Plan, whole_step: bool) -> Program:
     """As `compile_program` makes it, unverified: what is chosen is verified when it is compiled."""
     captured, tiling = planner.captured, planner.tiling
     specs = tiling.call_specs(captured.calls, captured.templates)
