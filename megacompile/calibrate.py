@@ -26,6 +26,7 @@ from megacompile.runtime.store import host_memory
 #: Long enough for a GPU to come down to the clock that its power allows.
 SUSTAINED_S = 3.0
 SHORT_S = 0.6
+CALLS_IN_FLIGHT = 4
 _TOGETHER = (("d2h", "h2d"), ("cpu", "h2d"), ("cpu", "d2h"), ("cpu", "d2h", "h2d"))
 
 
@@ -52,30 +53,23 @@ def measure(device: str | torch.device | None = None, scale: float = 1.0) -> Har
     return Hardware(
         name=device_name(backend.device)[1], cores=len(os.sched_getaffinity(0)), device_type=backend.device.type, source=source,
         gemm_flops=gemm, attention_efficiency=compute.attention(gemm), memory_bandwidth=compute.memory_bandwidth(),
-        launch_s=compute.launch(),
-        link={"h2d": alone[Lane.H2D], "d2h": alone[Lane.D2H]}, host_copy=_host_copy(SHORT_S * scale),
-        adam=alone[Lane.CPU], beside=beside, host_memory=_host_bytes(),
+        launch_s=compute.launch(), link={"h2d": alone[Lane.H2D], "d2h": alone[Lane.D2H]},
+        host_copy=_host_copy(SHORT_S * scale), adam=alone[Lane.CPU], beside=beside, host_memory=_host_bytes(),
         device_memory=torch.cuda.mem_get_info(backend.device)[1] if cuda else _host_bytes())
 
 
 def _rate(call: Callable[[], object], units: float, seconds: float, synchronize: Callable[[], None]) -> float:
     """Units a second over the second half of `seconds`, where clocks have settled; a few calls are in flight at a time."""
-    call()
-    synchronize()
-    begin = time.perf_counter()
-    marks = [(begin, 0)]
-    count = 0
-    while (now := time.perf_counter()) - begin < seconds:
-        for _ in range(4):
-            call()
-        synchronize()
-        count += 4
-        marks.append((time.perf_counter(), count))
-        if now - begin < seconds / 2:
-            settled = marks[-1]
-    if settled == marks[-1]:
-        settled = marks[0]
-    return units * (count - settled[1]) / (marks[-1][0] - settled[0])
+    passed, count = 0.0, 0
+    for _ in range(2):
+        begin, count = time.perf_counter(), 0
+        while count == 0 or time.perf_counter() - begin < seconds / 2:
+            for _ in range(CALLS_IN_FLIGHT):
+                call()
+            synchronize()
+            count += CALLS_IN_FLIGHT
+        passed = time.perf_counter() - begin
+    return units * count / passed
 
 
 class _Compute:

@@ -90,7 +90,7 @@ def explain(planner: Planner, durations: Durations, chosen: Plan, whole_step: bo
 
 
 def _table(found: Sequence[Candidate], chosen: Plan, operations: int) -> str:
-    rows = []
+    rows: list[tuple[object, ...]] = []
     for each in found:
         plan, timeline = each.plan, each.timeline
         sizes = (plan.checkpoint_interval, plan.micro_batches[0], plan.waves, plan.saved_layers,

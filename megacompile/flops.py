@@ -105,10 +105,10 @@ def _kernel_work(node: fx.Node, sizes: _Sizes) -> Work:
             a, b = (node.args[i] for i in _GEMMS[node.target])  # type: ignore[index]
             return Work(gemm_flops=2 * sizes.count(a) * sizes.shape(b)[-1], gemm_bytes=sizes.bytes(a, b, node), kernels=1)
         case "attention":
-            return Work(attention_flops=_attention_flops(*node.args[:3], node.args[4], sizes), kernels=1)
+            return Work(attention_flops=_attention_flops(node.args[0], node.args[2], node.args[4], sizes), kernels=1)
         case "attention_backward":
             # Five products to the forward's two. It runs as three kernels: a sum, the gradients, a conversion.
-            forward = _attention_flops(*node.args[1:4], node.args[7], sizes)
+            forward = _attention_flops(node.args[1], node.args[3], node.args[7], sizes)
             return Work(attention_backward_flops=forward * sympy.Rational(5, 2), kernels=3)
         case "linear_cross_entropy":
             return _linear_cross_entropy(node, sizes)
@@ -125,7 +125,7 @@ def _kind(node: fx.Node) -> str | None:
     return name if namespace == "megacompile" else None
 
 
-def _attention_flops(query: Any, key: Any, value: Any, window: Any, sizes: _Sizes) -> sympy.Expr:
+def _attention_flops(query: Any, value: Any, window: Any, sizes: _Sizes) -> sympy.Expr:
     """Products with keys and with values, for pairs that a causal mask (of `window` positions, 0: all) lets through."""
     batch, heads, length, width = sizes.shape(query)
     seen = sympy.Min(window, length) if window else length

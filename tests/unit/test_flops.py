@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megacompile import api
 from megacompile.config import StreamConfig
-from megacompile.flops import Work, variant_work
+from megacompile.flops import Work, _attention_flops, variant_work
 from megacompile.frontend.template import BATCH, LENGTH, Template
 
 HIDDEN, FFN, HEADS, GROUPS, WIDTH, VOCABULARY = 64, 160, 4, 2, 16, 1000
@@ -58,14 +58,12 @@ def test_causal_attention_counts_half_of_the_square_and_its_backward_five_produc
 
 
 def test_attention_in_a_window_counts_the_pairs_that_it_lets_through() -> None:
-    from megacompile.flops import _attention_flops
-
     class Sizes:
         def shape(self, _: object) -> list[Any]:
             return [1, 1, LENGTH, 1]
 
     for length, window in ((7, 3), (3, 7), (8, 8), (16, 1)):
-        found = _attention_flops(None, None, None, window, Sizes()).subs({LENGTH: length})  # type: ignore[arg-type]
+        found = _attention_flops(None, None, window, Sizes()).subs({LENGTH: length})  # type: ignore[arg-type]
         pairs = sum(min(window, position + 1) for position in range(length))
         # On the diagonal half a pair counts, as in the half square.
         assert found == 4 * (pairs - sympy.Rational(min(window, length), 2))
@@ -102,15 +100,10 @@ def test_fused_chains_move_less_than_ops_one_by_one_and_more_than_what_enters_an
         assert fused.kernels < unfused.kernels
 
 
-def test_bytes_of_a_chain_by_hand() -> None:
+def test_bytes_of_a_chain_by_hand(templates: dict[str, Template]) -> None:
     """rmsnorm and the gated MLP of a layer's forward, float32: h read, normed written; gate and up read, product written;
     h and the MLP read, h' written; and the same around attention."""
-    from megacompile.frontend.template import Variant
-
-    captured, _ = api.analyse(tiny_models.build(**SIZES), StreamConfig.of(device="cpu"), "cpu", None, None)
-    template = captured.templates["decoder"]
-    variant: Variant = template.variant("forward")
-    found = variant_work(template, variant).bytes.subs({BATCH: 4, LENGTH: 64})
+    found = work(templates, "decoder", "forward").bytes.subs({BATCH: 4, LENGTH: 64})
     tokens = 4 * 64
     kv = GROUPS * WIDTH
     # norm 1: h -> x; rotary: q, k -> q', k'; add and norm 2: h, o -> x; MLP: gate, up -> product; add: h, o, down -> h'

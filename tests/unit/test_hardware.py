@@ -11,8 +11,8 @@ import tiny_models
 import torch
 
 import megacompile
+from megacompile import calibrate
 from megacompile import hardware as module
-from megacompile.calibrate import measure
 from megacompile.errors import MegacompileError
 from megacompile.explain import candidates
 from megacompile.hardware import PROFILES, Hardware, cache_path
@@ -70,7 +70,7 @@ def test_lanes_alone_run_at_full_speed_and_company_never_helps() -> None:
 
 @pytest.fixture(scope="module")
 def measured() -> Hardware:
-    return measure("cpu", scale=0.05)
+    return calibrate.measure("cpu", scale=0.05)
 
 
 def test_measuring_gives_rates_of_this_machine(measured: Hardware) -> None:
@@ -85,8 +85,6 @@ def test_measuring_gives_rates_of_this_machine(measured: Hardware) -> None:
 
 
 def test_a_failing_lane_fails_the_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
-    from megacompile import calibrate
-
     def broken(*_: Any, **__: Any) -> None:
         raise ZeroDivisionError
 
@@ -164,8 +162,9 @@ def test_explaining_marks_the_chosen_plan_among_its_candidates(planned: Schedule
     assert "NVIDIA H200" in text
     (row,) = [line for line in text.splitlines() if line.startswith("->")]
     assert f"{planned.simulate().step_s:.3f}" in row.split()
-    rows = text.splitlines()[text.splitlines().index(next(x for x in text.splitlines() if "micro-batch" in x)) + 2:]
-    assert len(rows) == len(found)
+    lines = text.splitlines()
+    header = next(i for i, line in enumerate(lines) if "micro-batch" in line)
+    assert len(lines[header + 2:]) == len(found)  # under the header and its rule
 
 
 def test_candidates_that_do_not_fit_are_listed_without_a_time(planned: Schedule) -> None:
