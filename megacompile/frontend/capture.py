@@ -85,7 +85,7 @@ class CapturedModel:
         size = tuple(1 if n == 1 else captured for n, captured in zip((batch, length), CAPTURE_SHAPE, strict=True))
         if 1 in size and not self.holds(True, size):  # type: ignore[arg-type]
             raise UnsupportedError(f"at {batch} x {length} the model performs other operations than at larger sizes, which "
-                                   "were captured: remove the branch on a size of 1 from the model's forward, or avoid that size")
+                                   "were captured: remove the branch on a size of 1 from the model's forward, or avoid it")
         for condition in self.conditions:
             if condition.subs({BATCH: batch, LENGTH: length}) == sympy.false:
                 raise UnsupportedError(

@@ -26,10 +26,10 @@ def operations(graph: ModelGraph) -> tuple[str, ...]:
 
 def _operations(module: fx.GraphModule) -> Iterator[str]:
     for node in module.graph.nodes:
-        if node.op == "get_attr":
-            nested = getattr(module, str(node.target), None)
-            if isinstance(nested, fx.GraphModule):
-                yield from _operations(nested)
+        nested = [getattr(module, str(n.target), None) for n in node.all_input_nodes if n.op == "get_attr"]
+        if graphs := [each for each in nested if isinstance(each, fx.GraphModule)]:
+            for each in graphs:  # in place of the call: whether equal layers share a region is Dynamo's choice
+                yield from _operations(each)
         elif node.op in ("call_function", "call_method") and _makes_tensors(node):
             if _is_idle_dropout(node) or getattr(node.target, "__name__", node.target) in _BROADCASTS:
                 continue
