@@ -34,14 +34,16 @@ def slot_bytes(captured: CapturedModel, tiling: Tiling, plan: Plan) -> int:
     layouts, border = tiling.layouts, _border(captured, tiling)
     layers = [layout for tile, layout in layouts.items() if tile not in border]
     streamed = [x for x in layers if x.name not in plan.resident]
-    trained = [x for x in layers if x.trainable]
+    kept = plan.resident_state if plan.update == "step" else ()  # gradients that have slots of their own
+    trained = [x for x in layers if x.trainable and x.name not in kept]
     ranked = [sorted((layouts[t].weight_bytes for t in tiling.tiles_of[call.name] if t not in plan.resident), reverse=True)
               for call in (captured.calls[0], captured.calls[-1])]
     return (min(plan.weight_slots, len(streamed)) * max((x.weight_bytes for x in streamed), default=0)
             + sum(max(sizes) for sizes in zip_longest(*ranked, fillvalue=0))
             + sum(layouts[t].weight_bytes for t in plan.resident)
+            + sum(layouts[t].state_bytes for t in plan.resident_state) + sum(layouts[t].gradient_bytes for t in kept)
             + min(plan.gradient_slots, len(trained)) * max((x.gradient_bytes for x in trained), default=0)
-            + max((layouts[t].gradient_bytes for t in border if layouts[t].trainable), default=0))
+            + max((layouts[t].gradient_bytes for t in border if layouts[t].trainable and t not in kept), default=0))
 
 
 def training_bytes(captured: CapturedModel, tiling: Tiling, plan: Plan) -> Estimate:

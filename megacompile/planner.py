@@ -92,7 +92,7 @@ class Planner:
                 slots = config.weight_slots or min(depth, max(2, interval + 1))
                 yield Plan(
                     batch, length, split(batch, min(size, batch)), interval, min(config.saved_layers or 0, depth), slots,
-                    config.gradient_slots, self.resident(), self.locked(), 2, config.gradient_slabs)
+                    config.gradient_slots, self.resident(), self.resident_state(), self.locked(), 2, config.gradient_slabs)
 
     def plan_step(self, batch: int, length: int, update: str) -> Plan:
         """The plan of a whole step. Where memory allows it, the fewest waves that let every layer keep its residuals: then
@@ -146,7 +146,14 @@ class Planner:
         return intervals
 
     def resident(self) -> tuple[str, ...]:
-        return tuple(self.tiling.layouts) if self.config.resident == "all" else tuple(self.config.resident)
+        named = self.config.resident
+        chosen = set(self.tiling.layouts if named == "all" else named) | set(self.resident_state())
+        return tuple(tile for tile in self.tiling.layouts if tile in chosen)
+
+    def resident_state(self) -> tuple[str, ...]:
+        named = self.config.resident_state or ()
+        return tuple(tile for tile, layout in self.tiling.layouts.items()
+                     if layout.trainable and (named == "all" or tile in named))
 
     def locked(self) -> bool:
         """Whether the tiles' own weights and gradients may be page-locked."""

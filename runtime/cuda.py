@@ -18,6 +18,9 @@ from torch import Tensor
 from megacompile.errors import DeviceUnavailableError, InsufficientMemoryError, LaneError
 from megacompile.program import Lane
 
+from . import device_adam
+from .adam import AdamSegment
+
 
 def expandable_segments() -> None:
     """Before the first CUDA allocation, unless the user has set the allocator up."""
@@ -94,6 +97,10 @@ class CudaBackend:
 
     def norms(self, views: Sequence[Tensor], out: Tensor) -> None:
         torch.stack(torch._foreach_norm(list(views), 2, dtype=torch.float32), out=out)
+
+    def adamw(self, weights: Tensor, remainder: Tensor | None, gradient: Tensor, m: Tensor, v: Tensor,
+              segments: Sequence[AdamSegment], gradient_scale: float) -> None:
+        device_adam.adamw(self.cupy, self.streams[Lane.COMPUTE], weights, remainder, gradient, m, v, segments, gradient_scale)
 
     def record(self, lane: Lane) -> Any:
         if lane not in self.streams:

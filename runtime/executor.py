@@ -131,6 +131,8 @@ class Executor:
                     event, lane = events[recorded], lane_of(recorded)
                     assert event is not None and lane is not None
                     left.append((argument(node, "place"), Access(argument(node, "access")), lane, event))
+                case op if lane_of(node) is None and op_of(node).result is not None:  # what lives on the device: any lane's
+                    frame.values[node] = OPERATIONS[op](frame, node)
         self.carried.leave(left)
         self._runs += 1
         run = Run(frame, events, {lane: threading.Event() for lane in instructions}, self, self._runs)
@@ -150,10 +152,8 @@ class Executor:
             lanes = {}
             for node in nodes(section):
                 lane = lane_of(node)
-                if op_of(node).name in ("enter", "leave") or (lane is None and op_of(node).result is None):
-                    continue
-                # What runs nowhere and has a result (a resident tile's weights) is a value all the same: compute reads it.
-                lanes.setdefault(lane or Lane.COMPUTE, []).append(node)
+                if lane is not None:
+                    lanes.setdefault(lane, []).append(node)
             setattr(section, _LOWERED, lanes)
         return lanes
 

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from megacompile.program import Lane
 
+from .adam import AdamSegment
+
 
 class Backend(Protocol):
     """What a device must offer. All methods are called from the thread of the lane that they concern."""
@@ -37,6 +39,10 @@ class Backend(Protocol):
 
     def norms(self, views: Sequence[Tensor], out: Tensor) -> None:
         """The Euclidean norm of each of n tensors on the device, bf16 or fp32, into fp32 [n]."""
+
+    def adamw(self, weights: Tensor, remainder: Tensor | None, gradient: Tensor, m: Tensor, v: Tensor,
+              segments: Sequence[AdamSegment], gradient_scale: float) -> None:
+        """`adam.adamw` on tensors of the device, issued to compute; the same bits."""
 
     def record(self, lane: Lane) -> Any:
         """The device's event behind everything issued to the lane; None if issuing is doing."""

@@ -41,6 +41,10 @@ class ThreadBackend:
         for position, view in enumerate(views):
             out[position] = host.norm(view.flatten())
 
+    def adamw(self, weights: Tensor, remainder: Tensor | None, gradient: Tensor, m: Tensor, v: Tensor,
+              segments: Sequence[host.AdamSegment], gradient_scale: float) -> None:
+        host.adamw(weights, remainder, gradient, m, v, segments, gradient_scale)
+
     def record(self, lane: Lane) -> Any:
         return None
 
