@@ -12,6 +12,8 @@ from megacompile.program import Program, argument, find, nodes, op_of, operands,
 _FORWARD = ("forward", "forward_saving", "loss", "evaluate", "logits")
 _BACKWARD = ("backward", "recompute_backward")
 _ADAM = ("adam", "adam_resident")
+#: What the sections that run between steps do for each tile that is updated on the device.
+_MOVES = {"load": "fetch_state", "store": "store_state", "rescue": "offload_weights", "refresh": "fetch_gradients"}
 _BACKWARD_SECTIONS = {"backward": True, "backward_accumulate": False, "train_step": True}  # does it overwrite gradients
 
 
@@ -238,7 +240,7 @@ def _left_there(program: Program, name: str, graph: fx.Graph, there: list[str], 
 
 
 def _once(program: Program, name: str, graph: fx.Graph, ops: tuple[str, ...], tiles: list[str]) -> Iterator[Fault]:
-    op = " or ".join(ops)
+    op = ops[0]
     seen: dict[str, fx.Node] = {}
     for node in find(graph, *ops):
         tile = argument(node, "tile")
@@ -257,7 +259,10 @@ def _once(program: Program, name: str, graph: fx.Graph, ops: tuple[str, ...], ti
 def updated(program: Program) -> Iterator[Fault]:
     """One clip over all trainable tiles, then one adam for each, that takes it; a tile that is resident on the device is
     copied there again after its update, and one that was updated there is copied home."""
-    tiles = trainable(program, tuple(program.tiles))
+    tiles, there = trainable(program, tuple(program.tiles)), _updated_there(program)
+    for name, op in _MOVES.items():
+        if name in program.sections and there:
+            yield from _once(program, name, program.section(name), (op,), there)
     if _updates_on_arrival(program):
         for name in ("backward", "train_step"):
             if name in program.sections:
@@ -298,15 +303,13 @@ def _updated_there(program: Program) -> list[str]:
 
 
 def _copied_home(program: Program, name: str) -> Iterator[Fault]:
-    """An update on the device is of the tile's own copy, which then goes home."""
+    """What was updated on the device then goes home."""
     graph = program.section(name)
     updated: dict[str, fx.Node] = {}
     for node in find(graph, "adam_resident", "offload_weights"):
         tile = argument(node, "tile")
         if op_of(node).name == "adam_resident":
             updated[tile] = node
-            if [argument(value, "tile") for value in operands(node, "weights")] != [tile]:
-                yield Fault(f"{describe(node)} updates other weights than its own", "give it those of its tile", node)
         else:
             updated.pop(tile, None)
     for tile, node in updated.items():

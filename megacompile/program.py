@@ -100,10 +100,6 @@ OPS: dict[str, Op] = {op.name: op for op in (
        "gradients, device -> the tile's gradients (or the slab `into`)", "gradients"),
     Op("offload_norms", Lane.D2H, ("tile", "reduced"), (), ("reduced",), ("gradients[tile]",), None,
        "the norms alone, of gradients that stay on the device"),
-    Op("offload_weights", Lane.D2H, ("tile", "resident"), (), ("resident",), ("weights[tile]",), None,
-       "weights that were updated on the device, device -> host"),
-    Op("fetch_gradients", Lane.H2D, ("tile", "into"), ("into",), ("gradients[tile]",), ("result",), "gradients",
-       "a tile's gradients, host -> device: they were added up, or changed, on the host"),
     Op("accumulate", Lane.CPU, ("tile", "slab", "overwrite"), (), ("slab",), ("gradients[tile]",), None,
        "adds a slab to the tile's gradients (or overwrites them)"),
     Op("clip", Lane.CPU, ("tiles",), (), ("gradients[tiles]",), ("result",), "clip",
@@ -114,8 +110,13 @@ OPS: dict[str, Op] = {op.name: op for op in (
     Op("fetch_state", Lane.CPU, ("tile", "into"), ("into",), (), ("result",), "state",
        "a tile's optimizer state, host -> device"),
     Op("store_state", Lane.CPU, ("tile", "state"), (), ("state",), (), None, "a tile's optimizer state, device -> host"),
-    Op("adam_resident", Lane.COMPUTE, ("tile", "weights", "state", "reduced", "clip"), ("clip",),
-       ("state", "reduced", "clip"), ("weights", "state"), None,
+    # In the cpu lane too, so that no schedule without them has a lane more to wait for.
+    Op("fetch_gradients", Lane.CPU, ("tile", "into"), ("into",), ("gradients[tile]",), ("result",), "gradients",
+       "a tile's gradients, host -> device: they were added up, or changed, on the host"),
+    Op("offload_weights", Lane.CPU, ("tile", "resident"), (), ("resident",), ("weights[tile]",), None,
+       "weights that were updated on the device, device -> host"),
+    Op("adam_resident", Lane.COMPUTE, ("tile", "resident", "state", "reduced", "clip"), ("clip",),
+       ("state", "reduced", "clip"), ("resident", "state"), None,
        "the same update to the bit, on the device, of a tile that lives there with its state"),
     Op("result", Lane.COMPUTE, ("key", "values"), (), ("values",), (), None, "hands values to the caller"),
     Op("lease", Lane.COMPUTE, ("key", "value"), (), ("value",), (), None, "keeps a value for a later section"),
@@ -131,10 +132,10 @@ OPS: dict[str, Op] = {op.name: op for op in (
 
 TILE_PARTS = ("weights", "gradients")
 #: Families of slots, by the letters of a slot's name ("B" behind them: for border tiles), and what kind of values each
-#: holds. R: weights that stay on the device, RS and RG: with their optimizer state and gradients; S, D: page-locked host
-#: slabs for weights on their way out and gradients on their way home.
+#: holds. R: weights that stay on the device; RW, RS, RG: weights, optimizer state and gradients of a tile that is updated
+#: there; S, D: page-locked host slabs for weights on their way out and gradients on their way home.
 SLOT_KINDS = {"W": ("weights",), "G": ("reduced",), "S": ("staging",), "D": ("slab",),
-              "R": ("weights", "resident"), "RS": ("state",), "RG": ("gradients", "reduced")}
+              "R": ("weights",), "RW": ("weights", "resident"), "RS": ("state",), "RG": ("gradients", "reduced")}
 
 
 def op_of(node: fx.Node) -> Op:

@@ -28,6 +28,8 @@ def expandable_segments() -> None:
         torch.cuda.memory._set_allocator_settings("expandable_segments:True")
 
 
+#: Lanes whose work is queued on the device. The lane cpu has a stream as well, for copies that it waits for.
+_QUEUES = (Lane.COMPUTE, Lane.H2D, Lane.D2H)
 #: Sets of streams that no backend uses, by device. Streams are never destroyed: PyTorch's allocator records an event on
 #: every stream that a tensor was used on when the tensor dies, and aborts the process if the stream is gone by then.
 _idle_streams: dict[int, list[dict[Lane, Any]]] = {}
@@ -37,11 +39,11 @@ def _streams(cupy: Any, index: int) -> dict[Lane, Any]:
     if idle := _idle_streams.get(index):
         return idle.pop()
     with cupy.cuda.Device(index):
-        return {lane: cupy.cuda.Stream(non_blocking=True) for lane in (Lane.COMPUTE, Lane.H2D, Lane.D2H)}
+        return {lane: cupy.cuda.Stream(non_blocking=True) for lane in (*_QUEUES, Lane.CPU)}
 
 
 class CudaBackend:
-    """One CUDA device. Streams belong to lanes; the lanes cpu and pack work on the host and have none."""
+    """One CUDA device. Streams belong to lanes; the lanes cpu and pack work on the host."""
 
     def __init__(self, index: int = 0) -> None:
         if not torch.cuda.is_available():
@@ -92,8 +94,10 @@ class CudaBackend:
     def copy(self, destination: Tensor, source: Tensor, lane: Lane) -> None:
         assert destination.numel() == source.numel() and destination.dtype == source.dtype == torch.uint8
         runtime = self.cupy.cuda.runtime
-        kind = runtime.memcpyHostToDevice if lane == Lane.H2D else runtime.memcpyDeviceToHost
+        kind = runtime.memcpyHostToDevice if destination.is_cuda else runtime.memcpyDeviceToHost
         runtime.memcpyAsync(destination.data_ptr(), source.data_ptr(), source.numel(), kind, self.streams[lane].ptr)
+        if lane not in _QUEUES:
+            self.streams[lane].synchronize()
 
     def norms(self, views: Sequence[Tensor], out: Tensor) -> None:
         torch.stack(torch._foreach_norm(list(views), 2, dtype=torch.float32), out=out)
@@ -103,7 +107,7 @@ class CudaBackend:
         device_adam.adamw(self.cupy, self.streams[Lane.COMPUTE], weights, remainder, gradient, m, v, segments, gradient_scale)
 
     def record(self, lane: Lane) -> Any:
-        if lane not in self.streams:
+        if lane not in _QUEUES:
             return None
         event = self.cupy.cuda.Event(block=True, disable_timing=True)
         event.record(self.streams[lane])
@@ -112,7 +116,7 @@ class CudaBackend:
     def wait(self, lane: Lane, event: Any) -> None:
         if event is None:
             return
-        if lane in self.streams:
+        if lane in _QUEUES:
             self.streams[lane].wait_event(event)
         else:
             event.synchronize()
@@ -125,7 +129,7 @@ class CudaBackend:
                             f"checkpoint ({str(error).splitlines()[0]})") from error
 
     def delay(self, lane: Lane, seconds: float) -> None:
-        if lane not in self.streams:
+        if lane not in _QUEUES:
             import time
             time.sleep(seconds)
             return

@@ -35,7 +35,7 @@ class Backend(Protocol):
     def unlock(self, host: Tensor) -> None: ...
 
     def copy(self, destination: Tensor, source: Tensor, lane: Lane) -> None:
-        """uint8 -> uint8 of one size, issued to the lane."""
+        """uint8 -> uint8 of one size, issued to the lane; done on return in lanes that work on the host."""
 
     def norms(self, views: Sequence[Tensor], out: Tensor) -> None:
         """The Euclidean norm of each of n tensors on the device, bf16 or fp32, into fp32 [n]."""

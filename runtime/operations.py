@@ -148,13 +148,13 @@ def _offload_norms(frame: Frame, node: fx.Node) -> None:
 
 
 def _offload_weights(frame: Frame, node: fx.Node) -> None:
-    frame.backend.copy(frame.store[argument(node, "tile")].weights, frame.read(node, "resident").memory, Lane.D2H)
+    frame.backend.copy(frame.store[argument(node, "tile")].weights, frame.read(node, "resident").memory, Lane.CPU)
 
 
 def _fetch_gradients(frame: Frame, node: fx.Node) -> Gradients:
     tile, gradients = frame.store[argument(node, "tile")], _resident_gradients(frame, node)
     assert tile.gradients is not None, f"{tile.layout.name} has nothing to train"
-    frame.backend.copy(gradients.memory, tile.gradients, Lane.H2D)
+    frame.backend.copy(gradients.memory, tile.gradients, Lane.CPU)
     return gradients
 
 
@@ -209,7 +209,7 @@ def _adam_resident(frame: Frame, node: fx.Node) -> None:
     segments = update.segments.get(tile.layout.name)
     if not segments or tile.layout.name in update.done:
         return
-    (weights,), state = frame.read(node, "weights"), frame.read(node, "state")
+    weights, state = frame.read(node, "resident"), frame.read(node, "state")
     frame.backend.adamw(tile.layout.flat(weights.memory), state.remainder, frame.read(node, "reduced").flat, state.m, state.v,
                         segments, frame.read(node, "clip") if "clip" in node.kwargs else 1.0)
     tile.moments_written = True

@@ -5,11 +5,11 @@
     adam("layers.0", c)
     w = prefetch("layers.0", into="R0")                    # a resident tile is refreshed at once
 
-A tile whose optimizer state lives on the device is updated there; its weights go home at once, since the host's are what
-everybody reads:
+A tile whose optimizer state lives on the device is updated there; its weights go home behind all updates, since the host's
+are what everybody reads:
 
     w1, m1, g1 = resident("layers.0"), resident_state("layers.0"), resident_gradients("layers.0")
-    adam_resident("layers.0", weights=w1, state=m1, reduced=g1, clip=c)
+    adam_resident("layers.0", resident=w1, state=m1, reduced=g1, clip=c)
     offload_weights("layers.0", w1)
 
 Where the plan updates on arrival, the update stands behind each tile's `offload` (or `reduce`) instead, and nothing is
@@ -43,7 +43,7 @@ def run(program: Program, plan: Plan) -> Program:
     if plan.resident_state:
         stateful = [t for t in tiles if t in plan.resident_state]
         sections["store"] = _each(program, stateful, _store)
-        sections["rescue"] = _each(program, stateful, _rescue)
+        sections["rescue"] = _each(program, stateful, _bring_home)
         if "backward" in sections and plan.update == "step":
             sections["refresh"] = _each(program, stateful, _refresh)
     return program.evolve(stage=provides, sections=sections)
@@ -66,13 +66,19 @@ def _update(program: Program, plan: Plan, tiles: list[str]) -> fx.Graph:
         build.add("adam", tile=tile, clip=clip)
         if tile in plan.resident:
             _arrive(build, program, plan, tile)
+    _send_home(program, plan, graph)
     return graph
 
 
 def _update_there(build: Builder, program: Program, tile: str, reduced: fx.Node, clip: fx.Node | None) -> None:
     weights, state = _there(build, program, tile)
-    build.add("adam_resident", tile=tile, weights=(weights,), state=state, reduced=reduced, clip=clip)
-    build.add("offload_weights", tile=tile, resident=weights)
+    build.add("adam_resident", tile=tile, resident=weights, state=state, reduced=reduced, clip=clip)
+
+
+def _send_home(program: Program, plan: Plan, graph: fx.Graph) -> None:
+    build = Builder(graph, name)
+    for tile in plan.resident_state:
+        _bring_home(build, program, tile)
 
 
 def _there(build: Builder, program: Program, tile: str) -> tuple[fx.Node, fx.Node]:
@@ -96,6 +102,7 @@ def _on_arrival(program: Program, plan: Plan, graph: fx.Graph) -> fx.Graph:
             arrival = Builder(graph, name)
             staging = None if plan.locked else arrival.after(updated, "pack", f"k{program.number(tile)}", tile=tile)
             arrival.after(staging or updated, "prefetch", f"w{program.number(tile)}", tile=tile, staging=staging)
+    _send_home(program, plan, graph)
     return graph
 
 
@@ -123,7 +130,7 @@ def _store(build: Builder, program: Program, tile: str) -> None:
     build.add("store_state", tile=tile, state=state)
 
 
-def _rescue(build: Builder, program: Program, tile: str) -> None:
+def _bring_home(build: Builder, program: Program, tile: str) -> None:
     weights = build.add("resident", f"w{program.number(tile)}", tile=tile)
     build.add("offload_weights", tile=tile, resident=weights)
 

@@ -93,9 +93,10 @@ class _Places:
     def _choose(self, node: fx.Node) -> str:
         tile, kind = argument(node, "tile"), op_of(node).result
         if _stays(node, self.plan):
-            if kind == "weights":
-                return f"R{self.plan.resident.index(tile)}"
-            return f"{'RS' if kind == 'state' else 'RG'}{self.plan.resident_state.index(tile)}"
+            if tile in self.plan.resident_state:
+                family = {"weights": "RW", "state": "RS"}.get(kind or "", "RG")
+                return f"{family}{self.plan.resident_state.index(tile)}"
+            return f"R{[t for t in self.plan.resident if t not in self.plan.resident_state].index(tile)}"
         letter = {"weights": "W", "reduced": "G", "staging": "S", "slab": "D"}[kind or ""]
         if tile not in self.border:
             return self._take(letter, self.counts[letter])

@@ -235,7 +235,7 @@ WAITS = {
     "a resident copy is updated": ("resident", "update", Lane.H2D, "prefetch", "adam"),
     "the clip is known": ("the first tiles' state resident, K = 2", "update", Lane.COMPUTE, "adam_resident", "clip"),
     "weights are updated on the device": (
-        "the first tiles' state resident, K = 2", "update", Lane.D2H, "offload_weights", "adam_resident"),
+        "the first tiles' state resident, K = 2", "update", Lane.CPU, "offload_weights", "adam_resident"),
 }
 
 
