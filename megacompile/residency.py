@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from megacompile.errors import LaneError
-from megacompile.program import places, stays
+from megacompile.program import stays
 from megacompile.runtime.kernels import Batch
 
 if TYPE_CHECKING:

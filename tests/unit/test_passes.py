@@ -191,7 +191,7 @@ def test_each_tile_arrives_once_for_all_micro_batches(case: tuple[Program, Plan]
 def test_each_trainable_tile_is_sent_home_and_updated_once(case: tuple[Program, Plan]) -> None:
     program, plan = case
     trainable = {name: 1 for name, tile in program.tiles.items() if tile.trainable}
-    there = {name: 1 for name in plan.resident_state}
+    there = dict.fromkeys(plan.resident_state, 1)
     for section, ops in {"update": ("adam adam_resident",), "backward": ("reduce", "offload"),
                          "backward_accumulate": ("reduce", "offload", "accumulate")}.items():
         for op in ops:
@@ -318,7 +318,8 @@ def models_and_plans(draw: st.DrawFn) -> tuple[Program, Plan]:
     plan = Plan(
         batch, 8, split(batch, draw(st.integers(1, batch))), interval, draw(st.integers(0, depth)),
         weight_slots=max(min(interval, depth), draw(st.integers(1, 4))), gradient_slots=draw(st.integers(1, 3)),
-        resident=resident, resident_state=stateful, locked=draw(st.booleans()), staging_slabs=draw(st.integers(1, 3)), gradient_slabs=draw(st.integers(1, 3)))
+        resident=resident, resident_state=stateful, locked=draw(st.booleans()),
+        staging_slabs=draw(st.integers(1, 3)), gradient_slabs=draw(st.integers(1, 3)))
     return model_program(calls, tiles, batch, labels=True), plan
 
 
