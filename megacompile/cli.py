@@ -1,4 +1,4 @@
-"""The command line: `megacompile train` and `megacompile inspect`.
+"""The command line: `megacompile train`, `inspect`, `plan` and `calibrate`.
 
 Exit codes: 0 done; 1 refused, the reason on stderr; 2 wrong arguments; 130 stopped by Ctrl-C (and saved, if asked).
 """
@@ -17,9 +17,11 @@ from typer.core import TyperGroup
 
 import megacompile
 from megacompile import training
+from megacompile.calibrate import measure
 from megacompile.corpus import Corpus, PretrainedTokenizer, load_tokenizer
 from megacompile.errors import LaneError, MegacompileError
 from megacompile.frontend.template import Template
+from megacompile.hardware import cache_path
 
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
@@ -160,6 +162,44 @@ def inspect(
     print(f"# stages: {', '.join(stages)}")
     print(f"# templates: {', '.join(compiled.templates)}")
     print(program.text(section=section, fold=fold))
+
+
+@app.command()
+def plan(
+    model_path: Model,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences a step.")] = 8,
+    length: Annotated[int, typer.Option(min=2, help="Tokens a sequence.")] = 512,
+    hardware: Annotated[str | None, typer.Option(help="A profile (h200, a100, rtx3090) or a file of calibrate; else this "
+                                                      "machine.")] = None,
+    checkpoint_interval: CheckpointInterval = None,
+    micro_batch_size: MicroBatchSize = None,
+    device: Device = None,
+    device_memory: DeviceMemory = None,
+    dtype: ModelDType = DType.AUTO,
+) -> None:
+    """Predict step time, memory and what binds, for the plan that would be chosen and for those beside it.
+
+    Loads no weights, trains nothing, and needs no GPU to plan for one.
+    """
+    model = training.load_model(model_path, dtype=dtype.resolve(), meta=True)
+    compiled = megacompile.schedule(model, batch=batch, length=length, hardware=hardware,
+                                    **_config(checkpoint_interval, micro_batch_size, device, device_memory))
+    print(compiled.explain())
+
+
+@app.command()
+def calibrate(
+    device: Device = None,
+    output: Annotated[Path | None, typer.Option(dir_okay=False, help="Write here instead, to plan for this machine from "
+                                                                     "another.")] = None,
+    scale: Annotated[float, typer.Option(min=0.01, help="How long to measure, as a multiple of the usual.")] = 1.0,
+) -> None:
+    """Measure this machine's rates, once, for plan: less than a minute. Nothing else should run meanwhile."""
+    found = measure(device, scale)
+    path = output or cache_path(device)
+    found.save(path)
+    print(found.table())
+    print(f"saved in {path}")
 
 
 def _config(checkpoint_interval: int | None, micro_batch_size: int | None, device: str | None,

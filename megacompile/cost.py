@@ -1,4 +1,5 @@
-"""What templates cost, as functions of batch B and length T: bytes that a variant holds at its peak, and FLOPs.
+"""What templates hold, as functions of batch B and length T: bytes of a variant at its peak, of results and residuals.
+(What they execute is `flops.py`'s.)
 
 The first cost model: liveness over a variant's graph, every op's result in memory of its own (views share their base's),
 and what our own ops hold inside. Compiled code fuses, so it holds less; matrix kernels' workspaces and rounding by the
@@ -6,6 +7,7 @@ allocator are the margin's.
 """
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -15,6 +17,9 @@ from torch import fx
 
 from megacompile.frontend.joint import base_of
 from megacompile.frontend.template import Template, Variant
+
+#: Peaks found so far, by (batch, length): a planner asks for the same ones hundreds of times.
+_peaks: weakref.WeakKeyDictionary[Variant, dict[tuple[int, int], int]] = weakref.WeakKeyDictionary()
 
 
 def at(template: Template, batch: int, length: int) -> Callable[[Any], int]:
@@ -68,6 +73,13 @@ WORKSPACE: dict[Any, Callable[[fx.Node, Callable[[Any], int], str], int]] = {
 
 def peak_bytes(template: Template, variant: Variant, batch: int, length: int) -> int:
     """Most bytes that a variant's own values (its inputs aside) take at once."""
+    known = _peaks.setdefault(variant, {})
+    if (batch, length) not in known:
+        known[batch, length] = _peak_bytes(template, variant, batch, length)
+    return known[batch, length]
+
+
+def _peak_bytes(template: Template, variant: Variant, batch: int, length: int) -> int:
     size = at(template, batch, length)
     graph = variant.graph.graph
     last: dict[fx.Node, fx.Node] = {}

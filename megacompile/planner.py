@@ -65,6 +65,22 @@ class Planner:
         taken = self.taken_bytes()
         return f" (other streamed models have planned {format_bytes(taken)}: close() one)" if taken else ""
 
+    def considered(self, batch: int, length: int, update: str | None = None) -> Iterator[Plan]:
+        """Every plan of a training step that the choice may fall on, in the order of preference: each once with the
+        residuals that memory is left for, and once without. Some do not fit. `update`: of a whole step, as `plan_step`."""
+        if update is not None:
+            yield from self._step_plans(batch, length, update)
+            return
+        for candidate in self._candidates(batch, length):
+            if self.config.saved_layers is None and self.fits(candidate):
+                yield from dict.fromkeys((self._keep_residuals(candidate), candidate))
+            else:
+                yield candidate
+
+    def fits(self, plan: Plan) -> bool:
+        """Whether the device holds a training step under a plan."""
+        return self.estimate(plan, plan.length).total + self.margin_bytes <= self.device_bytes
+
     def _candidates(self, batch: int, length: int) -> Iterator[Plan]:
         """In the order of preference: large micro-batches (up to full kernels) first, for each K from 1."""
         depth = len(self.captured.layer_names)
@@ -81,16 +97,20 @@ class Planner:
     def plan_step(self, batch: int, length: int, update: str) -> Plan:
         """The plan of a whole step. Where memory allows it, the fewest waves that let every layer keep its residuals: then
         nothing is recomputed, and the link carries the weights once more for each further wave."""
+        plans = self._step_plans(batch, length, update)
+        return next((p for p in plans if p.saved_layers == len(self.captured.layer_names)), plans[0])
+
+    def _step_plans(self, batch: int, length: int, update: str) -> list[Plan]:
+        """From one wave on, each with as many residuals as fit."""
         plan = replace(self.plan(batch, length), update=update)
-        depth, count, config = len(self.captured.layer_names), len(plan.micro_batches), self.config
+        count, config = len(plan.micro_batches), self.config
         if config.waves is not None:
             plan = replace(plan, waves=min(config.waves, count))
         if config.saved_layers is not None or not self.keep_residuals:
-            return plan
+            return [plan]
         room = self.device_bytes - self.margin_bytes
         waves = [plan.waves] if config.waves else range(1, max(1, min(count, batch * length // WAVE_TOKENS)) + 1)
-        plans = [self._most_residuals(replace(plan, waves=n), room) for n in waves]
-        return next((p for p in plans if p.saved_layers == depth), plans[0])
+        return [self._most_residuals(replace(plan, waves=n), room) for n in waves]
 
     def _keep_residuals(self, plan: Plan) -> Plan:
         """Spends what memory is left on residuals of the last layers: each is one forward less in the backward, the only

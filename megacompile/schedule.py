@@ -3,6 +3,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,9 +11,12 @@ from torch import Tensor, nn
 
 from megacompile.api import analyse
 from megacompile.config import StreamConfig, parse_bytes
+from megacompile.durations import Durations
 from megacompile.errors import MegacompileError
+from megacompile.explain import explain
 from megacompile.frontend.capture import CapturedModel
 from megacompile.frontend.template import Template
+from megacompile.hardware import Hardware
 from megacompile.lowering import model_program
 from megacompile.passes import PIPELINE
 from megacompile.passes.manager import compile_program
@@ -20,18 +24,23 @@ from megacompile.plan import Plan
 from megacompile.planner import Planner, margins
 from megacompile.program import Program
 from megacompile.runtime.store import available_host_bytes
+from megacompile.simulate import Timeline, simulate
 from megacompile.tiling import Tiling
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """A model's schedule for one batch shape. `stages`: the program after each pass; `log`: what each pass did."""
+    """A model's schedule for one batch shape. `stages`: the program after each pass; `log`: what each pass did;
+    `hardware`: where it is meant to run, None for this machine."""
 
     captured: CapturedModel
     tiling: Tiling
     plan: Plan
     stages: Mapping[str, Program]
     log: list[str]
+    planner: Planner
+    device: torch.device
+    hardware: Hardware | None = None
 
     def program(self, stage: str = "synchronize") -> Program:
         return self.stages[stage]
@@ -40,26 +49,56 @@ class Schedule:
     def templates(self) -> Mapping[str, Template]:
         return self.captured.templates
 
+    def durations(self) -> Durations:
+        """How long each node takes alone. Raises `MegacompileError` where neither `hardware` was given nor this machine
+        has been measured."""
+        compiled = self.planner.config.compile
+        return Durations(self.captured, self.tiling.layouts, self.hardware or Hardware.here(self.device),
+                         fused=compiled if compiled is not None else self.device.type == "cuda")
+
+    def simulate(self) -> Timeline:
+        """A few training steps, predicted: when each instruction runs, how long a step takes, and what binds."""
+        program, durations = self.program(), self.durations()
+        return simulate(program, durations.of(program, self.plan.length), durations.hardware.speeds)
+
+    def explain(self) -> str:
+        """The plan and those it was chosen from, as text: needs, predicted times and what binds."""
+        return explain(self.planner, self.durations(), self.plan, whole_step="train_step" in self.program().sections)
+
 
 def schedule(model: nn.Module, *, batch: int, length: int, layers: str | None = None,
-             example: Mapping[str, Tensor] | None = None, **options: Any) -> Schedule:
+             example: Mapping[str, Tensor] | None = None, update: str | None = None,
+             hardware: str | Path | Hardware | None = None, **options: Any) -> Schedule:
     """The schedule of a training step of `batch` sequences of `length` tokens. `model` may be on the meta device; nothing of
-    it is changed. Options as for `stream`; a schedule for device="cuda" needs no CUDA. Raises what `stream` raises."""
+    it is changed. Options as for `stream`; a schedule for device="cuda" needs no CUDA. Raises what `stream` raises.
+
+    `update` None is a loop of forward, backward and step; "step" and "arrival" are `train_step`, with the update at its end
+    or as gradients arrive. `hardware` is a machine to plan for, whose device and memory are taken unless options name
+    others: a profile ("h200", "a100", "rtx3090"), a file that `megacompile calibrate` has written, or rates of your own."""
+    if update not in (None, "step", "arrival"):
+        raise MegacompileError(f"update must be None, 'step' or 'arrival', not {update!r}")
     for name, size in (("batch", batch), ("length", length)):
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
             raise MegacompileError(f"{name} must be a whole number of at least 1, not {size!r}")
     config = StreamConfig.of(**options)
-    device_type = torch.device(config.device or ("cuda" if torch.cuda.is_available() else "cpu")).type
+    if isinstance(hardware, str | Path):
+        hardware = Hardware.find(hardware)
+    default = hardware.device_type if hardware is not None else "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(config.device or default)
+    device_type = device.type
     captured, tiling = analyse(model, config, device_type, layers, example)
-    budget = parse_bytes(config.device_memory) or _default_budget(device_type)
+    budget = parse_bytes(config.device_memory) or _default_budget(device_type, hardware)
     planner = Planner(captured, tiling, config, budget, parse_bytes(config.locked_memory), *margins(device_type))
-    plan = planner.plan(batch, length)
-    program = model_program(tiling.call_specs(captured.calls, captured.templates), tiling.tiles(), batch, labels=True)
+    plan = planner.plan(batch, length) if update is None else planner.plan_step(batch, length, update)
+    program = model_program(tiling.call_specs(captured.calls, captured.templates), tiling.tiles(), batch, labels=True,
+                            whole_step=update is not None)
     compiled = compile_program(program, plan, PIPELINE)
-    return Schedule(captured, tiling, plan, compiled.stages, compiled.log)
+    return Schedule(captured, tiling, plan, compiled.stages, compiled.log, planner, device, hardware)
 
 
-def _default_budget(device_type: str) -> int:
+def _default_budget(device_type: str, hardware: Hardware | None) -> int:
+    if hardware is not None and hardware.device_type == device_type:
+        return int(hardware.device_memory * 0.95)  # what `stream` takes of a device that is free
     if device_type == "cuda" and torch.cuda.is_available():
         return torch.cuda.mem_get_info()[0]
     return available_host_bytes()

@@ -14,7 +14,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from torch import fx
 
@@ -41,20 +41,24 @@ class Event:
         self.issued.set()
 
 
+E = TypeVar("E")
+
+
 @dataclass
-class CarriedEvents:
-    """Per place and lane: whether its last access was a write, and the event behind it. Kept across sections."""
+class CarriedEvents(Generic[E]):
+    """Per place and lane: whether its last access was a write, and the event behind it. Kept across sections. What an
+    event is is the executor's, or the simulator's, own."""
 
-    table: dict[str, dict[Lane, tuple[Access, Event]]] = field(default_factory=dict)
+    table: dict[str, dict[Lane, tuple[Access, E]]] = field(default_factory=dict)
 
-    def enter(self, place: str, access: Access, lane: Lane) -> Event | None:
+    def enter(self, place: str, access: Access, lane: Lane) -> E | None:
         """The event of the lane's last access, if that access could conflict; None if there was none."""
         past = self.table.get(place, {}).get(lane)
         if past is None or (access == Access.WRITE and past[0] != Access.WRITE):
             return None
         return past[1]
 
-    def leave(self, left: Iterable[tuple[str, Access, Lane, Event]]) -> None:
+    def leave(self, left: Iterable[tuple[str, Access, Lane, E]]) -> None:
         """A write of a place was ordered after all that came before it: only this section's accesses remain. A read adds."""
         left = list(left)
         for place in {place for place, access, _, _ in left if access == Access.WRITE}:
@@ -100,7 +104,7 @@ class Executor:
 
     def __init__(self, backend: Backend, delay: Callable[[Lane], None] | None = None) -> None:
         self.backend, self.delay = backend, delay
-        self.carried = CarriedEvents()
+        self.carried: CarriedEvents[Event] = CarriedEvents()
         self.failure: Failure | None = None
         self.lost: LaneError | None = None  # the device: no lane can work any more
         self.probe: Callable[[fx.Node], None] | None = None  # called before each instruction; tests raise from it

@@ -173,3 +173,28 @@ def test_what_does_not_exist_is_refused_with_what_does(config: Path, what: str) 
     result = inspect(config, f"--{what}", "absent")
     assert result.exit_code == 1
     assert re.match(rf"megacompile: there is no {what} 'absent': choose one of \w+, ", result.stderr)
+
+
+def test_plan_predicts_a_step_on_hardware_that_is_not_there(config: Path) -> None:
+    result = megacompile_command("plan", config, "--batch", 4, "--length", 16, "--hardware", "h200")
+    assert result.exit_code == 0, result.output
+    assert "rates of NVIDIA H200" in result.output
+    assert re.search(r"^->  +1 +4 ", result.output, re.MULTILINE)
+
+
+def test_plan_refuses_a_machine_that_was_not_measured_and_takes_one_that_was(
+        config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEGACOMPILE_CACHE", str(tmp_path / "cache"))
+    plan = ("plan", config, "--batch", 4, "--length", 16, "--device", "cpu")
+    refused = megacompile_command(*plan)
+    assert refused.exit_code == 1 and "run megacompile calibrate" in refused.stderr
+    measured = megacompile_command("calibrate", "--device", "cpu", "--scale", "0.05")
+    assert measured.exit_code == 0 and "AdamW" in measured.output
+    assert re.search(r"step: \d+\.\d+ s", megacompile_command(*plan).output)
+
+
+def test_calibrate_writes_where_it_is_told(config: Path, tmp_path: Path) -> None:
+    megacompile_command("calibrate", "--device", "cpu", "--scale", "0.05", "--output", tmp_path / "mine.json")
+    planned = megacompile_command("plan", config, "--batch", 4, "--length", 16, "--hardware", tmp_path / "mine.json")
+    assert planned.exit_code == 0, planned.output
+    assert "measured with torch" in planned.output

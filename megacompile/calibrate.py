@@ -1,0 +1,204 @@
+"""Measures a machine's rates: `measure(device) -> Hardware`, in well under a minute.
+
+Work on lanes is timed as the runtime does it: copies of page-locked memory by the backend, AdamW by the host's kernel, each
+in a thread of its own, alone and then beside each other.
+"""
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megacompile.api import make_backend
+from megacompile.frontend import attention_kernels
+from megacompile.hardware import Hardware, device_name
+from megacompile.program import Lane
+from megacompile.runtime import adam
+from megacompile.runtime.lanes import Backend
+from megacompile.runtime.store import host_memory
+
+#: Long enough for a GPU to come down to the clock that its power allows.
+SUSTAINED_S = 3.0
+SHORT_S = 0.6
+CALLS_IN_FLIGHT = 4
+_TOGETHER = (("d2h", "h2d"), ("cpu", "h2d"), ("cpu", "d2h"), ("cpu", "d2h", "h2d"))
+
+
+def measure(device: str | torch.device | None = None, scale: float = 1.0) -> Hardware:
+    """The rates of this machine with `device` (None: cuda if there is one). `scale` multiplies how long each is measured.
+
+    Raises `DeviceUnavailableError`. Takes about a gigabyte of host memory, and two on a GPU."""
+    backend = make_backend(device)
+    compute = _Compute(backend, scale)
+    activities = _activities(backend)
+    try:
+        alone = {lane: _together(backend, {lane: activities[lane]}, SHORT_S * scale)[lane] for lane in activities}
+        beside = {}
+        for names in _TOGETHER:
+            chosen = {Lane(name): activities[Lane(name)] for name in names}
+            found = _together(backend, chosen, SHORT_S * scale)
+            beside[" ".join(names)] = {str(lane): min(1.0, found[lane] / alone[lane]) for lane in chosen}
+    finally:
+        for activity in activities.values():
+            activity.close()
+    cuda = backend.device.type == "cuda"
+    source = f"measured with torch {torch.__version__}" + (f", CUDA {torch.version.cuda}" if cuda else "")
+    gemm = {"bfloat16": compute.gemm(torch.bfloat16), "float32": compute.gemm(torch.float32)}
+    return Hardware(
+        name=device_name(backend.device)[1], cores=len(os.sched_getaffinity(0)), device_type=backend.device.type, source=source,
+        gemm_flops=gemm, attention_efficiency=compute.attention(gemm), memory_bandwidth=compute.memory_bandwidth(),
+        launch_s=compute.launch(), link={"h2d": alone[Lane.H2D], "d2h": alone[Lane.D2H]},
+        host_copy=_host_copy(SHORT_S * scale), adam=alone[Lane.CPU], beside=beside, host_memory=_host_bytes(),
+        device_memory=torch.cuda.mem_get_info(backend.device)[1] if cuda else _host_bytes())
+
+
+def _rate(call: Callable[[], object], units: float, seconds: float, synchronize: Callable[[], None]) -> float:
+    """Units a second over the second half of `seconds`, where clocks have settled; a few calls are in flight at a time."""
+    passed, count = 0.0, 0
+    for _ in range(2):
+        begin, count = time.perf_counter(), 0
+        while count == 0 or time.perf_counter() - begin < seconds / 2:
+            for _ in range(CALLS_IN_FLIGHT):
+                call()
+            synchronize()
+            count += CALLS_IN_FLIGHT
+        passed = time.perf_counter() - begin
+    return units * count / passed
+
+
+class _Compute:
+    """What the compute lane can do."""
+
+    def __init__(self, backend: Backend, scale: float) -> None:
+        self.backend, self.device, self.scale = backend, backend.device, scale
+        self.cuda = self.device.type == "cuda"
+
+    def _random(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        # Power depends on the data: zeros would flatter.
+        return torch.randn(shape, device=self.device, dtype=torch.float32).to(dtype)
+
+    def gemm(self, dtype: torch.dtype) -> float:
+        """FLOP/s."""
+        size = (8192 if dtype == torch.bfloat16 else 4096) if self.cuda else 1024
+        a, b = self._random(size, size, dtype=dtype), self._random(size, size, dtype=dtype)
+        out = torch.empty_like(a)
+        seconds = SUSTAINED_S if self.cuda and dtype == torch.bfloat16 else SHORT_S
+        return _rate(lambda: torch.mm(a, b, out=out), 2.0 * size ** 3, seconds * self.scale, self.backend.synchronize)
+
+    def attention(self, gemm: Mapping[str, float]) -> dict[str, float]:
+        """Efficiency of the kernel that templates use on this device, forward and backward."""
+        length, heads, width = (4096, 32, 128) if self.cuda else (512, 4, 64)
+        dtype, kernel = (torch.bfloat16, "flash") if self.cuda else (torch.float32, "flash_cpu")
+        query, key, value, grad = (self._random(1, length, heads, width, dtype=dtype).transpose(1, 2) for _ in range(4))
+        options = width ** -0.5, 0, 0.0
+        forward, backward = attention_kernels.FORWARD[kernel], attention_kernels.BACKWARD[kernel]
+        out, logsumexp = forward(query, key, value, *options)
+        flops = 2.0 * heads * length ** 2 * width
+        rate = gemm[str(dtype).removeprefix("torch.")]
+        measured = {
+            "forward": _rate(lambda: forward(query, key, value, *options), flops, SHORT_S * self.scale,
+                             self.backend.synchronize),
+            "backward": _rate(lambda: backward(grad, query, key, value, out, logsumexp, *options), 2.5 * flops,
+                              SHORT_S * self.scale, self.backend.synchronize)}
+        return {name: found / rate for name, found in measured.items()}
+
+    def memory_bandwidth(self) -> float:
+        """Bytes/s, reads and writes together."""
+        elements = 1 << (28 if self.cuda else 24)
+        a, b = (torch.zeros(elements, device=self.device, dtype=torch.bfloat16) for _ in range(2))
+        out = torch.empty_like(a)
+        return _rate(lambda: torch.add(a, b, out=out), 3.0 * 2 * elements, SHORT_S * self.scale, self.backend.synchronize)
+
+    def launch(self) -> float:
+        """Seconds from one small kernel to the next."""
+        small = torch.zeros(8, device=self.device)
+
+        def hundred() -> None:
+            for _ in range(100):
+                small.add_(1)
+
+        return 1 / _rate(hundred, 100.0, SHORT_S * self.scale, self.backend.synchronize)
+
+
+@dataclass(frozen=True)
+class _Activity:
+    """Something that a lane does over and over, and how much of it a call does."""
+
+    call: Callable[[], None]
+    units: float
+    close: Callable[[], None] = lambda: None
+
+
+def _activities(backend: Backend) -> dict[Lane, _Activity]:
+    """Copies in bytes, AdamW in parameters. Working sets are larger than caches."""
+    return {Lane.H2D: _copying(backend, Lane.H2D), Lane.D2H: _copying(backend, Lane.D2H), Lane.CPU: _updating(1 << 25)}
+
+
+def _copying(backend: Backend, lane: Lane, size: int = 1 << 28) -> _Activity:
+    host, device = host_memory(size), backend.memory(size)
+    host.fill_(1)  # pages exist before they are locked
+    backend.lock(host)
+    into, source = (device, host) if lane == Lane.H2D else (host, device)
+
+    def call() -> None:
+        backend.copy(into, source, lane)
+        event = backend.record(lane)
+        if event is not None:
+            event.synchronize()
+
+    return _Activity(call, size, lambda: backend.unlock(host))
+
+
+def _updating(elements: int) -> _Activity:
+    weights, gradient = (host_memory(2 * elements).view(torch.bfloat16).fill_(0.01) for _ in range(2))
+    remainder = host_memory(2 * elements).view(torch.int16).fill_(0)
+    m, v = (host_memory(4 * elements).view(torch.float32).fill_(0) for _ in range(2))
+    segments = [adam.AdamSegment(0, elements, 1e-4, 0.9, 0.95, 1e-8, 0.1, step=10)]
+    return _Activity(lambda: adam.adamw(weights, remainder, gradient, m, v, segments, 0.5), elements)
+
+
+def _together(backend: Backend, activities: Mapping[Lane, _Activity], seconds: float) -> dict[Lane, float]:
+    """Units a second of each activity while all of them go on."""
+    barrier = threading.Barrier(len(activities))
+    counting = set(activities)
+
+    def work(lane: Lane, activity: _Activity) -> float:
+        try:
+            with backend.lane(lane):
+                activity.call()
+                barrier.wait()
+                begin, count = time.perf_counter(), 0
+                while time.perf_counter() - begin < seconds:
+                    activity.call()
+                    count += 1
+                passed = time.perf_counter() - begin
+                counting.discard(lane)
+                while counting:  # the others' last calls are still to be disturbed
+                    activity.call()
+                return activity.units * count / passed
+        except BaseException:
+            barrier.abort()
+            raise
+        finally:
+            counting.discard(lane)
+
+    with ThreadPoolExecutor(len(activities)) as pool:
+        running = {lane: pool.submit(work, lane, activity) for lane, activity in activities.items()}
+        return {lane: future.result() for lane, future in running.items()}
+
+
+def _host_copy(seconds: float, size: int = 1 << 27) -> float:
+    source, into = host_memory(size).fill_(1), host_memory(size).fill_(0)
+    return _rate(lambda: adam.copy(into, source), size, seconds, lambda: None)
+
+
+def _host_bytes() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+

@@ -1,0 +1,114 @@
+"""How long each node of a program takes alone, in seconds: the work of templates and the bytes of tiles over a machine's
+rates. What lanes take from each other is the simulator's (`simulate.py`)."""
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from megacompile import cost
+from megacompile.binding import TEMPLATE_OPS
+from megacompile.flops import Work, variant_work
+from megacompile.frontend.capture import CapturedModel
+from megacompile.frontend.template import BATCH, LENGTH, Template
+from megacompile.hardware import Hardware
+from megacompile.program import Program, argument, op_of, operands
+from megacompile.runtime.store import TileLayout
+
+#: (FLOPs of GEMMs, of attention, of its backward, bytes of GEMMs, other bytes, kernels), at one batch and length.
+_Numbers = tuple[float, float, float, float, float, int]
+
+
+@dataclass
+class Durations:
+    """Seconds of nodes for one model on one machine. State: the work of the variants that were asked for.
+
+    `fused`: templates run compiled. A kernel's time is that of its products, or of their operands' way through memory
+    where that is longer, plus that of its elementwise chains; and never less than launching takes."""
+
+    captured: CapturedModel
+    layouts: Mapping[str, TileLayout]
+    hardware: Hardware
+    fused: bool = True
+    _work: dict[tuple[str, str], tuple[Work, Callable[[int, int], _Numbers]]] = field(default_factory=dict)
+    _seconds: dict[tuple[str, str, int, int], float] = field(default_factory=dict)
+
+    def of(self, program: Program, length: int) -> Callable[[fx.Node], float]:
+        """The duration of each node of a program for sequences of `length` tokens."""
+        return lambda node: self._node(program, node, length)
+
+    def work(self, template: str, variant: str) -> Work:
+        """A variant's FLOPs and bytes in B and T."""
+        return self._known(template, variant)[0]
+
+    def seconds(self, template: str, variant: str, batch: int, length: int) -> float:
+        """One run of a variant."""
+        key = template, variant, batch, length
+        if key not in self._seconds:
+            gemm, attention, backward, gemm_bytes, other_bytes, kernels = self._known(template, variant)[1](batch, length)
+            rates = self.hardware
+            rate = self.gemm_rate(self.captured.templates[template])
+            products = max(gemm / rate, gemm_bytes / rates.memory_bandwidth)
+            attention = (attention / rates.attention_efficiency["forward"]
+                         + backward / rates.attention_efficiency["backward"]) / rate
+            self._seconds[key] = max(products + attention + other_bytes / rates.memory_bandwidth, kernels * rates.launch_s)
+        return self._seconds[key]
+
+    def gemm_rate(self, template: Template) -> float:
+        """FLOP/s of products in the dtype of a template's parameters."""
+        dtypes = [x.dtype for x in template.inputs if x.role.kind == "parameter" and x.dtype is not None]
+        low = any(dtype in (torch.bfloat16, torch.float16) for dtype in dtypes)
+        return self.hardware.gemm_flops["bfloat16" if low else "float32"]
+
+    def _known(self, template: str, variant: str) -> tuple[Work, Callable[[int, int], _Numbers]]:
+        key = template, variant
+        if key not in self._work:
+            found = self.captured.templates[template]
+            work = variant_work(found, found.variant(variant), self.fused)
+            numbers = sympy.lambdify((BATCH, LENGTH), (
+                work.gemm_flops, work.attention_flops, work.attention_backward_flops, work.gemm_bytes, work.bytes,
+                work.kernels), modules="math")
+            self._work[key] = work, numbers
+        return self._work[key]
+
+    # ---------------------------------------------------------------- nodes
+    def _node(self, program: Program, node: fx.Node, length: int) -> float:
+        op, hardware = op_of(node).name, self.hardware
+        if op in TEMPLATE_OPS:
+            return self.seconds(argument(node, "template"), op, program.micro_batches[argument(node, "mb")], length)
+        tile: Any = program.tiles.get(argument(node, "tile") or "")
+        match op:
+            case "prefetch":
+                return tile.weight_bytes / hardware.link["h2d"]
+            case "offload":
+                return tile.gradient_bytes / hardware.link["d2h"]
+            case "pack":
+                return tile.weight_bytes / hardware.host_copy
+            case "accumulate":  # adding reads what is there and takes the norm: twice the traffic of a copy
+                return tile.gradient_bytes * (1 if argument(node, "overwrite") else 2) / hardware.host_copy
+            case "adam":
+                return tile.parameters / hardware.adam
+            case "zeros":
+                return self._through_memory(4 * self.layouts[tile.name].elements)
+            case "reduce":  # FP32 is read, gradients are written, and read for their norms
+                return self._through_memory(4 * self.layouts[tile.name].elements + 2 * tile.gradient_bytes)
+            case "scale":
+                return self._through_memory(2 * self._held(program, operands(node, "value")[0], length))
+        return 0.0
+
+    def _through_memory(self, count: int) -> float:
+        return max(count / self.hardware.memory_bandwidth, self.hardware.launch_s)
+
+    def _held(self, program: Program, value: fx.Node, length: int) -> int:
+        """Bytes of the accumulators, or of the gradient of a micro-batch's hidden states, behind a lease."""
+        tile, key = argument(value, "tile"), str(argument(value, "key"))
+        tile = tile or key.removeprefix("accumulators ")
+        if tile in self.layouts:
+            return 4 * self.layouts[tile].elements
+        mb = int(key.rpartition("_")[2])
+        return cost.output_bytes(self.captured.templates[program.calls[0].template], program.micro_batches[mb], length)
+

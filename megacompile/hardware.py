@@ -1,0 +1,146 @@
+"""What a machine can do: rates that `calibrate` measured there, or that a profile shipped with the package states.
+
+    Hardware.find("h200")       a profile of `megacompile/profiles/`, or a JSON file
+    Hardware.here(device)       what `megacompile calibrate` left in the user's cache; else the profile of this GPU
+"""
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import os
+import platform
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from tabulate import tabulate
+
+import megacompile
+from megacompile.errors import MegacompileError
+from megacompile.program import Lane
+from megacompile.runtime import native
+
+PROFILES = Path(__file__).parent / "profiles"
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """Rates of one machine, each measured alone and at its sustained clock.
+
+    Attributes:
+        name: of the device; `cores` that the host's kernels use.
+        device_type: "cuda" or "cpu".
+        source: where the numbers are from: "measured", with versions, or "nominal", from data sheets.
+        gemm_flops: FLOP/s of large matrix products by dtype ("bfloat16", "float32"), on random data: power is the limit.
+        attention_efficiency: causal attention's FLOP/s (half of the square counts) over the GEMMs', "forward", "backward".
+        memory_bandwidth: bytes/s of an elementwise kernel on the device, reads and writes together.
+        launch_s: seconds between two small kernels.
+        link: bytes/s of "h2d" and "d2h" copies from and to page-locked memory.
+        host_copy: bytes/s copied in host memory (each is read and written).
+        adam: parameters/s of the host's fused AdamW.
+        beside: for sets of lanes that are busy together ("d2h h2d"), what is left of each lane's rate, 0 to 1.
+        device_memory: bytes of the device; host_memory: bytes of the host.
+    """
+
+    name: str
+    cores: int
+    device_type: str
+    source: str
+    gemm_flops: Mapping[str, float]
+    attention_efficiency: Mapping[str, float]
+    memory_bandwidth: float
+    launch_s: float
+    link: Mapping[str, float]
+    host_copy: float
+    adam: float
+    device_memory: int
+    host_memory: int
+    beside: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        rates = [*self.gemm_flops.values(), *self.attention_efficiency.values(), self.memory_bandwidth, *self.link.values(),
+                 self.host_copy, self.adam, *(left for lanes in self.beside.values() for left in lanes.values())]
+        if not all(rate > 0 for rate in rates):
+            raise MegacompileError(f"the profile of {self.name} has a rate that is not positive: measure it again with "
+                                   "megacompile calibrate")
+
+    def speeds(self, busy: Collection[Lane]) -> dict[Lane, float]:
+        """What is left of the rate of each of the lanes that are busy at the same time. A set that was not measured is as
+        slow as the slowest of its subsets: more work beside it makes nothing faster."""
+        return {lane: min((lanes[lane] for together, lanes in self._beside if lane in lanes and together <= set(busy)),
+                          default=1.0) for lane in busy}
+
+    @functools.cached_property
+    def _beside(self) -> list[tuple[frozenset[Lane], dict[Lane, float]]]:
+        return [(frozenset(map(Lane, together.split())), {Lane(lane): left for lane, left in lanes.items()})
+                for together, lanes in self.beside.items()]
+
+    def table(self) -> str:
+        """A row for each rate, in units for people."""
+        rows = [(f"GEMM {dtype}", f"{rate / 1e12:.3g} TFLOPS") for dtype, rate in self.gemm_flops.items()]
+        rows += [(f"attention {way}", f"{left:.0%} of GEMM") for way, left in self.attention_efficiency.items()]
+        rows += [("device memory", f"{self.memory_bandwidth / 1e9:.3g} GB/s"), ("launch", f"{self.launch_s * 1e6:.2g} us")]
+        rows += [(f"{way} copy", f"{rate / 1e9:.3g} GB/s") for way, rate in self.link.items()]
+        rows += [("host copy", f"{self.host_copy / 1e9:.3g} GB/s"), ("AdamW", f"{self.adam / 1e9:.3g} G parameters/s")]
+        rows += [(f"{together.replace(' ', ' beside ')}", ", ".join(f"{lane} {left:.0%}" for lane, left in lanes.items()))
+                 for together, lanes in self.beside.items()]
+        return f"{self.name}, {self.cores} cores: {self.source}\n{tabulate(rows, tablefmt='plain')}"
+
+    # ---------------------------------------------------------------- finding and keeping
+    @classmethod
+    def find(cls, name: str | Path) -> Hardware:
+        """A profile by name, or a JSON file. Raises `MegacompileError`, naming the profiles there are."""
+        known = {path.stem: path for path in sorted(PROFILES.glob("*.json"))}
+        path = known.get(str(name), Path(name))
+        if not path.is_file():
+            raise MegacompileError(f"there is no hardware {str(name)!r}: give one of {', '.join(known)}, or a file that "
+                                   "megacompile calibrate --output has written")
+        return cls.load(path)
+
+    @classmethod
+    def here(cls, device: str | torch.device | None = None) -> Hardware:
+        """This machine with this device. Raises `MegacompileError` if it was never measured and is no known GPU."""
+        path = cache_path(device)
+        if path.is_file():
+            return cls.load(path)
+        _, name = device_name(device)
+        for profile in map(cls.load, sorted(PROFILES.glob("*.json"))):
+            if re.match(rf"{re.escape(profile.name)}\b", name):
+                return profile
+        raise MegacompileError(f"{name} has not been measured: run megacompile calibrate once (less than a minute), or name "
+                               f"a profile, such as hardware={min(p.stem for p in PROFILES.glob('*.json'))!r}")
+
+    @classmethod
+    def load(cls, path: Path) -> Hardware:
+        try:
+            return cls(**json.loads(path.read_text(encoding="utf-8")))
+        except (TypeError, ValueError) as error:
+            raise MegacompileError(f"{path} does not describe hardware: measure it again with megacompile calibrate\n"
+                                   f"{error}") from error
+
+    def save(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n", encoding="utf-8")
+
+
+def device_name(device: str | torch.device | None = None) -> tuple[str, str]:
+    """(type, name) of a device; None: cuda if there is one."""
+    chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if chosen.type == "cuda" and torch.cuda.is_available():
+        return "cuda", torch.cuda.get_device_name(chosen)
+    return chosen.type, "a GPU" if chosen.type == "cuda" else _processor()
+
+
+def _processor() -> str:
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines() if Path("/proc/cpuinfo").exists() else []
+    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def cache_path(device: str | torch.device | None = None) -> Path:
+    """Where the rates of this machine, with these versions, are kept."""
+    versions: list[Any] = [*device_name(device), len(os.sched_getaffinity(0)), megacompile.__version__, torch.__version__]
+    return native.cache_directory() / "hardware" / (re.sub(r"[^A-Za-z0-9.]+", "-", "-".join(map(str, versions))) + ".json")

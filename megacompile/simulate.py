@@ -1,0 +1,209 @@
+"""Runs a program without running it: when each instruction starts and ends, how long a step takes, and what binds.
+
+A discrete-event simulation with the executor's own rules. Each lane takes its instructions in program order; `wait` holds a
+lane until an event has fired; `enter` finds the events that earlier sections left. Lanes that are busy at the same time may
+slow each other down (both directions of a link, the optimizer beside copies): an instruction has an amount of work, in
+seconds alone, and a speed that changes whenever some lane starts or stops.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from tabulate import tabulate
+from torch import fx
+
+from megacompile.program import Access, Lane, Program, argument, lane_of, nodes, op_of, operands
+from megacompile.runtime.executor import CarriedEvents
+
+#: When the caller's loop goes on: after a backward, once gradients are home; after a whole step, once it has the loss.
+_WAITS_FOR = {"backward": tuple(Lane), "backward_accumulate": tuple(Lane), "train_step": (Lane.COMPUTE,)}
+
+Speeds = Callable[[frozenset[Lane]], Mapping[Lane, float]]
+
+
+def alone(busy: Collection[Lane]) -> Mapping[Lane, float]:
+    """The speeds of lanes that take nothing from each other."""
+    return dict.fromkeys(busy, 1.0)
+
+
+@dataclass(eq=False)
+class Item:
+    """One instruction of one run of a section. Times are in seconds since the simulation began.
+
+    `seconds` is how long it takes alone; `cause` what it waited for last."""
+
+    step: int
+    section: str
+    node: fx.Node
+    lane: Lane
+    seconds: float
+    after: list[Item] = field(repr=False)
+    start_s: float = 0.0
+    end_s: float = 0.0
+    done: bool = False
+    cause: Item | None = field(default=None, repr=False)
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """A simulated run: every instruction in the order of its start, and when each step's last computation ended."""
+
+    items: tuple[Item, ...] = field(repr=False)
+    steps_s: tuple[float, ...]
+
+    @property
+    def step_s(self) -> float:
+        """Seconds from step to step, in the last one: the first steps have no update before them to wait for."""
+        begin, end = self._window()
+        return end - begin
+
+    def _window(self) -> tuple[float, float]:
+        return (self.steps_s[-2] if len(self.steps_s) > 1 else 0.0), self.steps_s[-1]
+
+    def busy(self, lane: Lane) -> float:
+        """Seconds for which a lane works during the last step."""
+        return _within(self._window(), (item for item in self.items if item.lane == lane))
+
+    def occupancy(self, lane: Lane) -> float:
+        """The same as a part of the step, 0 to 1."""
+        return self.busy(lane) / self.step_s if self.step_s else 0.0
+
+    def critical(self) -> dict[Lane, float]:
+        """Seconds of the last step by lane, along the chain of instructions that waited for one another: what would have
+        to be faster for the step to be. They add up to the step."""
+        begin, end = self._window()
+        found = dict.fromkeys(Lane, 0.0)
+        item = max((i for i in self.items if i.end_s <= end), key=_last_computation, default=None)
+        while item is not None and item.end_s > begin:
+            found[item.lane] += _within((begin, end), (item,))
+            item = item.cause
+        return found
+
+    @property
+    def binds(self) -> Lane:
+        """The lane that most of the critical chain is in."""
+        found = self.critical()
+        return max(found, key=lambda lane: found[lane])
+
+    def table(self) -> str:
+        """A row for each lane: seconds busy in a step, their part of it, and seconds on the critical chain."""
+        critical = self.critical()
+        rows = [(str(lane), self.busy(lane), f"{self.occupancy(lane):.1%}", critical[lane])
+                for lane in Lane if any(item.lane == lane for item in self.items)]
+        title = f"step: {self.step_s:.3f} s"
+        return title + "\n" + str(tabulate(rows, ["lane", "busy s", "of the step", "critical s"], floatfmt=".3f"))
+
+
+def _last_computation(item: Item) -> tuple[float, bool, float]:
+    return item.end_s, item.lane == Lane.COMPUTE, item.start_s
+
+
+def _within(window: tuple[float, float], items: Iterable[Item]) -> float:
+    begin, end = window
+    return sum(max(0.0, min(item.end_s, end) - max(item.start_s, begin)) for item in items)
+
+
+def step_of(program: Program) -> tuple[str, ...]:
+    """The sections of one training step, in the order in which a loop runs them."""
+    order = ("train_step", "update") if "train_step" in program.sections else ("forward", "backward", "update")
+    return tuple(name for name in order if name in program.sections)
+
+
+def simulate(program: Program, seconds: Callable[[fx.Node], float], speeds: Speeds = alone,
+             sections: Sequence[str] | None = None, steps: int = 3) -> Timeline:
+    """Runs `sections` of a synchronized program (None: those of a training step) `steps` times over.
+
+    `seconds(node)` is how long an instruction takes alone; `speeds(busy lanes)` what is left of each one's speed."""
+    issue = _Issue(program, seconds)
+    for step in range(steps):
+        for section in step_of(program) if sections is None else sections:
+            issue.section(step, section)
+    items = run_lanes(issue.lanes, speeds)
+    computed = [i for i in items if i.lane == Lane.COMPUTE] or items
+    return Timeline(tuple(items), tuple(max(i.end_s for i in computed if i.step == step) for step in range(steps)))
+
+
+@dataclass
+class _Issue:
+    """Instructions by lane, in the order in which they are submitted. State: the events that sections carry, and what the
+    caller waits for before it submits more."""
+
+    program: Program
+    seconds: Callable[[fx.Node], float]
+    lanes: dict[Lane, list[Item]] = field(default_factory=dict)
+    carried: CarriedEvents[Item] = field(default_factory=CarriedEvents)
+    barrier: list[Item] = field(default_factory=list)
+
+    def section(self, step: int, name: str) -> None:
+        events: dict[fx.Node, Item | None] = {}
+        left: list[tuple[str, Access, Lane, Item]] = []
+        begun: set[Lane] = set()
+        for node in nodes(self.program.section(name)):
+            op, lane = op_of(node).name, lane_of(node)
+            if op == "enter":
+                events[node] = self.carried.enter(argument(node, "place"), Access(argument(node, "access")),
+                                                  Lane(argument(node, "lane")))
+            elif op == "record":
+                assert lane is not None and lane in begun, f"{node.name} records nothing"
+                events[node] = self.lanes[lane][-1]
+            elif op == "leave":
+                (recorded,) = operands(node, "event")
+                event, where = events[recorded], lane_of(recorded)
+                assert event is not None and where is not None
+                left.append((argument(node, "place"), Access(argument(node, "access")), where, event))
+            elif lane is not None:
+                event = events[operands(node, "event")[0]] if op == "wait" else None
+                after = [event] if event is not None else []
+                if lane not in begun:
+                    after += self.barrier
+                    begun.add(lane)
+                spent = 0.0 if op in ("wait", "release") else self.seconds(node)
+                self.lanes.setdefault(lane, []).append(Item(step, name, node, lane, spent, after))
+        self.carried.leave(left)
+        if name in _WAITS_FOR:
+            self.barrier = [self.lanes[lane][-1] for lane in _WAITS_FOR[name] if lane in self.lanes]
+
+
+def run_lanes(lanes: Mapping[Lane, Sequence[Item]], speeds: Speeds) -> list[Item]:
+    """Gives every item its times; returns them in the order of their start."""
+    heads = dict.fromkeys(lanes, 0)
+    working: dict[Lane, Item] = {}
+    remaining: dict[Lane, float] = {}
+    started: list[Item] = []
+    now = 0.0
+
+    def start() -> None:
+        """Starts what can start now; what takes no time is done at once, which may let more start."""
+        changed = True
+        while changed:
+            changed = False
+            for lane, queue in lanes.items():
+                while lane not in working and heads[lane] < len(queue) and all(e.done for e in queue[heads[lane]].after):
+                    item = queue[heads[lane]]
+                    before = [*item.after, *queue[max(0, heads[lane] - 1):heads[lane]]]
+                    item.start_s, item.cause = now, max(before, key=lambda e: e.end_s, default=None)
+                    started.append(item)
+                    if item.seconds > 0:
+                        working[lane], remaining[lane] = item, item.seconds
+                    else:
+                        finish(lane, item)
+                        changed = True
+
+    def finish(lane: Lane, item: Item) -> None:
+        item.end_s, item.done = now, True
+        heads[lane] += 1
+
+    start()
+    while working:
+        speed = speeds(frozenset(working))
+        passed, first = min((remaining[lane] / speed[lane], lane) for lane in working)
+        now += passed
+        for lane in list(working):
+            remaining[lane] -= passed * speed[lane]
+            if lane == first or remaining[lane] <= 0:
+                finish(lane, working.pop(lane))
+        start()
+    stuck = [queue[heads[lane]] for lane, queue in lanes.items() if heads[lane] < len(queue)]
+    assert not stuck, f"lanes wait for each other forever: {', '.join(item.node.name for item in stuck)}"
+    return started

@@ -1,0 +1,180 @@
+"""Rates of machines: profiles, what is measured, and where it is kept."""
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_models
+import torch
+
+import megacompile
+from megacompile import calibrate
+from megacompile import hardware as module
+from megacompile.errors import MegacompileError
+from megacompile.explain import candidates
+from megacompile.hardware import PROFILES, Hardware, cache_path
+from megacompile.program import Lane
+from megacompile.schedule import Schedule
+
+LENGTH = 64
+SIZES = {"vocab_size": 1000, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 6,
+         "num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("MEGACOMPILE_CACHE", str(tmp_path))
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", [path.stem for path in PROFILES.glob("*.json")])
+def test_profiles_load_and_say_where_their_numbers_are_from(name: str) -> None:
+    found = Hardware.find(name)
+    assert found.device_type == "cuda" and found.gemm_flops["bfloat16"] > found.gemm_flops["float32"]
+    assert "measured" in found.source or "nominal" in found.source
+
+
+def test_there_are_the_profiles_that_are_documented() -> None:
+    assert {"h200", "a100", "rtx3090"} <= {path.stem for path in PROFILES.glob("*.json")}
+
+
+def test_an_unknown_profile_is_refused_with_those_there_are() -> None:
+    with pytest.raises(MegacompileError, match=r"no hardware 'h2000'.*a100.*h200"):
+        Hardware.find("h2000")
+
+
+def test_a_broken_file_is_refused(tmp_path: Path) -> None:
+    for content in ("{", json.dumps({"name": "x"}), "[]"):
+        (tmp_path / "x.json").write_text(content)
+        with pytest.raises(MegacompileError, match="does not describe hardware"):
+            Hardware.find(tmp_path / "x.json")
+
+
+def test_a_rate_of_zero_is_refused() -> None:
+    with pytest.raises(MegacompileError, match="not positive"):
+        dataclasses.replace(Hardware.find("h200"), adam=0.0)
+
+
+def test_lanes_alone_run_at_full_speed_and_company_never_helps() -> None:
+    found = Hardware.find("h200")
+    for lane in Lane:
+        assert found.speeds({lane, Lane.COMPUTE})[lane] == 1.0
+    pair, three = found.speeds({Lane.H2D, Lane.CPU}), found.speeds({Lane.H2D, Lane.CPU, Lane.D2H})
+    assert three[Lane.H2D] < pair[Lane.H2D] < 1 and three[Lane.CPU] <= pair[Lane.CPU] < 1
+    everything = found.speeds(set(Lane))
+    assert everything == {**dict.fromkeys(Lane, 1.0), **three}
+
+
+@pytest.fixture(scope="module")
+def measured() -> Hardware:
+    return calibrate.measure("cpu", scale=0.05)
+
+
+def test_measuring_gives_rates_of_this_machine(measured: Hardware) -> None:
+    assert (measured.device_type, measured.cores) == ("cpu", len(module.os.sched_getaffinity(0)))
+    assert "measured" in measured.source and torch.__version__ in measured.source
+    assert 1e8 < measured.host_copy < 1e13 and 1e6 < measured.adam < 1e11 and 1e8 < measured.gemm_flops["float32"] < 1e15
+    assert {frozenset(lanes.split()) for lanes in measured.beside} == {
+        frozenset(lanes) for lanes in (("d2h", "h2d"), ("cpu", "h2d"), ("cpu", "d2h"), ("cpu", "d2h", "h2d"))}
+    assert all(0 < left <= 1 for lanes in measured.beside.values() for left in lanes.values())
+    for row in ("GEMM bfloat16", "AdamW", "h2d copy", "cpu beside d2h beside h2d"):
+        assert row in measured.table()
+
+
+def test_a_failing_lane_fails_the_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any, **__: Any) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(calibrate.adam, "adamw", broken)
+    with pytest.raises(ZeroDivisionError):
+        calibrate.measure("cpu", scale=0.05)
+
+
+def test_what_was_measured_is_found_again(measured: Hardware, cache: Path) -> None:
+    measured.save(cache_path("cpu"))
+    assert cache_path("cpu").is_relative_to(cache)
+    assert Hardware.here("cpu") == measured
+
+
+def test_rates_are_kept_apart_by_machine_and_version(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = cache_path("cpu")
+    monkeypatch.setattr(megacompile, "__version__", "99")
+    newer = cache_path("cpu")
+    monkeypatch.setattr(module, "device_name", lambda _: ("cuda", "NVIDIA H200"))
+    assert len({before, newer, cache_path("cuda")}) == 3
+
+
+@pytest.mark.parametrize(("gpu", "profile"), [
+    ("NVIDIA H200", "h200"), ("NVIDIA A100-SXM4-80GB", "a100"), ("NVIDIA GeForce RTX 3090", "rtx3090"), ("NVIDIA A1000", None)])
+def test_a_known_gpu_that_was_not_measured_has_its_profile(
+        gpu: str, profile: str | None, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "device_name", lambda _: ("cuda", gpu))
+    if profile is None:
+        with pytest.raises(MegacompileError, match=f"{gpu} has not been measured: run megacompile calibrate"):
+            Hardware.here("cuda")
+    else:
+        assert Hardware.here("cuda") == Hardware.find(profile)
+
+
+# ---- schedules on hardware ------------------------------------------------------------------------------------------
+
+def plan(**options: Any) -> Schedule:
+    return megacompile.schedule(tiny_models.build(bf16=True, **SIZES), batch=8, length=LENGTH,
+                                **{"hardware": "h200", "micro_batch_size": 4, **options})
+
+
+@pytest.fixture(scope="module")
+def planned() -> Schedule:
+    return plan()
+
+
+def test_a_schedule_for_hardware_takes_its_device_and_memory(planned: Schedule) -> None:
+    assert planned.device.type == "cuda"
+    assert planned.planner.device_bytes == int(0.95 * Hardware.find("h200").device_memory)
+    other = plan(device_memory="2GiB", device="cpu")
+    assert (other.device.type, other.planner.device_bytes) == ("cpu", 2 << 30)
+
+
+def test_a_machine_that_was_not_measured_is_refused_when_times_are_asked_for(planned: Schedule, cache: Path) -> None:
+    unmeasured = dataclasses.replace(planned, hardware=None, device=torch.device("cpu"))
+    with pytest.raises(MegacompileError, match="run megacompile calibrate"):
+        unmeasured.simulate()
+
+
+def test_a_faster_device_has_shorter_steps(planned: Schedule) -> None:
+    own = Hardware.find("h200")
+    faster = dataclasses.replace(own, launch_s=own.launch_s / 2)  # tiny templates are launches and nothing else
+    assert dataclasses.replace(planned, hardware=faster).simulate().step_s < planned.simulate().step_s
+
+
+def test_compiled_templates_are_predicted_faster_than_op_by_op(planned: Schedule) -> None:
+    planner = dataclasses.replace(planned.planner, config=dataclasses.replace(planned.planner.config, compile=False))
+    assert planned.simulate().step_s < dataclasses.replace(planned, planner=planner).simulate().step_s
+
+
+def test_explaining_marks_the_chosen_plan_among_its_candidates(planned: Schedule) -> None:
+    found = candidates(planned.planner, planned.durations(), 8, LENGTH)
+    assert planned.plan in [candidate.plan for candidate in found]
+    text = planned.explain()
+    assert "NVIDIA H200" in text
+    (row,) = [line for line in text.splitlines() if line.startswith("->")]
+    assert f"{planned.simulate().step_s:.3f}" in row.split()
+    lines = text.splitlines()
+    header = next(i for i, line in enumerate(lines) if "micro-batch" in line)
+    assert len(lines[header + 2:]) == len(found)  # under the header and its rule
+
+
+def test_candidates_that_do_not_fit_are_listed_without_a_time(planned: Schedule) -> None:
+    config = dataclasses.replace(planned.planner.config, micro_batch_size=None)
+    roomy = dataclasses.replace(planned.planner, config=config, margin_bytes=0, keep_residuals=False)
+    needs = [roomy.estimate(p, LENGTH).total for p in roomy.considered(8, LENGTH)]
+    tight = dataclasses.replace(roomy, budget_bytes=max(needs) - 1)
+    found = candidates(tight, planned.durations(), 8, LENGTH)
+    fitting = [c for c in found if c.timeline is not None]
+    assert fitting and len(fitting) < len(found)
+    for each in found:
+        assert (each.device_bytes <= tight.device_bytes) == (each.timeline is not None)
+        assert each.host_bytes == planned.tiling.host_bytes()

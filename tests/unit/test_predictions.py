@@ -1,0 +1,87 @@
+"""Predicted = measured: every row of `benchmarks/results/` that was taken on hardware of which there is a profile."""
+from __future__ import annotations
+
+import importlib.util
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import fx
+
+import megacompile
+from megacompile.explain import program_of
+from megacompile.hardware import PROFILES, Hardware
+from megacompile.plan import Plan, split
+from megacompile.program import Program, op_of
+from megacompile.schedule import Schedule
+from megacompile.simulate import simulate
+
+ROOT = Path(__file__).resolve().parents[2]
+SHAPE, LAYERS = "qwen2-7b", 28
+#: What a compute-only row leaves out.
+LEFT_OUT = ("prefetch", "offload", "adam")
+
+
+def steady(row: dict[str, Any]) -> bool:
+    """A row whose last steps agree: one that was still warming up says nothing."""
+    a, b = row["times_s"][-2:]
+    return abs(a - b) < 0.02 * b
+
+
+def rows() -> list[dict[str, Any]]:
+    known = {Hardware.load(path).name for path in PROFILES.glob("*.json")}
+    found = map(json.loads, (ROOT / "benchmarks/results/step.jsonl").read_text().splitlines())
+    return [r for r in found if (r["shape"], r["layers"]) == (SHAPE, LAYERS) and r["device"] in known and steady(r)]
+
+
+def label(row: dict[str, Any]) -> str:
+    given = [f"{row['batch']}x{row['length']}", f"K{row['checkpoint_interval']}", f"saved {row['saved_layers']}"]
+    given += [name for name in ("compute_only", "train_step", "overlap") if row.get(name)]
+    return " ".join([*given, *(f"{row['waves']} waves" for _ in [0] if row.get("waves", 1) > 1)])
+
+
+@pytest.fixture(scope="module")
+def model() -> Schedule:
+    from transformers import AutoModelForCausalLM, Qwen2Config
+
+    spec = importlib.util.spec_from_file_location("shapes", ROOT / "benchmarks/shapes.py")
+    assert spec is not None and spec.loader is not None
+    shapes = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(shapes)
+    config = Qwen2Config(**shapes.SHAPES[SHAPE], max_position_embeddings=32768, tie_word_embeddings=False)
+    with torch.device("meta"):
+        bare = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    return megacompile.schedule(bare, batch=64, length=1024, hardware="h200", saved_layers=0)
+
+
+def program(model: Schedule, row: dict[str, Any]) -> tuple[Program, Plan]:
+    plan = Plan(row["batch"], row["length"], split(row["batch"], row["micro_batch"]), row["checkpoint_interval"],
+                row["saved_layers"], row["weight_slots"], resident=tuple(row["resident"]), waves=row.get("waves", 1),
+                update="arrival" if row.get("overlap") else "step")
+    return program_of(model.planner, plan, whole_step=row.get("train_step", False)), plan
+
+
+def test_there_are_rows_to_hold_predictions_against() -> None:
+    assert len(rows()) >= 2
+
+
+@pytest.mark.parametrize("row", rows(), ids=label)
+def test_predicted_steps_are_within_a_tenth_of_what_was_measured(row: dict[str, Any], model: Schedule) -> None:
+    compiled, plan = program(model, row)
+    seconds = model.durations().of(compiled, plan.length)
+
+    def duration(node: fx.Node) -> float:
+        return 0.0 if row.get("compute_only") and op_of(node).name in LEFT_OUT else seconds(node)
+
+    predicted = simulate(compiled, duration, model.durations().hardware.speeds).step_s
+    assert predicted == pytest.approx(row["step_s"], rel=0.1), f"{label(row)}: predicted {predicted:.3f} s"
+
+
+def test_a_large_program_is_simulated_in_no_time(model: Schedule) -> None:
+    model.simulate()  # costs are found at the first use
+    begin = time.perf_counter()
+    model.simulate()
+    assert time.perf_counter() - begin < 2.0  # 0.1 s on a quiet machine
