@@ -18,6 +18,8 @@ from torch import Tensor
 from megacompile.errors import DeviceUnavailableError, InsufficientMemoryError, LaneError
 from megacompile.program import Lane
 
+from .clock import Clock, CudaClock
+
 
 def expandable_segments() -> None:
     """Before the first CUDA allocation, unless the user has set the allocator up."""
@@ -109,6 +111,10 @@ class CudaBackend:
             self.streams[lane].wait_event(event)
         else:
             event.synchronize()
+
+    def clock(self) -> Clock:
+        with self.cupy.cuda.Device(self.index):
+            return CudaClock(self.cupy, self.streams)
 
     def synchronize(self) -> None:
         try:

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from megacompile.program import Lane
 
+from .clock import Clock
+
 
 class Backend(Protocol):
     """What a device must offer. All methods are called from the thread of the lane that they concern."""
@@ -43,6 +45,9 @@ class Backend(Protocol):
 
     def wait(self, lane: Lane, event: Any) -> None:
         """The lane goes no further before the device's event."""
+
+    def clock(self) -> Clock:
+        """Of what happens in the lanes, from now on. The device must be idle."""
 
     def synchronize(self) -> None:
         """Waits for everything on the device. Raises `LaneError` if the device is lost to this process."""
