@@ -7,6 +7,8 @@
 
 As in a simulation the first step has no update before it to wait for: what `Timeline` says of a step it says of the last.
 Compute is busy from where its stream comes to a template until it is through: gaps between a template's own kernels count.
+On the critical chain, time in which a lane had nothing issued to it is no lane's, so that its seconds may be less than the
+step's.
 """
 from __future__ import annotations
 

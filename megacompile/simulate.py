@@ -47,7 +47,7 @@ class Item:
 
 @dataclass(frozen=True)
 class Timeline:
-    """A run, simulated or recorded: every instruction in the order of its start, and when each step's last computation ended."""
+    """A run, simulated or recorded: instructions in the order of their start, and when each step's last computation ended."""
 
     items: tuple[Item, ...] = field(repr=False)
     steps_s: tuple[float, ...]

@@ -1,8 +1,10 @@
 """The measured timeline: what a simulation says of a step, a recording says of one that ran."""
 from __future__ import annotations
 
+import itertools
 import time
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,8 +14,9 @@ from tiny_models import batch, train_step
 import megacompile
 from megacompile.errors import LaneError, MegacompileError
 from megacompile.program import Lane, lane_of, nodes, op_of, operands
-from megacompile.runtime.clock import HostClock
+from megacompile.runtime.clock import CudaClock, HostClock
 from megacompile.runtime.operations import OPERATIONS
+from megacompile.runtime.reference import ReferenceExecutor
 from megacompile.simulate import Item, Timeline, simulate, step_of
 
 
@@ -102,16 +105,15 @@ def test_a_step_ends_with_its_update_however_many_backwards_it_has(model: Any, o
     assert {i.section for i in found.items if i.step == 1} == {"forward", "backward", "backward_accumulate", "update"}
 
 
-def test_whole_steps_are_recorded_too() -> None:
-    model = megacompile.stream(tiny_models.build(), device="cpu", waves=2, micro_batch_size=1)
-    optimizer = megacompile.AdamW(model.parameters(), overlap="backward")
+@pytest.mark.parametrize(("overlap", "sections"), [("backward", {"train_step"}), (None, {"train_step", "update"})])
+def test_whole_steps_are_recorded_too(model: Any, overlap: str | None, sections: set[str]) -> None:
+    optimizer = megacompile.AdamW(model.parameters(), overlap=overlap)
     with model.megacompile.record() as recording:
         for seed in range(3):
             model.megacompile.train_step(batch(seed), optimizer)
     found = recording.timeline()
-    assert {i.section for i in found.items} == {"train_step"} and len(found.steps_s) == 3
+    assert {i.section for i in found.items} == sections and len(found.steps_s) == 3
     assert 0 < found.step_s < found.steps_s[-1]
-    model.megacompile.close()
 
 
 def test_nothing_is_recorded_and_no_clock_is_read_outside_a_recording(
@@ -157,13 +159,31 @@ def test_a_recording_that_an_error_ends_leaves_the_model_ready_for_the_next(
     assert recorded(model, optimizer).items
 
 
-def test_what_cannot_be_recorded_is_refused(model: Any) -> None:
+def test_a_cuda_clock_puts_events_of_streams_and_moments_of_the_host_on_one_scale() -> None:
+    class Event:
+        def record(self, stream: str) -> None:
+            self.ms, self.stream = 1e3 * time.perf_counter(), stream
+
+        def synchronize(self) -> None: ...
+
+    cupy = SimpleNamespace(cuda=SimpleNamespace(Event=Event, get_elapsed_time=lambda begin, end: end.ms - begin.ms))
+    clock = CudaClock(cupy, {Lane.COMPUTE: "stream 1", Lane.H2D: "stream 2"})
+    stamps = []
+    for lane in (Lane.H2D, Lane.CPU, Lane.COMPUTE, Lane.PACK):
+        time.sleep(0.005)
+        stamps.append(clock.stamp(lane))
+    assert stamps[0].stream == "stream 2" and stamps[2].stream == "stream 1"
+    seconds = [0.0, *map(clock.seconds, stamps)]
+    assert all(0.004 < after - before < 0.5 for before, after in itertools.pairwise(seconds)), seconds
+
+
+def test_what_cannot_be_recorded_is_refused(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with model.megacompile.record() as empty, pytest.raises(MegacompileError, match="recorded already"), \
             model.megacompile.record():
         pass
     with pytest.raises(MegacompileError, match="no section ran"):
         empty.timeline()
-    reference = megacompile.stream(tiny_models.build(num_hidden_layers=1), device="cpu", reference=True)
-    with pytest.raises(MegacompileError, match="reference=True"), reference.megacompile.record():
+    streamed = model.megacompile.streamed
+    monkeypatch.setattr(streamed, "executor", ReferenceExecutor(streamed.backend))
+    with pytest.raises(MegacompileError, match="reference=True"), model.megacompile.record():
         pass
-    reference.megacompile.close()
