@@ -19,6 +19,7 @@ from megacompile.passes import TEMPLATE_PIPELINE
 from megacompile.passes.template import Target
 from megacompile.plan import Plan
 from megacompile.program import Program
+from megacompile.recording import Recording
 from megacompile.runtime.cuda import CudaBackend
 from megacompile.runtime.lanes import Backend
 from megacompile.runtime.threads import ThreadBackend
@@ -209,6 +210,10 @@ class Handle:
             peak_device_bytes=streamed.backend.peak_bytes(),
             predicted_device_bytes=max((s.estimate.total for s in streamed.shapes.table.values()), default=0),
             parameters=sum(x.parameters for x in streamed.tiling.layouts.values()))
+
+    def record(self) -> Recording:
+        """A context in which each instruction's start and end are recorded, on the device's own clock: see `Recording`."""
+        return Recording(self.streamed)
 
     # ---------------------------------------------------------------- control
     def synchronize(self) -> None:

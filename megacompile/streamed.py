@@ -126,7 +126,7 @@ class Streamed:
             shape.kernels[section] = self.binder.bind(shape.program, section, shape.plan.length, shape.shape.labels)
         frame = Frame(self.backend, self.store, self.arena, shape.kernels[section], batch,
                       lease if lease is not None else {}, update)
-        return self.executor.submit(shape.program.section(section), frame)
+        return self.executor.submit(shape.program.section(section), frame, section)
 
     def enter(self, shape: CompiledShape, *sections: str) -> None:
         """Before sections that read weights: slots exist, foreign writes are noticed, resident tiles are there."""

@@ -14,7 +14,8 @@ from megacompile.text import KINDS
 #: What kinds of values a parameter takes; a `leased` value may be of any kind. Other parameters take any value.
 _TAKES = {
     "weights": {"weights"}, "inputs": {"activation"}, "gradient": {"gradient"}, "accumulators": {"accumulators"},
-    "saved": {"activation"}, "reduced": {"reduced", "gradients"}, "resident": {"weights"}, "state": {"state"}, "slab": {"slab"}, "staging": {"staging"}, "clip": {"clip"},
+    "saved": {"activation"}, "reduced": {"reduced", "gradients"}, "resident": {"weights"},
+    "state": {"state"}, "slab": {"slab"}, "staging": {"staging"}, "clip": {"clip"},
     "event": {"event"}, "values": {"activation", "gradient"}}
 _TYPES: dict[str, type | tuple[type, ...]] = {
     "text": str, "number": int, "flag": bool, "value": fx.Node, "value or values": (fx.Node, tuple, list),

@@ -20,6 +20,7 @@ from megacompile.program import Lane
 
 from . import device_adam
 from .adam import AdamSegment
+from .clock import Clock, CudaClock
 
 
 def expandable_segments() -> None:
@@ -120,6 +121,10 @@ class CudaBackend:
             self.streams[lane].wait_event(event)
         else:
             event.synchronize()
+
+    def clock(self) -> Clock:
+        with self.cupy.cuda.Device(self.index):
+            return CudaClock(self.cupy, self.streams)
 
     def synchronize(self) -> None:
         try:

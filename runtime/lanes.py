@@ -16,6 +16,7 @@ from torch import Tensor
 from megacompile.program import Lane
 
 from .adam import AdamSegment
+from .clock import Clock
 
 
 class Backend(Protocol):
@@ -49,6 +50,9 @@ class Backend(Protocol):
 
     def wait(self, lane: Lane, event: Any) -> None:
         """The lane goes no further before the device's event."""
+
+    def clock(self) -> Clock:
+        """Of what happens in the lanes, from now on. The device must be idle."""
 
     def synchronize(self) -> None:
         """Waits for everything on the device. Raises `LaneError` if the device is lost to this process."""

@@ -31,7 +31,7 @@ class ReferenceExecutor:
         self.backend, self.poison = backend, poison
         self.probe: Callable[[fx.Node], None] | None = None
 
-    def submit(self, section: fx.Graph, frame: Frame) -> ReferenceRun:
+    def submit(self, section: fx.Graph, frame: Frame, name: str = "") -> ReferenceRun:
         with self.backend.lane(Lane.COMPUTE):
             for node in nodes(section):
                 op = op_of(node).name

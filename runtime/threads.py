@@ -12,6 +12,7 @@ from torch import Tensor
 from megacompile.program import Lane
 
 from . import adam as host
+from .clock import Clock, HostClock
 from .store import available_host_bytes, host_memory
 
 
@@ -50,6 +51,9 @@ class ThreadBackend:
 
     def wait(self, lane: Lane, event: Any) -> None:
         pass
+
+    def clock(self) -> Clock:
+        return HostClock()
 
     def synchronize(self) -> None:
         pass

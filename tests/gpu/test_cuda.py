@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import random
+import time
 from typing import Any
 
 import pytest
@@ -138,3 +139,27 @@ def test_a_wait_deleted_by_hand_changes_the_result(reference: Any) -> None:
         assert not same(train(model), reference)
     finally:
         model.megacompile.close()
+
+
+def test_a_recording_has_all_lanes_on_one_clock() -> None:
+    model = megacompile.stream(build(), device="cuda", compile=False)
+    optimizer = megacompile.AdamW(model.parameters(), lr=1e-3, max_grad_norm=1.0)
+    begin = time.perf_counter()
+    with model.megacompile.record() as recording:
+        for step in range(3):
+            model(**batch(step)).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    took = time.perf_counter() - begin
+    found = recording.timeline()
+    model.megacompile.close()
+    assert all(-1e-4 <= i.start_s <= i.end_s <= took for i in found.items)
+    end = {(i.step, i.node): i.end_s for i in found.items}
+    crossed = 0
+    for wait in (i for i in found.items if op_of(i.node).name == "wait"):
+        (event,) = operands(wait.node, "event")
+        if op_of(event).name == "record":
+            assert end[wait.step, operands(event, "node")[0]] <= wait.end_s + 5e-4, "two clocks"
+            crossed += 1
+    assert crossed > 10
+    assert all(0 < found.occupancy(lane) <= 1 for lane in (Lane.COMPUTE, Lane.H2D, Lane.D2H, Lane.CPU))

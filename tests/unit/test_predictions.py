@@ -1,7 +1,6 @@
 """Predicted = measured: every row of `benchmarks/results/` that was taken on hardware of which there is a profile."""
 from __future__ import annotations
 
-import importlib.util
 import json
 import time
 from pathlib import Path
@@ -12,6 +11,7 @@ import torch
 from torch import fx
 
 import megacompile
+from megacompile.bench.shapes import config
 from megacompile.explain import program_of
 from megacompile.hardware import PROFILES, Hardware
 from megacompile.plan import Plan, split
@@ -45,15 +45,10 @@ def label(row: dict[str, Any]) -> str:
 
 @pytest.fixture(scope="module")
 def model() -> Schedule:
-    from transformers import AutoModelForCausalLM, Qwen2Config
+    from transformers import AutoModelForCausalLM
 
-    spec = importlib.util.spec_from_file_location("shapes", ROOT / "benchmarks/shapes.py")
-    assert spec is not None and spec.loader is not None
-    shapes = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(shapes)
-    config = Qwen2Config(**shapes.SHAPES[SHAPE], max_position_embeddings=32768, tie_word_embeddings=False)
     with torch.device("meta"):
-        bare = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        bare = AutoModelForCausalLM.from_config(config(SHAPE), dtype=torch.bfloat16)
     return megacompile.schedule(bare, batch=64, length=1024, hardware="h200", saved_layers=0)
 
 
