@@ -30,6 +30,7 @@ class ReferenceExecutor:
     def __init__(self, backend: Backend, poison: bool = True) -> None:
         self.backend, self.poison = backend, poison
         self.probe: Callable[[fx.Node], None] | None = None
+        self.lost: LaneError | None = None  # it would say so at once
 
     def submit(self, section: fx.Graph, frame: Frame, name: str = "") -> ReferenceRun:
         with self.backend.lane(Lane.COMPUTE):
