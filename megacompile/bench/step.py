@@ -36,6 +36,7 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--checkpoint-interval", type=int, default=1)
     parser.add_argument("--weight-slots", type=int)
     parser.add_argument("--resident", nargs="*", default=[])
+    parser.add_argument("--resident-state", nargs="*", help="tiles that are updated on the device; default: the planner's")
     parser.add_argument("--saved-layers", type=int, help="default: as many as fit")
     parser.add_argument("--device-memory")
     parser.add_argument("--locked-memory", help="page-locked memory that tiles may take; less than all: through slabs")
@@ -59,6 +60,8 @@ def measure(given: argparse.Namespace) -> rows.Row:
     model = megacompile.stream(
         model, device=given.device, checkpoint_interval=given.checkpoint_interval, micro_batch_size=given.micro_batch_size,
         weight_slots=given.weight_slots, resident=tuple(given.resident), saved_layers=given.saved_layers,
+        resident_state=None if given.resident_state is None else "all" if given.resident_state == ["all"] else tuple(
+            given.resident_state),
         device_memory=given.device_memory, locked_memory=given.locked_memory, waves=given.waves,
         compile=False if given.uncompiled else None)
     clip = None if given.no_clipping or given.overlap else given.max_grad_norm
@@ -72,7 +75,7 @@ def measure(given: argparse.Namespace) -> rows.Row:
     with contextlib.ExitStack() as patches:
 
         def before_timing() -> None:
-            model.megacompile.synchronize()
+            model.megacompile.streamed.settle()
             if given.compute_only:
                 patches.enter_context(compute_alone())
 
@@ -86,7 +89,7 @@ def measure(given: argparse.Namespace) -> rows.Row:
     row = dict(
         layers=model.config.num_hidden_layers, checkpoint_interval=plan.checkpoint_interval,
         micro_batch=plan.micro_batches[0], weight_slots=plan.weight_slots, resident=list(plan.resident),
-        saved_layers=plan.saved_layers, compute_only=given.compute_only, device_memory=given.device_memory,
+        resident_state=list(plan.resident_state), saved_layers=plan.saved_layers, compute_only=given.compute_only, device_memory=given.device_memory,
         predicted_device_gib=gib(stats["predicted_device_bytes"]), max_grad_norm=clip, train_step=given.train_step,
         waves=plan.waves, overlap=given.overlap, **rows.rates(model, given, found["step_s"]), **found,
         predicted_step_s=predicted_s(model, given), occupancy=occupancy,
