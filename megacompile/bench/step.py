@@ -60,8 +60,7 @@ def measure(given: argparse.Namespace) -> rows.Row:
     model = megacompile.stream(
         model, device=given.device, checkpoint_interval=given.checkpoint_interval, micro_batch_size=given.micro_batch_size,
         weight_slots=given.weight_slots, resident=tuple(given.resident), saved_layers=given.saved_layers,
-        resident_state=None if given.resident_state is None else "all" if given.resident_state == ["all"] else tuple(
-            given.resident_state),
+        resident_state="all" if given.resident_state == ["all"] else given.resident_state,
         device_memory=given.device_memory, locked_memory=given.locked_memory, waves=given.waves,
         compile=False if given.uncompiled else None)
     clip = None if given.no_clipping or given.overlap else given.max_grad_norm

@@ -103,7 +103,8 @@ def test_whole_steps_updated_on_the_device_give_the_bits_of_those_updated_on_the
         optimizer = megacompile.AdamW(model.parameters(), lr=1e-3, max_grad_norm=None if overlap else 1.0, overlap=overlap)
         for step in range(3):
             model.megacompile.train_step(batch(step), optimizer)
-        state = {f"{i} {k}": torch.as_tensor(v).clone() for i, s in optimizer.state_dict()["state"].items() for k, v in s.items()}
+        state = {f"{i} {key}": torch.as_tensor(value).clone()
+                 for i, of in optimizer.state_dict()["state"].items() for key, value in of.items()}
         found.append({**{n: t.clone() for n, t in model.state_dict().items()}, **state})
         model.megacompile.close()
     assert same(*found)
