@@ -1,4 +1,5 @@
-"""Chooses a plan: the largest micro-batch and the smallest checkpoint interval that fit the device (first cost model).
+"""Chooses a plan: the largest micro-batch and the smallest checkpoint interval that fit the device; then, where memory is
+left, waves, layers that keep residuals and tiles that are updated on the device, as they are fastest when simulated.
 
 K = 1 is the fastest where it fits: its backward drops the layer's last GEMM from the recompute. A larger K keeps fewer
 checkpoints and pays with the residuals of K - 1 layers of one micro-batch.
@@ -6,13 +7,14 @@ checkpoints and pays with the residuals of K - 1 layers of one micro-batch.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from megacompile.config import StreamConfig, format_bytes
 from megacompile.errors import InsufficientMemoryError
 from megacompile.frontend.capture import CapturedModel
 from megacompile.memory import Estimate, evaluation_bytes, training_bytes
+from megacompile.pace import Pace
 from megacompile.plan import Plan, split
 from megacompile.tiling import Tiling
 
@@ -20,6 +22,8 @@ from megacompile.tiling import Tiling
 FULL_TOKENS = 16384
 #: Tokens of a wave below which its kernels no longer hide the weights' arrival.
 WAVE_TOKENS = 12288
+#: A plan must be so much faster to be taken instead of one that computes less: simulations are not exact.
+WORTH = 1.003
 #: Device memory that no estimate knows: CUDA's context, cuBLAS workspaces, rounding by the allocator.
 MARGIN_BYTES = 1 << 30
 
@@ -39,11 +43,73 @@ class Planner:
     margin_bytes: int = MARGIN_BYTES
     keep_residuals: bool = True
     taken_bytes: Callable[[], int] = lambda: 0  # of the budget, by other models
+    pace: Pace | None = None  # None: nothing is known of the machine, and rules of thumb decide
+    stateful: tuple[str, ...] | None = None  # tiles that are updated on the device; None: not chosen yet
 
     @property
     def device_bytes(self) -> int:
         """What is left of the budget."""
         return max(0, self.budget_bytes - self.taken_bytes())
+
+    def choose(self, batch: int, length: int, training: bool = True, update: str | None = None) -> Plan:
+        """The fastest plan that fits; `update`: of a whole step. What the first training step updates on the device all
+        later plans do too, or less where they must: moving optimizer state takes longer than any of them would gain.
+
+        Raises as `plan`."""
+        counts = self._state_counts(training)
+        if self.pace is None or not training or not self.keep_residuals:
+            for count in counts:  # the most that fits
+                try:
+                    planner = self._with_state(count)
+                    chosen = (planner.plan(batch, length, training) if update is None
+                              else planner.plan_step(batch, length, update))
+                    break
+                except InsufficientMemoryError:
+                    if count == counts[-1]:
+                        raise
+        else:
+            chosen = self._fastest(batch, length, update, counts, self.pace)
+        if training or self.stateful is not None:
+            self.stateful = chosen.resident_state
+        return chosen
+
+    def _fastest(self, batch: int, length: int, update: str | None, counts: Sequence[int], pace: Pace) -> Plan:
+        """Simulates plans in the order of their computing alone, as long as one may yet be faster than the best so far."""
+        found: dict[Plan, None] = {}
+        for count in counts:
+            try:
+                planner = self._with_state(count)
+                plans = [planner.plan(batch, length)] if update is None else planner._step_plans(batch, length, update)
+            except InsufficientMemoryError:
+                if count == counts[-1] and not found:
+                    raise
+                continue
+            found |= dict.fromkeys(plan for plan in plans if self.fits(plan))
+        best: tuple[float, Plan] | None = None
+        for bound, plan in sorted(((pace.at_least(plan), plan) for plan in found), key=lambda pair: pair[0]):
+            if best is not None and bound * WORTH >= best[0]:
+                break
+            seconds = pace.timeline(plan, update is not None).step_s
+            if best is None or seconds * WORTH < best[0]:
+                best = seconds, plan
+        assert best is not None
+        return best[1]
+
+    def _with_state(self, count: int) -> Planner:
+        """This planner, with the first so many trained tiles updated on the device."""
+        return replace(self, stateful=self._trained()[:count])
+
+    def _trained(self) -> tuple[str, ...]:
+        return tuple(tile for tile, layout in self.tiling.layouts.items() if layout.trainable)
+
+    def _state_counts(self, training: bool) -> list[int]:
+        """How many tiles the device may update, the preferred number first."""
+        if self.stateful is not None:
+            return list(range(len(self.stateful), -1, -1))
+        if self.config.resident_state is not None or not training or not self.keep_residuals or self.pace is None:
+            return [0]
+        trained = len(self._trained())
+        return sorted({0, 1, trained, *range(2, trained, max(1, trained // 12))})
 
     def plan(self, batch: int, length: int, training: bool = True) -> Plan:
         """The best plan that fits. Raises `InsufficientMemoryError` with the smallest need if none does."""
@@ -151,9 +217,11 @@ class Planner:
         return tuple(tile for tile in self.tiling.layouts if tile in chosen)
 
     def resident_state(self) -> tuple[str, ...]:
-        named = self.config.resident_state or ()
-        return tuple(tile for tile, layout in self.tiling.layouts.items()
-                     if layout.trainable and (named == "all" or tile in named))
+        """By name where the user has named them."""
+        named = self.config.resident_state
+        if named is None:
+            return self.stateful or ()
+        return tuple(tile for tile in self._trained() if named == "all" or tile in named)
 
     def locked(self) -> bool:
         """Whether the tiles' own weights and gradients may be page-locked."""

@@ -14,6 +14,8 @@ from megacompile.binding import Binder
 from megacompile.config import StreamConfig, format_bytes, parse_bytes
 from megacompile.errors import InsufficientMemoryError, LaneError, LeaseError, MegacompileError, TornError
 from megacompile.frontend.capture import CapturedModel
+from megacompile.hardware import Hardware
+from megacompile.pace import pace_of
 from megacompile.planner import Planner, margins
 from megacompile.program import Lane
 from megacompile.residency import Residency
@@ -73,6 +75,7 @@ class Streamed:
         budget = parse_bytes(config.device_memory) or int(backend.free_bytes() * 0.95)
         self.planner = Planner(captured, tiling, config, budget, parse_bytes(config.locked_memory),
                                *margins(backend.device.type))
+        self.planner.pace = pace_of(captured, tiling, Hardware.known(backend.device), compiling)
         self.shapes = Shapes(captured, tiling, self.planner, self.binder)
         self.leases: weakref.WeakSet[Lease] = weakref.WeakSet()
         self.trained: CompiledShape | None = None  # that of the last backward, whose program also updates
@@ -227,6 +230,7 @@ class Streamed:
                              "or the forward again")
         section = "backward_accumulate" if self._gather_gradients() else "backward"
         self._reserve(lease.shape, section)
+        self.residency.enter(lease.shape)
         lease.closed = True
         lease.batch.scale = gradient.to(self.backend.device)
         self.backend.enter([lease.batch.scale])

@@ -87,8 +87,9 @@ def measure(given: argparse.Namespace) -> rows.Row:
     stats, plan = model.megacompile.stats, model.megacompile.plan
     row = dict(
         layers=model.config.num_hidden_layers, checkpoint_interval=plan.checkpoint_interval,
-        micro_batch=plan.micro_batches[0], weight_slots=plan.weight_slots, resident=list(plan.resident),
-        resident_state=list(plan.resident_state), saved_layers=plan.saved_layers, compute_only=given.compute_only, device_memory=given.device_memory,
+        micro_batch=plan.micro_batches[0], weight_slots=plan.weight_slots,
+        resident=list(plan.resident), resident_state=list(plan.resident_state), saved_layers=plan.saved_layers,
+        compute_only=given.compute_only, device_memory=given.device_memory,
         predicted_device_gib=gib(stats["predicted_device_bytes"]), max_grad_norm=clip, train_step=given.train_step,
         waves=plan.waves, overlap=given.overlap, **rows.rates(model, given, found["step_s"]), **found,
         predicted_step_s=predicted_s(model, given), occupancy=occupancy,
