@@ -17,9 +17,10 @@ from torch import fx
 
 from megacompile.frontend.joint import base_of
 from megacompile.frontend.template import Template, Variant
+from megacompile.fusion import computes, fuse
 
 #: Peaks found so far, by (batch, length): a planner asks for the same ones hundreds of times.
-_peaks: weakref.WeakKeyDictionary[Variant, dict[tuple[int, int], int]] = weakref.WeakKeyDictionary()
+_peaks: weakref.WeakKeyDictionary[Variant, dict[tuple[int, int, bool], int]] = weakref.WeakKeyDictionary()
 
 
 def at(template: Template, batch: int, length: int) -> Callable[[Any], int]:
@@ -71,27 +72,32 @@ WORKSPACE: dict[Any, Callable[[fx.Node, Callable[[Any], int], str], int]] = {
 }
 
 
-def peak_bytes(template: Template, variant: Variant, batch: int, length: int) -> int:
-    """Most bytes that a variant's own values (its inputs aside) take at once."""
+def peak_bytes(template: Template, variant: Variant, batch: int, length: int, fused: bool = False) -> int:
+    """Most bytes that a variant's own values (its inputs aside) take at once. `fused`: it runs compiled, so that values
+    inside of fused kernels take none."""
     known = _peaks.setdefault(variant, {})
-    if (batch, length) not in known:
-        known[batch, length] = _peak_bytes(template, variant, batch, length)
-    return known[batch, length]
+    if (batch, length, fused) not in known:
+        known[batch, length, fused] = _peak_bytes(template, variant, batch, length, fused)
+    return known[batch, length, fused]
 
 
-def _peak_bytes(template: Template, variant: Variant, batch: int, length: int) -> int:
+def _peak_bytes(template: Template, variant: Variant, batch: int, length: int, fused: bool) -> int:
     size = at(template, batch, length)
     graph = variant.graph.graph
+    fusion = fuse(graph) if fused else None
     last: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
         for used in node.all_input_nodes:
-            last[base_of(used)] = node
+            base = base_of(used)
+            for value in fusion.sources[base] if fusion is not None else (base,):
+                last[value] = node  # a value that is computed again keeps what it is computed from
+    inside = {n for n in graph.nodes if fusion is not None and computes(n) and n not in fusion.stored}
     dies: dict[fx.Node, list[fx.Node]] = {}
     for value, node in last.items():
         dies.setdefault(node, []).append(value)
     held = peak = 0
     for node in graph.nodes:
-        if node.op == "call_function" and base_of(node) is node:
+        if node.op == "call_function" and base_of(node) is node and node not in inside:
             held += tensor_bytes(node.meta.get("val"), size)
             workspace = WORKSPACE.get(node.target)
             peak = max(peak, held + (workspace(node, size, template._target.device_type) if workspace else 0))

@@ -24,8 +24,8 @@ FULL_TOKENS = 16384
 WAVE_TOKENS = 12288
 #: A plan must be so much faster to be taken instead of one that computes less: simulations are not exact.
 WORTH = 1.003
-#: Device memory that no estimate knows: CUDA's context, cuBLAS workspaces, rounding by the allocator.
-MARGIN_BYTES = 1 << 30
+#: Device memory that no estimate knows: workspaces of cuBLAS, kernels that are loaded.
+MARGIN_BYTES = 1 << 29
 
 
 def margins(device_type: str) -> tuple[int, bool]:
@@ -42,6 +42,7 @@ class Planner:
     locked_bytes: int | None = None  # budget of page-locked memory; None: no limit
     margin_bytes: int = MARGIN_BYTES
     keep_residuals: bool = True
+    fused: bool = False  # templates run compiled
     taken_bytes: Callable[[], int] = lambda: 0  # of the budget, by other models
     pace: Pace | None = None  # None: nothing is known of the machine, and rules of thumb decide
     stateful: tuple[str, ...] | None = None  # tiles that are updated on the device; None: not chosen yet
@@ -121,9 +122,12 @@ class Planner:
             if smallest is None or need < smallest[0]:
                 smallest = need, candidate
         assert smallest is not None
-        raise InsufficientMemoryError(
-            f"a batch of {batch} x {length} needs {format_bytes(smallest[0])} of device memory (micro-batches of "
-            f"{smallest[1].micro_batches[0]}, checkpoint_interval={smallest[1].checkpoint_interval}) and "
+        raise self._too_small(batch, length, *smallest)
+
+    def _too_small(self, batch: int, length: int, need: int, plan: Plan) -> InsufficientMemoryError:
+        return InsufficientMemoryError(
+            f"a batch of {batch} x {length} needs {format_bytes(need)} of device memory (micro-batches of "
+            f"{plan.micro_batches[0]}, checkpoint_interval={plan.checkpoint_interval}) and "
             f"{format_bytes(self.device_bytes)} are available{self._others()}: use fewer or shorter sequences, or a larger "
             "device_memory")
 
@@ -168,29 +172,38 @@ class Planner:
 
     def _step_plans(self, batch: int, length: int, update: str) -> list[Plan]:
         """From one wave on, each with as many residuals as fit."""
-        plan = replace(self.plan(batch, length), update=update)
-        count, config = len(plan.micro_batches), self.config
+        config = self.config
+        # In waves more residuals fit than in one: the plan begins without any.
+        plan = replace(replace(self, config=replace(config, saved_layers=0)).plan(batch, length), update=update)
+        count = len(plan.micro_batches)
         if config.waves is not None:
             plan = replace(plan, waves=min(config.waves, count))
         if config.saved_layers is not None or not self.keep_residuals:
-            return [plan]
+            saved = min(config.saved_layers or 0, len(self.captured.layer_names))
+            return [self._fitting(replace(plan, saved_layers=saved), batch, length)]
         room = self.device_bytes - self.margin_bytes
         waves = [plan.waves] if config.waves else range(1, max(1, min(count, batch * length // WAVE_TOKENS)) + 1)
         return [self._most_residuals(replace(plan, waves=n), room) for n in waves]
+
+    def _fitting(self, plan: Plan, batch: int, length: int) -> Plan:
+        """The plan, if it fits. Raises `InsufficientMemoryError`."""
+        if not self.fits(plan):
+            raise self._too_small(batch, length, self.estimate(plan, length).total + self.margin_bytes, plan)
+        return plan
 
     def _keep_residuals(self, plan: Plan) -> Plan:
         """Spends what memory is left on residuals of the last layers: each is one forward less in the backward, the only
         large lever there is on the step time. Leaves room for a second open forward that keeps none."""
         if not self.keep_residuals:
             return plan
-        lean = training_bytes(self.captured, self.tiling, plan)
+        lean = self.estimate(plan, plan.length)
         return self._most_residuals(plan, self.device_bytes - self.margin_bytes - lean.checkpoints)
 
     def _most_residuals(self, plan: Plan, room: int) -> Plan:
         """As many layers with residuals as fit in `room` bytes."""
 
         def need(saved: int) -> int:
-            return training_bytes(self.captured, self.tiling, replace(plan, saved_layers=saved)).total
+            return self.estimate(replace(plan, saved_layers=saved), plan.length).total
 
         saved = bisect_right(range(len(self.captured.layer_names) + 1), room, key=need) - 1
         return replace(plan, saved_layers=max(0, saved))
@@ -231,4 +244,4 @@ class Planner:
 
     def estimate(self, plan: Plan, length: int, training: bool = True) -> Estimate:
         """Device bytes of a training step (or of an evaluation) under a plan, less the margin."""
-        return (training_bytes if training else evaluation_bytes)(self.captured, self.tiling, plan)
+        return (training_bytes if training else evaluation_bytes)(self.captured, self.tiling, plan, self.fused)

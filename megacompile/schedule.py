@@ -92,8 +92,8 @@ def schedule(model: nn.Module, *, batch: int, length: int, layers: str | None = 
     device_type = device.type
     captured, tiling = analyse(model, config, device_type, layers, example)
     budget = parse_bytes(config.device_memory) or _default_budget(device_type, hardware)
-    planner = Planner(captured, tiling, config, budget, parse_bytes(config.locked_memory), *margins(device_type))
     fused = config.compile if config.compile is not None else device_type == "cuda"
+    planner = Planner(captured, tiling, config, budget, parse_bytes(config.locked_memory), *margins(device_type), fused=fused)
     planner.pace = pace_of(captured, tiling, hardware or Hardware.known(device), fused)
     plan = planner.choose(batch, length, update=update)
     program = model_program(tiling.call_specs(captured.calls, captured.templates), tiling.tiles(), batch, labels=True,

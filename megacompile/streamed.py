@@ -74,7 +74,7 @@ class Streamed:
         self.writes = ForeignWrites(model, self.parameters, tiling, store)
         budget = parse_bytes(config.device_memory) or int(backend.free_bytes() * 0.95)
         self.planner = Planner(captured, tiling, config, budget, parse_bytes(config.locked_memory),
-                               *margins(backend.device.type))
+                               *margins(backend.device.type), fused=compiling)
         self.planner.pace = pace_of(captured, tiling, Hardware.known(backend.device), compiling)
         self.shapes = Shapes(captured, tiling, self.planner, self.binder)
         self.leases: weakref.WeakSet[Lease] = weakref.WeakSet()
