@@ -35,8 +35,10 @@ ALWAYS_INLINE float float_of(uint32_t bits) {
 #define INLINE ALWAYS_INLINE
 #define BITS bits_of
 #define FLOAT float_of
+#define Exact float  // the flags of the build and the floating-point environment see to it
 #define FMA __builtin_fmaf
 #define SQRT __builtin_sqrtf
+#define VALUE(number) (number)
 #include "adamw.h"
 
 enum DType : int { kFloat32 = 0, kBFloat16 = 1 };

@@ -1,8 +1,9 @@
 // One element's AdamW update, and how values are stored: one source for every processor, so that a tile may be updated
 // on the host or on the device and get the same bits. Included by adam.cpp, and put before adam.cu by device_adam.py.
 //
-// Whoever includes it defines INLINE, FMA(a, b, c) (one rounding), SQRT(x) (correctly rounded) and the bit casts
-// BITS(float) and FLOAT(uint32_t), and compiles without contraction and without fast math.
+// Whoever includes it defines INLINE, the bit casts BITS(float) and FLOAT(uint32_t), and the type Exact: an FP32 number
+// made from a float, whose + - * /, FMA(a, b, c) and SQRT(x) round once, to nearest, and keep denormals; VALUE(x) is its
+// float.
 #pragma once
 
 struct BFloat16 {
@@ -49,12 +50,13 @@ INLINE void update(Weight& weight, int16_t& remainder, Gradient stored, float& f
   // torch.lerp starts from its nearer end, so that a weight of 1 gives the gradient exactly.
   const bool from_moment = s.gradient_weight < 0.5f;
   const float lerp_weight = from_moment ? s.gradient_weight : s.gradient_weight - 1.0f;
-  const float gradient = load(stored) * scale;
-  const float master = load_master(weight, remainder) * s.decay;
-  const float m = FMA(lerp_weight, gradient - first, from_moment ? first : gradient);
-  const float v = FMA(s.square_weight * gradient, gradient, second * s.beta2);
-  const float denominator = SQRT(v) / s.root_correction + s.eps;
-  first = canonical(m);
-  second = canonical(v);
-  store_master(weight, remainder, master + (s.negative_step * m) / denominator);
+  const Exact old_first(first), old_second(second);
+  const Exact gradient = Exact(load(stored)) * Exact(scale);
+  const Exact master = Exact(load_master(weight, remainder)) * Exact(s.decay);
+  const Exact m = FMA(Exact(lerp_weight), gradient - old_first, from_moment ? old_first : gradient);
+  const Exact v = FMA(Exact(s.square_weight) * gradient, gradient, old_second * Exact(s.beta2));
+  const Exact denominator = SQRT(v) / Exact(s.root_correction) + Exact(s.eps);
+  first = canonical(VALUE(m));
+  second = canonical(VALUE(v));
+  store_master(weight, remainder, VALUE(master + (Exact(s.negative_step) * m) / denominator));
 }

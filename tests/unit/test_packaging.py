@@ -39,7 +39,7 @@ def names(wheel: Path) -> set[str]:
 def test_the_wheel_holds_every_source_file_of_the_checkout_and_no_other(wheel: Path) -> None:
     expected = {f"{inside}/{path.relative_to(ROOT / folder).as_posix()}"
                 for folder, inside in FOLDERS.items() for path in (ROOT / folder).rglob("*")
-                if path.suffix in (".py", ".cpp", ".json", ".typed")}
+                if path.suffix in (".py", ".cpp", ".cu", ".h", ".json", ".typed")}
     assert {name for name in names(wheel) if ".dist-info/" not in name} == expected
 
 
