@@ -7,6 +7,7 @@ allocator are the margin's.
 """
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -17,6 +18,7 @@ from torch import fx
 
 from megacompile.frontend.joint import base_of
 from megacompile.frontend.template import Template, Variant
+from megacompile.token_loop import TokenLoop, Total, total_dtype
 
 #: Peaks found so far, by (batch, length): a planner asks for the same ones hundreds of times.
 _peaks: weakref.WeakKeyDictionary[Variant, dict[tuple[int, int], int]] = weakref.WeakKeyDictionary()
@@ -37,12 +39,17 @@ def tensor_bytes(value: Any, size: Callable[[Any], int]) -> int:
 
 
 def _attention_workspace(node: fx.Node, size: Callable[[Any], int], device_type: str, backward: bool) -> int:
-    """Explicit scores [B, H, T, T] in float32, as many as are alive at once; flash kernels hold none."""
+    """Explicit scores [B, H, T, T] in float32, as many as are alive at once; flash kernels hold none, but for what their
+    backward on CUDA sums up in."""
     *_, softcap, kernel = node.args
     query, key = (argument.meta["val"] for argument in node.args[backward:backward + 2])  # type: ignore[union-attr]
+    batch, heads, length, width = map(size, query.shape)
+    if kernel == "flash" and backward:
+        # The query's gradient grows in float32; keys' and values' have one head for each of the query's at first.
+        grouped = 0 if size(key.shape[1]) == heads else 2 * tensor_bytes(query, size)
+        return batch * heads * -(-length // 128) * 128 * (4 * -(-width // 32) * 32 + 4) + grouped
     if kernel not in ("math", "neutral"):
         return 0
-    batch, heads, length, width = map(size, query.shape)
     half = query.element_size() if query.element_size() < 4 else 0
     scores = batch * heads * length**2 * (4 * ((6 if softcap else 5) if backward else 3) + half)
     positions = 10 * length**2  # distances, int64, and what they hide
@@ -80,8 +87,17 @@ def peak_bytes(template: Template, variant: Variant, batch: int, length: int) ->
 
 
 def _peak_bytes(template: Template, variant: Variant, batch: int, length: int) -> int:
-    size = at(template, batch, length)
-    graph = variant.graph.graph
+    device_type = template._target.device_type
+
+    def loop_workspace(node: fx.Node) -> int:
+        loop = getattr(variant.graph, str(node.target))
+        return _loop_workspace(loop, at(template, batch, min(loop.chunk, length)), device_type)
+
+    return _graph_peak(variant.graph.graph, at(template, batch, length), device_type, loop_workspace)
+
+
+def _graph_peak(graph: fx.Graph, size: Callable[[Any], int], device_type: str,
+                loop_workspace: Callable[[fx.Node], int] | None = None) -> int:
     last: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
         for used in node.all_input_nodes:
@@ -91,14 +107,54 @@ def _peak_bytes(template: Template, variant: Variant, batch: int, length: int) -
         dies.setdefault(node, []).append(value)
     held = peak = 0
     for node in graph.nodes:
-        if node.op == "call_function" and base_of(node) is node:
-            held += tensor_bytes(node.meta.get("val"), size)
-            workspace = WORKSPACE.get(node.target)
-            peak = max(peak, held + (workspace(node, size, template._target.device_type) if workspace else 0))
+        if node.op in _MAKING and base_of(node) is node:
+            held += _made_bytes(node, size)
+            inside = 0
+            if node.op == "call_module":
+                assert loop_workspace is not None, "a loop within a loop"
+                inside = loop_workspace(node)
+            elif workspace := WORKSPACE.get(node.target):
+                inside = workspace(node, size, device_type)
+            peak = max(peak, held + inside)
         for value in dies.get(node, ()):
-            if value.op == "call_function":
-                held -= tensor_bytes(value.meta.get("val"), size)
+            if value.op in _MAKING:
+                held -= _left_bytes(value, size)
     return peak
+
+
+_MAKING = ("call_function", "call_module")
+
+
+def _made_bytes(node: fx.Node, size: Callable[[Any], int]) -> int:
+    """What comes into being with a node: the items of several results are there before they are taken out."""
+    return 0 if node.target is operator.getitem else tensor_bytes(node.meta.get("val"), size)
+
+
+def _left_bytes(node: fx.Node, size: Callable[[Any], int]) -> int:
+    """What goes with the last look at a node: of several results, those that were not taken out."""
+    value = node.meta.get("val")
+    if isinstance(value, tuple | list):
+        taken = {user.args[1] for user in node.users if user.target is operator.getitem}
+        value = [item for i, item in enumerate(value) if i not in taken]
+    return tensor_bytes(value, size)
+
+
+def _loop_workspace(loop: TokenLoop, size: Callable[[Any], int], device_type: str) -> int:
+    """What a loop over chunks holds beside its results: copies of its inputs' chunks, which not every layout needs, and the
+    body's values; where no GEMM accumulates in float32, a product's operands and share in float32 too."""
+    body = loop.body.graph
+    _, _, *placeholders = body.find_nodes(op="placeholder")
+    pieces = sum(tensor_bytes(node.meta["val"], size) for node, tokens in zip(placeholders, loop.inputs, strict=True) if tokens)
+    results: Any = body.output_node().args[0]
+    product, position = 0, 0
+    for output in loop.outputs:
+        if isinstance(output, Total) and output.product and device_type != "cuda":
+            operands = [node.meta["val"] for node in results[position:position + 2]]
+            wide = total_dtype(operands[0].dtype)
+            if wide != operands[0].dtype:
+                product = max(product, sum(size(x.numel()) for x in operands) * wide.itemsize)
+        position += 2 if isinstance(output, Total) and output.product else 1
+    return pieces + _graph_peak(body, size, device_type) + product
 
 
 def result_bytes(template: Template, variant: Variant, batch: int, length: int) -> int:

@@ -16,6 +16,7 @@ from megacompile.flops import Work, variant_work
 from megacompile.frontend.capture import CapturedModel
 from megacompile.frontend.template import BATCH, LENGTH, Template
 from megacompile.hardware import Hardware
+from megacompile.plan import Plan
 from megacompile.program import Program, argument, op_of, operands
 from megacompile.runtime.store import TileLayout
 
@@ -34,22 +35,23 @@ class Durations:
     layouts: Mapping[str, TileLayout]
     hardware: Hardware
     fused: bool = True
-    _work: dict[tuple[str, str], tuple[Work, Callable[[int, int], _Numbers]]] = field(default_factory=dict)
-    _seconds: dict[tuple[str, str, int, int], float] = field(default_factory=dict)
+    _work: dict[tuple[str, str, int], tuple[Work, Callable[[int, int], _Numbers]]] = field(default_factory=dict)
+    _seconds: dict[tuple[str, str, int, int, int], float] = field(default_factory=dict)
 
-    def of(self, program: Program, length: int) -> Callable[[fx.Node], float]:
-        """The duration of each node of a program for sequences of `length` tokens."""
-        return lambda node: self._node(program, node, length)
+    def of(self, program: Program, plan: Plan) -> Callable[[fx.Node], float]:
+        """The duration of each node of a plan's program."""
+        return lambda node: self._node(program, node, plan)
 
-    def work(self, template: str, variant: str) -> Work:
+    def work(self, template: str, variant: str, chunk: int = 0) -> Work:
         """A variant's FLOPs and bytes in B and T."""
-        return self._known(template, variant)[0]
+        return self._known(template, variant, chunk)[0]
 
-    def seconds(self, template: str, variant: str, batch: int, length: int) -> float:
+    def seconds(self, template: str, variant: str, batch: int, length: int, chunk: int = 0) -> float:
         """One run of a variant."""
-        key = template, variant, batch, length
+        key = template, variant, batch, length, chunk
         if key not in self._seconds:
-            gemm, attention, backward, gemm_bytes, other_bytes, kernels = self._known(template, variant)[1](batch, length)
+            _, numbers = self._known(template, variant, chunk)
+            gemm, attention, backward, gemm_bytes, other_bytes, kernels = numbers(batch, length)
             rates = self.hardware
             rate = self.gemm_rate(self.captured.templates[template])
             products = max(gemm / rate, gemm_bytes / rates.memory_bandwidth)
@@ -64,11 +66,11 @@ class Durations:
         low = any(dtype in (torch.bfloat16, torch.float16) for dtype in dtypes)
         return self.hardware.gemm_flops["bfloat16" if low else "float32"]
 
-    def _known(self, template: str, variant: str) -> tuple[Work, Callable[[int, int], _Numbers]]:
-        key = template, variant
+    def _known(self, template: str, variant: str, chunk: int) -> tuple[Work, Callable[[int, int], _Numbers]]:
+        key = template, variant, chunk
         if key not in self._work:
             found = self.captured.templates[template]
-            work = variant_work(found, found.variant(variant), self.fused)
+            work = variant_work(found, found.variant(variant, chunk), self.fused)
             numbers = sympy.lambdify((BATCH, LENGTH), (
                 work.gemm_flops, work.attention_flops, work.attention_backward_flops, work.gemm_bytes, work.bytes,
                 work.kernels), modules="math")
@@ -76,10 +78,11 @@ class Durations:
         return self._work[key]
 
     # ---------------------------------------------------------------- nodes
-    def _node(self, program: Program, node: fx.Node, length: int) -> float:
+    def _node(self, program: Program, node: fx.Node, plan: Plan) -> float:
         op, hardware = op_of(node).name, self.hardware
         if op in TEMPLATE_OPS:
-            return self.seconds(argument(node, "template"), op, program.micro_batches[argument(node, "mb")], length)
+            return self.seconds(argument(node, "template"), op, program.micro_batches[argument(node, "mb")], plan.length,
+                                plan.token_chunk)
         tile: Any = program.tiles.get(argument(node, "tile") or "")
         match op:
             case "prefetch":
@@ -97,7 +100,7 @@ class Durations:
             case "reduce":  # FP32 is read, gradients are written, and read for their norms
                 return self._through_memory(4 * self.layouts[tile.name].elements + 2 * tile.gradient_bytes)
             case "scale":
-                return self._through_memory(2 * self._held(program, operands(node, "value")[0], length))
+                return self._through_memory(2 * self._held(program, operands(node, "value")[0], plan.length))
         return 0.0
 
     def _through_memory(self, count: int) -> float:

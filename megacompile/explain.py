@@ -56,7 +56,7 @@ def _candidate(planner: Planner, durations: Durations, plan: Plan, whole_step: b
     program = program_of(planner, plan, whole_step)
     used = places(program.section(section) for section in step_of(program))
     slabs = sum(slot.bytes for name, slot in program.slots.items() if name in used and place_kind(name) in _SLABS)
-    timeline = simulate(program, durations.of(program, plan.length), durations.hardware.speeds)
+    timeline = simulate(program, durations.of(program, plan), durations.hardware.speeds)
     return Candidate(plan, needed, host_bytes + slabs, timeline)
 
 
@@ -93,7 +93,8 @@ def _table(found: Sequence[Candidate], chosen: Plan, operations: int) -> str:
     rows: list[tuple[object, ...]] = []
     for each in found:
         plan, timeline = each.plan, each.timeline
-        sizes = (plan.checkpoint_interval, plan.micro_batches[0], plan.waves, plan.saved_layers,
+        chunked = f" ({plan.token_chunk} tokens at a time)" if plan.token_chunk else ""
+        sizes = (plan.checkpoint_interval, f"{plan.micro_batches[0]}{chunked}", plan.waves, plan.saved_layers,
                  f"{each.device_bytes / 2**30:.1f}", f"{each.host_bytes / 2**30:.1f}")
         if timeline is None:
             rows.append(("", *sizes, "does not fit", "", ""))

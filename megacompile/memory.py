@@ -71,8 +71,13 @@ def training_bytes(captured: CapturedModel, tiling: Tiling, plan: Plan) -> Estim
     checkpoints += sum(residuals[name] + hidden[name] for name in names[recomputing:])
 
     recomputed = max(cost.residual_bytes(t, largest, length) + cost.output_bytes(t, largest, length) for t in kinds.values())
+    layers = max(_peak(captured, name, "recompute_backward", plan) for name in kinds)
+    if plan.token_chunk and (block > 1 or plan.saved_layers):
+        # Without chunks, the joint recompute and backward holds the most; these two hold all tokens even so.
+        layers = max(layers, *(_peak(captured, name, variant, plan) for name in kinds
+                               for variant in ("forward_saving", "backward")))
     workspace = max(
-        (block - 1) * recomputed + max(_peak(captured, name, "recompute_backward", plan) for name in kinds),
+        (block - 1) * recomputed + layers,
         _peak(captured, "epilogue", "loss", plan), _peak(captured, "prologue", "recompute_backward", plan))
     return Estimate(slot_bytes(captured, tiling, plan), accumulators, checkpoints, workspace)
 
@@ -99,4 +104,4 @@ def _elements(layout: TileLayout) -> int:
 def _peak(captured: CapturedModel, template: str, variant: str, plan: Plan) -> int:
     """Of the largest micro-batch, the first."""
     found = captured.templates[template]
-    return cost.peak_bytes(found, found.variant(variant), plan.micro_batches[0], plan.length)
+    return cost.peak_bytes(found, found.variant(variant, plan.token_chunk), plan.micro_batches[0], plan.length)

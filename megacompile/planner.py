@@ -1,7 +1,8 @@
 """Chooses a plan: the largest micro-batch and the smallest checkpoint interval that fit the device (first cost model).
 
 K = 1 is the fastest where it fits: its backward drops the layer's last GEMM from the recompute. A larger K keeps fewer
-checkpoints and pays with the residuals of K - 1 layers of one micro-batch.
+checkpoints and pays with the residuals of K - 1 layers of one micro-batch. Where not even a micro-batch of one sequence fits,
+its tokens are computed in chunks, as large as fit: attention alone needs all of them at once.
 """
 from __future__ import annotations
 
@@ -18,6 +19,8 @@ from megacompile.tiling import Tiling
 
 #: Sequences' worth of tokens beyond which a larger micro-batch is no faster: kernels are full by then.
 FULL_TOKENS = 16384
+#: Of a chunk of tokens: fewer leave kernels empty, and read all weights too often.
+LEAST_CHUNK = 2048
 #: Tokens of a wave below which its kernels no longer hide the weights' arrival.
 WAVE_TOKENS = 12288
 #: Device memory that no estimate knows: CUDA's context, cuBLAS workspaces, rounding by the allocator.
@@ -89,10 +92,18 @@ class Planner:
         intervals = [config.checkpoint_interval] if config.checkpoint_interval else self._intervals(depth)
         for interval in intervals:
             for size in sizes:
-                slots = config.weight_slots or min(depth, max(2, interval + 1))
-                yield Plan(
-                    batch, length, split(batch, min(size, batch)), interval, min(config.saved_layers or 0, depth), slots,
-                    config.gradient_slots, self.resident(), self.locked(), 2, config.gradient_slabs)
+                yield self._candidate(batch, length, size, interval, config.token_chunk or 0)
+        if config.token_chunk is None and sizes[-1] == 1:
+            # A larger K would keep residuals, which are of all tokens.
+            for chunk in self._chunks(length):
+                yield self._candidate(batch, length, 1, intervals[0], chunk)
+
+    def _candidate(self, batch: int, length: int, size: int, interval: int, chunk: int) -> Plan:
+        config, depth = self.config, len(self.captured.layer_names)
+        slots = config.weight_slots or min(depth, max(2, interval + 1))
+        return Plan(
+            batch, length, split(batch, min(size, batch)), interval, min(config.saved_layers or 0, depth), slots,
+            config.gradient_slots, self.resident(), self.locked(), 2, config.gradient_slabs, token_chunk=chunk)
 
     def plan_step(self, batch: int, length: int, update: str) -> Plan:
         """The plan of a whole step. Where memory allows it, the fewest waves that let every layer keep its residuals: then
@@ -137,6 +148,11 @@ class Planner:
         while sizes[-1] > 1:
             sizes.append(sizes[-1] // 2)
         return sizes
+
+    @staticmethod
+    def _chunks(length: int) -> list[int]:
+        """Powers of two below a sequence's length, the largest that is worth it first."""
+        return [size for size in (1 << n for n in range(30, 0, -1)) if LEAST_CHUNK <= size <= FULL_TOKENS and size < length]
 
     @staticmethod
     def _intervals(depth: int) -> list[int]:
