@@ -47,7 +47,8 @@ def _attention_workspace(node: fx.Node, size: Callable[[Any], int], device_type:
     if kernel == "flash" and backward:
         # The query's gradient grows in float32; keys' and values' have one head for each of the query's at first.
         grouped = 0 if size(key.shape[1]) == heads else 2 * tensor_bytes(query, size)
-        return batch * heads * -(-length // 128) * 128 * (4 * -(-width // 32) * 32 + 4) + grouped
+        columns = -(-width // 32) * 32 if width <= 192 else 256
+        return batch * heads * (-(-length // 128) * 128) * 4 * (columns + 1) + grouped
     if kernel not in ("math", "neutral"):
         return 0
     half = query.element_size() if query.element_size() < 4 else 0

@@ -60,7 +60,8 @@ class Planner:
         assert smallest is not None
         raise InsufficientMemoryError(
             f"a batch of {batch} x {length} needs {format_bytes(smallest[0])} of device memory (micro-batches of "
-            f"{smallest[1].micro_batches[0]}, checkpoint_interval={smallest[1].checkpoint_interval}) and "
+            f"{smallest[1].micro_batches[0]}, checkpoint_interval={smallest[1].checkpoint_interval}"
+            f"{f', token_chunk={smallest[1].token_chunk}' if smallest[1].token_chunk else ''}) and "
             f"{format_bytes(self.device_bytes)} are available{self._others()}: use fewer or shorter sequences, or a larger "
             "device_memory")
 

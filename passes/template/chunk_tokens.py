@@ -29,8 +29,8 @@ level = "variant"
 
 aten = torch.ops.aten
 
-class _OtherSizeError(Exception):
-    """A size that cannot be written in B and T."""
+class _WholeError(Exception):
+    """Why a graph must stay whole."""
 
 
 def run(graph: fx.GraphModule, target: Target) -> fx.GraphModule:
@@ -39,7 +39,7 @@ def run(graph: fx.GraphModule, target: Target) -> fx.GraphModule:
         return graph
     try:
         return _Rewrite(graph).run()
-    except _OtherSizeError:
+    except _WholeError:
         return graph
 
 
@@ -57,6 +57,8 @@ class _Rewrite:
         self.loops: dict[str, TokenLoop] = {}
 
     def run(self) -> fx.GraphModule:
+        if any(isinstance(node.meta["val"], tuple | list) for node in self.stretches.kept):
+            raise _WholeError  # one of an op's several values is None: nothing says where it belongs
         for node in self.module.graph.find_nodes(op="placeholder"):
             self.made[node] = _copied(self.graph, node, self.made.__getitem__)
         self.sizes = _Sizes(self.graph, self.layout, *self._batch_and_length())
@@ -85,7 +87,7 @@ class _Rewrite:
         sizes = []
         for symbol in (self.layout.batch, self.layout.length):
             if symbol not in found:
-                raise _OtherSizeError
+                raise _WholeError
             node, dim, value = found[symbol]
             sizes.append(self.graph.call_function(aten.sym_size.int, (node, dim)))
             sizes[-1].meta["val"] = value
@@ -235,7 +237,8 @@ class _Sizes:
         self.written: dict[sympy.Expr, Any] = {layout.batch: batch, layout.length: length}
 
     def of(self, node: fx.Node) -> Any:
-        """The size that `node` is, as a node of this graph, or a number. Raises `_OtherSizeError`."""
+        """The size that `node` is, as a node of this graph, or a number. Raises `_WholeError` where it is more than sums and
+        products of B, T and numbers."""
         return self.write(self.layout.size(node.meta["val"]))
 
     def write(self, size: sympy.Expr) -> Any:
@@ -244,7 +247,7 @@ class _Sizes:
             if size.is_Integer:
                 self.written[size] = int(size)
             elif operation is None:
-                raise _OtherSizeError
+                raise _WholeError
             else:
                 self.written[size] = functools.reduce(
                     lambda a, b: self.graph.call_function(operation, (a, b)), map(self.write, size.args))

@@ -25,7 +25,8 @@ _POINTWISE = frozenset({
     aten.elu_backward, aten.softplus_backward, aten.mish_backward, aten.log_sigmoid_forward, aten.log_sigmoid_backward})
 #: Their results' shapes say where tokens went.
 _REARRANGING = frozenset({aten.t, aten.transpose, aten.permute, aten.unsqueeze, aten.expand, aten.repeat})
-_CREATING = frozenset({aten.full, aten.zeros, aten.ones, aten.empty, aten.scalar_tensor})
+_CREATING = frozenset({aten.full, aten.zeros, aten.ones, aten.empty, aten.new_full, aten.new_zeros, aten.new_ones,
+                       aten.new_empty, aten.new_empty_strided})
 #: The dimension that they mix, as a position among their arguments and its default.
 _MIXING = {
     aten.slice: (1, 0), aten.select: (1, 0), aten.split: (2, 0), aten.split_with_sizes: (2, 0), aten.unbind: (1, 0),
