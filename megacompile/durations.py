@@ -16,7 +16,6 @@ from megacompile.flops import Work, variant_work
 from megacompile.frontend.capture import CapturedModel
 from megacompile.frontend.template import BATCH, LENGTH, Template
 from megacompile.hardware import Hardware
-from megacompile.plan import Plan
 from megacompile.program import Program, argument, op_of, operands
 from megacompile.runtime.store import TileLayout
 
@@ -38,9 +37,10 @@ class Durations:
     _work: dict[tuple[str, str, int], tuple[Work, Callable[[int, int], _Numbers]]] = field(default_factory=dict)
     _seconds: dict[tuple[str, str, int, int, int], float] = field(default_factory=dict)
 
-    def of(self, program: Program, plan: Plan) -> Callable[[fx.Node], float]:
-        """The duration of each node of a plan's program."""
-        return lambda node: self._node(program, node, plan)
+    def of(self, program: Program, length: int, chunk: int = 0) -> Callable[[fx.Node], float]:
+        """The duration of each node of a program for sequences of `length` tokens, computed `chunk` at a time (a plan's
+        `token_chunk`)."""
+        return lambda node: self._node(program, node, length, chunk)
 
     def work(self, template: str, variant: str, chunk: int = 0) -> Work:
         """A variant's FLOPs and bytes in B and T."""
@@ -78,11 +78,10 @@ class Durations:
         return self._work[key]
 
     # ---------------------------------------------------------------- nodes
-    def _node(self, program: Program, node: fx.Node, plan: Plan) -> float:
+    def _node(self, program: Program, node: fx.Node, length: int, chunk: int) -> float:
         op, hardware = op_of(node).name, self.hardware
         if op in TEMPLATE_OPS:
-            return self.seconds(argument(node, "template"), op, program.micro_batches[argument(node, "mb")], plan.length,
-                                plan.token_chunk)
+            return self.seconds(argument(node, "template"), op, program.micro_batches[argument(node, "mb")], length, chunk)
         tile: Any = program.tiles.get(argument(node, "tile") or "")
         match op:
             case "prefetch":
@@ -100,7 +99,7 @@ class Durations:
             case "reduce":  # FP32 is read, gradients are written, and read for their norms
                 return self._through_memory(4 * self.layouts[tile.name].elements + 2 * tile.gradient_bytes)
             case "scale":
-                return self._through_memory(2 * self._held(program, operands(node, "value")[0], plan.length))
+                return self._through_memory(2 * self._held(program, operands(node, "value")[0], length))
         return 0.0
 
     def _through_memory(self, count: int) -> float:

@@ -56,7 +56,7 @@ def _candidate(planner: Planner, durations: Durations, plan: Plan, whole_step: b
     program = program_of(planner, plan, whole_step)
     used = places(program.section(section) for section in step_of(program))
     slabs = sum(slot.bytes for name, slot in program.slots.items() if name in used and place_kind(name) in _SLABS)
-    timeline = simulate(program, durations.of(program, plan), durations.hardware.speeds)
+    timeline = simulate(program, durations.of(program, plan.length, plan.token_chunk), durations.hardware.speeds)
     return Candidate(plan, needed, host_bytes + slabs, timeline)
 
 
