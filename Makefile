@@ -32,8 +32,8 @@ types: $(STAMP)  ## mypy, against the installed package
 check: lint types
 
 test: check  ## ruff, mypy and all tests that need no GPU
-	@# Spinning OpenMP threads would take the cores from the lanes of the next test.
-	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -q
+	@# Spinning OpenMP threads would take the cores from the lanes of the next test. A worker takes about a gigabyte.
+	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist loadfile
 
 demo: $(STAMP)  ## train a small model on the Python standard library, streamed on the CPU
 	$(BIN)/python examples/demo.py

@@ -19,6 +19,7 @@ from megacompile.passes import TEMPLATE_PIPELINE
 from megacompile.passes.template import Target
 from megacompile.plan import Plan
 from megacompile.program import Program
+from megacompile.recording import Recording
 from megacompile.runtime.cuda import CudaBackend
 from megacompile.runtime.lanes import Backend
 from megacompile.runtime.threads import ThreadBackend
@@ -85,9 +86,11 @@ def analyse(model: nn.Module, config: StreamConfig, device_type: str, layers: st
     captured = capture(subject, layers=layers, example=example, pipeline=TEMPLATE_PIPELINE,
                        target=Target(device_type, dtype))
     tiling = Tiling.of(model, captured.calls, config.dtype)
-    if config.resident != "all" and (unknown := set(config.resident) - set(tiling.layouts)):
-        raise MegacompileError(f"resident names {', '.join(sorted(unknown))}, which are no tiles of {type(model).__name__}: "
-                               f"it has {', '.join(tiling.layouts)}")
+    for option in ("resident", "resident_state"):
+        names = getattr(config, option)
+        if names not in ("all", None) and (unknown := set(names) - set(tiling.layouts)):
+            raise MegacompileError(f"{option} names {', '.join(sorted(unknown))}, which are no tiles of "
+                                   f"{type(model).__name__}: it has {', '.join(tiling.layouts)}")
     return captured, tiling
 
 
@@ -208,10 +211,14 @@ class Handle:
             predicted_device_bytes=max((s.estimate.total for s in streamed.shapes.table.values()), default=0),
             parameters=sum(x.parameters for x in streamed.tiling.layouts.values()))
 
+    def record(self) -> Recording:
+        """A context in which each instruction's start and end are recorded, on the device's own clock: see `Recording`."""
+        return Recording(self.streamed)
+
     # ---------------------------------------------------------------- control
     def synchronize(self) -> None:
         """Waits for updates in flight. Afterwards parameters, gradients and optimizer state that you hold are current."""
-        self.streamed.settle()
+        self.streamed.residency.bring_home()
 
     def whole(self) -> None:
         """As `synchronize`; raises `TornError` if the weights are not all of one step."""
@@ -259,7 +266,7 @@ class _StreamedModule(nn.Module):
         return self.to("cpu")
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
-        self.megacompile.synchronize()
+        self.megacompile.streamed.settle()
         return super().named_parameters(*args, **kwargs)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -279,7 +286,7 @@ class _StreamedModule(nn.Module):
         if kwargs.get("assign"):
             raise UnsupportedError("load_state_dict(assign=True) would replace parameters that live in host tiles: leave "
                                    "assign out")
-        self.megacompile.synchronize()
+        self.megacompile.streamed.settle()
         result = super().load_state_dict(*args, **kwargs)
         if not result.missing_keys:
             self.megacompile.streamed.mend()

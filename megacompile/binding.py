@@ -10,6 +10,7 @@ import torch
 from megacompile.frontend.capture import CapturedModel
 from megacompile.frontend.template import Call, Template, Variant
 from megacompile.frontend.variants import compile_variant
+from megacompile.plan import Plan
 from megacompile.program import Program, argument, nodes, op_of
 from megacompile.runtime.kernels import Input, Kernel, ParameterGradient
 from megacompile.tiling import Tiling
@@ -28,10 +29,9 @@ class Binder:
     compiling: bool
     compiled: dict[tuple[str, str, int, int, str, int], Callable[..., Any]] = field(default_factory=dict)
 
-    def bind(self, program: Program, section: str, length: int, steady: bool = True,
-             chunk: int = 0) -> dict[tuple[str, str, int], Kernel]:
+    def bind(self, program: Program, section: str, plan: Plan, steady: bool = True) -> dict[tuple[str, str, int], Kernel]:
         """The kernels of a section, by (call, op, micro-batch). Shapes that do not come again (`steady` false: a
-        generation's, each one token longer) run uncompiled. `chunk`: a plan's `token_chunk`."""
+        generation's, each one token longer) run uncompiled."""
         mode = "inductor" if self.compiling and steady else "eager"
         calls = {c.name: c for c in self.captured.calls}
         kernels = {}
@@ -40,7 +40,7 @@ class Binder:
             if op in TEMPLATE_OPS:
                 call, mb = calls[argument(node, "call")], argument(node, "mb")
                 kernels[call.name, op, mb] = self._kernel(
-                    program, call, op, program.micro_batches[mb], length, mode, chunk)
+                    program, call, op, program.micro_batches[mb], plan.length, mode, plan.token_chunk)
         return kernels
 
     def _kernel(self, program: Program, call: Call, op: str, batch: int, length: int, mode: str, chunk: int) -> Kernel:

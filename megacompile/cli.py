@@ -1,4 +1,4 @@
-"""The command line: `megacompile train`, `inspect`, `plan` and `calibrate`.
+"""The command line: `megacompile train`, `inspect`, `plan`, `calibrate` and `bench`.
 
 Exit codes: 0 done; 1 refused, the reason on stderr; 2 wrong arguments; 130 stopped by Ctrl-C (and saved, if asked).
 """
@@ -200,6 +200,38 @@ def calibrate(
     found.save(path)
     print(found.table())
     print(f"saved in {path}")
+
+
+@app.command()
+def bench(
+    name: Annotated[str, typer.Argument(metavar="TABLE", help="gates, depth, ablation, budgets, batch, context, width or "
+                                                              "large.")],
+    output: Annotated[Path, typer.Option(dir_okay=False, help="The rows: read first, then added to.")] = Path("bench.jsonl"),
+    shape: Annotated[str | None, typer.Option(help="Of the model, for rows that name none, such as tiny.")] = None,
+    limit_minutes: Annotated[float | None, typer.Option(min=0.0, help="Stop after so long; the same command goes on from "
+                                                                      "there. 0: only print what there is.")] = None,
+    retry: Annotated[bool, typer.Option("--retry", help="Measure rows again that failed.")] = False,
+    plot: Annotated[Path | None, typer.Option(dir_okay=False, help="Draw the table here (SVG).")] = None,
+) -> None:
+    """Measure a table's rows that are not in a file yet, each in a process of its own, and print the table."""
+    from megacompile.bench import plots, rows
+    from megacompile.bench.run import run
+    from megacompile.bench.shapes import SHAPES
+    from megacompile.bench.table import markdown
+    from megacompile.bench.tables import TABLES
+    if plot is not None:
+        plots.check()
+    if shape is not None:
+        _choose(SHAPES, shape, "shape")
+    table = _choose(TABLES, name, "table").of_shape(shape)
+    try:
+        run(table, output, limit_s=None if limit_minutes is None else 60 * limit_minutes, retry=retry)
+    except KeyboardInterrupt:
+        print(f"stopped by Ctrl-C: the rows that are done are in {output}", file=sys.stderr)
+        raise typer.Exit(EXIT_INTERRUPTED) from None
+    print(markdown(table, rows.read(output)))
+    if plot is not None:
+        plots.draw(table, rows.read(output), plot)
 
 
 def _config(checkpoint_interval: int | None, micro_batch_size: int | None, device: str | None,

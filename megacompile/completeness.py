@@ -11,6 +11,9 @@ from megacompile.program import Program, argument, find, nodes, op_of, operands,
 
 _FORWARD = ("forward", "forward_saving", "loss", "evaluate", "logits")
 _BACKWARD = ("backward", "recompute_backward")
+_ADAM = ("adam", "adam_resident")
+#: What the sections that run between steps do for each tile that is updated on the device.
+_MOVES = {"load": "fetch_state", "store": "store_state", "rescue": "offload_weights", "refresh": "fetch_gradients"}
 _BACKWARD_SECTIONS = {"backward": True, "backward_accumulate": False, "train_step": True}  # does it overwrite gradients
 
 
@@ -173,8 +176,10 @@ def _leases(program: Program, name: str, graph: fx.Graph, origins: _Origins) -> 
 
 def sent_home(program: Program) -> Iterator[Fault]:
     """Each trainable tile's accumulators are reduced once, after the last contribution, and offloaded once: straight
-    into the tile's gradients, or through a slab that is accumulated once."""
+    into the tile's gradients, or through a slab that is accumulated once. Of a tile that is updated on the device the
+    gradients stay where its update reads them; of a whole step only their norms go home."""
     origins = _Origins(program)
+    tiles, there = trainable(program, tuple(program.tiles)), _updated_there(program)
     for name, overwrite in _BACKWARD_SECTIONS.items():
         if name not in program.sections:
             # Where the backward itself updates, gradients are consumed: there is nothing to add to.
@@ -182,8 +187,12 @@ def sent_home(program: Program) -> Iterator[Fault]:
                 yield Fault(f"the program has a forward and no {name}", "add the section")
             continue
         graph = program.section(name)
-        for op in ("reduce", "offload"):
-            yield from _once(program, name, graph, op, trainable(program, tuple(program.tiles)))
+        yield from _once(program, name, graph, ("reduce",), tiles)
+        yield from _once(program, name, graph, ("offload",), [t for t in tiles if t not in there or name != "train_step"])
+        if reached(program, "optimizer") and not _updates_on_arrival(program):
+            if name == "train_step":
+                yield from _once(program, name, graph, ("offload_norms",), there)
+            yield from _left_there(program, name, graph, there, overwrite)
         reduced: dict[fx.Node, fx.Node] = {}
         for node in nodes(graph):
             for value in operands(node, "accumulators"):
@@ -213,9 +222,27 @@ def _arrival(program: Program, name: str, offload: fx.Node, overwrite: bool) -> 
                         f"say overwrite={overwrite}", node)
 
 
-def _once(program: Program, name: str, graph: fx.Graph, op: str, tiles: list[str]) -> Iterator[Fault]:
+def _left_there(program: Program, name: str, graph: fx.Graph, there: list[str], overwrite: bool) -> Iterator[Fault]:
+    """Gradients are left in the slot that the update on the device reads; sums made on the host are fetched into it."""
+    if not overwrite:
+        yield from _once(program, name, graph, ("fetch_gradients",), there)
+        for node in find(graph, "fetch_gradients"):
+            added = [n for n in nodes(graph) if op_of(n).name == "accumulate" and argument(n, "tile") == argument(node, "tile")]
+            if not all(n < node for n in added):
+                yield Fault(f"{describe(node)} comes before the host has added them up", "fetch them after accumulate", node)
+    slots = {argument(n, "tile"): argument(n, "into") for n in find(program.section("update"), "resident_gradients")
+             } if "update" in program.sections else {}
+    for node in find(graph, "reduce", "fetch_gradients"):
+        tile = argument(node, "tile")
+        if reached(program, "place") and tile in there and argument(node, "into") != slots.get(tile):
+            yield Fault(f"{describe(node)} leaves gradients in {argument(node, 'into')}, but the update of {tile} reads "
+                        f"{slots.get(tile)}", "leave them where the update reads them", node)
+
+
+def _once(program: Program, name: str, graph: fx.Graph, ops: tuple[str, ...], tiles: list[str]) -> Iterator[Fault]:
+    op = ops[0]
     seen: dict[str, fx.Node] = {}
-    for node in find(graph, op):
+    for node in find(graph, *ops):
         tile = argument(node, "tile")
         if tile in seen:
             yield Fault(f"tile {tile} has a second {op} in {name}", f"{op} each trainable tile once", node, seen[tile])
@@ -230,14 +257,18 @@ def _once(program: Program, name: str, graph: fx.Graph, op: str, tiles: list[str
 # The update
 
 def updated(program: Program) -> Iterator[Fault]:
-    """One clip over all trainable tiles, then one adam for each; a tile that is resident on the device is copied there
-    again after its update."""
-    tiles = trainable(program, tuple(program.tiles))
+    """One clip over all trainable tiles, then one adam for each, that takes it; a tile that is resident on the device is
+    copied there again after its update, and one that was updated there is copied home."""
+    tiles, there = trainable(program, tuple(program.tiles)), _updated_there(program)
+    for name, op in _MOVES.items():
+        if name in program.sections and there:
+            yield from _once(program, name, program.section(name), (op,), there)
     if _updates_on_arrival(program):
         for name in ("backward", "train_step"):
             if name in program.sections:
-                yield from _once(program, name, program.section(name), "adam", tiles)
+                yield from _once(program, name, program.section(name), _ADAM, tiles)
                 yield from _refreshed(program, name, tiles)
+                yield from _copied_home(program, name)
         return
     if "update" not in program.sections:
         if "backward" in program.sections or "train_step" in program.sections:
@@ -248,21 +279,50 @@ def updated(program: Program) -> Iterator[Fault]:
     if len(clips) != 1 or sorted(argument(clips[0], "tiles")) != sorted(tiles):
         yield Fault("update needs one clip over all trainable tiles", "clip once, over every trainable tile",
                     clips[-1] if clips else None)
-    yield from _once(program, "update", graph, "adam", tiles)
+    yield from _once(program, "update", graph, _ADAM, tiles)
+    for node in find(graph, *_ADAM):
+        if operands(node, "clip") != tuple(clips):
+            yield Fault(f"{describe(node)} does not take the clip", "give it the clip of its section", node)
     yield from _refreshed(program, "update", tiles)
+    yield from _copied_home(program, "update")
 
 
 def _updates_on_arrival(program: Program) -> bool:
     return any(True for name in ("backward", "train_step") if name in program.sections
-               for _ in find(program.section(name), "adam"))
+               for _ in find(program.section(name), *_ADAM))
+
+
+def _updated_there(program: Program) -> list[str]:
+    """The tiles that are updated on the device; before there are updates, those whose gradients stay there."""
+    marks = ("adam_resident",) if reached(program, "optimizer") else ("fetch_gradients", "offload_norms")
+    found = [argument(node, "tile") for graph in program.sections.values() for node in find(graph, *marks)]
+    if "train_step" in program.sections and not reached(program, "optimizer"):
+        sent = {argument(node, "tile") for node in find(program.section("train_step"), "offload")}
+        found += [tile for tile in trainable(program, tuple(program.tiles)) if tile not in sent]
+    return list(dict.fromkeys(found))
+
+
+def _copied_home(program: Program, name: str) -> Iterator[Fault]:
+    """What was updated on the device then goes home."""
+    graph = program.section(name)
+    updated: dict[str, fx.Node] = {}
+    for node in find(graph, "adam_resident", "offload_weights"):
+        tile = argument(node, "tile")
+        if op_of(node).name == "adam_resident":
+            updated[tile] = node
+        else:
+            updated.pop(tile, None)
+    for tile, node in updated.items():
+        yield Fault(f"tile {tile} is updated on the device in {name}, and the host keeps its old weights",
+                    "offload_weights after its update", node)
 
 
 def _refreshed(program: Program, name: str, tiles: list[str]) -> Iterator[Fault]:
     graph = program.section(name)
     resident = {argument(node, "tile"): node for g in program.sections.values() for node in find(g, "resident")}
     fresh: dict[str, fx.Node | None] = {}
-    for node in find(graph, "adam", "prefetch"):
-        fresh[argument(node, "tile")] = node if op_of(node).name == "prefetch" else None
+    for node in find(graph, *_ADAM, "prefetch"):
+        fresh[argument(node, "tile")] = None if op_of(node).name == "adam" else node
     for tile, node in resident.items():
         if tile in tiles and fresh.get(tile) is None:
             yield Fault(f"tile {tile} is resident on the device, and {name} leaves its old weights there",

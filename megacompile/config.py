@@ -51,6 +51,8 @@ class StreamConfig:
         token_chunk: positions of a sequence that a layer computes at a time, outside of attention; 0: all; None: all, unless
             a micro-batch of one sequence does not fit.
         resident: names of tiles (or one name) whose weights stay on the device, or "all".
+        resident_state: names of tiles (or one name) that stay there with their optimizer state and are updated there, or
+            "all"; None: as many as there is memory for and the update is hidden by.
         weight_slots, gradient_slots, gradient_slabs: sizes of the pools.
         reference: run the reference interpreter (one thread, program order), for checking.
     """
@@ -66,6 +68,7 @@ class StreamConfig:
     waves: int | None = None
     token_chunk: int | None = None
     resident: tuple[str, ...] | str = ()
+    resident_state: tuple[str, ...] | str | None = None
     weight_slots: int | None = None
     gradient_slots: int = 2
     gradient_slabs: int = 12
@@ -80,11 +83,13 @@ class StreamConfig:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
                 raise MegacompileError(f"{name} must be a whole number of at least 0, not {value!r}")
-        if isinstance(self.resident, str) and self.resident != "all":
-            object.__setattr__(self, "resident", (self.resident,))
-        if self.resident != "all" and not (
-                isinstance(self.resident, tuple | list) and all(isinstance(name, str) for name in self.resident)):
-            raise MegacompileError(f"resident must be the names of tiles, or 'all', not {self.resident!r}")
+        for option in ("resident", "resident_state"):
+            names = getattr(self, option)
+            if isinstance(names, str) and names != "all":
+                object.__setattr__(self, option, (names,))
+            elif names not in ("all", None) and not (
+                    isinstance(names, tuple | list) and all(isinstance(name, str) for name in names)):
+                raise MegacompileError(f"{option} must be the names of tiles, or 'all', not {names!r}")
         if self.dtype not in (None, torch.float32, torch.bfloat16):
             raise MegacompileError(f"dtype must be torch.float32 or torch.bfloat16, not {self.dtype}")
         parse_bytes(self.device_memory)

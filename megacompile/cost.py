@@ -18,10 +18,11 @@ from torch import fx
 
 from megacompile.frontend.joint import base_of
 from megacompile.frontend.template import Template, Variant
-from megacompile.token_loop import TokenLoop, Total, total_dtype
+from megacompile.fusion import computes, fuse
+from megacompile.token_loop import TokenLoop, Total, token_loops, total_dtype
 
 #: Peaks found so far, by (batch, length): a planner asks for the same ones hundreds of times.
-_peaks: weakref.WeakKeyDictionary[Variant, dict[tuple[int, int], int]] = weakref.WeakKeyDictionary()
+_peaks: weakref.WeakKeyDictionary[Variant, dict[tuple[int, int, bool], int]] = weakref.WeakKeyDictionary()
 
 
 def at(template: Template, batch: int, length: int) -> Callable[[Any], int]:
@@ -79,44 +80,47 @@ WORKSPACE: dict[Any, Callable[[fx.Node, Callable[[Any], int], str], int]] = {
 }
 
 
-def peak_bytes(template: Template, variant: Variant, batch: int, length: int) -> int:
-    """Most bytes that a variant's own values (its inputs aside) take at once."""
+def peak_bytes(template: Template, variant: Variant, batch: int, length: int, fused: bool = False) -> int:
+    """Most bytes that a variant's own values (its inputs aside) take at once. `fused`: it runs compiled, so that values
+    inside of fused kernels take none."""
     known = _peaks.setdefault(variant, {})
-    if (batch, length) not in known:
-        known[batch, length] = _peak_bytes(template, variant, batch, length)
-    return known[batch, length]
+    if (batch, length, fused) not in known:
+        known[batch, length, fused] = _peak_bytes(template, variant, batch, length, fused)
+    return known[batch, length, fused]
 
 
-def _peak_bytes(template: Template, variant: Variant, batch: int, length: int) -> int:
-    device_type = template._target.device_type
+def _peak_bytes(template: Template, variant: Variant, batch: int, length: int, fused: bool) -> int:
+    device_type, loops = template._target.device_type, token_loops(variant.graph)
 
-    def loop_workspace(node: fx.Node) -> int:
-        loop = getattr(variant.graph, str(node.target))
-        return _loop_workspace(loop, at(template, batch, min(loop.chunk, length)), device_type)
+    def workspace(node: fx.Node, size: Callable[[Any], int]) -> int:
+        if node.op == "call_module":
+            loop = loops[str(node.target)]
+            return _loop_workspace(loop, at(template, batch, min(loop.chunk, length)), device_type, fused)
+        inside = WORKSPACE.get(node.target)
+        return inside(node, size, device_type) if inside else 0
 
-    return _graph_peak(variant.graph.graph, at(template, batch, length), device_type, loop_workspace)
+    # Ops around loops run one by one.
+    return _graph_peak(variant.graph.graph, at(template, batch, length), fused and not loops, workspace)
 
 
-def _graph_peak(graph: fx.Graph, size: Callable[[Any], int], device_type: str,
-                loop_workspace: Callable[[fx.Node], int] | None = None) -> int:
+def _graph_peak(graph: fx.Graph, size: Callable[[Any], int], fused: bool,
+                workspace: Callable[[fx.Node, Callable[[Any], int]], int] = lambda node, size: 0) -> int:
+    fusion = fuse(graph) if fused else None
     last: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
         for used in node.all_input_nodes:
-            last[base_of(used)] = node
+            base = base_of(used)
+            for value in fusion.sources[base] if fusion is not None else (base,):
+                last[value] = node  # a value that is computed again keeps what it is computed from
+    inside = {n for n in graph.nodes if fusion is not None and computes(n) and n not in fusion.stored}
     dies: dict[fx.Node, list[fx.Node]] = {}
     for value, node in last.items():
         dies.setdefault(node, []).append(value)
     held = peak = 0
     for node in graph.nodes:
-        if node.op in _MAKING and base_of(node) is node:
+        if node.op in _MAKING and base_of(node) is node and node not in inside:
             held += _made_bytes(node, size)
-            inside = 0
-            if node.op == "call_module":
-                assert loop_workspace is not None, "a loop within a loop"
-                inside = loop_workspace(node)
-            elif workspace := WORKSPACE.get(node.target):
-                inside = workspace(node, size, device_type)
-            peak = max(peak, held + inside)
+            peak = max(peak, held + workspace(node, size))
         for value in dies.get(node, ()):
             if value.op in _MAKING:
                 held -= _left_bytes(value, size)
@@ -127,35 +131,30 @@ _MAKING = ("call_function", "call_module")
 
 
 def _made_bytes(node: fx.Node, size: Callable[[Any], int]) -> int:
-    """What comes into being with a node: the items of several results are there before they are taken out."""
-    return 0 if node.target is operator.getitem else tensor_bytes(node.meta.get("val"), size)
+    """What comes into being with a node. A loop's results are there before they are taken out of it, one by one."""
+    taken_out = node.target is operator.getitem and node.args[0].op == "call_module"  # type: ignore[union-attr]
+    return 0 if taken_out else tensor_bytes(node.meta.get("val"), size)
 
 
 def _left_bytes(node: fx.Node, size: Callable[[Any], int]) -> int:
-    """What goes with the last look at a node: of several results, those that were not taken out."""
-    value = node.meta.get("val")
-    if isinstance(value, tuple | list):
-        taken = {user.args[1] for user in node.users if user.target is operator.getitem}
-        value = [item for i, item in enumerate(value) if i not in taken]
-    return tensor_bytes(value, size)
+    """What goes with the last look at a node."""
+    return 0 if node.op == "call_module" else tensor_bytes(node.meta.get("val"), size)
 
 
-def _loop_workspace(loop: TokenLoop, size: Callable[[Any], int], device_type: str) -> int:
+def _loop_workspace(loop: TokenLoop, size: Callable[[Any], int], device_type: str, fused: bool) -> int:
     """What a loop over chunks holds beside its results: copies of its inputs' chunks, which not every layout needs, and the
-    body's values; where no GEMM accumulates in float32, a product's operands and share in float32 too."""
+    body's values; where no GEMM accumulates in float32, a product's operands in float32 too."""
     body = loop.body.graph
     _, _, *placeholders = body.find_nodes(op="placeholder")
     pieces = sum(tensor_bytes(node.meta["val"], size) for node, tokens in zip(placeholders, loop.inputs, strict=True) if tokens)
-    results: Any = body.output_node().args[0]
-    product, position = 0, 0
+    results: Any = list(body.output_node().args[0])  # type: ignore[arg-type]
+    widened = 0
     for output in loop.outputs:
-        if isinstance(output, Total) and output.product and device_type != "cuda":
-            operands = [node.meta["val"] for node in results[position:position + 2]]
-            wide = total_dtype(operands[0].dtype)
-            if wide != operands[0].dtype:
-                product = max(product, sum(size(x.numel()) for x in operands) * wide.itemsize)
-        position += 2 if isinstance(output, Total) and output.product else 1
-    return pieces + _graph_peak(body, size, device_type) + product
+        operands = [results.pop(0).meta["val"] for _ in range(2 if isinstance(output, Total) and output.product else 1)]
+        wide = total_dtype(operands[0].dtype)
+        if len(operands) == 2 and device_type != "cuda" and wide != operands[0].dtype:
+            widened = max(widened, sum(size(x.numel()) for x in operands) * wide.itemsize)
+    return pieces + _graph_peak(body, size, fused) + widened
 
 
 def result_bytes(template: Template, variant: Variant, batch: int, length: int) -> int:

@@ -84,16 +84,20 @@ class Durations:
             return self.seconds(argument(node, "template"), op, program.micro_batches[argument(node, "mb")], length, chunk)
         tile: Any = program.tiles.get(argument(node, "tile") or "")
         match op:
-            case "prefetch":
-                return tile.weight_bytes / hardware.link["h2d"]
-            case "offload":
-                return tile.gradient_bytes / hardware.link["d2h"]
+            case "prefetch" | "fetch_gradients":
+                return tile.moved_bytes(op_of(node)) / hardware.link["h2d"]
+            case "offload" | "offload_weights" | "offload_norms":
+                return tile.moved_bytes(op_of(node)) / hardware.link["d2h"]
             case "pack":
                 return tile.weight_bytes / hardware.host_copy
+            case "fetch_state" | "store_state":
+                return tile.state_bytes / hardware.host_copy
             case "accumulate":  # adding reads what is there and takes the norm: twice the traffic of a copy
                 return tile.gradient_bytes * (1 if argument(node, "overwrite") else 2) / hardware.host_copy
             case "adam":
                 return tile.parameters / hardware.adam
+            case "adam_resident":  # gradients are read, weights and state read and written
+                return self._through_memory(tile.gradient_bytes + 2 * (tile.weight_bytes + tile.state_bytes))
             case "zeros":
                 return self._through_memory(4 * self.layouts[tile.name].elements)
             case "reduce":  # FP32 is read, gradients are written, and read for their norms

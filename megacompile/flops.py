@@ -5,34 +5,21 @@
     attention    pairs of positions that are looked at: half of all, or a window's; the backward takes 5 products to 2
     the rest     bytes through the device's memory, with elementwise chains fused as a compiler of kernels fuses them
 
-Recomputed work counts like any other. A fused chain reads what lies outside of it once and writes what is read outside.
+Recomputed work counts like any other. What is fused is `fusion.py`'s to say.
 """
 from __future__ import annotations
 
-import operator
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import sympy
-import torch
 from torch import Tensor, fx
 
-from megacompile.frontend.joint import base_of
 from megacompile.frontend.template import LENGTH, Template, Variant
+from megacompile.fusion import GEMMS, computes, fuse, inputs, kernel_of, tensor_of
 from megacompile.token_loop import TokenLoop, Tokens, token_loops
 
-aten = torch.ops.aten
-
-#: Positions of the two matrices of a GEMM.
-_GEMMS = {aten.mm.default: (0, 1), aten.addmm.default: (1, 2), aten.bmm.default: (0, 1), aten.baddbmm.default: (1, 2),
-          aten._grouped_mm.default: (0, 1)}
-_REDUCTIONS = frozenset({aten.sum, aten.mean, aten.amax, aten.amin, aten.var_mean, aten.logsumexp, aten._softmax,
-                         aten._log_softmax, aten.cumsum, aten.sort, aten.topk})
-#: Ops that read as many elements of their first input as they write, whatever its size.
-_GATHERS = frozenset({aten.embedding, aten.index_select, aten.gather, aten.index})
-#: A value that can be computed again from at most so many others is not worth a trip through memory.
-_INLINED_READS = 4
 _ZERO = sympy.Integer(0)
 
 
@@ -72,11 +59,11 @@ class Work:
 def variant_work(template: Template, variant: Variant, fused: bool = True) -> Work:
     """The work of one run of a variant, products of its gradients' operands and their accumulation included. `fused`:
     elementwise chains run as one kernel each; else every op reads and writes memory."""
-    sizes = _Sizes(template)
+    sizes, loops = _Sizes(template), token_loops(variant.graph)
     graph = variant.graph.graph
-    total = _graph_work(graph, sizes, fused)
-    for node in graph.find_nodes(op="call_module"):
-        total += _loop_work(token_loops(variant.graph)[node.target], node, sizes, fused)
+    total = _graph_work(graph, sizes, fused and not loops)  # ops around loops run one by one
+    for loop in loops.values():
+        total += _loop_work(loop, sizes, fused)
     results: Sequence[fx.Node] = graph.output_node().args[0]  # type: ignore[assignment]
     parameters = {i for i, x in enumerate(template.inputs) if x.role.kind == "parameter"}
     for gradient in variant.gradients:
@@ -89,7 +76,7 @@ def _graph_work(graph: fx.Graph, sizes: _Sizes, fused: bool) -> Work:
     return sum((_kernel_work(node, sizes) for node in graph.nodes), (_fused_rest if fused else _unfused_rest)(graph, sizes))
 
 
-def _loop_work(loop: TokenLoop, call: fx.Node, sizes: _Sizes, fused: bool) -> Work:
+def _loop_work(loop: TokenLoop, sizes: _Sizes, fused: bool) -> Work:
     """A chunk's work as many times as there are chunks; what a chunk gives is written once more, to its place."""
     body = loop.body.graph
     results: list[fx.Node] = list(body.output_node().args[0])  # type: ignore[arg-type]
@@ -128,9 +115,9 @@ class _Sizes:
 # ---------------------------------------------------------------- kernels that are no elementwise chain
 
 def _kernel_work(node: fx.Node, sizes: _Sizes) -> Work:
-    match _kind(node):
+    match kernel_of(node):
         case "gemm":
-            a, b = (node.args[i] for i in _GEMMS[node.target])  # type: ignore[index]
+            a, b = (node.args[i] for i in GEMMS[node.target])  # type: ignore[index]
             return Work(gemm_flops=2 * sizes.count(a) * sizes.shape(b)[-1], gemm_bytes=sizes.bytes(a, b, node), kernels=1)
         case "attention":
             return Work(attention_flops=_attention_flops(node.args[0], node.args[2], node.args[4], sizes), kernels=1)
@@ -141,18 +128,6 @@ def _kernel_work(node: fx.Node, sizes: _Sizes) -> Work:
         case "linear_cross_entropy":
             return _linear_cross_entropy(node, sizes)
     return Work()
-
-
-def _kind(node: fx.Node) -> str | None:
-    """Name of a kernel of its own; None for what a compiler fuses, and for what is no computation."""
-    if node.op == "call_module":
-        return "token_loop"
-    if node.op != "call_function":
-        return None
-    if node.target in _GEMMS:
-        return "gemm"
-    namespace, _, name = str(getattr(node.target, "name", lambda: "")()).partition("::")
-    return name if namespace == "megacompile" else None
 
 
 def _attention_flops(query: Any, value: Any, window: Any, sizes: _Sizes) -> sympy.Expr:
@@ -167,7 +142,7 @@ def _linear_cross_entropy(node: fx.Node, sizes: _Sizes) -> Work:
     """Scores, the hidden states' gradient and, if needed, the weight's: a chunk of tokens at a time."""
     hidden, weight, chunk, trained = node.args[0], node.args[1], node.args[8], bool(node.args[9])
     tokens, (vocabulary, _) = sizes.shape(hidden)[0], sizes.shape(weight)
-    width = _tensor(hidden).element_size()
+    width = tensor_of(hidden).element_size()
     chunks = tokens / chunk
     scores = tokens * vocabulary * width
     per_chunk = 2 * sizes.bytes(weight) + (8 * sizes.count(weight) if trained else 0)  # read twice; FP32 read and written
@@ -189,55 +164,16 @@ def _accumulation(results: Sequence[fx.Node], sizes: _Sizes) -> Work:
 
 # ---------------------------------------------------------------- the rest
 
-def _tensor(node: Any) -> Tensor:
-    value: Tensor = node.meta["val"]
-    return value
-
-
-def _computes(node: fx.Node) -> bool:
-    """Whether a node makes new memory by an op that is no kernel of its own."""
-    return (node.op == "call_function" and isinstance(node.meta.get("val"), Tensor) and base_of(node) is node
-            and node.target is not operator.getitem and _kind(node) is None)
-
-
-def _inputs(node: fx.Node) -> Iterator[fx.Node]:
-    """The memory that a node reads; a gather reads the rows that it picks, which count as its result."""
-    for used in node.all_input_nodes:
-        gathered = _is(node, _GATHERS) and used is node.args[0]
-        if isinstance(used.meta.get("val"), Tensor) and not gathered:
-            yield base_of(used)
-
-
-def _is(node: fx.Node, ops: Collection[Any]) -> bool:
-    return getattr(node.target, "overloadpacket", None) in ops
-
-
 def _unfused_rest(graph: fx.Graph, sizes: _Sizes) -> Work:
-    computed = [n for n in graph.nodes if _computes(n)]
-    return Work(bytes=sum((sizes.bytes(n, *set(_inputs(n))) for n in computed), _ZERO), kernels=len(computed))
+    computed = [n for n in graph.nodes if computes(n)]
+    return Work(bytes=sum((sizes.bytes(n, *set(inputs(n))) for n in computed), _ZERO), kernels=len(computed))
 
 
 def _fused_rest(graph: fx.Graph, sizes: _Sizes) -> Work:
-    """Stages lie between kernels of their own: what a stage computes is one fused kernel. Cheap values are computed again
-    by whoever reads them; a value is *stored* if a reduction makes it, a kernel of its own reads it, or it is a result."""
-    read_by_kernels = {base_of(used) for node in graph.nodes if node.op == "output" or _kind(node) for used in _inputs(node)}
-    sources: dict[fx.Node, set[fx.Node]] = {}  # what a value is computed from, as stored values
-    stage: dict[fx.Node, int] = {}
-    stored: set[fx.Node] = set()
-    reads: dict[int, set[fx.Node]] = {}
-    for node in graph.nodes:
-        before = max((stage[base_of(used)] for used in node.all_input_nodes), default=0)
-        if not _computes(node):
-            stage[node], sources[node] = before + (_kind(node) is not None), {node}
-            continue
-        found = set().union(*(sources[used] for used in _inputs(node)))
-        stage[node], sources[node] = max((stage[s] for s in found), default=0), found
-        if _is(node, _REDUCTIONS) or node in read_by_kernels or len(found) > _INLINED_READS:
-            stored.add(node)
-            reads.setdefault(stage[node], set()).update(found)
-            sources[node] = {node}
+    """A fused kernel reads what lies outside of its stage once, and writes what is read outside."""
+    fusion = fuse(graph)
     # What a stage makes itself is in registers, or in a cache.
-    fetched = {at: {s for s in found if s not in stored or stage[s] != at} for at, found in reads.items()}
-    written = {s for s in stored if s in read_by_kernels or any(s in found for found in fetched.values())}
+    fetched = {at: {s for s in found if s not in fusion.stored or fusion.stage[s] != at} for at, found in fusion.reads.items()}
+    written = {s for s in fusion.stored if s in fusion.read_by_kernels or any(s in found for found in fetched.values())}
     moved = sizes.bytes(*written) + sum((sizes.bytes(*found) for found in fetched.values()), _ZERO)
-    return Work(bytes=moved, kernels=len(reads))
+    return Work(bytes=moved, kernels=len(fusion.reads))

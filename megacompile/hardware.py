@@ -115,6 +115,14 @@ class Hardware:
                                f"a profile, such as hardware={min(p.stem for p in PROFILES.glob('*.json'))!r}")
 
     @classmethod
+    def known(cls, device: str | torch.device | None = None) -> Hardware | None:
+        """As `here`; None for a machine of which nothing is known."""
+        try:
+            return cls.here(device)
+        except MegacompileError:
+            return None
+
+    @classmethod
     def load(cls, path: Path) -> Hardware:
         try:
             return cls(**json.loads(path.read_text(encoding="utf-8")))

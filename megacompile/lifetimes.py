@@ -7,9 +7,8 @@ from torch import fx
 
 from megacompile.fault import Fault
 from megacompile.listing import describe
-from megacompile.program import SLOT_KINDS, Program, argument, find, nodes, op_of, operands, place_of
+from megacompile.program import SLOT_KINDS, Program, argument, nodes, op_of, operands, place_of, slot_family, stays
 
-_RESIDENT = "R"  # slots whose contents outlive sections
 _HEAP = ("activation", "gradient", "accumulators")  # values with memory of their own
 
 
@@ -17,16 +16,17 @@ def placed(program: Program) -> Iterator[Fault]:
     """Slots exist, fit and are of the right kind; nothing is written to a slot while its value is alive (from its write
     to its release); every value is released, or leased, before its section ends."""
     for slot in program.slots:
-        if slot[:1] not in SLOT_KINDS:
+        if slot_family(slot) not in SLOT_KINDS:
             yield Fault(f"slot {slot} is of no kind", f"begin its name with one of {', '.join(SLOT_KINDS)}")
     resident: dict[str, fx.Node] = {}
     for name, graph in program.sections.items():
-        for node in find(graph, "pack", "prefetch", "resident", "reduce", "offload"):
-            yield from _fits(program, node)
+        for node in nodes(graph):
+            if "into" in op_of(node).parameters:
+                yield from _fits(program, node)
         yield from _lives(name, graph)
         for node in nodes(graph):
             place = argument(node, "into")
-            if place is not None and place.startswith(_RESIDENT):
+            if place is not None and stays(place):
                 other = resident.setdefault(place, node)
                 if argument(other, "tile") != argument(node, "tile"):
                     yield Fault(f"slot {place} is resident for {argument(other, 'tile')}, but {describe(node)} uses it",
@@ -39,17 +39,17 @@ def _fits(program: Program, node: fx.Node) -> Iterator[Fault]:
         if op.home is None:
             yield Fault(f"{describe(node)} has no place", "give it a slot (into=...)", node)
         return
-    if place not in program.slots or SLOT_KINDS[place[0]] != op.result:
-        why = f"of kind {SLOT_KINDS[place[0]]}" if place in program.slots else "not declared"
+    kinds = SLOT_KINDS.get(slot_family(place), ())
+    if place not in program.slots or op.result not in kinds:
+        why = f"of kind {' or '.join(kinds)}" if place in program.slots else "not declared"
         yield Fault(f"{describe(node)} writes {op.result} to slot {place}, which is {why}",
                     f"give it a declared slot for {op.result}", node)
         return
-    tile = program.tiles[argument(node, "tile")]
-    needed = tile.weight_bytes if op.result in ("weights", "staging") else tile.gradient_bytes
+    needed = program.tiles[argument(node, "tile")].bytes_of(op.result or "")
     if program.slots[place].bytes < needed:
         yield Fault(f"{describe(node)} writes {needed} bytes to slot {place} of {program.slots[place].bytes} bytes",
                     "make the slot larger", node)
-    if (op.name == "resident") != place.startswith(_RESIDENT) and op.name != "prefetch":
+    if op.name == "resident" and not stays(place):
         yield Fault(f"{describe(node)} cannot use slot {place}", "use R slots for resident tiles, and only those", node)
 
 
@@ -61,7 +61,7 @@ def _lives(name: str, graph: fx.Graph) -> Iterator[Fault]:
         op, place = op_of(node), argument(node, "into")
         if op.name == "release":
             (value,) = operands(node, "value")
-            if place_of(value).startswith(_RESIDENT):
+            if stays(place_of(value)):
                 yield Fault(f"{value.name} is released although {place_of(value)} is resident: later sections read it",
                             "drop the release", node, value, hazard=True)
             if value in leased:
@@ -73,14 +73,14 @@ def _lives(name: str, graph: fx.Graph) -> Iterator[Fault]:
         elif op.name == "lease":
             leased[operands(node, "value")[0]] = node
         elif place is not None:
-            if place in alive and not place.startswith(_RESIDENT):
+            if place in alive and not stays(place):
                 yield Fault(f"slot {place} is overwritten by {describe(node)} while {alive[place].name} "
                             f"({describe(alive[place])}) is alive in it", "release that value first, or use another",
                             node, alive[place], hazard=True)
             alive[place] = node
     for node in nodes(graph):
-        resident = str(argument(node, "into") or "").startswith(_RESIDENT)
-        memory = op_of(node).result in _HEAP or (argument(node, "into") is not None and not resident)
+        place = argument(node, "into")
+        memory = op_of(node).result in _HEAP or (place is not None and not stays(place))
         if memory and node not in ended and node not in leased:
             yield Fault(f"{node.name} ({describe(node)}) is neither released nor leased in {name}: its memory stays "
                         "taken", "release it after its last use", node)

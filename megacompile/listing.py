@@ -102,7 +102,7 @@ def summary(program: Program) -> str:
             lane = lane_of(node)
             if lane in moved and argument(node, "tile") is not None:
                 tile = program.tiles[argument(node, "tile")]
-                moved[lane] += tile.gradient_bytes if lane == Lane.D2H else tile.weight_bytes
+                moved[lane] += tile.moved_bytes(op_of(node))
         rows.append([name, sum(counts.values()), work, events, counts["wait"], *moved.values()])
     header = ["section", "nodes", "work", "events", "waits", "pack bytes", "h2d bytes", "d2h bytes"]
     return str(tabulate(rows, header, tablefmt="simple", intfmt=","))

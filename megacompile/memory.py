@@ -1,7 +1,7 @@
-"""What a plan takes on the device, in bytes: the first memory model.
+"""What a plan takes on the device, in bytes, at its busiest moment.
 
-Slots are counted exactly as `passes/schedule/place.py` makes them. Everything else is an upper bound: values that outlive
-an op are counted as if all were there at the busiest moment, and an op holds what `cost.peak_bytes` says.
+Slots are counted exactly as `passes/schedule/place.py` makes them, values that outlive an op as the program keeps them; an op
+holds what `cost.peak_bytes` says.
 """
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ from megacompile.frontend.capture import CapturedModel
 from megacompile.plan import Plan
 from megacompile.runtime.store import TileLayout
 from megacompile.tiling import Tiling
+
+#: An allocator's blocks are a little larger than what is asked for: one part in so many.
+ROUNDING = 100
 
 
 @dataclass(frozen=True)
@@ -26,7 +29,8 @@ class Estimate:
 
     @property
     def total(self) -> int:
-        return self.slots + self.accumulators + self.checkpoints + self.workspace
+        values = self.accumulators + self.checkpoints + self.workspace
+        return self.slots + values + values // ROUNDING
 
 
 def slot_bytes(captured: CapturedModel, tiling: Tiling, plan: Plan) -> int:
@@ -34,62 +38,70 @@ def slot_bytes(captured: CapturedModel, tiling: Tiling, plan: Plan) -> int:
     layouts, border = tiling.layouts, _border(captured, tiling)
     layers = [layout for tile, layout in layouts.items() if tile not in border]
     streamed = [x for x in layers if x.name not in plan.resident]
-    trained = [x for x in layers if x.trainable]
+    kept = plan.resident_state if plan.update == "step" else ()  # gradients that have slots of their own
+    trained = [x for x in layers if x.trainable and x.name not in kept]
     ranked = [sorted((layouts[t].weight_bytes for t in tiling.tiles_of[call.name] if t not in plan.resident), reverse=True)
               for call in (captured.calls[0], captured.calls[-1])]
     return (min(plan.weight_slots, len(streamed)) * max((x.weight_bytes for x in streamed), default=0)
             + sum(max(sizes) for sizes in zip_longest(*ranked, fillvalue=0))
             + sum(layouts[t].weight_bytes for t in plan.resident)
+            + sum(layouts[t].state_bytes for t in plan.resident_state) + sum(layouts[t].gradient_bytes for t in kept)
             + min(plan.gradient_slots, len(trained)) * max((x.gradient_bytes for x in trained), default=0)
-            + max((layouts[t].gradient_bytes for t in border if layouts[t].trainable), default=0))
+            + max((layouts[t].gradient_bytes for t in border if layouts[t].trainable and t not in kept), default=0))
 
 
-def training_bytes(captured: CapturedModel, tiling: Tiling, plan: Plan) -> Estimate:
-    """A forward and its backward."""
+def training_bytes(captured: CapturedModel, tiling: Tiling, plan: Plan, fused: bool = False) -> Estimate:
+    """A forward and its backward at their busiest moment: the last forwards, the loss, the first block's backward, or the
+    prologue's. `fused`: templates run compiled."""
     length, largest = plan.length, plan.micro_batches[0]
     templates, layer_calls = captured.templates, captured.calls[1:-1]
     kinds = {call.template: templates[call.template] for call in layer_calls}
-    border = _border(captured, tiling)
-    block = plan.checkpoint_interval
-
-    layer_elements = max((_elements(layout) for tile, layout in tiling.layouts.items() if tile not in border), default=0)
-    first, last = (sum(_elements(tiling.layouts[t]) for t in tiling.tiles_of[call.name])
-                   for call in (captured.calls[0], captured.calls[-1]))
-    accumulators = 4 * max(last + block * layer_elements, first)
-    if plan.waves > 1:  # every tile's live until the last wave has added to them
-        accumulators = 4 * sum(map(_elements, tiling.layouts.values()))
-
     there = [plan.micro_batches[mb] for mb in plan.wave(0)]  # the first wave is the largest
     hidden = {name: sum(cost.output_bytes(layer, rows, length) for rows in there) for name, layer in kinds.items()}
     residuals = {name: sum(cost.residual_bytes(layer, rows, length) for rows in there) for name, layer in kinds.items()}
     shared = sum(cost.output_bytes(templates["prologue"], rows, length) for rows in there)
-    names = [call.template for call in layer_calls]
+    names, block = [call.template for call in layer_calls], plan.checkpoint_interval
     recomputing = max(0, len(names) - plan.saved_layers)
-    # The first block begins with what all layers share; two more: a layer's input and output, or its gradients.
-    checkpoints = shared + 2 * max(hidden.values()) + sum(hidden[names[i - 1]] for i in range(block, recomputing, block))
+    # The first block begins with what all layers share. One more: what goes from layer to layer, there or back.
+    on_the_way = max(hidden.values())
+    kept = shared + on_the_way + sum(hidden[names[i - 1]] for i in range(block, recomputing, block))
     # A layer that keeps its residuals also keeps its output: the next one's backward begins with it.
-    checkpoints += sum(residuals[name] + hidden[name] for name in names[recomputing:])
+    kept += sum(residuals[name] + hidden[name] for name in names[recomputing:])
 
-    recomputed = max(cost.residual_bytes(t, largest, length) + cost.output_bytes(t, largest, length) for t in kinds.values())
-    layers = max(_peak(captured, name, "recompute_backward", plan) for name in kinds)
-    if plan.token_chunk and (block > 1 or plan.saved_layers):
-        # Without chunks, the joint recompute and backward holds the most; these two hold all tokens even so.
-        layers = max(layers, *(_peak(captured, name, variant, plan) for name in kinds
-                               for variant in ("forward_saving", "backward")))
-    workspace = max(
-        (block - 1) * recomputed + layers,
-        _peak(captured, "epilogue", "loss", plan), _peak(captured, "prologue", "recompute_backward", plan))
-    return Estimate(slot_bytes(captured, tiling, plan), accumulators, checkpoints, workspace)
+    first, last = (set(tiling.tiles_of[call.name]) for call in (captured.calls[0], captured.calls[-1]))
+    border = first | last
+    layer = max((_sum(tiling, {tile}) for tile in tiling.layouts if tile not in border), default=0)
+    accumulators = {"forward": 0, "loss": _sum(tiling, last), "backward": _sum(tiling, first & last) + block * layer,
+                    "prologue": _sum(tiling, first)}
+    if plan.waves > 1:  # every tile's live until the last wave has added to them
+        accumulators = dict.fromkeys(accumulators, _sum(tiling, set(tiling.layouts)))
+
+    def peak(template: str, variant: str) -> int:
+        return _peak(captured, template, variant, plan, fused)
+
+    saving, recomputed = names[recomputing:], names[:recomputing]
+    inside = max(cost.residual_bytes(t, largest, length) + cost.output_bytes(t, largest, length) for t in kinds.values())
+    workspace = {
+        "forward": max([*(peak(name, "forward_saving") for name in {*saving}),
+                        *(peak(name, "forward") for name in {*recomputed}), peak("prologue", "forward")]),
+        "loss": peak("epilogue", "loss"),
+        "backward": max([*(peak(name, "backward") for name in {*saving}), *((block - 1) * inside + max(
+            peak(name, "recompute_backward"), peak(name, "backward") if block > 1 else 0) for name in {*recomputed})]),
+        "prologue": peak("prologue", "recompute_backward")}
+    activations = {**dict.fromkeys(workspace, kept), "prologue": shared + on_the_way}
+    slots = slot_bytes(captured, tiling, plan)
+    moments = (Estimate(slots, accumulators[at], activations[at], workspace[at]) for at in workspace)
+    return max(moments, key=lambda moment: moment.total)
 
 
-def evaluation_bytes(captured: CapturedModel, tiling: Tiling, plan: Plan) -> Estimate:
+def evaluation_bytes(captured: CapturedModel, tiling: Tiling, plan: Plan, fused: bool = False) -> Estimate:
     """A forward without gradients. Logits of the whole batch are its result, put together from micro-batches."""
     templates, epilogue = captured.templates, captured.templates["epilogue"]
     hidden = sum(cost.output_bytes(templates["prologue"], rows, plan.length) for rows in plan.micro_batches)
     logits = [cost.result_bytes(epilogue, epilogue.variant("logits"), rows, plan.length) for rows in plan.micro_batches]
-    layers = max(_peak(captured, call.template, "forward", plan) for call in captured.calls[1:-1])
+    layers = max(_peak(captured, call.template, "forward", plan, fused) for call in captured.calls[1:-1])
     joined = logits[-1] + sum(logits) if len(logits) > 1 else 0
-    workspace = max(layers, _peak(captured, "epilogue", "evaluate", plan), joined)
+    workspace = max(layers, _peak(captured, "epilogue", "evaluate", plan, fused), joined)
     return Estimate(slot_bytes(captured, tiling, plan), 0, 3 * hidden + sum(logits[:-1]), workspace)
 
 
@@ -101,7 +113,12 @@ def _elements(layout: TileLayout) -> int:
     return layout.elements if layout.trainable else 0
 
 
-def _peak(captured: CapturedModel, template: str, variant: str, plan: Plan) -> int:
+def _sum(tiling: Tiling, tiles: set[str]) -> int:
+    """Bytes of FP32 accumulators."""
+    return 4 * sum(_elements(tiling.layouts[tile]) for tile in tiles)
+
+
+def _peak(captured: CapturedModel, template: str, variant: str, plan: Plan, fused: bool) -> int:
     """Of the largest micro-batch, the first."""
     found = captured.templates[template]
-    return cost.peak_bytes(found, found.variant(variant, plan.token_chunk), plan.micro_batches[0], plan.length)
+    return cost.peak_bytes(found, found.variant(variant, plan.token_chunk), plan.micro_batches[0], plan.length, fused)

@@ -126,6 +126,7 @@ class AdamW(torch.optim.Optimizer):
         part = tile.layout.slices[position]
         if not part.trainable:
             return
+        streamed.residency.leave()
         tile.allocate_moments()
         assert tile.m is not None and tile.v is not None
         state = self.state[parameter]
@@ -133,7 +134,6 @@ class AdamW(torch.optim.Optimizer):
         state["exp_avg"] = tile.m[part.start:part.stop].view(part.shape)
         state["exp_avg_sq"] = tile.v[part.start:part.stop].view(part.shape)
         if tile.moments_written:  # by an optimizer before this one
-            streamed.settle()
             state["exp_avg"].zero_()
             state["exp_avg_sq"].zero_()
         if tile.remainder is not None:
@@ -164,7 +164,8 @@ class AdamW(torch.optim.Optimizer):
                                    "optimizer of torch.optim")
         streamed.check_trained()
         streamed.adopt_writes()
-        streamed.writes.refresh_norms(streamed.gradients)
+        if streamed.writes.refresh_norms(streamed.gradients):
+            streamed.residency.gradients_current = False
         self._update = self._request(lambda parameter: parameter.grad is not None)
         streamed.update(self._update)
         return loss
@@ -221,7 +222,7 @@ class AdamW(torch.optim.Optimizer):
         the next step. Works after `close()` too."""
         for owner in {_OWNERS[p][0] for group in self.param_groups for p in group["params"] if p in _OWNERS}:
             if (streamed := owner()) is not None:
-                streamed.settle()
+                streamed.residency.bring_home()
                 streamed.check_whole()
                 streamed.adopt_writes()  # a remainder is of the weight that was there before
         return super().state_dict()
@@ -236,7 +237,7 @@ class AdamW(torch.optim.Optimizer):
         Raises, before anything has changed, `MegacompileError` for another number of groups, parameters, or another shape,
         and for options as the constructor does."""
         streamed = self.streamed
-        streamed.settle()
+        streamed.residency.leave()
         groups = state_dict["param_groups"]
         if [len(g["params"]) for g in groups] != [len(g["params"]) for g in self.param_groups]:
             raise MegacompileError("the saved optimizer has other parameter groups: make it with the groups it was saved with")
@@ -282,7 +283,7 @@ class AdamW(torch.optim.Optimizer):
 
     def master(self, parameter: Tensor) -> Tensor:
         """A copy of a parameter's FP32 master weight, of its shape."""
-        self.streamed.settle()
+        self.streamed.residency.bring_home()
         self.streamed.adopt_writes()
         remainder = self.state[parameter].get("remainder")
         if remainder is None:
@@ -293,7 +294,7 @@ class AdamW(torch.optim.Optimizer):
     def set_master(self, parameter: Tensor, master: Tensor) -> None:
         """Sets a parameter from an FP32 master, remainder and all."""
         streamed = self.streamed
-        streamed.settle()
+        streamed.residency.leave()
         remainder = self.state[parameter].get("remainder")
         if remainder is None:
             parameter.copy_(master)

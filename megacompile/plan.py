@@ -13,7 +13,8 @@ class Plan:
     checkpoints; the last `saved_layers` layers keep their residuals and are not recomputed. A whole step goes forward and
     back in `waves`, consecutive shares of the micro-batches. Tiles are updated at "step", after an exact clip over all
     gradients, or each on "arrival" of its gradients, unclipped. `resident` tiles keep their
-    weights on the device. `locked` says that tiles themselves are page-locked; otherwise weights pass through
+    weights on the device; those of them in `resident_state` their optimizer state and gradients too, and are updated
+    there. `locked` says that tiles themselves are page-locked; otherwise weights pass through
     `staging_slabs` and gradients through `gradient_slabs` page-locked slabs (the paper's pinned slab pool). Templates compute
     what treats each token alone `token_chunk` positions of a micro-batch at a time; 0: all at once."""
 
@@ -25,6 +26,7 @@ class Plan:
     weight_slots: int = 2
     gradient_slots: int = 2
     resident: tuple[str, ...] = ()
+    resident_state: tuple[str, ...] = ()
     locked: bool = True
     staging_slabs: int = 2
     gradient_slabs: int = 12
@@ -35,6 +37,7 @@ class Plan:
     def __post_init__(self) -> None:
         assert sum(self.micro_batches) == self.batch, f"{self.micro_batches} is no split of {self.batch} sequences"
         assert 1 <= self.waves <= len(self.micro_batches) and self.update in ("step", "arrival")
+        assert set(self.resident_state) <= set(self.resident), "what is updated on the device has its weights there"
         assert self.checkpoint_interval >= 1 and self.saved_layers >= 0 and self.token_chunk >= 0
         assert self.weight_slots >= 1 and self.gradient_slots >= 1 and self.staging_slabs >= 1 and self.gradient_slabs >= 1
 

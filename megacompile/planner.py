@@ -1,4 +1,5 @@
-"""Chooses a plan: the largest micro-batch and the smallest checkpoint interval that fit the device (first cost model).
+"""Chooses a plan: the largest micro-batch and the smallest checkpoint interval that fit the device; then, where memory is
+left, waves, layers that keep residuals and tiles that are updated on the device, as they are fastest when simulated.
 
 K = 1 is the fastest where it fits: its backward drops the layer's last GEMM from the recompute. A larger K keeps fewer
 checkpoints and pays with the residuals of K - 1 layers of one micro-batch. Where not even a micro-batch of one sequence fits,
@@ -7,13 +8,14 @@ its tokens are computed in chunks, as large as fit: attention alone needs all of
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from megacompile.config import StreamConfig, format_bytes
 from megacompile.errors import InsufficientMemoryError
 from megacompile.frontend.capture import CapturedModel
 from megacompile.memory import Estimate, evaluation_bytes, training_bytes
+from megacompile.pace import Pace
 from megacompile.plan import Plan, split
 from megacompile.tiling import Tiling
 
@@ -23,8 +25,10 @@ FULL_TOKENS = 16384
 LEAST_CHUNK = 2048
 #: Tokens of a wave below which its kernels no longer hide the weights' arrival.
 WAVE_TOKENS = 12288
-#: Device memory that no estimate knows: CUDA's context, cuBLAS workspaces, rounding by the allocator.
-MARGIN_BYTES = 1 << 30
+#: A plan must be so much faster to be taken instead of one that computes less: simulations are not exact.
+WORTH = 1.003
+#: Device memory that no estimate knows: workspaces of cuBLAS, kernels that are loaded.
+MARGIN_BYTES = 1 << 29
 
 
 def margins(device_type: str) -> tuple[int, bool]:
@@ -41,12 +45,75 @@ class Planner:
     locked_bytes: int | None = None  # budget of page-locked memory; None: no limit
     margin_bytes: int = MARGIN_BYTES
     keep_residuals: bool = True
+    fused: bool = False  # templates run compiled
     taken_bytes: Callable[[], int] = lambda: 0  # of the budget, by other models
+    pace: Pace | None = None  # None: nothing is known of the machine, and rules of thumb decide
+    stateful: tuple[str, ...] | None = None  # tiles that are updated on the device; None: not chosen yet
 
     @property
     def device_bytes(self) -> int:
         """What is left of the budget."""
         return max(0, self.budget_bytes - self.taken_bytes())
+
+    def choose(self, batch: int, length: int, training: bool = True, update: str | None = None) -> Plan:
+        """The fastest plan that fits; `update`: of a whole step. What the first training step updates on the device all
+        later plans do too, or less where they must: moving optimizer state takes longer than any of them would gain.
+
+        Raises as `plan`."""
+        counts = self._state_counts(training)
+        if self.pace is None or not training or not self.keep_residuals:
+            for count in counts:  # the most that fits
+                try:
+                    planner = self._with_state(count)
+                    chosen = (planner.plan(batch, length, training) if update is None
+                              else planner.plan_step(batch, length, update))
+                    break
+                except InsufficientMemoryError:
+                    if count == counts[-1]:
+                        raise
+        else:
+            chosen = self._fastest(batch, length, update, counts, self.pace)
+        if training or self.stateful is not None:
+            self.stateful = chosen.resident_state
+        return chosen
+
+    def _fastest(self, batch: int, length: int, update: str | None, counts: Sequence[int], pace: Pace) -> Plan:
+        """Simulates plans in the order of their computing alone, as long as one may yet be faster than the best so far."""
+        found: dict[Plan, None] = {}
+        for count in counts:
+            try:
+                planner = self._with_state(count)
+                plans = [planner.plan(batch, length)] if update is None else planner._step_plans(batch, length, update)
+            except InsufficientMemoryError:
+                if count == counts[-1] and not found:
+                    raise
+                continue
+            found |= dict.fromkeys(plan for plan in plans if self.fits(plan))
+        best: tuple[float, Plan] | None = None
+        for bound, plan in sorted(((pace.at_least(plan), plan) for plan in found), key=lambda pair: pair[0]):
+            if best is not None and bound * WORTH >= best[0]:
+                break
+            seconds = pace.timeline(plan, update is not None).step_s
+            if best is None or seconds * WORTH < best[0]:
+                best = seconds, plan
+        assert best is not None
+        return best[1]
+
+    def _with_state(self, count: int) -> Planner:
+        """This planner, with the first so many trained tiles updated on the device."""
+        return replace(self, stateful=self._trained()[:count])
+
+    def _trained(self) -> tuple[str, ...]:
+        return tuple(tile for tile, layout in self.tiling.layouts.items() if layout.trainable)
+
+    def _state_counts(self, training: bool) -> list[int]:
+        """How many tiles the device may update, the preferred number first."""
+        if self.stateful is not None:
+            return list(range(len(self.stateful), -1, -1))
+        if self.config.resident_state is not None or not training or not self.keep_residuals or self.pace is None:
+            return [0]
+        trained = len(self._trained())
+        return sorted({0, 1, trained, *range(2, trained, max(1, trained // 12))})
 
     def plan(self, batch: int, length: int, training: bool = True) -> Plan:
         """The best plan that fits. Raises `InsufficientMemoryError` with the smallest need if none does."""
@@ -58,10 +125,13 @@ class Planner:
             if smallest is None or need < smallest[0]:
                 smallest = need, candidate
         assert smallest is not None
-        raise InsufficientMemoryError(
-            f"a batch of {batch} x {length} needs {format_bytes(smallest[0])} of device memory (micro-batches of "
-            f"{smallest[1].micro_batches[0]}, checkpoint_interval={smallest[1].checkpoint_interval}"
-            f"{f', token_chunk={smallest[1].token_chunk}' if smallest[1].token_chunk else ''}) and "
+        raise self._too_small(batch, length, *smallest)
+
+    def _too_small(self, batch: int, length: int, need: int, plan: Plan) -> InsufficientMemoryError:
+        return InsufficientMemoryError(
+            f"a batch of {batch} x {length} needs {format_bytes(need)} of device memory (micro-batches of "
+            f"{plan.micro_batches[0]}, checkpoint_interval={plan.checkpoint_interval}"
+            f"{f', token_chunk={plan.token_chunk}' if plan.token_chunk else ''}) and "
             f"{format_bytes(self.device_bytes)} are available{self._others()}: use fewer or shorter sequences, or a larger "
             "device_memory")
 
@@ -104,7 +174,8 @@ class Planner:
         slots = config.weight_slots or min(depth, max(2, interval + 1))
         return Plan(
             batch, length, split(batch, min(size, batch)), interval, min(config.saved_layers or 0, depth), slots,
-            config.gradient_slots, self.resident(), self.locked(), 2, config.gradient_slabs, token_chunk=chunk)
+            config.gradient_slots, self.resident(), self.resident_state(), self.locked(), 2, config.gradient_slabs,
+            token_chunk=chunk)
 
     def plan_step(self, batch: int, length: int, update: str) -> Plan:
         """The plan of a whole step. Where memory allows it, the fewest waves that let every layer keep its residuals: then
@@ -114,29 +185,38 @@ class Planner:
 
     def _step_plans(self, batch: int, length: int, update: str) -> list[Plan]:
         """From one wave on, each with as many residuals as fit."""
-        plan = replace(self.plan(batch, length), update=update)
-        count, config = len(plan.micro_batches), self.config
+        config = self.config
+        # In waves more residuals fit than in one: the plan begins without any.
+        plan = replace(replace(self, config=replace(config, saved_layers=0)).plan(batch, length), update=update)
+        count = len(plan.micro_batches)
         if config.waves is not None:
             plan = replace(plan, waves=min(config.waves, count))
         if config.saved_layers is not None or not self.keep_residuals:
-            return [plan]
+            saved = min(config.saved_layers or 0, len(self.captured.layer_names))
+            return [self._fitting(replace(plan, saved_layers=saved), batch, length)]
         room = self.device_bytes - self.margin_bytes
         waves = [plan.waves] if config.waves else range(1, max(1, min(count, batch * length // WAVE_TOKENS)) + 1)
         return [self._most_residuals(replace(plan, waves=n), room) for n in waves]
+
+    def _fitting(self, plan: Plan, batch: int, length: int) -> Plan:
+        """The plan, if it fits. Raises `InsufficientMemoryError`."""
+        if not self.fits(plan):
+            raise self._too_small(batch, length, self.estimate(plan, length).total + self.margin_bytes, plan)
+        return plan
 
     def _keep_residuals(self, plan: Plan) -> Plan:
         """Spends what memory is left on residuals of the last layers: each is one forward less in the backward, the only
         large lever there is on the step time. Leaves room for a second open forward that keeps none."""
         if not self.keep_residuals:
             return plan
-        lean = training_bytes(self.captured, self.tiling, plan)
+        lean = self.estimate(plan, plan.length)
         return self._most_residuals(plan, self.device_bytes - self.margin_bytes - lean.checkpoints)
 
     def _most_residuals(self, plan: Plan, room: int) -> Plan:
         """As many layers with residuals as fit in `room` bytes."""
 
         def need(saved: int) -> int:
-            return training_bytes(self.captured, self.tiling, replace(plan, saved_layers=saved)).total
+            return self.estimate(replace(plan, saved_layers=saved), plan.length).total
 
         saved = bisect_right(range(len(self.captured.layer_names) + 1), room, key=need) - 1
         return replace(plan, saved_layers=max(0, saved))
@@ -163,7 +243,16 @@ class Planner:
         return intervals
 
     def resident(self) -> tuple[str, ...]:
-        return tuple(self.tiling.layouts) if self.config.resident == "all" else tuple(self.config.resident)
+        named = self.config.resident
+        chosen = set(self.tiling.layouts if named == "all" else named) | set(self.resident_state())
+        return tuple(tile for tile in self.tiling.layouts if tile in chosen)
+
+    def resident_state(self) -> tuple[str, ...]:
+        """By name where the user has named them."""
+        named = self.config.resident_state
+        if named is None:
+            return self.stateful or ()
+        return tuple(tile for tile in self._trained() if named == "all" or tile in named)
 
     def locked(self) -> bool:
         """Whether the tiles' own weights and gradients may be page-locked."""
@@ -173,4 +262,4 @@ class Planner:
 
     def estimate(self, plan: Plan, length: int, training: bool = True) -> Estimate:
         """Device bytes of a training step (or of an evaluation) under a plan, less the margin."""
-        return (training_bytes if training else evaluation_bytes)(self.captured, self.tiling, plan)
+        return (training_bytes if training else evaluation_bytes)(self.captured, self.tiling, plan, self.fused)

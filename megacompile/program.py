@@ -73,6 +73,8 @@ OPS: dict[str, Op] = {op.name: op for op in (
     Op("prefetch", Lane.H2D, ("tile", "staging", "into"), ("staging", "into"), ("weights[tile]", "staging"), ("result",),
        "weights", "a tile's weights, host -> a weight slot (from the tile, or from the slab `staging`)"),
     Op("resident", None, ("tile", "into"), ("into",), (), (), "weights", "the weights of a tile that lives on the device"),
+    Op("resident_state", None, ("tile", "into"), ("into",), (), (), "state", "its optimizer state, where that lives there too"),
+    Op("resident_gradients", None, ("tile", "into"), ("into",), (), (), "gradients", "its gradients, until the update"),
     Op("forward", Lane.COMPUTE, _RUN, ("weights",), ("weights", "inputs"), ("result",), "activation",
        "runs a template"),
     Op("forward_saving", Lane.COMPUTE, _RUN, ("weights",), ("weights", "inputs"), ("result",), "activation",
@@ -96,12 +98,26 @@ OPS: dict[str, Op] = {op.name: op for op in (
        "FP32 accumulators -> gradients in link precision, and each parameter's norm"),
     Op("offload", Lane.D2H, ("tile", "reduced", "into"), ("into",), ("reduced",), ("result",), "slab",
        "gradients, device -> the tile's gradients (or the slab `into`)", "gradients"),
+    Op("offload_norms", Lane.D2H, ("tile", "reduced"), (), ("reduced",), ("gradients[tile]",), None,
+       "the norms alone, of gradients that stay on the device"),
     Op("accumulate", Lane.CPU, ("tile", "slab", "overwrite"), (), ("slab",), ("gradients[tile]",), None,
        "adds a slab to the tile's gradients (or overwrites them)"),
     Op("clip", Lane.CPU, ("tiles",), (), ("gradients[tiles]",), ("result",), "clip",
        "the global norm of all gradients, and the factor that clips them"),
     Op("adam", Lane.CPU, ("tile", "clip"), ("clip",), ("gradients[tile]", "clip"), ("weights[tile]",), None,
        "the fused AdamW update of one tile"),
+    # Host state is no place: only these two and `adam` touch it, all of them in the cpu lane.
+    Op("fetch_state", Lane.CPU, ("tile", "into"), ("into",), (), ("result",), "state",
+       "a tile's optimizer state, host -> device"),
+    Op("store_state", Lane.CPU, ("tile", "state"), (), ("state",), (), None, "a tile's optimizer state, device -> host"),
+    # In the cpu lane too, so that no schedule without them has a lane more to wait for.
+    Op("fetch_gradients", Lane.CPU, ("tile", "into"), ("into",), ("gradients[tile]",), ("result",), "gradients",
+       "a tile's gradients, host -> device: they were added up, or changed, on the host"),
+    Op("offload_weights", Lane.CPU, ("tile", "resident"), (), ("resident",), ("weights[tile]",), None,
+       "weights that were updated on the device, device -> host"),
+    Op("adam_resident", Lane.COMPUTE, ("tile", "resident", "state", "reduced", "clip"), ("clip",),
+       ("state", "reduced", "clip"), ("resident", "state"), None,
+       "the same update to the bit, on the device, of a tile that lives there with its state"),
     Op("result", Lane.COMPUTE, ("key", "values"), (), ("values",), (), None, "hands values to the caller"),
     Op("lease", Lane.COMPUTE, ("key", "value"), (), ("value",), (), None, "keeps a value for a later section"),
     Op("leased", Lane.COMPUTE, ("key",), (), (), (), "activation", "a value that an earlier section kept"),
@@ -115,9 +131,11 @@ OPS: dict[str, Op] = {op.name: op for op in (
 )}
 
 TILE_PARTS = ("weights", "gradients")
-#: What kind of value a slot holds, by the first letter of its name. W: weights; R: weights that stay; G: gradients on
-#: their way home; S, D: page-locked host slabs for weights on their way out and gradients on their way home.
-SLOT_KINDS = {"W": "weights", "R": "weights", "G": "reduced", "S": "staging", "D": "slab"}
+#: Families of slots, by the letters of a slot's name ("B" behind them: for border tiles), and what kind of values each
+#: holds. R: weights that stay on the device; RW, RS, RG: weights, optimizer state and gradients of a tile that is updated
+#: there; S, D: page-locked host slabs for weights on their way out and gradients on their way home.
+SLOT_KINDS = {"W": ("weights",), "G": ("reduced",), "S": ("staging",), "D": ("slab",),
+              "R": ("weights",), "RW": ("weights", "resident"), "RS": ("state",), "RG": ("gradients", "reduced")}
 
 
 def op_of(node: fx.Node) -> Op:
@@ -188,32 +206,55 @@ def lanes_that(access: Access, kind: str) -> frozenset[Lane]:
         if at_home:
             touches = any(r.startswith(f"{part}[") for r in rules) or ("result" in rules and op.home == part)
         else:
-            touches = kind in rules or ("result" in rules and op.result == kind)
+            touches = any(held in rules or ("result" in rules and op.result == held) for held in SLOT_KINDS[kind])
         if touches and op.lane is not None:
             found.add(op.lane)
     return frozenset(found)
 
 
 def place_kind(place: str) -> str | None:
-    """"weights" for "W0" and for the host's "weights/layers.0": the kind of value that a place is for. None: memory of a
+    """"W" for "W0", "host weights" for "weights/layers.0": the family of places that ops treat alike. None: memory of a
     value's own, which no other section knows."""
     if place.startswith("%"):
         return None
     part = place.split("/")[0]
-    return f"host {part}" if part in TILE_PARTS else SLOT_KINDS[place[0]]
+    return f"host {part}" if part in TILE_PARTS else slot_family(place)
+
+
+def slot_family(slot: str) -> str:
+    """"W" for "W0" and "WB0"."""
+    return slot.rstrip("0123456789").removesuffix("B")
+
+
+def stays(place: str) -> bool:
+    """Whether what is there outlives sections."""
+    return place.startswith("R")
 
 
 @dataclass(frozen=True)
 class Tile:
     """The host memory of one layer (or of the prologue, the epilogue, a tied weight), as a schedule sees it.
 
-    Bytes are those of one transfer over the link."""
+    Bytes are those of one transfer over the link; `state_bytes` of the optimizer's state."""
 
     name: str
     parameters: int
     weight_bytes: int
     gradient_bytes: int
     trainable: bool
+    state_bytes: int = 0
+
+    def bytes_of(self, kind: str) -> int:
+        """Bytes of a value of this kind in a slot."""
+        if kind == "state":
+            return self.state_bytes
+        return self.weight_bytes if kind in ("weights", "staging") else self.gradient_bytes
+
+    def moved_bytes(self, op: Op) -> int:
+        """Bytes that a copy moves."""
+        if op.name == "offload_norms":
+            return 0  # a few
+        return self.weight_bytes if op.name == "offload_weights" else self.bytes_of(op.result or "")
 
 
 @dataclass(frozen=True)
@@ -231,7 +272,7 @@ class CallSpec:
 
 @dataclass(frozen=True)
 class Slot:
-    """A buffer that values take turns in. Kinds by the first letter of the name: `SLOT_KINDS`."""
+    """A buffer that values take turns in. Families by the letters of the name: `SLOT_KINDS`."""
 
     name: str
     bytes: int

@@ -18,6 +18,7 @@ from megacompile.frontend.capture import CapturedModel
 from megacompile.frontend.template import Template
 from megacompile.hardware import Hardware
 from megacompile.lowering import model_program
+from megacompile.pace import pace_of
 from megacompile.passes import PIPELINE
 from megacompile.passes.manager import compile_program
 from megacompile.plan import Plan
@@ -63,7 +64,10 @@ class Schedule:
 
     def explain(self) -> str:
         """The plan and those it was chosen from, as text: needs, predicted times and what binds."""
-        return explain(self.planner, self.durations(), self.plan, whole_step="train_step" in self.program().sections)
+        if self.planner.pace is None:
+            durations = self.durations()
+            self.planner.pace = pace_of(self.captured, self.tiling, durations.hardware, durations.fused)
+        return explain(self.planner, self.plan, whole_step="train_step" in self.program().sections)
 
 
 def schedule(model: nn.Module, *, batch: int, length: int, layers: str | None = None,
@@ -88,8 +92,10 @@ def schedule(model: nn.Module, *, batch: int, length: int, layers: str | None = 
     device_type = device.type
     captured, tiling = analyse(model, config, device_type, layers, example)
     budget = parse_bytes(config.device_memory) or _default_budget(device_type, hardware)
-    planner = Planner(captured, tiling, config, budget, parse_bytes(config.locked_memory), *margins(device_type))
-    plan = planner.plan(batch, length) if update is None else planner.plan_step(batch, length, update)
+    fused = config.compile if config.compile is not None else device_type == "cuda"
+    planner = Planner(captured, tiling, config, budget, parse_bytes(config.locked_memory), *margins(device_type), fused=fused)
+    planner.pace = pace_of(captured, tiling, hardware or Hardware.known(device), fused)
+    plan = planner.choose(batch, length, update=update)
     program = model_program(tiling.call_specs(captured.calls, captured.templates), tiling.tiles(), batch, labels=True,
                             whole_step=update is not None)
     compiled = compile_program(program, plan, PIPELINE)

@@ -102,7 +102,9 @@ class Shapes:
         """The program of a shape. `keep` names shapes that are in use and must not be forgotten to make room.
 
         Raises `InsufficientMemoryError`, `UnsupportedError`, `ProgramError`; then nothing has changed."""
-        found = self.table[shape] if shape in self.table else self._compile(shape)
+        found = self.table.get(shape)
+        if found is None or (found not in keep and found.plan.resident_state != self.planner.resident_state()):
+            found = self._compile(shape)  # anew, where less is updated on the device than was planned first
         self.table.pop(shape, None)
         self.table[shape] = found
         self._forget(keep)
@@ -112,10 +114,7 @@ class Shapes:
         if not shape.labels and not self.captured.same_logits_without_labels:
             raise UnsupportedError("without labels the model computes other logits than with them (the last position's, say), "
                                    f"and only those with labels were captured: pass {', '.join(self.captured.labels)}")
-        if shape.update is not None:
-            plan = self.planner.plan_step(shape.batch, shape.length, shape.update)
-        else:
-            plan = self.planner.plan(shape.batch, shape.length, shape.training)
+        plan = self.planner.choose(shape.batch, shape.length, shape.training, shape.update)
         if shape.lean:
             plan = replace(plan, saved_layers=self.planner.config.saved_layers or 0)
         for rows in set(plan.micro_batches):

@@ -29,9 +29,9 @@ def alone(busy: Collection[Lane]) -> Mapping[Lane, float]:
 
 @dataclass(eq=False)
 class Item:
-    """One instruction of one run of a section. Times are in seconds since the simulation began.
+    """One instruction of one run of a section. Times are in seconds since the simulation, or the recording, began.
 
-    `seconds` is how long it takes alone; `cause` what it waited for last."""
+    `seconds` is how long it takes alone (recorded: how long it took); `cause` what it waited for last."""
 
     step: int
     section: str
@@ -47,7 +47,7 @@ class Item:
 
 @dataclass(frozen=True)
 class Timeline:
-    """A simulated run: every instruction in the order of its start, and when each step's last computation ended."""
+    """A run, simulated or recorded: instructions in the order of their start, and when each step's last computation ended."""
 
     items: tuple[Item, ...] = field(repr=False)
     steps_s: tuple[float, ...]

@@ -14,8 +14,11 @@ from megacompile.binding import Binder
 from megacompile.config import StreamConfig, format_bytes, parse_bytes
 from megacompile.errors import InsufficientMemoryError, LaneError, LeaseError, MegacompileError, TornError
 from megacompile.frontend.capture import CapturedModel
+from megacompile.hardware import Hardware
+from megacompile.pace import pace_of
 from megacompile.planner import Planner, margins
 from megacompile.program import Lane
+from megacompile.residency import Residency
 from megacompile.runtime.arena import Accumulators, Arena
 from megacompile.runtime.executor import Executor
 from megacompile.runtime.kernels import Activation, Batch
@@ -52,8 +55,8 @@ class Lease:
 
 
 class Streamed:
-    """State: the `shapes` compiled so far, the open `leases`, the version of all weights, whether resident tiles are
-    current, the update in flight (`updating`), and one that failed before its last tile (`unfinished`)."""
+    """State: the `shapes` compiled so far, the open `leases`, the version of all weights, what lives on the device
+    (`residency`), the update in flight (`updating`), and one that failed before its last tile (`unfinished`)."""
 
     def __init__(self, model: nn.Module, captured: CapturedModel, tiling: Tiling, store: Store, backend: Backend,
                  config: StreamConfig) -> None:
@@ -71,11 +74,12 @@ class Streamed:
         self.writes = ForeignWrites(model, self.parameters, tiling, store)
         budget = parse_bytes(config.device_memory) or int(backend.free_bytes() * 0.95)
         self.planner = Planner(captured, tiling, config, budget, parse_bytes(config.locked_memory),
-                               *margins(backend.device.type))
+                               *margins(backend.device.type), fused=compiling)
+        self.planner.pace = pace_of(captured, tiling, Hardware.known(backend.device), compiling)
         self.shapes = Shapes(captured, tiling, self.planner, self.binder)
         self.leases: weakref.WeakSet[Lease] = weakref.WeakSet()
         self.trained: CompiledShape | None = None  # that of the last backward, whose program also updates
-        self.resident_current = False
+        self.residency = Residency(self)
         self.version = 0
         self.updating: Update | None = None
         self.unfinished: Update | None = None
@@ -91,8 +95,8 @@ class Streamed:
     # ---------------------------------------------------------------- programs and memory
     def compiled(self, shape: Shape) -> CompiledShape:
         """The program of a shape, compiled at its first use. Raises what `Shapes.get` raises."""
-        keep = {lease.shape for lease in self.open_leases()}
-        return self.shapes.get(shape, keep | ({self.trained} if self.trained is not None else set()))
+        keep = {lease.shape for lease in self.open_leases()} | {self.trained, self.residency.shape}
+        return self.shapes.get(shape, {shape for shape in keep if shape is not None})
 
     def open_leases(self) -> list[Lease]:
         return [lease for lease in self.leases if not lease.closed]
@@ -115,38 +119,33 @@ class Streamed:
     def _reserve(self, shape: CompiledShape, *sections: str) -> None:
         wanted = shape.slots(*sections)
         if any(s not in self.arena.slots or self.arena.slots[s].numel() < slot.bytes for s, slot in wanted.items()):
-            self.settle()
+            self.residency.leave()
             self.arena.reserve(wanted)
-            self.resident_current = False
 
     # ---------------------------------------------------------------- running sections
     def submit(self, shape: CompiledShape, section: str, batch: Batch, lease: dict[str, Any] | None = None,
                update: Update | None = None) -> Any:
         if section not in shape.kernels:
-            shape.kernels[section] = self.binder.bind(
-                shape.program, section, shape.plan.length, shape.shape.labels, shape.plan.token_chunk)
+            shape.kernels[section] = self.binder.bind(shape.program, section, shape.plan, shape.shape.labels)
         frame = Frame(self.backend, self.store, self.arena, shape.kernels[section], batch,
                       lease if lease is not None else {}, update)
-        return self.executor.submit(shape.program.section(section), frame)
+        return self.executor.submit(shape.program.section(section), frame, section)
 
     def enter(self, shape: CompiledShape, *sections: str) -> None:
-        """Before sections that read weights: slots exist, foreign writes are noticed, resident tiles are current."""
+        """Before sections that read weights: slots exist, foreign writes are noticed, resident tiles are there."""
         self.check_whole()
         self._check_room(shape)
         self._reserve(shape, "load", *sections)
         self.adopt_writes()
-        if shape.plan.resident and not self.resident_current:
-            self.submit(shape, "load", Batch([], self.constants.on_device))
-            self.resident_current = True
+        self.residency.enter(shape)
 
     def adopt_writes(self) -> None:
         """Takes over what was written to parameters and buffers from outside."""
         if self.writes.pending() or self.constants.stale():
-            self.settle()
+            self.residency.leave()
             self.writes.adopt()
             self.constants.refresh()
             self.version += 1
-            self.resident_current = False
 
     def forward(self, inputs: Mapping[str, Tensor], normaliser: Tensor | None) -> tuple[Tensor, Lease]:
         """The loss of a batch (0-d, on the compute device) and the lease that its backward needs."""
@@ -180,15 +179,17 @@ class Streamed:
             batch = self._batch(shape, inputs, normaliser)
             self.trained, self.unfinished = shape, None
             if overlap:
-                self._begin_update(update)
+                self._begin_update(shape, update)
             # Compute comes to its end only after every tile's weights were sent, so after the update before this one.
             self.submit(shape, "train_step", batch, update=update).wait((Lane.COMPUTE,))
+            self.residency.gradients_current = True
             if not overlap:
-                self._begin_update(update)
+                self._begin_update(shape, update)
                 self.submit(shape, "update", Batch([], self.constants.on_device), update=update)
         return self._total_loss(batch)
 
-    def _begin_update(self, update: Update) -> None:
+    def _begin_update(self, shape: CompiledShape, update: Update) -> None:
+        self.residency.updated(shape)
         self.version += 1
         self.steps += 1
         self.updating, self.unfinished = update, None
@@ -229,6 +230,7 @@ class Streamed:
                              "or the forward again")
         section = "backward_accumulate" if self._gather_gradients() else "backward"
         self._reserve(lease.shape, section)
+        self.residency.enter(lease.shape)
         lease.closed = True
         lease.batch.scale = gradient.to(self.backend.device)
         self.backend.enter([lease.batch.scale])
@@ -245,6 +247,7 @@ class Streamed:
             lease.values.clear()
         for name, view in self.gradients.items():
             self.parameters[name].grad = view
+        self.residency.gradients_current = True
         self.writes.note_gradients(self.gradients)
 
     def _gather_gradients(self) -> bool:
@@ -267,8 +270,10 @@ class Streamed:
         self.check_trained()
         assert self.trained is not None
         self._reserve(self.trained, "update")
-        self._begin_update(update)
+        self.residency.enter(self.trained)
         with self.guarded():
+            self.residency.refresh_gradients(self.trained)
+            self._begin_update(self.trained, update)
             self.submit(self.trained, "update", Batch([], self.constants.on_device), update=update)
 
     def complete(self) -> bool:
@@ -300,9 +305,11 @@ class Streamed:
         self.backend.synchronize()
 
     def settle(self) -> None:
-        """As `drain`, for callers outside a step: afterwards host memory may be read and written freely."""
+        """As `drain`, for callers outside a step: afterwards host memory may be read and written freely (optimizer state
+        after `residency.bring_home`)."""
         with self.guarded():
             self.drain()
+        self.residency.rescue()
 
     @property
     def torn(self) -> bool:
@@ -331,8 +338,8 @@ class Streamed:
         """After a failure. Before the first `adam` of an update nothing has changed; after it, and before the last, the
         weights are torn until the update is completed."""
         self.executor.recover()
-        self.resident_current = False
         update, self.updating = self.updating, None
+        self.residency.failed(done=update is not None and bool(update.done))
         if update is not None and update.done != set(update.segments):
             update.failed = True
             self.unfinished = update
@@ -361,7 +368,7 @@ class Streamed:
     def close(self) -> None:
         """Gives everything back, and only then raises what an update in flight failed with (`LaneError`, `TornError`)."""
         try:
-            self.settle()
+            self.residency.bring_home()
             self.check_whole()
         finally:
             self._give_back()

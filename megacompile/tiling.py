@@ -67,7 +67,8 @@ class Tiling:
 
     def tiles(self) -> dict[str, Tile]:
         """As schedules see them."""
-        return {name: Tile(name, layout.parameters, layout.weight_bytes, layout.gradient_bytes, layout.trainable)
+        return {name: Tile(name, layout.parameters, layout.weight_bytes, layout.gradient_bytes, layout.trainable,
+                           layout.state_bytes)
                 for name, layout in self.layouts.items()}
 
     def call_specs(self, calls: Sequence[Call], templates: Mapping[str, Template]) -> tuple[CallSpec, ...]:

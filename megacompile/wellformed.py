@@ -14,7 +14,8 @@ from megacompile.text import KINDS
 #: What kinds of values a parameter takes; a `leased` value may be of any kind. Other parameters take any value.
 _TAKES = {
     "weights": {"weights"}, "inputs": {"activation"}, "gradient": {"gradient"}, "accumulators": {"accumulators"},
-    "saved": {"activation"}, "reduced": {"reduced"}, "slab": {"slab"}, "staging": {"staging"}, "clip": {"clip"},
+    "saved": {"activation"}, "reduced": {"reduced", "gradients"}, "resident": {"weights"},
+    "state": {"state"}, "slab": {"slab"}, "staging": {"staging"}, "clip": {"clip"},
     "event": {"event"}, "values": {"activation", "gradient"}}
 _TYPES: dict[str, type | tuple[type, ...]] = {
     "text": str, "number": int, "flag": bool, "value": fx.Node, "value or values": (fx.Node, tuple, list),
@@ -106,7 +107,7 @@ def _operands(node: fx.Node) -> Iterator[Fault]:
         yield Fault(f"{describe(node)} is of a node that no lane executes", "record a node of the lane", node)
     if op.name == "leave" and op_of(operands(node, "event")[0]).name != "record":
         yield Fault(f"{describe(node)} hands on an event of the past", "record an event in this section", node)
-    for name in ("reduced", "slab", "staging"):  # what is passed on stays the same tile's
+    for name in ("reduced", "slab", "staging", "resident", "state"):  # what is passed on stays the same tile's
         for value in operands(node, name):
             if argument(value, "tile") != argument(node, "tile"):
                 yield Fault(f"{describe(node)} takes {value.name}, which is of tile {argument(value, 'tile')}",

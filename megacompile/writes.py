@@ -82,8 +82,10 @@ class ForeignWrites:
         """Whether what is stored is what was last noted."""
         return self.gradients == {name: g._version for name, g in gradients.items()}
 
-    def refresh_norms(self, gradients: Mapping[str, Tensor]) -> None:
-        """Norms of gradients that the user changed in place (`clip_grad_norm_`) or replaced since they were stored."""
+    def refresh_norms(self, gradients: Mapping[str, Tensor]) -> bool:
+        """Norms of gradients that the user changed in place (`clip_grad_norm_`) or replaced since they were stored. Whether
+        there were any."""
+        changed = False
         for name, stored in gradients.items():
             given = self.parameters[name].grad
             if given is None:
@@ -92,11 +94,13 @@ class ForeignWrites:
             if replaced:
                 stored.copy_(given)
             if replaced or stored._version != self.gradients.get(name):
+                changed = True
                 tile_name, position = self.tiling.position[name]
                 tile = self.store[tile_name]
                 assert tile.gradients is not None
                 tile.layout.norms(tile.gradients)[position] = host.norm(stored.flatten())
         self.note_gradients(gradients)
+        return changed
 
 
 class Constants:

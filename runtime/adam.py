@@ -87,7 +87,7 @@ def adamw(
                 part = remainder[block] if remainder is not None else None
                 _adamw_block(weights[block], part, gradient[block], m[block], v[block], segment, gradient_scale)
         return
-    table = (native.Segment * len(segments))(*(_native_segment(segment) for segment in segments))
+    table = (native.Segment * len(segments))(*(native_segment(segment) for segment in segments))
     library.megacompile_adamw(
         weights.data_ptr(),
         None if remainder is None else remainder.data_ptr(),
@@ -237,7 +237,7 @@ def _execution(library: ctypes.CDLL, threads: int | None, instruction_set: str |
     return native.INSTRUCTION_SETS.index(chosen), native.default_threads() if threads is None else threads
 
 
-def _native_segment(segment: AdamSegment) -> native.Segment:
+def native_segment(segment: AdamSegment) -> native.Segment:
     """The FP32 scalars as torch.optim.AdamW has them: computed in double precision, rounded once."""
     return native.Segment(
         start=segment.start,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megacompile.program import SLOT_KINDS, Slot
+from megacompile.program import SLOT_KINDS, Slot, slot_family
 
 from .lanes import Backend
 from .store import TileLayout, host_memory
@@ -42,6 +42,20 @@ class Gradients:
     norms: Tensor
 
 
+@dataclass(frozen=True)
+class State:
+    """A tile's optimizer state in a slot: moments fp32 [elements], remainder int16 [elements] of bf16 weights."""
+
+    tile: str
+    m: Tensor
+    v: Tensor
+    remainder: Tensor | None
+
+    @property
+    def parts(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        return self.m, self.v, self.remainder
+
+
 class Arena:
     """The memory behind slot names. Grows if a program of another shape asks for more; never shrinks before `close`."""
 
@@ -50,12 +64,13 @@ class Arena:
         self.slots: dict[str, Tensor] = {}
         self._weights: dict[tuple[str, str], Weights] = {}
         self._gradients: dict[tuple[str, str], Gradients] = {}
+        self._states: dict[tuple[str, str], State] = {}
 
     def reserve(self, slots: Mapping[str, Slot]) -> bool:
         """Makes what is missing; True if a slot was made or grew (what lanes hold must be settled by then)."""
         grown = [s for s in slots.values() if s.name not in self.slots or self.slots[s.name].numel() < s.bytes]
         for slot in grown:
-            self._forget(slot.name)
+            self.forget(slot.name)
             if self.is_slab(slot.name):
                 self.slots[slot.name] = host_memory(slot.bytes)
                 self.slots[slot.name].zero_()  # touched pages lock six times faster
@@ -66,7 +81,7 @@ class Arena:
 
     @staticmethod
     def is_slab(slot: str) -> bool:
-        return SLOT_KINDS[slot[0]] in ("staging", "slab")
+        return SLOT_KINDS[slot_family(slot)][0] in ("staging", "slab")
 
     def weights(self, slot: str, layout: TileLayout) -> Weights:
         key = slot, layout.name
@@ -83,6 +98,12 @@ class Arena:
             self._gradients[key] = Gradients(layout.name, memory, flat, layout.views(flat), layout.norms(memory))
         return self._gradients[key]
 
+    def state(self, slot: str, layout: TileLayout) -> State:
+        key = slot, layout.name
+        if key not in self._states:
+            self._states[key] = State(layout.name, *layout.state(self.slots[slot]))
+        return self._states[key]
+
     def accumulators(self, layout: TileLayout) -> Accumulators:
         """Fresh ones: they never cross the link, so they live in PyTorch's allocator, on the compute lane."""
         flat = torch.zeros(layout.elements, dtype=torch.float32, device=self.backend.device)
@@ -96,12 +117,13 @@ class Arena:
 
     def close(self) -> None:
         for name in list(self.slots):
-            self._forget(name)
+            self.forget(name)
 
-    def _forget(self, name: str) -> None:
+    def forget(self, name: str) -> None:
+        """Gives a slot's memory back, if it is there."""
         memory = self.slots.pop(name, None)
         if memory is not None and self.is_slab(name):
             self.backend.unlock(memory)
-        for cache in (self._weights, self._gradients):
+        for cache in (self._weights, self._gradients, self._states):
             for key in [k for k in cache if k[0] == name]:
                 del cache[key]

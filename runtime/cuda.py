@@ -18,6 +18,10 @@ from torch import Tensor
 from megacompile.errors import DeviceUnavailableError, InsufficientMemoryError, LaneError
 from megacompile.program import Lane
 
+from . import device_adam
+from .adam import AdamSegment
+from .clock import Clock, CudaClock
+
 
 def expandable_segments() -> None:
     """Before the first CUDA allocation, unless the user has set the allocator up."""
@@ -25,6 +29,8 @@ def expandable_segments() -> None:
         torch.cuda.memory._set_allocator_settings("expandable_segments:True")
 
 
+#: Lanes whose work is queued on the device. The lane cpu has a stream as well, for copies that it waits for.
+_QUEUES = (Lane.COMPUTE, Lane.H2D, Lane.D2H)
 #: Sets of streams that no backend uses, by device. Streams are never destroyed: PyTorch's allocator records an event on
 #: every stream that a tensor was used on when the tensor dies, and aborts the process if the stream is gone by then.
 _idle_streams: dict[int, list[dict[Lane, Any]]] = {}
@@ -34,11 +40,11 @@ def _streams(cupy: Any, index: int) -> dict[Lane, Any]:
     if idle := _idle_streams.get(index):
         return idle.pop()
     with cupy.cuda.Device(index):
-        return {lane: cupy.cuda.Stream(non_blocking=True) for lane in (Lane.COMPUTE, Lane.H2D, Lane.D2H)}
+        return {lane: cupy.cuda.Stream(non_blocking=True) for lane in (*_QUEUES, Lane.CPU)}
 
 
 class CudaBackend:
-    """One CUDA device. Streams belong to lanes; the lanes cpu and pack work on the host and have none."""
+    """One CUDA device. Streams belong to lanes; the lanes cpu and pack work on the host."""
 
     def __init__(self, index: int = 0) -> None:
         if not torch.cuda.is_available():
@@ -89,14 +95,20 @@ class CudaBackend:
     def copy(self, destination: Tensor, source: Tensor, lane: Lane) -> None:
         assert destination.numel() == source.numel() and destination.dtype == source.dtype == torch.uint8
         runtime = self.cupy.cuda.runtime
-        kind = runtime.memcpyHostToDevice if lane == Lane.H2D else runtime.memcpyDeviceToHost
+        kind = runtime.memcpyHostToDevice if destination.is_cuda else runtime.memcpyDeviceToHost
         runtime.memcpyAsync(destination.data_ptr(), source.data_ptr(), source.numel(), kind, self.streams[lane].ptr)
+        if lane not in _QUEUES:
+            self.streams[lane].synchronize()
 
     def norms(self, views: Sequence[Tensor], out: Tensor) -> None:
         torch.stack(torch._foreach_norm(list(views), 2, dtype=torch.float32), out=out)
 
+    def adamw(self, weights: Tensor, remainder: Tensor | None, gradient: Tensor, m: Tensor, v: Tensor,
+              segments: Sequence[AdamSegment], gradient_scale: float) -> None:
+        device_adam.adamw(self.cupy, self.streams[Lane.COMPUTE], weights, remainder, gradient, m, v, segments, gradient_scale)
+
     def record(self, lane: Lane) -> Any:
-        if lane not in self.streams:
+        if lane not in _QUEUES:
             return None
         event = self.cupy.cuda.Event(block=True, disable_timing=True)
         event.record(self.streams[lane])
@@ -105,10 +117,14 @@ class CudaBackend:
     def wait(self, lane: Lane, event: Any) -> None:
         if event is None:
             return
-        if lane in self.streams:
+        if lane in _QUEUES:
             self.streams[lane].wait_event(event)
         else:
             event.synchronize()
+
+    def clock(self) -> Clock:
+        with self.cupy.cuda.Device(self.index):
+            return CudaClock(self.cupy, self.streams)
 
     def synchronize(self) -> None:
         try:
@@ -118,7 +134,7 @@ class CudaBackend:
                             f"checkpoint ({str(error).splitlines()[0]})") from error
 
     def delay(self, lane: Lane, seconds: float) -> None:
-        if lane not in self.streams:
+        if lane not in _QUEUES:
             import time
             time.sleep(seconds)
             return

@@ -24,6 +24,7 @@ from megacompile.program import Access, Lane, argument, lane_of, nodes, op_of, o
 
 from .lanes import Backend
 from .operations import OPERATIONS, Frame
+from .recorder import Recorder
 
 _POLL_S = 0.05  # how soon a waiting lane notices that another has failed
 _LOWERED = "_megacompile_instructions"  # attribute of a section
@@ -82,6 +83,7 @@ class Run:
     pending: dict[Lane, threading.Event]
     executor: Executor
     number: int
+    section: str = ""
 
     def wait(self, lanes: Iterable[Lane] | None = None) -> None:
         """Until these lanes (all, if None) have issued the section. Raises `LaneError` if any lane failed."""
@@ -108,13 +110,14 @@ class Executor:
         self.failure: Failure | None = None
         self.lost: LaneError | None = None  # the device: no lane can work any more
         self.probe: Callable[[fx.Node], None] | None = None  # called before each instruction; tests raise from it
+        self.recorder: Recorder | None = None
         self._queues: dict[Lane, queue.SimpleQueue[tuple[Run, list[fx.Node]] | None]] = {}
         self._threads: dict[Lane, threading.Thread] = {}
         self._runs = 0
 
     # ---------------------------------------------------------------- submission, in the caller's thread
-    def submit(self, section: fx.Graph, frame: Frame) -> Run:
-        """Hands a section to the lanes. Raises what an earlier section failed with."""
+    def submit(self, section: fx.Graph, frame: Frame, name: str = "") -> Run:
+        """Hands a section, of this name, to the lanes. Raises what an earlier section failed with."""
         self.check()
         instructions = self._lower(section)
         events: dict[fx.Node, Event | None] = {}
@@ -131,9 +134,11 @@ class Executor:
                     event, lane = events[recorded], lane_of(recorded)
                     assert event is not None and lane is not None
                     left.append((argument(node, "place"), Access(argument(node, "access")), lane, event))
+                case op if lane_of(node) is None and op_of(node).result is not None:  # what lives on the device: any lane's
+                    frame.values[node] = OPERATIONS[op](frame, node)
         self.carried.leave(left)
         self._runs += 1
-        run = Run(frame, events, {lane: threading.Event() for lane in instructions}, self, self._runs)
+        run = Run(frame, events, {lane: threading.Event() for lane in instructions}, self, self._runs, name)
         try:
             for lane, program in instructions.items():
                 self._queue(lane).put((run, program))
@@ -150,10 +155,8 @@ class Executor:
             lanes = {}
             for node in nodes(section):
                 lane = lane_of(node)
-                if op_of(node).name in ("enter", "leave") or (lane is None and op_of(node).result is None):
-                    continue
-                # What runs nowhere and has a result (a resident tile's weights) is a value all the same: compute reads it.
-                lanes.setdefault(lane or Lane.COMPUTE, []).append(node)
+                if lane is not None:
+                    lanes.setdefault(lane, []).append(node)
             setattr(section, _LOWERED, lanes)
         return lanes
 
@@ -246,6 +249,8 @@ class Executor:
                     self.probe(node)
                 if self.delay is not None:
                     self.delay(lane)
+                recorder = self.recorder
+                begun = recorder.begin(lane, node) if recorder is not None else None
                 match op_of(node).name:
                     case "wait":
                         self._wait(run, lane, run.events[operands(node, "event")[0]])
@@ -255,6 +260,8 @@ class Executor:
                         event.fire(self.backend.record(lane))
                     case op:
                         run.frame.values[node] = OPERATIONS[op](run.frame, node)
+                if recorder is not None:
+                    recorder.end(run, lane, node, begun)
             except AbortedError:
                 return
             except BaseException as error:  # whatever it is, it belongs to the caller, not to this thread

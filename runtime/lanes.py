@@ -15,6 +15,9 @@ from torch import Tensor
 
 from megacompile.program import Lane
 
+from .adam import AdamSegment
+from .clock import Clock
+
 
 class Backend(Protocol):
     """What a device must offer. All methods are called from the thread of the lane that they concern."""
@@ -33,16 +36,23 @@ class Backend(Protocol):
     def unlock(self, host: Tensor) -> None: ...
 
     def copy(self, destination: Tensor, source: Tensor, lane: Lane) -> None:
-        """uint8 -> uint8 of one size, issued to the lane."""
+        """uint8 -> uint8 of one size, issued to the lane; done on return in lanes that work on the host."""
 
     def norms(self, views: Sequence[Tensor], out: Tensor) -> None:
         """The Euclidean norm of each of n tensors on the device, bf16 or fp32, into fp32 [n]."""
+
+    def adamw(self, weights: Tensor, remainder: Tensor | None, gradient: Tensor, m: Tensor, v: Tensor,
+              segments: Sequence[AdamSegment], gradient_scale: float) -> None:
+        """`adam.adamw` on tensors of the device, issued to compute; the same bits."""
 
     def record(self, lane: Lane) -> Any:
         """The device's event behind everything issued to the lane; None if issuing is doing."""
 
     def wait(self, lane: Lane, event: Any) -> None:
         """The lane goes no further before the device's event."""
+
+    def clock(self) -> Clock:
+        """Of what happens in the lanes, from now on. The device must be idle."""
 
     def synchronize(self) -> None:
         """Waits for everything on the device. Raises `LaneError` if the device is lost to this process."""

@@ -21,6 +21,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 SOURCE = Path(__file__).parent / "csrc" / "adam.cpp"
+HEADER = SOURCE.with_name("adamw.h")
 # Never -march=native (the cache may be on a disk that several machines share) nor -ffast-math (see the source).
 FLAGS = (
     "-std=c++17", "-O3", "-fopenmp", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fno-exceptions",
@@ -127,7 +128,7 @@ def build(directory: Path, compiler: Sequence[str], source: Path = SOURCE) -> Pa
     may build at the same time, and nobody sees half a file. Raises BuildError with the compiler's own words.
     """
     try:
-        text = source.read_bytes()
+        text = source.read_bytes() + HEADER.read_bytes()
     except OSError as error:
         raise BuildError(f"the kernels' source cannot be read ({error}); reinstall megacompile") from error
     version = _run([*compiler, "--version"])
@@ -143,7 +144,7 @@ def build(directory: Path, compiler: Sequence[str], source: Path = SOURCE) -> Pa
         raise BuildError(f"the cache directory cannot be written ({error}); set MEGACOMPILE_CACHE") from error
     temporary = Path(name)
     try:
-        _run([*compiler, *FLAGS, "-o", name, str(source)])
+        _run([*compiler, *FLAGS, "-I", str(HEADER.parent), "-o", name, str(source)])
         temporary.replace(built)
     finally:
         temporary.unlink(missing_ok=True)

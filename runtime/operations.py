@@ -14,7 +14,7 @@ from torch import Tensor, fx
 from megacompile.program import Lane, argument, op_of, operands
 
 from . import adam as host
-from .arena import Accumulators, Arena, Gradients, Weights
+from .arena import Accumulators, Arena, Gradients, State, Weights
 from .kernels import Activation, Batch, Kernel, bind
 from .kernels import accumulate as accumulate_gradients
 from .lanes import Backend
@@ -75,6 +75,14 @@ def _resident(frame: Frame, node: fx.Node) -> Weights:
     return frame.arena.weights(argument(node, "into"), frame.store[argument(node, "tile")].layout)
 
 
+def _resident_state(frame: Frame, node: fx.Node) -> State:
+    return frame.arena.state(argument(node, "into"), frame.store[argument(node, "tile")].layout)
+
+
+def _resident_gradients(frame: Frame, node: fx.Node) -> Gradients:
+    return frame.arena.gradients(argument(node, "into"), frame.store[argument(node, "tile")].layout)
+
+
 def _run(frame: Frame, node: fx.Node, *more: Any) -> tuple[Kernel, tuple[Any, ...]]:
     kernel = frame.kernels[argument(node, "call"), op_of(node).name, argument(node, "mb")]
     values = bind(kernel, frame.batch, argument(node, "mb"), frame.read(node, "weights") or (), frame.read(node, "inputs"))
@@ -132,6 +140,24 @@ def _offload(frame: Frame, node: fx.Node) -> Gradients | None:
     return slab
 
 
+def _offload_norms(frame: Frame, node: fx.Node) -> None:
+    tile, source = frame.store[argument(node, "tile")], frame.read(node, "reduced")
+    assert tile.gradients is not None, f"{tile.layout.name} has nothing to train"
+    norms = slice(tile.layout.weight_bytes, tile.layout.gradient_bytes)
+    frame.backend.copy(tile.gradients[norms], source.memory[norms], Lane.D2H)
+
+
+def _offload_weights(frame: Frame, node: fx.Node) -> None:
+    frame.backend.copy(frame.store[argument(node, "tile")].weights, frame.read(node, "resident").memory, Lane.CPU)
+
+
+def _fetch_gradients(frame: Frame, node: fx.Node) -> Gradients:
+    tile, gradients = frame.store[argument(node, "tile")], _resident_gradients(frame, node)
+    assert tile.gradients is not None, f"{tile.layout.name} has nothing to train"
+    frame.backend.copy(gradients.memory, tile.gradients, Lane.CPU)
+    return gradients
+
+
 def _accumulate(frame: Frame, node: fx.Node) -> None:
     tile = frame.store[argument(node, "tile")]
     slab: Gradients = frame.read(node, "slab")
@@ -177,6 +203,36 @@ def _adam(frame: Frame, node: fx.Node) -> None:
     update.done.add(tile.layout.name)
 
 
+def _adam_resident(frame: Frame, node: fx.Node) -> None:
+    update, tile = frame.update, frame.store[argument(node, "tile")]
+    assert update is not None, "an update without an optimizer"
+    segments = update.segments.get(tile.layout.name)
+    if not segments or tile.layout.name in update.done:
+        return
+    weights, state = frame.read(node, "resident"), frame.read(node, "state")
+    frame.backend.adamw(tile.layout.flat(weights.memory), state.remainder, frame.read(node, "reduced").flat, state.m, state.v,
+                        segments, frame.read(node, "clip") if "clip" in node.kwargs else 1.0)
+    tile.moments_written = True
+    update.done.add(tile.layout.name)
+
+
+def _fetch_state(frame: Frame, node: fx.Node) -> State:
+    tile, state = frame.store[argument(node, "tile")], _resident_state(frame, node)
+    for there, here in zip(state.parts, (tile.m, tile.v, tile.remainder), strict=True):
+        if there is not None and here is not None:
+            there.copy_(here)
+        elif there is not None:  # no optimizer has asked for moments yet
+            there.zero_()
+    return state
+
+
+def _store_state(frame: Frame, node: fx.Node) -> None:
+    tile, state = frame.store[argument(node, "tile")], frame.read(node, "state")
+    for there, here in zip(state.parts, (tile.m, tile.v, tile.remainder), strict=True):
+        if there is not None and here is not None:
+            here.copy_(there)
+
+
 def _result(frame: Frame, node: fx.Node) -> None:
     """Adds to what the caller gets under a key. Of a loss only the loss itself: its gradients have lives of their own."""
     found = frame.batch.results.setdefault(argument(node, "key"), [])
@@ -200,4 +256,6 @@ OPERATIONS: dict[str, Callable[[Frame, fx.Node], Any]] = dict(
     pack=_pack, prefetch=_prefetch, resident=_resident, forward=_forward, forward_saving=_forward, evaluate=_forward,
     logits=_forward, loss=_loss, recompute_backward=_backward, backward=_backward, zeros=_zeros, scale=_scale,
     reduce=_reduce, offload=_offload, accumulate=_accumulate, clip=_clip, adam=_adam, result=_result, lease=_lease,
-    leased=_leased, release=_release)
+    leased=_leased, release=_release, resident_state=_resident_state, resident_gradients=_resident_gradients,
+    offload_norms=_offload_norms, offload_weights=_offload_weights, fetch_gradients=_fetch_gradients,
+    fetch_state=_fetch_state, store_state=_store_state, adam_resident=_adam_resident)

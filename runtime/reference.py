@@ -30,8 +30,9 @@ class ReferenceExecutor:
     def __init__(self, backend: Backend, poison: bool = True) -> None:
         self.backend, self.poison = backend, poison
         self.probe: Callable[[fx.Node], None] | None = None
+        self.lost: LaneError | None = None  # it would say so at once
 
-    def submit(self, section: fx.Graph, frame: Frame) -> ReferenceRun:
+    def submit(self, section: fx.Graph, frame: Frame, name: str = "") -> ReferenceRun:
         with self.backend.lane(Lane.COMPUTE):
             for node in nodes(section):
                 op = op_of(node).name

@@ -134,12 +134,20 @@ class TileLayout:
         """Gradients, then one FP32 norm per parameter."""
         return self.weight_bytes + 4 * len(self.slices)
 
+    @property
+    def state_bytes(self) -> int:
+        """AdamW's state: moments, and the remainder of bf16 weights."""
+        return (10 if self.dtype == torch.bfloat16 else 8) * self.elements if self.trainable else 0
+
     def host_bytes(self) -> int:
         """Everything that training this tile with AdamW takes."""
-        if not self.trainable:
-            return self.weight_bytes
-        remainder = 2 * self.elements if self.dtype == torch.bfloat16 else 0
-        return self.weight_bytes + self.gradient_bytes + remainder + 8 * self.elements
+        return self.weight_bytes + (self.gradient_bytes + self.state_bytes if self.trainable else 0)
+
+    def state(self, memory: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """m, v (fp32) and the remainder (int16; None of fp32 weights) in a slot's memory."""
+        m, v = (memory[4 * i * self.elements:4 * (i + 1) * self.elements].view(torch.float32) for i in (0, 1))
+        low = memory[8 * self.elements:self.state_bytes]
+        return m, v, low.view(torch.int16) if self.dtype == torch.bfloat16 else None
 
     def views(self, flat: Tensor) -> tuple[Tensor, ...]:
         """One view per parameter of a flat tensor of at least `elements` elements."""

@@ -12,6 +12,7 @@ from torch import Tensor
 from megacompile.program import Lane
 
 from . import adam as host
+from .clock import Clock, HostClock
 from .store import available_host_bytes, host_memory
 
 
@@ -41,11 +42,18 @@ class ThreadBackend:
         for position, view in enumerate(views):
             out[position] = host.norm(view.flatten())
 
+    def adamw(self, weights: Tensor, remainder: Tensor | None, gradient: Tensor, m: Tensor, v: Tensor,
+              segments: Sequence[host.AdamSegment], gradient_scale: float) -> None:
+        host.adamw(weights, remainder, gradient, m, v, segments, gradient_scale)
+
     def record(self, lane: Lane) -> Any:
         return None
 
     def wait(self, lane: Lane, event: Any) -> None:
         pass
+
+    def clock(self) -> Clock:
+        return HostClock()
 
     def synchronize(self) -> None:
         pass

@@ -29,7 +29,7 @@ def compiled_schedule(layers: int = 4, micro_batches: tuple[int, ...] = (1,), fr
     tiles, calls = {}, []
     for name in names:
         size = LAYER_BYTES if "." in name else BORDER_BYTES
-        tiles[name] = Tile(name, size // 2, size, size, name not in frozen)
+        tiles[name] = Tile(name, size // 2, size, size, name not in frozen, 5 * size)
         role = "layer" if "." in name else name
         read = ("prologue", "epilogue") if tied and name == "epilogue" else (name,)
         calls.append(CallSpec(name, role, "decoder" if role == "layer" else name, read,

@@ -4,6 +4,11 @@
     d5 = offload("layers.5", g5)                           # straight into the page-locked tile
     accumulate("layers.5", d5, overwrite=False)            # or through a slab: where tiles are not page-locked, and in
                                                            # `backward_accumulate`, which adds to gradients that exist
+
+A tile whose optimizer state lives on the device keeps its gradients there as well. In a whole step, which has no `.grad`,
+only their norms go home, for the clip; and where the host adds gradients up, the sums come back:
+
+    g0 = fetch_gradients("layers.0")
 """
 from __future__ import annotations
 
@@ -19,10 +24,9 @@ def run(program: Program, plan: Plan) -> Program:
     sections = dict(program.sections)
     for key in ("backward", "train_step"):
         if key in sections:
-            sections[key] = _insert(program, copy_section(program.section(key)), slabs=not plan.locked, overwrite=True)
+            sections[key] = _insert(program, plan, key, slabs=not plan.locked, overwrite=True)
     if "backward" in sections:
-        backward = copy_section(program.section("backward"))
-        sections["backward_accumulate"] = _insert(program, backward, slabs=True, overwrite=False)
+        sections["backward_accumulate"] = _insert(program, plan, "backward", slabs=True, overwrite=False)
     return program.evolve(stage=provides, sections=sections)
 
 
@@ -30,7 +34,8 @@ def _tile_of(accumulators: fx.Node) -> str:
     return str(argument(accumulators, "tile") or argument(accumulators, "key").removeprefix("accumulators "))
 
 
-def _insert(program: Program, graph: fx.Graph, slabs: bool, overwrite: bool) -> fx.Graph:
+def _insert(program: Program, plan: Plan, section: str, slabs: bool, overwrite: bool) -> fx.Graph:
+    graph = copy_section(program.section(section))
     build = Builder(graph, name)
     last: dict[fx.Node, fx.Node] = {}
     for node in nodes(graph):
@@ -39,9 +44,17 @@ def _insert(program: Program, graph: fx.Graph, slabs: bool, overwrite: bool) -> 
     accumulators = [n for n in find(graph, "zeros", "leased")
                     if argument(n, "tile") or argument(n, "key").startswith("accumulators ")]
     for value in accumulators:
-        tile = _tile_of(value)
-        reduced = build.after(last[value], "reduce", f"d{program.number(tile)}", tile=tile, accumulators=value)
-        sent = build.after(reduced, "offload", f"o{program.number(tile)}", tile=tile, reduced=reduced, into=None)
+        tile, number = _tile_of(value), program.number(_tile_of(value))
+        reduced = build.after(last[value], "reduce", f"d{number}", tile=tile, accumulators=value)
+        stays = tile in plan.resident_state
+        if stays and plan.update == "arrival":
+            continue  # consumed where they are
+        if stays and section == "train_step":
+            build.after(reduced, "offload_norms", tile=tile, reduced=reduced)
+            continue
+        sent = build.after(reduced, "offload", f"o{number}", tile=tile, reduced=reduced, into=None)
         if slabs:
-            build.after(sent, "accumulate", tile=tile, slab=sent, overwrite=overwrite)
+            added = build.after(sent, "accumulate", tile=tile, slab=sent, overwrite=overwrite)
+            if stays and not overwrite:
+                build.after(added, "fetch_gradients", f"g{number}", tile=tile)
     return graph

@@ -5,9 +5,20 @@
     adam("layers.0", c)
     w = prefetch("layers.0", into="R0")                    # a resident tile is refreshed at once
 
-Where the plan updates on arrival, `adam` stands behind each tile's `offload` instead, and nothing is clipped.
+A tile whose optimizer state lives on the device is updated there; its weights go home behind all updates, since the host's
+are what everybody reads:
+
+    w1, m1, g1 = resident("layers.0"), resident_state("layers.0"), resident_gradients("layers.0")
+    adam_resident("layers.0", resident=w1, state=m1, reduced=g1, clip=c)
+    offload_weights("layers.0", w1)
+
+Where the plan updates on arrival, the update stands behind each tile's `offload` (or `reduce`) instead, and nothing is
+clipped. Sections that run outside of steps: `load` fills what lives on the device, `store` brings its state home; `refresh`
+sends gradients that were changed on the host; `rescue` saves the weights that a failed update has left on the device.
 """
 from __future__ import annotations
+
+from collections.abc import Callable
 
 from torch import fx
 
@@ -29,6 +40,12 @@ def run(program: Program, plan: Plan) -> Program:
         sections["update"] = _update(program, plan, [t for t in tiles if program.tiles[t].trainable])
     if plan.resident:
         sections["load"] = _load(program, plan, [t for t in tiles if t in plan.resident])
+    if plan.resident_state:
+        stateful = [t for t in tiles if t in plan.resident_state]
+        sections["store"] = _each(program, stateful, _store)
+        sections["rescue"] = _each(program, stateful, _bring_home)
+        if "backward" in sections and plan.update == "step":
+            sections["refresh"] = _each(program, stateful, _refresh)
     return program.evolve(stage=provides, sections=sections)
 
 
@@ -42,15 +59,41 @@ def _update(program: Program, plan: Plan, tiles: list[str]) -> fx.Graph:
     build = Builder(graph, name)
     clip = build.add("clip", "c", tiles=tuple(tiles))
     for tile in tiles:
+        if tile in plan.resident_state:
+            gradients = build.add("resident_gradients", f"g{program.number(tile)}", tile=tile)
+            _update_there(build, program, tile, gradients, clip)
+            continue
         build.add("adam", tile=tile, clip=clip)
         if tile in plan.resident:
             _arrive(build, program, plan, tile)
+    _send_home(program, plan, graph)
     return graph
+
+
+def _update_there(build: Builder, program: Program, tile: str, reduced: fx.Node, clip: fx.Node | None) -> None:
+    weights, state = _there(build, program, tile)
+    build.add("adam_resident", tile=tile, resident=weights, state=state, reduced=reduced, clip=clip)
+
+
+def _send_home(program: Program, plan: Plan, graph: fx.Graph) -> None:
+    build = Builder(graph, name)
+    for tile in plan.resident_state:
+        _bring_home(build, program, tile)
+
+
+def _there(build: Builder, program: Program, tile: str) -> tuple[fx.Node, fx.Node]:
+    number = program.number(tile)
+    return (build.add("resident", f"w{number}", tile=tile), build.add("resident_state", f"m{number}", tile=tile))
 
 
 def _on_arrival(program: Program, plan: Plan, graph: fx.Graph) -> fx.Graph:
     """Each tile is updated as soon as its gradients are home, in the order in which they arrive."""
     build = Builder(graph, name)
+    for node in list(find(graph, "reduce")):
+        if argument(node, "tile") in plan.resident_state:
+            following = node.next
+            with graph.inserting_before(following):
+                _update_there(build, program, argument(node, "tile"), node, None)
     for node in list(find(graph, "offload")):
         tile = argument(node, "tile")
         home = next((user for user in node.users if op_of(user).name == "accumulate"), node)
@@ -59,6 +102,7 @@ def _on_arrival(program: Program, plan: Plan, graph: fx.Graph) -> fx.Graph:
             arrival = Builder(graph, name)
             staging = None if plan.locked else arrival.after(updated, "pack", f"k{program.number(tile)}", tile=tile)
             arrival.after(staging or updated, "prefetch", f"w{program.number(tile)}", tile=tile, staging=staging)
+    _send_home(program, plan, graph)
     return graph
 
 
@@ -68,4 +112,28 @@ def _load(program: Program, plan: Plan, tiles: list[str]) -> fx.Graph:
     build = Builder(graph, name)
     for tile in tiles:
         _arrive(build, program, plan, tile)
+        if tile in plan.resident_state:
+            build.add("fetch_state", f"m{program.number(tile)}", tile=tile)
     return graph
+
+
+def _each(program: Program, tiles: list[str], add: Callable[[Builder, Program, str], None]) -> fx.Graph:
+    graph = fx.Graph()
+    build = Builder(graph, name)
+    for tile in tiles:
+        add(build, program, tile)
+    return graph
+
+
+def _store(build: Builder, program: Program, tile: str) -> None:
+    state = build.add("resident_state", f"m{program.number(tile)}", tile=tile)
+    build.add("store_state", tile=tile, state=state)
+
+
+def _bring_home(build: Builder, program: Program, tile: str) -> None:
+    weights = build.add("resident", f"w{program.number(tile)}", tile=tile)
+    build.add("offload_weights", tile=tile, resident=weights)
+
+
+def _refresh(build: Builder, program: Program, tile: str) -> None:
+    build.add("fetch_gradients", f"g{program.number(tile)}", tile=tile)

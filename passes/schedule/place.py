@@ -36,7 +36,7 @@ def run(program: Program, plan: Plan) -> Program:
 def _release(graph: fx.Graph, plan: Plan) -> None:
     """After its last use every value is released, but what a lease keeps, events, and values that are no memory.
 
-    A slab that was written for the host's gradients is no slot and needs no end; a resident tile has none."""
+    A slab that was written for the host's gradients is no slot and needs no end; what stays on the device has none."""
     build = Builder(graph, name)
     last: dict[fx.Node, fx.Node] = {}
     for node in nodes(graph):
@@ -47,9 +47,22 @@ def _release(graph: fx.Graph, plan: Plan) -> None:
     for value in list(nodes(graph)):
         if op_of(value).result in (None, "event", "clip") or value in leased or value in offloaded:
             continue
-        if op_of(value).result == "weights" and argument(value, "tile") in plan.resident:
+        if _stays(value, plan):
             continue
         build.after(last.get(value, value), "release", value=value)
+
+
+def _stays(value: fx.Node, plan: Plan) -> bool:
+    """Whether a value outlives its section, in a slot of its own. Gradients that are updated with on arrival do not."""
+    tile = argument(value, "tile")
+    match op_of(value).result:
+        case "weights":
+            return tile in plan.resident
+        case "state" | "gradients":
+            return True
+        case "reduced":
+            return tile in plan.resident_state and plan.update == "step"
+    return False
 
 
 class _Places:
@@ -59,7 +72,6 @@ class _Places:
     def __init__(self, program: Program, plan: Plan, sizes: dict[str, int]) -> None:
         self.program, self.plan, self.sizes = program, plan, sizes
         self.border = border_tiles(program)
-        self.resident = {tile: f"R{i}" for i, tile in enumerate(plan.resident)}
         self.free: dict[str, list[str]] = defaultdict(list)
         self.made: dict[str, int] = defaultdict(int)
         self.counts = {"W": plan.weight_slots, "G": plan.gradient_slots, "S": plan.staging_slabs,
@@ -80,8 +92,11 @@ class _Places:
 
     def _choose(self, node: fx.Node) -> str:
         tile, kind = argument(node, "tile"), op_of(node).result
-        if kind == "weights" and tile in self.resident:
-            return self.resident[tile]
+        if _stays(node, self.plan):
+            if tile in self.plan.resident_state:
+                family = {"weights": "RW", "state": "RS"}.get(kind or "", "RG")
+                return f"{family}{self.plan.resident_state.index(tile)}"
+            return f"R{[t for t in self.plan.resident if t not in self.plan.resident_state].index(tile)}"
         letter = {"weights": "W", "reduced": "G", "staging": "S", "slab": "D"}[kind or ""]
         if tile not in self.border:
             return self._take(letter, self.counts[letter])
@@ -99,15 +114,14 @@ class _Places:
         """The tiles of one border call are there together: the largest of each call take turns in WB0, the next largest
         in WB1. `prefetch` holds those of one call at a time, so that the slot is free."""
         call = next(argument(user, "call") for user in node.users if argument(user, "call"))
-        tiles = [t for t in self.program.call(call).tiles if t in self.border and t not in self.resident]
+        tiles = [t for t in self.program.call(call).tiles if t in self.border and t not in self.plan.resident]
         tiles.sort(key=lambda t: -self.program.tiles[t].weight_bytes)
         return f"WB{tiles.index(argument(node, 'tile'))}"
 
     def _put(self, node: fx.Node, slot: str) -> None:
         tile = self.program.tiles[argument(node, "tile")]
-        size = tile.weight_bytes if op_of(node).result in ("weights", "staging") else tile.gradient_bytes
         node.kwargs = {**node.kwargs, "into": slot}
-        self.sizes[slot] = max(self.sizes.get(slot, 0), size)
+        self.sizes[slot] = max(self.sizes.get(slot, 0), tile.bytes_of(op_of(node).result or ""))
 
 
 def _family(slot: str) -> str:

@@ -20,21 +20,6 @@
 
 namespace {
 
-struct BFloat16 {
-  uint16_t bits;
-};
-
-enum DType : int { kFloat32 = 0, kBFloat16 = 1 };
-enum InstructionSet : int { kPortable = 0, kAvx2 = 1, kAvx512 = 2 };
-
-constexpr int64_t kChunk = 16384;  // elements; also the shape of the norm's partial sums, so a part of its result
-constexpr int kNormLanes = 32;     // independent sums within a chunk: four vectors of AVX-512, eight of AVX2
-constexpr int64_t kBlock = 256;    // elements between prefetches, a multiple of kNormLanes
-constexpr int64_t kPrefetch = 1024;  // elements ahead
-constexpr int64_t kCopyChunk = int64_t{1} << 20;  // bytes
-
-// ---- values -------------------------------------------------------------------------------------------------------
-
 ALWAYS_INLINE uint32_t bits_of(float value) {
   uint32_t bits;
   std::memcpy(&bits, &value, sizeof bits);
@@ -47,32 +32,29 @@ ALWAYS_INLINE float float_of(uint32_t bits) {
   return value;
 }
 
-ALWAYS_INLINE float canonical(float value) { return value == value ? value : float_of(0x7FC00000u); }
+#define INLINE ALWAYS_INLINE
+#define BITS bits_of
+#define FLOAT float_of
+#define FMA __builtin_fmaf
+#define SQRT __builtin_sqrtf
+#include "adamw.h"
 
-ALWAYS_INLINE float load(float value) { return value; }
-ALWAYS_INLINE float load(BFloat16 value) { return float_of(uint32_t{value.bits} << 16); }
+enum DType : int { kFloat32 = 0, kBFloat16 = 1 };
+enum InstructionSet : int { kPortable = 0, kAvx2 = 1, kAvx512 = 2 };
+
+constexpr int64_t kChunk = 16384;  // elements; also the shape of the norm's partial sums, so a part of its result
+constexpr int kNormLanes = 32;     // independent sums within a chunk: four vectors of AVX-512, eight of AVX2
+constexpr int64_t kBlock = 256;    // elements between prefetches, a multiple of kNormLanes
+constexpr int64_t kPrefetch = 1024;  // elements ahead
+constexpr int64_t kCopyChunk = int64_t{1} << 20;  // bytes
+
+// ---- values -------------------------------------------------------------------------------------------------------
 
 ALWAYS_INLINE void store(float& place, float value) { place = canonical(value); }
 ALWAYS_INLINE void store(BFloat16& place, float value) {  // nearest, ties to even
   const uint32_t bits = bits_of(value);
   const uint32_t rounded = (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;
   place.bits = static_cast<uint16_t>(value == value ? rounded : 0x7FC0u);
-}
-
-// The FP32 master of a bf16 weight: bits = (hi << 16) + remainder, hi the master rounded to nearest, ties away from
-// zero. Half of every binade would not fit the remainder if ties went to even. The rounding carries like integers do:
-// the largest finite masters have hi = inf and a negative remainder, and join exactly. A NaN would carry into inf or
-// -0 on the device, so it is stored as the canonical NaN with remainder 0.
-ALWAYS_INLINE float load_master(float weight, int16_t) { return weight; }
-ALWAYS_INLINE float load_master(BFloat16 hi, int16_t remainder) {
-  return float_of((uint32_t{hi.bits} << 16) + static_cast<uint32_t>(int32_t{remainder}));
-}
-
-ALWAYS_INLINE void store_master(float& weight, int16_t&, float master) { weight = canonical(master); }
-ALWAYS_INLINE void store_master(BFloat16& hi, int16_t& remainder, float master) {
-  const uint32_t bits = bits_of(canonical(master));
-  hi.bits = static_cast<uint16_t>((bits + 0x8000u) >> 16);
-  remainder = static_cast<int16_t>(bits & 0xFFFFu);  // bits - (hi << 16), which the low half read as signed is
 }
 
 // ---- instruction sets and threads ---------------------------------------------------------------------------------
@@ -152,19 +134,6 @@ void run_all(int64_t count, int instruction_set, int threads, const Loop& loop) 
 
 // ---- AdamW --------------------------------------------------------------------------------------------------------
 
-struct Segment {           // native.Segment mirrors it
-  int64_t start, stop;     // elements of the tile
-  float decay;             // 1 - lr * weight_decay
-  float gradient_weight;   // 1 - beta1
-  float beta2;
-  float square_weight;     // 1 - beta2
-  float root_correction;   // sqrt(1 - beta2 ** step)
-  float eps;
-  float negative_step;     // -lr / (1 - beta1 ** step)
-};
-
-// The operations of torch.optim.AdamW on FP32, in its order and with its roundings: torch's lerp and addcmul are fused
-// multiply-adds on every processor that has them, so these are too.
 template <class Weight, class Gradient>
 struct AdamWLoop {
   Weight* weights;
@@ -178,9 +147,6 @@ struct AdamWLoop {
     constexpr bool is_split = sizeof(Weight) == sizeof(BFloat16);
     const Segment s = segment;
     const float scale = gradient_scale;
-    // torch.lerp starts from its nearer end, so that a weight of 1 gives the gradient exactly.
-    const bool from_moment = s.gradient_weight < 0.5f;
-    const float lerp_weight = from_moment ? s.gradient_weight : s.gradient_weight - 1.0f;
     Weight* const w = weights;
     int16_t* const r = remainders;
     const Gradient* const g = gradients;
@@ -195,14 +161,7 @@ struct AdamWLoop {
       const int64_t stop = block + kBlock < end ? block + kBlock : end;
 #pragma GCC ivdep
       for (int64_t i = block; i < stop; ++i) {
-        const float gradient = load(g[i]) * scale;
-        const float master = load_master(w[i], is_split ? r[i] : int16_t{0}) * s.decay;
-        const float m = __builtin_fmaf(lerp_weight, gradient - ms[i], from_moment ? ms[i] : gradient);
-        const float v = __builtin_fmaf(s.square_weight * gradient, gradient, vs[i] * s.beta2);
-        const float denominator = __builtin_sqrtf(v) / s.root_correction + s.eps;
-        ms[i] = canonical(m);
-        vs[i] = canonical(v);
-        store_master(w[i], is_split ? r[i] : unused, master + (s.negative_step * m) / denominator);
+        update(w[i], is_split ? r[i] : unused, g[i], ms[i], vs[i], scale, s);
       }
     }
   }

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import random
+import time
 from typing import Any
 
 import pytest
@@ -15,6 +16,8 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 import megacompile
 from megacompile.program import Lane, find, lane_of, op_of, operands, rebuild
+from megacompile.runtime import adam
+from megacompile.runtime.cuda import CudaBackend
 
 pytestmark = pytest.mark.gpu
 LAYERS = 4
@@ -76,7 +79,8 @@ def reference() -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("options", [
     dict(checkpoint_interval=1), dict(checkpoint_interval=2), dict(checkpoint_interval=4), dict(resident="all"),
-    dict(locked_memory=4096), dict(saved_layers=2), dict(weight_slots=4)])
+    dict(locked_memory=4096), dict(saved_layers=2), dict(weight_slots=4), dict(resident_state="all"),
+    dict(resident_state=("tied", "model.layers.1"), checkpoint_interval=2)])
 def test_every_plan_gives_the_bits_of_the_reference_interpreter(options: dict[str, Any], reference: Any) -> None:
     assert same(weights(seed=1, micro_batch_size=2, **options), reference)
 
@@ -84,6 +88,56 @@ def test_every_plan_gives_the_bits_of_the_reference_interpreter(options: dict[st
 @pytest.mark.parametrize("seed", range(10))
 def test_late_lanes_change_no_bit(seed: int, reference: Any) -> None:
     assert same(weights(seed=seed, micro_batch_size=2), reference)
+
+
+@pytest.mark.parametrize("options", [dict(waves=2), dict(waves=2, resident_state="all"),
+                                     dict(resident_state=("tied", "model.layers.0"))])
+@pytest.mark.parametrize("overlap", [None, "backward"])
+def test_whole_steps_updated_on_the_device_give_the_bits_of_those_updated_on_the_host(
+        overlap: str | None, options: dict[str, Any]) -> None:
+    """Optimizer state too, brought home."""
+    found = []
+    for there in (options, {**options, "resident_state": ()}):
+        model = megacompile.stream(build(), device="cuda", compile=False, micro_batch_size=2, **there)
+        late(model, 3)
+        optimizer = megacompile.AdamW(model.parameters(), lr=1e-3, max_grad_norm=None if overlap else 1.0, overlap=overlap)
+        for step in range(3):
+            model.megacompile.train_step(batch(step), optimizer)
+        state = {f"{i} {key}": torch.as_tensor(value).clone()
+                 for i, of in optimizer.state_dict()["state"].items() for key, value in of.items()}
+        found.append({**{n: t.clone() for n, t in model.state_dict().items()}, **state})
+        model.megacompile.close()
+    assert same(*found)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_update_on_the_device_is_that_of_the_host_to_the_bit(dtype: torch.dtype) -> None:
+    """Of every kind of number: ordinary, tiny, huge, denormal, infinite, none."""
+    count, generator = 1 << 20, torch.Generator().manual_seed(0)
+
+    def numbers(low: int, high: int) -> torch.Tensor:
+        found = torch.randn(count, generator=generator) * 10.0 ** torch.randint(low, high, (count,), generator=generator)
+        found[:8] = torch.tensor([0.0, -0.0, 1e-42, -1e-42, float("inf"), float("-inf"), float("nan"), 3.3e38])
+        return found[torch.randperm(count, generator=generator)]
+
+    host = dict(weights=numbers(-38, 30).to(dtype), gradient=numbers(-38, 20).to(dtype), m=numbers(-38, 20),
+                v=numbers(-38, 20).abs())
+    remainder = torch.randint(-2**15, 2**15, (count,), generator=generator).to(torch.int16)
+    remainder[host["weights"].isnan()] = 0  # as they are stored
+    low = remainder if dtype == torch.bfloat16 else None
+    segments = [adam.AdamSegment(0, 1000, 1e-3, 0.9, 0.999, 1e-8, 0.1, step=3),
+                adam.AdamSegment(1024, count - 3, 1e-2, 0.4, 0.95, 1e-6, 0.0, step=1)]
+    backend = CudaBackend()
+    there = {name: tensor.cuda() for name, tensor in host.items()}
+    there_low = None if low is None else low.cuda()
+    torch.cuda.synchronize()
+    backend.adamw(there["weights"], there_low, there["gradient"], there["m"], there["v"], segments, 0.37)
+    backend.synchronize()
+    adam.adamw(host["weights"], low, host["gradient"], host["m"], host["v"], segments, 0.37)
+    for name, tensor in host.items():
+        bits = torch.int16 if tensor.dtype == torch.bfloat16 else torch.int32
+        assert torch.equal(there[name].cpu().view(bits), tensor.view(bits)), name
+    assert low is None or torch.equal(there_low.cpu(), low)
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -138,3 +192,27 @@ def test_a_wait_deleted_by_hand_changes_the_result(reference: Any) -> None:
         assert not same(train(model), reference)
     finally:
         model.megacompile.close()
+
+
+def test_a_recording_has_all_lanes_on_one_clock() -> None:
+    model = megacompile.stream(build(), device="cuda", compile=False)
+    optimizer = megacompile.AdamW(model.parameters(), lr=1e-3, max_grad_norm=1.0)
+    begin = time.perf_counter()
+    with model.megacompile.record() as recording:
+        for step in range(3):
+            model(**batch(step)).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    took = time.perf_counter() - begin
+    found = recording.timeline()
+    model.megacompile.close()
+    assert all(-1e-4 <= i.start_s <= i.end_s <= took for i in found.items)
+    end = {(i.step, i.node): i.end_s for i in found.items}
+    crossed = 0
+    for wait in (i for i in found.items if op_of(i.node).name == "wait"):
+        (event,) = operands(wait.node, "event")
+        if op_of(event).name == "record":
+            assert end[wait.step, operands(event, "node")[0]] <= wait.end_s + 5e-4, "two clocks"
+            crossed += 1
+    assert crossed > 10
+    assert all(0 < found.occupancy(lane) <= 1 for lane in (Lane.COMPUTE, Lane.H2D, Lane.D2H, Lane.CPU))

@@ -101,6 +101,10 @@ PLANS: dict[str, dict[str, Any]] = {
     "resident": {"resident": "all"},
     "resident, K = 4": {"resident": "all", "checkpoint_interval": 4},
     "two tiles resident": {"resident": ("model.layers.1", "epilogue"), "checkpoint_interval": 2},
+    "everything resident, its state too": {"resident_state": "all"},
+    "two tiles resident, the state of one": {"resident_state": ("model.layers.0",), "resident": ("epilogue",)},
+    "the first tiles' state resident, K = 2": {"resident_state": ("prologue", "model.layers.0"), "checkpoint_interval": 2},
+    "slab pool, a tile's state resident": {"locked_memory": 4096, "resident_state": ("model.layers.1",)},
     "slab pool": {"locked_memory": 4096},
     "slab pool of one slab, K = 2": {"locked_memory": 4096, "gradient_slabs": 1, "checkpoint_interval": 2},
     "slab pool, a tile resident": {"locked_memory": 4096, "resident": ("model.layers.0",)},
@@ -112,7 +116,8 @@ PLANS: dict[str, dict[str, Any]] = {
     "one gradient slot": {"gradient_slots": 1},
     "four gradient slots": {"gradient_slots": 4},
 }
-BF16_PLANS = ("streamed, K = 1", "streamed, K = 4", "resident", "slab pool", "two layers keep their residuals")
+BF16_PLANS = ("streamed, K = 1", "streamed, K = 4", "resident", "slab pool", "two layers keep their residuals",
+              "everything resident, its state too", "the first tiles' state resident, K = 2")
 
 
 @pytest.mark.parametrize("plan", PLANS)
@@ -126,7 +131,7 @@ def test_every_plan_gives_the_same_bits_in_bf16(plan: str) -> None:
 
 
 @pytest.mark.parametrize("plan", ["streamed, K = 2", "resident", "slab pool of one slab, K = 2",
-                                  "two layers keep their residuals"])
+                                  "two layers keep their residuals", "the first tiles' state resident, K = 2"])
 def test_no_plan_reads_what_it_has_released(plan: str) -> None:
     """The reference interpreter fills what is released with NaN."""
     assert not different(trained(torch.float32, reference=True, **PLANS[plan]), meaning(torch.float32))
@@ -163,7 +168,7 @@ def test_training_again_from_the_same_weights_gives_the_same_bits() -> None:
 # ---- late lanes ------------------------------------------------------------------------------------------------------
 
 LATE_PLANS = ("streamed, K = 1", "streamed, K = 2", "two tiles resident", "slab pool of one slab, K = 2",
-              "two layers keep their residuals")
+              "two layers keep their residuals", "the first tiles' state resident, K = 2")
 
 
 @pytest.fixture(scope="module")
@@ -228,6 +233,9 @@ WAITS = {
     "weights are updated": ("streamed, K = 1", "forward", Lane.H2D, "prefetch", "adam"),
     "weights are updated, slab pool": ("slab pool", "forward", Lane.PACK, "pack", "adam"),
     "a resident copy is updated": ("resident", "update", Lane.H2D, "prefetch", "adam"),
+    "the clip is known": ("the first tiles' state resident, K = 2", "update", Lane.COMPUTE, "adam_resident", "clip"),
+    "weights are updated on the device": (
+        "the first tiles' state resident, K = 2", "update", Lane.CPU, "offload_weights", "adam_resident"),
 }
 
 

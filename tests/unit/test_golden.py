@@ -31,6 +31,12 @@ GOLDENS: dict[str, dict[str, Any]] = {
                          ("resident", {k: {"resident": EVERY_TILE} for k in (1, 2, 4)}))
 } | {
     "slab_pool_k2_one_micro_batch": {"checkpoint_interval": 2, "weight_slots": 3, "locked": False, "gradient_slabs": 2},
+    "updated_on_the_device_k1_two_micro_batches": {
+        "micro_batches": (1, 1), "resident": ("prologue", "layers.0"), "resident_state": ("prologue", "layers.0")},
+    "whole_step_updated_on_the_device": {
+        "whole_step": True, "resident": ("prologue", "layers.0"), "resident_state": ("prologue", "layers.0")},
+    "whole_step_updates_on_arrival": {
+        "whole_step": True, "update": "arrival", "resident": ("layers.0", "layers.1"), "resident_state": ("layers.0",)},
     "whole_step_k1_two_waves": {"checkpoint_interval": 1, "micro_batches": (1, 1), "waves": 2, "whole_step": True},
 }
 
@@ -88,7 +94,8 @@ def test_names_and_order_of_tiles_decide_nothing(name: str, make_schedule: Sched
         tiles={new[t.name]: replace(t, name=new[t.name]) for t in reversed(model.tiles.values())},
         calls=tuple(replace(c, tiles=tuple(new[t] for t in c.tiles)) for c in model.calls))
     plan = plan_of(name)
-    program = compile_program(renamed, replace(plan, resident=tuple(new[t] for t in plan.resident)), PIPELINE).program
+    resident, stateful = (tuple(new[t] for t in tiles) for tiles in (plan.resident, plan.resident_state))
+    program = compile_program(renamed, replace(plan, resident=resident, resident_state=stateful), PIPELINE).program
     assert program.slots == compiled.program.slots
     assert list(program.sections) == list(compiled.program.sections)
     for section in program.sections:

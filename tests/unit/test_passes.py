@@ -47,6 +47,8 @@ PLANS: dict[str, dict[str, Any]] = {
     "residuals kept": {"saved_layers": 2, "checkpoint_interval": 2},
     "all residuals kept": {"saved_layers": 4},
     "frozen": {"frozen": ("prologue", "layers.1"), "checkpoint_interval": 2},
+    "updated on the device": {"resident": ("prologue", "layers.0", "epilogue"), "resident_state": ("prologue", "layers.0")},
+    "all updated on the device": {"resident": EVERY_TILE, "resident_state": EVERY_TILE, "micro_batches": (1, 1)},
 }
 
 Schedules = Callable[..., Compiled]
@@ -88,7 +90,8 @@ def test_layers_never_occupy_more_slots_than_planned(case: tuple[Program, Plan])
     layers = [t for t in program.tiles if not is_border(program, t)]
     for graph in program.sections.values():
         for kind, limit in limits.items():
-            streamed = [t for t in layers if kind != "weights" or t not in plan.resident]
+            stay = {"weights": plan.resident, "reduced": plan.resident_state}.get(kind, ())
+            streamed = [t for t in layers if t not in stay]
             assert max(occupied(graph, kind, streamed), default=0) <= limit
 
 
@@ -96,13 +99,15 @@ def test_declared_slots_are_those_planned_and_as_large_as_their_tiles(case: tupl
     program, plan = case
     families = Counter(slot.rstrip("0123456789") for slot in program.slots)
     assert families["W"] <= plan.weight_slots and families["G"] <= plan.gradient_slots
-    assert families["R"] == len(plan.resident)
+    assert families["R"] == len(plan.resident) - len(plan.resident_state)
+    assert families["RW"] == families["RS"] == families["RG"] == len(plan.resident_state)
     largest: Counter[str] = Counter()
     for graph in program.sections.values():
         for node in nodes(graph):
             if (slot := argument(node, "into")) is not None:
                 tile = program.tiles[argument(node, "tile")]
-                size = tile.weight_bytes if op_of(node).result in ("weights", "staging") else tile.gradient_bytes
+                size = {"weights": tile.weight_bytes, "staging": tile.weight_bytes, "state": tile.state_bytes}.get(
+                    op_of(node).result or "", tile.gradient_bytes)
                 largest[slot] = max(largest[slot], size)
     assert {name: slot.bytes for name, slot in program.slots.items()} == largest
 
@@ -184,12 +189,15 @@ def test_each_tile_arrives_once_for_all_micro_batches(case: tuple[Program, Plan]
 
 
 def test_each_trainable_tile_is_sent_home_and_updated_once(case: tuple[Program, Plan]) -> None:
-    program, _ = case
+    program, plan = case
     trainable = {name: 1 for name, tile in program.tiles.items() if tile.trainable}
-    for section, ops in {"update": ("adam",), "backward": ("reduce", "offload"),
+    there = dict.fromkeys(plan.resident_state, 1)
+    for section, ops in {"update": ("adam adam_resident",), "backward": ("reduce", "offload"),
                          "backward_accumulate": ("reduce", "offload", "accumulate")}.items():
         for op in ops:
-            assert Counter(argument(n, "tile") for n in find(program.section(section), op)) == trainable, (section, op)
+            assert Counter(argument(n, "tile") for n in find(program.section(section), *op.split())) == trainable, (section, op)
+    for section, op in {"update": "adam_resident", "backward_accumulate": "fetch_gradients"}.items():
+        assert Counter(argument(n, "tile") for n in find(program.section(section), op)) == there, (section, op)
     (clip,) = find(program.section("update"), "clip")
     assert set(argument(clip, "tiles")) == set(trainable)
 
@@ -197,7 +205,7 @@ def test_each_trainable_tile_is_sent_home_and_updated_once(case: tuple[Program, 
 def test_updates_come_in_the_order_in_which_the_forward_needs_them(case: tuple[Program, Plan]) -> None:
     program, _ = case
     order = list(dict.fromkeys(tile for call in program.calls for tile in call.tiles))
-    updated = [argument(n, "tile") for n in find(program.section("update"), "adam")]
+    updated = [argument(n, "tile") for n in find(program.section("update"), "adam", "adam_resident")]
     assert updated == [tile for tile in order if program.tiles[tile].trainable]
 
 
@@ -299,16 +307,18 @@ def models_and_plans(draw: st.DrawFn) -> tuple[Program, Plan]:
     tied = draw(st.booleans())
     names = ["prologue", *layers, "epilogue", *(["tied"] if tied else [])]
     frozen = draw(st.sets(st.sampled_from(names), max_size=3)) if draw(st.booleans()) else set()
-    tiles = {n: Tile(n, 100, 200, 210, n not in frozen) for n in names}
+    tiles = {n: Tile(n, 100, 200, 210, n not in frozen, 1000) for n in names}
     calls = [CallSpec(n, "layer" if n in layers else n, draw(st.sampled_from(["a", "b"])) if n in layers else n,
                       (n, *(["tied"] if tied and n not in layers else [])),
                       ("recompute_backward",) if n == "prologue" else ()) for n in ["prologue", *layers, "epilogue"]]
     interval = draw(st.integers(1, depth + 1))
     batch = draw(st.integers(1, 5))
+    resident = tuple(sorted(draw(st.sets(st.sampled_from(names), max_size=3))))
+    stateful = tuple(t for t in resident if t not in frozen and draw(st.booleans()))
     plan = Plan(
         batch, 8, split(batch, draw(st.integers(1, batch))), interval, draw(st.integers(0, depth)),
         weight_slots=max(min(interval, depth), draw(st.integers(1, 4))), gradient_slots=draw(st.integers(1, 3)),
-        resident=tuple(sorted(draw(st.sets(st.sampled_from(names), max_size=3)))), locked=draw(st.booleans()),
+        resident=resident, resident_state=stateful, locked=draw(st.booleans()),
         staging_slabs=draw(st.integers(1, 3)), gradient_slabs=draw(st.integers(1, 3)))
     return model_program(calls, tiles, batch, labels=True), plan
 
@@ -319,7 +329,7 @@ def test_any_plan_of_any_model_compiles_to_a_program_that_verifies(drawn: tuple[
     """The manager verifies each stage: it raises where a pass is at fault."""
     model, plan = drawn
     program = compile_program(model, plan, PIPELINE).program
-    updated = Counter(argument(n, "tile") for n in find(program.section("update"), "adam"))
+    updated = Counter(argument(n, "tile") for n in find(program.section("update"), "adam", "adam_resident"))
     assert updated == {name: 1 for name, tile in model.tiles.items() if tile.trainable}
 
 

@@ -1,7 +1,6 @@
 """Predicted = measured: every row of `benchmarks/results/` that was taken on hardware of which there is a profile."""
 from __future__ import annotations
 
-import importlib.util
 import json
 import time
 from pathlib import Path
@@ -12,7 +11,7 @@ import torch
 from torch import fx
 
 import megacompile
-from megacompile.explain import program_of
+from megacompile.bench.shapes import config
 from megacompile.hardware import PROFILES, Hardware
 from megacompile.plan import Plan, split
 from megacompile.program import Program, op_of
@@ -45,23 +44,19 @@ def label(row: dict[str, Any]) -> str:
 
 @pytest.fixture(scope="module")
 def model() -> Schedule:
-    from transformers import AutoModelForCausalLM, Qwen2Config
+    from transformers import AutoModelForCausalLM
 
-    spec = importlib.util.spec_from_file_location("shapes", ROOT / "benchmarks/shapes.py")
-    assert spec is not None and spec.loader is not None
-    shapes = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(shapes)
-    config = Qwen2Config(**shapes.SHAPES[SHAPE], max_position_embeddings=32768, tie_word_embeddings=False)
     with torch.device("meta"):
-        bare = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        bare = AutoModelForCausalLM.from_config(config(SHAPE), dtype=torch.bfloat16)
     return megacompile.schedule(bare, batch=64, length=1024, hardware="h200", saved_layers=0)
 
 
 def program(model: Schedule, row: dict[str, Any]) -> tuple[Program, Plan]:
     plan = Plan(row["batch"], row["length"], split(row["batch"], row["micro_batch"]), row["checkpoint_interval"],
                 row["saved_layers"], row["weight_slots"], resident=tuple(row["resident"]), waves=row.get("waves", 1),
-                update="arrival" if row.get("overlap") else "step")
-    return program_of(model.planner, plan, whole_step=row.get("train_step", False)), plan
+                resident_state=tuple(row.get("resident_state", ())), update="arrival" if row.get("overlap") else "step")
+    assert model.planner.pace is not None
+    return model.planner.pace.program(plan, whole_step=row.get("train_step", False)), plan
 
 
 def test_there_are_rows_to_hold_predictions_against() -> None:
@@ -78,6 +73,13 @@ def test_predicted_steps_are_within_a_tenth_of_what_was_measured(row: dict[str, 
 
     predicted = simulate(compiled, duration, model.durations().hardware.speeds).step_s
     assert predicted == pytest.approx(row["step_s"], rel=0.1), f"{label(row)}: predicted {predicted:.3f} s"
+
+
+@pytest.mark.parametrize("row", rows(), ids=label)
+def test_predicted_device_bytes_are_within_a_twentieth_and_never_under(row: dict[str, Any], model: Schedule) -> None:
+    _, plan = program(model, row)
+    predicted, measured = model.planner.estimate(plan, plan.length).total / 2**30, row["peak_device_gib"]
+    assert measured <= predicted <= 1.05 * measured, f"{label(row)}: predicted {predicted:.2f}, measured {measured:.2f} GiB"
 
 
 def test_a_large_program_is_simulated_in_no_time(model: Schedule) -> None:

@@ -22,7 +22,7 @@ from megacompile.verify import handed_on, ordered, rule_table, verify
 #: One node of each op, as text.
 EVERY_OP = '''# megacompile program, stage model
 program = Program(stage="model", micro_batches=(2, 1))
-program.tile("layers.0", parameters=16, weight_bytes=32, gradient_bytes=32, trainable=True)
+program.tile("layers.0", parameters=16, weight_bytes=32, gradient_bytes=32, trainable=True, state_bytes=160)
 program.tile("frozen", parameters=16, weight_bytes=32, gradient_bytes=0, trainable=False)
 program.call("layers.0", role="layer", template="decoder", tiles=("layers.0",), weightless=("backward",))
 program.call("head", role="epilogue", template="head", tiles=())
@@ -45,7 +45,15 @@ def forward(p):
     d = p.reduce("layers.0", accumulators=a, into="G0")                                # compute
     o = p.offload("layers.0", reduced=d, into="D0")                                    # d2h
     p.accumulate("layers.0", slab=o, overwrite=False)                                  # cpu
+    p.offload_norms("layers.0", reduced=d)                                             # d2h
+    q = p.fetch_gradients("layers.0", into="RG0")                                      # cpu
+    q_1 = p.resident_gradients("layers.0", into="RG0")
     c = p.clip(tiles=("layers.0",))                                                    # cpu
+    s = p.fetch_state("layers.0", into="RS0")                                          # cpu
+    s_1 = p.resident_state("layers.0", into="RS0")
+    p.adam_resident("layers.0", resident=v, state=s, reduced=q, clip=c)                # compute
+    p.store_state("layers.0", state=s_1)                                               # cpu
+    p.offload_weights("layers.0", resident=v)                                          # cpu
     update = p.adam("layers.0", clip=c)                                                # cpu
     p.result("loss", values=(l,))                                                      # compute
     p.lease("h", h)                                                                    # compute
@@ -64,6 +72,7 @@ CASES: dict[str, dict[str, Any]] = {
     "blocks, slabs": {"micro_batches": (1, 1), "checkpoint_interval": 2, "weight_slots": 3, "locked": False},
     "resident": {"resident": ("layers.1", "epilogue")},
     "tied": {"tied": True, "saved_layers": 1},
+    "updated on the device": {"resident": ("prologue", "layers.1"), "resident_state": ("prologue", "layers.1")},
 }
 
 

@@ -49,7 +49,8 @@ def loop() -> Callable[..., dict[str, torch.Tensor]]:
 @pytest.mark.parametrize("bf16", [False, True])
 @pytest.mark.parametrize("options", [
     {}, {"waves": 3}, {"waves": 2, "saved_layers": 3}, {"waves": 2, "checkpoint_interval": 2, "locked_memory": 4096},
-    {"waves": 3, "resident": "all"}, {"reference": True, "waves": 3}], ids=str)
+    {"waves": 3, "resident": "all"}, {"reference": True, "waves": 3}, {"waves": 2, "resident_state": "all"},
+    {"resident_state": ("prologue", "model.layers.1"), "saved_layers": 1}], ids=str)
 def test_a_whole_step_gives_the_bits_of_the_plain_loop(options: dict[str, Any], bf16: bool, loop: Any) -> None:
     """The models' head is not tied, so that waves add to each accumulator in the order of the plain loop."""
     ours, theirs = weights(True, bf16=bf16, **options), loop(1.0, bf16)
@@ -57,7 +58,8 @@ def test_a_whole_step_gives_the_bits_of_the_plain_loop(options: dict[str, Any], 
 
 
 @pytest.mark.parametrize("bf16", [False, True])
-@pytest.mark.parametrize("options", [{}, {"waves": 3, "resident": "all"}, {"waves": 2, "locked_memory": 4096}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"waves": 3, "resident": "all"}, {"waves": 2, "locked_memory": 4096},
+                                     {"waves": 2, "resident_state": ("prologue", "model.layers.1")}], ids=str)
 def test_updates_on_arrival_give_the_bits_of_an_unclipped_loop(options: dict[str, Any], bf16: bool, loop: Any) -> None:
     ours, theirs = weights(True, None, "backward", bf16, **options), loop(None, bf16)
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)

@@ -1,0 +1,102 @@
+"""One row of native PyTorch: the same shape and batches, with weights, gradients and optimizer state on the device.
+
+    python benchmarks/native.py --layers 28 --batch 64 --checkpointing                       # as people run it
+    python benchmarks/native.py --layers 28 --batch 64 --micro-batch-size 8 --compile        # the fastest found
+
+Weights, gradients and both moments are bf16, AdamW is PyTorch's fused one, gradients are clipped by their norm. In between
+lie checkpoints of some layers alone (`--checkpoint-layers`), and checkpoints that keep what is costly to compute again
+(`--keep`).
+"""
+from __future__ import annotations
+
+import argparse
+import functools
+import os
+import time
+from typing import Any
+
+os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
+
+from megacompile.bench import rows
+from megacompile.bench.shapes import random_model
+from megacompile.errors import MegacompileError
+
+_aten = torch.ops.aten
+ATTENTION = [_aten._scaled_dot_product_flash_attention.default, _aten._scaled_dot_product_cudnn_attention.default,
+             _aten._scaled_dot_product_efficient_attention.default, _aten._scaled_dot_product_flash_attention_for_cpu.default]
+#: What a checkpointed layer keeps all the same.
+KEPT = {"attention": ATTENTION, "products": [*ATTENTION, _aten.mm.default, _aten.addmm.default, _aten.bmm.default]}
+
+
+def options() -> argparse.ArgumentParser:
+    parser = rows.parser(__doc__)
+    parser.add_argument("--checkpointing", action="store_true", help="keep the inputs of layers and recompute the rest")
+    parser.add_argument("--checkpoint-layers", type=int, help="with --checkpointing: of the first so many layers alone")
+    parser.add_argument("--keep", choices=KEPT, help="with --checkpointing: keep the results of these too")
+    parser.add_argument("--compile", action="store_true", help="torch.compile each layer")
+    return parser
+
+
+def measure(given: argparse.Namespace) -> rows.Row:
+    started = time.perf_counter()
+    if not given.checkpointing and (given.checkpoint_layers is not None or given.keep):
+        raise MegacompileError("checkpoint-layers and keep say how to checkpoint: add --checkpointing")
+    model = random_model(given.shape, rows.layer_count(given), given.device).to(given.device)
+    prepare(model, given)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+    clip = None if given.no_clipping else given.max_grad_norm
+    cuda = given.device == "cuda"
+    if cuda:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    setup_s = time.perf_counter() - started
+    norm = torch.zeros(())
+
+    def step(ids: Tensor) -> float:
+        nonlocal norm
+        ids = ids.to(given.device)
+        total = torch.zeros((), device=given.device)
+        for part in ids.split(given.micro_batch_size or given.batch):
+            loss = model(input_ids=part, labels=part, use_cache=False).loss * (len(part) / len(ids))
+            loss.backward()
+            total += loss.detach()
+        if clip is not None:
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        if cuda:
+            torch.cuda.synchronize()
+        return total.item()
+
+    found = rows.timed(step, given)
+    return dict(
+        layers=model.config.num_hidden_layers, micro_batch=given.micro_batch_size or given.batch, compiled=given.compile,
+        checkpointing=given.checkpointing, checkpoint_layers=given.checkpoint_layers, keep=given.keep, max_grad_norm=clip,
+        **rows.rates(model, given, found["step_s"]), **found, grad_norm=norm.item() if clip is not None else None,
+        peak_device_gib=round(torch.cuda.max_memory_reserved() / 2**30, 2) if cuda else 0.0, setup_s=round(setup_s, 1))
+
+
+def prepare(model: Any, given: argparse.Namespace) -> None:
+    layers = model.model.layers
+    if given.checkpointing:
+        how: dict[str, Any] = dict(use_reentrant=False)
+        if given.keep:
+            how["context_fn"] = functools.partial(create_selective_checkpoint_contexts, KEPT[given.keep])
+        model.gradient_checkpointing_enable(how)
+        for layer in layers[len(layers) if given.checkpoint_layers is None else given.checkpoint_layers:]:
+            layer.gradient_checkpointing = False
+    if given.compile:
+        for layer in layers:
+            layer.compile()
+
+
+def main() -> None:
+    rows.main("native", options(), measure)
+
+
+if __name__ == "__main__":
+    main()

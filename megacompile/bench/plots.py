@@ -1,0 +1,69 @@
+"""A table as a picture: TFLOPS against the option that it varies, or as bars."""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megacompile.bench import rows
+from megacompile.bench.table import Measured, measured, varying
+from megacompile.bench.tables import Table
+from megacompile.errors import MegacompileError
+
+
+def check() -> None:
+    """Raises `MegacompileError` where there is nothing to draw with."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise MegacompileError("plots need matplotlib: pip install 'megacompile[bench]'") from error
+
+
+def draw(table: Table, found: Sequence[rows.Row], path: Path) -> None:
+    """Draws what was measured of a table, of every device, in the format of the path's suffix (.svg). Rows that failed are
+    left out. Raises `MegacompileError` without matplotlib, and where there is nothing to draw."""
+    check()
+    from matplotlib.figure import Figure
+
+    lines = {device: [m for m in measured(table, found, device) if "tflops" in m.row]
+             for device in dict.fromkeys(row["device"] for row in found)}
+    lines = {device: each for device, each in lines.items() if each}
+    if not lines:
+        raise MegacompileError(f"nothing of the table {table.title!r} has been measured: there is nothing to draw")
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.subplots()
+    axes.set_title(f"{table.title} ({', '.join(lines)})" if len(lines) == 1 else table.title)
+    many = len(lines) > 1
+    named = [((f"{device}, " if many else "") + _label(m, table), m) for device, each in lines.items() for m in each]
+    (_curves if table.x is not None else _bars)(axes, table, named)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+
+
+def _label(m: Measured, table: Table) -> str:
+    """What tells a row from the others, but for the option on the axis and what goes with it at constant tokens a step."""
+    hidden = (table.x, "batch") if table.x == "length" else (table.x,)
+    given = [(name, m.spec.options.get(name)) for name in varying(table.rows) if name not in hidden]
+    words = [name.replace("_", " ") if value is True else f"{name.replace('_', ' ')} {value}" for name, value in given if value]
+    return ", ".join([m.spec.system, *words])
+
+
+def _curves(axes: Any, table: Table, named: Sequence[tuple[str, Measured]]) -> None:
+    assert table.x is not None
+    ticks = list(dict.fromkeys(str(m.option(table.x) or "all") for _, m in named))
+    for label in dict.fromkeys(label for label, _ in named):
+        points = [(ticks.index(str(m.option(table.x) or "all")), m.row["tflops"]) for each, m in named if each == label]
+        axes.plot(*zip(*sorted(points), strict=True), marker="o", label=label)
+    axes.set_xticks(range(len(ticks)), ticks)
+    axes.set_xlabel(table.x.replace("_", " "))
+    axes.set_ylabel("TFLOPS")
+    axes.set_ylim(bottom=0)
+    axes.legend()
+
+
+def _bars(axes: Any, table: Table, named: Sequence[tuple[str, Measured]]) -> None:
+    places = range(len(named))
+    axes.barh(places, [m.row["tflops"] for _, m in named])
+    axes.set_yticks(places, [label for label, _ in named], fontsize="small")
+    axes.invert_yaxis()
+    axes.set_xlabel("TFLOPS")

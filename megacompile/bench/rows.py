@@ -1,0 +1,180 @@
+"""What every row has, whoever computes it: options, batches, timing, the machine, and how rows are kept.
+
+A row is a JSON line. What was measured is told by its `system`, its `options` (those that differ from the defaults) and its
+`device`; a row that could not be measured has an `error`.
+"""
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megacompile.bench import clocks
+from megacompile.bench.shapes import SHAPES, layers_that_fit
+from megacompile.errors import MegacompileError
+from megacompile.hardware import device_name
+
+Row = dict[str, Any]
+Measure = Callable[[argparse.Namespace], Row]
+
+#: Options that say how to measure, or where to put it, not what.
+NOT_IDENTITY = ("append", "commit", "device", "profile", "recorded_steps", "steps", "warm_up")
+
+
+def parser(description: str | None) -> argparse.ArgumentParser:
+    """The options that all rows have."""
+    found = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    found.add_argument("--shape", choices=SHAPES, default="qwen2-7b")
+    found.add_argument("--layers", type=_layers, help="default: the shape's; fit: as many as the host's memory can train")
+    found.add_argument("--batch", type=int, default=64)
+    found.add_argument("--length", type=int, default=1024)
+    found.add_argument("--steps", type=int, default=4, help="timed steps, after --warm-up")
+    found.add_argument("--warm-up", type=int, default=2)
+    found.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    found.add_argument("--micro-batch-size", type=int)
+    found.add_argument("--max-grad-norm", type=float, default=1.0)
+    found.add_argument("--no-clipping", action="store_true")
+    found.add_argument("--append", type=Path, help="add the row to this file")
+    found.add_argument("--commit", help="recorded; default: git's")
+    return found
+
+
+def _layers(text: str) -> int | str:
+    return text if text == "fit" else int(text)
+
+
+def layer_count(given: argparse.Namespace) -> int:
+    if given.layers == "fit":
+        return layers_that_fit(given.shape)
+    return int(given.layers or SHAPES[given.shape]["num_hidden_layers"])
+
+
+# ---------------------------------------------------------------- measuring
+
+def timed(step: Callable[[Tensor], float], given: argparse.Namespace, before: Callable[[], None] = lambda: None) -> Row:
+    """Runs `step(ids)`, which returns the loss when it is over, on a fresh random batch each: int64 [batch, length].
+    `before` is called between warming up and timing."""
+    vocabulary = SHAPES[given.shape]["vocab_size"]
+    generator = torch.Generator().manual_seed(0)
+    times: list[float] = []
+    losses: list[float] = []
+
+    def run(count: int) -> None:
+        for _ in range(count):
+            ids = torch.randint(0, vocabulary, (given.batch, given.length), generator=generator)
+            start = time.perf_counter()
+            losses.append(step(ids))
+            times.append(time.perf_counter() - start)
+
+    run(given.warm_up)
+    before()
+    with clocks.sampled(given.device) as sampled:
+        run(given.steps)
+    median = statistics.median(times[given.warm_up:])
+    return dict(step_s=round(median, 4), times_s=[round(t, 4) for t in times], losses=losses, **sampled)
+
+
+def rates(model: Any, given: argparse.Namespace, step_s: float) -> Row:
+    """TFLOPS count 6 FLOPs a parameter and token, recomputation not; `tflops_with_attention` adds causal attention's."""
+    sizes = model.config
+    count = sum(p.numel() for p in model.parameters())
+    tokens = given.batch * given.length
+    attention = 6 * sizes.num_hidden_layers * sizes.hidden_size * given.length
+    return dict(parameters=count, tflops=_significant(6 * count * tokens / step_s / 1e12),
+                tflops_with_attention=_significant((6 * count + attention) * tokens / step_s / 1e12))
+
+
+def _significant(value: float) -> float:
+    return round(value, 1) if value >= 10 else float(f"{value:.3g}")
+
+
+def finished(row: Row) -> Row:
+    """A row whose loss is not finite was made by something else than training."""
+    wrong = [number for number, loss in enumerate(row["losses"]) if not math.isfinite(loss)]
+    return row | dict(error=f"the loss of step {wrong[0] + 1} is {row['losses'][wrong[0]]}") if wrong else row
+
+
+def main(system: str, options: argparse.ArgumentParser, measure: Measure) -> None:
+    """Measures one row, prints it, and appends it to a file if asked. A row that failed is printed alone; exit code 1."""
+    given = options.parse_args()
+    head = dict(system=system, options=identifying(options, given), shape=given.shape, batch=given.batch, length=given.length)
+    try:
+        row = finished(measure(given))
+    except Exception as error:  # whatever it is, it is the row's result
+        traceback.print_exc()
+        row = dict(error=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}".rstrip(": "))
+    row = head | row | machine(given.device) | dict(commit=given.commit or commit(), date=time.strftime("%Y-%m-%d"))
+    print(json.dumps(row))
+    if "error" in row:
+        sys.exit(1)
+    if given.append:
+        append(given.append, row)
+
+
+# ---------------------------------------------------------------- what was measured, and where
+
+def identifying(options: argparse.ArgumentParser, given: argparse.Namespace) -> Row:
+    return {name: value for name, value in vars(given).items()
+            if name not in NOT_IDENTITY and value != options.get_default(name)}
+
+
+def identity(system: str, options: Mapping[str, Any], device: str) -> str:
+    """Equal for rows that measure the same thing."""
+    return json.dumps([system, dict(options), device], sort_keys=True)
+
+
+def machine(device: str) -> Row:
+    return dict(device=device_name(device)[1], cores=len(os.sched_getaffinity(0)), torch=torch.__version__,
+                python=platform.python_version())
+
+
+def commit() -> str:
+    git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+    try:
+        return subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
+    except FileNotFoundError:  # no git
+        return "unknown"
+
+
+# ---------------------------------------------------------------- keeping
+
+def append(path: Path, row: Row) -> None:
+    """In one write: whatever stops the process, the file's lines are whole."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab", buffering=0) as file:
+        file.write((json.dumps(row) + "\n").encode())
+
+
+def read(path: Path) -> list[Row]:
+    """The rows of a file; none if there is no file. Raises `MegacompileError` for a line that is no row."""
+    if not path.exists():
+        return []
+    rows = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            rows.append(dict(json.loads(line)))
+        except (ValueError, TypeError) as error:
+            raise MegacompileError(f"line {number} of {path} is no row ({error}): remove it") from error
+    return rows
+
+
+def latest(rows: Iterable[Row]) -> dict[str, Row]:
+    """The last row of each identity. Rows that do not say what they measured are left out."""
+    return {identity(row["system"], row["options"], row["device"]): row for row in rows if "options" in row}
+
+
+if __name__ == "__main__":  # in a process of its own, which takes the device's memory with it
+    print(json.dumps(machine("cuda" if torch.cuda.is_available() else "cpu")))

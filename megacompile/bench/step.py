@@ -1,0 +1,214 @@
+"""One row: the training step of a decoder shape with random weights, timed over steady steps, a fresh batch each.
+
+    python benchmarks/step.py --shape qwen2-7b --layers 28 --batch 64 --length 1024 --checkpoint-interval 1
+
+Prints one JSON line: machine, versions, commit, every step's time, TFLOPS (6 x parameters x tokens / step time, recompute
+not counted), predicted time, how busy each lane was, device peak, host bytes, and the loss. `--append FILE` adds the line
+to a file.
+"""
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import time
+from collections.abc import Iterator
+from typing import Any
+
+os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+
+import torch
+from torch import Tensor, fx
+
+import megacompile
+from megacompile.bench import rows
+from megacompile.bench.shapes import random_model
+from megacompile.durations import Durations
+from megacompile.errors import MegacompileError
+from megacompile.hardware import Hardware
+from megacompile.program import OPS, Lane, Op, op_of
+from megacompile.runtime.operations import OPERATIONS
+from megacompile.simulate import simulate
+
+
+def options() -> argparse.ArgumentParser:
+    parser = rows.parser(__doc__)
+    parser.add_argument("--checkpoint-interval", type=int, default=1)
+    parser.add_argument("--weight-slots", type=int)
+    parser.add_argument("--resident", nargs="*", default=[])
+    parser.add_argument("--resident-state", nargs="*", help="tiles that are updated on the device; default: the planner's")
+    parser.add_argument("--saved-layers", type=int, help="default: as many as fit")
+    parser.add_argument("--device-memory")
+    parser.add_argument("--locked-memory", help="page-locked memory that tiles may take; less than all: through slabs")
+    parser.add_argument("--uncompiled", action="store_true", help="templates op by op")
+    parser.add_argument("--train-step", action="store_true", help="each step as one program")
+    parser.add_argument("--waves", type=int)
+    parser.add_argument("--overlap", action="store_true", help="with --train-step: update as gradients arrive, unclipped")
+    parser.add_argument("--synchronous-optimizer", action="store_true", help="a step is over when its update is")
+    parser.add_argument("--compute-only", action="store_true", help="no copies and no optimizer: the templates' own rate")
+    parser.add_argument("--recorded-steps", type=int, default=2, help="more steps, for how busy lanes are; 0: none")
+    parser.add_argument("--profile", action="store_true", help="also print where one more step's device time goes")
+    return parser
+
+
+def measure(given: argparse.Namespace) -> rows.Row:
+    started = time.perf_counter()
+    model = random_model(given.shape, rows.layer_count(given), given.device)
+    if given.device == "cuda":
+        torch.cuda.empty_cache()
+    before = resident_bytes()
+    model = megacompile.stream(
+        model, device=given.device, checkpoint_interval=given.checkpoint_interval, micro_batch_size=given.micro_batch_size,
+        weight_slots=given.weight_slots, resident=tuple(given.resident), saved_layers=given.saved_layers,
+        resident_state="all" if given.resident_state == ["all"] else given.resident_state,
+        device_memory=given.device_memory, locked_memory=given.locked_memory, waves=given.waves,
+        compile=False if given.uncompiled else None)
+    clip = None if given.no_clipping or given.overlap else given.max_grad_norm
+    optimizer = megacompile.AdamW(model.parameters(), lr=1e-5, max_grad_norm=clip,
+                                  overlap="backward" if given.overlap else None)
+    if given.device == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    setup_s = time.perf_counter() - started
+    step = Step(model, optimizer, given)
+    with contextlib.ExitStack() as patches:
+
+        def before_timing() -> None:
+            model.megacompile.streamed.settle()
+            if given.compute_only:
+                patches.enter_context(compute_alone())
+
+        found = rows.timed(step, given, before_timing)
+        norm = optimizer.grad_norm
+        occupancy = recorded(model, step, given)
+        if given.profile:
+            profile(model, step, given)
+    model.megacompile.synchronize()
+    stats, plan = model.megacompile.stats, model.megacompile.plan
+    row = dict(
+        layers=model.config.num_hidden_layers, checkpoint_interval=plan.checkpoint_interval,
+        micro_batch=plan.micro_batches[0], weight_slots=plan.weight_slots,
+        resident=list(plan.resident), resident_state=list(plan.resident_state), saved_layers=plan.saved_layers,
+        compute_only=given.compute_only, device_memory=given.device_memory,
+        predicted_device_gib=gib(stats["predicted_device_bytes"]), max_grad_norm=clip, train_step=given.train_step,
+        waves=plan.waves, overlap=given.overlap, **rows.rates(model, given, found["step_s"]), **found,
+        predicted_step_s=predicted_s(model, given), occupancy=occupancy,
+        phases_s=[[round(p, 3) for p in phase] for phase in step.phases[:len(found["times_s"])]],
+        grad_norm=norm, peak_device_gib=gib(stats["peak_device_bytes"]), host_gib=gib(stats["host_bytes"]),
+        host_bytes_per_parameter=round(stats["host_bytes"] / stats["parameters"], 3), resident_set_gib=gib(resident_bytes()),
+        resident_set_before_gib=gib(before), checkpoint_gib=gib(checkpoint_bytes(model, plan)), setup_s=round(setup_s, 1))
+    model.megacompile.close()
+    return row
+
+
+class Step:
+    """One training step. State: of each, the seconds of forward, backward and update, as its caller sees them."""
+
+    def __init__(self, model: Any, optimizer: megacompile.AdamW, given: argparse.Namespace) -> None:
+        self.model, self.optimizer, self.given = model, optimizer, given
+        self.phases: list[tuple[float, float, float]] = []
+
+    def __call__(self, ids: Tensor) -> float:
+        start = time.perf_counter()
+        if self.given.train_step:
+            loss = self.model.megacompile.train_step(dict(input_ids=ids, labels=ids), self.optimizer)
+            loss.item()
+            forward = backward = time.perf_counter()
+        else:
+            loss = self.model(input_ids=ids, labels=ids).loss
+            forward = time.perf_counter()
+            loss.backward()
+            backward = time.perf_counter()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        if self.given.synchronous_optimizer:
+            self.model.megacompile.synchronize()
+        self.phases.append((forward - start, backward - forward, time.perf_counter() - backward))
+        return float(loss.detach())
+
+
+@contextlib.contextmanager
+def compute_alone() -> Iterator[None]:
+    """Copies that move nothing and updates that change nothing: what remains is the rate of the templates. Slots keep the
+    weights that the warm-up left there: kernels are faster on zeros."""
+    before = dict(OPERATIONS)
+
+    def slot(frame: Any, node: fx.Node) -> Any:
+        return frame.arena.weights(node.kwargs["into"], frame.store[node.kwargs["tile"]].layout)
+
+    def nothing(frame: Any, node: fx.Node) -> None: ...
+
+    OPERATIONS.update({name: slot if name == "prefetch" else nothing for name, op in OPS.items() if left_out(op)})
+    try:
+        yield
+    finally:
+        OPERATIONS.clear()
+        OPERATIONS.update(before)
+
+
+def left_out(op: Op) -> bool:
+    """Whether a row of compute alone does without: what other lanes do, and updates, wherever they are made."""
+    return op.lane not in (None, Lane.COMPUTE) or op.name.startswith("adam")
+
+
+def recorded(model: Any, step: Step, given: argparse.Namespace) -> dict[str, float] | None:
+    """How busy each lane is in the last of some more steps, 0 to 1."""
+    if not given.recorded_steps:
+        return None
+    ids = torch.randint(0, model.config.vocab_size, (given.batch, given.length))
+    with model.megacompile.record() as recording:
+        for _ in range(given.recorded_steps):
+            step(ids)
+    timeline = recording.timeline()
+    lanes = dict.fromkeys(item.lane for item in timeline.items)
+    return {str(lane): round(timeline.occupancy(lane), 4) for lane in Lane if lane in lanes}
+
+
+def predicted_s(model: Any, given: argparse.Namespace) -> float | None:
+    """Seconds that the simulator gives the same program; None for a machine whose rates are not known."""
+    streamed, plan = model.megacompile.streamed, model.megacompile.plan
+    try:
+        hardware = Hardware.here(given.device)
+    except MegacompileError:
+        return None
+    durations = Durations(streamed.captured, streamed.tiling.layouts, hardware, fused=streamed.binder.compiling)
+    program = model.megacompile.program()
+    seconds = durations.of(program, plan.length, plan.token_chunk)
+
+    def alone(node: fx.Node) -> float:
+        return 0.0 if given.compute_only and left_out(op_of(node)) else seconds(node)
+
+    return round(simulate(program, alone, hardware.speeds).step_s, 4)
+
+
+def profile(model: Any, step: Step, given: argparse.Namespace) -> None:
+    """One step under PyTorch's profiler: device time by kernel."""
+    from torch.profiler import ProfilerActivity
+    with torch.profiler.profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        step(torch.randint(0, model.config.vocab_size, (given.batch, given.length)))
+        model.megacompile.synchronize()
+    print(profiled.key_averages().table(sort_by="device_time_total", row_limit=40, max_name_column_width=70))
+
+
+def checkpoint_bytes(model: Any, plan: Any) -> int:
+    """Activation checkpoints of one step: the inputs of all blocks."""
+    blocks = -(-(model.config.num_hidden_layers - plan.saved_layers) // plan.checkpoint_interval)
+    return int(blocks * plan.batch * plan.length * model.config.hidden_size * model.dtype.itemsize)
+
+
+def resident_bytes() -> int:
+    """Resident set of this process, in bytes."""
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def gib(count: int) -> float:
+    return round(count / 2**30, 2)
+
+
+def main() -> None:
+    rows.main("megacompile", options(), measure)
+
+
+if __name__ == "__main__":
+    main()

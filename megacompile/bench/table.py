@@ -1,0 +1,156 @@
+"""Rows as Markdown: a declared table with what was measured of it, or a whole file of rows as they are.
+
+    python benchmarks/table.py                     the rows of benchmarks/results/step.jsonl
+    python benchmarks/table.py FILE TABLE ...      tables of megacompile.bench.tables, from a file of rows
+"""
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tabulate import tabulate
+
+from megacompile.bench import rows
+from megacompile.bench.tables import TABLES, Spec, Table
+
+Cell = Callable[["Measured"], str]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A row of a table that was measured. `alone_tflops` is that of its compute alone, `native_tflops` that of the fastest
+    native row of its size; None where there is none."""
+
+    spec: Spec
+    row: rows.Row
+    alone_tflops: float | None = None
+    native_tflops: float | None = None
+
+    def option(self, name: str) -> Any:
+        """As the table says, else as it came out: the number of layers that fit, say."""
+        value = self.spec.options.get(name)
+        return self.row.get(name, value) if value in (None, "fit") else value
+
+
+def measured(table: Table, found: Iterable[rows.Row], device: str) -> list[Measured]:
+    """What was measured of a table on one device, in its order. Rows of compute alone stand beside those they belong to."""
+    known = rows.latest(row for row in found if row["device"] == device)
+    natives: dict[tuple[Any, ...], float] = {}
+    for each in known.values():
+        if each["system"] == "native" and "tflops" in each:
+            natives[_size(each)] = max(each["tflops"], natives.get(_size(each), 0.0))
+    result = []
+    for spec in table.rows:
+        if "compute_only" in spec.options or (row := known.get(spec.identity(device))) is None:
+            continue
+        alone = known.get(spec.alone().identity(device), {}) if spec.system == "megacompile" else {}
+        result.append(Measured(spec, row, alone.get("tflops"), natives.get(_size(row))))
+    return result
+
+
+def _size(row: rows.Row) -> tuple[Any, ...]:
+    return tuple(row.get(key) for key in ("shape", "layers", "batch", "length"))
+
+
+def varying(specs: Sequence[Spec]) -> list[str]:
+    """The options in which rows of a table differ, in the order in which they first appear."""
+    names = dict.fromkeys(name for spec in specs for name in spec.options)
+    return [name for name in names if len({str(spec.options.get(name)) for spec in specs}) > 1 and name != "compute_only"]
+
+
+# ---------------------------------------------------------------- columns
+
+def _number(field: str, form: str) -> Cell:
+    return lambda m: format(m.row[field], form) if m.row.get(field) is not None else ""
+
+
+def _share(whole: Callable[[Measured], float | None]) -> Cell:
+    def cell(m: Measured) -> str:
+        base = whole(m)
+        return f"{m.row['tflops'] / base:.3f}" if base and "tflops" in m.row else ""
+    return cell
+
+
+def _occupancy(m: Measured) -> str:
+    return ", ".join(f"{lane} {share:.0%}" for lane, share in (m.row.get("occupancy") or {}).items())
+
+
+def _tflops(m: Measured) -> str:
+    return "failed" if "error" in m.row else format(m.row["tflops"], ".0f" if m.row["tflops"] >= 10 else ".3g")
+
+
+#: A column in which no row has anything is left out.
+COLUMNS: Mapping[str, Cell] = {
+    "TFLOPS": _tflops, "with attention": _number("tflops_with_attention", ".0f"),
+    "of compute alone": _share(lambda m: m.alone_tflops),
+    "of native": _share(lambda m: m.native_tflops if m.spec.system != "native" else None),
+    "step, s": _number("step_s", ".2f"), "predicted, s": _number("predicted_step_s", ".2f"),
+    "GPU, GiB": _number("peak_device_gib", ".1f"), "predicted, GiB": _number("predicted_device_gib", ".1f"),
+    "host, bytes/parameter": _number("host_bytes_per_parameter", ".1f"), "lanes busy": _occupancy,
+    "SM, MHz": _number("sm_clock_mhz", ".0f"), "power, W": _number("power_w", ".0f"),
+}
+
+
+def _text(value: Any) -> str:
+    return "" if value in (None, False) else "yes" if value is True else str(value)
+
+
+def markdown(table: Table, found: Sequence[rows.Row]) -> str:
+    """The table with everything measured of it, for each device; below it, why rows failed."""
+    parts = []
+    for device in dict.fromkeys(row["device"] for row in found):
+        if lines := measured(table, found, device):
+            parts.append(f"{table.title} ({device})\n\n{_table(table, lines)}")
+    return "\n\n".join(parts) or f"{table.title}: nothing has been measured"
+
+
+def _table(table: Table, lines: Sequence[Measured]) -> str:
+    names = varying(table.rows)
+    systems = len({spec.system for spec in table.rows}) > 1
+    cells = {head: [cell(m) for m in lines] for head, cell in COLUMNS.items()}
+    cells = {
+        **({"system": [m.spec.system for m in lines]} if systems else {}),
+        **{name.replace("_", " "): [_text(m.option(name)) for m in lines] for name in names},
+        **{head: column for head, column in cells.items() if any(column)}}
+    failed = [f"{m.spec.label}: {m.row['error']}" for m in lines if "error" in m.row]
+    return "\n\n".join([tabulate(cells, headers="keys", tablefmt="github", disable_numparse=True), *failed])
+
+
+# ---------------------------------------------------------------- a file as it is
+
+STEP_COLUMNS = {"layers": "layers", "K": "checkpoint_interval", "residuals kept": "saved_layers", "step": "step",
+                "TFLOPS": "tflops", "step, s": "step_s", "GPU, GiB": "peak_device_gib", "predicted": "predicted_device_gib",
+                "checkpoints": "checkpoint_gib", "host, bytes/parameter": "host_bytes_per_parameter"}
+
+
+def plain(found: Iterable[rows.Row]) -> str:
+    """Every row of megacompile that was measured, in the file's order."""
+    lines = []
+    for row in found:
+        if "error" in row or row.get("system") == "native":
+            continue
+        kind = f"train_step, {row['waves']} waves" if row.get("train_step") else "loop"
+        clip = "updates on arrival" if row.get("overlap") else "clipped" if row["max_grad_norm"] else "unclipped"
+        shown = row | dict(step="compute alone" if row["compute_only"] else f"{kind}, {clip}",
+                           tflops=f"{row['tflops']:.0f}", step_s=f"{row['step_s']:.2f}")
+        shown |= {size: f"{row[size]:.1f}" for size in ("peak_device_gib", "predicted_device_gib", "checkpoint_gib")}
+        lines.append([shown[key] for key in STEP_COLUMNS.values()])
+    return tabulate(lines, list(STEP_COLUMNS), tablefmt="github", disable_numparse=True)
+
+
+def main(default: Path | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", type=Path, nargs=None if default is None else "?", default=default)
+    parser.add_argument("tables", nargs="*", metavar="TABLE", help=", ".join(TABLES))
+    given = parser.parse_args()
+    if unknown := set(given.tables) - set(TABLES):
+        parser.error(f"there is no table {', '.join(sorted(unknown))}: choose of {', '.join(TABLES)}")
+    found = rows.read(given.file)
+    print("\n\n".join(markdown(TABLES[name], found) for name in given.tables) if given.tables else plain(found))
+
+
+if __name__ == "__main__":
+    main()

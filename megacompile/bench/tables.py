@@ -1,0 +1,128 @@
+"""The tables, as data: what each row is. `megacompile bench TABLE` measures those that are missing."""
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from megacompile.bench import rows
+
+#: The module that measures a row, by the row's system.
+MODULES = {"megacompile": "megacompile.bench.step", "native": "megacompile.bench.native"}
+
+_Options = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A row to measure: options of `step.py` or `native.py`, by their names without dashes. `how` are options that make it
+    no other row, such as the number of steps."""
+
+    system: str
+    options: _Options
+    how: _Options = field(default_factory=dict)
+
+    def arguments(self) -> list[str]:
+        """As on a command line."""
+        found = []
+        for name, value in {**self.options, **self.how}.items():
+            found += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
+        return found
+
+    @property
+    def label(self) -> str:
+        return " ".join([self.system, *self.arguments()])
+
+    def identifying(self) -> _Options:
+        """The options that differ from the defaults, as a row keeps them."""
+        parser = importlib.import_module(MODULES[self.system]).options()
+        return rows.identifying(parser, parser.parse_args(self.arguments()))
+
+    def identity(self, device: str) -> str:
+        """That of the row which it becomes on a device of this name."""
+        return rows.identity(self.system, self.identifying(), device)
+
+    def alone(self) -> Spec:
+        """The row of this one's templates alone, without copies and updates. Clipping is none of theirs."""
+        options = {name: value for name, value in self.options.items() if name != "no_clipping"}
+        return replace(self, options={**options, "compute_only": True})
+
+    def of_shape(self, shape: str | None) -> Spec:
+        """With this shape, unless it has one of its own."""
+        return self if shape is None else replace(self, options={"shape": shape, **self.options})
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows in the order in which they are measured and printed. `x`: the option that a plot has on its axis."""
+
+    title: str
+    rows: tuple[Spec, ...]
+    x: str | None = None
+
+    def of_shape(self, shape: str | None) -> Table:
+        return replace(self, rows=tuple(row.of_shape(shape) for row in self.rows))
+
+
+def ours(**options: Any) -> Spec:
+    return Spec("megacompile", options)
+
+
+def with_compute(specs: Iterable[Spec]) -> list[Spec]:
+    """Each row, and behind it that of its compute alone; rows that share one have it once."""
+    found: list[Spec] = []
+    for spec in specs:
+        found += [each for each in (spec, spec.alone()) if each not in found]
+    return found
+
+
+def native(**size: Any) -> list[Spec]:
+    """PyTorch as people run it, and the fastest way found. Both in micro-batches: a loss over all logits would not fit."""
+    micro = max(1, min(size.get("batch", 64), 8192 // size.get("length", 1024)))
+    return [Spec("native", dict(size, micro_batch_size=micro, **way)) for way in (dict(checkpointing=True), dict(compile=True))]
+
+
+# The ways to make a step: a loop of forward, backward and step(), or one program; clipped exactly, or not at all.
+LOOP: _Options = {}
+UNCLIPPED: _Options = dict(no_clipping=True)
+STEP: _Options = dict(train_step=True)
+ARRIVAL: _Options = dict(train_step=True, overlap=True)
+
+_GATES: tuple[tuple[_Options, _Options, tuple[_Options, ...]], ...] = (  # batch and length; device memory; ways to make a step
+    (dict(batch=64, length=1024), {}, (STEP, ARRIVAL, LOOP, UNCLIPPED)),
+    (dict(batch=64, length=1024), dict(device_memory="24GiB"), (LOOP, UNCLIPPED, STEP, ARRIVAL)),
+    (dict(batch=16, length=1024), {}, (STEP, ARRIVAL)),
+    (dict(batch=16, length=1024), dict(device_memory="24GiB"), (STEP, ARRIVAL)),
+    (dict(batch=8, length=1024), {}, (STEP, ARRIVAL)),
+    (dict(batch=8, length=8192), {}, (STEP, ARRIVAL)),
+)
+_CONTEXTS = [1024 * 2**i for i in range(8)]
+_FEW_STEPS = dict(steps=2, recorded_steps=1)
+_ONE_STEP = dict(warm_up=1, steps=1, recorded_steps=1)
+_ABLATIONS: tuple[_Options, ...] = (
+    {}, dict(waves=1), dict(saved_layers=0), *(dict(saved_layers=0, checkpoint_interval=k) for k in (2, 4, 8)),
+    dict(weight_slots=1), dict(saved_layers=0, weight_slots=1), dict(synchronous_optimizer=True),
+    dict(locked_memory="1GiB"), dict(uncompiled=True))
+
+TABLES = {
+    "gates": Table("Speed, its share of the same templates computing alone, and of native PyTorch", tuple(
+        spec for size, memory, ways in _GATES
+        for spec in [*with_compute(ours(**size, **memory, **way) for way in ways), *([] if memory else native(**size))])),
+    "depth": Table("Layers", tuple(
+        spec for layers in (8, 16, 28)
+        for spec in [*with_compute(ours(layers=layers, **way) for way in (STEP, LOOP)), *native(layers=layers)]), x="layers"),
+    "ablation": Table("What each choice is worth", tuple(ours(**STEP, **changed) for changed in _ABLATIONS)),
+    "budgets": Table("Device memory", tuple(
+        ours(**memory, **way) for memory in (*(dict(device_memory=f"{size}GiB") for size in (16, 24, 48, 80)), {})
+        for way in (STEP, LOOP)), x="device_memory"),
+    "batch": Table("Sequences a step", tuple(
+        ours(batch=batch, **way) for batch in (8, 16, 32, 64, 128) for way in (STEP, ARRIVAL)), x="batch"),
+    "context": Table("Tokens a sequence, with as many a step; at last half a million", (
+        *(replace(ours(batch=_CONTEXTS[-1] // length, length=length, **STEP), how=_FEW_STEPS) for length in _CONTEXTS),
+        replace(ours(batch=1, length=2**19, layers=8, **STEP), how=_ONE_STEP)), x="length"),
+    "width": Table("Layers 1 to 5 times as wide as those of the 7B shape, as many as the host holds, at most 4", tuple(
+        with_compute(ours(shape=f"wide-{times}", layers="fit", **STEP) for times in range(1, 6))), x="shape"),
+    "large": Table("Larger shapes, of as many layers as the host holds", tuple(with_compute(
+        ours(shape=shape, layers="fit", **way) for shape in ("qwen2-14b", "qwen2-32b") for way in (STEP, ARRIVAL)))),
+}

@@ -1,0 +1,57 @@
+"""When things happen in lanes, on one time scale for all of them. Only a recording asks (`recorder.py`)."""
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from megacompile.program import Lane
+
+
+class Clock(Protocol):
+    """Begins at 0, when it is made, with the device idle."""
+
+    def stamp(self, lane: Lane) -> Any:
+        """The moment at which the lane is done with everything issued to it so far. Called from the lane's thread."""
+
+    def seconds(self, stamp: Any) -> float:
+        """A stamp's time, once the device has passed it."""
+
+
+class HostClock:
+    """Of lanes whose work is done when it is issued."""
+
+    def __init__(self) -> None:
+        self.begin_s = time.perf_counter()
+
+    def stamp(self, lane: Lane) -> float:
+        return time.perf_counter()
+
+    def seconds(self, stamp: float) -> float:
+        return stamp - self.begin_s
+
+
+class CudaClock:
+    """Of lanes that are streams of one device, where a stamp is an event, and of lanes of the host.
+
+    The device measures the time between events of any of its streams, so that one event, which the host waits for, ties
+    its scale to the host's: to within what that wait takes to return, some ten microseconds."""
+
+    def __init__(self, cupy: Any, streams: Mapping[Lane, Any]) -> None:
+        self.cupy, self.streams = cupy, streams
+        self.begin = self._event(Lane.COMPUTE)
+        self.begin.synchronize()
+        self.host = HostClock()
+
+    def _event(self, lane: Lane) -> Any:
+        event = self.cupy.cuda.Event()  # one that keeps its time and, waited for, spins: that returns sooner
+        event.record(self.streams[lane])
+        return event
+
+    def stamp(self, lane: Lane) -> Any:
+        return self._event(lane) if lane in self.streams else self.host.stamp(lane)
+
+    def seconds(self, stamp: Any) -> float:
+        if isinstance(stamp, float):
+            return self.host.seconds(stamp)
+        return float(self.cupy.cuda.get_elapsed_time(self.begin, stamp)) / 1e3

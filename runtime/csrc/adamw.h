@@ -1,0 +1,60 @@
+// One element's AdamW update, and how values are stored: one source for every processor, so that a tile may be updated
+// on the host or on the device and get the same bits. Included by adam.cpp, and put before adam.cu by device_adam.py.
+//
+// Whoever includes it defines INLINE, FMA(a, b, c) (one rounding), SQRT(x) (correctly rounded) and the bit casts
+// BITS(float) and FLOAT(uint32_t), and compiles without contraction and without fast math.
+#pragma once
+
+struct BFloat16 {
+  uint16_t bits;
+};
+
+INLINE float canonical(float value) { return value == value ? value : FLOAT(0x7FC00000u); }
+
+INLINE float load(float value) { return value; }
+INLINE float load(BFloat16 value) { return FLOAT(uint32_t{value.bits} << 16); }
+
+// The FP32 master of a bf16 weight: bits = (hi << 16) + remainder, hi the master rounded to nearest, ties away from
+// zero. Half of every binade would not fit the remainder if ties went to even. The rounding carries like integers do:
+// the largest finite masters have hi = inf and a negative remainder, and join exactly. A NaN would carry into inf or
+// -0 on the device, so it is stored as the canonical NaN with remainder 0.
+INLINE float load_master(float weight, int16_t) { return weight; }
+INLINE float load_master(BFloat16 hi, int16_t remainder) {
+  return FLOAT((uint32_t{hi.bits} << 16) + static_cast<uint32_t>(int32_t{remainder}));
+}
+
+INLINE void store_master(float& weight, int16_t&, float master) { weight = canonical(master); }
+INLINE void store_master(BFloat16& hi, int16_t& remainder, float master) {
+  const uint32_t bits = BITS(canonical(master));
+  hi.bits = static_cast<uint16_t>((bits + 0x8000u) >> 16);
+  remainder = static_cast<int16_t>(bits & 0xFFFFu);  // bits - (hi << 16), which the low half read as signed is
+}
+
+struct Segment {           // native.Segment mirrors it
+  int64_t start, stop;     // elements of the tile
+  float decay;             // 1 - lr * weight_decay
+  float gradient_weight;   // 1 - beta1
+  float beta2;
+  float square_weight;     // 1 - beta2
+  float root_correction;   // sqrt(1 - beta2 ** step)
+  float eps;
+  float negative_step;     // -lr / (1 - beta1 ** step)
+};
+
+// The operations of torch.optim.AdamW on FP32, in its order and with its roundings: torch's lerp and addcmul are fused
+// multiply-adds on every processor that has them, so these are too.
+template <class Weight, class Gradient>
+INLINE void update(Weight& weight, int16_t& remainder, Gradient stored, float& first, float& second, float scale,
+                   const Segment& s) {
+  // torch.lerp starts from its nearer end, so that a weight of 1 gives the gradient exactly.
+  const bool from_moment = s.gradient_weight < 0.5f;
+  const float lerp_weight = from_moment ? s.gradient_weight : s.gradient_weight - 1.0f;
+  const float gradient = load(stored) * scale;
+  const float master = load_master(weight, remainder) * s.decay;
+  const float m = FMA(lerp_weight, gradient - first, from_moment ? first : gradient);
+  const float v = FMA(s.square_weight * gradient, gradient, second * s.beta2);
+  const float denominator = SQRT(v) / s.root_correction + s.eps;
+  first = canonical(m);
+  second = canonical(v);
+  store_master(weight, remainder, master + (s.negative_step * m) / denominator);
+}

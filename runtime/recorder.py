@@ -1,0 +1,55 @@
+"""What the lanes of an executor did while it was recorded: each instruction, with the moments of its start and end.
+
+State: lists that grow, one for each lane, written by that lane's thread alone."""
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import fx
+
+from megacompile.program import Lane, lane_of, op_of, operands
+
+from .clock import Clock
+
+if TYPE_CHECKING:
+    from .executor import Event, Run
+
+
+@dataclass(eq=False, frozen=True)
+class Executed:
+    """An instruction that ran. `run` counts sections in the order in which they were submitted. `begun` and `ended` are
+    stamps of the clock; a `wait` has none but its end, and the event `behind` which it was."""
+
+    run: int
+    section: str
+    node: fx.Node
+    lane: Lane
+    begun: Any
+    ended: Any
+    behind: Event | None = None
+
+
+class Recorder:
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self.lanes: dict[Lane, list[Executed]] = {lane: [] for lane in Lane}
+        self.recorded: dict[Event, Executed] = {}  # the last instruction that an event covers
+
+    def begin(self, lane: Lane, node: fx.Node) -> Any:
+        """Before an instruction is issued: when its lane comes to it, for `end`."""
+        return None if op_of(node).name in ("record", "wait") else self.clock.stamp(lane)
+
+    def end(self, run: Run, lane: Lane, node: fx.Node, begun: Any) -> None:
+        """After an instruction was issued."""
+        done = self.lanes[lane]
+        match op_of(node).name:
+            case "record":
+                event = run.events[node]
+                if event is not None and done:
+                    self.recorded[event] = done[-1]
+            case "wait":
+                stamp = self.clock.stamp(lane)
+                done.append(Executed(run.number, run.section, node, lane, stamp, stamp, run.events[operands(node, "event")[0]]))
+            case _ if lane_of(node) is not None:  # what runs nowhere is no instruction, though compute evaluates it
+                done.append(Executed(run.number, run.section, node, lane, begun, self.clock.stamp(lane)))

@@ -1,0 +1,376 @@
+"""Benchmarks: what a row says, which rows are measured, what becomes of those that fail, and how tables print."""
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import same_bits, train_step, weights
+from typer.testing import CliRunner
+
+import megacompile
+from megacompile import cli
+from megacompile.bench import clocks, native, plots, rows, run, shapes, step, tables
+from megacompile.bench.table import markdown, measured
+from megacompile.bench.tables import TABLES, Spec, Table
+from megacompile.errors import MegacompileError
+from megacompile.hardware import Hardware
+from megacompile.program import OPS
+from megacompile.runtime.operations import OPERATIONS
+
+TINY = ["--shape", "tiny", "--batch", "2", "--length", "32", "--steps", "2", "--warm-up", "1", "--device", "cpu"]
+
+
+def row_of(module: Any, *arguments: str) -> dict[str, Any]:
+    return dict(rows.finished(module.measure(module.options().parse_args([*TINY, *arguments]))))
+
+
+# ---------------------------------------------------------------- rows
+
+@pytest.fixture(scope="module")
+def streamed_row() -> dict[str, Any]:
+    """Through slabs, with the rates of some machine to predict from."""
+    patch = pytest.MonkeyPatch()
+    patch.setattr(Hardware, "here", lambda device=None: Hardware.find("h200"))
+    found = row_of(step, "--synchronous-optimizer", "--locked-memory", "64KiB", "--checkpoint-interval", "2", "--layers", "3")
+    patch.undo()
+    return found
+
+
+def test_a_row_says_what_ran_how_fast_and_how_busy_its_lanes_were(streamed_row: dict[str, Any]) -> None:
+    row = streamed_row
+    assert (row["layers"], row["checkpoint_interval"], row["max_grad_norm"]) == (3, 2, 1.0)
+    assert row["parameters"] == shapes.parameters("tiny", 3)
+    assert len(row["times_s"]) == len(row["losses"]) == len(row["phases_s"]) == 3
+    assert row["step_s"] == pytest.approx(sum(row["times_s"][1:]) / 2, abs=1e-4)
+    assert row["tflops"] == pytest.approx(6 * row["parameters"] * 64 / row["step_s"] / 1e12, rel=0.01)
+    assert row["tflops_with_attention"] > row["tflops"]
+    assert set(row["occupancy"]) == {"compute", "h2d", "d2h", "cpu", "pack"}
+    assert all(0 < share < 1 for share in row["occupancy"].values())
+    assert 0 < row["predicted_step_s"] < 0.1 and row["grad_norm"] > 0
+    assert "sm_clock_mhz" not in row, "a CPU has none"
+    json.dumps(row)
+
+
+@pytest.mark.parametrize("arguments", [
+    ["--micro-batch-size", "1"], ["--checkpointing", "--keep", "products"], ["--checkpointing", "--checkpoint-layers", "1"]])
+def test_native_rows_train_the_same_model_on_the_same_batches(streamed_row: dict[str, Any], arguments: list[str]) -> None:
+    row = row_of(native, "--layers", "3", *arguments)
+    assert row["losses"] == pytest.approx(streamed_row["losses"], rel=1e-3)
+    assert row["parameters"] == streamed_row["parameters"]
+    assert row["step_s"] > 0 and row["tflops"] > 0
+
+
+def test_checkpoints_of_native_rows_are_those_asked_for() -> None:
+    model = shapes.random_model("tiny", None, "cpu")
+    native.prepare(model, native.options().parse_args([*TINY, "--checkpointing", "--checkpoint-layers", "1", "--compile"]))
+    assert [layer.gradient_checkpointing for layer in model.model.layers] == [True, False, False, False]
+    assert all(layer._compiled_call_impl is not None for layer in model.model.layers)
+    with pytest.raises(MegacompileError, match="add --checkpointing"):
+        row_of(native, "--keep", "attention")
+
+
+def test_compute_alone_changes_no_weights_and_leaves_the_operations_as_they_were(model: Any) -> None:
+    optimizer = megacompile.AdamW(model.parameters(), lr=1e-2)
+    train_step(model, optimizer)
+    before, operations = weights(model), dict(OPERATIONS)
+    with step.compute_alone():
+        train_step(model, optimizer)
+        assert same_bits(weights(model), before)
+    assert operations == OPERATIONS
+    train_step(model, optimizer)
+    assert not same_bits(weights(model), before)
+    left_out = {name for name, op in OPS.items() if step.left_out(op)}
+    assert left_out >= {"prefetch", "offload", "pack", "accumulate", "clip", "adam"}
+    assert not left_out & {"forward", "loss", "backward", "reduce", "release"}
+
+
+def test_a_loss_that_is_not_finite_is_an_error() -> None:
+    assert "error" not in rows.finished(dict(losses=[1.0, 2.0]))
+    assert rows.finished(dict(losses=[1.0, math.nan]))["error"] == "the loss of step 2 is nan"
+
+
+def test_options_that_only_say_how_to_measure_do_not_make_another_row() -> None:
+    def identity(*arguments: str) -> str:
+        options = step.options()
+        return rows.identity("megacompile", rows.identifying(options, options.parse_args(arguments)), "d")
+
+    assert identity("--steps", "9", "--warm-up", "1", "--append", "f", "--batch", "64") == identity()
+    assert len({identity(), identity("--batch", "8"), identity("--train-step"), identity("--layers", "fit")}) == 4
+
+
+def test_as_many_layers_are_made_as_the_host_holds() -> None:
+    room = 60 * 2**30
+    fitting = shapes.layers_that_fit("qwen2-14b", room)
+    needs = [shapes.BYTES_PER_PARAMETER * shapes.parameters("qwen2-14b", n) for n in (fitting, fitting + 1)]
+    assert needs[0] <= room - 2**30 < needs[1]
+    assert shapes.layers_that_fit("qwen2-14b", 2**40) == 48 and shapes.layers_that_fit("qwen2-14b", 2**30) == 1
+
+
+# ---------------------------------------------------------------- clock and power
+
+def test_medians_of_clock_and_power_leave_out_what_is_no_number() -> None:
+    printed = "1480, 690.5\n1500, [N/A]\n[N/A], 680.5\n1980, 700.5\n15"
+    assert clocks.medians(printed) == {"sm_clock_mhz": 1500.0, "power_w": 690.5}
+    assert clocks.medians("no devices were found\n") == {}
+
+
+def test_clock_and_power_are_sampled_while_steps_are_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = tmp_path / "nvidia-smi"
+    fake.write_text(f"#!/bin/sh\necho \"$@\" > {tmp_path}/asked\nwhile :; do echo 1480, 690.31; sleep 0.05; done\n")
+    fake.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="abc"))
+    with clocks.sampled("cuda") as found:
+        while not (tmp_path / "asked").exists():
+            time.sleep(0.01)
+        time.sleep(0.1)
+    assert found == {"sm_clock_mhz": 1480.0, "power_w": 690.31}
+    asked = (tmp_path / "asked").read_text()
+    assert "--query-gpu=clocks.sm,power.draw" in asked and "-i GPU-abc" in asked
+    with clocks.sampled("cpu") as found:
+        pass
+    assert found == {}
+
+
+# ---------------------------------------------------------------- running a table
+
+FAKE = """
+import argparse, json, os, sys, time
+def options():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--mode", default="good")
+    parser.add_argument("--size", type=int, default=0)
+    return parser
+if __name__ == "__main__":
+    given = options().parse_args()
+    open(os.environ["FAKE_LOG"], "a").write(f"{given.mode} {given.size}\\n")
+    if given.mode == "aborts":
+        print("out of luck", file=sys.stderr); os.abort()
+    if given.mode == "hangs":
+        time.sleep(60)
+    row = {"error": "LaneError: broken"} if given.mode == "fails" else {"tflops": 1.0 + given.size}
+    options = {k: v for k, v in (("mode", given.mode), ("size", given.size)) if v != options().get_default(k)}
+    print(json.dumps({"system": "fake", "options": options, "device": "d", **row}))
+    sys.exit("error" in row)
+"""
+
+
+def fake(mode: str = "good", **options: Any) -> Spec:
+    return Spec("fake", dict(options) if mode == "good" else dict(options, mode=mode))
+
+
+@pytest.fixture
+def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str]]:
+    """A system whose rows take no time; what of it ran."""
+    (tmp_path / "fake_row.py").write_text(FAKE)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("FAKE_LOG", str(tmp_path / "log"))
+    monkeypatch.setitem(tables.MODULES, "fake", "fake_row")
+    monkeypatch.setattr(run, "described_machine", lambda: {"device": "d"})
+    monkeypatch.delitem(sys.modules, "fake_row", raising=False)
+    return lambda: (tmp_path / "log").read_text().splitlines() if (tmp_path / "log").exists() else []
+
+
+def test_rows_that_are_in_the_file_are_not_measured_again(tmp_path: Path, log: Callable[[], list[str]]) -> None:
+    table, output = Table("t", (fake(size=1), fake(size=2))), tmp_path / "out/rows.jsonl"
+    said: list[str] = []
+    assert run.run(table, output, report=said.append) == 0
+    assert log() == ["good 1", "good 2"] and "0 of 2" in said[0] and said[1:] == ["fake --size 1: 2.0 TFLOPS",
+                                                                                  "fake --size 2: 3.0 TFLOPS"]
+    before = output.read_text()
+    run.run(replace(table, rows=(*table.rows, fake(size=3))), output)
+    assert log() == ["good 1", "good 2", "good 3"]
+    assert output.read_text().startswith(before) and len(rows.read(output)) == 3
+
+
+def test_a_row_that_fails_is_kept_with_its_error_and_stops_no_other(
+        tmp_path: Path, log: Callable[[], list[str]], capsys: pytest.CaptureFixture[str]) -> None:
+    table, output = Table("t", (fake("fails"), fake("aborts"), fake(size=3))), tmp_path / "rows.jsonl"
+    run.run(table, output)
+    failed, aborted, good = rows.read(output)
+    assert failed["error"] == "LaneError: broken" and good["tflops"] == 4.0
+    assert aborted["error"] == "the process ended with SIGABRT: out of luck"
+    assert (aborted["system"], aborted["options"], aborted["device"]) == ("fake", {"mode": "aborts"}, "d")
+    assert "out of luck" in capsys.readouterr().err
+    run.run(table, output)
+    assert len(log()) == 3, "rows that failed are measured again only if asked"
+    run.run(table, output, retry=True)
+    assert log()[3:] == ["fails 0", "aborts 0"]
+    assert len(rows.read(output)) == 5 and len(rows.latest(rows.read(output))) == 3
+
+
+def test_rows_that_time_did_not_suffice_for_are_missing_yet(
+        tmp_path: Path, log: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    table, output = Table("t", (fake(size=1), fake(size=2), fake(size=3))), tmp_path / "rows.jsonl"
+    assert run.run(table, output, limit_s=0.0) == 3 and log() == []
+    true, limits = run.measured, []
+
+    def measured(spec: Spec, limit_s: float) -> rows.Row | None:
+        limits.append(limit_s)
+        return true(spec, 60.0) if spec.options["size"] == 1 else None  # the second is cut short
+
+    monkeypatch.setattr(run, "measured", measured)
+    assert run.run(table, output, limit_s=100.0) == 2
+    assert log() == ["good 1"] and [row["tflops"] for row in rows.read(output)] == [2.0]
+    assert 100 >= limits[0] > limits[1] > 0
+
+
+def test_a_row_that_hangs_is_given_up(
+        tmp_path: Path, log: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "ROW_LIMIT_S", 0.3)
+    assert run.run(Table("t", (fake("hangs"), fake("hangs", size=1))), tmp_path / "rows.jsonl") == 0
+    hung, another = rows.read(tmp_path / "rows.jsonl")
+    assert hung["error"].startswith("took more than") and hung["options"] == {"mode": "hangs"}
+    assert another["error"].startswith("took more than")
+
+
+def test_ctrl_c_leaves_whole_rows(tmp_path: Path, log: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(TABLES, "some", Table("t", (fake(size=1), fake(size=2))))
+    true = run.measured
+
+    def stopped(spec: Spec, limit_s: float) -> rows.Row | None:
+        if spec.options["size"] == 2:
+            raise KeyboardInterrupt
+        return true(spec, limit_s)
+
+    monkeypatch.setattr(run, "measured", stopped)
+    result = CliRunner().invoke(cli.app, ["bench", "some", "--output", str(tmp_path / "rows.jsonl")])
+    assert result.exit_code == 130 and "the rows that are done are in" in result.output
+    assert [row["tflops"] for row in rows.read(tmp_path / "rows.jsonl")] == [2.0]
+
+
+def test_a_line_that_is_no_row_is_named(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"tflops": 1}\n{"tflops"\n')
+    with pytest.raises(MegacompileError, match=r"line 2 of .*rows\.jsonl is no row"):
+        rows.read(tmp_path / "rows.jsonl")
+
+
+def test_the_command_measures_a_table_and_prints_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    size, how = dict(batch=2, length=32), dict(steps=1, warm_up=1)
+    monkeypatch.setitem(TABLES, "small", Table("Small", (
+        Spec("native", dict(size, micro_batch_size=1), how), Spec("megacompile", dict(size, layers=1000)))))
+    command = ["bench", "small", "--shape", "tiny", "--output", str(tmp_path / "rows.jsonl")]
+    monkeypatch.setattr(run, "measured", lambda spec, limit_s, true=run.measured: (
+        true(spec, limit_s) if spec.system == "native" else dict(error="too deep")))
+    result = CliRunner().invoke(cli.app, command)
+    assert result.exit_code == 0, result.output
+    row, failed = rows.read(tmp_path / "rows.jsonl")
+    assert row["options"] == dict(size, shape="tiny", micro_batch_size=1) and len(row["times_s"]) == 2
+    assert row["device"] == rows.machine("cpu")["device"] == failed["device"] and row["commit"] and row["tflops"] > 0
+    assert "0 of 2 rows" in result.output and "| native " in result.output
+    assert "megacompile --shape tiny --batch 2 --length 32 --layers 1000: too deep" in result.output
+    monkeypatch.setattr(run, "described_machine", lambda: rows.machine("cpu"))
+    again = CliRunner().invoke(cli.app, command)
+    assert "2 of 2 rows" in again.output and len(rows.read(tmp_path / "rows.jsonl")) == 2
+    assert again.output.split("\n", 1)[1] in result.output
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["nothing"], "there is no table 'nothing': choose one of gates"),
+    (["gates", "--shape", "huge"], "there is no shape 'huge'")])
+def test_what_there_is_not_is_refused_with_what_there_is(arguments: list[str], message: str) -> None:
+    result = CliRunner().invoke(cli.app, ["bench", *arguments])
+    assert result.exit_code == 1 and message in result.output
+
+
+# ---------------------------------------------------------------- tables
+
+@pytest.mark.parametrize("name", TABLES)
+def test_rows_of_a_table_are_options_that_there_are_and_differ(name: str) -> None:
+    identities = [spec.identity("d") for spec in TABLES[name].rows]
+    assert len(set(identities)) == len(identities) >= 5
+    assert TABLES[name].x is None or any(TABLES[name].x in spec.options for spec in TABLES[name].rows)
+
+
+def test_every_gate_is_measured_clipped_and_not_each_beside_its_compute_alone_and_native() -> None:
+    gates = TABLES["gates"].rows
+    sizes = {(64, 1024, None): 4, (64, 1024, "24GiB"): 4, (16, 1024, None): 2, (16, 1024, "24GiB"): 2, (8, 1024, None): 2,
+             (8, 8192, None): 2}
+    ours = [s for s in gates if s.system == "megacompile" and "compute_only" not in s.options]
+    for size, ways in sizes.items():
+        mine = [s.options for s in ours if tuple(s.options.get(k) for k in ("batch", "length", "device_memory")) == size]
+        assert len(mine) == ways and sum("overlap" in o or "no_clipping" in o for o in mine) == ways / 2, size
+        assert any(s.system == "native" and (s.options["batch"], s.options["length"]) == size[:2] for s in gates)
+    assert all(spec.alone() in gates for spec in ours)
+
+
+def test_a_shape_given_to_a_table_leaves_rows_that_name_their_own() -> None:
+    assert {s.options["shape"] for s in TABLES["batch"].of_shape("tiny").rows} == {"tiny"}
+    assert TABLES["large"].of_shape("tiny") == TABLES["large"]
+
+
+def result_of(spec: Spec, device: str = "d", **results: Any) -> dict[str, Any]:
+    sizes = dict(shape="tiny", layers=4, batch=spec.options["batch"], length=1024)
+    return dict(system=spec.system, options=spec.identifying(), device=device, **sizes, **results)
+
+
+OURS, CLIPPED_NOT = (Spec("megacompile", dict(batch=8, **more)) for more in ({}, {"no_clipping": True}))
+EAGER, BEST = (Spec("native", dict(batch=8, **more)) for more in ({"checkpointing": True}, {"compile": True}))
+TABLE = Table("Some rows", (OURS, OURS.alone(), CLIPPED_NOT, EAGER, BEST))
+
+
+def test_a_table_sets_each_row_beside_its_compute_alone_and_the_best_native_row() -> None:
+    found = [result_of(OURS, tflops=100.0), result_of(OURS, tflops=90.0, step_s=2.0, occupancy={"compute": 0.9, "cpu": 0.25}),
+             result_of(OURS.alone(), tflops=100.0), result_of(CLIPPED_NOT, tflops=95.0), result_of(EAGER, tflops=80.0),
+             result_of(BEST, tflops=120.0), result_of(OURS, "another", tflops=50.0), dict(device="d", tflops=1.0)]
+    lines = measured(TABLE, found, "d")
+    assert [(m.row["tflops"], m.alone_tflops, m.native_tflops) for m in lines] == [
+        (90.0, 100.0, 120.0), (95.0, 100.0, 120.0), (80.0, None, 120.0), (120.0, None, 120.0)]
+    text = markdown(TABLE, found)
+    here, there = text.split("Some rows (another)")
+    table = [[cell.strip() for cell in line.strip("|").split("|")] for line in here.splitlines() if line.startswith("|")]
+    assert table[0] == ["system", "no clipping", "checkpointing", "compile", "TFLOPS", "of compute alone", "of native",
+                        "step, s", "lanes busy"]
+    assert table[2:] == [["megacompile", "", "", "", "90", "0.900", "0.750", "2.00", "compute 90%, cpu 25%"],
+                         ["megacompile", "yes", "", "", "95", "0.950", "0.792", "", ""],
+                         ["native", "", "yes", "", "80", "", "", "", ""], ["native", "", "", "yes", "120", "", "", "", ""]]
+    assert there.count("\n| megacompile") == 1
+
+
+def test_a_row_that_failed_is_shown_with_the_reason() -> None:
+    text = markdown(TABLE, [result_of(OURS, error="OutOfMemoryError: no"), result_of(BEST, tflops=1.0)])
+    assert "| failed" in text and text.endswith("megacompile --batch 8: OutOfMemoryError: no")
+    assert markdown(TABLE, []) == "Some rows: nothing has been measured"
+
+
+# ---------------------------------------------------------------- pictures
+
+@pytest.mark.parametrize("table", [TABLE, replace(TABLE, x="batch")], ids=["bars", "curves"])
+def test_a_table_is_drawn(table: Table, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    plots.draw(table, [result_of(OURS, tflops=90.0), result_of(BEST, tflops=120.0)], tmp_path / "plots/some.svg")
+    assert "<svg" in (tmp_path / "plots/some.svg").read_text()
+    with pytest.raises(MegacompileError, match="nothing to draw"):
+        plots.draw(table, [result_of(OURS, error="broken")], tmp_path / "none.svg")
+
+
+def test_without_matplotlib_a_plot_is_refused_before_anything_is_measured(
+        tmp_path: Path, log: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(TABLES, "some", Table("t", (fake(size=1),)))
+    result = CliRunner().invoke(cli.app, ["bench", "some", "--plot", str(tmp_path / "x.svg")])
+    assert result.exit_code == 1 and "pip install 'megacompile[bench]'" in result.output and log() == []
+
+
+def test_a_failed_row_is_printed_and_not_appended(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def measure(given: argparse.Namespace) -> rows.Row:
+        raise RuntimeError("out of memory\nand so on")
+
+    monkeypatch.setattr(sys, "argv", ["step.py", "--batch", "8", "--device", "cpu", "--append", str(tmp_path / "rows.jsonl")])
+    with pytest.raises(SystemExit, match="1"):
+        rows.main("megacompile", step.options(), measure)
+    row = json.loads(capsys.readouterr().out)
+    assert row["error"] == "RuntimeError: out of memory" and row["options"] == {"batch": 8}
+    assert not (tmp_path / "rows.jsonl").exists()

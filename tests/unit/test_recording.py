@@ -1,0 +1,189 @@
+"""The measured timeline: what a simulation says of a step, a recording says of one that ran."""
+from __future__ import annotations
+
+import itertools
+import time
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import tiny_models
+from tiny_models import batch, train_step
+
+import megacompile
+from megacompile.errors import LaneError, MegacompileError
+from megacompile.program import Lane, lane_of, nodes, op_of, operands
+from megacompile.runtime.clock import CudaClock, HostClock
+from megacompile.runtime.operations import OPERATIONS
+from megacompile.runtime.reference import ReferenceExecutor
+from megacompile.simulate import Item, Timeline, simulate, step_of
+
+
+@pytest.fixture
+def optimizer(model: Any) -> megacompile.AdamW:
+    return megacompile.AdamW(model.parameters(), lr=1e-3, max_grad_norm=1.0)
+
+
+def recorded(model: Any, optimizer: megacompile.AdamW, steps: int = 2) -> Timeline:
+    with model.megacompile.record() as recording:
+        for seed in range(steps):
+            train_step(model, optimizer, seed)
+    return recording.timeline()
+
+
+def by_lane(timeline: Timeline) -> dict[Lane, list[Item]]:
+    return {lane: [item for item in timeline.items if item.lane == lane] for lane in Lane}
+
+
+def test_each_instruction_of_each_step_is_there_once_as_in_a_simulation(model: Any, optimizer: megacompile.AdamW) -> None:
+    found = recorded(model, optimizer, steps=2)
+    program = model.megacompile.program()
+    predicted = simulate(program, lambda node: 1.0, steps=2)
+    assert Counter((i.step, i.section, i.node) for i in found.items) == Counter(
+        (i.step, i.section, i.node) for i in predicted.items)
+    expected = {n for s in step_of(program) for n in nodes(program.section(s)) if lane_of(n) and op_of(n).name != "record"}
+    assert {i.node for i in found.items} == expected
+
+
+def test_a_lane_takes_its_instructions_in_order_and_one_at_a_time(model: Any, optimizer: megacompile.AdamW) -> None:
+    found = recorded(model, optimizer)
+    predicted = by_lane(simulate(model.megacompile.program(), lambda node: 1.0, steps=2))
+    for lane, items in by_lane(found).items():
+        assert [i.node for i in items] == [i.node for i in predicted[lane]], lane
+        ends = [0.0, *(i.end_s for i in items)]
+        assert all(end <= i.start_s <= i.end_s for end, i in zip(ends, items, strict=False)), lane
+
+
+def test_what_waits_for_another_lane_starts_after_it(model: Any, optimizer: megacompile.AdamW) -> None:
+    found = recorded(model, optimizer)
+    start = {(i.step, i.node): i.start_s for i in found.items}
+    end = {(i.step, i.node): i.end_s for i in found.items}
+    waits = [i for i in found.items if op_of(i.node).name == "wait"]
+    crossed = 0
+    for wait in waits:
+        (event,) = operands(wait.node, "event")
+        if op_of(event).name == "record":
+            (source,) = operands(event, "node")
+            assert end[wait.step, source] <= start[wait.step, wait.node]
+            crossed += 1
+    assert crossed > 10
+    assert any(i.cause is not None and i.cause.lane != i.lane and i.cause.section != i.section for i in waits), "an update"
+
+
+def test_a_lane_is_busy_for_as_long_as_its_instructions_take(
+        model: Any, optimizer: megacompile.AdamW, monkeypatch: pytest.MonkeyPatch) -> None:
+    prefetch = OPERATIONS["prefetch"]
+
+    def slow(frame: Any, node: Any) -> Any:
+        time.sleep(0.01)
+        return prefetch(frame, node)
+
+    train_step(model, optimizer)
+    monkeypatch.setitem(OPERATIONS, "prefetch", slow)
+    begin = time.perf_counter()
+    found = recorded(model, optimizer)
+    took = time.perf_counter() - begin
+    copies = [i for i in found.items if op_of(i.node).name == "prefetch" and i.step == 1]
+    assert len(copies) >= 5 and all(0.01 <= i.seconds < 0.1 for i in copies)
+    assert 0.01 * len(copies) * 0.8 <= found.busy(Lane.H2D) <= found.step_s < took
+    assert all(0.0 <= found.occupancy(lane) <= 1.0 for lane in Lane)
+    assert found.binds == Lane.H2D
+    assert "h2d" in found.table() and found.table().startswith(f"step: {found.step_s:.3f} s")
+
+
+def test_a_step_ends_with_its_update_however_many_backwards_it_has(model: Any, optimizer: megacompile.AdamW) -> None:
+    with model.megacompile.record() as recording:
+        for _ in range(2):
+            for seed in range(2):
+                (model(**batch(seed)).loss / 2).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    found = recording.timeline()
+    assert len(found.steps_s) == 2
+    assert [sum(i.section == "update" and i.step == step for i in found.items) > 0 for step in (0, 1)] == [True, True]
+    assert {i.section for i in found.items if i.step == 1} == {"forward", "backward", "backward_accumulate", "update"}
+
+
+@pytest.mark.parametrize(("overlap", "sections"), [("backward", {"train_step"}), (None, {"train_step", "update"})])
+def test_whole_steps_are_recorded_too(model: Any, overlap: str | None, sections: set[str]) -> None:
+    optimizer = megacompile.AdamW(model.parameters(), overlap=overlap)
+    with model.megacompile.record() as recording:
+        for seed in range(3):
+            model.megacompile.train_step(batch(seed), optimizer)
+    found = recording.timeline()
+    assert {i.section for i in found.items} == sections and len(found.steps_s) == 3
+    assert 0 < found.step_s < found.steps_s[-1]
+
+
+def test_nothing_is_recorded_and_no_clock_is_read_outside_a_recording(
+        model: Any, optimizer: megacompile.AdamW, monkeypatch: pytest.MonkeyPatch) -> None:
+    with model.megacompile.record() as recording:
+        train_step(model, optimizer)
+    before = len(recording.timeline().items)
+    monkeypatch.setattr(HostClock, "stamp", lambda self, lane: pytest.fail("a clock was read"))
+    train_step(model, optimizer)
+    model.megacompile.synchronize()
+    assert len(recording.timeline().items) == before
+    assert model.megacompile.streamed.executor.recorder is None
+
+
+def test_a_recorded_step_computes_the_same_bits(model: Any) -> None:
+    found = []
+    for recording in (False, True):
+        model.load_state_dict(tiny_models.build().state_dict())
+        optimizer = megacompile.AdamW(model.parameters(), lr=1e-2)
+        if recording:
+            recorded(model, optimizer)
+        else:
+            for seed in range(2):
+                train_step(model, optimizer, seed)
+        found.append(tiny_models.weights(model))
+    assert tiny_models.same_bits(*found)
+
+
+def test_a_recording_that_an_error_ends_leaves_the_model_ready_for_the_next(
+        model: Any, optimizer: megacompile.AdamW) -> None:
+    def fail(node: Any) -> None:
+        if op_of(node).name == "offload":
+            raise OSError("broken")
+
+    executor = model.megacompile.streamed.executor
+    executor.probe = fail
+    recording = model.megacompile.record()
+    with pytest.raises(LaneError, match="broken"), recording:
+        train_step(model, optimizer)
+    executor.probe = None
+    with pytest.raises(MegacompileError, match="an error ended it"):
+        recording.timeline()
+    assert recorded(model, optimizer).items
+
+
+def test_a_cuda_clock_puts_events_of_streams_and_moments_of_the_host_on_one_scale() -> None:
+    class Event:
+        def record(self, stream: str) -> None:
+            self.ms, self.stream = 1e3 * time.perf_counter(), stream
+
+        def synchronize(self) -> None: ...
+
+    cupy = SimpleNamespace(cuda=SimpleNamespace(Event=Event, get_elapsed_time=lambda begin, end: end.ms - begin.ms))
+    clock = CudaClock(cupy, {Lane.COMPUTE: "stream 1", Lane.H2D: "stream 2"})
+    stamps = []
+    for lane in (Lane.H2D, Lane.CPU, Lane.COMPUTE, Lane.PACK):
+        time.sleep(0.005)
+        stamps.append(clock.stamp(lane))
+    assert stamps[0].stream == "stream 2" and stamps[2].stream == "stream 1"
+    seconds = [0.0, *map(clock.seconds, stamps)]
+    assert all(0.004 < after - before < 0.5 for before, after in itertools.pairwise(seconds)), seconds
+
+
+def test_what_cannot_be_recorded_is_refused(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with model.megacompile.record() as empty, pytest.raises(MegacompileError, match="recorded already"), \
+            model.megacompile.record():
+        pass
+    with pytest.raises(MegacompileError, match="no section ran"):
+        empty.timeline()
+    streamed = model.megacompile.streamed
+    monkeypatch.setattr(streamed, "executor", ReferenceExecutor(streamed.backend))
+    with pytest.raises(MegacompileError, match="reference=True"), model.megacompile.record():
+        pass
