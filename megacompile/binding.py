@@ -10,6 +10,7 @@ import torch
 from megacompile.frontend.capture import CapturedModel
 from megacompile.frontend.template import Call, Template, Variant
 from megacompile.frontend.variants import compile_variant
+from megacompile.plan import Plan
 from megacompile.program import Program, argument, nodes, op_of
 from megacompile.runtime.kernels import Input, Kernel, ParameterGradient
 from megacompile.tiling import Tiling
@@ -20,15 +21,15 @@ TEMPLATE_OPS = frozenset({"forward", "forward_saving", "loss", "evaluate", "logi
 
 @dataclass
 class Binder:
-    """Kernels of one streamed model. State: compiled variants by (template, variant, batch, length, mode)."""
+    """Kernels of one streamed model. State: compiled variants by (template, variant, batch, length, mode, chunk)."""
 
     captured: CapturedModel
     tiling: Tiling
     device: torch.device
     compiling: bool
-    compiled: dict[tuple[str, str, int, int, str], Callable[..., Any]] = field(default_factory=dict)
+    compiled: dict[tuple[str, str, int, int, str, int], Callable[..., Any]] = field(default_factory=dict)
 
-    def bind(self, program: Program, section: str, length: int, steady: bool = True) -> dict[tuple[str, str, int], Kernel]:
+    def bind(self, program: Program, section: str, plan: Plan, steady: bool = True) -> dict[tuple[str, str, int], Kernel]:
         """The kernels of a section, by (call, op, micro-batch). Shapes that do not come again (`steady` false: a
         generation's, each one token longer) run uncompiled."""
         mode = "inductor" if self.compiling and steady else "eager"
@@ -38,12 +39,13 @@ class Binder:
             op = op_of(node).name
             if op in TEMPLATE_OPS:
                 call, mb = calls[argument(node, "call")], argument(node, "mb")
-                kernels[call.name, op, mb] = self._kernel(program, call, op, program.micro_batches[mb], length, mode)
+                kernels[call.name, op, mb] = self._kernel(
+                    program, call, op, program.micro_batches[mb], plan.length, mode, plan.token_chunk)
         return kernels
 
-    def _kernel(self, program: Program, call: Call, op: str, batch: int, length: int, mode: str) -> Kernel:
+    def _kernel(self, program: Program, call: Call, op: str, batch: int, length: int, mode: str, chunk: int) -> Kernel:
         template = self.captured.templates[call.template]
-        variant = template.variant(op)
+        variant = template.variant(op, chunk)
         tiles = program.call(call.name).tiles
         trainable = [t for t in tiles if program.tiles[t].trainable]
         parameters, carried = [], {}
@@ -56,7 +58,7 @@ class Binder:
                 assert source.kind == "carried" and len(gradient.results) == 1, f"a gradient for {source}"
                 carried[source.index] = gradient.results[0]
         return Kernel(
-            self._compile(template, variant, batch, length, mode),
+            self._compile(template, variant, batch, length, mode, chunk),
             tuple(self._input(call, i) for i in range(len(call.sources))),
             variant.outputs, variant.residuals, sum(template.has_gradient), tuple(parameters),
             tuple(carried[i] for i in sorted(carried)))
@@ -68,8 +70,9 @@ class Binder:
             return Input("parameter", source.name, self.tiling.tiles_of[call.name].index(tile), position)
         return Input("constant" if source.kind == "buffer" else source.kind, source.name, position=source.index)
 
-    def _compile(self, template: Template, variant: Variant, batch: int, length: int, mode: str) -> Callable[..., Any]:
-        key = template.name, variant.name, batch, length, mode
+    def _compile(self, template: Template, variant: Variant, batch: int, length: int, mode: str,
+                 chunk: int) -> Callable[..., Any]:
+        key = template.name, variant.name, batch, length, mode, chunk
         if key not in self.compiled:
             examples = example_inputs(template, variant, batch, length, self.device) if mode == "inductor" else ()
             self.compiled[key] = compile_variant(variant, examples, mode)

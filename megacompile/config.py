@@ -48,6 +48,8 @@ class StreamConfig:
         saved_layers: how many last layers keep their residuals; None: on cuda as many as fit, elsewhere none.
         waves: in how many shares `train_step` sends a batch forward and back; None: on cuda as many as let all layers keep
             their residuals, elsewhere one.
+        token_chunk: positions of a sequence that a layer computes at a time, outside of attention; 0: all; None: all, unless
+            a micro-batch of one sequence does not fit.
         resident: names of tiles (or one name) whose weights stay on the device, or "all".
         resident_state: names of tiles (or one name) that stay there with their optimizer state and are updated there, or
             "all"; None: as many as there is memory for and the update is hidden by.
@@ -64,6 +66,7 @@ class StreamConfig:
     compile: bool | None = None
     saved_layers: int | None = None
     waves: int | None = None
+    token_chunk: int | None = None
     resident: tuple[str, ...] | str = ()
     resident_state: tuple[str, ...] | str | None = None
     weight_slots: int | None = None
@@ -76,8 +79,10 @@ class StreamConfig:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise MegacompileError(f"{name} must be a whole number of at least 1, not {value!r}")
-        if self.saved_layers is not None and (not isinstance(self.saved_layers, int) or self.saved_layers < 0):
-            raise MegacompileError(f"saved_layers must be a whole number of at least 0, not {self.saved_layers!r}")
+        for name in ("saved_layers", "token_chunk"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
+                raise MegacompileError(f"{name} must be a whole number of at least 0, not {value!r}")
         for option in ("resident", "resident_state"):
             names = getattr(self, option)
             if isinstance(names, str) and names != "all":

@@ -7,6 +7,7 @@ allocator are the margin's.
 """
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -18,6 +19,7 @@ from torch import fx
 from megacompile.frontend.joint import base_of
 from megacompile.frontend.template import Template, Variant
 from megacompile.fusion import computes, fuse
+from megacompile.token_loop import TokenLoop, Total, token_loops, total_dtype
 
 #: Peaks found so far, by (batch, length): a planner asks for the same ones hundreds of times.
 _peaks: weakref.WeakKeyDictionary[Variant, dict[tuple[int, int, bool], int]] = weakref.WeakKeyDictionary()
@@ -38,12 +40,18 @@ def tensor_bytes(value: Any, size: Callable[[Any], int]) -> int:
 
 
 def _attention_workspace(node: fx.Node, size: Callable[[Any], int], device_type: str, backward: bool) -> int:
-    """Explicit scores [B, H, T, T] in float32, as many as are alive at once; flash kernels hold none."""
+    """Explicit scores [B, H, T, T] in float32, as many as are alive at once; flash kernels hold none, but for what their
+    backward on CUDA sums up in."""
     *_, softcap, kernel = node.args
     query, key = (argument.meta["val"] for argument in node.args[backward:backward + 2])  # type: ignore[union-attr]
+    batch, heads, length, width = map(size, query.shape)
+    if kernel == "flash" and backward:
+        # The query's gradient grows in float32; keys' and values' have one head for each of the query's at first.
+        grouped = 0 if size(key.shape[1]) == heads else 2 * tensor_bytes(query, size)
+        columns = -(-width // 32) * 32 if width <= 192 else 256
+        return batch * heads * (-(-length // 128) * 128) * 4 * (columns + 1) + grouped
     if kernel not in ("math", "neutral"):
         return 0
-    batch, heads, length, width = map(size, query.shape)
     half = query.element_size() if query.element_size() < 4 else 0
     scores = batch * heads * length**2 * (4 * ((6 if softcap else 5) if backward else 3) + half)
     positions = 10 * length**2  # distances, int64, and what they hide
@@ -82,8 +90,21 @@ def peak_bytes(template: Template, variant: Variant, batch: int, length: int, fu
 
 
 def _peak_bytes(template: Template, variant: Variant, batch: int, length: int, fused: bool) -> int:
-    size = at(template, batch, length)
-    graph = variant.graph.graph
+    device_type, loops = template._target.device_type, token_loops(variant.graph)
+
+    def workspace(node: fx.Node, size: Callable[[Any], int]) -> int:
+        if node.op == "call_module":
+            loop = loops[str(node.target)]
+            return _loop_workspace(loop, at(template, batch, min(loop.chunk, length)), device_type, fused)
+        inside = WORKSPACE.get(node.target)
+        return inside(node, size, device_type) if inside else 0
+
+    # Ops around loops run one by one.
+    return _graph_peak(variant.graph.graph, at(template, batch, length), fused and not loops, workspace)
+
+
+def _graph_peak(graph: fx.Graph, size: Callable[[Any], int], fused: bool,
+                workspace: Callable[[fx.Node, Callable[[Any], int]], int] = lambda node, size: 0) -> int:
     fusion = fuse(graph) if fused else None
     last: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
@@ -97,14 +118,43 @@ def _peak_bytes(template: Template, variant: Variant, batch: int, length: int, f
         dies.setdefault(node, []).append(value)
     held = peak = 0
     for node in graph.nodes:
-        if node.op == "call_function" and base_of(node) is node and node not in inside:
-            held += tensor_bytes(node.meta.get("val"), size)
-            workspace = WORKSPACE.get(node.target)
-            peak = max(peak, held + (workspace(node, size, template._target.device_type) if workspace else 0))
+        if node.op in _MAKING and base_of(node) is node and node not in inside:
+            held += _made_bytes(node, size)
+            peak = max(peak, held + workspace(node, size))
         for value in dies.get(node, ()):
-            if value.op == "call_function":
-                held -= tensor_bytes(value.meta.get("val"), size)
+            if value.op in _MAKING:
+                held -= _left_bytes(value, size)
     return peak
+
+
+_MAKING = ("call_function", "call_module")
+
+
+def _made_bytes(node: fx.Node, size: Callable[[Any], int]) -> int:
+    """What comes into being with a node. A loop's results are there before they are taken out of it, one by one."""
+    taken_out = node.target is operator.getitem and node.args[0].op == "call_module"  # type: ignore[union-attr]
+    return 0 if taken_out else tensor_bytes(node.meta.get("val"), size)
+
+
+def _left_bytes(node: fx.Node, size: Callable[[Any], int]) -> int:
+    """What goes with the last look at a node."""
+    return 0 if node.op == "call_module" else tensor_bytes(node.meta.get("val"), size)
+
+
+def _loop_workspace(loop: TokenLoop, size: Callable[[Any], int], device_type: str, fused: bool) -> int:
+    """What a loop over chunks holds beside its results: copies of its inputs' chunks, which not every layout needs, and the
+    body's values; where no GEMM accumulates in float32, a product's operands in float32 too."""
+    body = loop.body.graph
+    _, _, *placeholders = body.find_nodes(op="placeholder")
+    pieces = sum(tensor_bytes(node.meta["val"], size) for node, tokens in zip(placeholders, loop.inputs, strict=True) if tokens)
+    results: Any = list(body.output_node().args[0])  # type: ignore[arg-type]
+    widened = 0
+    for output in loop.outputs:
+        operands = [results.pop(0).meta["val"] for _ in range(2 if isinstance(output, Total) and output.product else 1)]
+        wide = total_dtype(operands[0].dtype)
+        if len(operands) == 2 and device_type != "cuda" and wide != operands[0].dtype:
+            widened = max(widened, sum(size(x.numel()) for x in operands) * wide.itemsize)
+    return pieces + _graph_peak(body, size, fused) + widened
 
 
 def result_bytes(template: Template, variant: Variant, batch: int, length: int) -> int:

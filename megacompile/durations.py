@@ -34,22 +34,24 @@ class Durations:
     layouts: Mapping[str, TileLayout]
     hardware: Hardware
     fused: bool = True
-    _work: dict[tuple[str, str], tuple[Work, Callable[[int, int], _Numbers]]] = field(default_factory=dict)
-    _seconds: dict[tuple[str, str, int, int], float] = field(default_factory=dict)
+    _work: dict[tuple[str, str, int], tuple[Work, Callable[[int, int], _Numbers]]] = field(default_factory=dict)
+    _seconds: dict[tuple[str, str, int, int, int], float] = field(default_factory=dict)
 
-    def of(self, program: Program, length: int) -> Callable[[fx.Node], float]:
-        """The duration of each node of a program for sequences of `length` tokens."""
-        return lambda node: self._node(program, node, length)
+    def of(self, program: Program, length: int, chunk: int = 0) -> Callable[[fx.Node], float]:
+        """The duration of each node of a program for sequences of `length` tokens, computed `chunk` at a time (a plan's
+        `token_chunk`)."""
+        return lambda node: self._node(program, node, length, chunk)
 
-    def work(self, template: str, variant: str) -> Work:
+    def work(self, template: str, variant: str, chunk: int = 0) -> Work:
         """A variant's FLOPs and bytes in B and T."""
-        return self._known(template, variant)[0]
+        return self._known(template, variant, chunk)[0]
 
-    def seconds(self, template: str, variant: str, batch: int, length: int) -> float:
+    def seconds(self, template: str, variant: str, batch: int, length: int, chunk: int = 0) -> float:
         """One run of a variant."""
-        key = template, variant, batch, length
+        key = template, variant, batch, length, chunk
         if key not in self._seconds:
-            gemm, attention, backward, gemm_bytes, other_bytes, kernels = self._known(template, variant)[1](batch, length)
+            _, numbers = self._known(template, variant, chunk)
+            gemm, attention, backward, gemm_bytes, other_bytes, kernels = numbers(batch, length)
             rates = self.hardware
             rate = self.gemm_rate(self.captured.templates[template])
             products = max(gemm / rate, gemm_bytes / rates.memory_bandwidth)
@@ -64,11 +66,11 @@ class Durations:
         low = any(dtype in (torch.bfloat16, torch.float16) for dtype in dtypes)
         return self.hardware.gemm_flops["bfloat16" if low else "float32"]
 
-    def _known(self, template: str, variant: str) -> tuple[Work, Callable[[int, int], _Numbers]]:
-        key = template, variant
+    def _known(self, template: str, variant: str, chunk: int) -> tuple[Work, Callable[[int, int], _Numbers]]:
+        key = template, variant, chunk
         if key not in self._work:
             found = self.captured.templates[template]
-            work = variant_work(found, found.variant(variant), self.fused)
+            work = variant_work(found, found.variant(variant, chunk), self.fused)
             numbers = sympy.lambdify((BATCH, LENGTH), (
                 work.gemm_flops, work.attention_flops, work.attention_backward_flops, work.gemm_bytes, work.bytes,
                 work.kernels), modules="math")
@@ -76,10 +78,10 @@ class Durations:
         return self._work[key]
 
     # ---------------------------------------------------------------- nodes
-    def _node(self, program: Program, node: fx.Node, length: int) -> float:
+    def _node(self, program: Program, node: fx.Node, length: int, chunk: int) -> float:
         op, hardware = op_of(node).name, self.hardware
         if op in TEMPLATE_OPS:
-            return self.seconds(argument(node, "template"), op, program.micro_batches[argument(node, "mb")], length)
+            return self.seconds(argument(node, "template"), op, program.micro_batches[argument(node, "mb")], length, chunk)
         tile: Any = program.tiles.get(argument(node, "tile") or "")
         match op:
             case "prefetch" | "fetch_gradients":

@@ -87,7 +87,8 @@ def _table(found: Sequence[Candidate], chosen: Plan, operations: int) -> str:
     rows: list[tuple[object, ...]] = []
     for each in found:
         plan, timeline = each.plan, each.timeline
-        sizes = (plan.checkpoint_interval, plan.micro_batches[0], plan.waves, plan.saved_layers,
+        chunked = f" ({plan.token_chunk} tokens at a time)" if plan.token_chunk else ""
+        sizes = (plan.checkpoint_interval, f"{plan.micro_batches[0]}{chunked}", plan.waves, plan.saved_layers,
                  len(plan.resident_state),
                  f"{each.device_bytes / 2**30:.1f}", f"{each.host_bytes / 2**30:.1f}")
         if timeline is None:

@@ -16,8 +16,9 @@ from typing import Any
 import sympy
 from torch import Tensor, fx
 
-from megacompile.frontend.template import Template, Variant
+from megacompile.frontend.template import LENGTH, Template, Variant
 from megacompile.fusion import GEMMS, computes, fuse, inputs, kernel_of, tensor_of
+from megacompile.token_loop import TokenLoop, Tokens, token_loops
 
 _ZERO = sympy.Integer(0)
 
@@ -32,11 +33,21 @@ class Work:
     attention_flops: sympy.Expr = _ZERO
     attention_backward_flops: sympy.Expr = _ZERO
     bytes: sympy.Expr = _ZERO
-    kernels: int = 0
+    kernels: sympy.Expr | int = 0
 
     @property
     def flops(self) -> sympy.Expr:
         return self.gemm_flops + self.attention_flops + self.attention_backward_flops
+
+    def repeated(self, length: sympy.Symbol, chunk: int) -> Work:
+        """For `length` positions, a chunk at a time, if this is the work of one pass over `length`."""
+        count = sympy.Max(1, length / chunk)
+
+        def times(work: sympy.Expr) -> sympy.Expr:
+            return count * work.subs(length, sympy.Min(chunk, length))
+
+        return Work(times(self.gemm_flops), times(self.gemm_bytes), times(self.attention_flops),
+                    times(self.attention_backward_flops), times(self.bytes), sympy.ceiling(length / chunk) * self.kernels)
 
     def __add__(self, other: Work) -> Work:
         return Work(self.gemm_flops + other.gemm_flops, self.gemm_bytes + other.gemm_bytes,
@@ -48,17 +59,34 @@ class Work:
 def variant_work(template: Template, variant: Variant, fused: bool = True) -> Work:
     """The work of one run of a variant, products of its gradients' operands and their accumulation included. `fused`:
     elementwise chains run as one kernel each; else every op reads and writes memory."""
-    sizes = _Sizes(template)
+    sizes, loops = _Sizes(template), token_loops(variant.graph)
     graph = variant.graph.graph
-    total = Work()
-    for node in graph.nodes:
-        total += _kernel_work(node, sizes)
+    total = _graph_work(graph, sizes, fused and not loops)  # ops around loops run one by one
+    for loop in loops.values():
+        total += _loop_work(loop, sizes, fused)
     results: Sequence[fx.Node] = graph.output_node().args[0]  # type: ignore[assignment]
     parameters = {i for i, x in enumerate(template.inputs) if x.role.kind == "parameter"}
     for gradient in variant.gradients:
         if gradient.input in parameters:
             total += _accumulation([results[i] for i in gradient.results], sizes)
-    return total + (_fused_rest if fused else _unfused_rest)(graph, sizes)
+    return total
+
+
+def _graph_work(graph: fx.Graph, sizes: _Sizes, fused: bool) -> Work:
+    return sum((_kernel_work(node, sizes) for node in graph.nodes), (_fused_rest if fused else _unfused_rest)(graph, sizes))
+
+
+def _loop_work(loop: TokenLoop, sizes: _Sizes, fused: bool) -> Work:
+    """A chunk's work as many times as there are chunks; what a chunk gives is written once more, to its place."""
+    body = loop.body.graph
+    results: list[fx.Node] = list(body.output_node().args[0])  # type: ignore[arg-type]
+    work = _graph_work(body, sizes, fused)
+    for output in loop.outputs:
+        if isinstance(output, Tokens):
+            work += Work(bytes=2 * sizes.bytes(results.pop(0)), kernels=1)
+        else:
+            work += _accumulation([results.pop(0) for _ in range(2 if output.product else 1)], sizes)
+    return work.repeated(LENGTH, loop.chunk)
 
 
 class _Sizes:

@@ -61,7 +61,8 @@ def fuse(graph: fx.Graph) -> Fusion:
 
 
 def kernel_of(node: fx.Node) -> str | None:
-    """Name of a kernel of its own; None for what a compiler fuses, and for what is no computation."""
+    """Name of a kernel of its own; None for what a compiler fuses, and for what is no computation. (Loops over chunks of tokens
+    are no part of a fused graph: whoever looks at one looks into their bodies.)"""
     if node.op != "call_function":
         return None
     if node.target in GEMMS:

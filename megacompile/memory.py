@@ -121,4 +121,4 @@ def _sum(tiling: Tiling, tiles: set[str]) -> int:
 def _peak(captured: CapturedModel, template: str, variant: str, plan: Plan, fused: bool) -> int:
     """Of the largest micro-batch, the first."""
     found = captured.templates[template]
-    return cost.peak_bytes(found, found.variant(variant), plan.micro_batches[0], plan.length, fused)
+    return cost.peak_bytes(found, found.variant(variant, plan.token_chunk), plan.micro_batches[0], plan.length, fused)

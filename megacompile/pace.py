@@ -32,7 +32,7 @@ class Pace:
         if (plan, whole_step) not in self.timelines:
             program = self.program(plan, whole_step)
             self.timelines[plan, whole_step] = simulate(
-                program, self.durations.of(program, plan.length), self.durations.hardware.speeds)
+                program, self.durations.of(program, plan.length, plan.token_chunk), self.durations.hardware.speeds)
         return self.timelines[plan, whole_step]
 
     def program(self, plan: Plan, whole_step: bool) -> Program:
@@ -54,7 +54,7 @@ class Pace:
         for rows in plan.micro_batches:
 
             def seconds(template: str, variant: str, rows: int = rows) -> float:
-                return self.durations.seconds(template, variant, rows, plan.length)
+                return self.durations.seconds(template, variant, rows, plan.length, plan.token_chunk)
 
             total += seconds("prologue", "forward") + seconds("epilogue", "loss")
             for position, call in enumerate(layers):

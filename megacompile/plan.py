@@ -15,7 +15,8 @@ class Plan:
     gradients, or each on "arrival" of its gradients, unclipped. `resident` tiles keep their
     weights on the device; those of them in `resident_state` their optimizer state and gradients too, and are updated
     there. `locked` says that tiles themselves are page-locked; otherwise weights pass through
-    `staging_slabs` and gradients through `gradient_slabs` page-locked slabs (the paper's pinned slab pool)."""
+    `staging_slabs` and gradients through `gradient_slabs` page-locked slabs (the paper's pinned slab pool). Templates compute
+    what treats each token alone `token_chunk` positions of a micro-batch at a time; 0: all at once."""
 
     batch: int
     length: int
@@ -31,12 +32,13 @@ class Plan:
     gradient_slabs: int = 12
     waves: int = 1
     update: str = "step"
+    token_chunk: int = 0
 
     def __post_init__(self) -> None:
         assert sum(self.micro_batches) == self.batch, f"{self.micro_batches} is no split of {self.batch} sequences"
         assert 1 <= self.waves <= len(self.micro_batches) and self.update in ("step", "arrival")
         assert set(self.resident_state) <= set(self.resident), "what is updated on the device has its weights there"
-        assert self.checkpoint_interval >= 1 and self.saved_layers >= 0
+        assert self.checkpoint_interval >= 1 and self.saved_layers >= 0 and self.token_chunk >= 0
         assert self.weight_slots >= 1 and self.gradient_slots >= 1 and self.staging_slabs >= 1 and self.gradient_slabs >= 1
 
     def wave_of(self, mb: int) -> int:

@@ -2,7 +2,8 @@
 left, waves, layers that keep residuals and tiles that are updated on the device, as they are fastest when simulated.
 
 K = 1 is the fastest where it fits: its backward drops the layer's last GEMM from the recompute. A larger K keeps fewer
-checkpoints and pays with the residuals of K - 1 layers of one micro-batch.
+checkpoints and pays with the residuals of K - 1 layers of one micro-batch. Where not even a micro-batch of one sequence fits,
+its tokens are computed in chunks, as large as fit: attention alone needs all of them at once.
 """
 from __future__ import annotations
 
@@ -20,6 +21,8 @@ from megacompile.tiling import Tiling
 
 #: Sequences' worth of tokens beyond which a larger micro-batch is no faster: kernels are full by then.
 FULL_TOKENS = 16384
+#: Of a chunk of tokens: fewer leave kernels empty, and read all weights too often.
+LEAST_CHUNK = 2048
 #: Tokens of a wave below which its kernels no longer hide the weights' arrival.
 WAVE_TOKENS = 12288
 #: A plan must be so much faster to be taken instead of one that computes less: simulations are not exact.
@@ -127,7 +130,8 @@ class Planner:
     def _too_small(self, batch: int, length: int, need: int, plan: Plan) -> InsufficientMemoryError:
         return InsufficientMemoryError(
             f"a batch of {batch} x {length} needs {format_bytes(need)} of device memory (micro-batches of "
-            f"{plan.micro_batches[0]}, checkpoint_interval={plan.checkpoint_interval}) and "
+            f"{plan.micro_batches[0]}, checkpoint_interval={plan.checkpoint_interval}"
+            f"{f', token_chunk={plan.token_chunk}' if plan.token_chunk else ''}) and "
             f"{format_bytes(self.device_bytes)} are available{self._others()}: use fewer or shorter sequences, or a larger "
             "device_memory")
 
@@ -159,10 +163,19 @@ class Planner:
         intervals = [config.checkpoint_interval] if config.checkpoint_interval else self._intervals(depth)
         for interval in intervals:
             for size in sizes:
-                slots = config.weight_slots or min(depth, max(2, interval + 1))
-                yield Plan(
-                    batch, length, split(batch, min(size, batch)), interval, min(config.saved_layers or 0, depth), slots,
-                    config.gradient_slots, self.resident(), self.resident_state(), self.locked(), 2, config.gradient_slabs)
+                yield self._candidate(batch, length, size, interval, config.token_chunk or 0)
+        if config.token_chunk is None and sizes[-1] == 1:
+            # A larger K would keep residuals, which are of all tokens.
+            for chunk in self._chunks(length):
+                yield self._candidate(batch, length, 1, intervals[0], chunk)
+
+    def _candidate(self, batch: int, length: int, size: int, interval: int, chunk: int) -> Plan:
+        config, depth = self.config, len(self.captured.layer_names)
+        slots = config.weight_slots or min(depth, max(2, interval + 1))
+        return Plan(
+            batch, length, split(batch, min(size, batch)), interval, min(config.saved_layers or 0, depth), slots,
+            config.gradient_slots, self.resident(), self.resident_state(), self.locked(), 2, config.gradient_slabs,
+            token_chunk=chunk)
 
     def plan_step(self, batch: int, length: int, update: str) -> Plan:
         """The plan of a whole step. Where memory allows it, the fewest waves that let every layer keep its residuals: then
@@ -216,6 +229,11 @@ class Planner:
         while sizes[-1] > 1:
             sizes.append(sizes[-1] // 2)
         return sizes
+
+    @staticmethod
+    def _chunks(length: int) -> list[int]:
+        """Powers of two below a sequence's length, the largest that is worth it first."""
+        return [size for size in (1 << n for n in range(30, 0, -1)) if LEAST_CHUNK <= size <= FULL_TOKENS and size < length]
 
     @staticmethod
     def _intervals(depth: int) -> list[int]:

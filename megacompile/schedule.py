@@ -60,7 +60,7 @@ class Schedule:
     def simulate(self) -> Timeline:
         """A few training steps, predicted: when each instruction runs, how long a step takes, and what binds."""
         program, durations = self.program(), self.durations()
-        return simulate(program, durations.of(program, self.plan.length), durations.hardware.speeds)
+        return simulate(program, durations.of(program, self.plan.length, self.plan.token_chunk), durations.hardware.speeds)
 
     def explain(self) -> str:
         """The plan and those it was chosen from, as text: needs, predicted times and what binds."""

@@ -126,7 +126,7 @@ class Streamed:
     def submit(self, shape: CompiledShape, section: str, batch: Batch, lease: dict[str, Any] | None = None,
                update: Update | None = None) -> Any:
         if section not in shape.kernels:
-            shape.kernels[section] = self.binder.bind(shape.program, section, shape.plan.length, shape.shape.labels)
+            shape.kernels[section] = self.binder.bind(shape.program, section, shape.plan, shape.shape.labels)
         frame = Frame(self.backend, self.store, self.arena, shape.kernels[section], batch,
                       lease if lease is not None else {}, update)
         return self.executor.submit(shape.program.section(section), frame, section)

@@ -11,10 +11,10 @@ from megacompile.passes.schedule import (
                                          prefetch,
                                          synchronize,
 )
-from megacompile.passes.template import accumulate_in_gemm, attention, fuse_loss
+from megacompile.passes.template import accumulate_in_gemm, attention, chunk_tokens, fuse_loss
 
 #: On the graphs of templates. Each is `run(graph, target) -> graph`.
-TEMPLATE_PIPELINE = (attention, fuse_loss, accumulate_in_gemm)
+TEMPLATE_PIPELINE = (attention, fuse_loss, chunk_tokens, accumulate_in_gemm)
 
 #: On programs. Each is `run(program, plan) -> program`.
 PIPELINE = (micro_batch, partition, differentiate, prefetch, offload, optimizer, place, synchronize)

@@ -173,7 +173,7 @@ def predicted_s(model: Any, given: argparse.Namespace) -> float | None:
         return None
     durations = Durations(streamed.captured, streamed.tiling.layouts, hardware, fused=streamed.binder.compiling)
     program = model.megacompile.program()
-    seconds = durations.of(program, plan.length)
+    seconds = durations.of(program, plan.length, plan.token_chunk)
 
     def alone(node: fx.Node) -> float:
         return 0.0 if given.compute_only and left_out(op_of(node)) else seconds(node)

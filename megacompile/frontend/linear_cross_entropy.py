@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megacompile.token_loop import accumulate_product
+
 
 def _linear_cross_entropy(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, normaliser: Tensor, ignore_index: int,
@@ -42,7 +44,7 @@ def _linear_cross_entropy(
             grad_bias += grad.sum(0, dtype=torch.float32)
         torch.mm(grad, weight, out=grad_hidden[start:start + chunk])
         if needs_weight_gradient:
-            _accumulate(grad_weight, grad.t(), piece)
+            accumulate_product(grad_weight, grad.t(), piece)
     # Without any token that counts this is 0 / 0, NaN, and the gradients are 0, as in native training.
     return loss / normaliser, grad_hidden, grad_weight, grad_bias
 
@@ -75,16 +77,6 @@ def _chunk_gradient(
 def _fused_chunk_gradient() -> Callable[..., tuple[Tensor, Tensor]]:
     """In one kernel: op by op, a vocabulary's worth of float32 would cross the device's memory a dozen times."""
     return torch.compile(_chunk_gradient)
-
-
-def _accumulate(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b, in float32: inside the GEMM where the device has one of mixed precision."""
-    if a.dtype is torch.float32:
-        total.addmm_(a, b)
-    elif total.is_cuda:
-        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
-    else:
-        total.addmm_(a.float(), b.float())
 
 
 def _linear_cross_entropy_fake(

@@ -22,8 +22,11 @@ from torch import Tensor, fx
 
 from megacompile.errors import CaptureError
 from megacompile.frontend.joint import JointGraph, base_of, cut_graph, replace_unit_tangent, retarget
+from megacompile.token_loop import token_loops
 
 BATCH, LENGTH = sympy.symbols("B T", integer=True, positive=True)
+#: Variants that can run a chunk of tokens at a time; others keep, or begin with, residuals of all tokens.
+CHUNKED = frozenset({"forward", "recompute_backward", "loss"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,9 +131,9 @@ class Template:
         self.symbols, self.stages = (BATCH, LENGTH), stages
         self._joint, self._inference, self._renaming = joint, inference, symbols
         self._target, self._pipeline = target, tuple(p for p in pipeline if p.level == "variant")
-        self._variants: dict[str, Variant] = {}
+        self._variants: dict[tuple[str, int], Variant] = {}
         if inference is None:
-            self._recipes: dict[str, Callable[[str], Variant]] = {
+            self._recipes: dict[str, Callable[[str, int], Variant]] = {
                 "forward": self._forward, "forward_saving": self._forward,
                 "backward": self._backward, "recompute_backward": self._backward}
         else:
@@ -142,13 +145,15 @@ class Template:
     def variant_names(self) -> tuple[str, ...]:
         return tuple(self._recipes)
 
-    def variant(self, name: str) -> Variant:
-        """The variant called `name`, cut and lowered at its first use. Raises `CaptureError` if there is none."""
+    def variant(self, name: str, chunk: int = 0) -> Variant:
+        """The variant called `name`, cut and lowered at its first use. `chunk`: positions of a sequence at a time, where that
+        is possible (`CHUNKED`); 0 for all at once. Raises `CaptureError` if there is none."""
         if name not in self._recipes:
             raise CaptureError(f"template {self.name} has no variant {name}: it has {', '.join(self._recipes)}")
-        if name not in self._variants:
-            self._variants[name] = self._recipes[name](name)
-        return self._variants[name]
+        key = name, chunk if name in CHUNKED else 0
+        if key not in self._variants:
+            self._variants[key] = self._recipes[name](*key)
+        return self._variants[key]
 
     def symbolic(self, size: int | torch.SymInt) -> sympy.Expr:
         """A size of a graph's `meta["val"]` as an expression in B and T."""
@@ -169,27 +174,27 @@ class Template:
         return sum((self.bytes_of(n.meta["val"]) for n in self._joint.outputs), sympy.Integer(0))
 
     # -------------------------------------------------------------- recipes: which inputs and results make a variant
-    def _forward(self, name: str) -> Variant:
+    def _forward(self, name: str, chunk: int) -> Variant:
         joint = self._joint
         residuals = joint.residuals if name == "forward_saving" else []
-        return self._lower(name, joint, joint.inputs, joint.outputs, residuals, {})
+        return self._lower(name, chunk, joint, joint.inputs, joint.outputs, residuals, {})
 
-    def _backward(self, name: str) -> Variant:
+    def _backward(self, name: str, chunk: int) -> Variant:
         joint = self._joint
         residuals = joint.residuals if name == "backward" else []
-        return self._lower(name, joint, [*joint.inputs, *residuals, *joint.tangents], [], [], joint.gradients)
+        return self._lower(name, chunk, joint, [*joint.inputs, *residuals, *joint.tangents], [], [], joint.gradients)
 
-    def _loss(self, name: str) -> Variant:
+    def _loss(self, name: str, chunk: int) -> Variant:
         joint = self._joint
-        return self._lower(name, joint, [*joint.inputs, *joint.tangents], joint.outputs, [], joint.gradients)
+        return self._lower(name, chunk, joint, [*joint.inputs, *joint.tangents], joint.outputs, [], joint.gradients)
 
-    def _evaluate(self, name: str) -> Variant:
+    def _evaluate(self, name: str, chunk: int) -> Variant:
         assert self._inference is not None
         outputs = self._inference.outputs[1:] if name == "logits" else self._inference.outputs
-        return self._lower(name, self._inference, self._inference.inputs, outputs, [], {})
+        return self._lower(name, chunk, self._inference, self._inference.inputs, outputs, [], {})
 
     def _lower(
-        self, name: str, joint: JointGraph, inputs: Sequence[fx.Node], outputs: Sequence[fx.Node],
+        self, name: str, chunk: int, joint: JointGraph, inputs: Sequence[fx.Node], outputs: Sequence[fx.Node],
         residuals: Sequence[fx.Node], gradients: dict[int, fx.Node],
     ) -> Variant:
         graph = cut_graph(joint.graph, inputs, [*outputs, *residuals, *gradients.values()])
@@ -198,10 +203,15 @@ class Template:
         first = len(outputs) + len(residuals)
         graph.meta["gradients"] = tuple((i, (first + k,)) for k, i in enumerate(gradients))
         graph.meta["parameters"] = tuple(i for i, x in enumerate(self.inputs) if x.role.kind == "parameter")
+        graph.meta["symbols"], graph.meta["chunk"] = self._renaming, chunk
+        label = f"{name} in chunks of {chunk}" if chunk else name
         for template_pass in self._pipeline:
             graph = template_pass.run(graph, self._target)
-            self.stages[f"{name}.{template_pass.name}"] = graph.code
-        retarget(graph, self._target.device_type)
-        self.stages[name] = graph.code
+            self.stages[f"{label}.{template_pass.name}"] = graph.code
+        loops = token_loops(graph)
+        for module in (graph, *(loop.body for loop in loops.values())):
+            retarget(module, self._target.device_type)
+        self.stages[label] = graph.code
+        self.stages.update({f"{label}.{target}": loop.body.code for target, loop in loops.items()})
         described = tuple(Gradient(i, results) for i, results in graph.meta["gradients"])
         return Variant(name, graph, len(outputs), len(residuals), described)

@@ -1,9 +1,14 @@
-"""Running variants: as the fx graph itself, or compiled by inductor for one concrete shape."""
+"""Running variants: as the fx graph itself, or compiled by inductor for one concrete shape.
+
+Of a variant that runs a chunk of tokens at a time, the loops' bodies are compiled, one kernel for all chunks and one for a
+last one that is shorter; the few ops around them, attention and views, run one by one.
+"""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import sympy
 import torch
 import torch._inductor
 from torch import Tensor, fx
@@ -11,7 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from megacompile.errors import UnsupportedError
-from megacompile.frontend.template import Variant
+from megacompile.frontend.template import BATCH, Variant
+from megacompile.token_loop import TokenLoop, token_loops
 
 Runnable = Callable[..., tuple[Any, ...]]
 
@@ -28,16 +34,61 @@ def compile_variant(variant: Variant, example_args: Sequence[Tensor | int | None
         return variant.graph.forward
     if mode != "inductor":
         raise UnsupportedError(f'mode "{mode}" is none of "eager" and "inductor"')
-    reads = variant.reads
-    live = [example_args[i] for i in reads]
-    graph, tensors, examples = _specialise(variant.graph, reads, live)
-    compiled: Any = torch._inductor.compile(graph, [*examples])
+    if token_loops(variant.graph):
+        return _compile_loops(variant, example_args)
+    return _compile_graph(variant.graph, variant.reads, [example_args[i] for i in variant.reads])
+
+
+def _compile_graph(graph: fx.GraphModule, reads: Sequence[int], live: Sequence[Tensor | int | None]) -> Runnable:
+    """`graph` as a function of all its arguments, of which it reads `reads`, like `live`."""
+    specialised, tensors, examples = _specialise(graph, reads, live)
+    compiled: Any = torch._inductor.compile(specialised, [*examples])
     positions = tuple(reads[i] for i in tensors)
 
     def run(*args: Tensor | int | None) -> tuple[Any, ...]:
         return tuple(compiled(*[args[i] for i in positions]))
 
     return run
+
+
+def _compile_loops(variant: Variant, example_args: Sequence[Tensor | int | None]) -> Runnable:
+    graph = variant.graph
+    arguments = dict(zip(graph.graph.find_nodes(op="placeholder"), example_args, strict=True))
+    device = next(value.device for value in example_args if isinstance(value, Tensor))
+    loops: dict[str, TokenLoop] = {}
+    for node in graph.graph.find_nodes(op="call_module"):
+        loop = getattr(graph, node.target)
+        batch, length = (arguments[size.args[0]].shape[size.args[1]] for size in node.args[:2])
+        loops[node.target] = loop.with_kernels({
+            count: _compile_body(variant, loop, batch, length, count, device) for count in loop.counts(length)})
+    attributes = {n.target: getattr(graph, n.target) for n in graph.graph.find_nodes(op="get_attr")}
+    compiled = fx.GraphModule({**attributes, **loops}, graph.graph)
+    return compiled.forward
+
+
+def _compile_body(variant: Variant, loop: TokenLoop, batch: int, length: int, count: int, device: torch.device) -> Runnable:
+    """The body of a loop for chunks of `count` positions. Numbers that it computes with are those of all tokens."""
+    symbols: dict[sympy.Symbol, sympy.Symbol] = variant.graph.meta["symbols"]
+
+    def size(value: Any, positions: int) -> Any:
+        if not isinstance(value, torch.SymInt | torch.SymFloat):
+            return value
+        found = value.node.expr.xreplace({raw: batch if s == BATCH else positions for raw, s in symbols.items()})
+        return int(found) if isinstance(value, torch.SymInt) else float(found)
+
+    _, _, *placeholders = loop.body.graph.find_nodes(op="placeholder")
+    examples: list[Any] = [batch, count]
+    with FakeTensorMode():
+        for placeholder, tokens in zip(placeholders, loop.inputs, strict=True):
+            value = placeholder.meta["val"]
+            if not isinstance(value, Tensor):
+                examples.append(size(value, length))
+                continue
+            shape = [size(s, count) for s in value.shape]
+            options: dict[str, Any] = {"dtype": value.dtype, "device": device}
+            examples.append(torch.empty_permuted(shape, tokens.order, **options) if tokens is not None else
+                            torch.empty_strided(shape, [size(s, length) for s in value.stride()], **options))
+    return _compile_graph(loop.body, range(len(examples)), examples)
 
 
 def _specialise(

@@ -4,8 +4,9 @@
 
     "model"    a section as Dynamo left it, before differentiation: calls of torch functions, `meta["example_value"]`
     "variant"  a variant cut from the joint graph: aten and megacompile ops, `meta["val"]`, and in the module's `meta`:
-               "gradients", ((input, (result,)), ...), how gradients leave, which a pass may rewrite, and
-               "parameters", the indices of the inputs that are parameters
+               "gradients", ((input, (result,)), ...), how gradients leave, which a pass may rewrite,
+               "parameters", the indices of the inputs that are parameters,
+               "symbols", the shapes' symbols -> B and T, and "chunk", positions of a chunk of tokens, 0 for none
 
 Passes name the megacompile ops through `torch.ops.megacompile`; whoever made the graph has registered them.
 """

@@ -17,16 +17,17 @@ def as_graph(variant: Variant, args: list[Any]) -> Callable[..., tuple[Any, ...]
 
 
 class Layerwise:
-    """`captured`, fed with the tensors of `model`. `compile_variant(variant, args)` says how variants run."""
+    """`captured`, fed with the tensors of `model`. `compile_variant(variant, args)` says how variants run; `chunk`, how many
+    positions of a sequence at a time."""
 
-    def __init__(self, captured: CapturedModel, model: nn.Module, compile_variant: Compile = as_graph) -> None:
-        self.captured, self.compile = captured, compile_variant
+    def __init__(self, captured: CapturedModel, model: nn.Module, compile_variant: Compile = as_graph, chunk: int = 0) -> None:
+        self.captured, self.compile, self.chunk = captured, compile_variant, chunk
         tensors = [*model.named_buffers(), *model.named_parameters()]
         self.tensors = {name: tensor.detach() for name, tensor in tensors}
         self.owned = {t.untyped_storage().data_ptr() for t in self.tensors.values() if t.numel()}
 
     def run(self, call: Call, variant_name: str, args: list[Any]) -> tuple[Any, ...]:
-        variant = self.captured.templates[call.template].variant(variant_name)
+        variant = self.captured.templates[call.template].variant(variant_name, self.chunk)
         args = [a if i in variant.reads else None for i, a in enumerate(args)]
         results = self.compile(variant, args)(*args)
         for result in results:
@@ -81,7 +82,7 @@ class Layerwise:
     ) -> dict[int, Tensor]:
         """Adds parameters' gradients to `gradients`; returns those of carried inputs by output of the previous call."""
         carried = {}
-        for gradient in self.captured.templates[call.template].variant(variant_name).gradients:
+        for gradient in self.captured.templates[call.template].variant(variant_name, self.chunk).gradients:
             tensors = [results[i] for i in gradient.results]
             value = tensors[0] if len(tensors) == 1 else tensors[0] @ tensors[1]
             source = call.sources[gradient.input]

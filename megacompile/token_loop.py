@@ -1,0 +1,134 @@
+"""TokenLoop: a stretch of a template's graph that is computed a chunk of tokens at a time.
+
+The pass `chunk_tokens` makes it; variants run and compile it, and the cost model looks inside. What is inside of a chunk
+exists for one chunk only. Results that have tokens are written chunk by chunk; sums over tokens grow in float32.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Where tokens lie in a value: in dimension `dim`, which counts T, or B x T if `folded`. `order`: the dimensions from
+    outermost to innermost in memory."""
+
+    dim: int
+    folded: bool
+    order: tuple[int, ...]
+
+    def chunk(self, whole: Tensor, batch: int, length: int, start: int, count: int) -> Tensor:
+        """Positions start to start + count of every sequence: a view of `whole`, [..., T, ...]; if folded, of
+        [..., B * T, ...] as [..., B, T, ...]."""
+        if not self.folded:
+            return whole.narrow(self.dim, start, count)
+        return whole.unflatten(self.dim, (batch, length)).narrow(self.dim + 1, start, count)
+
+    def take(self, whole: Tensor, batch: int, length: int, start: int, count: int) -> Tensor:
+        """The chunk, dense in memory in `order`, whatever the strides of `whole`: kernels are compiled for these."""
+        piece = self.chunk(whole, batch, length, start, count)
+        piece = piece.flatten(self.dim, self.dim + 1) if self.folded else piece
+        dense = torch.empty_permuted(piece.shape, self.order, dtype=piece.dtype, device="meta").stride()
+        same = all(size == 1 or a == b for size, a, b in zip(piece.shape, piece.stride(), dense, strict=True))
+        return piece if same else self.empty(piece, piece.shape).copy_(piece)
+
+    def put(self, piece: Tensor, whole: Tensor, batch: int, length: int, start: int, count: int) -> None:
+        """Writes a chunk's values to their place."""
+        piece = piece.unflatten(self.dim, (batch, count)) if self.folded else piece
+        self.chunk(whole, batch, length, start, count).copy_(piece)
+
+    def whole(self, piece: Tensor, batch: int, length: int) -> Tensor:
+        """Memory for all tokens, for values like `piece`."""
+        shape = list(piece.shape)
+        shape[self.dim] = batch * length if self.folded else length
+        return self.empty(piece, shape)
+
+    def empty(self, like: Tensor, shape: Sequence[int]) -> Tensor:
+        return torch.empty_permuted(shape, self.order, dtype=like.dtype, device=like.device)
+
+
+@dataclass(frozen=True)
+class Total:
+    """A sum over tokens. `product`: a chunk's share comes as the two operands of a matrix product."""
+
+    product: bool
+
+
+class TokenLoop(nn.Module):
+    """`loop(batch, length, *inputs)` -> a tuple: `body` over chunks of `chunk` positions of all sequences.
+
+    body: takes the sequences and the positions of a chunk, then the inputs, cut to the chunk where `inputs` says where
+    tokens lie, whole where it says None; returns a tensor for each of `outputs`, two for a product.
+    Totals are float32 (or their own dtype, if that is no floating one, or wider). `kernels` run in place of `body`, by
+    the positions of the chunk.
+    """
+
+    def __init__(self, body: fx.GraphModule, chunk: int, inputs: Sequence[Tokens | None],
+                 outputs: Sequence[Tokens | Total], kernels: Mapping[int, Callable[..., Any]] | None = None) -> None:
+        super().__init__()
+        self.body, self.chunk = body, chunk
+        self.inputs, self.outputs = tuple(inputs), tuple(outputs)
+        self.kernels = dict(kernels or {})
+
+    def counts(self, length: int) -> tuple[int, ...]:
+        """Positions of a chunk: of all but the last, and of the last if it is another number."""
+        full, rest = divmod(length, self.chunk)
+        return (*((self.chunk,) if full else ()), *((rest,) if rest else ()))
+
+    def with_kernels(self, kernels: Mapping[int, Callable[..., Any]]) -> TokenLoop:
+        return TokenLoop(self.body, self.chunk, self.inputs, self.outputs, kernels)
+
+    def forward(self, batch: int, length: int, *values: Any) -> tuple[Tensor, ...]:
+        results: list[Tensor] = []
+        for start in range(0, length, self.chunk):
+            count = min(self.chunk, length - start)
+            self._add(results, self._run(batch, length, start, count, values), batch, length, start, count)
+        return tuple(results)
+
+    def _run(self, batch: int, length: int, start: int, count: int, values: Sequence[Any]) -> list[Tensor]:
+        pieces = [value if tokens is None else tokens.take(value, batch, length, start, count)
+                  for tokens, value in zip(self.inputs, values, strict=True)]
+        return list(self.kernels.get(count, self.body)(batch, count, *pieces))
+
+    def _add(self, results: list[Tensor], pieces: list[Tensor], batch: int, length: int, start: int, count: int) -> None:
+        """Puts what a chunk gave into the results, which the first chunk makes."""
+        for position, output in enumerate(self.outputs):
+            piece = pieces.pop(0)
+            if isinstance(output, Tokens):
+                if start == 0:
+                    results.append(output.whole(piece, batch, length))
+                output.put(piece, results[position], batch, length, start, count)
+            elif output.product:
+                other = pieces.pop(0)
+                if start == 0:
+                    results.append(piece.new_zeros((piece.shape[0], other.shape[1]), dtype=total_dtype(piece.dtype)))
+                accumulate_product(results[position], piece, other)
+            elif start == 0:
+                results.append(piece.to(total_dtype(piece.dtype)))
+            else:
+                results[position].add_(piece)
+
+
+def token_loops(graph: fx.GraphModule) -> dict[str, TokenLoop]:
+    """The loops of a variant's graph, by the target of the node that calls them."""
+    return {name: module for name, module in graph.named_children() if isinstance(module, TokenLoop)}
+
+
+def total_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which sums of `dtype` grow."""
+    return torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
+
+
+def accumulate_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a @ b, in total's dtype: inside the GEMM where the device has one of mixed precision."""
+    if a.dtype == total.dtype:
+        total.addmm_(a, b)
+    elif total.is_cuda:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        total.addmm_(a.to(total.dtype), b.to(total.dtype))

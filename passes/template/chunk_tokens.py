@@ -1,0 +1,254 @@
+"""chunk_tokens: what treats each token alone is computed a chunk of tokens at a time, for sequences so long that a layer's
+widest values do not fit.
+
+Before: any variant. After, where the module's `meta["chunk"]` is not 0: its tokenwise ops and its sums over tokens
+(`tokenwise`) are in as few `TokenLoop`s as what must see all tokens allows. Of a decoder layer's `recompute_backward`, that
+is a loop up to attention, one from there to attention's backward, with the MLP's forward and backward in one and the same
+chunk, and one from there on. Between loops lie what attention takes and gives, and what a later loop cannot cheaply compute
+again. Gradients of weights leave as float32 totals. `forward_saving` and `backward` stay whole: residuals are of all tokens.
+A graph with sizes other than of B and T is left as it is.
+"""
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, fx
+
+from megacompile.passes.template import Target
+from megacompile.passes.template.stretches import Stretches
+from megacompile.passes.template.tokenwise import TAKING_SIZES, Layout, is_size, is_view, packet, tensors
+from megacompile.token_loop import TokenLoop, Tokens, Total, total_dtype
+
+name = "chunk_tokens"
+level = "variant"
+
+aten = torch.ops.aten
+
+class _WholeError(Exception):
+    """Why a graph must stay whole."""
+
+
+def run(graph: fx.GraphModule, target: Target) -> fx.GraphModule:
+    """`graph` with its tokenwise stretches in loops."""
+    if not graph.meta.get("chunk"):
+        return graph
+    try:
+        return _Rewrite(graph).run()
+    except _WholeError:
+        return graph
+
+
+class _Rewrite:
+    """State: the new graph so far, `made`, the new node of each old one, and `exact`, new nodes that are float32 though what
+    they stand for is of a lower precision."""
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        self.module, self.chunk = module, int(module.meta["chunk"])
+        self.layout = Layout(module.meta["symbols"])
+        self.stretches = Stretches(module.graph, self.layout)
+        self.graph = fx.Graph()
+        self.made: dict[fx.Node, fx.Node] = {}
+        self.exact: set[fx.Node] = set()
+        self.loops: dict[str, TokenLoop] = {}
+
+    def run(self) -> fx.GraphModule:
+        if any(isinstance(node.meta["val"], tuple | list) for node in self.stretches.kept):
+            raise _WholeError  # one of an op's several values is None: nothing says where it belongs
+        for node in self.module.graph.find_nodes(op="placeholder"):
+            self.made[node] = _copied(self.graph, node, self.made.__getitem__)
+        self.sizes = _Sizes(self.graph, self.layout, *self._batch_and_length())
+        for number in range(self.stretches.count + 1):
+            for node in self.stretches.before(number):
+                self._copy(node)
+            nodes = self.stretches.nodes(number)
+            if self._holds_values(number, nodes):
+                self._loop(number, nodes)
+            else:
+                for node in nodes:
+                    if node not in self.made:
+                        self._copy(node)
+        self._return()
+        attributes = {n.target: getattr(self.module, str(n.target)) for n in self.graph.find_nodes(op="get_attr")}
+        result = fx.GraphModule({**attributes, **self.loops}, self.graph)
+        result.meta.update(self.module.meta)
+        return result
+
+    def _batch_and_length(self) -> tuple[fx.Node, fx.Node]:
+        found: dict[sympy.Expr, tuple[fx.Node, int, Any]] = {}
+        for old in self.module.graph.find_nodes(op="placeholder"):
+            for value in tensors(old) if old.users else ():
+                for dim, size in enumerate(value.shape):
+                    found.setdefault(self.layout.size(size), (self.made[old], dim, size))
+        sizes = []
+        for symbol in (self.layout.batch, self.layout.length):
+            if symbol not in found:
+                raise _WholeError
+            node, dim, value = found[symbol]
+            sizes.append(self.graph.call_function(aten.sym_size.int, (node, dim)))
+            sizes[-1].meta["val"] = value
+        return sizes[0], sizes[1]
+
+    # ---------------------------------------------------------------- nodes outside of loops
+    def _copy(self, node: fx.Node) -> None:
+        """A node that is in no loop, as it is."""
+        if node.op == "output" or is_size(node):
+            return
+        keeps_exact = node.op == "call_function" and is_view(node) and len(node.all_input_nodes) == 1
+        copy = _copied(self.graph, node, lambda n: self._read(n, keeps_exact))
+        if keeps_exact and any(used in self.exact for used in copy.all_input_nodes):
+            given = [x.meta["val"] if isinstance(x, fx.Node) else x for x in copy.args]
+            with _fake_mode(node):
+                copy.meta["val"] = node.target(*given)  # type: ignore[operator]
+            self.exact.add(copy)
+        self.made[node] = copy
+
+    def _read(self, node: fx.Node, exact: bool = False) -> Any:
+        """The new node of an old value, in its dtype unless `exact`."""
+        if is_size(node):
+            return self.sizes.of(node)
+        found = self.made[node]
+        if found in self.exact and not exact:
+            old: Tensor = node.meta["val"]
+            found = self.graph.call_function(aten._to_copy.default, (found,), {"dtype": old.dtype})
+            found.meta["val"] = old
+        return found
+
+    def _return(self) -> None:
+        """Results; gradients of parameters may be more exact than the parameters."""
+        results: Any = self.module.graph.output_node().args[0]
+        parameters = set(self.module.meta["parameters"])
+        exact = {i for index, indices in self.module.meta["gradients"] if index in parameters for i in indices}
+        self.graph.output(tuple(self._read(node, i in exact) if isinstance(node, fx.Node) else node
+                                for i, node in enumerate(results)))
+
+    # ---------------------------------------------------------------- loops
+    def _holds_values(self, number: int, nodes: list[fx.Node]) -> bool:
+        """Whether a stretch makes anything that is not among its results: else a loop saves nothing."""
+        results = set(self.stretches.results(number))
+        return any(node not in results and not is_view(node) and node.target is not operator.getitem for node in nodes)
+
+    def _loop(self, number: int, nodes: list[fx.Node]) -> None:
+        body = _Body(self.layout, nodes, self.stretches.results(number))
+        loop = TokenLoop(body.module, self.chunk, body.inputs, body.outputs)
+        target = f"tokens_{number}"
+        self.loops[target] = loop
+        sizes = map(self.sizes.write, (self.layout.batch, self.layout.length))
+        call = self.graph.create_node("call_module", target, (*sizes, *map(self._read, body.reads)))
+        values = []
+        for node, output in zip(body.results, loop.outputs, strict=True):
+            old: Tensor = node.meta["val"]
+            with _fake_mode(node):
+                if isinstance(output, Tokens):
+                    values.append(torch.empty_permuted(old.shape, output.order, dtype=old.dtype, device=old.device))
+                else:
+                    values.append(old.new_empty(old.shape, dtype=total_dtype(old.dtype)))
+        call.meta["val"] = tuple(values)
+        for position, node in enumerate(body.results):
+            item = self.graph.call_function(operator.getitem, (call, position))
+            item.meta["val"] = values[position]
+            self.made[node] = item
+            if values[position].dtype != node.meta["val"].dtype:
+                self.exact.add(item)
+
+
+class _Body:
+    """The graph of a loop. `reads`: the old nodes that it takes; `results`: those that it gives, products as operands."""
+
+    def __init__(self, layout: Layout, nodes: list[fx.Node], results: list[fx.Node]) -> None:
+        self.results, inside = results, set(nodes)
+        self.reads: list[fx.Node] = list(dict.fromkeys(
+            used for node in nodes for used in node.all_input_nodes
+            if used not in inside and not (is_size(used) and packet(node) in TAKING_SIZES)))
+        graph = fx.Graph()
+        sizes = _Sizes(graph, layout, graph.placeholder("batch"), graph.placeholder("count"))
+        copies: dict[fx.Node, fx.Node] = {}
+        self.inputs: list[Tokens | None] = []
+        for node in self.reads:
+            copies[node] = graph.placeholder(node.name)
+            copies[node].meta["val"] = node.meta["val"]
+            self.inputs.append(_tokens(layout, node.meta["val"]) if isinstance(node.meta["val"], Tensor) else None)
+        returned: list[fx.Node] = []
+        self.outputs: list[Tokens | Total] = []
+        given = set(results)
+        for node in nodes:
+            if node in given and _is_product(node, layout):
+                continue
+            read = functools.partial(_written, sizes, copies) if packet(node) in TAKING_SIZES else copies.__getitem__
+            copies[node] = _copied(graph, node, read)
+            if node in given and packet(node) is aten.sum:
+                _sum_exactly(copies[node])
+        for node in results:
+            if _is_product(node, layout):
+                returned.extend(copies[used] for used in node.args[:2])  # type: ignore[index]
+                self.outputs.append(Total(product=True))
+            else:
+                returned.append(copies[node])
+                self.outputs.append(_tokens(layout, node.meta["val"]) or Total(product=False))
+        graph.output(tuple(returned))
+        self.module = fx.GraphModule({}, graph)
+
+
+def _written(sizes: _Sizes, copies: dict[fx.Node, fx.Node], node: fx.Node) -> Any:
+    return sizes.of(node) if is_size(node) else copies[node]
+
+
+def _tokens(layout: Layout, value: Tensor) -> Tokens | None:
+    dim = layout.dim(value)
+    return None if dim is None else Tokens(dim, layout.folded(value, dim), layout.order(value))
+
+
+def _is_product(node: fx.Node, layout: Layout) -> bool:
+    """Whether a result of a loop is a matrix product that sums over tokens."""
+    return packet(node) is aten.mm and layout.dim(node.meta["val"]) is None
+
+
+def _sum_exactly(node: fx.Node) -> None:
+    """Lets a chunk's sum leave in the dtype in which the total grows."""
+    value: Tensor = node.meta["val"]
+    if value.dtype != total_dtype(value.dtype):
+        node.kwargs = {**node.kwargs, "dtype": total_dtype(value.dtype)}
+        with _fake_mode(node):
+            node.meta["val"] = value.new_empty(value.shape, dtype=total_dtype(value.dtype))
+
+
+def _copied(graph: fx.Graph, node: fx.Node, read: Callable[[fx.Node], Any]) -> fx.Node:
+    copy = graph.node_copy(node, read)
+    copy.meta.pop("from_node", None)
+    if packet(node) in (aten.view, aten._unsafe_view):
+        # A chunk, and what a loop gives, may lie in memory otherwise than the whole did.
+        copy.target = aten.reshape.default
+    return copy
+
+
+def _fake_mode(node: fx.Node) -> Any:
+    return next(v.fake_mode for v in tensors(node))  # type: ignore[attr-defined]
+
+
+class _Sizes:
+    """Writes sizes into a graph as arithmetic on two of its nodes."""
+
+    def __init__(self, graph: fx.Graph, layout: Layout, batch: fx.Node, length: fx.Node) -> None:
+        self.graph, self.layout = graph, layout
+        self.written: dict[sympy.Expr, Any] = {layout.batch: batch, layout.length: length}
+
+    def of(self, node: fx.Node) -> Any:
+        """The size that `node` is, as a node of this graph, or a number. Raises `_WholeError` where it is more than sums and
+        products of B, T and numbers."""
+        return self.write(self.layout.size(node.meta["val"]))
+
+    def write(self, size: sympy.Expr) -> Any:
+        if size not in self.written:
+            operation = operator.add if size.is_Add else operator.mul if size.is_Mul else None
+            if size.is_Integer:
+                self.written[size] = int(size)
+            elif operation is None:
+                raise _WholeError
+            else:
+                self.written[size] = functools.reduce(
+                    lambda a, b: self.graph.call_function(operation, (a, b)), map(self.write, size.args))
+        return self.written[size]

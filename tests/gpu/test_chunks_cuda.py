@@ -1,0 +1,46 @@
+"""On CUDA, compiled: chunks of tokens give the same training in less memory, and the estimate holds what they take."""
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device", allow_module_level=True)
+pytest.importorskip("cupy")
+
+from transformers import AutoModelForCausalLM, Qwen2Config
+
+import megacompile
+
+pytestmark = pytest.mark.gpu
+LENGTH = 20000  # no multiple of a chunk
+
+
+def gradients(chunk: int) -> tuple[dict[str, torch.Tensor], int, int]:
+    """Gradients of one step, the device's peak in bytes, and its estimate."""
+    torch.manual_seed(0)
+    config = Qwen2Config(vocab_size=512, hidden_size=512, intermediate_size=4096, num_hidden_layers=2, num_attention_heads=8,
+                         num_key_value_heads=2, max_position_embeddings=1 << 15)
+    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model = megacompile.stream(model, device="cuda", compile=True, token_chunk=chunk, saved_layers=0)
+    ids = torch.randint(0, 512, (1, LENGTH), generator=torch.Generator().manual_seed(1))
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    try:
+        model(input_ids=ids, labels=ids).loss.backward()
+        estimate = model.megacompile.compiled().estimate.total
+        return {n: p.grad.float().clone() for n, p in model.named_parameters()}, torch.cuda.max_memory_allocated(), estimate
+    finally:
+        model.megacompile.close()
+
+
+@pytest.mark.slow
+def test_chunks_on_the_device_are_the_same_training_in_less_memory() -> None:
+    whole, whole_peak, whole_estimate = gradients(0)
+    chunked, peak, estimate = gradients(4096)
+    for name, gradient in whole.items():
+        assert (chunked[name] - gradient).norm() <= 2e-2 * gradient.norm(), name
+    assert peak < 0.7 * whole_peak
+    assert peak <= estimate and whole_peak <= whole_estimate
