@@ -71,8 +71,6 @@ def _adopt(graph: fx.Graph, node: fx.Node) -> None:
     graph.erase_node(node)
 
 
-
-
 def _example(node: fx.Node) -> Tensor:
     value: Tensor = node.meta["example_value"]
     return value
