@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from megacompile.batch import Arguments, input_dtypes, read_arguments
 from megacompile.config import StreamConfig, format_bytes, parse_bytes
 from megacompile.errors import InsufficientMemoryError, MegacompileError, UnsupportedError
+from megacompile.frontend.attention_kernels import fused_kernel
 from megacompile.frontend.capture import CapturedModel, capture
 from megacompile.lease import LogitsWithoutLoss, StreamedLoss, refuse_hooks
 from megacompile.optim import AdamW, check_unclaimed, claim, disclaim
@@ -49,7 +50,7 @@ def stream(model: M, *, layers: str | None = None, example: Mapping[str, Tensor]
                                "megacompile.schedule(model, ...) to look at its schedule")
     config = StreamConfig.of(**options)
     backend = make_backend(config.device)
-    captured, tiling = analyse(model, config, backend.device.type, layers, example)
+    captured, tiling = analyse(model, config, backend.device.type, layers, example, fused_kernel(backend.device))
     check_host_memory(tiling)
     check_one_layer(captured, tiling, config, backend)
     store = build_store(model, tiling)
@@ -68,8 +69,8 @@ def make_backend(device: str | torch.device | None) -> Backend:
 
 
 def analyse(model: nn.Module, config: StreamConfig, device_type: str, layers: str | None,
-            example: Mapping[str, Tensor] | None) -> tuple[CapturedModel, Tiling]:
-    """Captures a model for a device and divides its parameters into tiles. Changes nothing."""
+            example: Mapping[str, Tensor] | None, fused_attention: str = "flash") -> tuple[CapturedModel, Tiling]:
+    """Captures a model for a device and divides its parameters into tiles. Changes nothing. `fused_attention`: see `Target`."""
     refuse_hooks(model)
     check_unclaimed(model)
     if wrong := [key for key, value in (example or {}).items() if not isinstance(value, Tensor)]:
@@ -84,7 +85,7 @@ def analyse(model: nn.Module, config: StreamConfig, device_type: str, layers: st
     dtype = torch.bfloat16 if torch.bfloat16 in dtypes else torch.float32
     subject = model if config.dtype is None else _meta_twin(model, config.dtype)
     captured = capture(subject, layers=layers, example=example, pipeline=TEMPLATE_PIPELINE,
-                       target=Target(device_type, dtype))
+                       target=Target(device_type, dtype, fused_attention))
     tiling = Tiling.of(model, captured.calls, config.dtype)
     for option in ("resident", "resident_state"):
         names = getattr(config, option)

@@ -55,6 +55,7 @@ def measure(device: str | torch.device | None = None, scale: float = 1.0) -> Har
         gemm_flops=gemm, attention_efficiency=compute.attention(gemm), memory_bandwidth=compute.memory_bandwidth(),
         launch_s=compute.launch(), link={"h2d": alone[Lane.H2D], "d2h": alone[Lane.D2H]},
         host_copy=_host_copy(SHORT_S * scale), adam=alone[Lane.CPU], beside=beside, host_memory=_host_bytes(),
+        fused_attention=attention_kernels.fused_kernel(backend.device),
         device_memory=torch.cuda.mem_get_info(backend.device)[1] if cuda else _host_bytes())
 
 
@@ -94,7 +95,8 @@ class _Compute:
     def attention(self, gemm: Mapping[str, float]) -> dict[str, float]:
         """Efficiency of the kernel that templates use on this device, forward and backward."""
         length, heads, width = (4096, 32, 128) if self.cuda else (512, 4, 64)
-        dtype, kernel = (torch.bfloat16, "flash") if self.cuda else (torch.float32, "flash_cpu")
+        dtype, kernel = ((torch.bfloat16, attention_kernels.fused_kernel(self.backend.device)) if self.cuda
+                         else (torch.float32, "flash_cpu"))
         query, key, value, grad = (self._random(1, length, heads, width, dtype=dtype).transpose(1, 2) for _ in range(4))
         options = width ** -0.5, 0, 0.0
         forward, backward = attention_kernels.FORWARD[kernel], attention_kernels.BACKWARD[kernel]

@@ -45,7 +45,7 @@ def _attention_workspace(node: fx.Node, size: Callable[[Any], int], device_type:
     *_, softcap, kernel = node.args
     query, key = (argument.meta["val"] for argument in node.args[backward:backward + 2])  # type: ignore[union-attr]
     batch, heads, length, width = map(size, query.shape)
-    if kernel == "flash" and backward:
+    if kernel in ("flash", "cudnn") and backward:
         # The query's gradient grows in float32; keys' and values' have one head for each of the query's at first.
         grouped = 0 if size(key.shape[1]) == heads else 2 * tensor_bytes(query, size)
         columns = -(-width // 32) * 32 if width <= 192 else 256

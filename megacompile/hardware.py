@@ -44,6 +44,7 @@ class Hardware:
         adam: parameters/s of the host's fused AdamW.
         beside: for sets of lanes that are busy together ("d2h h2d"), what is left of each lane's rate, 0 to 1.
         device_memory: bytes of the device; host_memory: bytes of the host.
+        fused_attention: the kernel of templates there, "flash" or "cudnn"; attention's efficiency is this kernel's.
     """
 
     name: str
@@ -60,6 +61,7 @@ class Hardware:
     device_memory: int
     host_memory: int
     beside: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    fused_attention: str = "flash"
 
     def __post_init__(self) -> None:
         rates = [*self.gemm_flops.values(), *self.attention_efficiency.values(), self.memory_bandwidth, *self.link.values(),

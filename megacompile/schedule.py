@@ -14,6 +14,7 @@ from megacompile.config import StreamConfig, parse_bytes
 from megacompile.durations import Durations
 from megacompile.errors import MegacompileError
 from megacompile.explain import explain
+from megacompile.frontend.attention_kernels import fused_kernel
 from megacompile.frontend.capture import CapturedModel
 from megacompile.frontend.template import Template
 from megacompile.hardware import Hardware
@@ -90,7 +91,8 @@ def schedule(model: nn.Module, *, batch: int, length: int, layers: str | None = 
     default = hardware.device_type if hardware is not None else "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(config.device or default)
     device_type = device.type
-    captured, tiling = analyse(model, config, device_type, layers, example)
+    captured, tiling = analyse(model, config, device_type, layers, example,
+                               hardware.fused_attention if hardware is not None else fused_kernel(device))
     budget = parse_bytes(config.device_memory) or _default_budget(device_type, hardware)
     fused = config.compile if config.compile is not None else device_type == "cuda"
     planner = Planner(captured, tiling, config, budget, parse_bytes(config.locked_memory), *margins(device_type), fused=fused)

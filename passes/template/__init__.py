@@ -20,10 +20,14 @@ from torch import fx
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """Where a template will run, and in which dtype: what lowering may depend on."""
+    """Where a template will run, and in which dtype: what lowering may depend on.
+
+    Attributes:
+        fused_attention: the kernel on CUDA for causal attention without extras, "flash" or "cudnn"."""
 
     device_type: str
     dtype: torch.dtype
+    fused_attention: str = "flash"
 
 
 def copy_graph(module: fx.GraphModule) -> fx.GraphModule:

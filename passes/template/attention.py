@@ -5,6 +5,7 @@ Before: `megacompile.attention(q, k, v, scale, window, softcap, "neutral")`, and
 attention that matches neither (a mask, dropout, not causal) is left as it is.
 
     flash_cpu  on the CPU, without a window or capped scores
+    cudnn      on CUDA in bf16 or fp16, where the target has it: no windows, head sizes that are multiples of 8 up to 128
     flash      on CUDA in bf16 or fp16, windows too, head sizes that are multiples of 8 up to 256
     math       everything else, on any device: explicit scores, softmax in float32
 """
@@ -45,8 +46,9 @@ def _kernel(query: Tensor, target: Target, window: int, softcap: float) -> str:
         return "math" if window or softcap else "flash_cpu"
     width = query.shape[-1]
     half = query.dtype in (torch.bfloat16, torch.float16)
-    flash = target.device_type == "cuda" and half and not softcap and width % 8 == 0 and width <= 256
-    return "flash" if flash else "math"
+    if target.device_type != "cuda" or not half or softcap or width % 8 or width > 256:
+        return "math"
+    return "flash" if window or width > 128 else target.fused_attention
 
 
 def _adopt(graph: fx.Graph, node: fx.Node) -> None:

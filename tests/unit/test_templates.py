@@ -13,6 +13,7 @@ from torch import Tensor, fx, nn
 from megacompile.errors import CaptureError, UnsupportedError
 from megacompile.frontend import CapturedModel, Template, capture, compile_variant
 from megacompile.frontend import attention as ours
+from megacompile.frontend.attention_kernels import fused_kernel
 from megacompile.frontend.joint import base_of
 from megacompile.passes.template import Target, accumulate_in_gemm, attention, fuse_loss
 
@@ -249,6 +250,10 @@ def test_linear_cross_entropy_equals_autograd_whatever_the_chunk(
     ("cpu", torch.float32, 8, 4, 0.0, "math"),
     ("cuda", torch.bfloat16, 64, 0, 0.0, "flash"),
     ("cuda", torch.bfloat16, 64, 128, 0.0, "flash"),
+    ("cudnn", torch.bfloat16, 128, 0, 0.0, "cudnn"),
+    ("cudnn", torch.bfloat16, 256, 0, 0.0, "flash"),
+    ("cudnn", torch.bfloat16, 64, 128, 0.0, "flash"),
+    ("cudnn", torch.float32, 64, 0, 0.0, "math"),
     ("cuda", torch.bfloat16, 64, 0, 30.0, "math"),
     ("cuda", torch.bfloat16, 12, 0, 0.0, "math"),
     ("cuda", torch.float32, 64, 0, 0.0, "math"),
@@ -263,7 +268,8 @@ def test_the_attention_pass_picks_the_kernel_of_the_target(
     graph.output((call,))
     module = fx.GraphModule(nn.Module(), graph)
     before = module.code
-    lowered = attention.run(module, Target(device, dtype))
+    target = Target("cuda", dtype, "cudnn") if device == "cudnn" else Target(device, dtype)
+    lowered = attention.run(module, target)
     assert [n.args[-1] for n in lowered.graph.nodes if n.op == "call_function"] == [kernel]
     assert module.code == before, "a pass is pure"
 
@@ -332,21 +338,26 @@ def test_attention_kernels_return_the_layout_that_the_fakes_promise(kernel: str)
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("heads", [1, 4, 8])
-@pytest.mark.parametrize("window", [0, 1, 100])
-def test_flash_on_cuda_equals_explicit_attention_and_its_layout_is_the_promised_one(window: int, heads: int) -> None:
+@pytest.mark.parametrize(("kernel", "window", "width"), [
+    ("flash", 0, 64), ("flash", 1, 64), ("flash", 100, 64), ("cudnn", 0, 64), ("cudnn", 0, 128), ("cudnn", 0, 72)])
+def test_fused_kernels_on_cuda_equal_explicit_attention_and_their_layout_is_the_promised_one(
+    kernel: str, window: int, width: int, heads: int
+) -> None:
+    if kernel == "cudnn" and fused_kernel(torch.device("cuda")) != "cudnn":
+        pytest.skip("cuDNN's attention is not used on this device")
     torch.manual_seed(0)
-    q, k, v = (torch.randn(2, 257, h, 64, device="cuda", dtype=torch.bfloat16).transpose(1, 2).requires_grad_()
+    q, k, v = (torch.randn(2, 257, h, width, device="cuda", dtype=torch.bfloat16).transpose(1, 2).requires_grad_()
                for h in (8, heads, heads))
     grad = torch.randn_like(q)
     results, layouts = [], []
-    for kernel in ("flash", "math"):
-        out, logsumexp = torch.ops.megacompile.attention(q, k, v, 0.125, window, 0.0, kernel)
+    for name in (kernel, "math"):
+        out, logsumexp = torch.ops.megacompile.attention(q, k, v, 0.125, window, 0.0, name)
         results.append([out, logsumexp, *torch.autograd.grad(out, (q, k, v), grad)])
         # (A dimension of size one may have any stride.)
         layouts.append([(r.shape, r.squeeze().stride(), r.dtype) for r in results[-1]])
-    for flash, explicit in zip(*results, strict=True):
+    for fused, explicit in zip(*results, strict=True):
         # A window of one position has no gradient for query and key: what is left there is rounding, of either kernel.
-        assert (flash.float() - explicit.float()).norm() <= 2e-2 * max(explicit.float().norm(), grad.float().norm())
+        assert (fused.float() - explicit.float()).norm() <= 2e-2 * max(explicit.float().norm(), grad.float().norm())
     assert layouts[0] == layouts[1]
 
 
