@@ -1,7 +1,7 @@
 """How fast a plan is, before anything runs: its program simulated, and a bound below that costs next to nothing."""
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from megacompile.durations import Durations
 from megacompile.frontend.capture import CapturedModel
@@ -9,7 +9,7 @@ from megacompile.hardware import Hardware
 from megacompile.lowering import model_program
 from megacompile.passes import PIPELINE
 from megacompile.plan import Plan
-from megacompile.program import Program
+from megacompile.program import Program, argument, op_of
 from megacompile.simulate import Timeline, simulate
 from megacompile.tiling import Tiling
 
@@ -34,6 +34,24 @@ class Pace:
             self.timelines[plan, whole_step] = simulate(
                 program, self.durations.of(program, plan.length, plan.token_chunk), self.durations.hardware.speeds)
         return self.timelines[plan, whole_step]
+
+    def lowest_first(self, plan: Plan) -> Plan:
+        """The plan of a step with updates on arrival, tiles that the next forward needs first being updated first among those
+        that have arrived. The same plan where updates keep up with arrivals."""
+        items = [item for item in self.timeline(plan, whole_step=True).items if item.section == "train_step"]
+        last = [item for item in items if item.step == items[-1].step]
+        arrived = {argument(i.node, "tile"): i.end_s for i in last if op_of(i.node).name == "offload"}
+        update_s = {argument(i.node, "tile"): i.end_s - i.start_s for i in last if op_of(i.node).name == "adam"}
+        needed = [tile for tile in self.tiling.layouts if tile in update_s]
+        order: list[str] = []
+        now = 0.0
+        while needed:
+            now = max(now, min(arrived[tile] for tile in needed))
+            tile = next(tile for tile in needed if arrived[tile] <= now)
+            needed.remove(tile)
+            order.append(tile)
+            now += update_s[tile]
+        return plan if order == sorted(order, key=arrived.__getitem__) else replace(plan, update_order=tuple(order))
 
     def program(self, plan: Plan, whole_step: bool) -> Program:
         """As `compile_program` makes it, unverified: what is chosen is verified when it is compiled."""

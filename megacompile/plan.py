@@ -12,9 +12,9 @@ class Plan:
     `micro_batches` are sequences each, in order. Blocks of `checkpoint_interval` layers lie between two activation
     checkpoints; the last `saved_layers` layers keep their residuals and are not recomputed. A whole step goes forward and
     back in `waves`, consecutive shares of the micro-batches. Tiles are updated at "step", after an exact clip over all
-    gradients, or each on "arrival" of its gradients, unclipped. `resident` tiles keep their
-    weights on the device; those of them in `resident_state` their optimizer state and gradients too, and are updated
-    there. `locked` says that tiles themselves are page-locked; otherwise weights pass through
+    gradients, or each on "arrival" of its gradients, unclipped; in `update_order` (empty: as they arrive). `resident`
+    tiles keep their weights on the device; those of them in `resident_state` their optimizer state and gradients too, and
+    are updated there. `locked` says that tiles themselves are page-locked; otherwise weights pass through
     `staging_slabs` and gradients through `gradient_slabs` page-locked slabs (the paper's pinned slab pool). Templates compute
     what treats each token alone `token_chunk` positions of a micro-batch at a time; 0: all at once."""
 
@@ -33,6 +33,7 @@ class Plan:
     waves: int = 1
     update: str = "step"
     token_chunk: int = 0
+    update_order: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         assert sum(self.micro_batches) == self.batch, f"{self.micro_batches} is no split of {self.batch} sequences"

@@ -93,9 +93,10 @@ class Planner:
         for bound, plan in sorted(((pace.at_least(plan), plan) for plan in found), key=lambda pair: pair[0]):
             if best is not None and bound * WORTH >= best[0]:
                 break
-            seconds = pace.timeline(plan, update is not None).step_s
-            if best is None or seconds * WORTH < best[0]:
-                best = seconds, plan
+            for variant in dict.fromkeys((plan, pace.lowest_first(plan)) if update == "arrival" else (plan,)):
+                seconds = pace.timeline(variant, update is not None).step_s
+                if best is None or seconds * WORTH < best[0]:
+                    best = seconds, variant
         assert best is not None
         return best[1]
 

@@ -87,21 +87,27 @@ def _there(build: Builder, program: Program, tile: str) -> tuple[fx.Node, fx.Nod
 
 
 def _on_arrival(program: Program, plan: Plan, graph: fx.Graph) -> fx.Graph:
-    """Each tile is updated as soon as its gradients are home, in the order in which they arrive."""
+    """Each tile is updated once its gradients are home, in the order in which they arrive or in the plan's own."""
     build = Builder(graph, name)
     for node in list(find(graph, "reduce")):
         if argument(node, "tile") in plan.resident_state:
             following = node.next
             with graph.inserting_before(following):
                 _update_there(build, program, argument(node, "tile"), node, None)
-    for node in list(find(graph, "offload")):
-        tile = argument(node, "tile")
-        home = next((user for user in node.users if op_of(user).name == "accumulate"), node)
-        updated = build.after(home, "adam", tile=tile)
+    homes = {argument(node, "tile"): next((user for user in node.users if op_of(user).name == "accumulate"), node)
+             for node in find(graph, "offload")}
+    position = {node: number for number, node in enumerate(graph.nodes)}
+    anchor, latest = -1, None  # the offload behind which the last update stands, and the last node there
+    for tile in sorted(homes, key=plan.update_order.index) if plan.update_order else homes:
+        if latest is None or position[homes[tile]] > anchor:
+            latest = homes[tile]
+            anchor = position[latest]
+        latest = build.after(latest, "adam", tile=tile)
         if tile in plan.resident:
-            arrival = Builder(graph, name)
-            staging = None if plan.locked else arrival.after(updated, "pack", f"k{program.number(tile)}", tile=tile)
-            arrival.after(staging or updated, "prefetch", f"w{program.number(tile)}", tile=tile, staging=staging)
+            staging = None
+            if not plan.locked:
+                latest = staging = build.after(latest, "pack", f"k{program.number(tile)}", tile=tile)
+            latest = build.after(latest, "prefetch", f"w{program.number(tile)}", tile=tile, staging=staging)
     _send_home(program, plan, graph)
     return graph
 

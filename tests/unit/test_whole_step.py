@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ from tiny_models import batch
 
 import megacompile
 from megacompile.errors import LaneError, MegacompileError, TornError, UnsupportedError
+from megacompile.plan import Plan
+from megacompile.planner import Planner
 from megacompile.program import argument, find, op_of
 
 STEPS = 3
@@ -62,6 +65,22 @@ def test_a_whole_step_gives_the_bits_of_the_plain_loop(options: dict[str, Any], 
                                      {"waves": 2, "resident_state": ("prologue", "model.layers.1")}], ids=str)
 def test_updates_on_arrival_give_the_bits_of_an_unclipped_loop(options: dict[str, Any], bf16: bool, loop: Any) -> None:
     ours, theirs = weights(True, None, "backward", bf16, **options), loop(None, bf16)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+@pytest.mark.parametrize("options", [{}, {"waves": 3, "resident": ("model.layers.1",)},
+                                     {"locked_memory": 4096, "resident": "all"}], ids=str)
+def test_the_order_of_updates_on_arrival_changes_no_bit(options: dict[str, Any], loop: Any, monkeypatch: pytest.MonkeyPatch
+                                                        ) -> None:
+    choose = Planner.choose
+
+    def lowest_first(planner: Planner, *arguments: Any, **keywords: Any) -> Plan:
+        plan = choose(planner, *arguments, **keywords)
+        tiles = tuple(planner.tiling.layouts)
+        return replace(plan, update_order=(*tiles[1:3], tiles[0], *tiles[3:])) if plan.update == "arrival" else plan
+
+    monkeypatch.setattr(Planner, "choose", lowest_first)
+    ours, theirs = weights(True, None, "backward", **options), loop(None, False)
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
