@@ -24,7 +24,7 @@ from megacompile.recording import Recording
 from megacompile.runtime.cuda import CudaBackend
 from megacompile.runtime.lanes import Backend
 from megacompile.runtime.threads import ThreadBackend
-from megacompile.shapes import CompiledShape, Shape
+from megacompile.shapes import CompiledShape
 from megacompile.streamed import Streamed
 from megacompile.tiling import Tiling, build_store, check_host_memory
 
@@ -175,9 +175,7 @@ class Handle:
                 raise MegacompileError("nothing has been compiled yet: pass a batch, or run one")
             return streamed.shapes.latest
         inputs = {k: v for k, v in batch.items() if k in streamed.captured.batch_inputs}
-        first = next(iter(inputs.values()))
-        labels = set(streamed.captured.batch_inputs) <= inputs.keys()
-        return streamed.compiled(Shape(first.shape[0], first.shape[1], labels, labels))
+        return streamed.compiled(streamed.shape_of(inputs, training=set(streamed.captured.batch_inputs) <= inputs.keys()))
 
     def program(self, batch: Mapping[str, Tensor] | None = None, stage: str = "synchronize") -> Program:
         """The program for a batch's shape, after the pass of that name."""

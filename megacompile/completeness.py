@@ -179,7 +179,7 @@ def sent_home(program: Program) -> Iterator[Fault]:
     into the tile's gradients, or through a slab that is accumulated once. Of a tile that is updated on the device the
     gradients stay where its update reads them; of a whole step only their norms go home."""
     origins = _Origins(program)
-    tiles, there = trainable(program, tuple(program.tiles)), _updated_there(program)
+    tiles, there, consumed = trainable(program, tuple(program.tiles)), _updated_there(program), _consumed_there(program)
     for name, overwrite in _BACKWARD_SECTIONS.items():
         if name not in program.sections:
             # Where the backward itself updates, gradients are consumed: there is nothing to add to.
@@ -188,7 +188,7 @@ def sent_home(program: Program) -> Iterator[Fault]:
             continue
         graph = program.section(name)
         yield from _once(program, name, graph, ("reduce",), tiles)
-        yield from _once(program, name, graph, ("offload",), [t for t in tiles if t not in there or name != "train_step"])
+        yield from _once(program, name, graph, ("offload",), [t for t in tiles if t not in consumed])
         if reached(program, "optimizer") and not _updates_on_arrival(program):
             if name == "train_step":
                 yield from _once(program, name, graph, ("offload_norms",), there)
@@ -269,6 +269,7 @@ def updated(program: Program) -> Iterator[Fault]:
                 yield from _once(program, name, program.section(name), _ADAM, tiles)
                 yield from _refreshed(program, name, tiles)
                 yield from _copied_home(program, name)
+                yield from _in_time(program, name)
         return
     if "update" not in program.sections:
         if "backward" in program.sections or "train_step" in program.sections:
@@ -296,10 +297,37 @@ def _updated_there(program: Program) -> list[str]:
     """The tiles that are updated on the device; before there are updates, those whose gradients stay there."""
     marks = ("adam_resident",) if reached(program, "optimizer") else ("fetch_gradients", "offload_norms")
     found = [argument(node, "tile") for graph in program.sections.values() for node in find(graph, *marks)]
-    if "train_step" in program.sections and not reached(program, "optimizer"):
-        sent = {argument(node, "tile") for node in find(program.section("train_step"), "offload")}
-        found += [tile for tile in trainable(program, tuple(program.tiles)) if tile not in sent]
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(found if reached(program, "optimizer") else [*found, *_consumed_there(program)]))
+
+
+def _consumed_there(program: Program) -> list[str]:
+    """Those of them whose gradients never go home: nobody reads any after a whole step, or after an update on arrival."""
+    if reached(program, "optimizer"):
+        return _updated_there(program) if "train_step" in program.sections or _updates_on_arrival(program) else []
+    sent = {argument(node, "tile") for graph in program.sections.values() for node in find(graph, "offload")}
+    return [tile for tile in trainable(program, tuple(program.tiles)) if tile not in sent]
+
+
+def _in_time(program: Program, name: str) -> Iterator[Fault]:
+    """An update among other nodes comes after the gradients that it takes, and no template reads its tile's new weights."""
+    updated: dict[str, fx.Node] = {}
+    renewed: dict[fx.Node | str, fx.Node] = {}  # weights sent, or a tile's on the device -> the update that made them
+    for node in nodes(program.section(name)):
+        op, tile = op_of(node).name, argument(node, "tile")
+        if op in _ADAM:
+            updated[tile] = node
+            if op == "adam_resident":
+                renewed[tile] = node
+        elif tile in updated and op in ("reduce", "offload", "accumulate"):
+            yield Fault(f"{describe(updated[tile])} comes before {describe(node)} has brought its gradients", "update after it",
+                        updated[tile], node)
+        elif tile in updated and op == "prefetch":
+            renewed[node] = renewed[tile] = updated[tile]
+        for value in operands(node, "weights"):
+            after = renewed.get(argument(value, "tile") if op_of(value).name == "resident" else value)
+            if after is not None:
+                yield Fault(f"{describe(node)} reads {value.name} after {describe(after)}, which made weights of the next step",
+                            "update after its last use", node, after)
 
 
 def _copied_home(program: Program, name: str) -> Iterator[Fault]:

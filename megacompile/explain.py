@@ -28,11 +28,10 @@ class Candidate:
     timeline: Timeline | None
 
 
-def candidates(planner: Planner, batch: int, length: int, update: str | None = None) -> list[Candidate]:
-    """The plans that the planner considers for a training step (as one program, with an `update`), those that fit
-    simulated, in its order of preference."""
-    plans = _worth_a_look(planner.considered(batch, length, update), planner)
-    return [_candidate(planner, plan, update is not None) for plan in plans]
+def candidates(planner: Planner, batch: int, length: int, update: str = "step", whole_step: bool = False) -> list[Candidate]:
+    """The plans that the planner considers for a training step, those that fit simulated, in its order of preference."""
+    plans = _worth_a_look(planner.considered(batch, length, update, whole_step), planner)
+    return [_candidate(planner, plan, whole_step) for plan in plans]
 
 
 def _worth_a_look(plans: Iterable[Plan], planner: Planner) -> Iterator[Plan]:
@@ -66,7 +65,7 @@ def explain(planner: Planner, chosen: Plan, whole_step: bool = False) -> str:
     """Text: the chosen plan's lanes, then a row for each candidate, the chosen one marked. TFLOPS are 6 x parameters x
     tokens / step; "critical" is the part of a step that each lane holds up."""
     assert planner.pace is not None, "nothing is known of the machine"
-    found = candidates(planner, chosen.batch, chosen.length, chosen.update if whole_step else None)
+    found = candidates(planner, chosen.batch, chosen.length, chosen.update, whole_step)
     tried = [plan for plan, whole in planner.pace.timelines if whole == whole_step and _alike(plan, chosen)]
     listed = {c.plan for c in found}
     found += [_candidate(planner, plan, whole_step) for plan in dict.fromkeys([chosen, *tried]) if plan not in listed]

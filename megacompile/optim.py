@@ -75,6 +75,11 @@ class AdamW(torch.optim.Optimizer):
     Changes of `.grad` between backward and step count, in the norm too (those made through `.grad.data` leave no trace, and
     the norm does not see them). A gradient that is None leaves its parameter alone.
 
+    With `overlap="backward"` each tile is updated as its gradients arrive: nothing is clipped, `.grad` stays None (PyTorch's
+    own clipping would find nothing), `grad_norm` too, and there is one forward, one backward and one `step()` in turn. The
+    backward reads the hyper-parameters; `step()` ends the step, for schedulers' sake, and does nothing without a backward.
+    The optimizer that was made last decides whether a model's backward updates.
+
     Raises `MegacompileError` for parameters that belong to no streamed model, or to several.
     """
 
@@ -92,6 +97,8 @@ class AdamW(torch.optim.Optimizer):
         self.max_grad_norm, self.overlap = max_grad_norm, overlap
         self._update: Update | None = None
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
+        for streamed in self._models():
+            streamed.arrival.attach(self if overlap is not None else None)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         _check_options(param_group)
@@ -111,10 +118,13 @@ class AdamW(torch.optim.Optimizer):
     @property
     def streamed(self) -> Streamed:
         """The streamed model whose parameters these are."""
-        owners = {id(s): s for group in self.param_groups for p in group["params"] for s, _ in (self._owner(p),)}
-        if len(owners) != 1:
+        models = self._models()
+        if len(models) != 1:
             raise MegacompileError("an optimizer updates one streamed model: make one optimizer for each")
-        return next(iter(owners.values()))
+        return models[0]
+
+    def _models(self) -> list[Streamed]:
+        return list({id(s): s for group in self.param_groups for p in group["params"] for s, _ in (self._owner(p),)}.values())
 
     def _make_state(self, parameter: Tensor) -> None:
         """State tensors are views of the tile's own memory."""
@@ -143,19 +153,25 @@ class AdamW(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Hands the update to the lanes. Parameters without `.grad` are left alone. Raises what an earlier update failed
         with (`LaneError`); called again, it completes that update: the tiles that are missing, from the gradients that it
-        had (setting `.grad` to None since does no harm), with the hyper-parameters that it had."""
+        had (setting `.grad` to None since does no harm), with the hyper-parameters that it had.
+
+        After a backward that has updated (`overlap`) nothing is left to do, and the next backward may come."""
         streamed = self.streamed
-        streamed.settle()
-        if self._update is not None and self._update is streamed.unfinished and streamed.complete():
-            return None
+        streamed.arrival.check_step(self)
+        if streamed.arrival.updated:
+            streamed.raise_pending()
+        else:
+            streamed.settle()
+            if self._update is not None and self._update is streamed.unfinished and streamed.complete():
+                return None
         streamed.check_whole()
-        if self.overlap is not None:
-            raise MegacompileError("overlap='backward' needs whole steps: call model.megacompile.train_step(batch, optimizer) "
-                                   "instead of backward() and step(), or leave overlap out")
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if streamed.arrival.updated:
+            streamed.arrival.end()
+            return loss
         trained = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
         if not trained:
             return loss
@@ -171,7 +187,7 @@ class AdamW(torch.optim.Optimizer):
         return loss
 
     def request(self) -> Update:
-        """An update of every parameter, for a step that runs as one program."""
+        """An update of every parameter, for a step that runs as one program or for a backward that updates."""
         self.streamed.raise_pending()
         self.streamed.check_whole()
         self.streamed.adopt_writes()
@@ -250,6 +266,7 @@ class AdamW(torch.optim.Optimizer):
             self._check_state(parameter, saved)
         streamed.adopt_writes()  # sets remainders to zero, before the saved ones are loaded
         self._update = None
+        streamed.arrival.end()
         for saved, group in zip(groups, self.param_groups, strict=True):
             group.update({k: v for k, v in saved.items() if k != "params"})
         for parameter, saved in states:

@@ -35,10 +35,11 @@ class Pace:
                 program, self.durations.of(program, plan.length, plan.token_chunk), self.durations.hardware.speeds)
         return self.timelines[plan, whole_step]
 
-    def lowest_first(self, plan: Plan) -> Plan:
+    def lowest_first(self, plan: Plan, whole_step: bool) -> Plan:
         """The plan of a step with updates on arrival, tiles that the next forward needs first being updated first among those
         that have arrived. The same plan where updates keep up with arrivals."""
-        items = [item for item in self.timeline(plan, whole_step=True).items if item.section == "train_step"]
+        section = "train_step" if whole_step else "backward"
+        items = [item for item in self.timeline(plan, whole_step).items if item.section == section]
         last = [item for item in items if item.step == items[-1].step]
         arrived = {argument(i.node, "tile"): i.end_s for i in last if op_of(i.node).name == "offload"}
         update_s = {argument(i.node, "tile"): i.end_s - i.start_s for i in last if op_of(i.node).name == "adam"}

@@ -55,9 +55,11 @@ class Planner:
         """What is left of the budget."""
         return max(0, self.budget_bytes - self.taken_bytes())
 
-    def choose(self, batch: int, length: int, training: bool = True, update: str | None = None) -> Plan:
-        """The fastest plan that fits; `update`: of a whole step. What the first training step updates on the device all
-        later plans do too, or less where they must: moving optimizer state takes longer than any of them would gain.
+    def choose(self, batch: int, length: int, training: bool = True, update: str = "step",
+               whole_step: bool = False) -> Plan:
+        """The fastest plan that fits, for a loop or for a whole step as one program, that updates at "step" or on "arrival".
+        What the first training step updates on the device all later plans do too, or less where they must: moving optimizer
+        state takes longer than any of them would gain.
 
         Raises as `plan`."""
         counts = self._state_counts(training)
@@ -65,25 +67,26 @@ class Planner:
             for count in counts:  # the most that fits
                 try:
                     planner = self._with_state(count)
-                    chosen = (planner.plan(batch, length, training) if update is None
-                              else planner.plan_step(batch, length, update))
+                    chosen = (planner.plan_step(batch, length, update) if whole_step
+                              else planner.plan(batch, length, training, update))
                     break
                 except InsufficientMemoryError:
                     if count == counts[-1]:
                         raise
         else:
-            chosen = self._fastest(batch, length, update, counts, self.pace)
+            chosen = self._fastest(batch, length, update, whole_step, counts, self.pace)
         if training or self.stateful is not None:
             self.stateful = chosen.resident_state
         return chosen
 
-    def _fastest(self, batch: int, length: int, update: str | None, counts: Sequence[int], pace: Pace) -> Plan:
+    def _fastest(self, batch: int, length: int, update: str, whole_step: bool, counts: Sequence[int], pace: Pace) -> Plan:
         """Simulates plans in the order of their computing alone, as long as one may yet be faster than the best so far."""
         found: dict[Plan, None] = {}
         for count in counts:
             try:
                 planner = self._with_state(count)
-                plans = [planner.plan(batch, length)] if update is None else planner._step_plans(batch, length, update)
+                plans = (planner._step_plans(batch, length, update) if whole_step
+                         else [planner.plan(batch, length, update=update)])
             except InsufficientMemoryError:
                 if count == counts[-1] and not found:
                     raise
@@ -93,8 +96,8 @@ class Planner:
         for bound, plan in sorted(((pace.at_least(plan), plan) for plan in found), key=lambda pair: pair[0]):
             if best is not None and bound * WORTH >= best[0]:
                 break
-            for variant in dict.fromkeys((plan, pace.lowest_first(plan)) if update == "arrival" else (plan,)):
-                seconds = pace.timeline(variant, update is not None).step_s
+            for variant in dict.fromkeys((plan, pace.lowest_first(plan, whole_step)) if update == "arrival" else (plan,)):
+                seconds = pace.timeline(variant, whole_step).step_s
                 if best is None or seconds * WORTH < best[0]:
                     best = seconds, variant
         assert best is not None
@@ -116,10 +119,10 @@ class Planner:
         trained = len(self._trained())
         return sorted({0, 1, trained, *range(2, trained, max(1, trained // 12))})
 
-    def plan(self, batch: int, length: int, training: bool = True) -> Plan:
-        """The best plan that fits. Raises `InsufficientMemoryError` with the smallest need if none does."""
+    def plan(self, batch: int, length: int, training: bool = True, update: str = "step") -> Plan:
+        """The best plan of a loop that fits. Raises `InsufficientMemoryError` with the smallest need if none does."""
         smallest: tuple[int, Plan] | None = None
-        for candidate in self._candidates(batch, length):
+        for candidate in self._candidates(batch, length, update):
             need = self.estimate(candidate, length, training).total + self.margin_bytes
             if need <= self.device_bytes:
                 return self._keep_residuals(candidate) if training and self.config.saved_layers is None else candidate
@@ -140,13 +143,13 @@ class Planner:
         taken = self.taken_bytes()
         return f" (other streamed models have planned {format_bytes(taken)}: close() one)" if taken else ""
 
-    def considered(self, batch: int, length: int, update: str | None = None) -> Iterator[Plan]:
+    def considered(self, batch: int, length: int, update: str = "step", whole_step: bool = False) -> Iterator[Plan]:
         """Every plan of a training step that the choice may fall on, in the order of preference: each once with the
-        residuals that memory is left for, and once without. Some do not fit. `update`: of a whole step, as `plan_step`."""
-        if update is not None:
+        residuals that memory is left for, and once without. Some do not fit. Of a whole step: those of `plan_step`."""
+        if whole_step:
             yield from self._step_plans(batch, length, update)
             return
-        for candidate in self._candidates(batch, length):
+        for candidate in self._candidates(batch, length, update):
             if self.config.saved_layers is None and self.fits(candidate):
                 yield from dict.fromkeys((self._keep_residuals(candidate), candidate))
             else:
@@ -156,8 +159,12 @@ class Planner:
         """Whether the device holds a training step under a plan."""
         return self.estimate(plan, plan.length).total + self.margin_bytes <= self.device_bytes
 
-    def _candidates(self, batch: int, length: int) -> Iterator[Plan]:
-        """In the order of preference: large micro-batches (up to full kernels) first, for each K from 1."""
+    def _candidates(self, batch: int, length: int, update: str = "step") -> Iterator[Plan]:
+        """Plans of a loop, in the order of preference."""
+        return (replace(plan, update=update) for plan in self._divisions(batch, length))
+
+    def _divisions(self, batch: int, length: int) -> Iterator[Plan]:
+        """Large micro-batches (up to full kernels) first, for each K from 1."""
         depth = len(self.captured.layer_names)
         config = self.config
         sizes = [config.micro_batch_size] if config.micro_batch_size else self._sizes(batch, length)

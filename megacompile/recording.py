@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from types import TracebackType
 
 from megacompile.errors import MegacompileError
-from megacompile.program import Lane
+from megacompile.program import Lane, op_of
 from megacompile.runtime.executor import Executor
 from megacompile.runtime.recorder import Executed, Recorder
 from megacompile.simulate import Item, Timeline
@@ -86,9 +86,11 @@ def _steps(executed: Iterable[Executed]) -> dict[int, int]:
     """The step of each run. A step begins with the first forward after an update: backwards may accumulate in between."""
     found: dict[int, int] = {}
     step, updated = 0, False
+    executed = list(executed)
+    updates = {x.run for x in executed if op_of(x.node).name in ("adam", "adam_resident")}
     for run, section in sorted({(x.run, x.section) for x in executed}):
         if updated and section in ("forward", "train_step"):
             step, updated = step + 1, False
-        updated |= section in ("update", "train_step")
+        updated |= run in updates
         found[run] = step
     return found

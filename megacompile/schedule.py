@@ -72,16 +72,16 @@ class Schedule:
 
 
 def schedule(model: nn.Module, *, batch: int, length: int, layers: str | None = None,
-             example: Mapping[str, Tensor] | None = None, update: str | None = None,
+             example: Mapping[str, Tensor] | None = None, update: str = "step", whole_step: bool = False,
              hardware: str | Path | Hardware | None = None, **options: Any) -> Schedule:
     """The schedule of a training step of `batch` sequences of `length` tokens. `model` may be on the meta device; nothing of
     it is changed. Options as for `stream`; a schedule for device="cuda" needs no CUDA. Raises what `stream` raises.
 
-    `update` None is a loop of forward, backward and step; "step" and "arrival" are `train_step`, with the update at its end
-    or as gradients arrive. `hardware` is a machine to plan for, whose device and memory are taken unless options name
+    The step is a loop's (forward, backward and step) or, with `whole_step`, `train_step`'s one program; the `update` is at its
+    end ("step") or in the backward, as gradients arrive ("arrival"). `hardware` is a machine to plan for, whose device and memory are taken unless options name
     others: a profile ("h200", "a100", "rtx3090"), a file that `megacompile calibrate` has written, or rates of your own."""
-    if update not in (None, "step", "arrival"):
-        raise MegacompileError(f"update must be None, 'step' or 'arrival', not {update!r}")
+    if update not in ("step", "arrival"):
+        raise MegacompileError(f"update must be 'step' or 'arrival', not {update!r}")
     for name, size in (("batch", batch), ("length", length)):
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
             raise MegacompileError(f"{name} must be a whole number of at least 1, not {size!r}")
@@ -97,9 +97,9 @@ def schedule(model: nn.Module, *, batch: int, length: int, layers: str | None = 
     fused = config.compile if config.compile is not None else device_type == "cuda"
     planner = Planner(captured, tiling, config, budget, parse_bytes(config.locked_memory), *margins(device_type), fused=fused)
     planner.pace = pace_of(captured, tiling, hardware or Hardware.known(device), fused)
-    plan = planner.choose(batch, length, update=update)
+    plan = planner.choose(batch, length, update=update, whole_step=whole_step)
     program = model_program(tiling.call_specs(captured.calls, captured.templates), tiling.tiles(), batch, labels=True,
-                            whole_step=update is not None)
+                            whole_step=whole_step)
     compiled = compile_program(program, plan, PIPELINE)
     return Schedule(captured, tiling, plan, compiled.stages, compiled.log, planner, device, hardware)
 

@@ -30,14 +30,15 @@ _live: weakref.WeakSet[Shapes] = weakref.WeakSet()
 class Shape:
     """What a program is compiled for: sequences, tokens a sequence, whether there are labels, whether it trains; and whether
     it must be `lean`, without the residuals that a plan keeps where memory is left. `update` is "step" or "arrival" (see
-    `Plan`) for a whole step as one program, None for sections of their own."""
+    `Plan`); `whole_step` is one program for a step, otherwise there are sections of their own."""
 
     batch: int
     length: int
     labels: bool
     training: bool
     lean: bool = False
-    update: str | None = None
+    update: str = "step"
+    whole_step: bool = False
 
 
 @dataclass(eq=False)
@@ -114,7 +115,7 @@ class Shapes:
         if not shape.labels and not self.captured.same_logits_without_labels:
             raise UnsupportedError("without labels the model computes other logits than with them (the last position's, say), "
                                    f"and only those with labels were captured: pass {', '.join(self.captured.labels)}")
-        plan = self.planner.choose(shape.batch, shape.length, shape.training, shape.update)
+        plan = self.planner.choose(shape.batch, shape.length, shape.training, shape.update, shape.whole_step)
         if shape.lean:
             plan = replace(plan, saved_layers=self.planner.config.saved_layers or 0)
         for rows in set(plan.micro_batches):
@@ -124,7 +125,7 @@ class Shapes:
                 "the model's loss is not a cross entropy over tokens, so that it cannot be split into micro-batches: "
                 f"give micro_batch_size={shape.batch} or smaller batches")
         model = model_program(self.tiling.call_specs(self.captured.calls, self.captured.templates), self.tiling.tiles(),
-                              shape.batch, shape.labels, whole_step=shape.update is not None)
+                              shape.batch, shape.labels, whole_step=shape.whole_step)
         compiled = compile_program(model, plan, PIPELINE)
         verify(compiled.program, [s.program for s in self.table.values()])
         estimate = self.planner.estimate(plan, shape.length, shape.training)

@@ -18,6 +18,8 @@ from megacompile.runtime.executor import CarriedEvents
 
 #: When the caller's loop goes on: after a backward, once gradients are home; after a whole step, once it has the loss.
 _WAITS_FOR = {"backward": tuple(Lane), "backward_accumulate": tuple(Lane), "train_step": (Lane.COMPUTE,)}
+#: After a backward that updates, and leaves no gradients to read, once it has been computed.
+_WAITS_ON_ARRIVAL = {**_WAITS_FOR, "backward": (Lane.COMPUTE,)}
 
 Speeds = Callable[[frozenset[Lane]], Mapping[Lane, float]]
 
@@ -161,8 +163,9 @@ class _Issue:
                 spent = 0.0 if op in ("wait", "release") else self.seconds(node)
                 self.lanes.setdefault(lane, []).append(Item(step, name, node, lane, spent, after))
         self.carried.leave(left)
-        if name in _WAITS_FOR:
-            self.barrier = [self.lanes[lane][-1] for lane in _WAITS_FOR[name] if lane in self.lanes]
+        waits_for = _WAITS_FOR if "update" in self.program.sections else _WAITS_ON_ARRIVAL
+        if name in waits_for:
+            self.barrier = [self.lanes[lane][-1] for lane in waits_for[name] if lane in self.lanes]
 
 
 def run_lanes(lanes: Mapping[Lane, Sequence[Item]], speeds: Speeds) -> list[Item]:

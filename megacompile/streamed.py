@@ -1,15 +1,17 @@
 """Streamed: one streamed model. Its tiles, arena, lanes, programs by shape, and the sections run in the user's order."""
 from __future__ import annotations
 
+import contextlib
 import itertools
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from megacompile.arrival import Arrival
 from megacompile.binding import Binder
 from megacompile.config import StreamConfig, format_bytes, parse_bytes
 from megacompile.errors import InsufficientMemoryError, LaneError, LeaseError, MegacompileError, TornError
@@ -79,7 +81,7 @@ class Streamed:
         self.shapes = Shapes(captured, tiling, self.planner, self.binder)
         self.leases: weakref.WeakSet[Lease] = weakref.WeakSet()
         self.trained: CompiledShape | None = None  # that of the last backward, whose program also updates
-        self.residency = Residency(self)
+        self.residency, self.arrival = Residency(self), Arrival(self)
         self.version = 0
         self.updating: Update | None = None
         self.unfinished: Update | None = None
@@ -151,7 +153,7 @@ class Streamed:
         """The loss of a batch (0-d, on the compute device) and the lease that its backward needs."""
         with self.guarded():
             self.executor.check()
-            wanted = self._shape(inputs, training=True)
+            wanted = self.shape_of(inputs, training=True)
             shape = self.compiled(wanted)
             if shape.plan.saved_layers and not self._fits(shape):  # beside the forwards that are open
                 shape = self.compiled(replace(wanted, lean=True))
@@ -163,7 +165,7 @@ class Streamed:
         return self._total_loss(batch), lease
 
     def _total_loss(self, batch: Batch) -> Tensor:
-        with self._on_compute():
+        with self.backend.lane(Lane.COMPUTE):
             losses = [value.loss for value in batch.results.pop("loss") if value.loss is not None]
             loss = torch.stack(losses).sum(dim=0) if len(losses) > 1 else losses[0].clone()
         self.backend.exit([loss])
@@ -174,7 +176,7 @@ class Streamed:
         the update goes on beside the next step's forward or, with `overlap`, has gone on beside this step's backward."""
         with self.guarded():
             self.executor.check()
-            shape = self.compiled(replace(self._shape(inputs, training=True), update="arrival" if overlap else "step"))
+            shape = self.compiled(replace(self.shape_of(inputs, True), update="arrival" if overlap else "step", whole_step=True))
             self.enter(shape, "train_step", "update")
             batch = self._batch(shape, inputs, normaliser)
             self.trained, self.unfinished = shape, None
@@ -198,7 +200,7 @@ class Streamed:
         """(loss or None, logits) without gradients."""
         with self.guarded():
             self.executor.check()
-            shape = self.compiled(self._shape(inputs, training=False))
+            shape = self.compiled(self.shape_of(inputs, training=False))
             self.enter(shape, "evaluate")
             batch = self._batch(shape, inputs, normaliser)
             self.submit(shape, "evaluate", batch).wait((Lane.COMPUTE,))
@@ -209,14 +211,15 @@ class Streamed:
 
     def _collect(self, values: list[Activation], labels: bool) -> tuple[Tensor | None, Tensor | None]:
         columns = list(zip(*(v.outputs for v in values), strict=True))
-        with self._on_compute():
+        with self.backend.lane(Lane.COMPUTE):
             loss = torch.stack(columns[0]).sum(dim=0) if labels else None
             tensors = columns[1 if labels else 0:]
             logits = (tensors[0][0] if len(tensors[0]) == 1 else torch.cat(tensors[0])) if tensors else None
         return loss, logits
 
     def backward(self, lease: Lease, gradient: Tensor) -> None:
-        """Runs a lease's backward and sets `.grad` of every trained parameter. Returns when gradients are home.
+        """Runs a lease's backward and sets `.grad` of every trained parameter. Returns when gradients are home; where it
+        updates on their arrival, once compute has been issued, and there are none.
 
         Whatever stops it, no parameter has a `.grad` afterwards: some would hold this batch's gradients, others not."""
         self.raise_pending()
@@ -228,18 +231,26 @@ class Streamed:
         if lease.version != self.version or self.writes.pending():
             raise LeaseError("the weights have changed since this loss was computed: run backward before optimizer.step(), "
                              "or the forward again")
+        self.arrival.check(lease)
         section = "backward_accumulate" if self._gather_gradients() else "backward"
         self._reserve(lease.shape, section)
         self.residency.enter(lease.shape)
+        update = self.arrival.begin(lease)
         lease.closed = True
         lease.batch.scale = gradient.to(self.backend.device)
         self.backend.enter([lease.batch.scale])
         self.trained, self.unfinished = lease.shape, None
         try:
             with self.guarded():
-                self.submit(lease.shape, section, lease.batch, lease.values).wait()
+                if update is not None:
+                    self._begin_update(lease.shape, update)
+                run = self.submit(lease.shape, section, lease.batch, lease.values, update)
+                if update is not None:
+                    return run.wait((Lane.COMPUTE,))
+                run.wait()
                 self.drain()
         except BaseException:
+            self.arrival.fail()
             for name in self.gradients:
                 self.parameters[name].grad = None
             raise
@@ -281,17 +292,21 @@ class Streamed:
         its gradients have changed since."""
         update = self.unfinished
         assert update is not None, "no update has failed"
-        if self.trained is None or "update" not in self.trained.program.sections:
-            return False  # it was updating on arrival: the gradients of missing tiles were never stored
-        if not self.writes.gradients_untouched(self.gradients):
+        if not self._stored() or not self.writes.gradients_untouched(self.gradients):
             return False
         update.failed = False
         self.update(update)
         return True
 
     # ---------------------------------------------------------------- waiting and failing
-    def guarded(self) -> _Guard:
-        return _Guard(self)
+    @contextlib.contextmanager
+    def guarded(self) -> Iterator[None]:
+        """Around lane work: whatever it raises leaves the lanes ready for the next step."""
+        try:
+            yield
+        except (LaneError, KeyboardInterrupt, SystemExit):
+            self.recover()
+            raise
 
     def raise_pending(self) -> None:
         """Raises what an update in flight has failed with."""
@@ -316,23 +331,27 @@ class Streamed:
         """Whether some tiles have had an update that others have not."""
         return self.unfinished is not None and bool(self.unfinished.done)
 
+    def _stored(self) -> bool:
+        """Whether the last backward stored its gradients; one that updates on arrival consumes them."""
+        return self.trained is not None and "update" in self.trained.program.sections
+
     def check_trained(self) -> None:
-        """Raises `MegacompileError` before the first backward: there is no program yet that updates."""
-        if self.trained is None:
-            raise MegacompileError("gradients were set by hand before any backward of this model: run a forward and a "
-                                   "backward first")
+        """Raises `MegacompileError` unless the last backward stored gradients: there is no program for their update."""
+        if not self._stored():
+            raise MegacompileError("gradients were set by hand, and no backward of this model has stored any: run a forward "
+                                   "and a backward first, or call zero_grad()")
 
     def check_whole(self) -> None:
         """Raises `TornError` if an update stopped between its first and its last tile."""
         if self.torn:
-            stored = self.trained is not None and "update" in self.trained.program.sections
-            complete = "call optimizer.step() again to complete it, or " if stored else ""
+            complete = "call optimizer.step() again to complete it, or " if self._stored() else ""
             raise TornError(f"an update stopped half-way: {complete}load a checkpoint with load_state_dict (the model's, then "
                             "the optimizer's)")
 
     def mend(self) -> None:
         """All weights were written anew: what was missing of an update is no longer wanted."""
         self.unfinished = None
+        self.arrival.end()
 
     def recover(self) -> None:
         """After a failure. Before the first `adam` of an update nothing has changed; after it, and before the last, the
@@ -345,10 +364,11 @@ class Streamed:
             self.unfinished = update
 
     # ---------------------------------------------------------------- batches
-    def _shape(self, inputs: Mapping[str, Tensor], training: bool) -> Shape:
+    def shape_of(self, inputs: Mapping[str, Tensor], training: bool) -> Shape:
+        """Of a batch in the user's loop, with the optimizer that it has now."""
         first = next(iter(inputs.values()))
         labels = set(self.captured.batch_inputs) <= inputs.keys()
-        return Shape(first.shape[0], first.shape[1], labels, training)
+        return Shape(first.shape[0], first.shape[1], labels, training, update=self.arrival.update_at if training else "step")
 
     def _batch(self, shape: CompiledShape, inputs: Mapping[str, Tensor], normaliser: Tensor | None) -> Batch:
         """The border: the batch goes to the device here, outside the program (it is a few kilobytes a step)."""
@@ -361,9 +381,6 @@ class Streamed:
         cuts = list(itertools.accumulate(shape.plan.micro_batches, initial=0))
         micro_batches = [{name: tensor[a:b] for name, tensor in moved.items()} for a, b in itertools.pairwise(cuts)]
         return Batch(micro_batches, self.constants.on_device, normaliser)
-
-    def _on_compute(self) -> Any:
-        return self.backend.lane(Lane.COMPUTE)
 
     def close(self) -> None:
         """Gives everything back, and only then raises what an update in flight failed with (`LaneError`, `TornError`)."""
@@ -384,17 +401,3 @@ def _give_back(executor: Executor | ReferenceExecutor, arena: Arena, store: Stor
                     backend.unlock(part)
 
     executor.close(then=memory)
-
-
-class _Guard:
-    """Around lane work: whatever it raises leaves the lanes ready for the next step."""
-
-    def __init__(self, streamed: Streamed) -> None:
-        self.streamed = streamed
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, LaneError | KeyboardInterrupt | SystemExit):
-            self.streamed.recover()

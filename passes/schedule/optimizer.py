@@ -13,7 +13,7 @@ are what everybody reads:
     offload_weights("layers.0", w1)
 
 Where the plan updates on arrival, the update stands behind each tile's `offload` (or `reduce`) instead, and nothing is
-clipped. Sections that run outside of steps: `load` fills what lives on the device, `store` brings its state home; `refresh`
+clipped; in a loop it is the backward that updates. Sections that run outside of steps: `load` fills what lives on the device, `store` brings its state home; `refresh`
 sends gradients that were changed on the host; `rescue` saves the weights that a failed update has left on the device.
 """
 from __future__ import annotations
