@@ -1,0 +1,103 @@
+"""Updates on arrival in the plain loop: which optimizer a backward updates with, and what such a loop may not do.
+
+    optimizer = AdamW(model.parameters(), overlap="backward")
+    loss = model(**batch).loss
+    loss.backward()          # reads the hyper-parameters, and updates each tile as its gradients arrive; `.grad` stays None
+    optimizer.step()         # the step is over; without a backward before it nothing happens
+
+The optimizer that was made last decides, so that making another one leads to other programs from the next forward on.
+"""
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any, Protocol
+
+from megacompile.errors import LeaseError, MegacompileError
+
+if TYPE_CHECKING:
+    from megacompile.runtime.operations import Update
+    from megacompile.streamed import Lease, Streamed
+
+
+class Updater(Protocol):
+    """An optimizer, as far as a backward knows it."""
+
+    param_groups: list[dict[str, Any]]
+
+    def request(self) -> Update:
+        """An update of every parameter, with the hyper-parameters of the moment."""
+
+
+class Arrival:
+    """State: the `optimizer` made last for this model, if it updates on arrival, and the update that a backward has made, as
+    long as no step() has followed."""
+
+    def __init__(self, streamed: Streamed) -> None:
+        self.streamed = streamed
+        self._optimizer: weakref.ref[Updater] | None = None
+        self._update: Update | None = None
+
+    def attach(self, optimizer: Updater | None) -> None:
+        """From the next forward on: updates on arrival by this one, or none."""
+        self._optimizer, self._update = weakref.ref(optimizer) if optimizer is not None else None, None
+
+    @property
+    def optimizer(self) -> Updater | None:
+        return self._optimizer() if self._optimizer is not None else None
+
+    @property
+    def update_at(self) -> str:
+        """`Plan.update` of a loop now."""
+        return "step" if self.optimizer is None else "arrival"
+
+    @property
+    def updated(self) -> bool:
+        """Whether a backward has updated, or is about to, and a step() is to follow."""
+        return self._update is not None and not self._update.failed
+
+    def check(self, lease: Lease) -> None:
+        """Raises `LeaseError` or `MegacompileError`, before anything has changed, if a backward now would lose gradients."""
+        if self.updated:
+            raise LeaseError(
+                "a second backward before step() would update the weights twice, since overlap='backward' adds no gradients up: "
+                "call optimizer.step() first, give the whole batch to one forward, or make the optimizer without overlap")
+        if lease.shape.shape.update != "arrival":
+            return
+        if self.optimizer is None:
+            raise LeaseError("this loss was computed to update with an optimizer with overlap='backward' that is no longer "
+                             "there: run the forward again")
+        if any(other is not lease for other in self.streamed.open_leases()):
+            raise LeaseError(
+                "another forward waits for its backward, and this one would change its weights (overlap='backward'): drop "
+                "its loss first (compute it under torch.no_grad()), give both batches to one forward, or leave overlap out")
+        if any(self.streamed.parameters[name].grad is not None for name in self.streamed.gradients):
+            raise MegacompileError("gradients of an earlier backward wait for a step: call step() or zero_grad() first")
+        given = {id(parameter) for group in self.optimizer.param_groups for parameter in group["params"]}
+        if left_out := [n for n in self.streamed.gradients if id(self.streamed.parameters[n]) not in given]:
+            raise MegacompileError(f"the gradient of {left_out[0]} would be lost, since overlap='backward' keeps none and the "
+                                   "optimizer has no such parameter: add it to a group, freeze it before stream(), or leave "
+                                   "overlap out")
+
+    def check_step(self, optimizer: Updater) -> None:
+        """Raises `MegacompileError` if step() is another optimizer's than that which consumes the gradients."""
+        if self.optimizer is not None and self.optimizer is not optimizer:
+            raise MegacompileError("another optimizer, made later with overlap='backward', consumes this model's gradients as "
+                                   "they arrive: make one optimizer, with parameter groups")
+
+    def begin(self, lease: Lease) -> Update | None:
+        """The update that a backward, which has been checked, is to make; None if it is to store gradients."""
+        if lease.shape.shape.update != "arrival":
+            return None
+        assert self.optimizer is not None, "an update without an optimizer"
+        self._update = self.optimizer.request()
+        return self._update
+
+    def end(self) -> None:
+        """The step is over, or of no interest any more."""
+        self._update = None
+
+    def fail(self) -> None:
+        """A backward was stopped, and its step with it; one that has updated no tile does not count."""
+        if self._update is not None:
+            self._update.failed |= not self._update.done
+        self._update = None
