@@ -59,8 +59,8 @@ class Arrival:
         """Raises `LeaseError` or `MegacompileError`, before anything has changed, if a backward now would lose gradients."""
         if self.updated:
             raise LeaseError(
-                "a second backward before step() would update the weights twice, since overlap='backward' adds no gradients up: "
-                "call optimizer.step() first, give the whole batch to one forward, or make the optimizer without overlap")
+                "a second backward before step() cannot add to gradients that overlap='backward' has consumed: call "
+                "optimizer.step() first, give the whole batch to one forward, or make the optimizer without overlap")
         if lease.shape.shape.update != "arrival":
             return
         if self.optimizer is None:
@@ -85,11 +85,12 @@ class Arrival:
                                    "they arrive: make one optimizer, with parameter groups")
 
     def begin(self, lease: Lease) -> Update | None:
-        """The update that a backward, which has been checked, is to make; None if it is to store gradients."""
+        """Begins the update that a backward, which has been checked, is to make; None if it is to store gradients."""
         if lease.shape.shape.update != "arrival":
             return None
         assert self.optimizer is not None, "an update without an optimizer"
         self._update = self.optimizer.request()
+        self.streamed.begin_update(lease.shape, self._update)
         return self._update
 
     def end(self) -> None:

@@ -32,6 +32,7 @@ class Residency:
         """Before sections of a shape: what its plan has on the device is there and current."""
         if self.shape is not None and self._tiles(self.shape) != self._tiles(shape):
             self.leave()
+        if self.shape is None:  # nothing is there; slots that another plan had would be in the way
             kept = {slot for slot in shape.program.slots if stays(slot)}
             for slot in [s for s in self.streamed.arena.slots if stays(s) and s not in kept]:
                 self.streamed.arena.forget(slot)

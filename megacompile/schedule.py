@@ -78,8 +78,9 @@ def schedule(model: nn.Module, *, batch: int, length: int, layers: str | None = 
     it is changed. Options as for `stream`; a schedule for device="cuda" needs no CUDA. Raises what `stream` raises.
 
     The step is a loop's (forward, backward and step) or, with `whole_step`, `train_step`'s one program; the `update` is at its
-    end ("step") or in the backward, as gradients arrive ("arrival"). `hardware` is a machine to plan for, whose device and memory are taken unless options name
-    others: a profile ("h200", "a100", "rtx3090"), a file that `megacompile calibrate` has written, or rates of your own."""
+    end ("step") or in the backward, as gradients arrive ("arrival"). `hardware` is a machine to plan for, whose device and
+    memory are taken unless options name others: a profile ("h200", "a100", "rtx3090"), a file that `megacompile calibrate` has
+    written, or rates of your own."""
     if update not in ("step", "arrival"):
         raise MegacompileError(f"update must be 'step' or 'arrival', not {update!r}")
     for name, size in (("batch", batch), ("length", length)):

@@ -82,10 +82,9 @@ class Streamed:
         self.leases: weakref.WeakSet[Lease] = weakref.WeakSet()
         self.trained: CompiledShape | None = None  # that of the last backward, whose program also updates
         self.residency, self.arrival = Residency(self), Arrival(self)
-        self.version = 0
+        self.version = self.steps = 0
         self.updating: Update | None = None
         self.unfinished: Update | None = None
-        self.steps = 0
         # Runs when the model is closed, and when it is forgotten: threads end, and no page stays locked.
         self._give_back = weakref.finalize(self, _give_back, self.executor, self.arena, store, backend)
         if self.planner.locked():
@@ -176,21 +175,22 @@ class Streamed:
         the update goes on beside the next step's forward or, with `overlap`, has gone on beside this step's backward."""
         with self.guarded():
             self.executor.check()
-            shape = self.compiled(replace(self.shape_of(inputs, True), update="arrival" if overlap else "step", whole_step=True))
+            shape = self.compiled(replace(self.shape_of(inputs, training=True), update="arrival" if overlap else "step",
+                                          whole_step=True))
             self.enter(shape, "train_step", "update")
             batch = self._batch(shape, inputs, normaliser)
             self.trained, self.unfinished = shape, None
             if overlap:
-                self._begin_update(shape, update)
+                self.begin_update(shape, update)
             # Compute comes to its end only after every tile's weights were sent, so after the update before this one.
             self.submit(shape, "train_step", batch, update=update).wait((Lane.COMPUTE,))
             self.residency.gradients_current = True
             if not overlap:
-                self._begin_update(shape, update)
+                self.begin_update(shape, update)
                 self.submit(shape, "update", Batch([], self.constants.on_device), update=update)
         return self._total_loss(batch)
 
-    def _begin_update(self, shape: CompiledShape, update: Update) -> None:
+    def begin_update(self, shape: CompiledShape, update: Update) -> None:
         self.residency.updated(shape)
         self.version += 1
         self.steps += 1
@@ -235,18 +235,16 @@ class Streamed:
         section = "backward_accumulate" if self._gather_gradients() else "backward"
         self._reserve(lease.shape, section)
         self.residency.enter(lease.shape)
-        update = self.arrival.begin(lease)
-        lease.closed = True
+        lease.closed, self.trained, self.unfinished = True, lease.shape, None
         lease.batch.scale = gradient.to(self.backend.device)
         self.backend.enter([lease.batch.scale])
-        self.trained, self.unfinished = lease.shape, None
         try:
             with self.guarded():
-                if update is not None:
-                    self._begin_update(lease.shape, update)
+                update = self.arrival.begin(lease)
                 run = self.submit(lease.shape, section, lease.batch, lease.values, update)
                 if update is not None:
-                    return run.wait((Lane.COMPUTE,))
+                    run.wait((Lane.COMPUTE,))
+                    return
                 run.wait()
                 self.drain()
         except BaseException:
@@ -278,13 +276,12 @@ class Streamed:
     def update(self, update: Update) -> None:
         """Hands an optimizer step to the cpu lane and returns. Raises what the one before it failed with."""
         self.settle()  # the step before it is over, or `recover` would take this one for the one that failed
-        self.check_trained()
-        assert self.trained is not None
+        assert self.trained is not None, "no backward has stored gradients"
         self._reserve(self.trained, "update")
         self.residency.enter(self.trained)
         with self.guarded():
             self.residency.refresh_gradients(self.trained)
-            self._begin_update(self.trained, update)
+            self.begin_update(self.trained, update)
             self.submit(self.trained, "update", Batch([], self.constants.on_device), update=update)
 
     def complete(self) -> bool:

@@ -12,9 +12,9 @@ are what everybody reads:
     adam_resident("layers.0", resident=w1, state=m1, reduced=g1, clip=c)
     offload_weights("layers.0", w1)
 
-Where the plan updates on arrival, the update stands behind each tile's `offload` (or `reduce`) instead, and nothing is
-clipped; in a loop it is the backward that updates. Sections that run outside of steps: `load` fills what lives on the device, `store` brings its state home; `refresh`
-sends gradients that were changed on the host; `rescue` saves the weights that a failed update has left on the device.
+Where the plan updates on arrival, the update stands behind each tile's `offload` (or `reduce`) in the backward instead, and
+nothing is clipped. Sections that run outside of steps: `load` fills what lives on the device, `store` brings its state home;
+`refresh` sends gradients that were changed on the host; `rescue` saves the weights that a failed update has left on the device.
 """
 from __future__ import annotations
 
