@@ -56,27 +56,39 @@ class Arrival:
         return self._update is not None and not self._update.failed
 
     def check(self, lease: Lease) -> None:
-        """Raises `LeaseError` or `MegacompileError`, before anything has changed, if a backward now would lose gradients."""
+        """Raises `LeaseError` or `MegacompileError` if a backward now would lose gradients. No weight has changed then, and the
+        forwards that were open are given up: whoever catches the error may keep its traceback, and with it their losses."""
+        reason = self._reason(lease)
+        if reason is not None:
+            for each in (lease, *self.streamed.open_leases()):
+                each.closed = True
+                each.values.clear()
+            raise reason
+
+    def _reason(self, lease: Lease) -> MegacompileError | None:
+        """Why a backward is refused."""
         if self.updated:
-            raise LeaseError(
+            return LeaseError(
                 "a second backward before step() cannot add to gradients that overlap='backward' has consumed: call "
                 "optimizer.step() first, give the whole batch to one forward, or make the optimizer without overlap")
         if lease.shape.shape.update != "arrival":
-            return
+            return None
         if self.optimizer is None:
-            raise LeaseError("this loss was computed to update with an optimizer with overlap='backward' that is no longer "
-                             "there: run the forward again")
-        if any(other is not lease for other in self.streamed.open_leases()):
-            raise LeaseError(
-                "another forward waits for its backward, and this one would change its weights (overlap='backward'): drop "
-                "its loss first (compute it under torch.no_grad()), give both batches to one forward, or leave overlap out")
+            return LeaseError("this loss was computed to update with an optimizer with overlap='backward' that is no longer "
+                              "there: run the forward again")
+        if any(other is not lease and other.version == lease.version for other in self.streamed.open_leases()):
+            return LeaseError(
+                "another forward waits for its backward, and this one would change its weights (overlap='backward'): run one "
+                "forward at a time (others under torch.no_grad()), give both batches to one forward, or leave overlap out")
         if any(self.streamed.parameters[name].grad is not None for name in self.streamed.gradients):
-            raise MegacompileError("gradients of an earlier backward wait for a step: call step() or zero_grad() first")
+            return MegacompileError("gradients of an earlier backward wait for a step: call step() or zero_grad() first")
         given = {id(parameter) for group in self.optimizer.param_groups for parameter in group["params"]}
-        if left_out := [n for n in self.streamed.gradients if id(self.streamed.parameters[n]) not in given]:
-            raise MegacompileError(f"the gradient of {left_out[0]} would be lost, since overlap='backward' keeps none and the "
-                                   "optimizer has no such parameter: add it to a group, freeze it before stream(), or leave "
-                                   "overlap out")
+        left_out = [name for name in self.streamed.gradients if id(self.streamed.parameters[name]) not in given]
+        if left_out:
+            return MegacompileError(f"the gradient of {left_out[0]} would be lost, since overlap='backward' keeps none and the "
+                                    "optimizer has no such parameter: add it to a group, freeze it before stream(), or leave "
+                                    "overlap out")
+        return None
 
     def check_step(self, optimizer: Updater) -> None:
         """Raises `MegacompileError` if step() is another optimizer's than that which consumes the gradients."""

@@ -226,8 +226,8 @@ class Streamed:
         if not self._give_back.alive:
             raise LeaseError("the model was closed since this loss was computed: run the forward of the plain model again")
         if lease.closed:
-            raise LeaseError("this loss has had its backward: run the forward again (retain_graph cannot be honoured, "
-                             "activations are freed as the backward goes)")
+            raise LeaseError("this loss has had its backward, or was refused one: run the forward again (retain_graph cannot "
+                             "be honoured, activations are freed as the backward goes)")
         if lease.version != self.version or self.writes.pending():
             raise LeaseError("the weights have changed since this loss was computed: run backward before optimizer.step(), "
                              "or the forward again")

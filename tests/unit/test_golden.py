@@ -33,6 +33,9 @@ GOLDENS: dict[str, dict[str, Any]] = {
     "slab_pool_k2_one_micro_batch": {"checkpoint_interval": 2, "weight_slots": 3, "locked": False, "gradient_slabs": 2},
     "updated_on_the_device_k1_two_micro_batches": {
         "micro_batches": (1, 1), "resident": ("prologue", "layers.0"), "resident_state": ("prologue", "layers.0")},
+    "updates_on_arrival_k2_two_micro_batches": {
+        "checkpoint_interval": 2, "weight_slots": 3, "micro_batches": (1, 1), "update": "arrival",
+        "resident": ("layers.0", "layers.1"), "resident_state": ("layers.0",)},
     "whole_step_updated_on_the_device": {
         "whole_step": True, "resident": ("prologue", "layers.0"), "resident_state": ("prologue", "layers.0")},
     "whole_step_updates_on_arrival": {

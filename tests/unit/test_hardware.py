@@ -179,10 +179,12 @@ def test_candidates_that_do_not_fit_are_listed_without_a_time(planned: Schedule)
         assert (each.device_bytes <= tight.device_bytes) == (each.timeline is not None)
         assert each.host_bytes == planned.tiling.host_bytes()
 
-def test_updates_that_fall_behind_are_ordered_by_what_the_next_forward_needs_first() -> None:
+@pytest.mark.parametrize("whole_step", [False, True])
+def test_updates_that_fall_behind_are_ordered_by_what_the_next_forward_needs_first(whole_step: bool) -> None:
     own = Hardware.find("h200")
-    fast, slow = (plan(update="arrival", resident_state=(), hardware=dataclasses.replace(own, adam=rate))
+    fast, slow = (plan(update="arrival", whole_step=whole_step, resident_state=(), hardware=dataclasses.replace(own, adam=rate))
                   for rate in (1e12, 2e7))
+    assert ("train_step" in slow.program().sections) == whole_step
     assert not fast.plan.update_order, "updates keep up with arrivals"
     tiles = tuple(slow.planner.tiling.layouts)
     assert sorted(slow.plan.update_order) == sorted(tiles)
@@ -190,4 +192,4 @@ def test_updates_that_fall_behind_are_ordered_by_what_the_next_forward_needs_fir
     pace = slow.planner.pace
     assert pace is not None
     in_turn = dataclasses.replace(slow.plan, update_order=())
-    assert slow.simulate().step_s < pace.timeline(in_turn, whole_step=True).step_s
+    assert slow.simulate().step_s < pace.timeline(in_turn, whole_step).step_s

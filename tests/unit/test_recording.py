@@ -116,6 +116,16 @@ def test_whole_steps_are_recorded_too(model: Any, overlap: str | None, sections:
     assert 0 < found.step_s < found.steps_s[-1]
 
 
+def test_a_loop_that_updates_on_arrival_is_recorded_step_by_step(model: Any) -> None:
+    optimizer = megacompile.AdamW(model.parameters(), overlap="backward")
+    with model.megacompile.record() as recording:
+        for seed in range(3):
+            model(**batch(seed)).loss.backward()
+            optimizer.step()
+    found = recording.timeline()
+    assert [{i.section for i in found.items if i.step == n} for n in range(4)] == [{"forward", "backward"}] * 3 + [set()]
+
+
 def test_nothing_is_recorded_and_no_clock_is_read_outside_a_recording(
         model: Any, optimizer: megacompile.AdamW, monkeypatch: pytest.MonkeyPatch) -> None:
     with model.megacompile.record() as recording:

@@ -146,7 +146,8 @@ PLANS: list[dict[str, Any]] = [
     {}, {"micro_batches": (2, 2, 1)}, {"checkpoint_interval": 2, "weight_slots": 3}, {"weight_slots": 1},
     {"locked": False, "gradient_slabs": 1}, {"resident": ("prologue", "layers.2")}, {"saved_layers": 2}, {"tied": True},
     {"whole_step": True, "micro_batches": (1, 1, 1, 1), "waves": 2, "saved_layers": 4, "gradient_slots": 4},
-    {"whole_step": True, "micro_batches": (1, 1), "update": "arrival"}]
+    {"whole_step": True, "micro_batches": (1, 1), "update": "arrival"},
+    {"checkpoint_interval": 2, "micro_batches": (1, 1), "update": "arrival", "weight_slots": 3}]
 
 
 @pytest.fixture(params=PLANS, ids=str)
@@ -238,11 +239,12 @@ def test_an_update_hides_behind_the_next_forward(make_schedule: Schedules) -> No
     assert slow.binds == Lane.CPU
 
 
-def test_an_update_on_arrival_hides_behind_the_backward(make_schedule: Schedules) -> None:
+@pytest.mark.parametrize("whole_step", [False, True])
+def test_an_update_on_arrival_hides_behind_the_backward(whole_step: bool, make_schedule: Schedules) -> None:
     """Where the update at the step's end hides behind nothing, since the forward is short."""
     slow = {"adam": 6.0, "forward": 1.0, "loss": 1.0}
-    at_end, on_arrival = (run(make_schedule(layers=8, whole_step=True, update=update).program, steps=3, sections=None, **slow)
-                          for update in ("step", "arrival"))
+    programs = [make_schedule(layers=8, whole_step=whole_step, update=update).program for update in ("step", "arrival")]
+    at_end, on_arrival = (run(program, steps=3, sections=None, **slow) for program in programs)
     assert on_arrival.step_s < at_end.step_s - 8 * 2.0
 
 

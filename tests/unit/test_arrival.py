@@ -1,0 +1,330 @@
+"""`AdamW(overlap="backward")` in the plain loop: a backward that updates as gradients arrive, and what such a loop refuses."""
+from __future__ import annotations
+
+import gc
+import random
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import tiny_models
+import torch
+from tiny_models import batch, same_bits, weights
+
+import megacompile
+from megacompile.errors import LaneError, LeaseError, MegacompileError, TornError
+from megacompile.program import op_of
+
+#: A loop alternates between two shapes, the first in three micro-batches.
+SHAPES = ({"rows": 6, "length": 9}, {"rows": 2, "length": 5})
+STEPS = 4
+
+
+def late_lanes(lane: Any) -> None:
+    time.sleep(random.random() * 5e-4)
+
+
+def loop(overlap: str | None, bf16: bool, delayed: bool, **options: Any) -> tuple[dict[str, torch.Tensor], list[float]]:
+    """Weights and losses of a loop with a schedule of learning rates, and an evaluation in each step."""
+    model = megacompile.stream(tiny_models.build(bf16), device="cpu", micro_batch_size=2, **options)
+    if delayed:
+        model.megacompile.streamed.executor.delay = late_lanes
+    optimizer = megacompile.AdamW(model.parameters(), lr=1e-2, eps=1e-4, overlap=overlap)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)
+    losses = []
+    for seed in range(STEPS):
+        loss = model(**batch(seed, **SHAPES[seed % 2])).loss
+        loss.backward()
+        assert overlap is None or all(p.grad is None for p in model.parameters())
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            losses += [loss.item(), model.eval()(**batch(9)).loss.item()]
+        model.train()
+    assert ("update" in model.megacompile.program(batch(0, **SHAPES[0])).sections) == (overlap is None)
+    found = weights(model)
+    assert all(int(state["step"]) == STEPS for state in optimizer.state.values())
+    model.megacompile.close()
+    return found, losses
+
+
+@pytest.fixture(scope="module")
+def unclipped() -> Callable[[bool], Any]:
+    """An ordinary loop, by dtype."""
+    found: dict[bool, Any] = {}
+
+    def get(bf16: bool) -> Any:
+        if bf16 not in found:
+            found[bf16] = loop(None, bf16, delayed=False)
+        return found[bf16]
+
+    return get
+
+
+@pytest.mark.parametrize(("bf16", "options"), [
+    (False, {}), (True, {}), (False, {"checkpoint_interval": 2, "locked_memory": 4096}), (True, {"resident": "all"}),
+    (False, {"resident_state": "all"}), (True, {"resident_state": ("prologue", "model.layers.1"), "locked_memory": 4096}),
+    (True, {"reference": True, "saved_layers": 1}), (False, {"checkpoint_interval": 2, "resident": ("model.layers.1",)})],
+    ids=str)
+def test_updates_on_arrival_in_the_loop_give_the_bits_of_an_unclipped_loop(
+        bf16: bool, options: dict[str, Any], unclipped: Any) -> None:
+    """With lanes that are late at random, two shapes in turn, a schedule of learning rates and evaluations between."""
+    ours, losses = loop("backward", bf16, delayed="reference" not in options, **options)
+    theirs, expected = unclipped(bf16)
+    assert same_bits(ours, theirs) and losses == expected
+
+
+@pytest.fixture
+def optimizer(model: Any) -> megacompile.AdamW:
+    return megacompile.AdamW(model.parameters(), lr=1e-2, overlap="backward")
+
+
+def step(model: Any, optimizer: Any, seed: int = 0) -> None:
+    model(**batch(seed)).loss.backward()
+    optimizer.step()
+
+
+# ---------------------------------------------------------------- what a step is
+
+def test_the_backward_updates_and_the_step_only_ends_the_step(model: Any, optimizer: Any) -> None:
+    start = weights(model)
+    optimizer.step()
+    assert same_bits(weights(model), start), "there was no backward"
+    model(**batch(0)).loss.backward()
+    after = weights(model)
+    assert not any(torch.equal(after[name], start[name]) for name in start)
+    optimizer.step()
+    optimizer.step()
+    assert same_bits(weights(model), after)
+    assert all(state["step"] == 1 for state in optimizer.state.values()) and optimizer.grad_norm is None
+
+
+def test_the_step_returns_before_the_update_is_done(model: Any, optimizer: Any) -> None:
+    step(model, optimizer)
+    model.megacompile.synchronize()
+    streamed = model.megacompile.streamed
+    streamed.executor.probe = lambda node: time.sleep(0.3) if op_of(node).name == "adam" else None
+    loss = model(**batch(1)).loss
+    begin = time.monotonic()
+    loss.backward()
+    optimizer.step()
+    assert time.monotonic() - begin < 0.3 * len(streamed.updating.segments) - 0.15
+    assert streamed.updating.done != set(streamed.updating.segments)
+    model.megacompile.synchronize()
+    assert streamed.updating.done == set(streamed.updating.segments)
+
+
+def test_hyper_parameters_are_those_of_the_start_of_the_backward(model: Any) -> None:
+    optimizer = megacompile.AdamW(model.parameters(), lr=0.0, overlap="backward")
+    start = weights(model)
+    loss = model(**batch(0)).loss
+    loss.backward()
+    optimizer.param_groups[0]["lr"] = 1e-2
+    optimizer.step()
+    assert same_bits(weights(model), start)
+    loss = model(**batch(1)).loss
+    loss.backward()
+    assert not same_bits(weights(model), start)
+
+
+def test_a_closure_makes_a_whole_step(model: Any, optimizer: Any) -> None:
+    def closure() -> torch.Tensor:
+        loss = model(**batch(0)).loss
+        loss.backward()
+        return loss
+
+    start = weights(model)
+    losses = [optimizer.step(closure).item() for _ in range(2)]
+    assert losses[1] < losses[0] and not same_bits(weights(model), start)
+    assert all(state["step"] == 2 for state in optimizer.state.values())
+
+
+# ---------------------------------------------------------------- which optimizer
+
+def test_an_optimizer_made_later_decides_and_so_does_the_next(model: Any) -> None:
+    """From a loop to updates on arrival and back, with the loop's bits; each shape gets the programs it needs."""
+    start, found = weights(model), []
+    for overlaps in ((None, None, None), (None, "backward", None)):
+        model.load_state_dict(start)
+        for seed, overlap in enumerate(overlaps):
+            optimizer = megacompile.AdamW(model.parameters(), lr=1e-2, overlap=overlap)
+            loss = model(**batch(seed)).loss
+            assert ("update" in model.megacompile.program(batch(seed)).sections) == (overlap is None)
+            loss.backward()
+            assert all((p.grad is None) == (overlap is not None) for p in model.parameters())
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(weights(model))
+    assert same_bits(*found)
+
+
+def test_an_optimizer_made_between_forward_and_backward_updates_at_its_step(model: Any) -> None:
+    """The forward's program stores gradients: they are not lost."""
+    start, found = weights(model), []
+    for overlap in (None, "backward"):
+        model.load_state_dict(start)
+        model.zero_grad()
+        loss = model(**batch(0)).loss
+        optimizer = megacompile.AdamW(model.parameters(), lr=1e-2, overlap=overlap)
+        loss.backward()
+        assert all(p.grad is not None for p in model.parameters())
+        optimizer.step()
+        found.append(weights(model))
+    assert same_bits(*found)
+
+
+def test_a_loss_of_an_optimizer_that_is_gone_is_refused(model: Any) -> None:
+    optimizer = megacompile.AdamW(model.parameters(), overlap="backward")
+    loss = model(**batch(0)).loss
+    del optimizer
+    gc.collect()
+    with pytest.raises(LeaseError, match=r"overlap='backward' that is no longer there: run the forward again"):
+        loss.backward()
+    model(**batch(0)).loss.backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_another_optimizer_s_step_is_refused_since_it_would_find_no_gradient(model: Any) -> None:
+    other = megacompile.AdamW(model.parameters(), lr=1e-2)
+    optimizer = megacompile.AdamW(model.parameters(), lr=1e-2, overlap="backward")
+    model(**batch(0)).loss.backward()
+    with pytest.raises(MegacompileError, match="another optimizer, made later with overlap='backward'"):
+        other.step()
+    optimizer.step()
+    with pytest.raises(MegacompileError, match="make one optimizer, with parameter groups"):
+        other.step()
+
+
+# ---------------------------------------------------------------- refusals, after which the loop goes on
+
+def test_a_second_backward_before_the_step_is_refused(model: Any, optimizer: Any) -> None:
+    model(**batch(0)).loss.backward()
+    after = weights(model)
+    loss = model(**batch(1)).loss
+    with pytest.raises(LeaseError, match=r"a second backward before step\(\) .*: call optimizer.step\(\) first"):
+        loss.backward()
+    assert same_bits(weights(model), after)
+    optimizer.step()
+    with pytest.raises(LeaseError, match="has had its backward, or was refused one"):
+        loss.backward()
+    step(model, optimizer, 1)
+    assert not same_bits(weights(model), after)
+
+
+def test_a_backward_beside_another_open_forward_is_refused(model: Any, optimizer: Any) -> None:
+    start = weights(model)
+    one, other = model(**batch(0)).loss, model(**batch(1)).loss
+    with pytest.raises(LeaseError, match="another forward waits for its backward"):
+        (one + other).backward()
+    assert same_bits(weights(model), start) and all(state["step"] == 0 for state in optimizer.state.values())
+    step(model, optimizer)  # both were given up
+
+
+def test_a_loss_that_is_dropped_without_a_backward_is_in_nobody_s_way(model: Any, optimizer: Any) -> None:
+    for seed in range(3):
+        loss = model(**batch(seed)).loss
+        if seed != 1:  # a loop that leaves out some batches
+            loss.backward()
+            optimizer.step()
+    assert all(state["step"] == 2 for state in optimizer.state.values())
+
+
+def test_gradients_that_wait_for_a_step_are_not_left_behind(model: Any) -> None:
+    model(**batch(0)).loss.backward()
+    optimizer = megacompile.AdamW(model.parameters(), lr=1e-2, overlap="backward")
+    loss = model(**batch(1)).loss
+    with pytest.raises(MegacompileError, match=r"gradients of an earlier backward wait for a step: call step\(\) or zero_grad"):
+        loss.backward()
+    optimizer.step()  # an ordinary one
+    optimizer.zero_grad()
+    assert all(state["step"] == 1 for state in optimizer.state.values())
+    step(model, optimizer, 2)
+
+
+def test_gradients_set_by_hand_are_refused(model: Any, optimizer: Any) -> None:
+    step(model, optimizer)
+    model.lm_head.weight.grad = torch.zeros_like(model.lm_head.weight)
+    with pytest.raises(MegacompileError, match=r"gradients were set by hand, .*zero_grad\(\)"):
+        optimizer.step()
+    optimizer.zero_grad()
+    step(model, optimizer, 1)
+
+
+def test_a_parameter_without_a_group_is_refused_since_its_gradient_would_be_lost(model: Any) -> None:
+    _, *others = model.parameters()
+    optimizer = megacompile.AdamW(others, lr=1e-2, overlap="backward")
+    start = weights(model)
+    loss = model(**batch(0)).loss
+    with pytest.raises(MegacompileError, match=r"the gradient of model.embed_tokens.weight would be lost"):
+        loss.backward()
+    assert same_bits(weights(model), start)
+    optimizer.add_param_group({"params": [model.model.embed_tokens.weight], "weight_decay": 0.0})
+    step(model, optimizer)
+    assert not same_bits(weights(model), start)
+
+
+# ---------------------------------------------------------------- failures
+
+def fail_at(model: Any, number: int) -> None:
+    """The backward fails at its how-manieth update."""
+    executor, seen = model.megacompile.streamed.executor, []
+
+    def probe(node: Any) -> None:
+        if op_of(node).name == "adam":
+            seen.append(node)
+            if len(seen) == number:
+                executor.probe = None
+                raise RuntimeError("power cut")
+
+    executor.probe = probe
+
+
+def failing(model: Any) -> None:
+    """A backward that fails, then or at the next call."""
+    def act() -> None:
+        model(**batch(0)).loss.backward()
+        model.megacompile.synchronize()
+
+    with pytest.raises(LaneError, match="power cut"):
+        act()
+
+
+@pytest.mark.parametrize("use", [
+    lambda m, o: m(**batch(1)), lambda m, o: o.step(), lambda m, o: m.state_dict(), lambda m, o: o.state_dict()],
+    ids=["forward", "step", "state_dict", "optimizer state"])
+def test_a_backward_that_stops_between_two_updates_is_torn_for_good(model: Any, optimizer: Any, use: Any) -> None:
+    """The gradients of the missing tiles are gone: only a checkpoint helps."""
+    start = weights(model)
+    fail_at(model, 3)
+    failing(model)
+    for _ in range(2):
+        with pytest.raises(TornError, match="an update stopped half-way: load a checkpoint"):
+            use(model, optimizer)
+    model.load_state_dict(start)
+    step(model, optimizer)
+
+
+def test_a_backward_that_fails_before_its_first_update_changes_nothing_and_is_no_step(model: Any) -> None:
+    start, found = weights(model), []
+    for fault in (False, True):
+        model.load_state_dict(start)
+        optimizer = megacompile.AdamW(model.parameters(), lr=1e-2, overlap="backward")
+        if fault:
+            fail_at(model, 1)
+            failing(model)
+            assert same_bits(weights(model), start) and all(p.grad is None for p in model.parameters())
+            optimizer.step()  # nothing
+        for seed in range(2):
+            step(model, optimizer, seed)
+        found.append(weights(model))
+        assert all(state["step"] == 2 for state in optimizer.state.values())
+    assert same_bits(*found)
+
+
+def test_a_checkpoint_loaded_before_the_step_begins_anew(model: Any, optimizer: Any) -> None:
+    saved = weights(model)
+    model(**batch(0)).loss.backward()
+    model.load_state_dict(saved)
+    step(model, optimizer, 1)
