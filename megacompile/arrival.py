@@ -105,9 +105,10 @@ class Arrival:
         self.streamed.begin_update(lease.shape, self._update)
         return self._update
 
-    def end(self) -> None:
-        """The step is over, or of no interest any more."""
-        self._update = None
+    def end(self) -> bool:
+        """The step is over, or of no interest any more. Whether a backward has updated in it."""
+        updated, self._update = self.updated, None
+        return updated
 
     def fail(self) -> None:
         """A backward was stopped, and its step with it; one that has updated no tile does not count."""

@@ -258,7 +258,8 @@ def _once(program: Program, name: str, graph: fx.Graph, ops: tuple[str, ...], ti
 
 def updated(program: Program) -> Iterator[Fault]:
     """One clip over all trainable tiles, then one adam for each, that takes it; a tile that is resident on the device is
-    copied there again after its update, and one that was updated there is copied home."""
+    copied there again after its update, and one that was updated there is copied home. On arrival there is no clip, and each
+    update comes after its tile's gradients."""
     tiles, there = trainable(program, tuple(program.tiles)), _updated_there(program)
     for name, op in _MOVES.items():
         if name in program.sections and there:
@@ -309,25 +310,15 @@ def _consumed_there(program: Program) -> list[str]:
 
 
 def _in_time(program: Program, name: str) -> Iterator[Fault]:
-    """An update among other nodes comes after the gradients that it takes, and no template reads its tile's new weights."""
+    """An update among other nodes comes after its gradients, and with that (rule `sent_home`) after all that reads weights."""
     updated: dict[str, fx.Node] = {}
-    renewed: dict[fx.Node | str, fx.Node] = {}  # weights sent, or a tile's on the device -> the update that made them
     for node in nodes(program.section(name)):
         op, tile = op_of(node).name, argument(node, "tile")
         if op in _ADAM:
             updated[tile] = node
-            if op == "adam_resident":
-                renewed[tile] = node
         elif tile in updated and op in ("reduce", "offload", "accumulate"):
             yield Fault(f"{describe(updated[tile])} comes before {describe(node)} has brought its gradients", "update after it",
                         updated[tile], node)
-        elif tile in updated and op == "prefetch":
-            renewed[node] = renewed[tile] = updated[tile]
-        for value in operands(node, "weights"):
-            after = renewed.get(argument(value, "tile") if op_of(value).name == "resident" else value)
-            if after is not None:
-                yield Fault(f"{describe(node)} reads {value.name} after {describe(after)}, which made weights of the next step",
-                            "update after its last use", node, after)
 
 
 def _copied_home(program: Program, name: str) -> Iterator[Fault]:

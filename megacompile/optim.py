@@ -158,7 +158,8 @@ class AdamW(torch.optim.Optimizer):
         After a backward that has updated (`overlap`) nothing is left to do, and the next backward may come."""
         streamed = self.streamed
         streamed.arrival.check_step(self)
-        if streamed.arrival.updated:
+        updated = streamed.arrival.end()
+        if updated:
             streamed.raise_pending()
         else:
             streamed.settle()
@@ -169,8 +170,7 @@ class AdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if streamed.arrival.updated:
-            streamed.arrival.end()
+        if streamed.arrival.end() or updated:
             return loss
         trained = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
         if not trained:

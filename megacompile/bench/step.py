@@ -43,7 +43,7 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--uncompiled", action="store_true", help="templates op by op")
     parser.add_argument("--train-step", action="store_true", help="each step as one program")
     parser.add_argument("--waves", type=int)
-    parser.add_argument("--overlap", action="store_true", help="with --train-step: update as gradients arrive, unclipped")
+    parser.add_argument("--overlap", action="store_true", help="update as gradients arrive, unclipped")
     parser.add_argument("--synchronous-optimizer", action="store_true", help="a step is over when its update is")
     parser.add_argument("--compute-only", action="store_true", help="no copies and no optimizer: the templates' own rate")
     parser.add_argument("--recorded-steps", type=int, default=2, help="more steps, for how busy lanes are; 0: none")

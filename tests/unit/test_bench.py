@@ -70,6 +70,12 @@ def test_native_rows_train_the_same_model_on_the_same_batches(streamed_row: dict
     assert row["step_s"] > 0 and row["tflops"] > 0
 
 
+def test_a_loop_may_update_on_arrival() -> None:
+    row = row_of(step, "--overlap", "--layers", "2")
+    assert (row["overlap"], row["train_step"], row["max_grad_norm"], row["grad_norm"]) == (True, False, None, None)
+    assert row["losses"][-1] == pytest.approx(row_of(step, "--no-clipping", "--layers", "2")["losses"][-1], rel=1e-6)
+
+
 def test_checkpoints_of_native_rows_are_those_asked_for() -> None:
     model = shapes.random_model("tiny", None, "cpu")
     native.prepare(model, native.options().parse_args([*TINY, "--checkpointing", "--checkpoint-layers", "1", "--compile"]))

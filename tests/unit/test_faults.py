@@ -14,7 +14,7 @@ import pytest
 import tiny_models
 import torch
 from tiny_models import batch, same_bits, train_step, weights
-from torch import fx
+from torch import fx, nn
 
 import megacompile
 from megacompile.errors import LaneError, TornError
@@ -273,6 +273,40 @@ def test_a_loaded_checkpoint_mends_torn_weights(slab_model: Any, undisturbed: An
     optimizer.load_state_dict(state)
     model.zero_grad()
     assert same_bits(two_steps(model, None)[1], undisturbed)
+
+
+def test_a_fault_in_a_backward_that_updates_reaches_the_caller_and_a_checkpoint_mends_what_is_torn(
+        slab_model: Any, slabs: tiny_models.Shared) -> None:
+    """At every kind of instruction. Before the first update nothing has changed; after the last, all of it is done."""
+    model, streamed = slab_model, slab_model.megacompile.streamed
+    optimizer = megacompile.AdamW(model.parameters(), lr=1e-2, overlap="backward")
+    train_step(model, optimizer, **SHAPE)
+    victims = one_of_each_op(executed(model, "backward"))
+    assert {"adam", "adam_resident", "accumulate", "offload_weights", "recompute_backward"} <= set(victims)
+    threads, outcomes = lane_threads(), set()
+    for kind, node in victims.items():
+        slabs.fresh()
+        start = weights(model)
+
+        def act() -> None:
+            train_step(model, optimizer, **SHAPE)
+            model.megacompile.synchronize()  # an update may be on its way when the backward returns
+
+        throw_at(model, node)
+        raises_fault_soon(act, node)
+        assert lane_threads() == threads, f"{kind}: a thread died or was left behind"
+        assert all(p.grad is None for p in nn.Module.parameters(model))
+        done = len(streamed.unfinished.done) if streamed.unfinished is not None else None
+        outcomes.add("torn" if streamed.torn else "whole")
+        if streamed.torn:
+            with pytest.raises(TornError, match="load a checkpoint"):
+                train_step(model, optimizer, **SHAPE)
+            model.load_state_dict(start)
+        elif done is not None:
+            assert same_bits(weights(model), start), f"{kind}: weights have changed"
+        train_step(model, optimizer, **SHAPE)
+        model.megacompile.whole()
+    assert outcomes == {"torn", "whole"}
 
 
 def test_an_update_whose_gradients_were_changed_is_not_completed_with_them(slab_model: Any) -> None:

@@ -126,6 +126,19 @@ TEXT_EDITS: dict[tuple[str, str], tuple[dict[str, Any], str, str, str, str, str]
     ("updated", "resident copy not refreshed"): (
         RESIDENT, "optimizer", "update", r'    w2 = .*\n', "",
         "tile layers.1 is resident on the device, and update leaves its old weights there"),
+    ("updated", "update on arrival before its gradients are home"): (
+        {**STREAMED, "update": "arrival"}, "optimizer", "backward", r'(    o2 = .*\n)(    p.adam\("layers.1".*\n)', r"\2\1",
+        "adam layers.1 comes before offload layers.1 has brought its gradients"),
+    ("updated", "update on arrival before its slab was added"): (
+        {**SLABS, "update": "arrival"}, "optimizer", "backward",
+        r'(    p.accumulate\("layers.1".*\n)(    p.adam\("layers.1".*\n)', r"\2\1",
+        "adam layers.1 comes before accumulate layers.1 has brought its gradients"),
+    ("updated", "tile without an update on arrival"): (
+        {**STREAMED, "update": "arrival"}, "optimizer", "backward", r'    p.adam\("layers.1".*\n', "",
+        "tile layers.1 trains, but has no adam in backward"),
+    ("sent_home", "gradient on arrival that is never offloaded"): (
+        {**STREAMED, "update": "arrival"}, "optimizer", "backward", r"    o2 = .*\n", "",
+        "tile layers.1 trains, but has no offload in backward"),
     ("placed", "slot that is alive"): (
         STREAMED, "place", "forward", r'into="W1"', 'into="W0"',
         r"slot W0 is overwritten by prefetch layers.1 while w1 (prefetch layers.0) is alive in it"),
