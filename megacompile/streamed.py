@@ -335,8 +335,8 @@ class Streamed:
     def check_trained(self) -> None:
         """Raises `MegacompileError` unless the last backward stored gradients: there is no program for their update."""
         if not self._stored():
-            raise MegacompileError("gradients were set by hand, and no backward of this model has stored any: run a forward "
-                                   "and a backward first, or call zero_grad()")
+            raise MegacompileError("gradients were set by hand before any backward of this model that stores its own: run a "
+                                   "forward and a backward first, or call zero_grad()")
 
     def check_whole(self) -> None:
         """Raises `TornError` if an update stopped between its first and its last tile."""
