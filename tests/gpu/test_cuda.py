@@ -110,6 +110,23 @@ def test_whole_steps_updated_on_the_device_give_the_bits_of_those_updated_on_the
     assert same(*found)
 
 
+@pytest.mark.parametrize("options", [dict(), dict(checkpoint_interval=2, locked_memory=4096), dict(resident_state="all")])
+def test_a_loop_that_updates_on_arrival_gives_the_bits_of_an_unclipped_loop(options: dict[str, Any]) -> None:
+    """With late lanes: the backward returns before its last updates, and the next forward may not read old weights."""
+    found = []
+    for overlap in (None, "backward"):
+        model = megacompile.stream(build(), device="cuda", compile=False, micro_batch_size=2, **options)
+        late(model, 5)
+        optimizer = megacompile.AdamW(model.parameters(), lr=1e-3, overlap=overlap)
+        for step in range(4):
+            model(**batch(step)).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append({n: t.clone() for n, t in model.state_dict().items()})
+        model.megacompile.close()
+    assert same(*found)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_the_update_on_the_device_is_that_of_the_host_to_the_bit(dtype: torch.dtype) -> None:
     """Of every kind of number: ordinary, tiny, huge, denormal, infinite, none."""
