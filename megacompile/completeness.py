@@ -22,7 +22,8 @@ def trainable(program: Program, tiles: tuple[str, ...]) -> list[str]:
 
 
 def supplied(program: Program) -> Iterator[Fault]:
-    """Each compute node has the weights of its call's tiles, in their order, and none where its variant reads none."""
+    """Each compute node has the weights of its call's tiles, in their order, and none where its variant reads none; a
+    checkpoint that waits in host memory is fetched before it is read."""
     calls = {call.name: call for call in program.calls}
     for graph in program.sections.values():
         for node in find(graph, *_FORWARD, *_BACKWARD):
@@ -32,6 +33,9 @@ def supplied(program: Program) -> Iterator[Fault]:
             if given != needed:
                 yield Fault(f"{describe(node)} has weights of {given or 'nothing'}, but reads {needed or 'nothing'}",
                             "prefetch what the call reads, in the order of its tiles", node)
+            for value in operands(node, "inputs"):
+                if op_of(value).result == "stashed":
+                    yield Fault(f"{describe(node)} reads {value.name}, which is in host memory", "fetch it", node, value)
 
 
 # Forward and backward
@@ -137,6 +141,11 @@ def _values(program: Program, graph: fx.Graph, origins: _Origins) -> Iterator[Fa
     """Inputs, residuals, gradients and accumulators are those of the right call and micro-batch."""
     order = [call.name for call in program.calls]
     position = {call: i for i, call in enumerate(order)}
+    for node in find(graph, "stash", "fetch"):
+        own = argument(node, "call"), argument(node, "mb")
+        for value in (*operands(node, "value"), *operands(node, "stashed")):
+            if origins.of(value) != own:
+                yield Fault(f"{describe(node)} takes {value.name}, which is another checkpoint", "give it its own", node, value)
     for node in find(graph, *_FORWARD, *_BACKWARD):
         call, mb = argument(node, "call"), argument(node, "mb")
         at = position[call]
@@ -170,6 +179,29 @@ def _leases(program: Program, name: str, graph: fx.Graph, origins: _Origins) -> 
         if argument(lease, "key") not in taken:
             yield Fault(f"lease {argument(lease, 'key')} is never taken in {name}: its memory would never be free",
                         "take it in the backward", lease)
+    yield from _stashes(name, graph, program.section("forward"))
+
+
+def _stashes(name: str, graph: fx.Graph, forward: fx.Graph) -> Iterator[Fault]:
+    """The backward takes each checkpoint that the forward sent to the host, once, from where it was put, and no other."""
+    sent: dict[tuple[str, int], fx.Node] = {}
+    taken: dict[tuple[str, int], fx.Node] = {}
+    for op, seen in (("stash", sent), ("stashed", taken)):
+        for node in find(forward if op == "stash" else graph, op):
+            checkpoint = argument(node, "call"), argument(node, "mb")
+            if checkpoint in seen:
+                yield Fault(f"{describe(node)} is the second of its checkpoint", f"{op} each once", node, seen[checkpoint])
+            seen[checkpoint] = node
+    for checkpoint, node in taken.items():
+        source = sent.pop(checkpoint, None)
+        if source is None:
+            yield Fault(f"{describe(node)} takes a checkpoint in {name} that no forward stashes", "stash it", node)
+        elif argument(source, "into") != argument(node, "into"):
+            yield Fault(f"{describe(node)} takes its checkpoint from {argument(node, 'into')}, but the forward puts it into "
+                        f"{argument(source, 'into')}", "take it from there", node, hazard=True)
+    for node in sent.values():
+        yield Fault(f"{describe(node)} is never taken in {name}: its memory would never be free",
+                    "take it in the backward", node)
 
 
 # Gradients home

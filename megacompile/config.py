@@ -50,6 +50,8 @@ class StreamConfig:
             their residuals, elsewhere one.
         token_chunk: positions of a sequence that a layer computes at a time, outside of attention; 0: all; None: all, unless
             a micro-batch of one sequence does not fit.
+        host_checkpoints: how many activation checkpoints of a micro-batch, those of the lowest layers, wait in (page-locked)
+            host memory for their backward; True: all, False: none; None: none, unless the batch does not fit otherwise.
         resident: names of tiles (or one name) whose weights stay on the device, or "all".
         resident_state: names of tiles (or one name) that stay there with their optimizer state and are updated there, or
             "all"; None: as many as there is memory for and the update is hidden by.
@@ -67,6 +69,7 @@ class StreamConfig:
     saved_layers: int | None = None
     waves: int | None = None
     token_chunk: int | None = None
+    host_checkpoints: int | bool | None = None
     resident: tuple[str, ...] | str = ()
     resident_state: tuple[str, ...] | str | None = None
     weight_slots: int | None = None
@@ -83,6 +86,9 @@ class StreamConfig:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
                 raise MegacompileError(f"{name} must be a whole number of at least 0, not {value!r}")
+        checkpoints = self.host_checkpoints
+        if checkpoints is not None and (not isinstance(checkpoints, int) or checkpoints < 0):
+            raise MegacompileError(f"host_checkpoints must be True, False or a whole number of at least 0, not {checkpoints!r}")
         for option in ("resident", "resident_state"):
             names = getattr(self, option)
             if isinstance(names, str) and names != "all":

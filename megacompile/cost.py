@@ -19,6 +19,7 @@ from torch import fx
 from megacompile.frontend.joint import base_of
 from megacompile.frontend.template import Template, Variant
 from megacompile.fusion import computes, fuse
+from megacompile.runtime.checkpoints import ALIGNMENT
 from megacompile.token_loop import TokenLoop, Total, token_loops, total_dtype
 
 #: Peaks found so far, by (batch, length): a planner asks for the same ones hundreds of times.
@@ -168,6 +169,12 @@ def output_bytes(template: Template, batch: int, length: int) -> int:
     """Bytes of a template's outputs: what a checkpoint of it takes."""
     values = dict(zip(template.symbols, (batch, length), strict=True))
     return int(template.output_bytes().subs(values))
+
+
+def checkpoint_bytes(template: Template, length: int) -> int:
+    """Bytes that a template's outputs of one sequence take in a buffer, each of them aligned; of more sequences, no more than
+    that many times as much."""
+    return output_bytes(template, 1, length) + (template.outputs - 1) * ALIGNMENT
 
 
 def residual_bytes(template: Template, batch: int, length: int) -> int:

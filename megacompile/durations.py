@@ -84,10 +84,10 @@ class Durations:
             return self.seconds(argument(node, "template"), op, program.micro_batches[argument(node, "mb")], length, chunk)
         tile: Any = program.tiles.get(argument(node, "tile") or "")
         match op:
-            case "prefetch" | "fetch_gradients":
-                return tile.moved_bytes(op_of(node)) / hardware.link["h2d"]
-            case "offload" | "offload_weights" | "offload_norms":
-                return tile.moved_bytes(op_of(node)) / hardware.link["d2h"]
+            case "prefetch" | "fetch_gradients" | "fetch":
+                return program.moved_bytes(node) / hardware.link["h2d"]
+            case "offload" | "offload_weights" | "offload_norms" | "stash":
+                return program.moved_bytes(node) / hardware.link["d2h"]
             case "pack":
                 return tile.weight_bytes / hardware.host_copy
             case "fetch_state" | "store_state":

@@ -7,8 +7,10 @@ from torch import fx
 
 from megacompile.fault import Fault
 from megacompile.listing import describe
-from megacompile.program import SLOT_KINDS, Program, argument, nodes, op_of, operands, place_of, slot_family, stays
+from megacompile.program import SLOT_KINDS, Program, argument, find, nodes, op_of, operands, place_of, slot_family, stays
 
+#: (call, micro-batch): whose checkpoint it is.
+Checkpoint = tuple[str, int]
 _HEAP = ("activation", "gradient", "accumulators")  # values with memory of their own
 
 
@@ -19,11 +21,12 @@ def placed(program: Program) -> Iterator[Fault]:
         if slot_family(slot) not in SLOT_KINDS:
             yield Fault(f"slot {slot} is of no kind", f"begin its name with one of {', '.join(SLOT_KINDS)}")
     resident: dict[str, fx.Node] = {}
+    awaited = {_checkpoint(node) for graph in program.sections.values() for node in find(graph, "stashed")}
     for name, graph in program.sections.items():
         for node in nodes(graph):
             if "into" in op_of(node).parameters:
                 yield from _fits(program, node)
-        yield from _lives(name, graph)
+        yield from _lives(name, graph, awaited)
         for node in nodes(graph):
             place = argument(node, "into")
             if place is not None and stays(place):
@@ -45,7 +48,7 @@ def _fits(program: Program, node: fx.Node) -> Iterator[Fault]:
         yield Fault(f"{describe(node)} writes {op.result} to slot {place}, which is {why}",
                     f"give it a declared slot for {op.result}", node)
         return
-    needed = program.tiles[argument(node, "tile")].bytes_of(op.result or "")
+    needed = program.value_bytes(node)
     if program.slots[place].bytes < needed:
         yield Fault(f"{describe(node)} writes {needed} bytes to slot {place} of {program.slots[place].bytes} bytes",
                     "make the slot larger", node)
@@ -53,7 +56,12 @@ def _fits(program: Program, node: fx.Node) -> Iterator[Fault]:
         yield Fault(f"{describe(node)} cannot use slot {place}", "use R slots for resident tiles, and only those", node)
 
 
-def _lives(name: str, graph: fx.Graph) -> Iterator[Fault]:
+def _checkpoint(node: fx.Node) -> Checkpoint:
+    return argument(node, "call"), argument(node, "mb")
+
+
+def _lives(name: str, graph: fx.Graph, awaited: set[Checkpoint]) -> Iterator[Fault]:
+    """`awaited`: checkpoints that a later section takes from where they were stashed."""
     alive: dict[str, fx.Node] = {}  # slot -> the value in it
     ended: set[fx.Node] = set()
     leased: dict[fx.Node, fx.Node] = {}
@@ -64,6 +72,9 @@ def _lives(name: str, graph: fx.Graph) -> Iterator[Fault]:
             if stays(place_of(value)):
                 yield Fault(f"{value.name} is released although {place_of(value)} is resident: later sections read it",
                             "drop the release", node, value, hazard=True)
+            if op_of(value).name == "stash" and _checkpoint(value) in awaited:
+                yield Fault(f"{value.name} is released although a later section fetches it", "drop the release", node, value,
+                            hazard=True)
             if value in leased:
                 yield Fault(f"{value.name} is released although it is leased to a later section", "drop the release",
                             node, leased[value], hazard=True)
@@ -81,6 +92,7 @@ def _lives(name: str, graph: fx.Graph) -> Iterator[Fault]:
     for node in nodes(graph):
         place = argument(node, "into")
         memory = op_of(node).result in _HEAP or (place is not None and not stays(place))
-        if memory and node not in ended and node not in leased:
+        kept = node in leased or (op_of(node).name == "stash" and _checkpoint(node) in awaited)
+        if memory and node not in ended and not kept:
             yield Fault(f"{node.name} ({describe(node)}) is neither released nor leased in {name}: its memory stays "
                         "taken", "release it after its last use", node)

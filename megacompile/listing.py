@@ -100,9 +100,8 @@ def summary(program: Program) -> str:
         moved = dict.fromkeys((Lane.PACK, Lane.H2D, Lane.D2H), 0)
         for node in nodes(graph):
             lane = lane_of(node)
-            if lane in moved and argument(node, "tile") is not None:
-                tile = program.tiles[argument(node, "tile")]
-                moved[lane] += tile.moved_bytes(op_of(node))
+            if lane in moved:
+                moved[lane] += program.moved_bytes(node)
         rows.append([name, sum(counts.values()), work, events, counts["wait"], *moved.values()])
     header = ["section", "nodes", "work", "events", "waits", "pack bytes", "h2d bytes", "d2h bytes"]
     return str(tabulate(rows, header, tablefmt="simple", intfmt=","))

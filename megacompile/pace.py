@@ -56,7 +56,7 @@ class Pace:
     def program(self, plan: Plan, whole_step: bool) -> Program:
         """As `compile_program` makes it, unverified: what is chosen is verified when it is compiled."""
         captured = self.durations.captured
-        specs = self.tiling.call_specs(captured.calls, captured.templates)
+        specs = self.tiling.call_specs(captured.calls, captured.templates, plan.length)
         program = model_program(specs, self.tiling.tiles(), plan.batch, labels=True, whole_step=whole_step)
         program = program.evolve(sections={key: graph for key, graph in program.sections.items() if key != "evaluate"})
         for each in PIPELINE:

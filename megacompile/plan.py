@@ -16,7 +16,9 @@ class Plan:
     tiles keep their weights on the device; those of them in `resident_state` their optimizer state and gradients too, and
     are updated there. `locked` says that tiles themselves are page-locked; otherwise weights pass through
     `staging_slabs` and gradients through `gradient_slabs` page-locked slabs (the paper's pinned slab pool). Templates compute
-    what treats each token alone `token_chunk` positions of a micro-batch at a time; 0: all at once."""
+    what treats each token alone `token_chunk` positions of a micro-batch at a time; 0: all at once. The checkpoints of the
+    lowest `host_checkpoints` borders between blocks, whose backward comes last, wait for it in host memory, and come back
+    into `checkpoint_slots` device slots."""
 
     batch: int
     length: int
@@ -34,12 +36,15 @@ class Plan:
     update: str = "step"
     token_chunk: int = 0
     update_order: tuple[str, ...] = ()
+    host_checkpoints: int = 0
+    checkpoint_slots: int = 2
 
     def __post_init__(self) -> None:
         assert sum(self.micro_batches) == self.batch, f"{self.micro_batches} is no split of {self.batch} sequences"
         assert 1 <= self.waves <= len(self.micro_batches) and self.update in ("step", "arrival")
         assert set(self.resident_state) <= set(self.resident), "what is updated on the device has its weights there"
         assert self.checkpoint_interval >= 1 and self.saved_layers >= 0 and self.token_chunk >= 0
+        assert self.host_checkpoints >= 0 and self.checkpoint_slots >= 1
         assert self.weight_slots >= 1 and self.gradient_slots >= 1 and self.staging_slabs >= 1 and self.gradient_slabs >= 1
 
     def wave_of(self, mb: int) -> int:
@@ -55,6 +60,11 @@ class Plan:
         recomputed = layers[:max(0, len(layers) - self.saved_layers)]
         step = self.checkpoint_interval
         return [tuple(recomputed[i:i + step]) for i in range(0, len(recomputed), step)]
+
+    def from_host(self, layers: Sequence[str]) -> list[str]:
+        """The layers whose input waits in host memory: each begins a block. (The first block's input is the prologue's output,
+        which every layer shares in part; it stays.)"""
+        return [block[0] for block in self.blocks(layers)[1:1 + self.host_checkpoints]]
 
 
 def split(batch: int, micro_batch_size: int) -> tuple[int, ...]:

@@ -2,13 +2,14 @@
 left, waves, layers that keep residuals and tiles that are updated on the device, as they are fastest when simulated.
 
 K = 1 is the fastest where it fits: its backward drops the layer's last GEMM from the recompute. A larger K keeps fewer
-checkpoints and pays with the residuals of K - 1 layers of one micro-batch. Where not even a micro-batch of one sequence fits,
-its tokens are computed in chunks, as large as fit: attention alone needs all of them at once.
+checkpoints and pays with the residuals of K - 1 layers of one micro-batch. Where no K fits, checkpoints wait in host memory, as
+few as need to. Where not even a micro-batch of one sequence fits then, its tokens are computed in chunks, as large as fit, with
+checkpoints on the device or else on the host: attention alone needs all tokens at once.
 """
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from megacompile.config import StreamConfig, format_bytes
@@ -132,7 +133,8 @@ class Planner:
         return InsufficientMemoryError(
             f"a batch of {batch} x {length} needs {format_bytes(need)} of device memory (micro-batches of "
             f"{plan.micro_batches[0]}, checkpoint_interval={plan.checkpoint_interval}"
-            f"{f', token_chunk={plan.token_chunk}' if plan.token_chunk else ''}) and "
+            f"{f', token_chunk={plan.token_chunk}' if plan.token_chunk else ''}"
+            f"{f', host_checkpoints={plan.host_checkpoints}' if plan.host_checkpoints else ''}) and "
             f"{format_bytes(self.device_bytes)} are available{self._others()}: use fewer or shorter sequences, or a larger "
             "device_memory")
 
@@ -165,18 +167,34 @@ class Planner:
         for interval in intervals:
             for size in sizes:
                 yield self._candidate(batch, length, size, interval, config.token_chunk or 0)
+        yield from self._on_the_host(self._candidate(batch, length, size, intervals[0], config.token_chunk or 0)
+                                     for size in sizes)
         if config.token_chunk is None and sizes[-1] == 1:
             # A larger K would keep residuals, which are of all tokens.
-            for chunk in self._chunks(length):
-                yield self._candidate(batch, length, 1, intervals[0], chunk)
+            chunked = [self._candidate(batch, length, 1, intervals[0], chunk) for chunk in self._chunks(length)]
+            yield from chunked
+            yield from self._on_the_host(chunked)
+
+    def _on_the_host(self, plans: Iterable[Plan]) -> Iterator[Plan]:
+        """Those that do not fit with all their checkpoints on the device, with fewer there."""
+        return (other for plan in plans if (other := self._fewest_on_the_host(plan)) != plan)
+
+    def _fewest_on_the_host(self, plan: Plan) -> Plan:
+        """The plan, with as few checkpoints in host memory as let it fit, or all if none do."""
+        borders = len(plan.blocks(self.captured.layer_names)) - 1
+        if self.config.host_checkpoints is not None or borders < 1 or self.fits(plan):
+            return plan
+        others = [replace(plan, host_checkpoints=count) for count in range(1, borders + 1)]
+        return others[min(bisect_left(others, True, key=self.fits), borders - 1)]
 
     def _candidate(self, batch: int, length: int, size: int, interval: int, chunk: int) -> Plan:
         config, depth = self.config, len(self.captured.layer_names)
+        wanted = depth - 1 if config.host_checkpoints is True else min(config.host_checkpoints or 0, depth - 1)
         slots = config.weight_slots or min(depth, max(2, interval + 1))
         return Plan(
             batch, length, split(batch, min(size, batch)), interval, min(config.saved_layers or 0, depth), slots,
             config.gradient_slots, self.resident(), self.resident_state(), self.locked(), 2, config.gradient_slabs,
-            token_chunk=chunk)
+            token_chunk=chunk, host_checkpoints=wanted)
 
     def plan_step(self, batch: int, length: int, update: str) -> Plan:
         """The plan of a whole step. Where memory allows it, the fewest waves that let every layer keep its residuals: then
@@ -192,12 +210,14 @@ class Planner:
         count = len(plan.micro_batches)
         if config.waves is not None:
             plan = replace(plan, waves=min(config.waves, count))
+        if config.host_checkpoints is None:
+            plan = replace(plan, host_checkpoints=0)  # waves may need fewer
         if config.saved_layers is not None or not self.keep_residuals:
             saved = min(config.saved_layers or 0, len(self.captured.layer_names))
-            return [self._fitting(replace(plan, saved_layers=saved), batch, length)]
+            return [self._fitting(self._fewest_on_the_host(replace(plan, saved_layers=saved)), batch, length)]
         room = self.device_bytes - self.margin_bytes
         waves = [plan.waves] if config.waves else range(1, max(1, min(count, batch * length // WAVE_TOKENS)) + 1)
-        return [self._most_residuals(replace(plan, waves=n), room) for n in waves]
+        return [self._most_residuals(self._fewest_on_the_host(replace(plan, waves=n)), room) for n in waves]
 
     def _fitting(self, plan: Plan, batch: int, length: int) -> Plan:
         """The plan, if it fits. Raises `InsufficientMemoryError`."""

@@ -98,7 +98,7 @@ def schedule(model: nn.Module, *, batch: int, length: int, layers: str | None = 
     planner = Planner(captured, tiling, config, budget, parse_bytes(config.locked_memory), *margins(device_type), fused=fused)
     planner.pace = pace_of(captured, tiling, hardware or Hardware.known(device), fused)
     plan = planner.choose(batch, length, update=update)
-    program = model_program(tiling.call_specs(captured.calls, captured.templates), tiling.tiles(), batch, labels=True,
+    program = model_program(tiling.call_specs(captured.calls, captured.templates, length), tiling.tiles(), batch, labels=True,
                             whole_step=update is not None)
     compiled = compile_program(program, plan, PIPELINE)
     return Schedule(captured, tiling, plan, compiled.stages, compiled.log, planner, device, hardware)

@@ -1,6 +1,7 @@
 """Programs by batch shape: each is compiled when its shape first comes, and those longest unused are forgotten."""
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
@@ -14,7 +15,7 @@ from megacompile.passes import PIPELINE
 from megacompile.passes.manager import Compiled, compile_program
 from megacompile.plan import Plan
 from megacompile.planner import Planner
-from megacompile.program import Program, Slot, places
+from megacompile.program import Program, Slot, places, slot_family
 from megacompile.runtime.kernels import Kernel
 from megacompile.tiling import Tiling
 from megacompile.verify import verify
@@ -56,12 +57,18 @@ class CompiledShape:
         return self.compiled.program
 
     def slots(self, *sections: str) -> dict[str, Slot]:
-        """The slots and slabs that these sections use, of those that the program has."""
+        """The slots and slabs that these sections use, of those that the program has; but no `host_slots`."""
         if sections not in self._slots:
             program = self.program
             used = places(program.section(s) for s in sections if s in program.sections)
-            self._slots[sections] = {name: slot for name, slot in program.slots.items() if name in used}
+            self._slots[sections] = {name: slot for name, slot in program.slots.items()
+                                     if name in used and name not in self.host_slots}
         return self._slots[sections]
+
+    @functools.cached_property
+    def host_slots(self) -> dict[str, Slot]:
+        """The buffers of checkpoints in host memory, which each open forward has of its own."""
+        return {name: slot for name, slot in self.program.slots.items() if slot_family(name) == "H"}
 
 
 class Shapes:
@@ -123,8 +130,8 @@ class Shapes:
             raise UnsupportedError(
                 "the model's loss is not a cross entropy over tokens, so that it cannot be split into micro-batches: "
                 f"give micro_batch_size={shape.batch} or smaller batches")
-        model = model_program(self.tiling.call_specs(self.captured.calls, self.captured.templates), self.tiling.tiles(),
-                              shape.batch, shape.labels, whole_step=shape.update is not None)
+        specs = self.tiling.call_specs(self.captured.calls, self.captured.templates, shape.length)
+        model = model_program(specs, self.tiling.tiles(), shape.batch, shape.labels, whole_step=shape.update is not None)
         compiled = compile_program(model, plan, PIPELINE)
         verify(compiled.program, [s.program for s in self.table.values()])
         estimate = self.planner.estimate(plan, shape.length, shape.training)

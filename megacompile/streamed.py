@@ -4,7 +4,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,11 +15,13 @@ from megacompile.config import StreamConfig, format_bytes, parse_bytes
 from megacompile.errors import InsufficientMemoryError, LaneError, LeaseError, MegacompileError, TornError
 from megacompile.frontend.capture import CapturedModel
 from megacompile.hardware import Hardware
+from megacompile.lease import Lease
 from megacompile.pace import pace_of
 from megacompile.planner import Planner, margins
 from megacompile.program import Lane
 from megacompile.residency import Residency
-from megacompile.runtime.arena import Accumulators, Arena
+from megacompile.runtime.arena import Arena
+from megacompile.runtime.checkpoints import HostCheckpoints
 from megacompile.runtime.executor import Executor
 from megacompile.runtime.kernels import Activation, Batch
 from megacompile.runtime.lanes import Backend
@@ -31,29 +33,6 @@ from megacompile.tiling import Tiling, named_gradients
 from megacompile.writes import Constants, ForeignWrites
 
 
-@dataclass(eq=False)
-class Lease:
-    """What an open forward holds: kept activations, the epilogue's gradients, and which weights they were made with."""
-
-    shape: CompiledShape
-    batch: Batch
-    version: int
-    values: dict[str, Any] = field(default_factory=dict)
-    closed: bool = False
-
-    @property
-    def device_bytes(self) -> int:
-        """Device memory that it keeps from others; memory that several values share counts once."""
-        tensors: list[Any] = []
-        for value in self.values.values():
-            if isinstance(value, Activation):
-                tensors += [*value.outputs, *value.residuals]
-            elif isinstance(value, Accumulators):
-                tensors.append(value.flat)
-        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if isinstance(t, Tensor)}
-        return sum(storages.values())
-
-
 class Streamed:
     """State: the `shapes` compiled so far, the open `leases`, the version of all weights, what lives on the device
     (`residency`), the update in flight (`updating`), and one that failed before its last tile (`unfinished`)."""
@@ -62,7 +41,7 @@ class Streamed:
                  config: StreamConfig) -> None:
         self.model, self.captured, self.tiling, self.store = model, captured, tiling, store
         self.backend, self.config = backend, config
-        self.arena = Arena(backend)
+        self.arena, self.checkpoints = Arena(backend), HostCheckpoints(backend)
         self.executor: Executor | ReferenceExecutor = (
             ReferenceExecutor(backend) if config.reference else Executor(backend))
         compiling = config.compile if config.compile is not None else backend.device.type == "cuda"
@@ -85,7 +64,7 @@ class Streamed:
         self.unfinished: Update | None = None
         self.steps = 0
         # Runs when the model is closed, and when it is forgotten: threads end, and no page stays locked.
-        self._give_back = weakref.finalize(self, _give_back, self.executor, self.arena, store, backend)
+        self._give_back = weakref.finalize(self, _give_back, self.executor, self.arena, self.checkpoints, store, backend)
         if self.planner.locked():
             for tile in store.tiles.values():
                 for part in (tile.weights, tile.gradients):
@@ -123,12 +102,12 @@ class Streamed:
             self.arena.reserve(wanted)
 
     # ---------------------------------------------------------------- running sections
-    def submit(self, shape: CompiledShape, section: str, batch: Batch, lease: dict[str, Any] | None = None,
+    def submit(self, shape: CompiledShape, section: str, batch: Batch, lease: Lease | None = None,
                update: Update | None = None) -> Any:
         if section not in shape.kernels:
             shape.kernels[section] = self.binder.bind(shape.program, section, shape.plan, shape.shape.labels)
-        frame = Frame(self.backend, self.store, self.arena, shape.kernels[section], batch,
-                      lease if lease is not None else {}, update)
+        held = (lease.values, lease.host) if lease is not None else ({}, {})
+        frame = Frame(self.backend, self.store, self.arena, shape.kernels[section], batch, *held, update)
         return self.executor.submit(shape.program.section(section), frame, section)
 
     def enter(self, shape: CompiledShape, *sections: str) -> None:
@@ -157,10 +136,19 @@ class Streamed:
                 shape = self.compiled(replace(wanted, lean=True))
             self.enter(shape, "forward", "backward", "update")
             batch = self._batch(shape, inputs, normaliser)
-            lease = Lease(shape, batch, self.version)
-            self.submit(shape, "forward", batch, lease.values).wait((Lane.COMPUTE,))
+            lease = self._open(shape, batch)
+            try:
+                self.submit(shape, "forward", batch, lease).wait((Lane.COMPUTE,))
+            except BaseException:
+                lease.end()  # though whoever catches this may keep the traceback
+                raise
         self.leases.add(lease)
         return self._total_loss(batch), lease
+
+    def _open(self, shape: CompiledShape, batch: Batch) -> Lease:
+        lease = Lease(shape, batch, self.version)
+        lease.host, lease.give_back = self.checkpoints.lend(lease, shape.host_slots, self.settle)
+        return lease
 
     def _total_loss(self, batch: Batch) -> Tensor:
         with self._on_compute():
@@ -181,7 +169,7 @@ class Streamed:
             if overlap:
                 self._begin_update(shape, update)
             # Compute comes to its end only after every tile's weights were sent, so after the update before this one.
-            self.submit(shape, "train_step", batch, update=update).wait((Lane.COMPUTE,))
+            self.submit(shape, "train_step", batch, self._open(shape, batch), update).wait((Lane.COMPUTE,))
             self.residency.gradients_current = True
             if not overlap:
                 self._begin_update(shape, update)
@@ -237,14 +225,14 @@ class Streamed:
         self.trained, self.unfinished = lease.shape, None
         try:
             with self.guarded():
-                self.submit(lease.shape, section, lease.batch, lease.values).wait()
+                self.submit(lease.shape, section, lease.batch, lease).wait()
                 self.drain()
         except BaseException:
             for name in self.gradients:
                 self.parameters[name].grad = None
             raise
         finally:
-            lease.values.clear()
+            lease.end()
         for name, view in self.gradients.items():
             self.parameters[name].grad = view
         self.residency.gradients_current = True
@@ -374,10 +362,12 @@ class Streamed:
             self._give_back()
 
 
-def _give_back(executor: Executor | ReferenceExecutor, arena: Arena, store: Store, backend: Backend) -> None:
+def _give_back(executor: Executor | ReferenceExecutor, arena: Arena, checkpoints: HostCheckpoints, store: Store,
+               backend: Backend) -> None:
     def memory() -> None:
         backend.synchronize()  # a forgotten model may have copies in flight
         arena.close()
+        checkpoints.close()
         for tile in store.tiles.values():
             for part in (tile.weights, tile.gradients):
                 if part is not None:

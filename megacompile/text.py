@@ -58,15 +58,15 @@ KINDS = {
     **dict.fromkeys(("tile", "template", "call", "key", "into", "place", "access", "lane"), "text"), "tiles": "texts",
     "mb": "number", "overwrite": "flag", **dict.fromkeys(("weights", "inputs", "values"), "values"),
     "accumulators": "value or values",
-    **dict.fromkeys(("staging", "gradient", "saved", "reduced", "resident", "slab", "state", "clip", "value", "node", "event"),
-                    "value")}
+    **dict.fromkeys(("staging", "gradient", "saved", "reduced", "resident", "slab", "state", "clip", "value", "node", "event",
+                     "stashed"), "value")}
 _CHOICES = {"lane": tuple(map(str, Lane)), "access": tuple(map(str, Access)), "stage": STAGES}
 _PROGRAM = {"stage": "text", "micro_batches": "numbers"}
 _DECLARATIONS: dict[str, tuple[type, dict[str, str], tuple[str, ...]]] = {
     "tile": (Tile, {"name": "text", "parameters": "number", "weight_bytes": "number", "gradient_bytes": "number",
                     "trainable": "flag", "state_bytes": "number"}, ("state_bytes",)),
-    "call": (CallSpec, {"name": "text", "role": "text", "template": "text", "tiles": "texts", "weightless": "texts"},
-             ("weightless",)),
+    "call": (CallSpec, {"name": "text", "role": "text", "template": "text", "tiles": "texts", "weightless": "texts",
+                        "output_bytes": "number"}, ("weightless", "output_bytes")),
     "slot": (Slot, {"name": "text", "bytes": "number"}, ())}
 
 

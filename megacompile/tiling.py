@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from megacompile import cost
 from megacompile.config import format_bytes
 from megacompile.errors import InsufficientMemoryError, UnsupportedError
 from megacompile.frontend.template import Call, Template
@@ -71,10 +72,13 @@ class Tiling:
                            layout.state_bytes)
                 for name, layout in self.layouts.items()}
 
-    def call_specs(self, calls: Sequence[Call], templates: Mapping[str, Template]) -> tuple[CallSpec, ...]:
+    def call_specs(self, calls: Sequence[Call], templates: Mapping[str, Template], length: int) -> tuple[CallSpec, ...]:
+        """As schedules of sequences of `length` tokens see them."""
+        layers = {call.template for call in calls[1:-1]}
+        handed_on = {name: cost.checkpoint_bytes(templates[name], length) for name in layers}
         roles = {calls[0].name: "prologue", calls[-1].name: "epilogue"}
         return tuple(CallSpec(c.name, roles.get(c.name, "layer"), c.template, self.tiles_of[c.name],
-                              _weightless(templates[c.template])) for c in calls)
+                              _weightless(templates[c.template]), handed_on.get(c.template, 0)) for c in calls)
 
 
 def _weightless(template: Template) -> tuple[str, ...]:

@@ -83,7 +83,7 @@ def test_estimated_slots_are_those_of_the_program(choices: dict[str, Any], analy
     if choices.get("resident") == "all":
         choices = {"resident": tuple(tiling.layouts)}
     chosen = plan(analysis, **choices)
-    specs = tiling.call_specs(captured.calls, captured.templates)
+    specs = tiling.call_specs(captured.calls, captured.templates, chosen.length)
     program = compile_program(model_program(specs, tiling.tiles(), 8, labels=True), chosen, PIPELINE).program
     slots = sum(slot.bytes for name, slot in program.slots.items() if name[0] in "WRG")
     assert planner(analysis).estimate(chosen, LENGTH).slots == slots
