@@ -199,7 +199,8 @@ class LiveBytes(TorchDispatchMode):
 
     @staticmethod
     def _storages(values: Any) -> Iterator[Any]:
-        return (value.untyped_storage() for value in tree_leaves(values) if isinstance(value, Tensor))
+        """Of what has memory: a tensor on the meta device describes another."""
+        return (value.untyped_storage() for value in tree_leaves(values) if isinstance(value, Tensor) and not value.is_meta)
 
     def _forget(self) -> None:
         self.made = {key: (ref, size) for key, (ref, size) in self.made.items() if not ref.expired()}
