@@ -13,6 +13,7 @@ pytest.importorskip("cupy")
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 import megacompile
+from megacompile.planner import MARGIN_BYTES
 from megacompile.program import Lane
 
 pytestmark = pytest.mark.gpu
@@ -51,4 +52,4 @@ def test_checkpoints_on_the_host_are_the_same_training_in_less_device_memory(lat
         assert (home[name] - gradient).norm() <= 1e-2 * gradient.norm(), name
     saved = (LAYERS - 1 - 1) * 3 * LENGTH * 1024 * 2  # two slots take less than one checkpoint of three micro-batches
     assert peak <= peak_there - 0.9 * saved
-    assert peak <= estimate and peak_there <= estimate_there
+    assert peak <= estimate + MARGIN_BYTES and peak_there <= estimate_there + MARGIN_BYTES
