@@ -206,7 +206,8 @@ class Handle:
         return dict(
             steps=streamed.steps, shapes=len(streamed.shapes), templates=len(streamed.captured.templates),
             compiled_variants=len(streamed.binder.compiled), capture_s=streamed.captured.seconds,
-            host_bytes=sum(streamed.store.bytes().values()) + streamed.arena.slab_bytes(), host_parts=streamed.store.bytes(),
+            host_bytes=sum(streamed.store.bytes().values()) + streamed.arena.slab_bytes() + streamed.checkpoints.bytes(),
+            host_parts=streamed.store.bytes(), checkpoint_bytes=streamed.checkpoints.bytes(),
             slab_bytes=streamed.arena.slab_bytes(), slot_bytes=streamed.arena.device_bytes(),
             peak_device_bytes=streamed.backend.peak_bytes(),
             predicted_device_bytes=max((s.estimate.total for s in streamed.shapes.table.values()), default=0),

@@ -15,7 +15,7 @@ from megacompile.simulate import Timeline, step_of
 #: Of each checkpoint interval: so many sizes of micro-batches that fit. Smaller ones are only slower.
 SIZES_EACH = 2
 #: Kinds of slots that are host memory.
-_SLABS = ("S", "D")
+_SLABS = ("S", "D", "H")
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def _candidate(planner: Planner, plan: Plan, whole_step: bool) -> Candidate:
         return Candidate(plan, needed, host_bytes, None)
     assert planner.pace is not None, "nothing is known of the machine"
     slabs = 0
-    if not plan.locked:
+    if not plan.locked or plan.host_checkpoints:
         program = planner.pace.program(plan, whole_step)
         used = places(program.section(section) for section in step_of(program))
         slabs = sum(slot.bytes for name, slot in program.slots.items() if name in used and place_kind(name) in _SLABS)
@@ -89,7 +89,7 @@ def _table(found: Sequence[Candidate], chosen: Plan, operations: int) -> str:
         plan, timeline = each.plan, each.timeline
         chunked = f" ({plan.token_chunk} tokens at a time)" if plan.token_chunk else ""
         sizes = (plan.checkpoint_interval, f"{plan.micro_batches[0]}{chunked}", plan.waves, plan.saved_layers,
-                 len(plan.resident_state),
+                 plan.host_checkpoints, len(plan.resident_state),
                  f"{each.device_bytes / 2**30:.1f}", f"{each.host_bytes / 2**30:.1f}")
         if timeline is None:
             rows.append(("", *sizes, "does not fit", "", ""))
@@ -99,7 +99,7 @@ def _table(found: Sequence[Candidate], chosen: Plan, operations: int) -> str:
                           if seconds >= 0.01 * timeline.step_s)
         rows.append(("->" if plan == chosen else "", *sizes, f"{timeline.step_s:.3f}",
                      f"{operations / timeline.step_s / 1e12:.3g}", f"{timeline.occupancy(Lane.COMPUTE):.0%}", parts))
-    header = ["", "K", "micro-batch", "waves", "saved layers", "updated there", "device GiB", "host GiB", "step s", "TFLOPS",
-              "compute busy", "critical"]
+    header = ["", "K", "micro-batch", "waves", "saved layers", "host checkpoints", "updated there", "device GiB", "host GiB",
+              "step s", "TFLOPS", "compute busy", "critical"]
     return str(tabulate(rows, header, tablefmt="simple", disable_numparse=True, colalign=(
-        "left", *["right"] * 10, "left")))
+        "left", *["right"] * 11, "left")))

@@ -205,7 +205,8 @@ class Program:
         """Bytes of the value of a node in a slot: of a tile, or of a call's output for a micro-batch."""
         if argument(node, "tile") is not None:
             return self.tiles[argument(node, "tile")].bytes_of(op_of(node).result or "")
-        return self.call(argument(node, "call")).output_bytes * self.micro_batches[argument(node, "mb")]
+        sequences: int = self.micro_batches[argument(node, "mb")]
+        return self.call(argument(node, "call")).output_bytes * sequences
 
     def moved_bytes(self, node: fx.Node) -> int:
         """Bytes that a node copies from one memory to another."""

@@ -34,6 +34,7 @@ GOLDENS: dict[str, dict[str, Any]] = {
     "one block, slab pool": {"checkpoint_interval": 4, "weight_slots": 4, "locked": False, "gradient_slabs": 2},
     "resident, three micro-batches": {"micro_batches": (1, 1, 1), "resident": ("layers.1", "epilogue")},
     "updated on the device": {"resident": ("prologue", "layers.0"), "resident_state": ("prologue", "layers.0")},
+    "checkpoints on the host, two micro-batches": {"micro_batches": (2, 1), "host_checkpoints": 3},
     "tied, residuals kept, a frozen layer": {"tied": True, "saved_layers": 2, "frozen": ("layers.0",)},
 }
 

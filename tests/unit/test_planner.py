@@ -73,7 +73,8 @@ def estimate(analysis: Analysis, training: bool = True, **choices: Any) -> Estim
 CHOICES: list[dict[str, Any]] = [
     {}, {"checkpoint_interval": 2, "weight_slots": 3}, {"checkpoint_interval": 4, "weight_slots": 5}, {"weight_slots": 1},
     {"gradient_slots": 1}, {"gradient_slots": 5}, {"saved_layers": 6}, {"resident": ("prologue",)},
-    {"resident": ("model.layers.0", "epilogue")}, {"locked": False},
+    {"resident": ("model.layers.0", "epilogue")}, {"locked": False}, {"host_checkpoints": 3},
+    {"host_checkpoints": 1, "micro_batch_size": 8}, {"host_checkpoints": 5, "checkpoint_interval": 2, "weight_slots": 3},
 ]
 
 
@@ -85,7 +86,7 @@ def test_estimated_slots_are_those_of_the_program(choices: dict[str, Any], analy
     chosen = plan(analysis, **choices)
     specs = tiling.call_specs(captured.calls, captured.templates, chosen.length)
     program = compile_program(model_program(specs, tiling.tiles(), 8, labels=True), chosen, PIPELINE).program
-    slots = sum(slot.bytes for name, slot in program.slots.items() if name[0] in "WRG")
+    slots = sum(slot.bytes for name, slot in program.slots.items() if name[0] in "WRGC")
     assert planner(analysis).estimate(chosen, LENGTH).slots == slots
 
 
@@ -198,7 +199,8 @@ class LiveBytes(TorchDispatchMode):
 
     @staticmethod
     def _storages(values: Any) -> Iterator[Any]:
-        return (value.untyped_storage() for value in tree_leaves(values) if isinstance(value, Tensor))
+        """Of what has memory: a tensor on the meta device describes another."""
+        return (value.untyped_storage() for value in tree_leaves(values) if isinstance(value, Tensor) and not value.is_meta)
 
     def _forget(self) -> None:
         self.made = {key: (ref, size) for key, (ref, size) in self.made.items() if not ref.expired()}
@@ -208,6 +210,7 @@ class LiveBytes(TorchDispatchMode):
 @pytest.mark.parametrize("options", [
     {"micro_batch_size": 8}, {"micro_batch_size": 2}, {"micro_batch_size": 2, "checkpoint_interval": 2},
     {"micro_batch_size": 4, "checkpoint_interval": 3}, {"micro_batch_size": 2, "saved_layers": 3},
+    {"micro_batch_size": 2, "host_checkpoints": True}, {"micro_batch_size": 4, "host_checkpoints": 2, "saved_layers": 1},
     {"micro_batch_size": 1, "token_chunk": 20}, {"micro_batch_size": 4, "token_chunk": 24, "saved_layers": 3}], ids=str)
 def test_what_is_predicted_holds_what_is_measured(options: dict[str, Any], analysis: Analysis,
                                                   monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,9 +266,13 @@ def test_with_memory_to_spare_there_is_one_micro_batch_and_no_block(analysis: An
 
 
 def test_a_plan_fits_its_budget_and_more_memory_never_gives_a_slower_one(analysis: Analysis) -> None:
-    """Slower: of a larger K, or, for the same K, of smaller micro-batches."""
+    """Slower: with checkpoints in host memory, of a larger K, or, for the same K, of smaller micro-batches."""
     before: Plan | None = None
     seen = set()
+
+    def rank(plan: Plan) -> tuple[int, ...]:
+        return bool(plan.host_checkpoints), plan.checkpoint_interval, -plan.micro_batches[0], plan.host_checkpoints
+
     for budget in BUDGETS_UP:
         within = planner(analysis, budget, margin=1000)
         try:
@@ -275,10 +282,9 @@ def test_a_plan_fits_its_budget_and_more_memory_never_gives_a_slower_one(analysi
             continue
         assert within.estimate(chosen, LENGTH).total + 1000 <= budget
         if before is not None:
-            assert (chosen.checkpoint_interval, -chosen.micro_batches[0]) <= (
-                before.checkpoint_interval, -before.micro_batches[0])
+            assert rank(chosen) <= rank(before)
         before = chosen
-        seen.add((chosen.checkpoint_interval, chosen.micro_batches[0]))
+        seen.add(rank(chosen))
     assert before is not None and before.micro_batches == (8,)
     assert len(seen) >= 4, f"the budgets above tell too few plans apart: {seen}"
 
@@ -317,7 +323,8 @@ def test_too_little_memory_is_refused_with_what_is_needed(analysis: Analysis, tr
     """Needed is exactly what would have been enough."""
     with pytest.raises(InsufficientMemoryError) as caught:
         planner(analysis, 12345, margin=100).plan(8, LENGTH, training)
-    needed = min(planner(analysis).estimate(c, LENGTH, training).total for c in planner(analysis)._candidates(8, LENGTH)) + 100
+    poor = planner(analysis, 12345)
+    needed = min(poor.estimate(c, LENGTH, training).total for c in poor._candidates(8, LENGTH)) + 100
     assert planner(analysis, needed, margin=100).plan(8, LENGTH, training)
     with pytest.raises(InsufficientMemoryError):
         planner(analysis, needed - 1, margin=100).plan(8, LENGTH, training)

@@ -24,7 +24,7 @@ EVERY_OP = '''# megacompile program, stage model
 program = Program(stage="model", micro_batches=(2, 1))
 program.tile("layers.0", parameters=16, weight_bytes=32, gradient_bytes=32, trainable=True, state_bytes=160)
 program.tile("frozen", parameters=16, weight_bytes=32, gradient_bytes=0, trainable=False)
-program.call("layers.0", role="layer", template="decoder", tiles=("layers.0",), weightless=("backward",))
+program.call("layers.0", role="layer", template="decoder", tiles=("layers.0",), weightless=("backward",), output_bytes=64)
 program.call("head", role="epilogue", template="head", tiles=())
 program.slot("W0", bytes=4096)
 
@@ -59,6 +59,9 @@ def forward(p):
     p.lease("h", h)                                                                    # compute
     x = p.leased("h")                                                                  # compute
     p.release(x)                                                                       # compute
+    x_1 = p.stash("layers.0", mb=0, value=h, into="H0")                                # d2h
+    x_2 = p.stashed("layers.0", mb=1, into="H1")
+    y = p.fetch("layers.0", mb=0, stashed=x_1, into="C0")                              # h2d
     p.release(w)
     e_1 = p.record(update)                                                             # cpu
     p.wait("h2d", e_1)                                                                 # h2d
@@ -72,6 +75,7 @@ CASES: dict[str, dict[str, Any]] = {
     "blocks, slabs": {"micro_batches": (1, 1), "checkpoint_interval": 2, "weight_slots": 3, "locked": False},
     "resident": {"resident": ("layers.1", "epilogue")},
     "tied": {"tied": True, "saved_layers": 1},
+    "checkpoints on the host": {"micro_batches": (2, 1), "host_checkpoints": 2},
     "updated on the device": {"resident": ("prologue", "layers.1"), "resident_state": ("prologue", "layers.1")},
 }
 
