@@ -17,13 +17,13 @@ from megacompile.lease import LogitsWithoutLoss, StreamedLoss, refuse_hooks
 from megacompile.optim import AdamW, check_unclaimed, claim, disclaim
 from megacompile.passes import TEMPLATE_PIPELINE
 from megacompile.passes.template import Target
-from megacompile.plan import Plan
+from megacompile.plan import Plan, Shape
 from megacompile.program import Program
 from megacompile.recording import Recording
 from megacompile.runtime.cuda import CudaBackend
 from megacompile.runtime.lanes import Backend
 from megacompile.runtime.threads import ThreadBackend
-from megacompile.shapes import CompiledShape, Shape
+from megacompile.shapes import CompiledShape
 from megacompile.streamed import Streamed
 from megacompile.tiling import Tiling, build_store, check_host_memory
 

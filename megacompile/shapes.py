@@ -12,7 +12,7 @@ from megacompile.lowering import model_program
 from megacompile.memory import Estimate
 from megacompile.passes import PIPELINE
 from megacompile.passes.manager import Compiled, compile_program
-from megacompile.plan import Plan
+from megacompile.plan import Plan, Shape
 from megacompile.planner import Planner
 from megacompile.program import Program, Slot, places
 from megacompile.runtime.kernels import Kernel
@@ -24,20 +24,6 @@ MAX_SHAPES = 32
 
 #: Those of all models that are streamed now: models on one device share its memory.
 _live: weakref.WeakSet[Shapes] = weakref.WeakSet()
-
-
-@dataclass(frozen=True)
-class Shape:
-    """What a program is compiled for: sequences, tokens a sequence, whether there are labels, whether it trains; and whether
-    it must be `lean`, without the residuals that a plan keeps where memory is left. `update` is "step" or "arrival" (see
-    `Plan`) for a whole step as one program, None for sections of their own."""
-
-    batch: int
-    length: int
-    labels: bool
-    training: bool
-    lean: bool = False
-    update: str | None = None
 
 
 @dataclass(eq=False)

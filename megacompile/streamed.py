@@ -16,6 +16,7 @@ from megacompile.errors import InsufficientMemoryError, LaneError, LeaseError, M
 from megacompile.frontend.capture import CapturedModel
 from megacompile.hardware import Hardware
 from megacompile.pace import pace_of
+from megacompile.plan import Shape
 from megacompile.planner import Planner, margins
 from megacompile.program import Lane
 from megacompile.residency import Residency
@@ -26,7 +27,7 @@ from megacompile.runtime.lanes import Backend
 from megacompile.runtime.operations import Frame, Update
 from megacompile.runtime.reference import ReferenceExecutor
 from megacompile.runtime.store import Store
-from megacompile.shapes import CompiledShape, Shape, Shapes
+from megacompile.shapes import CompiledShape, Shapes
 from megacompile.tiling import Tiling, named_gradients
 from megacompile.writes import Constants, ForeignWrites
 

@@ -148,7 +148,8 @@ MALFORMED = {  # name: (what to replace, by what, what the message says)
     "flag for a number": ("mb=1", "mb=True", "mb is something else; expected a whole number"),
     "negative number": ("mb=1", "mb=-1", "mb is something else"),
     "huge number": ("mb=1", f"mb={2**63}", "expected a whole number below 2**63"),
-    "gigantic number": ("mb=1", f"mb={'9' * 5000}", "no Python"),
+    "gigantic number": ("mb=1", f"mb={'9' * 5000}", "expected a whole number below 2**63"),
+    "number with a leading zero": ("mb=1", "mb=01", "expected a whole number"),
     "float": ("bytes=4096", "bytes=4096.0", "bytes is something else"),
     "tuple for a value": ("staging=k", "staging=(k,)", "staging is something else"),
     "list for a tuple": ("inputs=(h,))", "inputs=[h])", "expected a tuple of names"),
@@ -159,7 +160,7 @@ MALFORMED = {  # name: (what to replace, by what, what the message says)
     "unprintable name": ('p.lease("h"', 'p.lease("\\n"', "key is something else"),
     "endless name": ('p.lease("h"', f'p.lease("{"h" * 2000}"', "key is something else"),
     "other object": ("p.scale(l)", "q.scale(l)", "no node; expected `name = p.op(...)`"),
-    "two targets": ("o = p", "o = oo = p", "no plain name on the left"),
+    "two targets": ("o = p", "o = oo = p", "no node; expected `name = p.op(...)`"),
     "annotated": ("update = p", "update: int = p", "no node"),
     "augmented": ("p.scale(l)", "l += p.scale(l)", "no node"),
     "returned": ("p.scale(l)", "return p.scale(l)", "no node"),
@@ -171,12 +172,26 @@ MALFORMED = {  # name: (what to replace, by what, what the message says)
     "slot twice": ('program.slot("W0", bytes=4096)', 'program.slot("W0", bytes=1)\n' * 2, "slot W0 is declared twice"),
     "section twice": ("def load", "def forward", "section forward is defined twice"),
     "section with arguments": ("def load(p)", "def load(p, q=1)", "another signature"),
-    "decorated section": ("def load(p)", "@print\ndef load(p)", "another signature"),
+    "decorated section": ("def load(p)", "@print\ndef load(p)", "no declaration"),
     "async section": ("def load(p)", "async def load(p)", "no declaration"),
     "no program": ("program = Program(", "program = Schedule(", "a program begins otherwise"),
-    "no Python": ("p.scale(l)", "p.scale(l", "no Python"),
-    "null byte": ("p.scale(l)", "p.scale(\0)", "no Python"),
-    "absurd nesting": ("inputs=(h,))", f"inputs={'(' * 300}h{')' * 300})", "no Python"),
+    "open parenthesis": ("p.scale(l)", "p.scale(l", "scale( is not closed; expected `,` or `)`"),
+    "null byte": ("p.scale(l)", "p.scale(\0)", "value is something else"),
+    "absurd nesting": ("inputs=(h,))", f"inputs={'(' * 300}h{')' * 300})", "inputs is something else"),
+    "one name in parentheses": ("inputs=(h,))", "inputs=(h))", "expected a tuple of names"),
+    "string in single quotes": ('p.lease("h"', "p.lease('h'", "key is something else"),
+    "open string": ('p.lease("h"', 'p.lease("h', "key is something else"),
+    "two nodes in a line": ("p.scale(l)", "p.scale(l); p.scale(l)", "no node"),
+    "deeper line": ("    p.scale(l)", "        p.scale(l)", "8 spaces before it; expected 4"),
+    "line behind pass": ("    pass\n", "    pass\n    pass\n", "a line behind `pass`"),
+    "section without a line": ("    pass\n", "", "a section without a line"),
+    "section with Python's own name": ("def load", "def import", "a section cannot have this name"),
+    "endless name of a value": ("v_1 =", f"{'v' * 2000} =", "expected at most 1024"),
+    "plan without a shape": ("program.slot(", "program.plan()\nprogram.slot(", "expected `program.shape(...)` above"),
+    "plan that cannot be": ("program.slot(", "program.shape(batch=4, length=8, labels=True, training=True)\n"
+                            "program.plan()\nprogram.slot(", "micro-batches of (2, 1) are no split of 4 sequences"),
+    "second shape": ("program.slot(", "program.shape(batch=3, length=8, labels=True, training=True)\n" * 2
+                     + "program.slot(", "a second shape; expected one"),
 }
 
 
@@ -190,8 +205,7 @@ def test_malformed_text_is_refused_with_its_line_and_column(case: str) -> None:
     assert message in first
     assert first.startswith("line ")
     assert "column " in first
-    if case not in ("no Python", "null byte", "gigantic number", "argument twice"):  # Python says where, not we
-        assert abs(int(first.split()[1].rstrip(",")) - 1 - line_of(old.splitlines()[0])) <= 1
+    assert abs(int(first.split()[1].rstrip(",")) - 1 - line_of(old.splitlines()[0])) <= 2
 
 
 @pytest.mark.parametrize("text", ["", "\n\n", "# only a comment\n", "pass"])
