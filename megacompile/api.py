@@ -15,7 +15,6 @@ from megacompile.errors import InsufficientMemoryError, MegacompileError, Unsupp
 from megacompile.frontend.capture import CapturedModel, capture
 from megacompile.lease import LogitsWithoutLoss, StreamedLoss, refuse_hooks
 from megacompile.optim import AdamW, check_unclaimed, claim, disclaim
-from megacompile.passes import TEMPLATE_PIPELINE
 from megacompile.passes.template import Target
 from megacompile.plan import Plan, Shape
 from megacompile.program import Program
@@ -83,7 +82,7 @@ def analyse(model: nn.Module, config: StreamConfig, device_type: str, layers: st
         raise UnsupportedError(f"parameters are {', '.join(sorted(map(str, dtypes)))}: megacompile trains float32 and bfloat16")
     dtype = torch.bfloat16 if torch.bfloat16 in dtypes else torch.float32
     subject = model if config.dtype is None else _meta_twin(model, config.dtype)
-    captured = capture(subject, layers=layers, example=example, pipeline=TEMPLATE_PIPELINE,
+    captured = capture(subject, layers=layers, example=example, pipeline=config.template_passes,
                        target=Target(device_type, dtype))
     tiling = Tiling.of(model, captured.calls, config.dtype)
     for option in ("resident", "resident_state"):
@@ -178,9 +177,11 @@ class Handle:
         labels = set(streamed.captured.batch_inputs) <= inputs.keys()
         return streamed.compiled(Shape(first.shape[0], first.shape[1], labels, labels))
 
-    def program(self, batch: Mapping[str, Tensor] | None = None, stage: str = "synchronize") -> Program:
-        """The program for a batch's shape, after the pass of that name."""
+    def program(self, batch: Mapping[str, Tensor] | None = None, stage: str | None = None) -> Program:
+        """The program for a batch's shape: the one that runs, or as the pass of that name left it."""
         stages = self.compiled(batch).compiled.stages
+        if stage is None:
+            return self.compiled(batch).program
         if stage not in stages:
             raise MegacompileError(f"there is no stage {stage!r}: there are {', '.join(stages)}")
         return stages[stage]

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 
 from megacompile.errors import MegacompileError
+from megacompile.passes import PIPELINE, TEMPLATE_PIPELINE
+from megacompile.passes.pipeline import check_pipeline, check_template_pipeline
 
 _UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,
           "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -54,6 +56,8 @@ class StreamConfig:
         resident_state: names of tiles (or one name) that stay there with their optimizer state and are updated there, or
             "all"; None: as many as there is memory for and the update is hidden by.
         weight_slots, gradient_slots, gradient_slabs: sizes of the pools.
+        passes: the pipeline over programs, made from `megacompile.passes.PIPELINE` by `insert_after` and its like.
+        template_passes: that over the graphs of templates, made from `TEMPLATE_PIPELINE`.
         reference: run the reference interpreter (one thread, program order), for checking.
     """
 
@@ -72,6 +76,8 @@ class StreamConfig:
     weight_slots: int | None = None
     gradient_slots: int = 2
     gradient_slabs: int = 12
+    passes: tuple[Any, ...] = PIPELINE
+    template_passes: tuple[Any, ...] = TEMPLATE_PIPELINE
     reference: bool = False
 
     def __post_init__(self) -> None:
@@ -92,6 +98,8 @@ class StreamConfig:
                 raise MegacompileError(f"{option} must be the names of tiles, or 'all', not {names!r}")
         if self.dtype not in (None, torch.float32, torch.bfloat16):
             raise MegacompileError(f"dtype must be torch.float32 or torch.bfloat16, not {self.dtype}")
+        check_pipeline(self.passes)
+        check_template_pipeline(self.template_passes)
         parse_bytes(self.device_memory)
         parse_bytes(self.locked_memory)
         for name in ("compile", "reference"):

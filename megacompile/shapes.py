@@ -10,7 +10,6 @@ from megacompile.errors import UnsupportedError
 from megacompile.frontend.capture import CapturedModel
 from megacompile.lowering import model_program
 from megacompile.memory import Estimate
-from megacompile.passes import PIPELINE
 from megacompile.passes.manager import Compiled, compile_program
 from megacompile.plan import Plan, Shape
 from megacompile.planner import Planner
@@ -111,7 +110,7 @@ class Shapes:
                 f"give micro_batch_size={shape.batch} or smaller batches")
         model = model_program(self.tiling.call_specs(self.captured.calls, self.captured.templates), self.tiling.tiles(),
                               shape.batch, shape.labels, whole_step=shape.update is not None)
-        compiled = compile_program(model, plan, PIPELINE)
+        compiled = compile_program(model, plan, self.planner.config.passes)
         verify(compiled.program, [s.program for s in self.table.values()])
         estimate = self.planner.estimate(plan, shape.length, shape.training)
         self.planned, self.slot_bytes = max(self.planned, estimate.total), max(self.slot_bytes, estimate.slots)

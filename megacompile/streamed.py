@@ -16,7 +16,6 @@ from megacompile.errors import InsufficientMemoryError, LaneError, LeaseError, M
 from megacompile.frontend.capture import CapturedModel
 from megacompile.hardware import Hardware
 from megacompile.pace import pace_of
-from megacompile.plan import Shape
 from megacompile.planner import Planner, margins
 from megacompile.program import Lane
 from megacompile.residency import Residency
@@ -27,7 +26,7 @@ from megacompile.runtime.lanes import Backend
 from megacompile.runtime.operations import Frame, Update
 from megacompile.runtime.reference import ReferenceExecutor
 from megacompile.runtime.store import Store
-from megacompile.shapes import CompiledShape, Shapes
+from megacompile.shapes import CompiledShape, Shape, Shapes
 from megacompile.tiling import Tiling, named_gradients
 from megacompile.writes import Constants, ForeignWrites
 
@@ -76,7 +75,7 @@ class Streamed:
         budget = parse_bytes(config.device_memory) or int(backend.free_bytes() * 0.95)
         self.planner = Planner(captured, tiling, config, budget, parse_bytes(config.locked_memory),
                                *margins(backend.device.type), fused=compiling)
-        self.planner.pace = pace_of(captured, tiling, Hardware.known(backend.device), compiling)
+        self.planner.pace = pace_of(captured, tiling, Hardware.known(backend.device), compiling, config.passes)
         self.shapes = Shapes(captured, tiling, self.planner, self.binder)
         self.leases: weakref.WeakSet[Lease] = weakref.WeakSet()
         self.trained: CompiledShape | None = None  # that of the last backward, whose program also updates
