@@ -55,8 +55,8 @@ class Plan:
 
     def __post_init__(self) -> None:
         """Raises `MegacompileError` for a plan that cannot be: a person may have written it."""
-        least = {"weight_slots": 1, "gradient_slots": 1, "staging_slabs": 1, "gradient_slabs": 1, "checkpoint_interval": 1,
-                 "saved_layers": 0, "token_chunk": 0}
+        least = {"batch": 1, "length": 1, "weight_slots": 1, "gradient_slots": 1, "staging_slabs": 1, "gradient_slabs": 1,
+                 "checkpoint_interval": 1, "saved_layers": 0, "token_chunk": 0}
         for name, value in least.items():
             if getattr(self, name) < value:
                 raise MegacompileError(f"{name} is {getattr(self, name)}, and must be at least {value}")

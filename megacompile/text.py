@@ -91,9 +91,8 @@ def print_program(program: Program, section: str | None = None, made_for: tuple[
     head = [f"# megacompile program, stage {program.stage}",
             f"program = Program({_arguments(_PROGRAM, {k: getattr(program, k) for k in _PROGRAM})})"]
     for kind, made in zip(_MADE_FOR, made_for or (), strict=False):
-        signature, optional = _MADE_FOR[kind]
-        default = {f.name: f.default for f in dataclasses.fields(made)}
-        given = {k: getattr(made, k) for k in signature if k not in optional or getattr(made, k) != default[k]}
+        signature, _ = _MADE_FOR[kind]
+        given = {k: getattr(made, k) for k in signature if getattr(made, k) is not None}
         head.append(f"program.{kind}({_arguments(signature, given)})")
     for kind, declared in (("tile", program.tiles.values()), ("call", program.calls), ("slot", program.slots.values())):
         _, signature, optional = _DECLARATIONS[kind]
