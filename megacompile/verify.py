@@ -19,10 +19,12 @@ that a later rule may rely on the earlier ones. The first fault is raised, and s
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 
 from tabulate import tabulate
 
 from megacompile.completeness import sent_home, supplied, trained, updated
+from megacompile.errors import ProgramError
 from megacompile.fault import Fault
 from megacompile.lifetimes import kept_slots, placed
 from megacompile.listing import describe
@@ -56,6 +58,31 @@ def verify(program: Program, others: Iterable[Program] = ()) -> None:
     for other in others:
         for fault in _agree(program, other):
             raise fault.error(program)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a rule says of a program: whether it `holds`; None where it has not been asked, for the reason in `why`."""
+
+    rule: str
+    holds: bool | None
+    why: str = ""
+
+
+def judge(program: Program) -> tuple[list[Verdict], ProgramError | None]:
+    """Each rule's verdict, in order, and the first fault as an error; rules behind a broken one are not asked."""
+    verdicts: list[Verdict] = []
+    error: ProgramError | None = None
+    for rule, stage in RULES:
+        if error is not None:
+            verdicts.append(Verdict(rule.__name__, None, "relies on the rules above"))
+        elif not reached(program, stage):
+            verdicts.append(Verdict(rule.__name__, None, f"holds from stage {stage}"))
+        else:
+            fault = next(rule(program), None)
+            error = None if fault is None else fault.error(program)
+            verdicts.append(Verdict(rule.__name__, fault is None, "" if fault is None else fault.message))
+    return verdicts, error
 
 
 def _agree(program: Program, other: Program) -> Iterator[Fault]:

@@ -5,6 +5,7 @@ import builtins
 import pathlib
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,10 +16,12 @@ from megacompile.errors import ProgramError
 from megacompile.folding import fold
 from megacompile.lifetimes import placed
 from megacompile.listing import excerpt, op_table, summary, table
+from megacompile.plan import Plan, Shape
 from megacompile.program import OPS, STAGES, Builder, Program, argument, copy_section, find, lane_of, nodes, op_of
-from megacompile.text import KINDS, form, parse, print_node, print_program
+from megacompile.text import KINDS, form, parse, parse_with_plan, print_node, print_program
 from megacompile.verify import handed_on, ordered, rule_table, verify
 
+GOLDENS = pathlib.Path(__file__).resolve().parents[1] / "golden"
 #: One node of each op, as text.
 EVERY_OP = '''# megacompile program, stage model
 program = Program(stage="model", micro_batches=(2, 1))
@@ -102,6 +105,58 @@ def test_what_prints_parses_at_every_stage(case: str, make_schedule: Callable[..
         assert again.slots == program.slots
         for name, graph in program.sections.items():
             assert [lane_of(node) for node in nodes(graph)] == [lane_of(node) for node in nodes(again.section(name))]
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> dict[str, Any]:
+    """Arguments of `make_schedule`: any small model under any plan that it can have."""
+    layers = draw(st.integers(1, 5))
+    tiles = ["prologue", *(f"layers.{i}" for i in range(layers)), "epilogue"]
+    micro_batches = tuple(draw(st.lists(st.integers(1, 2), min_size=1, max_size=3)))
+    interval = draw(st.integers(1, layers))
+    resident = draw(st.lists(st.sampled_from(tiles), unique=True))
+    stateful = draw(st.lists(st.sampled_from(resident), unique=True)) if resident else []
+    whole = draw(st.booleans())
+    return {
+        "layers": layers, "micro_batches": micro_batches, "checkpoint_interval": interval, "whole_step": whole,
+        "weight_slots": draw(st.integers(interval, interval + 2)), "saved_layers": draw(st.integers(0, layers)),
+        "resident": tuple(t for t in tiles if t in resident), "resident_state": tuple(t for t in tiles if t in stateful),
+        "locked": draw(st.booleans()), "tied": draw(st.booleans()),
+        "waves": draw(st.integers(1, len(micro_batches))) if whole else 1,
+        "update": draw(st.sampled_from(("step", "arrival"))) if whole else "step"}
+
+
+@settings(max_examples=25, deadline=None)
+@given(plan=plans())
+def test_the_text_of_every_stage_of_any_plan_is_exact(plan: dict[str, Any], make_schedule: Callable[..., Any]) -> None:
+    for program in make_schedule(**plan).stages.values():
+        text = print_program(program)
+        again = parse(text)
+        assert print_program(again) == text
+        assert (again.tiles, again.calls, again.slots) == (program.tiles, program.calls, program.slots)
+        for name, graph in program.sections.items():
+            for ours, theirs in zip(nodes(graph), nodes(again.section(name)), strict=True):
+                assert print_node(ours) == print_node(theirs)
+                assert (op_of(ours), lane_of(ours)) == (op_of(theirs), lane_of(theirs))
+
+
+@given(shape=st.builds(Shape, st.just(3), st.integers(1, 9), st.booleans(), st.booleans(), st.booleans(),
+                       st.sampled_from((None, "step", "arrival"))),
+       plan=st.builds(Plan, st.just(3), st.integers(1, 9), st.just((2, 1)), st.integers(1, 9), st.integers(0, 9),
+                      weight_slots=st.integers(1, 9), resident=st.sampled_from(((), ("a",), ("a", 'b"c'))), locked=st.booleans(),
+                      update=st.sampled_from(("step", "arrival")), waves=st.integers(1, 2), token_chunk=st.integers(0, 9)))
+def test_the_shape_and_the_plan_in_a_text_are_exact(shape: Shape, plan: Plan) -> None:
+    plan = replace(plan, length=shape.length)
+    program = parse(EVERY_OP)
+    text = print_program(program, made_for=(shape, plan))
+    assert parse_with_plan(text) == (program, shape, plan)
+    assert parse(text) == program
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in GOLDENS.glob("*.txt")))
+def test_the_text_of_every_golden_program_is_exact(name: str) -> None:
+    text = (GOLDENS / name).read_text(encoding="utf-8")
+    assert print_program(parse(text)) == text
 
 
 def test_a_section_prints_alone(make_schedule: Callable[..., Any]) -> None:
