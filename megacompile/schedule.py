@@ -44,7 +44,7 @@ class Schedule:
 
     def program(self, stage: str | None = None) -> Program:
         """As the pass of that name left it; the last one's without."""
-        return self.stages[stage if stage is not None else next(reversed(self.stages))]
+        return self.stages[stage if stage is not None else list(self.stages)[-1]]
 
     @property
     def templates(self) -> Mapping[str, Template]:

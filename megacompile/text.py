@@ -308,18 +308,16 @@ class _Parser:
         return given
 
     def value(self, parameter: str, argument: Argument, kind: str) -> Any:
-        written = argument.value
-        read = _SCALARS.get(kind)
+        written, read = argument.value, _SCALARS.get(kind)
+        value: Any = None
         if isinstance(written, tuple):
             scalar = _SCALARS[{"texts": "text", "numbers": "number"}.get(kind, "value")]
             read_all = [scalar(self, item) for item in written] if read is None else [None]
             value = None if any(v is None for v in read_all) else tuple(read_all)
-        elif written is None:
-            value = None
-        elif read is not None:
+        elif written is not None and read is not None:
             value = read(self, written)
-        else:
-            value = self.reference(written) if kind == "value or values" else None
+        elif written is not None and kind == "value or values":
+            value = self.reference(written)
         if value is None:
             self.fail(argument.start, f"{parameter} is something else; expected {_EXPECTED[kind]}")
         if parameter in _CHOICES and value not in _CHOICES[parameter]:

@@ -92,10 +92,10 @@ def _agree(program: Program, other: Program) -> Iterator[Fault]:
                         "make both programs from the same tiles")
     ours, theirs = kept_slots(program), kept_slots(other)
     if sorted(ours.values()) == sorted(theirs.values()):  # else what is kept is loaded anew between the two
-        for slot, tile in ours.items():
-            if theirs.get(slot, tile) != tile:
-                yield Fault(f"slot {slot} keeps tile {tile}, but {theirs[slot]} in a program of another shape",
-                            f"give {tile} the slot that it has there")
+        for slot, kept in ours.items():
+            if theirs.get(slot, kept) != kept:
+                yield Fault(f"slot {slot} keeps tile {kept}, but {theirs[slot]} in a program of another shape",
+                            f"give {kept} the slot that it has there")
 
 
 def ordered(program: Program) -> Iterator[Fault]:

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megacompile.durations import COSTS, cost_table
 from megacompile.errors import ProgramError
 from megacompile.folding import fold
 from megacompile.lifetimes import placed
@@ -143,8 +144,9 @@ def test_the_text_of_every_stage_of_any_plan_is_exact(plan: dict[str, Any], make
 @given(shape=st.builds(Shape, st.just(3), st.integers(1, 9), st.booleans(), st.booleans(), st.booleans(),
                        st.sampled_from((None, "step", "arrival"))),
        plan=st.builds(Plan, st.just(3), st.integers(1, 9), st.just((2, 1)), st.integers(1, 9), st.integers(0, 9),
-                      weight_slots=st.integers(1, 9), resident=st.sampled_from(((), ("a",), ("a", 'b"c'))), locked=st.booleans(),
-                      update=st.sampled_from(("step", "arrival")), waves=st.integers(1, 2), token_chunk=st.integers(0, 9)))
+                      weight_slots=st.integers(1, 9), resident=st.sampled_from(((), ("a",), ("a", "b c"))),
+                      locked=st.booleans(), update=st.sampled_from(("step", "arrival")), waves=st.integers(1, 2),
+                      token_chunk=st.integers(0, 9)))
 def test_the_shape_and_the_plan_in_a_text_are_exact(shape: Shape, plan: Plan) -> None:
     plan = replace(plan, length=shape.length)
     program = parse(EVERY_OP)
@@ -400,9 +402,16 @@ PAGE = (pathlib.Path(__file__).resolve().parents[2] / "docs" / "schedule-languag
 
 
 def test_the_page_lists_every_op_and_every_rule() -> None:
-    """To mend: put what `op_table()` and `rule_table()` return between their marks."""
+    """To mend: put what `op_table()`, `rule_table()` and `cost_table()` return between their marks."""
     assert f"-->\n{op_table()}\n<!-- end of ops -->" in PAGE
     assert f"-->\n{rule_table()}\n<!-- end of rules -->" in PAGE
+    assert f"-->\n{cost_table()}\n<!-- end of costs -->" in PAGE
+
+
+def test_the_ops_that_cost_something_are_those_that_do_work() -> None:
+    """Others mark, order and hand over, or move a few bytes."""
+    marks = {"result", "lease", "leased", "release", "record", "wait", "enter", "leave", "clip", "offload_norms"}
+    assert set(COSTS) == {op.name for op in OPS.values() if op.lane is not None} - marks
 
 
 def test_the_program_of_the_page_parses_verifies_and_prints() -> None:
@@ -418,5 +427,5 @@ def test_the_program_of_the_page_parses_verifies_and_prints() -> None:
 def test_the_grammar_of_the_page_names_every_argument_of_a_declaration() -> None:
     grammar = PAGE[PAGE.index("## Grammar"):PAGE.index("## Words")]
     for name in ("parameters", "weight_bytes", "gradient_bytes", "trainable", "role", "template", "tiles", "weightless",
-                 "bytes", "stage", "micro_batches"):
+                 "bytes", "state_bytes", "stage", "micro_batches", "batch", "length", "labels", "training", "lean", "update"):
         assert f"{name}='" in grammar

@@ -352,6 +352,16 @@ def test_programs_of_other_shapes_must_have_the_same_tiles(make_schedule: Callab
         verify(program, [make_schedule(**STREAMED, frozen=("layers.0",)).program])
 
 
+def test_what_stays_on_the_device_has_one_slot_in_programs_of_all_shapes(make_schedule: Callable[..., Any]) -> None:
+    program = make_schedule(**RESIDENT).program
+    text = print_program(program)
+    swapped = parse(text.replace('"R0"', '"R9"').replace('"R1"', '"R0"').replace('"R9"', '"R1"'))
+    verify(swapped)
+    with pytest.raises(ProgramError, match=r"slot R1 keeps tile layers\.0, but layers\.1 in a program of another shape"):
+        verify(swapped, [program])
+    verify(swapped, [make_schedule(**STREAMED, resident=("layers.0",)).program])  # between the two, all is loaded anew
+
+
 # Errors
 
 def test_an_error_has_four_parts_and_the_way_out(make_schedule: Callable[..., Any]) -> None:
