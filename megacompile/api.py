@@ -4,27 +4,29 @@ from __future__ import annotations
 import copy
 import gc
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from megacompile.batch import Arguments, input_dtypes, read_arguments
-from megacompile.config import StreamConfig, format_bytes, parse_bytes
+from megacompile.config import StreamConfig
+from megacompile.editing import editable_text, load
 from megacompile.errors import InsufficientMemoryError, MegacompileError, UnsupportedError
 from megacompile.frontend.attention_kernels import fused_kernel
 from megacompile.frontend.capture import CapturedModel, capture
 from megacompile.lease import LogitsWithoutLoss, StreamedLoss, refuse_hooks
 from megacompile.optim import AdamW, check_unclaimed, claim, disclaim
-from megacompile.passes import TEMPLATE_PIPELINE
 from megacompile.passes.template import Target
-from megacompile.plan import Plan
+from megacompile.plan import Plan, Shape
 from megacompile.program import Program
 from megacompile.recording import Recording
 from megacompile.runtime.cuda import CudaBackend
 from megacompile.runtime.lanes import Backend
 from megacompile.runtime.threads import ThreadBackend
-from megacompile.shapes import CompiledShape, Shape
+from megacompile.shapes import CompiledShape
+from megacompile.sizes import format_bytes, parse_bytes
 from megacompile.streamed import Streamed
 from megacompile.tiling import Tiling, build_store, check_host_memory
 
@@ -84,7 +86,7 @@ def analyse(model: nn.Module, config: StreamConfig, device_type: str, layers: st
         raise UnsupportedError(f"parameters are {', '.join(sorted(map(str, dtypes)))}: megacompile trains float32 and bfloat16")
     dtype = torch.bfloat16 if torch.bfloat16 in dtypes else torch.float32
     subject = model if config.dtype is None else _meta_twin(model, config.dtype)
-    captured = capture(subject, layers=layers, example=example, pipeline=TEMPLATE_PIPELINE,
+    captured = capture(subject, layers=layers, example=example, pipeline=config.template_passes,
                        target=Target(device_type, dtype, fused_attention))
     tiling = Tiling.of(model, captured.calls, config.dtype)
     for option in ("resident", "resident_state"):
@@ -167,8 +169,10 @@ class Handle:
         return streamed.train_step(given.inputs, given.normaliser, optimizer.request(), optimizer.overlap is not None)
 
     # ---------------------------------------------------------------- looking
-    def compiled(self, batch: Mapping[str, Tensor] | None = None) -> CompiledShape:
-        """The compiled shape of a batch; of the last one without. Compiles, runs nothing."""
+    def compiled(self, batch: Mapping[str, Tensor] | None = None, *, training: bool = True,
+                 update: str | None = None) -> CompiledShape:
+        """The compiled shape of a batch; of the last one without. `training` False: of an evaluation, as a batch without labels
+        always is; `update`: of a `train_step` ("step" or "arrival"). Compiles, runs nothing."""
         streamed = self.streamed
         if batch is None:
             if streamed.shapes.latest is None:
@@ -177,17 +181,24 @@ class Handle:
         inputs = {k: v for k, v in batch.items() if k in streamed.captured.batch_inputs}
         first = next(iter(inputs.values()))
         labels = set(streamed.captured.batch_inputs) <= inputs.keys()
-        return streamed.compiled(Shape(first.shape[0], first.shape[1], labels, labels))
+        return streamed.compiled(Shape(first.shape[0], first.shape[1], labels, labels and training, update=update))
 
-    def program(self, batch: Mapping[str, Tensor] | None = None, stage: str = "synchronize") -> Program:
-        """The program for a batch's shape, after the pass of that name."""
+    def program(self, batch: Mapping[str, Tensor] | None = None, stage: str | None = None) -> Program:
+        """The program for a batch's shape: the one that runs, or as the pass of that name left it."""
         stages = self.compiled(batch).compiled.stages
+        if stage is None:
+            return self.compiled(batch).program
         if stage not in stages:
             raise MegacompileError(f"there is no stage {stage!r}: there are {', '.join(stages)}")
         return stages[stage]
 
     def table(self, batch: Mapping[str, Tensor] | None = None, section: str | None = None) -> str:
         return self.program(batch).table(section)
+
+    def text(self, batch: Mapping[str, Tensor] | None = None, **which: Any) -> str:
+        """The program for a batch's shape (`which`, as for `compiled`), as text that says what it was made for: it may be
+        edited, and `load_program` runs it."""
+        return editable_text(self.compiled(batch, **which))
 
     @property
     def stages(self) -> dict[str, Program]:
@@ -218,6 +229,26 @@ class Handle:
         return Recording(self.streamed)
 
     # ---------------------------------------------------------------- control
+    def load_program(self, source: str | Path) -> Shape:
+        """Runs an edited `text` from now on for the shape that it was made for, which is returned: a string, or a file.
+        Forwards that are open go on with the program that they began with. Evaluations have a program of their own
+        (`text(batch, training=False)`).
+
+        Raises `ProgramError` if the text does not parse or is not proved safe, or was made for another model;
+        `InsufficientMemoryError` if its slots do not fit. Then nothing has changed."""
+        streamed = self.streamed
+        beside = {*streamed.shapes.table.values(), *(lease.shape for lease in streamed.open_leases()), streamed.trained,
+                  streamed.residency.shape}
+        loaded = load(source, streamed.shapes, [shape.program for shape in beside if shape is not None])
+        streamed.shapes.adopt(loaded)
+        return loaded.shape
+
+    def unload_program(self, shape: Shape | None = None) -> None:
+        """Goes back to the compiled program of a shape, or of all. Raises `MegacompileError` if none was loaded for it."""
+        if not self.streamed.shapes.drop(shape):
+            raise MegacompileError("no edited program is loaded" + (f" for {shape}" if shape is not None else "")
+                                   + ": there is nothing to go back from")
+
     def synchronize(self) -> None:
         """Waits for updates in flight. Afterwards parameters, gradients and optimizer state that you hold are current."""
         self.streamed.residency.bring_home()

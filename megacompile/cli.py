@@ -1,4 +1,4 @@
-"""The command line: `megacompile train`, `inspect`, `plan`, `calibrate` and `bench`.
+"""The command line: `megacompile train`, `inspect`, `verify`, `plan`, `calibrate` and `bench`.
 
 Exit codes: 0 done; 1 refused, the reason on stderr; 2 wrong arguments; 130 stopped by Ctrl-C (and saved, if asked).
 """
@@ -13,15 +13,19 @@ from typing import Annotated, Any
 import torch
 import typer
 from rich.console import Console
+from tabulate import tabulate
 from typer.core import TyperGroup
 
 import megacompile
 from megacompile import training
 from megacompile.calibrate import measure
 from megacompile.corpus import Corpus, PretrainedTokenizer, load_tokenizer
+from megacompile.editing import source_text
 from megacompile.errors import LaneError, MegacompileError
 from megacompile.frontend.template import Template
 from megacompile.hardware import cache_path
+from megacompile.text import parse
+from megacompile.verify import judge
 
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
@@ -162,6 +166,22 @@ def inspect(
     print(f"# stages: {', '.join(stages)}")
     print(f"# templates: {', '.join(compiled.templates)}")
     print(program.text(section=section, fold=fold))
+
+
+@app.command()
+def verify(
+    program_file: Annotated[Path, typer.Argument(metavar="PROGRAM_FILE", exists=True, dir_okay=False, readable=True,
+                                                 help="A program as text, as printed or edited.")],
+) -> None:
+    """Prove a program safe, or show where it is not: exit code 0 or 1. Runs nothing, and needs no model."""
+    program = parse(source_text(program_file))
+    verdicts, error = judge(program)
+    words = {True: "holds", False: "BROKEN", None: "not asked"}
+    print(f"{program_file}: stage {program.stage}, sections {', '.join(program.sections) or 'none'}\n")
+    print(tabulate([(v.rule, words[v.holds], v.why) for v in verdicts], ["rule", "", ""], tablefmt="simple"))
+    if error is not None:
+        print(f"\n{error}")
+        raise typer.Exit(EXIT_FAILED)
 
 
 @app.command()

@@ -11,6 +11,9 @@ from megacompile.program import Program, argument, find, nodes, op_of, operands,
 
 _FORWARD = ("forward", "forward_saving", "loss", "evaluate", "logits")
 _BACKWARD = ("backward", "recompute_backward")
+#: Ops that make what a parameter takes.
+_MAKERS = {"inputs": ("forward", "forward_saving", "stash", "stashed", "fetch"), "saved": ("forward_saving",),
+           "gradient": ("loss", *_BACKWARD)}
 _ADAM = ("adam", "adam_resident")
 #: What the sections that run between steps do for each tile that is updated on the device.
 _MOVES = {"load": "fetch_state", "store": "store_state", "rescue": "offload_weights", "refresh": "fetch_gradients"}
@@ -154,6 +157,10 @@ def _values(program: Program, graph: fx.Graph, origins: _Origins) -> Iterator[Fa
         wanted += [("saved", value, call) for value in operands(node, "saved")]
         wanted += [("gradient", value, order[at + 1]) for value in operands(node, "gradient") if at + 1 < len(order)]
         for parameter, value, source in wanted:
+            made = origins.made(value)  # what a lease holds, no rule about kinds of values has seen
+            if made is not None and op_of(made).name not in _MAKERS[parameter]:
+                yield Fault(f"{describe(node)} takes {value.name} of {op_of(made).name} as {parameter}",
+                            f"give it a value of {' or '.join(_MAKERS[parameter])}", node, value)
             if origins.of(value) != (source, mb):
                 got = " mb ".join(map(str, origins.of(value)))
                 yield Fault(f"{describe(node)} takes {value.name} of {got} as {parameter}",
@@ -296,6 +303,9 @@ def updated(program: Program) -> Iterator[Fault]:
         if name in program.sections and there:
             yield from _once(program, name, program.section(name), (op,), there)
     if _updates_on_arrival(program):
+        if "update" in program.sections:
+            yield Fault("tiles are updated on arrival of their gradients, and again in update", "update each tile once",
+                        next(find(program.section("update"), *_ADAM), None))
         for name in ("backward", "train_step"):
             if name in program.sections:
                 yield from _once(program, name, program.section(name), _ADAM, tiles)

@@ -1,35 +1,15 @@
 """StreamConfig: the knobs of `stream`, checked when they are given."""
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 
 from megacompile.errors import MegacompileError
-
-_UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,
-          "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-
-
-def parse_bytes(size: int | float | str | None) -> int | None:
-    """"24GiB" -> bytes. Raises `MegacompileError` for anything else, and for less than one byte."""
-    if size is None:
-        return None
-    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([A-Za-z]*)\s*", str(size))
-    count = float(match[1]) * _UNITS.get(match[2].upper(), 0) if match is not None else 0
-    if count < 1:
-        raise MegacompileError(f"{size!r} is no amount of memory: write bytes, or a number and a unit like '24GiB'")
-    return int(count)
-
-
-def format_bytes(count: int) -> str:
-    """Bytes for people: 1536 -> "1.50 KiB"."""
-    size, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB"]
-    while abs(size) >= 1024 and len(units) > 1:
-        size, units = size / 1024, units[1:]
-    return f"{size:.2f} {units[0]}" if units[0] != "B" else f"{count} B"
+from megacompile.passes import PIPELINE, TEMPLATE_PIPELINE
+from megacompile.passes.pipeline import check_pipeline, check_template_pipeline
+from megacompile.sizes import parse_bytes
 
 
 @dataclass(frozen=True)
@@ -56,6 +36,8 @@ class StreamConfig:
         resident_state: names of tiles (or one name) that stay there with their optimizer state and are updated there, or
             "all"; None: as many as there is memory for and the update is hidden by.
         weight_slots, gradient_slots, gradient_slabs: sizes of the pools.
+        passes: the pipeline over programs, made from `megacompile.passes.PIPELINE` by `insert_after` and its like.
+        template_passes: that over the graphs of templates, made from `TEMPLATE_PIPELINE`.
         reference: run the reference interpreter (one thread, program order), for checking.
     """
 
@@ -75,6 +57,8 @@ class StreamConfig:
     weight_slots: int | None = None
     gradient_slots: int = 2
     gradient_slabs: int = 12
+    passes: tuple[Any, ...] = PIPELINE
+    template_passes: tuple[Any, ...] = TEMPLATE_PIPELINE
     reference: bool = False
 
     def __post_init__(self) -> None:
@@ -98,6 +82,8 @@ class StreamConfig:
                 raise MegacompileError(f"{option} must be the names of tiles, or 'all', not {names!r}")
         if self.dtype not in (None, torch.float32, torch.bfloat16):
             raise MegacompileError(f"dtype must be torch.float32 or torch.bfloat16, not {self.dtype}")
+        check_pipeline(self.passes)
+        check_template_pipeline(self.template_passes)
         parse_bytes(self.device_memory)
         parse_bytes(self.locked_memory)
         for name in ("compile", "reference"):

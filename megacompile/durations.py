@@ -8,6 +8,7 @@ from typing import Any
 
 import sympy
 import torch
+from tabulate import tabulate
 from torch import fx
 
 from megacompile import cost
@@ -21,6 +22,26 @@ from megacompile.runtime.store import TileLayout
 
 #: (FLOPs of GEMMs, of attention, of its backward, bytes of GEMMs, other bytes, kernels), at one batch and length.
 _Numbers = tuple[float, float, float, float, float, int]
+
+
+#: What the duration of each op is made of, in words (`Durations._node` in numbers); any other op takes no time of its own.
+COSTS: dict[str, str] = {
+    **dict.fromkeys(sorted(TEMPLATE_OPS), "the variant's products over the GEMM rate, or their bytes over memory bandwidth "
+                    "where that is longer; attention over its rate; other bytes over memory bandwidth; at least its launches"),
+    "prefetch": "weight bytes / h2d rate", "fetch_gradients": "gradient bytes / h2d rate",
+    "offload": "gradient bytes / d2h rate", "offload_weights": "weight bytes / d2h rate",
+    "stash": "the checkpoint's bytes / d2h rate", "fetch": "the checkpoint's bytes / h2d rate",
+    "pack": "weight bytes / host copy rate", **dict.fromkeys(("fetch_state", "store_state"), "state bytes / host copy rate"),
+    "accumulate": "gradient bytes / host copy rate; twice that where it adds", "adam": "parameters / rate of the update",
+    "adam_resident": "(gradient + 2 x weight + 2 x state bytes) / memory bandwidth",
+    "zeros": "bytes of the accumulators (FP32) / memory bandwidth",
+    "reduce": "(accumulators + 2 x gradient bytes) / memory bandwidth", "scale": "2 x bytes of the value / memory bandwidth"}
+
+
+def cost_table() -> str:
+    """What ops cost, as Markdown; those of one cost in a row."""
+    rows = [[", ".join(f"`{op}`" for op in COSTS if COSTS[op] == cost), cost] for cost in dict.fromkeys(COSTS.values())]
+    return str(tabulate(rows, ["op", "seconds"], tablefmt="github"))
 
 
 @dataclass

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 from tabulate import tabulate
 
-from megacompile.config import format_bytes
 from megacompile.plan import Plan
 from megacompile.planner import Planner
 from megacompile.program import Lane, place_kind, places
 from megacompile.simulate import Timeline, step_of
+from megacompile.sizes import format_bytes
 
 #: Of each checkpoint interval: so many sizes of micro-batches that fit. Smaller ones are only slower.
 SIZES_EACH = 2

@@ -36,6 +36,12 @@ def placed(program: Program) -> Iterator[Fault]:
                                 "give each resident tile a slot of its own", node, hazard=True)
 
 
+def kept_slots(program: Program) -> dict[str, str]:
+    """Slot -> tile, of what outlives sections in slots of its own."""
+    return {argument(node, "into"): argument(node, "tile") for graph in program.sections.values() for node in nodes(graph)
+            if argument(node, "into") is not None and stays(argument(node, "into"))}
+
+
 def _fits(program: Program, node: fx.Node) -> Iterator[Fault]:
     op, place = op_of(node), argument(node, "into")
     if place is None:
@@ -87,7 +93,8 @@ def _lives(name: str, graph: fx.Graph, awaited: set[Checkpoint]) -> Iterator[Fau
             if place in alive and not stays(place):
                 yield Fault(f"slot {place} is overwritten by {describe(node)} while {alive[place].name} "
                             f"({describe(alive[place])}) is alive in it", "release that value first, or use another",
-                            node, alive[place], hazard=True)
+                            node, alive[place], hazard=True,
+                            order=f"write of {place} by {describe(node)} is not behind the release of {alive[place].name}")
             alive[place] = node
     for node in nodes(graph):
         place = argument(node, "into")

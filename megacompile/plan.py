@@ -4,6 +4,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megacompile.errors import MegacompileError
+
+#: When tiles are updated: at the end of a step, or each as its gradients arrive.
+UPDATES = ("step", "arrival")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a program is compiled for: sequences, tokens a sequence, whether there are labels, whether it trains; and whether
+    it must be `lean`, without the residuals that a plan keeps where memory is left. `update` is "step" or "arrival" (see
+    `Plan`) for a whole step as one program, None for sections of their own."""
+
+    batch: int
+    length: int
+    labels: bool
+    training: bool
+    lean: bool = False
+    update: str | None = None
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -40,12 +59,20 @@ class Plan:
     checkpoint_slots: int = 2
 
     def __post_init__(self) -> None:
-        assert sum(self.micro_batches) == self.batch, f"{self.micro_batches} is no split of {self.batch} sequences"
-        assert 1 <= self.waves <= len(self.micro_batches) and self.update in ("step", "arrival")
-        assert set(self.resident_state) <= set(self.resident), "what is updated on the device has its weights there"
-        assert self.checkpoint_interval >= 1 and self.saved_layers >= 0 and self.token_chunk >= 0
-        assert self.host_checkpoints >= 0 and self.checkpoint_slots >= 1
-        assert self.weight_slots >= 1 and self.gradient_slots >= 1 and self.staging_slabs >= 1 and self.gradient_slabs >= 1
+        """Raises `MegacompileError` for a plan that cannot be: a person may have written it."""
+        least = {"batch": 1, "length": 1, "weight_slots": 1, "gradient_slots": 1, "staging_slabs": 1, "gradient_slabs": 1,
+                 "checkpoint_slots": 1, "checkpoint_interval": 1, "saved_layers": 0, "token_chunk": 0, "host_checkpoints": 0}
+        for name, value in least.items():
+            if getattr(self, name) < value:
+                raise MegacompileError(f"{name} is {getattr(self, name)}, and must be at least {value}")
+        if sum(self.micro_batches) != self.batch or min(self.micro_batches, default=0) < 1:
+            raise MegacompileError(f"micro-batches of {self.micro_batches} are no split of {self.batch} sequences")
+        if not 1 <= self.waves <= len(self.micro_batches):
+            raise MegacompileError(f"{len(self.micro_batches)} micro-batches cannot go in {self.waves} waves")
+        if self.update not in UPDATES:
+            raise MegacompileError(f"update is {self.update!r}, and must be one of {', '.join(UPDATES)}")
+        if not set(self.resident_state) <= set(self.resident):
+            raise MegacompileError("what is updated on the device (resident_state) must have its weights there (resident)")
 
     def wave_of(self, mb: int) -> int:
         return mb * self.waves // len(self.micro_batches)

@@ -12,12 +12,13 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from megacompile.config import StreamConfig, format_bytes
+from megacompile.config import StreamConfig
 from megacompile.errors import InsufficientMemoryError
 from megacompile.frontend.capture import CapturedModel
 from megacompile.memory import Estimate, evaluation_bytes, training_bytes
 from megacompile.pace import Pace
 from megacompile.plan import Plan, split
+from megacompile.sizes import format_bytes
 from megacompile.tiling import Tiling
 
 #: Sequences' worth of tokens beyond which a larger micro-batch is no faster: kernels are full by then.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from megacompile.api import analyse
-from megacompile.config import StreamConfig, parse_bytes
+from megacompile.config import StreamConfig
 from megacompile.durations import Durations
 from megacompile.errors import MegacompileError
 from megacompile.explain import explain
@@ -20,13 +20,13 @@ from megacompile.frontend.template import Template
 from megacompile.hardware import Hardware
 from megacompile.lowering import model_program
 from megacompile.pace import pace_of
-from megacompile.passes import PIPELINE
 from megacompile.passes.manager import compile_program
 from megacompile.plan import Plan
 from megacompile.planner import Planner, margins
 from megacompile.program import Program
 from megacompile.runtime.store import available_host_bytes
 from megacompile.simulate import Timeline, simulate
+from megacompile.sizes import parse_bytes
 from megacompile.tiling import Tiling
 
 
@@ -44,8 +44,9 @@ class Schedule:
     device: torch.device
     hardware: Hardware | None = None
 
-    def program(self, stage: str = "synchronize") -> Program:
-        return self.stages[stage]
+    def program(self, stage: str | None = None) -> Program:
+        """As the pass of that name left it; the last one's without."""
+        return self.stages[stage if stage is not None else list(self.stages)[-1]]
 
     @property
     def templates(self) -> Mapping[str, Template]:
@@ -67,7 +68,8 @@ class Schedule:
         """The plan and those it was chosen from, as text: needs, predicted times and what binds."""
         if self.planner.pace is None:
             durations = self.durations()
-            self.planner.pace = pace_of(self.captured, self.tiling, durations.hardware, durations.fused)
+            self.planner.pace = pace_of(self.captured, self.tiling, durations.hardware, durations.fused,
+                                        self.planner.config.passes)
         return explain(self.planner, self.plan, whole_step="train_step" in self.program().sections)
 
 
@@ -96,11 +98,11 @@ def schedule(model: nn.Module, *, batch: int, length: int, layers: str | None = 
     budget = parse_bytes(config.device_memory) or _default_budget(device_type, hardware)
     fused = config.compile if config.compile is not None else device_type == "cuda"
     planner = Planner(captured, tiling, config, budget, parse_bytes(config.locked_memory), *margins(device_type), fused=fused)
-    planner.pace = pace_of(captured, tiling, hardware or Hardware.known(device), fused)
+    planner.pace = pace_of(captured, tiling, hardware or Hardware.known(device), fused, config.passes)
     plan = planner.choose(batch, length, update=update)
     program = model_program(tiling.call_specs(captured.calls, captured.templates, length), tiling.tiles(), batch, labels=True,
                             whole_step=update is not None)
-    compiled = compile_program(program, plan, PIPELINE)
+    compiled = compile_program(program, plan, config.passes)
     return Schedule(captured, tiling, plan, compiled.stages, compiled.log, planner, device, hardware)
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from megacompile.binding import Binder
-from megacompile.config import StreamConfig, format_bytes, parse_bytes
+from megacompile.config import StreamConfig
 from megacompile.errors import InsufficientMemoryError, LaneError, LeaseError, MegacompileError, TornError
 from megacompile.frontend.capture import CapturedModel
 from megacompile.hardware import Hardware
@@ -29,6 +29,7 @@ from megacompile.runtime.operations import Frame, Update
 from megacompile.runtime.reference import ReferenceExecutor
 from megacompile.runtime.store import Store
 from megacompile.shapes import CompiledShape, Shape, Shapes
+from megacompile.sizes import format_bytes, parse_bytes
 from megacompile.tiling import Tiling, named_gradients
 from megacompile.writes import Constants, ForeignWrites
 
@@ -54,7 +55,7 @@ class Streamed:
         budget = parse_bytes(config.device_memory) or int(backend.free_bytes() * 0.95)
         self.planner = Planner(captured, tiling, config, budget, parse_bytes(config.locked_memory),
                                *margins(backend.device.type), fused=compiling)
-        self.planner.pace = pace_of(captured, tiling, Hardware.known(backend.device), compiling)
+        self.planner.pace = pace_of(captured, tiling, Hardware.known(backend.device), compiling, config.passes)
         self.shapes = Shapes(captured, tiling, self.planner, self.binder)
         self.leases: weakref.WeakSet[Lease] = weakref.WeakSet()
         self.trained: CompiledShape | None = None  # that of the last backward, whose program also updates

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from megacompile import cost
-from megacompile.config import format_bytes
 from megacompile.errors import InsufficientMemoryError, UnsupportedError
 from megacompile.frontend.template import Call, Template
 from megacompile.program import CallSpec, Tile
 from megacompile.runtime.adam import split_fp32
 from megacompile.runtime.store import HostTile, Store, TileLayout, available_host_bytes
+from megacompile.sizes import format_bytes
 
 #: What training needs beside tiles: the interpreter, PyTorch, a batch.
 HOST_MARGIN_BYTES = 1 << 30

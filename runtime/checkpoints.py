@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megacompile.config import format_bytes
 from megacompile.errors import InsufficientMemoryError
 from megacompile.program import Slot
+from megacompile.sizes import format_bytes
 
 from .lanes import Backend
 from .store import available_host_bytes, host_memory

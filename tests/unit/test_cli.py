@@ -15,6 +15,7 @@ from typer.testing import CliRunner, Result
 import megacompile
 from megacompile import cli, training
 from megacompile.runtime.operations import OPERATIONS
+from megacompile.verify import RULES
 
 CONFIG = """{"model_type": "qwen2", "vocab_size": 256, "hidden_size": 32, "intermediate_size": 48,
  "num_hidden_layers": 3, "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 64}"""
@@ -198,3 +199,35 @@ def test_calibrate_writes_where_it_is_told(config: Path, tmp_path: Path) -> None
     planned = megacompile_command("plan", config, "--batch", 4, "--length", 16, "--hardware", tmp_path / "mine.json")
     assert planned.exit_code == 0, planned.output
     assert "measured with torch" in planned.output
+
+
+GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "streamed_k1_three_micro_batches.txt"
+
+
+def test_verify_says_of_each_rule_that_it_holds() -> None:
+    result = megacompile_command("verify", GOLDEN)
+    assert result.exit_code == 0, result.output
+    assert "stage synchronize, sections forward, evaluate, backward" in result.output
+    assert len(re.findall(r"^\w+ +holds *$", result.output, re.MULTILINE)) == len(RULES)
+
+
+def test_verify_shows_the_fault_and_fails(tmp_path: Path) -> None:
+    broken = tmp_path / "broken.txt"
+    broken.write_text(re.sub(r'    p.wait\("compute", e_\d+\).*\n', "", GOLDEN.read_text(), count=1))
+    result = megacompile_command("verify", broken)
+    assert result.exit_code == 1
+    assert re.search(r"^ordered +BROKEN", result.output, re.MULTILINE)
+    assert re.search(r"^handed_on +not asked +relies on the rules above", result.output, re.MULTILINE)
+    assert "not ordered:  read of WB0 by forward prologue mb 0 is not ordered after write by prefetch prologue" in result.output
+    assert "<-- ERROR HERE" in result.output and "<-- conflicts with" in result.output
+
+
+def test_verify_says_where_a_text_is_malformed_and_what_was_expected(tmp_path: Path) -> None:
+    broken = tmp_path / "broken.txt"
+    broken.write_text(GOLDEN.read_text().replace('p.wait("compute", ', 'p.wait("gpu", ', 1))
+    result = megacompile_command("verify", broken)
+    assert result.exit_code == 1
+    assert re.match(r"megacompile: line \d+, column 12: unknown lane gpu; expected one of compute, h2d", result.stderr)
+    assert megacompile_command("verify", tmp_path / "nowhere.txt").exit_code == 2
+    broken.write_bytes(b"\xff\xfe\x00")
+    assert "the program cannot be read" in megacompile_command("verify", broken).stderr

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 import megacompile
 from megacompile import api, cost, shapes
-from megacompile.config import StreamConfig, format_bytes
+from megacompile.config import StreamConfig
 from megacompile.errors import InsufficientMemoryError
 from megacompile.frontend import attention, linear_cross_entropy
 from megacompile.lowering import model_program
@@ -30,6 +30,7 @@ from megacompile.plan import Plan, split
 from megacompile.planner import Planner
 from megacompile.runtime.store import available_host_bytes
 from megacompile.runtime.threads import ThreadBackend
+from megacompile.sizes import format_bytes
 
 LENGTH, DEPTH = 64, 6
 SIZES = {"vocab_size": 1000, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": DEPTH,
