@@ -1,6 +1,7 @@
 """StreamConfig: the knobs of `stream`, checked when they are given."""
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, fields
 from typing import Any
 
