@@ -7,7 +7,7 @@ its tokens are computed in chunks, as large as fit: attention alone needs all of
 """
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -150,6 +150,19 @@ class Planner:
                 yield from dict.fromkeys((self._keep_residuals(candidate), candidate))
             else:
                 yield candidate
+
+    def largest_batch(self, length: int) -> int:
+        """The most sequences that the device holds a training step of, under any of the plans that are considered; 0 if it
+        holds none. (The host needs nothing more for a larger batch.)"""
+        planner = self._with_state(0)
+
+        def too_large(batch: int) -> bool:
+            return not any(planner.fits(plan) for plan in reversed([*planner._candidates(batch, length)]))
+
+        limit = 1
+        while not too_large(limit):
+            limit *= 2
+        return bisect_left(range(limit), True, lo=limit // 2 + 1, key=too_large) - 1
 
     def fits(self, plan: Plan) -> bool:
         """Whether the device holds a training step under a plan."""

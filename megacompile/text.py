@@ -20,7 +20,7 @@ from __future__ import annotations
 import ast
 import json
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from torch import fx
@@ -75,7 +75,7 @@ _DECLARATIONS: dict[str, tuple[type, dict[str, str], tuple[str, ...]]] = {
 def print_program(program: Program, section: str | None = None) -> str:
     """Python text that rebuilds the program; with `section` only that section's function. Deterministic."""
     if section is not None:
-        return _print_section(section, program.section(section))
+        return print_section(section, list(nodes(program.section(section))))
     head = [f"# megacompile program, stage {program.stage}",
             f"program = Program({_arguments(_PROGRAM, {k: getattr(program, k) for k in _PROGRAM})})"]
     for kind, declared in (("tile", program.tiles.values()), ("call", program.calls), ("slot", program.slots.values())):
@@ -83,7 +83,7 @@ def print_program(program: Program, section: str | None = None) -> str:
         for one in declared:
             given = {k: getattr(one, k) for k in signature if k not in optional or getattr(one, k)}
             head.append(f"program.{kind}({_arguments(signature, given)})")
-    sections = [_print_section(name, graph) for name, graph in program.sections.items()]
+    sections = [print_section(name, list(nodes(graph))) for name, graph in program.sections.items()]
     return "\n".join(["\n".join(head) + "\n", *sections])
 
 
@@ -95,8 +95,9 @@ def print_node(node: fx.Node) -> str:
     return f"{node.name} = {call}" if op.result is not None or node.users else call
 
 
-def _print_section(name: str, graph: fx.Graph) -> str:
-    lines = [(f"    {print_node(node)}", lane_of(node)) for node in nodes(graph)] or [("    pass", None)]
+def print_section(name: str, listed: Sequence[fx.Node]) -> str:
+    """A section of which these nodes are shown."""
+    lines = [(f"    {print_node(node)}", lane_of(node)) for node in listed] or [("    pass", None)]
     width = max(min(len(line), _COMMENT_COLUMN) for line, _ in lines)
     body = [line if lane is None else f"{line:<{width}}  # {lane}" for line, lane in lines]
     return "\n".join([f"def {name}(p):", *body]) + "\n"
