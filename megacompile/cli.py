@@ -21,7 +21,18 @@ from megacompile.calibrate import measure
 from megacompile.corpus import Corpus, PretrainedTokenizer, load_tokenizer
 from megacompile.errors import ArgumentError, LaneError, MegacompileError
 from megacompile.hardware import cache_path
-from megacompile.options import CheckpointInterval, Device, DeviceMemory, DType, Knobs, MicroBatchSize, Model, ModelDType, Planning, with_options
+from megacompile.options import (
+    CheckpointInterval,
+    Device,
+    DeviceMemory,
+    DType,
+    Knobs,
+    MicroBatchSize,
+    Model,
+    ModelDType,
+    Planning,
+    with_options,
+)
 
 EXIT_FAILED = 1
 EXIT_ARGUMENT = 2
@@ -130,8 +141,10 @@ def inspect(
     knobs: Knobs,
     stage: Annotated[str | None, typer.Option(help="Show what this pass made; else the last stage.")] = None,
     section: Annotated[str | None, typer.Option(help="Show one section, such as forward, backward or update.")] = None,
-    layers: Annotated[str | None, typer.Option(metavar="FIRST:END", help="Show only what is about these layers, from 0.")] = None,
-    diff: Annotated[str | None, typer.Option(metavar="STAGE..STAGE", help="Show what changed from one stage to another.")] = None,
+    layers: Annotated[str | None, typer.Option(metavar="FIRST:END", help="Show only what is about these layers, "
+                                                                         "from 0.")] = None,
+    diff: Annotated[str | None, typer.Option(metavar="STAGE..STAGE", help="Show what changed from one stage to "
+                                                                          "another.")] = None,
     form: Annotated[Form, typer.Option(help="How to print it.")] = Form.PYTHON,
     fold: Annotated[bool, typer.Option(help="Fold what repeats from layer to layer.")] = True,
     template: Annotated[str | None, typer.Option(help="Show this template's graphs instead; with --stage, of one of its "
@@ -223,7 +236,7 @@ def bench(
     from megacompile.bench.table import markdown
     from megacompile.bench.tables import TABLES
     if plot is not None:
-        plots.check()
+        pictures.check_matplotlib()
     if shape is not None:
         inspection.choose(SHAPES, shape, "shape")
     table = inspection.choose(TABLES, name, "table").of_shape(shape)

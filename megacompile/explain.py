@@ -160,7 +160,8 @@ def _table(found: Sequence[Candidate], chosen: Plan, operations: int) -> str:
         parts = ", ".join(f"{lane} {seconds / timeline.step_s:.0%}" for seconds, lane in critical
                           if seconds >= 0.01 * timeline.step_s)
         rows.append(("->" if plan == chosen else "", *sizes, f"{timeline.step_s:.3f}",
-                     f"{operations / timeline.step_s / 1e12:.3g}", f"{timeline.occupancy(Lane.COMPUTE):.0%}", str(timeline.binds), parts))
+                     f"{operations / timeline.step_s / 1e12:.3g}", f"{timeline.occupancy(Lane.COMPUTE):.0%}",
+                     str(timeline.binds), parts))
     header = ["", "K", "micro-batch", "waves", "saved layers", "updated there", "device GiB", "host GiB", "step s", "TFLOPS",
               "compute busy", "binds", "critical"]
     return str(tabulate(rows, header, tablefmt="simple", disable_numparse=True, colalign=(

@@ -1,4 +1,4 @@
-"""What people look at of a program: a section, some layers, or what changed from one stage to another, as Python, table or JSON.
+"""What people look at of a program: a section, some layers, or what changed between stages, as Python, table or JSON.
 
     shown = select(program, section="forward", layers=layer_range("0:2", program))
     print(render(program, shown, "table"))
@@ -49,7 +49,8 @@ def layer_range(written: str, program: Program) -> list[str]:
         end = int(match[3] or len(layers)) if match[2] else begin + 1
         if begin < end <= len(layers):
             return layers[begin:end]
-    raise ArgumentError(f"{written!r} is no range of layers: write first:end, from 0 to {len(layers)}, such as 0:{min(3, len(layers))}")
+    raise ArgumentError(f"{written!r} is no range of layers: write first:end, from 0 to {len(layers)}, such as "
+                        f"0:{min(3, len(layers))}")
 
 
 def select(program: Program, section: str | None = None, layers: Collection[str] | None = None) -> Shown:
@@ -200,7 +201,8 @@ def template(shown: Template, stage: str | None = None, form: str = "python", ch
     rows = {name: [_template_row(shown, node) for node in variant.graph.graph.nodes] for name, variant in variants.items()}
     if form == "json":
         return json.dumps({"template": shown.name, "variants": rows}, indent=1)
-    return "\n\n".join(f"{name}\n{tabulate(each, 'keys', tablefmt='simple', disable_numparse=True)}" for name, each in rows.items())
+    tables = {name: tabulate(each, "keys", tablefmt="simple", disable_numparse=True) for name, each in rows.items()}
+    return "\n\n".join(f"{name}\n{each}" for name, each in tables.items())
 
 
 def _template_row(shown: Template, node: fx.Node) -> dict[str, str]:

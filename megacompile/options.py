@@ -19,7 +19,6 @@ import torch
 import typer
 
 from megacompile import training
-from megacompile.errors import ArgumentError
 from megacompile.schedule import Schedule, schedule
 
 #: What to plan for where no GPU is.
@@ -42,8 +41,9 @@ class Update(enum.StrEnum):
     ARRIVAL = "arrival"
 
 
-Model = Annotated[str, typer.Argument(metavar="MODEL", help="A model directory, a config (directory or JSON file), or the id of "
-                                                            "a model of the Hugging Face hub, of which only the config is read.")]
+Model = Annotated[str, typer.Argument(
+    metavar="MODEL", help="A model directory, a config (directory or JSON file), or the id of a model of the Hugging Face hub, "
+                          "of which only the config is read.")]
 Batch = Annotated[int, typer.Option(min=1, help="Sequences a step.")]
 Length = Annotated[int, typer.Option(min=2, help="Tokens a sequence.")]
 CheckpointInterval = Annotated[int | None, typer.Option(min=1, help="Layers between activation checkpoints.")]
@@ -70,7 +70,7 @@ class Knobs:
     resident: Annotated[list[str] | None, typer.Option(
         help="A tile whose weights stay on the device, or all; repeat for more.")] = None
     resident_state: Annotated[list[str] | None, typer.Option(
-        help="A tile that stays there with its optimizer state and is updated there, or all; repeat for more.")] = None
+        help="A tile that stays there with its optimizer state and is updated there, or all, or none; repeat for more.")] = None
     weight_slots: Annotated[int | None, typer.Option(min=1, help="Device buffers that layers' weights take turns in.")] = None
 
     def given(self) -> dict[str, Any]:
@@ -79,7 +79,10 @@ class Knobs:
 
 
 def _words(value: Any) -> Any:
-    return ("all" if value == ["all"] else tuple(value)) if isinstance(value, list) else value
+    """Names of tiles as `StreamConfig` has them."""
+    if not isinstance(value, list):
+        return value
+    return "all" if value == ["all"] else () if value == ["none"] else tuple(value)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from megacompile.lowering import model_program
 from megacompile.passes import PIPELINE
 from megacompile.plan import Plan
 from megacompile.program import Program
-from megacompile.simulate import Timeline, simulate
+from megacompile.simulate import Timeline
 from megacompile.tiling import Tiling
 
 
@@ -31,8 +31,7 @@ class Pace:
         """Some training steps under a plan."""
         if (plan, whole_step) not in self.timelines:
             program = self.program(plan, whole_step)
-            self.timelines[plan, whole_step] = simulate(
-                program, self.durations.of(program, plan.length, plan.token_chunk), self.durations.hardware.speeds)
+            self.timelines[plan, whole_step] = self.durations.simulate(program, plan)
         return self.timelines[plan, whole_step]
 
     def program(self, plan: Plan, whole_step: bool) -> Program:

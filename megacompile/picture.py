@@ -2,13 +2,14 @@
 
     save({"simulated": compiled.simulate(), "measured": recording.timeline()}, Path("step.svg"), title="...")
 
-Layers alternate in lightness and are numbered where there is room. A line under an instruction says that the step waits for
+Layers alternate in lightness and are numbered where there is room ("in" and "out" are what comes before and after them); white
+marks part their micro-batches. A line under an instruction says that the step waits for
 it: faster copies are no use where the line runs under compute. Needs matplotlib.
 """
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,8 @@ from megacompile.timeline import KINDS, LANES, kind_of
 
 COLOURS = {
     "weights to the device": "#4477aa", "forward": "#4a9c54", "forward, residuals kept": "#7fa63d",
-    "loss and its gradient": "#9b4f96", "recompute and backward": "#dd6a4b", "backward": "#c24a68", "gradients summed": "#8a8a8a",
-    "gradients to the host": "#52a9c9", "clip": "#333333", "update": "#cfae3c", "optimizer state moved": "#a8825e",
+    "loss and its gradient": "#9b4f96", "recompute and backward": "#dd6a4b", "backward": "#c24a68",
+    "gradients summed": "#8a8a8a", "gradients to the host": "#52a9c9", "clip": "#333333", "update": "#cfae3c", "optimizer state moved": "#a8825e",
     "updated weights to the host": "#6fbfa5"}
 assert set(COLOURS) == set(KINDS.values()), "a kind of instruction without a colour"
 
@@ -78,6 +79,18 @@ def _bars(timeline: Timeline, lane: Lane, too_short_s: float) -> Iterator[Bar]:
         yield last
 
 
+def _runs(bars: Iterable[Bar]) -> Iterator[list[Bar]]:
+    """A layer's micro-batches, one after the other without a pause."""
+    run: list[Bar] = []
+    for bar in bars:
+        if run and (run[-1].end, run[-1].kind, run[-1].subject) != (bar.begin, bar.kind, bar.subject):
+            yield run
+            run = []
+        run.append(bar)
+    if run:
+        yield run
+
+
 def _subject(item: Item) -> str:
     """"3" of "model.layers.3"; "in" and "out" of the prologue and the epilogue."""
     name = str(argument(item.node, "call") or argument(item.node, "tile") or "")
@@ -123,15 +136,15 @@ def _draw_panel(axes: Any, timeline: Timeline, lanes: list[Lane], longest: float
     for lane in lanes:
         height = _HEIGHT.get(lane, 1.0)
         bars = list(_bars(timeline, lane, pixel))
-        axes.broken_barh([(bar.begin * scale, (bar.end - bar.begin) * scale) for bar in bars], (top, height),
+        # Nothing is so thin that it vanishes between pixels.
+        axes.broken_barh([(bar.begin * scale, max(bar.end - bar.begin, 1.2 * pixel) * scale) for bar in bars], (top, height),
                          facecolors=[_shade(bar) for bar in bars], linewidth=0)
-        # Neighbours of one layer (its micro-batches) look alike: a thin line between them.
-        seams = [bar.end * scale for bar, after in zip(bars, bars[1:], strict=False)
-                 if bar.end == after.begin and (bar.kind, bar.subject) == (after.kind, after.subject)]
-        axes.vlines(seams, top, top + height, color="white", linewidth=0.6)
-        for bar in bars:
-            if bar.end - bar.begin > (7.0 * len(bar.subject) + 3) * pixel:
-                axes.text((bar.begin + bar.end) / 2 * scale, top + height / 2, bar.subject, color="white", fontsize=7,
+        longest_subject = {bar.kind: max(len(b.subject) for b in bars if b.kind == bar.kind) for bar in bars}
+        for run in _runs(bars):
+            begin, end, subject = run[0].begin, run[-1].end, run[0].subject
+            axes.vlines([bar.end * scale for bar in run[:-1]], top + 0.75 * height, top + height, color="white", linewidth=0.8)
+            if end - begin > (6.5 * longest_subject[run[0].kind] + 1) * pixel:  # all layers are numbered, or none
+                axes.text((begin + end) / 2 * scale, top + 0.45 * height, subject, color="white", fontsize=7,
                           ha="center", va="center_baseline", clip_on=True)
         waits = [(begin * scale, (end - begin) * scale) for begin, end in _joined(timeline, chain, lane, pixel)]
         axes.broken_barh(waits, (top + height + 0.03, 0.07), facecolors="black", linewidth=0)

@@ -25,7 +25,7 @@ from megacompile.plan import Plan
 from megacompile.planner import Planner, margins
 from megacompile.program import Program
 from megacompile.runtime.store import available_host_bytes
-from megacompile.simulate import Timeline, simulate
+from megacompile.simulate import Timeline
 from megacompile.tiling import Tiling
 
 
@@ -59,8 +59,7 @@ class Schedule:
 
     def simulate(self) -> Timeline:
         """A few training steps, predicted: when each instruction runs, how long a step takes, and what binds."""
-        program, durations = self.program(), self.durations()
-        return simulate(program, durations.of(program, self.plan.length, self.plan.token_chunk), durations.hardware.speeds)
+        return self.durations().simulate(self.program(), self.plan)
 
     def title(self) -> str:
         """What was planned, in one line."""
@@ -69,8 +68,8 @@ class Schedule:
         chosen = {"K": plan.checkpoint_interval, "micro-batch": plan.micro_batches[0], "waves": plan.waves,
                   "saved layers": plan.saved_layers, "token chunk": plan.token_chunk}
         shown = ", ".join(f"{name} {value}" for name, value in chosen.items() if value and (name, value) != ("waves", 1))
-        return (f"{parameters / 1e9:.3g}G parameters, {len(self.captured.layer_names)} layers, {plan.batch} x {plan.length} tokens, "
-                f"{shown}, {where}")
+        return (f"{parameters / 1e9:.3g}B parameters, {len(self.captured.layer_names)} layers, {plan.batch} x {plan.length} "
+                f"tokens, {shown}, {where}")
 
     def explain(self) -> str:
         """The plan and those it was chosen from, as text: needs, predicted times and what binds."""

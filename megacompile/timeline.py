@@ -73,28 +73,28 @@ def arrows(timeline: Timeline) -> Iterator[Arrow]:
 
 def trace(timelines: Mapping[str, Timeline]) -> dict[str, Any]:
     """A Chrome trace of timelines by name, times in microseconds. Their last steps begin at the same moment."""
-    begin = max((timeline.window[0] for timeline in timelines.values()), default=0.0)
+    latest = max((timeline.window[0] for timeline in timelines.values()), default=0.0)
     events: list[dict[str, Any]] = []
     number = itertools.count(1)
     for process, (name, timeline) in enumerate(timelines.items(), 1):
-        used = [lane for lane in LANES if any(item.lane == lane for item in timeline.items)]
+        shift = latest - timeline.window[0]
         events += _named("process", name, process, pid=process)
-        for lane in used:
+        for lane in dict.fromkeys(item.lane for item in timeline.items):
             events += _named("thread", str(lane), LANES.index(lane), pid=process, tid=LANES.index(lane))
-
-        def moment(item: Item, seconds: float, process: int = process, shift: float = begin - timeline.window[0]) -> dict[str, Any]:
-            return {"pid": process, "tid": LANES.index(item.lane), "ts": (seconds + shift) * 1e6}
-
-        events += [{"ph": "X", "name": describe(item.node), "cat": kind_of(item), **moment(item, item.start_s),
+        events += [{"ph": "X", "name": describe(item.node), "cat": kind_of(item), **_at(process, item, item.start_s + shift),
                     "dur": (item.end_s - item.start_s) * 1e6, "args": _details(item)}
                    for item in timeline.items if kind_of(item) is not None]
         for arrow in arrows(timeline):
             flow = {"name": "event", "cat": "event", "id": next(number)}
-            # Inside of the source, which ends where the next instruction begins.
+            # Inside of the source: where it ends the next instruction begins.
             leaves = arrow.source.start_s + 0.999 * (arrow.source.end_s - arrow.source.start_s)
-            events.append({"ph": "s", **flow, **moment(arrow.source, leaves)})
-            events.append({"ph": "f", "bp": "e", **flow, **moment(arrow.target, max(leaves, arrow.target.start_s))})
+            events.append({"ph": "s", **flow, **_at(process, arrow.source, leaves + shift)})
+            events.append({"ph": "f", "bp": "e", **flow, **_at(process, arrow.target, max(leaves, arrow.target.start_s) + shift)})
     return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _at(process: int, item: Item, seconds: float) -> dict[str, Any]:
+    return {"pid": process, "tid": LANES.index(item.lane), "ts": seconds * 1e6}
 
 
 def _named(what: str, name: str, position: int, **where: int) -> list[dict[str, Any]]:

@@ -47,8 +47,8 @@ def compile_program(model: Program, plan: Plan, pipeline: Sequence[Pass],
         after = each.run(before, plan)
         verify(after)
         compiled.stages[each.name] = after
-        compiled.log.append(f"{number}/{len(pipeline)} {each.name}: {_count(before)} -> {_count(after)} nodes{_difference(before, after)} "
-                            f"({(time.perf_counter() - started) * 1e3:.1f} ms)")
+        compiled.log.append(f"{number}/{len(pipeline)} {each.name}: {_count(before)} -> {_count(after)} nodes"
+                            f"{_difference(before, after)} ({(time.perf_counter() - started) * 1e3:.1f} ms)")
         if say is not None:
             say(compiled.log[-1])
     return compiled
