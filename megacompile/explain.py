@@ -8,7 +8,7 @@ from tabulate import tabulate
 
 from megacompile.config import format_bytes
 from megacompile.plan import Plan
-from megacompile.planner import Planner
+from megacompile.planner import MOST_SEQUENCES, Planner
 from megacompile.program import Lane, place_kind, places
 from megacompile.simulate import Timeline, step_of
 from megacompile.tiling import HOST_MARGIN_BYTES
@@ -112,7 +112,8 @@ class Outlook:
             lines += [f"speed: {step.step_s:.3f} s a step, {plan.batch * plan.length / step.step_s:,.0f} tokens/s, "
                       f"{operations / step.step_s / 1e12:.3g} TFLOPS; {step.binds} binds "
                       f"({step.critical()[step.binds] / step.step_s:.0%} of the step)"]
-        lines += [f"largest batch: {self.largest_batch} sequences of {plan.length} tokens fit the device", "",
+        lines += [f"largest batch: {self.largest_batch}{' or more' * (self.largest_batch == MOST_SEQUENCES)} sequences of "
+                  f"{plan.length} tokens fit the device", "",
                   _host_table(self.host_parts, parameters), ""]
         if chosen.timeline is not None:
             lines += [chosen.timeline.table(), ""]

@@ -88,8 +88,9 @@ def trace(timelines: Mapping[str, Timeline]) -> dict[str, Any]:
             flow = {"name": "event", "cat": "event", "id": next(number)}
             # Inside of the source: where it ends the next instruction begins.
             leaves = arrow.source.start_s + 0.999 * (arrow.source.end_s - arrow.source.start_s)
+            arrives = max(leaves, arrow.target.start_s)
             events.append({"ph": "s", **flow, **_at(process, arrow.source, leaves + shift)})
-            events.append({"ph": "f", "bp": "e", **flow, **_at(process, arrow.target, max(leaves, arrow.target.start_s) + shift)})
+            events.append({"ph": "f", "bp": "e", **flow, **_at(process, arrow.target, arrives + shift)})
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
