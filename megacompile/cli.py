@@ -181,7 +181,7 @@ def inspect(
         shown = inspection.select(program, section, among)
         if form is Form.PYTHON:
             print(f"# {compiled.title()}\n# stages: {', '.join(stages)}\n# templates: {', '.join(compiled.templates)}")
-        print(inspection.FORMS[form](program, shown, fold))
+        print(inspection.render(program, shown, form.value, fold))
 
 
 @app.command()

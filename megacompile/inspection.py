@@ -17,7 +17,7 @@ from dataclasses import asdict
 from typing import Any, TypeVar
 
 from tabulate import tabulate
-from torch import fx
+from torch import Tensor, fx
 
 from megacompile import folding, listing, text
 from megacompile.errors import ArgumentError
@@ -94,22 +94,19 @@ def _subjects(listed: Sequence[fx.Node]) -> dict[fx.Node, frozenset[str]]:
 
 # ---------------------------------------------------------------- in which form
 
-def python(program: Program, shown: Shown, fold: bool = True) -> str:
-    """Sections as Python, after the declarations if everything is shown."""
+def _python(program: Program, shown: Shown, fold: bool) -> str:
     sections = [(folding.fold_section if fold else text.print_section)(name, listed) for name, listed in shown.items()]
     whole = all(len(shown.get(name, ())) == len(list(nodes(graph))) for name, graph in program.sections.items())
     return "\n".join([text.print_program(program.evolve(sections={})), *sections] if whole else sections)
 
 
-def table(program: Program, shown: Shown, fold: bool = True) -> str:
-    """A row for each node. Nothing is folded."""
+def _table(program: Program, shown: Shown, fold: bool) -> str:
     return "\n\n".join(listing.table_section(name, listed) for name, listed in shown.items())
 
 
-def to_json(program: Program, shown: Shown, fold: bool = True) -> str:
+def _json(program: Program, shown: Shown, fold: bool) -> str:
     """An object: `stage`, `micro_batches`, `tiles`, `calls`, `slots`, and `sections`, of each its nodes in program order. A
-    node has its `name`, `op`, `lane` (or null), `arguments` (other nodes by name) and the places that it reads and writes.
-    Nothing is folded."""
+    node has its `name`, `op`, `lane` (or null), `arguments` (other nodes by name) and the places that it reads and writes."""
     return json.dumps({
         "stage": program.stage, "micro_batches": program.micro_batches,
         **{kind: [asdict(one) for one in declared] for kind, declared in (
@@ -126,7 +123,13 @@ def _node(node: fx.Node) -> dict[str, Any]:
             "writes": [place for place, access in touched if access == Access.WRITE]}
 
 
-FORMS: dict[str, Callable[[Program, Shown, bool], str]] = {"python": python, "table": table, "json": to_json}
+_FORMS: dict[str, Callable[[Program, Shown, bool], str]] = {"python": _python, "table": _table, "json": _json}
+
+
+def render(program: Program, shown: Shown, form: str = "python", fold: bool = True) -> str:
+    """Python, after the declarations if everything is shown; a table, a row for each node; or a JSON object (`_json`). Only
+    Python folds."""
+    return _FORMS[form](program, shown, fold)
 
 
 # ---------------------------------------------------------------- what passes did
@@ -143,9 +146,11 @@ def difference(before: Program, after: Program, section: str | None = None, laye
                fold: bool = True, context: int = 1) -> str:
     """What came, and what went, from one stage to another, as lines that begin with + and -; runs that repeat from layer to
     layer once, with `fold`. `context`: unchanged lines shown beside them."""
-    heads = [text.print_program(program.evolve(sections={}, stage=after.stage)).splitlines() for program in (before, after)]
-    lines = [f"--- {before.stage}", f"+++ {after.stage}", *list(difflib.unified_diff(*heads, lineterm="", n=0))[2:]]
-    named = before.sections | after.sections
+    old_head, new_head = (text.print_program(program.evolve(sections={}, stage=after.stage)).splitlines()
+                          for program in (before, after))
+    declared = [line for line in difflib.unified_diff(old_head, new_head, lineterm="", n=0) if not line.startswith("@@")]
+    lines = [f"--- {before.stage}", f"+++ {after.stage}", *declared[2:]]
+    named = {**before.sections, **after.sections}
     for name in named if section is None else [section]:
         choose(named, name, "section")
         old, new = (_about(p, p.sections.get(name, fx.Graph()), layers) for p in (before, after))
@@ -207,7 +212,7 @@ def template(shown: Template, stage: str | None = None, form: str = "python", ch
 
 def _template_row(shown: Template, node: fx.Node) -> dict[str, str]:
     value = node.meta.get("val")
-    shape = f"[{', '.join(str(shown.symbolic(size)) for size in value.shape)}]" if hasattr(value, "shape") else ""
+    shape = f"[{', '.join(str(shown.symbolic(size)) for size in value.shape)}]" if isinstance(value, Tensor) else ""
     return {"name": node.name, "op": node.op, "target": str(node.target), "shape": shape,
             "dtype": str(getattr(value, "dtype", "")).removeprefix("torch."),
             "inputs": " ".join(used.name for used in node.all_input_nodes)}

@@ -110,7 +110,7 @@ class Planning:
 def with_options(command: Callable[..., None]) -> Callable[..., None]:
     """The command with an option for each field of its dataclasses, as `typer` reads it."""
     hints = get_type_hints(command, include_extras=True)
-    groups = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
+    groups: dict[str, Any] = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
     parameters: dict[str, inspect.Parameter] = {}
     for name, parameter in inspect.signature(command).parameters.items():
         if name not in groups:

@@ -117,7 +117,7 @@ def draw(timelines: Mapping[str, Timeline], title: str = "") -> Any:
         axes.set_title(f"{name}: {timeline.step_s * scale:.3g} {unit} a step; {timeline.binds} binds", loc="left", fontsize=10)
     panels[-1].set_xlabel(f"time in the step, {unit}")
     kinds = {kind_of(item) for timeline in timelines.values() for item in timeline.items}
-    handles = [Patch(color=colour, label=kind) for kind, colour in COLOURS.items() if kind in kinds]
+    handles: list[Any] = [Patch(color=colour, label=kind) for kind, colour in COLOURS.items() if kind in kinds]
     handles.append(Line2D([], [], color="black", linewidth=1.6, label="what the step waits for"))
     figure.legend(handles=handles, loc="outside lower center", ncols=5, frameon=False, fontsize=9)
     if title:
