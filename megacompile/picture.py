@@ -139,11 +139,12 @@ def _draw_panel(axes: Any, timeline: Timeline, lanes: list[Lane], longest: float
         # Nothing is so thin that it vanishes between pixels.
         axes.broken_barh([(bar.begin * scale, max(bar.end - bar.begin, 1.2 * pixel) * scale) for bar in bars], (top, height),
                          facecolors=[_shade(bar) for bar in bars], linewidth=0)
-        longest_subject = {bar.kind: max(len(b.subject) for b in bars if b.kind == bar.kind) for bar in bars}
+        digits = {bar.kind: len(bar.subject) for bar in sorted(bars, key=lambda bar: len(bar.subject)) if bar.subject.isdigit()}
         for run in _runs(bars):
             begin, end, subject = run[0].begin, run[-1].end, run[0].subject
             axes.vlines([bar.end * scale for bar in run[:-1]], top + 0.75 * height, top + height, color="white", linewidth=0.8)
-            if end - begin > (6.5 * longest_subject[run[0].kind] + 1) * pixel:  # all layers are numbered, or none
+            letters = digits[run[0].kind] if subject.isdigit() else len(subject)  # all layers are numbered, or none
+            if end - begin > (6.5 * letters + 1) * pixel:
                 axes.text((begin + end) / 2 * scale, top + 0.45 * height, subject, color="white", fontsize=7,
                           ha="center", va="center_baseline", clip_on=True)
         waits = [(begin * scale, (end - begin) * scale) for begin, end in _joined(timeline, chain, lane, pixel)]
