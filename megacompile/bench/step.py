@@ -56,8 +56,10 @@ def options() -> argparse.ArgumentParser:
 
 
 def measure(given: argparse.Namespace) -> rows.Row:
-    if given.timeline is not None:
-        picture.check_matplotlib()  # now, not after an hour
+    if given.timeline is not None:  # now, not after an hour
+        picture.check_matplotlib()
+        if not given.recorded_steps:
+            raise MegacompileError("without recorded steps there is no timeline: leave out --recorded-steps 0, or --timeline")
     started = time.perf_counter()
     model = random_model(given.shape, rows.layer_count(given), given.device)
     if given.device == "cuda":
@@ -88,7 +90,7 @@ def measure(given: argparse.Namespace) -> rows.Row:
         norm = optimizer.grad_norm
         measured = recorded(model, step, given)
         simulated = predicted(model, given)
-        if given.timeline is not None:
+        if measured is not None and given.timeline is not None:
             write_timelines(given, measured, simulated)
         if given.profile:
             profile(model, step, given)
@@ -186,10 +188,7 @@ def predicted(model: Any, given: argparse.Namespace) -> Timeline | None:
     return model.megacompile.simulate(without=left_out if given.compute_only else None)
 
 
-def write_timelines(given: argparse.Namespace, measured: Timeline | None, simulated: Timeline | None) -> None:
-    """Raises `MegacompileError` without recorded steps."""
-    if measured is None:
-        raise MegacompileError("without recorded steps there is no timeline: leave out --recorded-steps 0, or --timeline")
+def write_timelines(given: argparse.Namespace, measured: Timeline, simulated: Timeline | None) -> None:
     timelines = ({"simulated": simulated} if simulated is not None else {}) | {"measured": measured}
     save_trace(timelines, Path(f"{given.timeline}.json"))
     title = (f"{given.shape}, {rows.layer_count(given)} layers, {given.batch} x {given.length} tokens, "
