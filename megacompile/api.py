@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -12,20 +12,23 @@ from torch import Tensor, nn
 
 from megacompile.batch import Arguments, input_dtypes, read_arguments
 from megacompile.config import StreamConfig
+from megacompile.durations import Durations
 from megacompile.editing import editable_text, load
 from megacompile.errors import InsufficientMemoryError, MegacompileError, UnsupportedError
 from megacompile.frontend.attention_kernels import fused_kernel
 from megacompile.frontend.capture import CapturedModel, capture
+from megacompile.hardware import Hardware
 from megacompile.lease import LogitsWithoutLoss, StreamedLoss, refuse_hooks
 from megacompile.optim import AdamW, check_unclaimed, claim, disclaim
 from megacompile.passes.template import Target
 from megacompile.plan import Plan, Shape
-from megacompile.program import Program
+from megacompile.program import Op, Program
 from megacompile.recording import Recording
 from megacompile.runtime.cuda import CudaBackend
 from megacompile.runtime.lanes import Backend
 from megacompile.runtime.threads import ThreadBackend
 from megacompile.shapes import CompiledShape
+from megacompile.simulate import Timeline
 from megacompile.sizes import format_bytes, parse_bytes
 from megacompile.streamed import Streamed
 from megacompile.tiling import Tiling, build_store, check_host_memory
@@ -227,6 +230,17 @@ class Handle:
     def record(self) -> Recording:
         """A context in which each instruction's start and end are recorded, on the device's own clock: see `Recording`."""
         return Recording(self.streamed)
+
+    def simulate(self, batch: Mapping[str, Tensor] | None = None, hardware: str | Path | Hardware | None = None,
+                 without: Callable[[Op], bool] | None = None) -> Timeline:
+        """What `record` would show of some steps, predicted: of a batch's program, or of the last one; here, or on `hardware`
+        (as in `megacompile.schedule`). Ops that are `without` take no time. Raises `MegacompileError` for a machine of which
+        nothing is known."""
+        streamed, shape = self.streamed, self.compiled(batch)
+        if not isinstance(hardware, Hardware):
+            hardware = Hardware.here(streamed.backend.device) if hardware is None else Hardware.find(hardware)
+        durations = Durations(streamed.captured, streamed.tiling.layouts, hardware, streamed.binder.compiling)
+        return durations.simulate(shape.program, shape.plan, without)
 
     # ---------------------------------------------------------------- control
     def load_program(self, source: str | Path) -> Shape:

@@ -24,6 +24,8 @@ from megacompile.token_loop import TokenLoop, Total, token_loops, total_dtype
 
 #: Peaks found so far, by (batch, length): a planner asks for the same ones hundreds of times.
 _peaks: weakref.WeakKeyDictionary[Variant, dict[tuple[int, int, bool], int]] = weakref.WeakKeyDictionary()
+#: And sizes of outputs and residuals.
+_sizes: weakref.WeakKeyDictionary[Template, dict[tuple[str, int, int], int]] = weakref.WeakKeyDictionary()
 
 
 def at(template: Template, batch: int, length: int) -> Callable[[Any], int]:
@@ -167,8 +169,7 @@ def result_bytes(template: Template, variant: Variant, batch: int, length: int) 
 
 def output_bytes(template: Template, batch: int, length: int) -> int:
     """Bytes of a template's outputs: what a checkpoint of it takes."""
-    values = dict(zip(template.symbols, (batch, length), strict=True))
-    return int(template.output_bytes().subs(values))
+    return _evaluated(template, "output_bytes", batch, length)
 
 
 def checkpoint_bytes(template: Template, length: int) -> int:
@@ -178,5 +179,12 @@ def checkpoint_bytes(template: Template, length: int) -> int:
 
 
 def residual_bytes(template: Template, batch: int, length: int) -> int:
-    values = dict(zip(template.symbols, (batch, length), strict=True))
-    return int(template.residual_bytes().subs(values))
+    return _evaluated(template, "residual_bytes", batch, length)
+
+
+def _evaluated(template: Template, size: str, batch: int, length: int) -> int:
+    known = _sizes.setdefault(template, {})
+    if (size, batch, length) not in known:
+        values = dict(zip(template.symbols, (batch, length), strict=True))
+        known[size, batch, length] = int(getattr(template, size)().subs(values))
+    return known[size, batch, length]

@@ -17,8 +17,10 @@ from megacompile.flops import Work, variant_work
 from megacompile.frontend.capture import CapturedModel
 from megacompile.frontend.template import BATCH, LENGTH, Template
 from megacompile.hardware import Hardware
-from megacompile.program import Program, argument, op_of, operands
+from megacompile.plan import Plan
+from megacompile.program import Op, Program, argument, op_of, operands
 from megacompile.runtime.store import TileLayout
+from megacompile.simulate import Timeline, simulate
 
 #: (FLOPs of GEMMs, of attention, of its backward, bytes of GEMMs, other bytes, kernels), at one batch and length.
 _Numbers = tuple[float, float, float, float, float, int]
@@ -62,6 +64,13 @@ class Durations:
         """The duration of each node of a program for sequences of `length` tokens, computed `chunk` at a time (a plan's
         `token_chunk`)."""
         return lambda node: self._node(program, node, length, chunk)
+
+    def simulate(self, program: Program, plan: Plan, without: Callable[[Op], bool] | None = None) -> Timeline:
+        """A few training steps of a program under its plan. Ops that are `without` take no time."""
+        seconds = self.of(program, plan.length, plan.token_chunk)
+        if without is None:
+            return simulate(program, seconds, self.hardware.speeds)
+        return simulate(program, lambda node: 0.0 if without(op_of(node)) else seconds(node), self.hardware.speeds)
 
     def work(self, template: str, variant: str, chunk: int = 0) -> Work:
         """A variant's FLOPs and bytes in B and T."""

@@ -20,7 +20,7 @@ import torch
 from tabulate import tabulate
 
 import megacompile
-from megacompile.errors import MegacompileError
+from megacompile.errors import ArgumentError, MegacompileError
 from megacompile.program import Lane
 from megacompile.runtime import native
 
@@ -95,12 +95,12 @@ class Hardware:
     # ---------------------------------------------------------------- finding and keeping
     @classmethod
     def find(cls, name: str | Path) -> Hardware:
-        """A profile by name, or a JSON file. Raises `MegacompileError`, naming the profiles there are."""
+        """A profile by name, or a JSON file. Raises `ArgumentError`, naming the profiles there are."""
         known = {path.stem: path for path in sorted(PROFILES.glob("*.json"))}
         path = known.get(str(name), Path(name))
         if not path.is_file():
-            raise MegacompileError(f"there is no hardware {str(name)!r}: give one of {', '.join(known)}, or a file that "
-                                   "megacompile calibrate --output has written")
+            raise ArgumentError(f"there is no hardware {str(name)!r}: give one of {', '.join(known)}, or a file that "
+                                "megacompile calibrate --output has written")
         return cls.load(path)
 
     @classmethod

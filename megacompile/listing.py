@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from tabulate import tabulate
 from torch import fx
@@ -59,21 +59,23 @@ def _columns(listed: Iterable[fx.Node]) -> list[str]:
 def table(program: Program, section: str | None = None) -> str:
     """A row for each node, time downwards; each node in its lane's column, then the places it reads and writes."""
     shown = [section] if section is not None else list(program.sections)
-    return "\n\n".join(f"section {name}\n{_table(program.section(name))}" for name in shown)
+    return "\n\n".join(table_section(name, list(nodes(program.section(name)))) for name in shown)
 
 
-def _table(graph: fx.Graph) -> str:
-    listed = list(nodes(graph))
+def table_section(name: str, listed: Sequence[fx.Node]) -> str:
+    """A section of which these nodes are shown. Their numbers are those in the whole section."""
     columns = _columns(listed)
+    number_of = {node: number for number, node in enumerate(nodes(listed[0].graph))} if listed else {}
     rows = []
-    for number, node in enumerate(listed):
+    for node in listed:
         touched: dict[Access, list[str]] = {access: [] for access in Access}
         if lane_of(node) is not None:
             for place, access in accesses(node):
                 touched[access].append(place)
-        rows.append([number, *(_cell(node) if _column(node) == column else "" for column in columns),
+        rows.append([number_of[node], *(_cell(node) if _column(node) == column else "" for column in columns),
                      *(_few(list(dict.fromkeys(touched[access]))) for access in (Access.READ, Access.WRITE))])
-    return str(tabulate(rows, ["#", *columns, "reads", "writes"], tablefmt="simple", disable_numparse=True))
+    shown = tabulate(rows, ["#", *columns, "reads", "writes"], tablefmt="simple", disable_numparse=True)
+    return f"section {name}\n{shown}"
 
 
 def op_table() -> str:
@@ -87,6 +89,11 @@ def op_table() -> str:
 
 def _few(places: list[str], most: int = 4) -> str:
     return " ".join(places if len(places) <= most else [*places[:most - 1], f"... ({len(places)})"])
+
+
+def op_counts(program: Program) -> Counter[str]:
+    """How many nodes of each op there are in all sections."""
+    return Counter(op_of(node).name for graph in program.sections.values() for node in nodes(graph))
 
 
 def summary(program: Program) -> str:

@@ -12,7 +12,7 @@ from megacompile.passes import PIPELINE
 from megacompile.passes.manager import Pass, run_pass
 from megacompile.plan import Plan
 from megacompile.program import Program, argument, op_of
-from megacompile.simulate import Timeline, simulate
+from megacompile.simulate import Timeline
 from megacompile.tiling import Tiling
 
 
@@ -35,8 +35,7 @@ class Pace:
         """Some training steps under a plan."""
         if (plan, whole_step) not in self.timelines:
             program = self.program(plan, whole_step)
-            self.timelines[plan, whole_step] = simulate(
-                program, self.durations.of(program, plan.length, plan.token_chunk), self.durations.hardware.speeds)
+            self.timelines[plan, whole_step] = self.durations.simulate(program, plan)
         return self.timelines[plan, whole_step]
 
     def lowest_first(self, plan: Plan) -> Plan:

@@ -27,6 +27,8 @@ FULL_TOKENS = 16384
 LEAST_CHUNK = 2048
 #: Tokens of a wave below which its kernels no longer hide the weights' arrival.
 WAVE_TOKENS = 12288
+#: No larger batch is of interest.
+MOST_SEQUENCES = 1 << 14
 #: A plan must be so much faster to be taken instead of one that computes less: simulations are not exact.
 WORTH = 1.003
 #: Device memory that no estimate knows: workspaces of cuBLAS, kernels that are loaded.
@@ -154,6 +156,19 @@ class Planner:
                 yield from dict.fromkeys((self._keep_residuals(candidate), candidate))
             else:
                 yield candidate
+
+    def largest_batch(self, length: int) -> int:
+        """The most sequences that the device holds a training step of, under any of the plans that are considered; 0 if it
+        holds none, and `MOST_SEQUENCES` at most. (The host needs nothing more for a larger batch.)"""
+        planner = self._with_state(0)
+
+        def too_large(batch: int) -> bool:
+            return not any(planner.fits(plan) for plan in reversed([*planner._candidates(batch, length)]))
+
+        limit = 1
+        while limit <= MOST_SEQUENCES and not too_large(limit):
+            limit *= 2
+        return bisect_left(range(min(limit, MOST_SEQUENCES + 1)), True, lo=limit // 2 + 1, key=too_large) - 1
 
     def fits(self, plan: Plan) -> bool:
         """Whether the device holds a training step under a plan."""

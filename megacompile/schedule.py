@@ -13,7 +13,7 @@ from megacompile.api import analyse
 from megacompile.config import StreamConfig
 from megacompile.durations import Durations
 from megacompile.errors import MegacompileError
-from megacompile.explain import explain
+from megacompile.explain import Outlook, outlook
 from megacompile.frontend.attention_kernels import fused_kernel
 from megacompile.frontend.capture import CapturedModel
 from megacompile.frontend.template import Template
@@ -25,7 +25,7 @@ from megacompile.plan import Plan
 from megacompile.planner import Planner, margins
 from megacompile.program import Program
 from megacompile.runtime.store import available_host_bytes
-from megacompile.simulate import Timeline, simulate
+from megacompile.simulate import Timeline
 from megacompile.sizes import parse_bytes
 from megacompile.tiling import Tiling
 
@@ -61,16 +61,31 @@ class Schedule:
 
     def simulate(self) -> Timeline:
         """A few training steps, predicted: when each instruction runs, how long a step takes, and what binds."""
-        program, durations = self.program(), self.durations()
-        return simulate(program, durations.of(program, self.plan.length, self.plan.token_chunk), durations.hardware.speeds)
+        return self.durations().simulate(self.program(), self.plan)
+
+    def title(self) -> str:
+        """What was planned, in one line."""
+        plan, parameters = self.plan, sum(layout.parameters for layout in self.tiling.layouts.values())
+        where = self.hardware.name if self.hardware is not None else f"this machine's {self.device.type}"
+        chosen = {"K": plan.checkpoint_interval, "micro-batch": plan.micro_batches[0], "waves": plan.waves,
+                  "saved layers": plan.saved_layers, "token chunk": plan.token_chunk}
+        shown = ", ".join(f"{name} {value}" for name, value in chosen.items() if value and (name, value) != ("waves", 1))
+        return (f"{parameters / 1e9:.3g}B parameters, {len(self.captured.layer_names)} layers, {plan.batch} x {plan.length} "
+                f"tokens, {shown}, {where}")
 
     def explain(self) -> str:
         """The plan and those it was chosen from, as text: needs, predicted times and what binds."""
+        return self.outlook().text()
+
+    def outlook(self, host_memory: int | float | str | None = None) -> Outlook:
+        """Whether it fits, how fast it would be, and what else might be chosen. `host_memory`: bytes or "256GiB"; None: that of
+        `hardware`, or what this machine has available. Raises as `durations`."""
         if self.planner.pace is None:
             durations = self.durations()
             self.planner.pace = pace_of(self.captured, self.tiling, durations.hardware, durations.fused,
                                         self.planner.config.passes)
-        return explain(self.planner, self.plan, whole_step="train_step" in self.program().sections)
+        budget = parse_bytes(host_memory) or (self.hardware.host_memory if self.hardware else available_host_bytes())
+        return outlook(self.planner, self.plan, budget, whole_step="train_step" in self.program().sections)
 
 
 def schedule(model: nn.Module, *, batch: int, length: int, layers: str | None = None,

@@ -21,7 +21,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import keyword
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from torch import fx
@@ -87,7 +87,7 @@ def print_program(program: Program, section: str | None = None, made_for: tuple[
     """Python text that rebuilds the program; with `section` only that section's function. Deterministic. `made_for` is
     declared in it (`parse_with_plan`)."""
     if section is not None:
-        return _print_section(section, program.section(section))
+        return print_section(section, list(nodes(program.section(section))))
     head = [f"# megacompile program, stage {program.stage}",
             f"program = Program({_arguments(_PROGRAM, {k: getattr(program, k) for k in _PROGRAM})})"]
     for kind, made in zip(_MADE_FOR, made_for or (), strict=False):
@@ -99,7 +99,7 @@ def print_program(program: Program, section: str | None = None, made_for: tuple[
         for one in declared:
             given = {k: getattr(one, k) for k in signature if k not in optional or getattr(one, k)}
             head.append(f"program.{kind}({_arguments(signature, given)})")
-    sections = [_print_section(name, graph) for name, graph in program.sections.items()]
+    sections = [print_section(name, list(nodes(graph))) for name, graph in program.sections.items()]
     return "\n".join(["\n".join(head) + "\n", *sections])
 
 
@@ -111,8 +111,9 @@ def print_node(node: fx.Node) -> str:
     return f"{node.name} = {call}" if op.result is not None or node.users else call
 
 
-def _print_section(name: str, graph: fx.Graph) -> str:
-    lines = [(f"    {print_node(node)}", lane_of(node)) for node in nodes(graph)] or [("    pass", None)]
+def print_section(name: str, listed: Sequence[fx.Node]) -> str:
+    """A section of which these nodes are shown."""
+    lines = [(f"    {print_node(node)}", lane_of(node)) for node in listed] or [("    pass", None)]
     width = max(min(len(line), _COMMENT_COLUMN) for line, _ in lines)
     body = [line if lane is None else f"{line:<{width}}  # {lane}" for line, lane in lines]
     return "\n".join([f"def {name}(p):", *body]) + "\n"

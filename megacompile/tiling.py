@@ -5,6 +5,7 @@ with all of them as readers, so that it has one gradient and one update.
 """
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -63,8 +64,15 @@ class Tiling:
         ordered = dict.fromkeys(tile for call in calls for tile in tiles_of[call.name])
         return cls({tile: layouts[tile] for tile in ordered}, tiles_of, position)
 
+    def host_parts(self) -> dict[str, int]:
+        """Bytes of host memory that training with AdamW takes, by part of the tiles."""
+        parts: Counter[str] = Counter()
+        for layout in self.layouts.values():
+            parts.update(layout.host_parts())
+        return dict(parts)
+
     def host_bytes(self) -> int:
-        return sum(layout.host_bytes() for layout in self.layouts.values())
+        return sum(self.host_parts().values())
 
     def tiles(self) -> dict[str, Tile]:
         """As schedules see them."""

@@ -2,14 +2,14 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from megacompile.errors import MegacompileError, ProgramError
+from megacompile.listing import op_counts
 from megacompile.plan import Plan
-from megacompile.program import Program, nodes, op_of, reached
+from megacompile.program import Program, reached
 from megacompile.verify import verify
 
 
@@ -54,8 +54,8 @@ def compile_program(model: Program, plan: Plan, pipeline: Sequence[Pass],
         except ProgramError as error:
             raise type(error)(f"pass {each.name} breaks the program: {error}") from None
         compiled.stages[each.name] = after
-        compiled.log.append(f"{number}/{len(pipeline)} {each.name}: {_count(after)} nodes{_difference(before, after)} "
-                            f"({(time.perf_counter() - started) * 1e3:.1f} ms)")
+        compiled.log.append(f"{number}/{len(pipeline)} {each.name}: {_count(before)} -> {_count(after)} nodes"
+                            f"{_difference(before, after)} ({(time.perf_counter() - started) * 1e3:.1f} ms)")
         if say is not None:
             say(compiled.log[-1])
     return compiled
@@ -77,15 +77,11 @@ def run_pass(each: Pass, program: Program, plan: Plan) -> Program:
     return made
 
 
-def _ops(program: Program) -> Mapping[str, int]:
-    return Counter(op_of(node).name for graph in program.sections.values() for node in nodes(graph))
-
-
 def _count(program: Program) -> int:
-    return sum(_ops(program).values())
+    return sum(op_counts(program).values())
 
 
 def _difference(before: Program, after: Program) -> str:
-    old, new = _ops(before), _ops(after)
+    old, new = op_counts(before), op_counts(after)
     changes = [f"{new.get(op, 0) - old.get(op, 0):+d} {op}" for op in {**old, **new} if new.get(op, 0) != old.get(op, 0)]
     return f", {', '.join(changes)}" if changes else ""
