@@ -200,11 +200,14 @@ class Handle:
 
     @property
     def stats(self) -> dict[str, Any]:
-        """Counters and sizes, in bytes."""
+        """Counters, sizes in bytes and times in seconds. `compiled`: graphs that inductor compiled, `compiled_from_cache` that
+        an earlier process had; `compile_s`, what both took; `capture_s`, the model's capture and templates."""
         streamed = self.streamed
         return dict(
             steps=streamed.steps, shapes=len(streamed.shapes), templates=len(streamed.captured.templates),
             compiled_variants=len(streamed.binder.compiled), capture_s=streamed.captured.seconds,
+            compiled=streamed.binder.inductor.compiled, compiled_from_cache=streamed.binder.inductor.from_cache,
+            compile_s=streamed.binder.inductor.seconds,
             host_bytes=sum(streamed.store.bytes().values()) + streamed.arena.slab_bytes(), host_parts=streamed.store.bytes(),
             slab_bytes=streamed.arena.slab_bytes(), slot_bytes=streamed.arena.device_bytes(),
             peak_device_bytes=streamed.backend.peak_bytes(),
