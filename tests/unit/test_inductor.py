@@ -46,7 +46,8 @@ def fresh_process(script: str, cache: Path) -> Any:
     """What a Python process prints last, as JSON."""
     path = os.pathsep.join([str(HERE), *filter(None, sys.path)])
     environment = {**os.environ, "MEGACOMPILE_CACHE": str(cache), "PYTHONPATH": path}
-    done = subprocess.run([sys.executable, "-c", script, str(HERE)], env=environment, capture_output=True, text=True, timeout=600)
+    command = [sys.executable, "-c", script, str(HERE)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -118,10 +119,15 @@ def test_the_environment_is_as_it_was(cache: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/elsewhere")
     monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
     folder = newest_folder()
-    with pytest.raises(KeyError), caching_in(folder):
-        assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(folder)
-        os.environ["TRITON_CACHE_DIR"] = "as inductor does"
-        raise KeyError
+
+    def fail() -> None:
+        with caching_in(folder):
+            assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(folder)
+            os.environ["TRITON_CACHE_DIR"] = "as inductor does"
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "/elsewhere" and "TRITON_CACHE_DIR" not in os.environ
 
 
@@ -134,7 +140,8 @@ def test_only_our_compilations_are_silent_about_tf32(cache: Path, monkeypatch: p
         return graph
 
     monkeypatch.setattr("torch._inductor.compile", compile_loudly)
-    with pytest.warns(UserWarning) as said:
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
         compile_once(torch.sin)
         warnings.warn(text, stacklevel=1)
     assert [str(w.message) for w in said] == ["something else", text]
@@ -145,5 +152,6 @@ def test_the_fused_gradient_of_a_chunk_is_the_unfused_one(cache: Path, softcap: 
     scores, target, factor = torch.randn(5, 11), torch.arange(5), torch.tensor([0.25, 0.25, 0.0, 0.25, 0.25])
     fused = linear_cross_entropy._fused_chunk_gradient(5, 11, torch.float32, scores.device, 0.5, softcap)
     with torch.no_grad():
-        got, expected = fused(scores, target, factor), linear_cross_entropy._chunk_gradient(scores, target, factor, 0.5, softcap)
+        got = fused(scores, target, factor)
+        expected = linear_cross_entropy._chunk_gradient(scores, target, factor, 0.5, softcap)
     torch.testing.assert_close(tuple(got), expected)
