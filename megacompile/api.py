@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from megacompile.batch import Arguments, input_dtypes, read_arguments
+from megacompile.batch import Arguments, batch_types, read_arguments
 from megacompile.config import StreamConfig
 from megacompile.durations import Durations
 from megacompile.editing import editable_text, load
@@ -19,6 +19,7 @@ from megacompile.frontend.attention_kernels import fused_kernel
 from megacompile.frontend.capture import CapturedModel, capture
 from megacompile.hardware import Hardware
 from megacompile.lease import LogitsWithoutLoss, StreamedLoss, refuse_hooks
+from megacompile.locked import spend_locked_memory
 from megacompile.optim import AdamW, check_unclaimed, claim, disclaim
 from megacompile.passes.template import Target
 from megacompile.plan import Plan, Shape
@@ -48,6 +49,7 @@ def stream(model: M, *, layers: str | None = None, example: Mapping[str, Tensor]
     Raises, before anything of the model has changed: `CaptureError`, `UnsupportedError`, `InsufficientMemoryError`,
     `DeviceUnavailableError`, and `MegacompileError` for an option out of range.
     """
+    check_module(model)
     if getattr(model, "megacompile", None) is not None:
         raise MegacompileError("the model is streamed already: model.megacompile.close() first to stream it with other options")
     if any(p.is_meta for p in model.parameters()):
@@ -58,6 +60,7 @@ def stream(model: M, *, layers: str | None = None, example: Mapping[str, Tensor]
     captured, tiling = analyse(model, config, backend.device.type, layers, example, fused_kernel(backend.device))
     check_host_memory(tiling)
     check_one_layer(captured, tiling, config, backend)
+    spend_locked_memory(captured, tiling, parse_bytes(config.locked_memory), config.gradient_slabs)
     store = build_store(model, tiling)
     streamed = Streamed(model, captured, tiling, store, backend, config)
     claim(streamed)
@@ -66,6 +69,13 @@ def stream(model: M, *, layers: str | None = None, example: Mapping[str, Tensor]
     model.__class__ = _streamed_class(type(model))
     gc.collect()  # the weights as they were
     return model
+
+
+def check_module(model: Any) -> None:
+    """Raises `MegacompileError` for what is no model."""
+    if not isinstance(model, nn.Module):
+        what = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
+        raise MegacompileError(f"a model must be a torch.nn.Module, not {what}: build or load the model first")
 
 
 def make_backend(device: str | torch.device | None) -> Backend:
@@ -125,7 +135,7 @@ class Handle:
         self.streamed = streamed
         self.anchor = torch.zeros((), requires_grad=True)
         captured = streamed.captured
-        self._dtypes = input_dtypes(captured)
+        self._types = batch_types(captured)
 
     # ---------------------------------------------------------------- calls of the model
     def call(self, model: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -153,7 +163,7 @@ class Handle:
         refuse_hooks(model)
         streamed.writes.check_model(model)
         streamed.captured.check_mode(model.training)
-        return read_arguments(model, forward, streamed.captured, self._dtypes, args, kwargs)
+        return read_arguments(model, forward, streamed.captured, self._types, args, kwargs)
 
     def train_step(self, batch: Mapping[str, Any], optimizer: AdamW) -> Tensor:
         """One whole training step as one program: forward, backward and update of `batch`, which has its labels. The loss,
@@ -181,9 +191,13 @@ class Handle:
             if streamed.shapes.latest is None:
                 raise MegacompileError("nothing has been compiled yet: pass a batch, or run one")
             return streamed.shapes.latest
-        inputs = {k: v for k, v in batch.items() if k in streamed.captured.batch_inputs}
-        first = next(iter(inputs.values()))
-        labels = set(streamed.captured.batch_inputs) <= inputs.keys()
+        known = streamed.captured.batch_inputs
+        inputs = {k: v for k, v in batch.items() if k in known} if isinstance(batch, Mapping) else {}
+        first = next(iter(inputs.values()), None)
+        if not isinstance(first, Tensor) or first.dim() < 2:
+            raise MegacompileError(f"a batch must map {', '.join(known)} to tensors [batch, length]: this is a "
+                                   f"{type(batch).__name__} without such")
+        labels = set(known) <= inputs.keys()
         return streamed.compiled(Shape(first.shape[0], first.shape[1], labels, labels and training, update=update))
 
     def program(self, batch: Mapping[str, Tensor] | None = None, stage: str | None = None) -> Program:
@@ -215,11 +229,14 @@ class Handle:
 
     @property
     def stats(self) -> dict[str, Any]:
-        """Counters and sizes, in bytes."""
+        """Counters, sizes in bytes and times in seconds. `compiled`: graphs that inductor compiled, `compiled_from_cache` that
+        an earlier process had; `compile_s`, what both took; `capture_s`, the model's capture and templates."""
         streamed = self.streamed
         return dict(
             steps=streamed.steps, shapes=len(streamed.shapes), templates=len(streamed.captured.templates),
             compiled_variants=len(streamed.binder.compiled), capture_s=streamed.captured.seconds,
+            compiled=streamed.binder.inductor.compiled, compiled_from_cache=streamed.binder.inductor.from_cache,
+            compile_s=streamed.binder.inductor.seconds,
             host_bytes=sum(streamed.store.bytes().values()) + streamed.arena.slab_bytes() + streamed.checkpoints.bytes(),
             host_parts=streamed.store.bytes(), checkpoint_bytes=streamed.checkpoints.bytes(),
             slab_bytes=streamed.arena.slab_bytes(), slot_bytes=streamed.arena.device_bytes(),

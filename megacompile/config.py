@@ -22,8 +22,8 @@ class StreamConfig:
         checkpoint_interval: K, layers between activation checkpoints.
         micro_batch_size: sequences a micro-batch.
         device_memory: budget of the device, bytes or "24GiB".
-        locked_memory: page-locked host memory that tiles may take; too little for all: weights and gradients pass through
-            slabs, which are page-locked whatever this says (`gradient_slabs` is how many there are).
+        locked_memory: page-locked host memory; too little for all weights and gradients: they pass through slabs, as many as
+            fit and at most `gradient_slabs`.
         dtype: compute dtype; None: that of the model's parameters.
         compile: templates through inductor; None: on cuda.
         saved_layers: how many last layers keep their residuals; None: on cuda as many as fit, elsewhere none.

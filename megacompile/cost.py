@@ -93,7 +93,7 @@ def peak_bytes(template: Template, variant: Variant, batch: int, length: int, fu
 
 
 def _peak_bytes(template: Template, variant: Variant, batch: int, length: int, fused: bool) -> int:
-    device_type, loops = template._target.device_type, token_loops(variant.graph)
+    device_type, loops = template.device_type, token_loops(variant.graph)
 
     def workspace(node: fx.Node, size: Callable[[Any], int]) -> int:
         if node.op == "call_module":

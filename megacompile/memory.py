@@ -45,7 +45,7 @@ def checkpoint_bytes(captured: CapturedModel, plan: Plan) -> list[int]:
 def slot_bytes(captured: CapturedModel, tiling: Tiling, plan: Plan) -> int:
     """Slots of weights, gradients and fetched checkpoints. They are made once and stay, so that an evaluation counts all of
     them too."""
-    layouts, border = tiling.layouts, _border(captured, tiling)
+    layouts, border = tiling.layouts, border_tiles(captured, tiling)
     layers = [layout for tile, layout in layouts.items() if tile not in border]
     streamed = [x for x in layers if x.name not in plan.resident]
     kept = plan.resident_state if plan.update == "step" else ()  # gradients that have slots of their own
@@ -118,7 +118,8 @@ def evaluation_bytes(captured: CapturedModel, tiling: Tiling, plan: Plan, fused:
     return Estimate(slot_bytes(captured, tiling, plan), 0, 3 * hidden + sum(logits[:-1]), workspace)
 
 
-def _border(captured: CapturedModel, tiling: Tiling) -> set[str]:
+def border_tiles(captured: CapturedModel, tiling: Tiling) -> set[str]:
+    """The tiles that the prologue or the epilogue reads."""
     return {tile for call in (captured.calls[0], captured.calls[-1]) for tile in tiling.tiles_of[call.name]}
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from megacompile.config import StreamConfig
 from megacompile.errors import InsufficientMemoryError
 from megacompile.frontend.capture import CapturedModel
+from megacompile.locked import LockedMemory, spend_locked_memory
 from megacompile.memory import Estimate, evaluation_bytes, training_bytes
 from megacompile.pace import Pace
 from megacompile.plan import Plan, split
@@ -206,11 +207,11 @@ class Planner:
     def _candidate(self, batch: int, length: int, size: int, interval: int, chunk: int) -> Plan:
         config, depth = self.config, len(self.captured.layer_names)
         wanted = depth - 1 if config.host_checkpoints is True else min(config.host_checkpoints or 0, depth - 1)
-        slots = config.weight_slots or min(depth, max(2, interval + 1))
+        slots, locked = config.weight_slots or min(depth, max(2, interval + 1)), self.locked()
         return Plan(
             batch, length, split(batch, min(size, batch)), interval, min(config.saved_layers or 0, depth), slots,
-            config.gradient_slots, self.resident(), self.resident_state(), self.locked(), 2, config.gradient_slabs,
-            token_chunk=chunk, host_checkpoints=wanted)
+            config.gradient_slots, self.resident(), self.resident_state(), locked.tiles, locked.staging_slabs,
+            locked.gradient_slabs, token_chunk=chunk, host_checkpoints=wanted)
 
     def plan_step(self, batch: int, length: int, update: str) -> Plan:
         """The plan of a whole step. Where memory allows it, the fewest waves that let every layer keep its residuals: then
@@ -291,11 +292,9 @@ class Planner:
             return self.stateful or ()
         return tuple(tile for tile in self._trained() if named == "all" or tile in named)
 
-    def locked(self) -> bool:
-        """Whether the tiles' own weights and gradients may be page-locked."""
-        if self.locked_bytes is None:
-            return True
-        return sum(x.weight_bytes + x.gradient_bytes for x in self.tiling.layouts.values()) <= self.locked_bytes
+    def locked(self) -> LockedMemory:
+        """How the budget of page-locked memory is spent. Raises `InsufficientMemoryError`."""
+        return spend_locked_memory(self.captured, self.tiling, self.locked_bytes, self.config.gradient_slabs)
 
     def estimate(self, plan: Plan, length: int, training: bool = True) -> Estimate:
         """Device bytes of a training step (or of an evaluation) under a plan, less the margin."""

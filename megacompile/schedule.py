@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megacompile.api import analyse
+from megacompile.api import analyse, check_module
 from megacompile.config import StreamConfig
 from megacompile.durations import Durations
 from megacompile.errors import MegacompileError
@@ -97,6 +97,7 @@ def schedule(model: nn.Module, *, batch: int, length: int, layers: str | None = 
     `update` None is a loop of forward, backward and step; "step" and "arrival" are `train_step`, with the update at its end
     or as gradients arrive. `hardware` is a machine to plan for, whose device and memory are taken unless options name
     others: a profile ("h200", "a100", "rtx3090"), a file that `megacompile calibrate` has written, or rates of your own."""
+    check_module(model)
     if update not in (None, "step", "arrival"):
         raise MegacompileError(f"update must be None, 'step' or 'arrival', not {update!r}")
     for name, size in (("batch", batch), ("length", length)):

@@ -66,7 +66,7 @@ class Streamed:
         self.steps = 0
         # Runs when the model is closed, and when it is forgotten: threads end, and no page stays locked.
         self._give_back = weakref.finalize(self, _give_back, self.executor, self.arena, self.checkpoints, store, backend)
-        if self.planner.locked():
+        if self.planner.locked().tiles:
             for tile in store.tiles.values():
                 for part in (tile.weights, tile.gradients):
                     if part is not None:

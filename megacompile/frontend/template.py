@@ -175,6 +175,11 @@ class Template:
     def variant_names(self) -> tuple[str, ...]:
         return tuple(self._recipes)
 
+    @property
+    def device_type(self) -> str:
+        """Of the device that the template was lowered to."""
+        return self._target.device_type
+
     def variant(self, name: str, chunk: int = 0) -> Variant:
         """The variant called `name`, cut and lowered at its first use. `chunk`: positions of a sequence at a time, where that
         is possible (`CHUNKED`); 0 for all at once. Raises `CaptureError` if there is none."""
@@ -240,7 +245,7 @@ class Template:
             self.stages[f"{label}.{template_pass.name}"] = graph.code
         loops = token_loops(graph)
         for module in (graph, *(loop.body for loop in loops.values())):
-            retarget(module, self._target.device_type)
+            retarget(module, self.device_type)
         self.stages[label] = graph.code
         self.stages.update({f"{label}.{target}": loop.body.code for target, loop in loops.items()})
         described = tuple(Gradient(i, results) for i, results in graph.meta["gradients"])

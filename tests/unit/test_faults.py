@@ -33,7 +33,7 @@ class InjectedError(Exception):
 def slabs() -> Iterator[tiny_models.Shared]:
     """A model that uses every op: slabs for weights and gradients, a tile resident, a tile updated on the device, blocks,
     checkpoints on the host."""
-    shared = tiny_models.Shared(bf16=True, checkpoint_interval=2, micro_batch_size=2, locked_memory=4096,
+    shared = tiny_models.Shared(bf16=True, checkpoint_interval=2, micro_batch_size=2, locked_memory="32KiB",
                                 resident=("model.layers.1",), resident_state=("model.layers.0",),
                                 host_checkpoints=True)
     yield shared

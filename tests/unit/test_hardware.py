@@ -114,6 +114,12 @@ def test_measuring_gives_rates_of_this_machine(measured: Hardware) -> None:
         assert row in measured.table()
 
 
+def test_a_whole_measurement_works_on_more_than_caches_hold_where_there_is_memory() -> None:
+    assert calibrate._working_set(1.0, 256 << 30) == calibrate._working_set(3.0, 64 << 30) == 1 << 31
+    assert calibrate._working_set(1.0, 8 << 30) == 1 << 30
+    assert 0 < calibrate._working_set(0.05, 256 << 30) < 1 << 27
+
+
 def test_a_failing_lane_fails_the_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: Any, **__: Any) -> None:
         raise ZeroDivisionError

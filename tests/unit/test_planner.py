@@ -23,7 +23,7 @@ from megacompile.config import StreamConfig
 from megacompile.errors import InsufficientMemoryError
 from megacompile.frontend import attention, linear_cross_entropy
 from megacompile.lowering import model_program
-from megacompile.memory import Estimate
+from megacompile.memory import Estimate, border_tiles
 from megacompile.passes import PIPELINE
 from megacompile.passes.manager import compile_program
 from megacompile.plan import Plan, split
@@ -344,13 +344,44 @@ def test_a_loss_that_cannot_be_split_is_not_split(analysis: Analysis) -> None:
         planner((whole, tiling), budget=least // 2).plan(8, LENGTH)
 
 
-@pytest.mark.parametrize(("locked_bytes", "expected"), [(None, True), (0, False)])
-def test_tiles_are_locked_where_the_budget_of_locked_memory_holds_them(
-        analysis: Analysis, locked_bytes: int | None, expected: bool) -> None:
-    tiles = sum(x.weight_bytes + x.gradient_bytes for x in analysis[1].layouts.values())
-    for budget, locked in ((locked_bytes, expected), (tiles, True), (tiles - 1, False)):
+def test_what_is_page_locked_is_within_its_budget(analysis: Analysis) -> None:
+    """Tiles are locked where they fit, with a slab for gradients that are added to; else as many slabs as fit."""
+    captured, tiling = analysis
+    layouts, border = tiling.layouts.values(), border_tiles(captured, tiling)
+    tiles = sum(x.weight_bytes + x.gradient_bytes for x in layouts)
+    layer, edge = (max(x.gradient_bytes for x in layouts if (x.name in border) == at_border) for at_border in (False, True))
+    slab = max(x.weight_bytes for x in layouts if x.name not in border)
+    edges = edge + max(x.weight_bytes for x in layouts if x.name in border)
+
+    def spent(budget: int | None) -> tuple[bool, int, int]:
         chosen = Planner(*analysis, StreamConfig.of(device="cpu"), 2**40, budget, 0).plan(8, LENGTH)
-        assert chosen.locked == locked
+        return chosen.locked, chosen.staging_slabs, chosen.gradient_slabs
+
+    assert spent(None) == spent(tiles + edge + 12 * layer) == (True, 2, 12)
+    assert spent(tiles + edge + layer) == (True, 2, 1)
+    assert not spent(tiles + edge + layer - 1)[0]
+    assert spent(edges + 2 * slab + 2 * layer) == (False, 2, 2)
+    assert spent(edges + 2 * slab + layer - 1) == (False, 1, 1)
+    assert spent(edges + slab + layer) == (False, 1, 1)
+    with pytest.raises(InsufficientMemoryError, match="of page-locked memory, and locked_memory is"):
+        spent(edges + slab + layer - 1)
+
+
+@pytest.mark.parametrize("staging", [1, 2])
+def test_slabs_take_no_more_than_the_budget_of_locked_memory(staging: int) -> None:
+    captured, tiling = api.analyse(tiny_models.build(), StreamConfig.of(device="cpu"), "cpu", None, None)
+    border = border_tiles(captured, tiling)
+    at_border, layers = ([x for x in tiling.layouts.values() if (x.name in border) == there] for there in (True, False))
+    least = sum(max(x.weight_bytes for x in tiles) + max(x.gradient_bytes for x in tiles) for tiles in (at_border, layers))
+    least += (staging - 1) * max(x.weight_bytes for x in layers)
+    model = megacompile.stream(tiny_models.build(), device="cpu", locked_memory=least)
+    try:
+        for _ in range(2):  # the second adds to gradients
+            model(**tiny_models.batch()).loss.backward()
+        assert model.megacompile.plan.staging_slabs == staging and not model.megacompile.plan.locked
+        assert 0 < model.megacompile.stats["slab_bytes"] <= least
+    finally:
+        model.megacompile.close()
 
 
 # ---- models that share a device --------------------------------------------------------------------------------------
