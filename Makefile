@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.installed
 TYPED  := build/typed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lint types check test demo clean
+.PHONY: help setup lint types check test pictures demo clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
@@ -34,6 +34,15 @@ check: lint types
 test: check  ## ruff, mypy and all tests that need no GPU
 	@# Spinning OpenMP threads would take the cores from the lanes of the next test. A worker takes about a gigabyte.
 	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist loadfile
+
+PICTURE = $(BIN)/megacompile inspect --hardware h200 --batch 64 --length 1024 --resident-state none
+
+pictures: $(STAMP)  ## draw docs/pictures anew: simulated steps, no GPU needed
+	$(PICTURE) docs/pictures/four-layers.json --micro-batch-size 16 --saved-layers 0 --picture docs/pictures/four-layers.svg
+	$(PICTURE) docs/pictures/four-layers.json --micro-batch-size 16 --saved-layers 0 --checkpoint-interval 2 \
+		--picture docs/pictures/four-layers-k2.svg
+	$(PICTURE) docs/pictures/qwen2-7b.json --micro-batch-size 16 --saved-layers 0 --picture docs/pictures/qwen2-7b.svg
+	$(PICTURE) docs/pictures/qwen2-7b.json --train-step --update arrival --waves 2 --picture docs/pictures/qwen2-7b-waves.svg
 
 demo: $(STAMP)  ## train a small model on the Python standard library, streamed on the CPU
 	$(BIN)/python examples/demo.py

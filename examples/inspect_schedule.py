@@ -8,6 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 import megacompile
+from megacompile.inspection import pass_log
 
 config = Qwen2Config(vocab_size=152064, hidden_size=3584, intermediate_size=18944, num_hidden_layers=6,
                      num_attention_heads=28, num_key_value_heads=4)
@@ -16,10 +17,10 @@ with torch.device("meta"):
 
 compiled = megacompile.schedule(model, batch=16, length=1024, micro_batch_size=8, checkpoint_interval=2, device="cpu")
 
-print(f"{sum(p.numel() for p in model.parameters()):,} parameters, templates: {', '.join(compiled.templates)}\n")
+print(f"{compiled.title()}; templates: {', '.join(compiled.templates)}\n")
 for name, program in compiled.stages.items():
     print(f"after {name:<12} {sum(len(graph.nodes) for graph in program.sections.values()):>4} nodes")
 
-last = list(compiled.stages)[-1]
-print(f"\n{compiled.program(last).text(fold=True)}\n")
-print(compiled.program(last).table("forward"))
+print(f"\n{pass_log(compiled.log, compiled.stages)}\n")
+print(f"{compiled.program().text(fold=True)}\n")
+print(compiled.program().table("forward"))

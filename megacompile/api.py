@@ -3,30 +3,37 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from megacompile.batch import Arguments, input_dtypes, read_arguments
-from megacompile.config import StreamConfig, format_bytes, parse_bytes
-from megacompile.errors import InsufficientMemoryError, MegacompileError, UnsupportedError
+from megacompile.batch import Arguments, batch_types, read_arguments
+from megacompile.config import StreamConfig
+from megacompile.durations import Durations
+from megacompile.editing import editable_text, load
+from megacompile.errors import MegacompileError, UnsupportedError
 from megacompile.frontend.attention_kernels import fused_kernel
 from megacompile.frontend.capture import CapturedModel, capture
+from megacompile.hardware import Hardware
 from megacompile.lease import LogitsWithoutLoss, StreamedLoss, refuse_hooks
+from megacompile.locked import spend_locked_memory
 from megacompile.optim import AdamW, check_unclaimed, claim, disclaim
-from megacompile.passes import TEMPLATE_PIPELINE
 from megacompile.passes.template import Target
-from megacompile.plan import Plan
-from megacompile.program import Program
+from megacompile.plan import Plan, Shape
+from megacompile.program import Op, Program
 from megacompile.recording import Recording
 from megacompile.runtime.cuda import CudaBackend
 from megacompile.runtime.lanes import Backend
 from megacompile.runtime.threads import ThreadBackend
 from megacompile.shapes import CompiledShape
+from megacompile.simulate import Timeline
+from megacompile.sizes import parse_bytes
 from megacompile.streamed import Streamed
-from megacompile.tiling import Tiling, build_store, check_host_memory
+from megacompile.tiling import Tiling, build_store, check_device_memory, check_host_memory
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -43,6 +50,7 @@ def stream(model: M, *, layers: str | None = None, example: Mapping[str, Tensor]
     Raises, before anything of the model has changed: `CaptureError`, `UnsupportedError`, `InsufficientMemoryError`,
     `DeviceUnavailableError`, and `MegacompileError` for an option out of range.
     """
+    check_module(model)
     if getattr(model, "megacompile", None) is not None:
         raise MegacompileError("the model is streamed already: model.megacompile.close() first to stream it with other options")
     if any(p.is_meta for p in model.parameters()):
@@ -52,7 +60,8 @@ def stream(model: M, *, layers: str | None = None, example: Mapping[str, Tensor]
     backend = make_backend(config.device)
     captured, tiling = analyse(model, config, backend.device.type, layers, example, fused_kernel(backend.device))
     check_host_memory(tiling)
-    check_one_layer(captured, tiling, config, backend)
+    check_device_memory(tiling, parse_bytes(config.device_memory) or backend.free_bytes())
+    spend_locked_memory(captured, tiling, parse_bytes(config.locked_memory), config.gradient_slabs)
     store = build_store(model, tiling)
     streamed = Streamed(model, captured, tiling, store, backend, config)
     claim(streamed)
@@ -61,6 +70,13 @@ def stream(model: M, *, layers: str | None = None, example: Mapping[str, Tensor]
     model.__class__ = _streamed_class(type(model))
     gc.collect()  # the weights as they were
     return model
+
+
+def check_module(model: Any) -> None:
+    """Raises `MegacompileError` for what is no model."""
+    if not isinstance(model, nn.Module):
+        what = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
+        raise MegacompileError(f"a model must be a torch.nn.Module, not {what}: build or load the model first")
 
 
 def make_backend(device: str | torch.device | None) -> Backend:
@@ -84,7 +100,7 @@ def analyse(model: nn.Module, config: StreamConfig, device_type: str, layers: st
         raise UnsupportedError(f"parameters are {', '.join(sorted(map(str, dtypes)))}: megacompile trains float32 and bfloat16")
     dtype = torch.bfloat16 if torch.bfloat16 in dtypes else torch.float32
     subject = model if config.dtype is None else _meta_twin(model, config.dtype)
-    captured = capture(subject, layers=layers, example=example, pipeline=TEMPLATE_PIPELINE,
+    captured = capture(subject, layers=layers, example=example, pipeline=config.template_passes,
                        target=Target(device_type, dtype, fused_attention))
     tiling = Tiling.of(model, captured.calls, config.dtype)
     for option in ("resident", "resident_state"):
@@ -103,16 +119,6 @@ def _meta_twin(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     return copy.deepcopy(model, memo)
 
 
-def check_one_layer(captured: CapturedModel, tiling: Tiling, config: StreamConfig, backend: Backend) -> None:
-    """Raises `InsufficientMemoryError` if the device does not even hold the weights of one layer."""
-    budget = parse_bytes(config.device_memory) or backend.free_bytes()
-    largest = max(sum(tiling.layouts[t].weight_bytes for t in tiles) for tiles in tiling.tiles_of.values())
-    if largest > budget:
-        raise InsufficientMemoryError(
-            f"one layer needs {format_bytes(largest)} of device memory and {format_bytes(budget)} are available: "
-            "use a larger device_memory, or a smaller model")
-
-
 class Handle:
     """`model.megacompile`: what was captured, planned and scheduled, and control over what runs."""
 
@@ -120,7 +126,7 @@ class Handle:
         self.streamed = streamed
         self.anchor = torch.zeros((), requires_grad=True)
         captured = streamed.captured
-        self._dtypes = input_dtypes(captured)
+        self._types = batch_types(captured)
 
     # ---------------------------------------------------------------- calls of the model
     def call(self, model: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -148,7 +154,7 @@ class Handle:
         refuse_hooks(model)
         streamed.writes.check_model(model)
         streamed.captured.check_mode(model.training)
-        return read_arguments(model, forward, streamed.captured, self._dtypes, args, kwargs)
+        return read_arguments(model, forward, streamed.captured, self._types, args, kwargs)
 
     def train_step(self, batch: Mapping[str, Any], optimizer: AdamW) -> Tensor:
         """One whole training step as one program: forward, backward and update of `batch`, which has its labels. The loss,
@@ -167,25 +173,43 @@ class Handle:
         return streamed.train_step(given.inputs, given.normaliser, optimizer.request(), optimizer.overlap is not None)
 
     # ---------------------------------------------------------------- looking
-    def compiled(self, batch: Mapping[str, Tensor] | None = None) -> CompiledShape:
-        """The compiled shape of a batch; of the last one without. Compiles, runs nothing."""
+    def compiled(self, batch: Mapping[str, Tensor] | None = None, *, training: bool = True,
+                 update: str | None = None, whole_step: bool = False) -> CompiledShape:
+        """The compiled shape of a batch; of the last one without. `training` False: of an evaluation, as a batch without labels
+        always is. Of a training step: `update` is "step" or "arrival" (None: as the optimizer does that was made last), and
+        `whole_step` asks for that of a `train_step`. Compiles, runs nothing."""
         streamed = self.streamed
         if batch is None:
             if streamed.shapes.latest is None:
                 raise MegacompileError("nothing has been compiled yet: pass a batch, or run one")
             return streamed.shapes.latest
-        inputs = {k: v for k, v in batch.items() if k in streamed.captured.batch_inputs}
-        return streamed.compiled(streamed.shape_of(inputs, training=set(streamed.captured.batch_inputs) <= inputs.keys()))
+        known = streamed.captured.batch_inputs
+        inputs = {k: v for k, v in batch.items() if k in known} if isinstance(batch, Mapping) else {}
+        first = next(iter(inputs.values()), None)
+        if not isinstance(first, Tensor) or first.dim() < 2:
+            raise MegacompileError(f"a batch must map {', '.join(known)} to tensors [batch, length]: this is a "
+                                   f"{type(batch).__name__} without such")
+        shape = streamed.shape_of(inputs, training=training and set(known) <= inputs.keys())
+        if shape.training:
+            shape = replace(shape, update=update or shape.update, whole_step=whole_step)
+        return streamed.compiled(shape)
 
-    def program(self, batch: Mapping[str, Tensor] | None = None, stage: str = "synchronize") -> Program:
-        """The program for a batch's shape, after the pass of that name."""
+    def program(self, batch: Mapping[str, Tensor] | None = None, stage: str | None = None) -> Program:
+        """The program for a batch's shape: the one that runs, or as the pass of that name left it."""
         stages = self.compiled(batch).compiled.stages
+        if stage is None:
+            return self.compiled(batch).program
         if stage not in stages:
             raise MegacompileError(f"there is no stage {stage!r}: there are {', '.join(stages)}")
         return stages[stage]
 
     def table(self, batch: Mapping[str, Tensor] | None = None, section: str | None = None) -> str:
         return self.program(batch).table(section)
+
+    def text(self, batch: Mapping[str, Tensor] | None = None, **which: Any) -> str:
+        """The program for a batch's shape (`which`, as for `compiled`), as text that says what it was made for: it may be
+        edited, and `load_program` runs it."""
+        return editable_text(self.compiled(batch, **which))
 
     @property
     def stages(self) -> dict[str, Program]:
@@ -199,12 +223,16 @@ class Handle:
 
     @property
     def stats(self) -> dict[str, Any]:
-        """Counters and sizes, in bytes."""
+        """Counters, sizes in bytes and times in seconds. `compiled`: graphs that inductor compiled, `compiled_from_cache` that
+        an earlier process had; `compile_s`, what both took; `capture_s`, the model's capture and templates."""
         streamed = self.streamed
         return dict(
             steps=streamed.steps, shapes=len(streamed.shapes), templates=len(streamed.captured.templates),
             compiled_variants=len(streamed.binder.compiled), capture_s=streamed.captured.seconds,
-            host_bytes=sum(streamed.store.bytes().values()) + streamed.arena.slab_bytes(), host_parts=streamed.store.bytes(),
+            compiled=streamed.binder.inductor.compiled, compiled_from_cache=streamed.binder.inductor.from_cache,
+            compile_s=streamed.binder.inductor.seconds,
+            host_bytes=sum(streamed.store.bytes().values()) + streamed.arena.slab_bytes() + streamed.checkpoints.bytes(),
+            host_parts=streamed.store.bytes(), checkpoint_bytes=streamed.checkpoints.bytes(),
             slab_bytes=streamed.arena.slab_bytes(), slot_bytes=streamed.arena.device_bytes(),
             peak_device_bytes=streamed.backend.peak_bytes(),
             predicted_device_bytes=max((s.estimate.total for s in streamed.shapes.table.values()), default=0),
@@ -214,7 +242,38 @@ class Handle:
         """A context in which each instruction's start and end are recorded, on the device's own clock: see `Recording`."""
         return Recording(self.streamed)
 
+    def simulate(self, batch: Mapping[str, Tensor] | None = None, hardware: str | Path | Hardware | None = None,
+                 without: Callable[[Op], bool] | None = None) -> Timeline:
+        """What `record` would show of some steps, predicted: of a batch's program, or of the last one; here, or on `hardware`
+        (as in `megacompile.schedule`). Ops that are `without` take no time. Raises `MegacompileError` for a machine of which
+        nothing is known."""
+        streamed, shape = self.streamed, self.compiled(batch)
+        if not isinstance(hardware, Hardware):
+            hardware = Hardware.here(streamed.backend.device) if hardware is None else Hardware.find(hardware)
+        durations = Durations(streamed.captured, streamed.tiling.layouts, hardware, streamed.binder.compiling)
+        return durations.simulate(shape.program, shape.plan, without)
+
     # ---------------------------------------------------------------- control
+    def load_program(self, source: str | Path) -> Shape:
+        """Runs an edited `text` from now on for the shape that it was made for, which is returned: a string, or a file.
+        Forwards that are open go on with the program that they began with. Evaluations have a program of their own
+        (`text(batch, training=False)`).
+
+        Raises `ProgramError` if the text does not parse or is not proved safe, or was made for another model;
+        `InsufficientMemoryError` if its slots do not fit. Then nothing has changed."""
+        streamed = self.streamed
+        beside = {*streamed.shapes.table.values(), *(lease.shape for lease in streamed.open_leases()), streamed.trained,
+                  streamed.residency.shape}
+        loaded = load(source, streamed.shapes, [shape.program for shape in beside if shape is not None])
+        streamed.shapes.adopt(loaded)
+        return loaded.shape
+
+    def unload_program(self, shape: Shape | None = None) -> None:
+        """Goes back to the compiled program of a shape, or of all. Raises `MegacompileError` if none was loaded for it."""
+        if not self.streamed.shapes.drop(shape):
+            raise MegacompileError("no edited program is loaded" + (f" for {shape}" if shape is not None else "")
+                                   + ": there is nothing to go back from")
+
     def synchronize(self) -> None:
         """Waits for updates in flight. Afterwards parameters, gradients and optimizer state that you hold are current."""
         self.streamed.residency.bring_home()

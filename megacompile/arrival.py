@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 from megacompile.errors import LeaseError, MegacompileError
 
 if TYPE_CHECKING:
+    from megacompile.lease import Lease
     from megacompile.runtime.operations import Update
-    from megacompile.streamed import Lease, Streamed
+    from megacompile.streamed import Streamed
 
 
 class Updater(Protocol):
@@ -62,7 +63,7 @@ class Arrival:
         if reason is not None:
             for each in (lease, *self.streamed.open_leases()):
                 each.closed = True
-                each.values.clear()
+                each.end()
             raise reason
 
     def _reason(self, lease: Lease) -> MegacompileError | None:

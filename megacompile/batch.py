@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from megacompile.errors import UnsupportedError
 from megacompile.frontend.capture import CapturedModel
+from megacompile.frontend.template import TemplateInput
 
 #: Arguments whose value changes nothing that a streamed model does, when they have one of these values.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -29,17 +30,17 @@ class Arguments:
     has_labels: bool
 
 
-def input_dtypes(captured: CapturedModel) -> dict[str, torch.dtype]:
-    """The dtype of each batch input in the captured graphs."""
+def batch_types(captured: CapturedModel) -> dict[str, TemplateInput]:
+    """Shape and dtype of each batch input in the captured graphs."""
     described = (pair for call in captured.calls for pair in zip(call.sources, captured.templates[call.template].inputs,
                                                                  strict=True))
-    return {source.name: x.dtype for source, x in described if source.kind == "batch" and x.dtype is not None}
+    return {source.name: x for source, x in described if source.kind == "batch"}
 
 
 def read_arguments(model: nn.Module, forward: Callable[..., Any], captured: CapturedModel,
-                   dtypes: Mapping[str, torch.dtype], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Arguments:
+                   types: Mapping[str, TemplateInput], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Arguments:
     """Raises `UnsupportedError` for an argument that cannot be honoured. Without all labels a forward gives
-    logits. `dtypes` as `input_dtypes` gives them."""
+    logits. `types` as `batch_types` gives them."""
     name, labels = type(model).__name__, captured.labels
     try:
         given = dict(inspect.signature(forward).bind(*args, **kwargs).arguments)
@@ -54,7 +55,7 @@ def read_arguments(model: nn.Module, forward: Callable[..., Any], captured: Capt
     for key, value in given.items():
         if key in captured.batch_inputs:
             if value is not None:
-                inputs[key] = _checked(name, key, value, dtypes.get(key))
+                inputs[key] = _checked(name, key, value, types.get(key))
         elif not _neutral(key, value):
             raise UnsupportedError(f"{name}: argument {key} cannot be honoured yet by a streamed model: leave it out "
                                    f"(it takes {', '.join(captured.batch_inputs)})")
@@ -80,11 +81,14 @@ def read_arguments(model: nn.Module, forward: Callable[..., Any], captured: Capt
     return Arguments(inputs, normaliser, has_labels)
 
 
-def _checked(name: str, key: str, value: Any, dtype: torch.dtype | None) -> Tensor:
+def _checked(name: str, key: str, value: Any, expected: TemplateInput | None) -> Tensor:
     """The value in the captured dtype, and contiguous as the captured one was: its strides are part of the graphs."""
-    if not isinstance(value, Tensor) or value.dim() < 2 or value.is_floating_point():
+    shape = expected.shape[2:] if expected is not None else ()
+    dtype = expected.dtype if expected is not None else None
+    if not isinstance(value, Tensor) or value.dim() < 2 or tuple(value.shape[2:]) != shape or value.is_floating_point():
         what = f"{value.dtype} of shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-        raise UnsupportedError(f"{name}: {key} must be an integer tensor [batch, length], not {what}")
+        raise UnsupportedError(f"{name}: {key} must be an integer tensor [{', '.join(map(str, ('batch', 'length', *shape)))}], "
+                               f"not {what}")
     if dtype is not None and torch.promote_types(value.dtype, dtype) != dtype:
         raise UnsupportedError(f"{name}: {key} is {value.dtype}, which {dtype} does not hold: cast it to {dtype}")
     return value.to(dtype=dtype).contiguous()

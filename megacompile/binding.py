@@ -10,6 +10,7 @@ import torch
 from megacompile.frontend.capture import CapturedModel
 from megacompile.frontend.template import Call, Template, Variant
 from megacompile.frontend.variants import compile_variant
+from megacompile.inductor import Inductor
 from megacompile.plan import Plan
 from megacompile.program import Program, argument, nodes, op_of
 from megacompile.runtime.kernels import Input, Kernel, ParameterGradient
@@ -21,13 +22,15 @@ TEMPLATE_OPS = frozenset({"forward", "forward_saving", "loss", "evaluate", "logi
 
 @dataclass
 class Binder:
-    """Kernels of one streamed model. State: compiled variants by (template, variant, batch, length, mode, chunk)."""
+    """Kernels of one streamed model. State: compiled variants by (template, variant, batch, length, mode, chunk); what
+    `inductor` has done for them."""
 
     captured: CapturedModel
     tiling: Tiling
     device: torch.device
     compiling: bool
     compiled: dict[tuple[str, str, int, int, str, int], Callable[..., Any]] = field(default_factory=dict)
+    inductor: Inductor = field(default_factory=Inductor)
 
     def bind(self, program: Program, section: str, plan: Plan, steady: bool = True) -> dict[tuple[str, str, int], Kernel]:
         """The kernels of a section, by (call, op, micro-batch). Shapes that do not come again (`steady` false: a
@@ -75,7 +78,7 @@ class Binder:
         key = template.name, variant.name, batch, length, mode, chunk
         if key not in self.compiled:
             examples = example_inputs(template, variant, batch, length, self.device) if mode == "inductor" else ()
-            self.compiled[key] = compile_variant(variant, examples, mode)
+            self.compiled[key] = compile_variant(variant, examples, mode, self.inductor)
         return self.compiled[key]
 
 

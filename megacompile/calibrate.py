@@ -21,22 +21,29 @@ from megacompile.hardware import Hardware, device_name
 from megacompile.program import Lane
 from megacompile.runtime import adam
 from megacompile.runtime.lanes import Backend
-from megacompile.runtime.store import host_memory
+from megacompile.runtime.store import PAGE, available_host_bytes, host_memory
 
 #: Long enough for a GPU to come down to the clock that its power allows.
 SUSTAINED_S = 3.0
 SHORT_S = 0.6
 CALLS_IN_FLIGHT = 4
+#: 16 bytes for each of 2**27 parameters; a server's processor has caches of a few hundred megabytes.
+WORKING_SET_BYTES = 1 << 31
+#: That an update of a parameter reads or writes: weight, gradient, remainder and two moments, rounded up to a power of two.
+ADAM_BYTES = 16
 _TOGETHER = (("d2h", "h2d"), ("cpu", "h2d"), ("cpu", "d2h"), ("cpu", "d2h", "h2d"))
 
 
 def measure(device: str | torch.device | None = None, scale: float = 1.0) -> Hardware:
-    """The rates of this machine with `device` (None: cuda if there is one). `scale` multiplies how long each is measured.
+    """The rates of this machine with `device` (None: cuda if there is one). `scale` multiplies how long each is measured
+    and, below 1, what host memory it works on, until caches flatter the rates.
 
-    Raises `DeviceUnavailableError`. Takes about a gigabyte of host memory, and two on a GPU."""
+    Raises `DeviceUnavailableError`. Takes up to five gigabytes of host memory, less where less is available, and two on
+    a GPU."""
     backend = make_backend(device)
+    host_bytes = _working_set(scale, available_host_bytes())
     compute = _Compute(backend, scale)
-    activities = _activities(backend)
+    activities = _activities(backend, host_bytes)
     try:
         alone = {lane: _together(backend, {lane: activities[lane]}, SHORT_S * scale)[lane] for lane in activities}
         beside = {}
@@ -54,21 +61,22 @@ def measure(device: str | torch.device | None = None, scale: float = 1.0) -> Har
         name=device_name(backend.device)[1], cores=len(os.sched_getaffinity(0)), device_type=backend.device.type, source=source,
         gemm_flops=gemm, attention_efficiency=compute.attention(gemm), memory_bandwidth=compute.memory_bandwidth(),
         launch_s=compute.launch(), link={"h2d": alone[Lane.H2D], "d2h": alone[Lane.D2H]},
-        host_copy=_host_copy(SHORT_S * scale), adam=alone[Lane.CPU], beside=beside, host_memory=_host_bytes(),
+        host_copy=_host_copy(SHORT_S * scale, host_bytes // 2), adam=alone[Lane.CPU], beside=beside, host_memory=_host_bytes(),
         fused_attention=attention_kernels.fused_kernel(backend.device),
         device_memory=torch.cuda.mem_get_info(backend.device)[1] if cuda else _host_bytes())
 
 
-def _rate(call: Callable[[], object], units: float, seconds: float, synchronize: Callable[[], None]) -> float:
+def _rate(call: Callable[[], object], units: float, seconds: float, synchronize: Callable[[], None],
+          in_flight: int = CALLS_IN_FLIGHT) -> float:
     """Units a second over the second half of `seconds`, where clocks have settled; a few calls are in flight at a time."""
     passed, count = 0.0, 0
     for _ in range(2):
         begin, count = time.perf_counter(), 0
         while count == 0 or time.perf_counter() - begin < seconds / 2:
-            for _ in range(CALLS_IN_FLIGHT):
+            for _ in range(in_flight):
                 call()
             synchronize()
-            count += CALLS_IN_FLIGHT
+            count += in_flight
         passed = time.perf_counter() - begin
     return units * count / passed
 
@@ -137,9 +145,16 @@ class _Activity:
     close: Callable[[], None] = lambda: None
 
 
-def _activities(backend: Backend) -> dict[Lane, _Activity]:
-    """Copies in bytes, AdamW in parameters. Working sets are larger than caches."""
-    return {Lane.H2D: _copying(backend, Lane.H2D), Lane.D2H: _copying(backend, Lane.D2H), Lane.CPU: _updating(1 << 25)}
+def _working_set(scale: float, available: int) -> int:
+    """Bytes of host memory to work on: more than any processor's caches hold, or what a small machine can spare. Less for
+    less than a whole measurement, which is to be quick before all else."""
+    return int(min(WORKING_SET_BYTES, available // 8) * min(1.0, scale)) // PAGE * PAGE
+
+
+def _activities(backend: Backend, host_bytes: int) -> dict[Lane, _Activity]:
+    """Copies in bytes, AdamW in parameters."""
+    return {Lane.H2D: _copying(backend, Lane.H2D), Lane.D2H: _copying(backend, Lane.D2H),
+            Lane.CPU: _updating(host_bytes // ADAM_BYTES)}
 
 
 def _copying(backend: Backend, lane: Lane, size: int = 1 << 28) -> _Activity:
@@ -195,9 +210,9 @@ def _together(backend: Backend, activities: Mapping[Lane, _Activity], seconds: f
         return {lane: future.result() for lane, future in running.items()}
 
 
-def _host_copy(seconds: float, size: int = 1 << 27) -> float:
+def _host_copy(seconds: float, size: int) -> float:
     source, into = host_memory(size).fill_(1), host_memory(size).fill_(0)
-    return _rate(lambda: adam.copy(into, source), size, seconds, lambda: None)
+    return _rate(lambda: adam.copy(into, source), size, seconds, lambda: None, in_flight=1)
 
 
 def _host_bytes() -> int:

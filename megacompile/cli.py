@@ -1,4 +1,4 @@
-"""The command line: `megacompile train`, `inspect`, `plan`, `calibrate` and `bench`.
+"""The command line: `megacompile train`, `inspect`, `verify`, `plan`, `calibrate` and `bench`.
 
 Exit codes: 0 done; 1 refused, the reason on stderr; 2 wrong arguments; 130 stopped by Ctrl-C (and saved, if asked).
 """
@@ -6,24 +6,40 @@ from __future__ import annotations
 
 import enum
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
 from rich.console import Console
+from tabulate import tabulate
 from typer.core import TyperGroup
 
 import megacompile
-from megacompile import training
+from megacompile import inspection, timeline, training
+from megacompile import picture as pictures
 from megacompile.calibrate import measure
 from megacompile.corpus import Corpus, PretrainedTokenizer, load_tokenizer
-from megacompile.errors import LaneError, MegacompileError
-from megacompile.frontend.template import Template
+from megacompile.editing import source_text
+from megacompile.errors import ArgumentError, LaneError, MegacompileError
 from megacompile.hardware import cache_path
+from megacompile.options import (
+    CheckpointInterval,
+    Device,
+    DeviceMemory,
+    DType,
+    Knobs,
+    MicroBatchSize,
+    Model,
+    ModelDType,
+    Planning,
+    with_options,
+)
+from megacompile.text import parse
+from megacompile.verify import judge
 
 EXIT_FAILED = 1
+EXIT_ARGUMENT = 2
 EXIT_INTERRUPTED = 130
 
 
@@ -32,34 +48,24 @@ class _Commands(TyperGroup):
         """Ends on an error of ours with its message alone; any other exception is a fault and keeps its traceback."""
         try:
             return super().invoke(ctx)
+        except ArgumentError as error:
+            message, code = str(error), EXIT_ARGUMENT
         except MegacompileError as error:
-            message = str(error)
+            message, code = str(error), EXIT_FAILED
         except LaneError as error:
-            message = str(error).splitlines()[0]  # without the program around it
+            message, code = str(error).splitlines()[0], EXIT_FAILED  # without the program around it
         print(f"megacompile: {message}", file=sys.stderr)
-        raise typer.Exit(EXIT_FAILED)
+        raise typer.Exit(code)
 
 
 app = typer.Typer(cls=_Commands, help="Train decoder models whose weights live in host memory.", no_args_is_help=True,
                   add_completion=False, pretty_exceptions_enable=False)
 
 
-class DType(enum.StrEnum):
-    AUTO = "auto"
-    FLOAT32 = "float32"
-    BFLOAT16 = "bfloat16"
-
-    def resolve(self) -> torch.dtype | None:
-        return None if self is DType.AUTO else getattr(torch, self.value)
-
-
-Model = Annotated[Path, typer.Argument(metavar="MODEL", exists=True, readable=True,
-                                       help="A model directory, or a config (directory or JSON file).")]
-CheckpointInterval = Annotated[int | None, typer.Option(min=1, help="Layers between activation checkpoints.")]
-MicroBatchSize = Annotated[int | None, typer.Option(min=1, help="Sequences that the device works on at a time.")]
-Device = Annotated[str | None, typer.Option(help="Where layers are computed: cpu or cuda.")]
-DeviceMemory = Annotated[str | None, typer.Option(help='Device memory to stay within, such as "24GiB".')]
-ModelDType = Annotated[DType, typer.Option(help="Data type of the weights; auto takes the model's own.")]
+class Form(enum.StrEnum):
+    PYTHON = "python"
+    TABLE = "table"
+    JSON = "json"
 
 
 @app.callback(invoke_without_command=True)
@@ -71,7 +77,8 @@ def version(show: Annotated[bool, typer.Option("--version", help="Print the vers
 
 @app.command()
 def train(
-    model_path: Model,
+    model_path: Annotated[Path, typer.Argument(metavar="MODEL", exists=True, readable=True,
+                                               help="A model directory, or a config (directory or JSON file).")],
     data: Annotated[list[Path], typer.Option(exists=True, dir_okay=False, readable=True,
                                              help="A text file; repeat for more.")],
     steps: Annotated[int, typer.Option(min=1)] = 1000,
@@ -107,7 +114,8 @@ def train(
     console.print(f"{training.parameter_count(model):,} parameters, {corpus.tokens.numel():,} tokens of data, "
                   f"{batch * length:,} tokens a step")
 
-    model = megacompile.stream(model, **_config(checkpoint_interval, micro_batch_size, device, device_memory))
+    knobs = Knobs(device, device_memory, checkpoint_interval=checkpoint_interval, micro_batch_size=micro_batch_size)
+    model = megacompile.stream(model, **knobs.given())
     model.train()
     optimizer = megacompile.AdamW(model.parameters(), lr=lr, weight_decay=weight_decay,
                                   max_grad_norm=max_grad_norm or None)
@@ -130,61 +138,89 @@ def train(
 
 
 @app.command()
+@with_options
 def inspect(
-    model_path: Model,
-    batch: Annotated[int, typer.Option(min=1, help="Sequences a step.")] = 8,
-    length: Annotated[int, typer.Option(min=2, help="Tokens a sequence.")] = 512,
-    stage: Annotated[str | None, typer.Option(help="Show the program as this pass left it; else the last.")] = None,
+    model: Model,
+    planning: Planning,
+    knobs: Knobs,
+    stage: Annotated[str | None, typer.Option(help="Show what this pass made; else the last stage.")] = None,
     section: Annotated[str | None, typer.Option(help="Show one section, such as forward, backward or update.")] = None,
-    table: Annotated[bool, typer.Option("--table", help="Show the program as a table.")] = False,
+    layers: Annotated[str | None, typer.Option(metavar="FIRST:END", help="Show only what is about these layers, "
+                                                                         "from 0.")] = None,
+    diff: Annotated[str | None, typer.Option(metavar="STAGE..STAGE", help="Show what changed from one stage to "
+                                                                          "another.")] = None,
+    form: Annotated[Form, typer.Option(help="How to print it.")] = Form.PYTHON,
     fold: Annotated[bool, typer.Option(help="Fold what repeats from layer to layer.")] = True,
-    template: Annotated[str | None, typer.Option(help="Show this template's graphs instead.")] = None,
-    checkpoint_interval: CheckpointInterval = None,
-    micro_batch_size: MicroBatchSize = None,
-    device: Device = None,
-    device_memory: DeviceMemory = None,
-    dtype: ModelDType = DType.AUTO,
+    template: Annotated[str | None, typer.Option(help="Show this template's graphs instead; with --stage, of one of its "
+                                                      "passes.")] = None,
+    log: Annotated[bool, typer.Option("--log", help="Show what each pass did instead: op counts before and after it.")] = False,
+    trace: Annotated[Path | None, typer.Option(dir_okay=False, help="Simulate some steps and write them here, for Perfetto "
+                                                                    "(JSON). Nothing is printed.")] = None,
+    picture: Annotated[Path | None, typer.Option(dir_okay=False, help="Simulate a step and draw it here (.svg or .png). "
+                                                                      "Nothing is printed.")] = None,
 ) -> None:
-    """Show what a model compiles to: stages, schedule, templates. Loads no weights and trains nothing."""
-    model = training.load_model(model_path, dtype=dtype.resolve(), meta=True)
-    compiled = megacompile.schedule(model, batch=batch, length=length,
-                                    **_config(checkpoint_interval, micro_batch_size, device, device_memory))
-    if template is not None:
-        print(_template_text(_choose(compiled.templates, template, "template")))
-        return
+    """Show what a model compiles to: stages, schedule, templates, timelines. Loads no weights and needs no GPU."""
+    if picture is not None:
+        pictures.check(picture)
+    compiled = planning.schedule(model, knobs)
     stages = compiled.stages
-    program = _choose(stages, stage if stage is not None else list(stages)[-1], "stage")
-    if section is not None:
-        _choose(program.sections, section, "section")
-    if table:
-        print(program.table(section))
-        return
-    print(f"# stages: {', '.join(stages)}")
-    print(f"# templates: {', '.join(compiled.templates)}")
-    print(program.text(section=section, fold=fold))
+    if trace is not None or picture is not None:
+        simulated = {"simulated": compiled.simulate()}
+        if trace is not None:
+            timeline.save_trace(simulated, trace)
+        if picture is not None:
+            pictures.save(simulated, picture, title=compiled.title())
+    elif log:
+        print(inspection.pass_log(compiled.log, stages))
+    elif template is not None:
+        chosen = inspection.choose(compiled.templates, template, "template")
+        print(inspection.template(chosen, stage, form.value, compiled.plan.token_chunk))
+    else:
+        last = compiled.program()
+        among = inspection.layer_range(layers, last) if layers is not None else None
+        if diff is not None:
+            print(inspection.difference(*inspection.stage_range(diff, stages), section, among, fold))
+            return
+        program = inspection.choose(stages, stage, "stage") if stage is not None else last
+        shown = inspection.select(program, section, among)
+        if form is Form.PYTHON:
+            print(f"# {compiled.title()}\n# stages: {', '.join(stages)}\n# templates: {', '.join(compiled.templates)}")
+        print(inspection.render(program, shown, form.value, fold))
 
 
 @app.command()
-def plan(
-    model_path: Model,
-    batch: Annotated[int, typer.Option(min=1, help="Sequences a step.")] = 8,
-    length: Annotated[int, typer.Option(min=2, help="Tokens a sequence.")] = 512,
-    hardware: Annotated[str | None, typer.Option(help="A profile (h200, a100, rtx3090) or a file of calibrate; else this "
-                                                      "machine.")] = None,
-    checkpoint_interval: CheckpointInterval = None,
-    micro_batch_size: MicroBatchSize = None,
-    device: Device = None,
-    device_memory: DeviceMemory = None,
-    dtype: ModelDType = DType.AUTO,
+def verify(
+    program_file: Annotated[Path, typer.Argument(metavar="PROGRAM_FILE", exists=True, dir_okay=False, readable=True,
+                                                 help="A program as text, as printed or edited.")],
 ) -> None:
-    """Predict step time, memory and what binds, for the plan that would be chosen and for those beside it.
+    """Prove a program safe, or show where it is not: exit code 0 or 1. Runs nothing, and needs no model."""
+    program = parse(source_text(program_file))
+    verdicts, error = judge(program)
+    words = {True: "holds", False: "BROKEN", None: "not asked"}
+    print(f"{program_file}: stage {program.stage}, sections {', '.join(program.sections) or 'none'}\n")
+    print(tabulate([(v.rule, words[v.holds], v.why) for v in verdicts], ["rule", "", ""], tablefmt="simple"))
+    if error is not None:
+        print(f"\n{error}")
+        raise typer.Exit(EXIT_FAILED)
 
-    Loads no weights, trains nothing, and needs no GPU to plan for one.
+
+@app.command()
+@with_options
+def plan(
+    model: Model,
+    planning: Planning,
+    knobs: Knobs,
+    host_memory: Annotated[str | None, typer.Option(help='Host memory to stay within, such as "256GiB"; else that of the '
+                                                         "hardware.")] = None,
+) -> None:
+    """Predict whether a model fits, how fast a step is and what binds, for the plan that would be chosen and those beside it.
+
+    Loads no weights, trains nothing, and needs no GPU to plan for one. Exit code 1 if the model does not fit.
     """
-    model = training.load_model(model_path, dtype=dtype.resolve(), meta=True)
-    compiled = megacompile.schedule(model, batch=batch, length=length, hardware=hardware,
-                                    **_config(checkpoint_interval, micro_batch_size, device, device_memory))
-    print(compiled.explain())
+    found = planning.schedule(model, knobs).outlook(host_memory)
+    print(found.text())
+    if not found.fits:
+        raise typer.Exit(EXIT_FAILED)
 
 
 @app.command()
@@ -220,10 +256,10 @@ def bench(
     from megacompile.bench.table import markdown
     from megacompile.bench.tables import TABLES
     if plot is not None:
-        plots.check()
+        pictures.check_matplotlib()
     if shape is not None:
-        _choose(SHAPES, shape, "shape")
-    table = _choose(TABLES, name, "table").of_shape(shape)
+        inspection.choose(SHAPES, shape, "shape")
+    table = inspection.choose(TABLES, name, "table").of_shape(shape)
     try:
         run(table, output, limit_s=None if limit_minutes is None else 60 * limit_minutes, retry=retry)
     except KeyboardInterrupt:
@@ -232,24 +268,3 @@ def bench(
     print(markdown(table, rows.read(output)))
     if plot is not None:
         plots.draw(table, rows.read(output), plot)
-
-
-def _config(checkpoint_interval: int | None, micro_batch_size: int | None, device: str | None,
-            device_memory: str | None) -> dict[str, Any]:
-    """The knobs that were given; the others are left to `megacompile`'s own choice."""
-    knobs = {"checkpoint_interval": checkpoint_interval, "micro_batch_size": micro_batch_size, "device": device,
-             "device_memory": device_memory}
-    return {name: value for name, value in knobs.items() if value is not None}
-
-
-def _choose(choices: Mapping[str, Any], name: str, what: str) -> Any:
-    if name not in choices:
-        raise MegacompileError(f"there is no {what} {name!r}: choose one of {', '.join(choices)}")
-    return choices[name]
-
-
-def _template_text(template: Template) -> str:
-    """Every variant as Python, with shapes and dtypes in B and T's symbols."""
-    graphs = (f"# {name}\n{template.variant(name).graph.print_readable(print_output=False).strip()}"
-              for name in template.variant_names)
-    return "\n\n".join([f"# template {template.name}: residuals take {template.residual_bytes()} bytes", *graphs])

@@ -11,6 +11,9 @@ from megacompile.program import Program, argument, find, nodes, op_of, operands,
 
 _FORWARD = ("forward", "forward_saving", "loss", "evaluate", "logits")
 _BACKWARD = ("backward", "recompute_backward")
+#: Ops that make what a parameter takes.
+_MAKERS = {"inputs": ("forward", "forward_saving", "stash", "stashed", "fetch"), "saved": ("forward_saving",),
+           "gradient": ("loss", *_BACKWARD)}
 _ADAM = ("adam", "adam_resident")
 #: What the sections that run between steps do for each tile that is updated on the device.
 _MOVES = {"load": "fetch_state", "store": "store_state", "rescue": "offload_weights", "refresh": "fetch_gradients"}
@@ -22,7 +25,8 @@ def trainable(program: Program, tiles: tuple[str, ...]) -> list[str]:
 
 
 def supplied(program: Program) -> Iterator[Fault]:
-    """Each compute node has the weights of its call's tiles, in their order, and none where its variant reads none."""
+    """Each compute node has the weights of its call's tiles, in their order, and none where its variant reads none; a
+    checkpoint that waits in host memory is fetched before it is read."""
     calls = {call.name: call for call in program.calls}
     for graph in program.sections.values():
         for node in find(graph, *_FORWARD, *_BACKWARD):
@@ -32,6 +36,9 @@ def supplied(program: Program) -> Iterator[Fault]:
             if given != needed:
                 yield Fault(f"{describe(node)} has weights of {given or 'nothing'}, but reads {needed or 'nothing'}",
                             "prefetch what the call reads, in the order of its tiles", node)
+            for value in operands(node, "inputs"):
+                if op_of(value).result == "stashed":
+                    yield Fault(f"{describe(node)} reads {value.name}, which is in host memory", "fetch it", node, value)
 
 
 # Forward and backward
@@ -137,6 +144,11 @@ def _values(program: Program, graph: fx.Graph, origins: _Origins) -> Iterator[Fa
     """Inputs, residuals, gradients and accumulators are those of the right call and micro-batch."""
     order = [call.name for call in program.calls]
     position = {call: i for i, call in enumerate(order)}
+    for node in find(graph, "stash", "fetch"):
+        own = argument(node, "call"), argument(node, "mb")
+        for value in (*operands(node, "value"), *operands(node, "stashed")):
+            if origins.of(value) != own:
+                yield Fault(f"{describe(node)} takes {value.name}, which is another checkpoint", "give it its own", node, value)
     for node in find(graph, *_FORWARD, *_BACKWARD):
         call, mb = argument(node, "call"), argument(node, "mb")
         at = position[call]
@@ -145,6 +157,10 @@ def _values(program: Program, graph: fx.Graph, origins: _Origins) -> Iterator[Fa
         wanted += [("saved", value, call) for value in operands(node, "saved")]
         wanted += [("gradient", value, order[at + 1]) for value in operands(node, "gradient") if at + 1 < len(order)]
         for parameter, value, source in wanted:
+            made = origins.made(value)  # what a lease holds, no rule about kinds of values has seen
+            if made is not None and op_of(made).name not in _MAKERS[parameter]:
+                yield Fault(f"{describe(node)} takes {value.name} of {op_of(made).name} as {parameter}",
+                            f"give it a value of {' or '.join(_MAKERS[parameter])}", node, value)
             if origins.of(value) != (source, mb):
                 got = " mb ".join(map(str, origins.of(value)))
                 yield Fault(f"{describe(node)} takes {value.name} of {got} as {parameter}",
@@ -170,6 +186,29 @@ def _leases(program: Program, name: str, graph: fx.Graph, origins: _Origins) -> 
         if argument(lease, "key") not in taken:
             yield Fault(f"lease {argument(lease, 'key')} is never taken in {name}: its memory would never be free",
                         "take it in the backward", lease)
+    yield from _stashes(name, graph, program.section("forward"))
+
+
+def _stashes(name: str, graph: fx.Graph, forward: fx.Graph) -> Iterator[Fault]:
+    """The backward takes each checkpoint that the forward sent to the host, once, from where it was put, and no other."""
+    sent: dict[tuple[str, int], fx.Node] = {}
+    taken: dict[tuple[str, int], fx.Node] = {}
+    for op, seen in (("stash", sent), ("stashed", taken)):
+        for node in find(forward if op == "stash" else graph, op):
+            checkpoint = argument(node, "call"), argument(node, "mb")
+            if checkpoint in seen:
+                yield Fault(f"{describe(node)} is the second of its checkpoint", f"{op} each once", node, seen[checkpoint])
+            seen[checkpoint] = node
+    for checkpoint, node in taken.items():
+        source = sent.pop(checkpoint, None)
+        if source is None:
+            yield Fault(f"{describe(node)} takes a checkpoint in {name} that no forward stashes", "stash it", node)
+        elif argument(source, "into") != argument(node, "into"):
+            yield Fault(f"{describe(node)} takes its checkpoint from {argument(node, 'into')}, but the forward puts it into "
+                        f"{argument(source, 'into')}", "take it from there", node, hazard=True)
+    for node in sent.values():
+        yield Fault(f"{describe(node)} is never taken in {name}: its memory would never be free",
+                    "take it in the backward", node)
 
 
 # Gradients home
@@ -258,19 +297,20 @@ def _once(program: Program, name: str, graph: fx.Graph, ops: tuple[str, ...], ti
 
 def updated(program: Program) -> Iterator[Fault]:
     """One clip over all trainable tiles, then one adam for each, that takes it; a tile that is resident on the device is
-    copied there again after its update, and one that was updated there is copied home. On arrival there is no clip, and each
-    update comes after its tile's gradients."""
+    copied there again after its update, and one that was updated there is copied home. On arrival there is no clip."""
     tiles, there = trainable(program, tuple(program.tiles)), _updated_there(program)
     for name, op in _MOVES.items():
         if name in program.sections and there:
             yield from _once(program, name, program.section(name), (op,), there)
     if _updates_on_arrival(program):
+        if "update" in program.sections:
+            yield Fault("tiles are updated on arrival of their gradients, and again in update", "update each tile once",
+                        next(find(program.section("update"), *_ADAM), None))
         for name in ("backward", "train_step"):
             if name in program.sections:
                 yield from _once(program, name, program.section(name), _ADAM, tiles)
                 yield from _refreshed(program, name, tiles)
                 yield from _copied_home(program, name)
-                yield from _in_time(program, name)
         return
     if "update" not in program.sections:
         if "backward" in program.sections or "train_step" in program.sections:
@@ -307,18 +347,6 @@ def _consumed_there(program: Program) -> list[str]:
         return _updated_there(program) if "train_step" in program.sections or _updates_on_arrival(program) else []
     sent = {argument(node, "tile") for graph in program.sections.values() for node in find(graph, "offload")}
     return [tile for tile in trainable(program, tuple(program.tiles)) if tile not in sent]
-
-
-def _in_time(program: Program, name: str) -> Iterator[Fault]:
-    """An update among other nodes comes after its gradients, and with that (rule `sent_home`) after all that reads weights."""
-    updated: dict[str, fx.Node] = {}
-    for node in nodes(program.section(name)):
-        op, tile = op_of(node).name, argument(node, "tile")
-        if op in _ADAM:
-            updated[tile] = node
-        elif tile in updated and op in ("reduce", "offload", "accumulate"):
-            yield Fault(f"{describe(updated[tile])} comes before {describe(node)} has brought its gradients", "update after it",
-                        updated[tile], node)
 
 
 def _copied_home(program: Program, name: str) -> Iterator[Fault]:

@@ -8,28 +8,9 @@ from typing import Any
 import torch
 
 from megacompile.errors import MegacompileError
-
-_UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,
-          "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-
-
-def parse_bytes(size: int | float | str | None) -> int | None:
-    """"24GiB" -> bytes. Raises `MegacompileError` for anything else, and for less than one byte."""
-    if size is None:
-        return None
-    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([A-Za-z]*)\s*", str(size))
-    count = float(match[1]) * _UNITS.get(match[2].upper(), 0) if match is not None else 0
-    if count < 1:
-        raise MegacompileError(f"{size!r} is no amount of memory: write bytes, or a number and a unit like '24GiB'")
-    return int(count)
-
-
-def format_bytes(count: int) -> str:
-    """Bytes for people: 1536 -> "1.50 KiB"."""
-    size, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB"]
-    while abs(size) >= 1024 and len(units) > 1:
-        size, units = size / 1024, units[1:]
-    return f"{size:.2f} {units[0]}" if units[0] != "B" else f"{count} B"
+from megacompile.passes import PIPELINE, TEMPLATE_PIPELINE
+from megacompile.passes.pipeline import check_pipeline, check_template_pipeline
+from megacompile.sizes import parse_bytes
 
 
 @dataclass(frozen=True)
@@ -41,8 +22,8 @@ class StreamConfig:
         checkpoint_interval: K, layers between activation checkpoints.
         micro_batch_size: sequences a micro-batch.
         device_memory: budget of the device, bytes or "24GiB".
-        locked_memory: page-locked host memory that tiles may take; too little for all: weights and gradients pass through
-            slabs, which are page-locked whatever this says (`gradient_slabs` is how many there are).
+        locked_memory: page-locked host memory; too little for all weights and gradients: they pass through slabs, as many as
+            fit and at most `gradient_slabs`.
         dtype: compute dtype; None: that of the model's parameters.
         compile: templates through inductor; None: on cuda.
         saved_layers: how many last layers keep their residuals; None: on cuda as many as fit, elsewhere none.
@@ -50,10 +31,14 @@ class StreamConfig:
             their residuals, elsewhere one.
         token_chunk: positions of a sequence that a layer computes at a time, outside of attention; 0: all; None: all, unless
             a micro-batch of one sequence does not fit.
+        host_checkpoints: how many activation checkpoints of a micro-batch, those of the lowest layers, wait in (page-locked)
+            host memory for their backward; True: all, False: none; None: none, unless the batch does not fit otherwise.
         resident: names of tiles (or one name) whose weights stay on the device, or "all".
         resident_state: names of tiles (or one name) that stay there with their optimizer state and are updated there, or
             "all"; None: as many as there is memory for and the update is hidden by.
         weight_slots, gradient_slots, gradient_slabs: sizes of the pools.
+        passes: the pipeline over programs, made from `megacompile.passes.PIPELINE` by `insert_after` and its like.
+        template_passes: that over the graphs of templates, made from `TEMPLATE_PIPELINE`.
         reference: run the reference interpreter (one thread, program order), for checking.
     """
 
@@ -67,11 +52,14 @@ class StreamConfig:
     saved_layers: int | None = None
     waves: int | None = None
     token_chunk: int | None = None
+    host_checkpoints: int | bool | None = None
     resident: tuple[str, ...] | str = ()
     resident_state: tuple[str, ...] | str | None = None
     weight_slots: int | None = None
     gradient_slots: int = 2
     gradient_slabs: int = 12
+    passes: tuple[Any, ...] = PIPELINE
+    template_passes: tuple[Any, ...] = TEMPLATE_PIPELINE
     reference: bool = False
 
     def __post_init__(self) -> None:
@@ -83,6 +71,9 @@ class StreamConfig:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
                 raise MegacompileError(f"{name} must be a whole number of at least 0, not {value!r}")
+        checkpoints = self.host_checkpoints
+        if checkpoints is not None and (not isinstance(checkpoints, int) or checkpoints < 0):
+            raise MegacompileError(f"host_checkpoints must be True, False or a whole number of at least 0, not {checkpoints!r}")
         for option in ("resident", "resident_state"):
             names = getattr(self, option)
             if isinstance(names, str) and names != "all":
@@ -92,6 +83,8 @@ class StreamConfig:
                 raise MegacompileError(f"{option} must be the names of tiles, or 'all', not {names!r}")
         if self.dtype not in (None, torch.float32, torch.bfloat16):
             raise MegacompileError(f"dtype must be torch.float32 or torch.bfloat16, not {self.dtype}")
+        check_pipeline(self.passes)
+        check_template_pipeline(self.template_passes)
         parse_bytes(self.device_memory)
         parse_bytes(self.locked_memory)
         for name in ("compile", "reference"):

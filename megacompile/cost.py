@@ -19,10 +19,13 @@ from torch import fx
 from megacompile.frontend.joint import base_of
 from megacompile.frontend.template import Template, Variant
 from megacompile.fusion import computes, fuse
+from megacompile.runtime.checkpoints import ALIGNMENT
 from megacompile.token_loop import TokenLoop, Total, token_loops, total_dtype
 
 #: Peaks found so far, by (batch, length): a planner asks for the same ones hundreds of times.
 _peaks: weakref.WeakKeyDictionary[Variant, dict[tuple[int, int, bool], int]] = weakref.WeakKeyDictionary()
+#: And sizes of outputs and residuals.
+_sizes: weakref.WeakKeyDictionary[Template, dict[tuple[str, int, int], int]] = weakref.WeakKeyDictionary()
 
 
 def at(template: Template, batch: int, length: int) -> Callable[[Any], int]:
@@ -90,7 +93,7 @@ def peak_bytes(template: Template, variant: Variant, batch: int, length: int, fu
 
 
 def _peak_bytes(template: Template, variant: Variant, batch: int, length: int, fused: bool) -> int:
-    device_type, loops = template._target.device_type, token_loops(variant.graph)
+    device_type, loops = template.device_type, token_loops(variant.graph)
 
     def workspace(node: fx.Node, size: Callable[[Any], int]) -> int:
         if node.op == "call_module":
@@ -166,10 +169,22 @@ def result_bytes(template: Template, variant: Variant, batch: int, length: int) 
 
 def output_bytes(template: Template, batch: int, length: int) -> int:
     """Bytes of a template's outputs: what a checkpoint of it takes."""
-    values = dict(zip(template.symbols, (batch, length), strict=True))
-    return int(template.output_bytes().subs(values))
+    return _evaluated(template, "output_bytes", batch, length)
+
+
+def checkpoint_bytes(template: Template, length: int) -> int:
+    """Bytes that a template's outputs of one sequence take in a buffer, each of them aligned; of more sequences, no more than
+    that many times as much."""
+    return output_bytes(template, 1, length) + (template.outputs - 1) * ALIGNMENT
 
 
 def residual_bytes(template: Template, batch: int, length: int) -> int:
-    values = dict(zip(template.symbols, (batch, length), strict=True))
-    return int(template.residual_bytes().subs(values))
+    return _evaluated(template, "residual_bytes", batch, length)
+
+
+def _evaluated(template: Template, size: str, batch: int, length: int) -> int:
+    known = _sizes.setdefault(template, {})
+    if (size, batch, length) not in known:
+        values = dict(zip(template.symbols, (batch, length), strict=True))
+        known[size, batch, length] = int(getattr(template, size)().subs(values))
+    return known[size, batch, length]

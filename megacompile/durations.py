@@ -8,6 +8,7 @@ from typing import Any
 
 import sympy
 import torch
+from tabulate import tabulate
 from torch import fx
 
 from megacompile import cost
@@ -16,11 +17,33 @@ from megacompile.flops import Work, variant_work
 from megacompile.frontend.capture import CapturedModel
 from megacompile.frontend.template import BATCH, LENGTH, Template
 from megacompile.hardware import Hardware
-from megacompile.program import Program, argument, op_of, operands
+from megacompile.plan import Plan
+from megacompile.program import Op, Program, argument, op_of, operands
 from megacompile.runtime.store import TileLayout
+from megacompile.simulate import Timeline, simulate
 
 #: (FLOPs of GEMMs, of attention, of its backward, bytes of GEMMs, other bytes, kernels), at one batch and length.
 _Numbers = tuple[float, float, float, float, float, int]
+
+
+#: What the duration of each op is made of, in words (`Durations._node` in numbers); any other op takes no time of its own.
+COSTS: dict[str, str] = {
+    **dict.fromkeys(sorted(TEMPLATE_OPS), "the variant's products over the GEMM rate, or their bytes over memory bandwidth "
+                    "where that is longer; attention over its rate; other bytes over memory bandwidth; at least its launches"),
+    "prefetch": "weight bytes / h2d rate", "fetch_gradients": "gradient bytes / h2d rate",
+    "offload": "gradient bytes / d2h rate", "offload_weights": "weight bytes / d2h rate",
+    "stash": "the checkpoint's bytes / d2h rate", "fetch": "the checkpoint's bytes / h2d rate",
+    "pack": "weight bytes / host copy rate", **dict.fromkeys(("fetch_state", "store_state"), "state bytes / host copy rate"),
+    "accumulate": "gradient bytes / host copy rate; twice that where it adds", "adam": "parameters / rate of the update",
+    "adam_resident": "(gradient + 2 x weight + 2 x state bytes) / memory bandwidth",
+    "zeros": "bytes of the accumulators (FP32) / memory bandwidth",
+    "reduce": "(accumulators + 2 x gradient bytes) / memory bandwidth", "scale": "2 x bytes of the value / memory bandwidth"}
+
+
+def cost_table() -> str:
+    """What ops cost, as Markdown; those of one cost in a row."""
+    rows = [[", ".join(f"`{op}`" for op in COSTS if COSTS[op] == cost), cost] for cost in dict.fromkeys(COSTS.values())]
+    return str(tabulate(rows, ["op", "seconds"], tablefmt="github"))
 
 
 @dataclass
@@ -41,6 +64,13 @@ class Durations:
         """The duration of each node of a program for sequences of `length` tokens, computed `chunk` at a time (a plan's
         `token_chunk`)."""
         return lambda node: self._node(program, node, length, chunk)
+
+    def simulate(self, program: Program, plan: Plan, without: Callable[[Op], bool] | None = None) -> Timeline:
+        """A few training steps of a program under its plan. Ops that are `without` take no time."""
+        seconds = self.of(program, plan.length, plan.token_chunk)
+        if without is None:
+            return simulate(program, seconds, self.hardware.speeds)
+        return simulate(program, lambda node: 0.0 if without(op_of(node)) else seconds(node), self.hardware.speeds)
 
     def work(self, template: str, variant: str, chunk: int = 0) -> Work:
         """A variant's FLOPs and bytes in B and T."""
@@ -84,10 +114,10 @@ class Durations:
             return self.seconds(argument(node, "template"), op, program.micro_batches[argument(node, "mb")], length, chunk)
         tile: Any = program.tiles.get(argument(node, "tile") or "")
         match op:
-            case "prefetch" | "fetch_gradients":
-                return tile.moved_bytes(op_of(node)) / hardware.link["h2d"]
-            case "offload" | "offload_weights" | "offload_norms":
-                return tile.moved_bytes(op_of(node)) / hardware.link["d2h"]
+            case "prefetch" | "fetch_gradients" | "fetch":
+                return program.moved_bytes(node) / hardware.link["h2d"]
+            case "offload" | "offload_weights" | "offload_norms" | "stash":
+                return program.moved_bytes(node) / hardware.link["d2h"]
             case "pack":
                 return tile.weight_bytes / hardware.host_copy
             case "fetch_state" | "store_state":

@@ -10,6 +10,11 @@ class MegacompileError(ValueError):
     """Base of all errors that a user can cause and mend."""
 
 
+class ArgumentError(MegacompileError):
+    """A name that stands for nothing (a stage, a layer range, hardware, a model); the message says which do. The command line
+    exits with 2."""
+
+
 class CaptureError(MegacompileError):
     """The model could not be turned into templates: no layer stack, data-dependent control flow, a broken chain."""
 

@@ -1,21 +1,22 @@
 """Candidate plans side by side: what each would take and how fast it would be, predicted before anything runs."""
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from tabulate import tabulate
 
-from megacompile.config import format_bytes
 from megacompile.plan import Plan
-from megacompile.planner import Planner
+from megacompile.planner import MOST_SEQUENCES, Planner
 from megacompile.program import Lane, place_kind, places
 from megacompile.simulate import Timeline, step_of
+from megacompile.sizes import format_bytes
+from megacompile.tiling import HOST_MARGIN_BYTES
 
 #: Of each checkpoint interval: so many sizes of micro-batches that fit. Smaller ones are only slower.
 SIZES_EACH = 2
 #: Kinds of slots that are host memory.
-_SLABS = ("S", "D")
+_SLABS = ("S", "D", "H")
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ def _candidate(planner: Planner, plan: Plan, whole_step: bool) -> Candidate:
         return Candidate(plan, needed, host_bytes, None)
     assert planner.pace is not None, "nothing is known of the machine"
     slabs = 0
-    if not plan.locked:
+    if not plan.locked or plan.host_checkpoints:
         program = planner.pace.program(plan, whole_step)
         used = places(program.section(section) for section in step_of(program))
         slabs = sum(slot.bytes for name, slot in program.slots.items() if name in used and place_kind(name) in _SLABS)
@@ -61,25 +62,87 @@ def _alike(plan: Plan, other: Plan) -> bool:
     return (plan.batch, plan.length, plan.update) == (other.batch, other.length, other.update)
 
 
-def explain(planner: Planner, chosen: Plan, whole_step: bool = False) -> str:
-    """Text: the chosen plan's lanes, then a row for each candidate, the chosen one marked. TFLOPS are 6 x parameters x
-    tokens / step; "critical" is the part of a step that each lane holds up."""
+@dataclass(frozen=True)
+class Outlook:
+    """What to expect of training under a plan, before anything runs.
+
+    Attributes:
+        candidates: the plan and those beside it, the fastest first, those that do not fit last.
+        host_parts: bytes of host memory by part of the tiles ("slabs" beside them); `host_budget` bytes are there.
+        largest_batch: the most sequences of this length that the device holds a step of.
+    """
+
+    planner: Planner
+    plan: Plan
+    candidates: tuple[Candidate, ...]
+    host_parts: Mapping[str, int]
+    host_budget: int
+    largest_batch: int
+
+    @property
+    def chosen(self) -> Candidate:
+        return next(each for each in self.candidates if each.plan == self.plan)
+
+    @property
+    def fits(self) -> bool:
+        return self.chosen.timeline is not None and self.host_needed <= self.host_budget
+
+    @property
+    def host_needed(self) -> int:
+        """Bytes, with what training takes beside tiles."""
+        return sum(self.host_parts.values()) + HOST_MARGIN_BYTES
+
+    def text(self) -> str:
+        """The verdict, the host's memory, the chosen plan's lanes, then a row for each candidate, the chosen one marked.
+
+        TFLOPS are 6 x parameters x tokens / step; "critical" is the part of a step that each lane holds up; the lane that
+        holds up most of it binds."""
+        plan, chosen, planner = self.plan, self.chosen, self.planner
+        assert planner.pace is not None, "nothing is known of the machine"
+        hardware = planner.pace.durations.hardware
+        parameters = sum(layout.parameters for layout in planner.tiling.layouts.values())
+        operations = 6 * parameters * plan.batch * plan.length
+        lines = [f"{plan.batch} x {plan.length} tokens a step, {parameters:,} parameters",
+                 f"rates of {hardware.name}: {hardware.source}", "",
+                 _verdict("device", chosen.device_bytes, planner.device_bytes),
+                 _verdict("host", self.host_needed, self.host_budget)]
+        if chosen.timeline is not None:
+            step = chosen.timeline
+            lines += [f"speed: {step.step_s:.3f} s a step, {plan.batch * plan.length / step.step_s:,.0f} tokens/s, "
+                      f"{operations / step.step_s / 1e12:.3g} TFLOPS; {step.binds} binds "
+                      f"({step.critical()[step.binds] / step.step_s:.0%} of the step)"]
+        lines += [f"largest batch: {self.largest_batch}{' or more' * (self.largest_batch == MOST_SEQUENCES)} sequences of "
+                  f"{plan.length} tokens fit the device", "",
+                  _host_table(self.host_parts, parameters), ""]
+        if chosen.timeline is not None:
+            lines += [chosen.timeline.table(), ""]
+        return "\n".join([*lines, _table(self.candidates, plan, operations)])
+
+
+def outlook(planner: Planner, chosen: Plan, host_budget: int, whole_step: bool = False) -> Outlook:
+    """Simulates a plan and its candidates. `host_budget`: bytes."""
     assert planner.pace is not None, "nothing is known of the machine"
     found = candidates(planner, chosen.batch, chosen.length, chosen.update, whole_step)
     tried = [plan for plan, whole in planner.pace.timelines if whole == whole_step and _alike(plan, chosen)]
     listed = {c.plan for c in found}
     found += [_candidate(planner, plan, whole_step) for plan in dict.fromkeys([chosen, *tried]) if plan not in listed]
     found.sort(key=lambda c: c.timeline.step_s if c.timeline is not None else float("inf"))
-    parameters = sum(layout.parameters for layout in planner.tiling.layouts.values())
-    operations = 6 * parameters * chosen.batch * chosen.length
-    own = next(c.timeline for c in found if c.plan == chosen)
-    hardware = planner.pace.durations.hardware
-    lines = [f"{chosen.batch} x {chosen.length} tokens a step, {parameters:,} parameters, within "
-             f"{format_bytes(planner.device_bytes)} of device memory",
-             f"rates of {hardware.name}: {hardware.source}", ""]
-    if own is not None:
-        lines += [own.table(), ""]
-    return "\n".join([*lines, _table(found, chosen, operations)])
+    parts = planner.tiling.host_parts()
+    slabs = next(c.host_bytes for c in found if c.plan == chosen) - sum(parts.values())
+    return Outlook(planner, chosen, tuple(found), parts | ({"slabs": slabs} if slabs else {}), host_budget,
+                   planner.largest_batch(chosen.length))
+
+
+def _verdict(memory: str, needed: int, there: int) -> str:
+    """Whether it fits, the first thing that anybody wants to know."""
+    return f"{memory}: {'fits' if needed <= there else 'does not fit'}, {format_bytes(needed)} of {format_bytes(there)}"
+
+
+def _host_table(parts: Mapping[str, int], parameters: int) -> str:
+    rows = [(name, f"{count / 2**30:.1f}", f"{count / parameters:.2f}") for name, count in [*parts.items(), (
+        "all", sum(parts.values()))]]
+    return str(tabulate(rows, ["host memory", "GiB", "bytes/parameter"], tablefmt="simple", disable_numparse=True,
+                        colalign=("left", "right", "right")))
 
 
 def _table(found: Sequence[Candidate], chosen: Plan, operations: int) -> str:
@@ -88,17 +151,18 @@ def _table(found: Sequence[Candidate], chosen: Plan, operations: int) -> str:
         plan, timeline = each.plan, each.timeline
         chunked = f" ({plan.token_chunk} tokens at a time)" if plan.token_chunk else ""
         sizes = (plan.checkpoint_interval, f"{plan.micro_batches[0]}{chunked}", plan.waves, plan.saved_layers,
-                 len(plan.resident_state),
+                 plan.host_checkpoints, len(plan.resident_state),
                  f"{each.device_bytes / 2**30:.1f}", f"{each.host_bytes / 2**30:.1f}")
         if timeline is None:
-            rows.append(("", *sizes, "does not fit", "", ""))
+            rows.append(("", *sizes, "does not fit", "", "", "", ""))
             continue
         critical = sorted(((seconds, lane) for lane, seconds in timeline.critical().items()), reverse=True)
         parts = ", ".join(f"{lane} {seconds / timeline.step_s:.0%}" for seconds, lane in critical
                           if seconds >= 0.01 * timeline.step_s)
         rows.append(("->" if plan == chosen else "", *sizes, f"{timeline.step_s:.3f}",
-                     f"{operations / timeline.step_s / 1e12:.3g}", f"{timeline.occupancy(Lane.COMPUTE):.0%}", parts))
-    header = ["", "K", "micro-batch", "waves", "saved layers", "updated there", "device GiB", "host GiB", "step s", "TFLOPS",
-              "compute busy", "critical"]
+                     f"{operations / timeline.step_s / 1e12:.3g}", f"{timeline.occupancy(Lane.COMPUTE):.0%}",
+                     str(timeline.binds), parts))
+    header = ["", "K", "micro-batch", "waves", "saved layers", "host checkpoints", "updated there", "device GiB", "host GiB",
+              "step s", "TFLOPS", "compute busy", "binds", "critical"]
     return str(tabulate(rows, header, tablefmt="simple", disable_numparse=True, colalign=(
-        "left", *["right"] * 10, "left")))
+        "left", *["right"] * 11, "left", "left")))

@@ -12,7 +12,7 @@ pace, and events follow them, so the numbers of both may be any: a folded group 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,23 +31,29 @@ class _Line:
     node: fx.Node
     words: tuple[Any, ...]
     numbers: tuple[int, ...]
+    mark: str
 
 
 def fold(program: Program, section: str | None = None) -> str:
     """The program's text with repeats folded. For reading only: it does not parse."""
     names = [section] if section is not None else list(program.sections)
     head = [] if section is not None else [print_program(program.evolve(sections={}))]
-    return "\n".join([*head, *(_section(name, program.section(name)) for name in names)])
+    return "\n".join([*head, *(fold_section(name, list(nodes(program.section(name)))) for name in names)])
 
 
-def _section(name: str, graph: fx.Graph) -> str:
-    position = {node: i for i, node in enumerate(nodes(graph))}
-    lines = [_line(node, position) for node in position]
-    return "\n".join([f"def {name}(p):", *(_folded(lines, "    ") if lines else ["    pass"])]) + "\n"
+def fold_section(name: str, listed: Sequence[fx.Node]) -> str:
+    """A section of which these nodes are shown."""
+    return "\n".join([f"def {name}(p):", *(fold_lines(listed, [""] * len(listed)) if listed else ["    pass"])]) + "\n"
 
 
-def _line(node: fx.Node, position: dict[fx.Node, int]) -> _Line:
-    words: list[Any] = [op_of(node).name]
+def fold_lines(listed: Sequence[fx.Node], marks: Sequence[str]) -> Iterator[str]:
+    """The lines of these nodes, each with its mark in front; lines with different marks are not alike."""
+    position = {node: i for graph in {node.graph for node in listed} for i, node in enumerate(nodes(graph))}
+    return _folded([_line(node, position, mark) for node, mark in zip(listed, marks, strict=True)], "    ")
+
+
+def _line(node: fx.Node, position: dict[fx.Node, int], mark: str) -> _Line:
+    words: list[Any] = [mark, op_of(node).name]
     numbers: list[int] = []
 
     def visit(value: Any) -> None:
@@ -75,7 +81,7 @@ def _line(node: fx.Node, position: dict[fx.Node, int]) -> _Line:
             words.append(op_of(value).name)
         else:
             visit(value)
-    return _Line(node, tuple(words), tuple(numbers))
+    return _Line(node, tuple(words), tuple(numbers), mark)
 
 
 def _folded(lines: list[_Line], indent: str) -> Iterator[str]:
@@ -85,11 +91,11 @@ def _folded(lines: list[_Line], indent: str) -> Iterator[str]:
     while start < len(lines):
         length, count = _best_repeat(lines, start, following[start])
         if count == 1:
-            yield indent + print_node(lines[start].node)
+            yield lines[start].mark + indent + print_node(lines[start].node)
             start += 1
             continue
         first, last = lines[start:start + length], lines[start + length * (count - 1):start + length * count]
-        yield f"{indent}# x {count} alike{_span(first, last)}"
+        yield f"{' ' * len(lines[start].mark)}{indent}# x {count} alike{_span(first, last)}"
         yield from _folded(first, indent + "    ")
         start += length * count
 

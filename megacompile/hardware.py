@@ -9,7 +9,6 @@ import dataclasses
 import functools
 import json
 import os
-import platform
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -20,9 +19,9 @@ import torch
 from tabulate import tabulate
 
 import megacompile
-from megacompile.errors import MegacompileError
+from megacompile.cache import cache_directory, processor_name
+from megacompile.errors import ArgumentError, MegacompileError
 from megacompile.program import Lane
-from megacompile.runtime import native
 
 PROFILES = Path(__file__).parent / "profiles"
 
@@ -95,12 +94,12 @@ class Hardware:
     # ---------------------------------------------------------------- finding and keeping
     @classmethod
     def find(cls, name: str | Path) -> Hardware:
-        """A profile by name, or a JSON file. Raises `MegacompileError`, naming the profiles there are."""
+        """A profile by name, or a JSON file. Raises `ArgumentError`, naming the profiles there are."""
         known = {path.stem: path for path in sorted(PROFILES.glob("*.json"))}
         path = known.get(str(name), Path(name))
         if not path.is_file():
-            raise MegacompileError(f"there is no hardware {str(name)!r}: give one of {', '.join(known)}, or a file that "
-                                   "megacompile calibrate --output has written")
+            raise ArgumentError(f"there is no hardware {str(name)!r}: give one of {', '.join(known)}, or a file that "
+                                "megacompile calibrate --output has written")
         return cls.load(path)
 
     @classmethod
@@ -142,15 +141,10 @@ def device_name(device: str | torch.device | None = None) -> tuple[str, str]:
     chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if chosen.type == "cuda" and torch.cuda.is_available():
         return "cuda", torch.cuda.get_device_name(chosen)
-    return chosen.type, "a GPU" if chosen.type == "cuda" else _processor()
-
-
-def _processor() -> str:
-    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines() if Path("/proc/cpuinfo").exists() else []
-    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+    return chosen.type, "a GPU" if chosen.type == "cuda" else processor_name()
 
 
 def cache_path(device: str | torch.device | None = None) -> Path:
     """Where the rates of this machine, with these versions, are kept."""
     versions: list[Any] = [*device_name(device), len(os.sched_getaffinity(0)), megacompile.__version__, torch.__version__]
-    return native.cache_directory() / "hardware" / (re.sub(r"[^A-Za-z0-9.]+", "-", "-".join(map(str, versions))) + ".json")
+    return cache_directory() / "hardware" / (re.sub(r"[^A-Za-z0-9.]+", "-", "-".join(map(str, versions))) + ".json")

@@ -1,19 +1,58 @@
-"""The one autograd function: a loss whose backward runs the schedule.
+"""What an open forward holds, and the one autograd function: a loss whose backward runs the schedule.
 
 It is anchored on a dummy scalar, since the runtime itself writes parameters' gradients. The parameters are its inputs all the
 same, so that autograd knows that the loss depends on them, and a request for their gradients reaches us and is refused.
 """
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from megacompile.errors import LeaseError, UnsupportedError
-from megacompile.streamed import Lease, Streamed
+from megacompile.runtime.arena import Accumulators
+from megacompile.runtime.checkpoints import HostCheckpoint
+from megacompile.runtime.kernels import Activation, Batch
+
+if TYPE_CHECKING:
+    from megacompile.shapes import CompiledShape
+    from megacompile.streamed import Streamed
 
 _MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+@dataclass(eq=False)
+class Lease:
+    """What an open forward holds: kept activations, the epilogue's gradients, which weights they were made with, and buffers
+    in host memory, by slot, for the checkpoints that are there."""
+
+    shape: CompiledShape
+    batch: Batch
+    version: int
+    values: dict[str, Any] = field(default_factory=dict)
+    host: Mapping[str, HostCheckpoint] = field(default_factory=dict)
+    give_back: Callable[[], object] = lambda: None  # the buffers; happens when the lease dies at the latest
+    closed: bool = False
+
+    def end(self) -> None:
+        """After its backward: nothing is held any more."""
+        self.values.clear()
+        self.give_back()
+
+    @property
+    def device_bytes(self) -> int:
+        """Device memory that it keeps from others; memory that several values share counts once."""
+        tensors: list[Any] = []
+        for value in self.values.values():
+            if isinstance(value, Activation):
+                tensors += [*value.outputs, *value.residuals]
+            elif isinstance(value, Accumulators):
+                tensors.append(value.flat)
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if isinstance(t, Tensor)}
+        return sum(storages.values())
 
 
 class StreamedLoss(torch.autograd.Function):

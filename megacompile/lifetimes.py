@@ -7,8 +7,10 @@ from torch import fx
 
 from megacompile.fault import Fault
 from megacompile.listing import describe
-from megacompile.program import SLOT_KINDS, Program, argument, nodes, op_of, operands, place_of, slot_family, stays
+from megacompile.program import SLOT_KINDS, Program, argument, find, nodes, op_of, operands, place_of, slot_family, stays
 
+#: (call, micro-batch): whose checkpoint it is.
+Checkpoint = tuple[str, int]
 _HEAP = ("activation", "gradient", "accumulators")  # values with memory of their own
 
 
@@ -19,11 +21,12 @@ def placed(program: Program) -> Iterator[Fault]:
         if slot_family(slot) not in SLOT_KINDS:
             yield Fault(f"slot {slot} is of no kind", f"begin its name with one of {', '.join(SLOT_KINDS)}")
     resident: dict[str, fx.Node] = {}
+    awaited = {_checkpoint(node) for graph in program.sections.values() for node in find(graph, "stashed")}
     for name, graph in program.sections.items():
         for node in nodes(graph):
             if "into" in op_of(node).parameters:
                 yield from _fits(program, node)
-        yield from _lives(name, graph)
+        yield from _lives(name, graph, awaited)
         for node in nodes(graph):
             place = argument(node, "into")
             if place is not None and stays(place):
@@ -31,6 +34,12 @@ def placed(program: Program) -> Iterator[Fault]:
                 if argument(other, "tile") != argument(node, "tile"):
                     yield Fault(f"slot {place} is resident for {argument(other, 'tile')}, but {describe(node)} uses it",
                                 "give each resident tile a slot of its own", node, hazard=True)
+
+
+def kept_slots(program: Program) -> dict[str, str]:
+    """Slot -> tile, of what outlives sections in slots of its own."""
+    return {argument(node, "into"): argument(node, "tile") for graph in program.sections.values() for node in nodes(graph)
+            if argument(node, "into") is not None and stays(argument(node, "into"))}
 
 
 def _fits(program: Program, node: fx.Node) -> Iterator[Fault]:
@@ -45,7 +54,7 @@ def _fits(program: Program, node: fx.Node) -> Iterator[Fault]:
         yield Fault(f"{describe(node)} writes {op.result} to slot {place}, which is {why}",
                     f"give it a declared slot for {op.result}", node)
         return
-    needed = program.tiles[argument(node, "tile")].bytes_of(op.result or "")
+    needed = program.value_bytes(node)
     if program.slots[place].bytes < needed:
         yield Fault(f"{describe(node)} writes {needed} bytes to slot {place} of {program.slots[place].bytes} bytes",
                     "make the slot larger", node)
@@ -53,7 +62,12 @@ def _fits(program: Program, node: fx.Node) -> Iterator[Fault]:
         yield Fault(f"{describe(node)} cannot use slot {place}", "use R slots for resident tiles, and only those", node)
 
 
-def _lives(name: str, graph: fx.Graph) -> Iterator[Fault]:
+def _checkpoint(node: fx.Node) -> Checkpoint:
+    return argument(node, "call"), argument(node, "mb")
+
+
+def _lives(name: str, graph: fx.Graph, awaited: set[Checkpoint]) -> Iterator[Fault]:
+    """`awaited`: checkpoints that a later section takes from where they were stashed."""
     alive: dict[str, fx.Node] = {}  # slot -> the value in it
     ended: set[fx.Node] = set()
     leased: dict[fx.Node, fx.Node] = {}
@@ -64,6 +78,9 @@ def _lives(name: str, graph: fx.Graph) -> Iterator[Fault]:
             if stays(place_of(value)):
                 yield Fault(f"{value.name} is released although {place_of(value)} is resident: later sections read it",
                             "drop the release", node, value, hazard=True)
+            if op_of(value).name == "stash" and _checkpoint(value) in awaited:
+                yield Fault(f"{value.name} is released although a later section fetches it", "drop the release", node, value,
+                            hazard=True)
             if value in leased:
                 yield Fault(f"{value.name} is released although it is leased to a later section", "drop the release",
                             node, leased[value], hazard=True)
@@ -76,11 +93,13 @@ def _lives(name: str, graph: fx.Graph) -> Iterator[Fault]:
             if place in alive and not stays(place):
                 yield Fault(f"slot {place} is overwritten by {describe(node)} while {alive[place].name} "
                             f"({describe(alive[place])}) is alive in it", "release that value first, or use another",
-                            node, alive[place], hazard=True)
+                            node, alive[place], hazard=True,
+                            order=f"write of {place} by {describe(node)} is not behind the release of {alive[place].name}")
             alive[place] = node
     for node in nodes(graph):
         place = argument(node, "into")
         memory = op_of(node).result in _HEAP or (place is not None and not stays(place))
-        if memory and node not in ended and node not in leased:
+        kept = node in leased or (op_of(node).name == "stash" and _checkpoint(node) in awaited)
+        if memory and node not in ended and not kept:
             yield Fault(f"{node.name} ({describe(node)}) is neither released nor leased in {name}: its memory stays "
                         "taken", "release it after its last use", node)

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from tabulate import tabulate
 from torch import fx
@@ -59,21 +59,23 @@ def _columns(listed: Iterable[fx.Node]) -> list[str]:
 def table(program: Program, section: str | None = None) -> str:
     """A row for each node, time downwards; each node in its lane's column, then the places it reads and writes."""
     shown = [section] if section is not None else list(program.sections)
-    return "\n\n".join(f"section {name}\n{_table(program.section(name))}" for name in shown)
+    return "\n\n".join(table_section(name, list(nodes(program.section(name)))) for name in shown)
 
 
-def _table(graph: fx.Graph) -> str:
-    listed = list(nodes(graph))
+def table_section(name: str, listed: Sequence[fx.Node]) -> str:
+    """A section of which these nodes are shown. Their numbers are those in the whole section."""
     columns = _columns(listed)
+    number_of = {node: number for number, node in enumerate(nodes(listed[0].graph))} if listed else {}
     rows = []
-    for number, node in enumerate(listed):
+    for node in listed:
         touched: dict[Access, list[str]] = {access: [] for access in Access}
         if lane_of(node) is not None:
             for place, access in accesses(node):
                 touched[access].append(place)
-        rows.append([number, *(_cell(node) if _column(node) == column else "" for column in columns),
+        rows.append([number_of[node], *(_cell(node) if _column(node) == column else "" for column in columns),
                      *(_few(list(dict.fromkeys(touched[access]))) for access in (Access.READ, Access.WRITE))])
-    return str(tabulate(rows, ["#", *columns, "reads", "writes"], tablefmt="simple", disable_numparse=True))
+    shown = tabulate(rows, ["#", *columns, "reads", "writes"], tablefmt="simple", disable_numparse=True)
+    return f"section {name}\n{shown}"
 
 
 def op_table() -> str:
@@ -89,6 +91,11 @@ def _few(places: list[str], most: int = 4) -> str:
     return " ".join(places if len(places) <= most else [*places[:most - 1], f"... ({len(places)})"])
 
 
+def op_counts(program: Program) -> Counter[str]:
+    """How many nodes of each op there are in all sections."""
+    return Counter(op_of(node).name for graph in program.sections.values() for node in nodes(graph))
+
+
 def summary(program: Program) -> str:
     """A row for each section: nodes, how many of each op, events, and bytes over the link in each direction."""
     rows = []
@@ -100,9 +107,8 @@ def summary(program: Program) -> str:
         moved = dict.fromkeys((Lane.PACK, Lane.H2D, Lane.D2H), 0)
         for node in nodes(graph):
             lane = lane_of(node)
-            if lane in moved and argument(node, "tile") is not None:
-                tile = program.tiles[argument(node, "tile")]
-                moved[lane] += tile.moved_bytes(op_of(node))
+            if lane in moved:
+                moved[lane] += program.moved_bytes(node)
         rows.append([name, sum(counts.values()), work, events, counts["wait"], *moved.values()])
     header = ["section", "nodes", "work", "events", "waits", "pack bytes", "h2d bytes", "d2h bytes"]
     return str(tabulate(rows, header, tablefmt="simple", intfmt=","))

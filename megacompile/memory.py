@@ -6,7 +6,7 @@ holds what `cost.peak_bytes` says.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import pairwise, zip_longest
 
 from megacompile import cost
 from megacompile.frontend.capture import CapturedModel
@@ -33,16 +33,28 @@ class Estimate:
         return self.slots + values + values // ROUNDING
 
 
+def checkpoint_bytes(captured: CapturedModel, plan: Plan) -> list[int]:
+    """Of the checkpoints in host memory of one forward, in the order in which they are stashed."""
+    layers = captured.calls[1:-1]
+    begins = plan.from_host([call.name for call in layers])
+    sizes = [cost.checkpoint_bytes(captured.templates[before.template], plan.length)
+             for before, layer in pairwise(layers) if layer.name in begins]
+    return [size * plan.micro_batches[mb] for size in sizes for mb in plan.wave(0)]  # the first wave is the largest
+
+
 def slot_bytes(captured: CapturedModel, tiling: Tiling, plan: Plan) -> int:
-    """Weight and gradient slots. They are made once and stay, so that an evaluation counts gradients' slots too."""
-    layouts, border = tiling.layouts, _border(captured, tiling)
+    """Slots of weights, gradients and fetched checkpoints. They are made once and stay, so that an evaluation counts all of
+    them too."""
+    layouts, border = tiling.layouts, border_tiles(captured, tiling)
     layers = [layout for tile, layout in layouts.items() if tile not in border]
     streamed = [x for x in layers if x.name not in plan.resident]
     kept = plan.resident_state if plan.update == "step" else ()  # gradients that have slots of their own
     trained = [x for x in layers if x.trainable and x.name not in kept]
     ranked = [sorted((layouts[t].weight_bytes for t in tiling.tiles_of[call.name] if t not in plan.resident), reverse=True)
               for call in (captured.calls[0], captured.calls[-1])]
-    return (min(plan.weight_slots, len(streamed)) * max((x.weight_bytes for x in streamed), default=0)
+    fetched = checkpoint_bytes(captured, plan)
+    return (min(plan.checkpoint_slots, len(fetched)) * max(fetched, default=0)
+            + min(plan.weight_slots, len(streamed)) * max((x.weight_bytes for x in streamed), default=0)
             + sum(max(sizes) for sizes in zip_longest(*ranked, fillvalue=0))
             + sum(layouts[t].weight_bytes for t in plan.resident)
             + sum(layouts[t].state_bytes for t in plan.resident_state) + sum(layouts[t].gradient_bytes for t in kept)
@@ -64,7 +76,8 @@ def training_bytes(captured: CapturedModel, tiling: Tiling, plan: Plan, fused: b
     recomputing = max(0, len(names) - plan.saved_layers)
     # The first block begins with what all layers share. One more: what goes from layer to layer, there or back.
     on_the_way = max(hidden.values())
-    kept = shared + on_the_way + sum(hidden[names[i - 1]] for i in range(block, recomputing, block))
+    borders = range(block, recomputing, block)[plan.host_checkpoints:]
+    kept = shared + on_the_way + sum(hidden[names[i - 1]] for i in borders)
     # A layer that keeps its residuals also keeps its output: the next one's backward begins with it.
     kept += sum(residuals[name] + hidden[name] for name in names[recomputing:])
 
@@ -105,7 +118,8 @@ def evaluation_bytes(captured: CapturedModel, tiling: Tiling, plan: Plan, fused:
     return Estimate(slot_bytes(captured, tiling, plan), 0, 3 * hidden + sum(logits[:-1]), workspace)
 
 
-def _border(captured: CapturedModel, tiling: Tiling) -> set[str]:
+def border_tiles(captured: CapturedModel, tiling: Tiling) -> set[str]:
+    """The tiles that the prologue or the epilogue reads."""
     return {tile for call in (captured.calls[0], captured.calls[-1]) for tile in tiling.tiles_of[call.name]}
 
 

@@ -1,6 +1,7 @@
 """How fast a plan is, before anything runs: its program simulated, and a bound below that costs next to nothing."""
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from megacompile.durations import Durations
@@ -8,15 +9,17 @@ from megacompile.frontend.capture import CapturedModel
 from megacompile.hardware import Hardware
 from megacompile.lowering import model_program
 from megacompile.passes import PIPELINE
+from megacompile.passes.manager import Pass, run_pass
 from megacompile.plan import Plan
 from megacompile.program import Program, argument, op_of
-from megacompile.simulate import Timeline, simulate
+from megacompile.simulate import Timeline
 from megacompile.tiling import Tiling
 
 
-def pace_of(captured: CapturedModel, tiling: Tiling, hardware: Hardware | None, fused: bool) -> Pace | None:
+def pace_of(captured: CapturedModel, tiling: Tiling, hardware: Hardware | None, fused: bool,
+            passes: Sequence[Pass] = PIPELINE) -> Pace | None:
     """None where nothing is known of the machine."""
-    return None if hardware is None else Pace(Durations(captured, tiling.layouts, hardware, fused), tiling)
+    return None if hardware is None else Pace(Durations(captured, tiling.layouts, hardware, fused), tiling, passes)
 
 
 @dataclass
@@ -25,14 +28,14 @@ class Pace:
 
     durations: Durations
     tiling: Tiling
+    passes: Sequence[Pass] = PIPELINE
     timelines: dict[tuple[Plan, bool], Timeline] = field(default_factory=dict)
 
     def timeline(self, plan: Plan, whole_step: bool) -> Timeline:
         """Some training steps under a plan."""
         if (plan, whole_step) not in self.timelines:
             program = self.program(plan, whole_step)
-            self.timelines[plan, whole_step] = simulate(
-                program, self.durations.of(program, plan.length, plan.token_chunk), self.durations.hardware.speeds)
+            self.timelines[plan, whole_step] = self.durations.simulate(program, plan)
         return self.timelines[plan, whole_step]
 
     def lowest_first(self, plan: Plan, whole_step: bool) -> Plan:
@@ -57,11 +60,11 @@ class Pace:
     def program(self, plan: Plan, whole_step: bool) -> Program:
         """As `compile_program` makes it, unverified: what is chosen is verified when it is compiled."""
         captured = self.durations.captured
-        specs = self.tiling.call_specs(captured.calls, captured.templates)
+        specs = self.tiling.call_specs(captured.calls, captured.templates, plan.length)
         program = model_program(specs, self.tiling.tiles(), plan.batch, labels=True, whole_step=whole_step)
         program = program.evolve(sections={key: graph for key, graph in program.sections.items() if key != "evaluate"})
-        for each in PIPELINE:
-            program = each.run(program, plan)
+        for each in self.passes:
+            program = run_pass(each, program, plan)
         return program
 
     def at_least(self, plan: Plan) -> float:

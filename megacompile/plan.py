@@ -4,6 +4,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megacompile.errors import MegacompileError
+
+#: When tiles are updated: at the end of a step, or each as its gradients arrive.
+UPDATES = ("step", "arrival")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a program is compiled for: sequences, tokens a sequence, whether there are labels, whether it trains; and whether
+    it must be `lean`, without the residuals that a plan keeps where memory is left. `update` is "step" or "arrival" (see
+    `Plan`); `whole_step` is one program for a step, otherwise there are sections of their own."""
+
+    batch: int
+    length: int
+    labels: bool
+    training: bool
+    lean: bool = False
+    update: str = "step"
+    whole_step: bool = False
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -16,7 +36,9 @@ class Plan:
     tiles keep their weights on the device; those of them in `resident_state` their optimizer state and gradients too, and
     are updated there. `locked` says that tiles themselves are page-locked; otherwise weights pass through
     `staging_slabs` and gradients through `gradient_slabs` page-locked slabs (the paper's pinned slab pool). Templates compute
-    what treats each token alone `token_chunk` positions of a micro-batch at a time; 0: all at once."""
+    what treats each token alone `token_chunk` positions of a micro-batch at a time; 0: all at once. The checkpoints of the
+    lowest `host_checkpoints` borders between blocks, whose backward comes last, wait for it in host memory, and come back
+    into `checkpoint_slots` device slots."""
 
     batch: int
     length: int
@@ -34,13 +56,24 @@ class Plan:
     update: str = "step"
     token_chunk: int = 0
     update_order: tuple[str, ...] = ()
+    host_checkpoints: int = 0
+    checkpoint_slots: int = 2
 
     def __post_init__(self) -> None:
-        assert sum(self.micro_batches) == self.batch, f"{self.micro_batches} is no split of {self.batch} sequences"
-        assert 1 <= self.waves <= len(self.micro_batches) and self.update in ("step", "arrival")
-        assert set(self.resident_state) <= set(self.resident), "what is updated on the device has its weights there"
-        assert self.checkpoint_interval >= 1 and self.saved_layers >= 0 and self.token_chunk >= 0
-        assert self.weight_slots >= 1 and self.gradient_slots >= 1 and self.staging_slabs >= 1 and self.gradient_slabs >= 1
+        """Raises `MegacompileError` for a plan that cannot be: a person may have written it."""
+        least = {"batch": 1, "length": 1, "weight_slots": 1, "gradient_slots": 1, "staging_slabs": 1, "gradient_slabs": 1,
+                 "checkpoint_slots": 1, "checkpoint_interval": 1, "saved_layers": 0, "token_chunk": 0, "host_checkpoints": 0}
+        for name, value in least.items():
+            if getattr(self, name) < value:
+                raise MegacompileError(f"{name} is {getattr(self, name)}, and must be at least {value}")
+        if sum(self.micro_batches) != self.batch or min(self.micro_batches, default=0) < 1:
+            raise MegacompileError(f"micro-batches of {self.micro_batches} are no split of {self.batch} sequences")
+        if not 1 <= self.waves <= len(self.micro_batches):
+            raise MegacompileError(f"{len(self.micro_batches)} micro-batches cannot go in {self.waves} waves")
+        if self.update not in UPDATES:
+            raise MegacompileError(f"update is {self.update!r}, and must be one of {', '.join(UPDATES)}")
+        if not set(self.resident_state) <= set(self.resident):
+            raise MegacompileError("what is updated on the device (resident_state) must have its weights there (resident)")
 
     def wave_of(self, mb: int) -> int:
         return mb * self.waves // len(self.micro_batches)
@@ -55,6 +88,11 @@ class Plan:
         recomputed = layers[:max(0, len(layers) - self.saved_layers)]
         step = self.checkpoint_interval
         return [tuple(recomputed[i:i + step]) for i in range(0, len(recomputed), step)]
+
+    def from_host(self, layers: Sequence[str]) -> list[str]:
+        """The layers whose input waits in host memory: each begins a block. (The first block's input is the prologue's output,
+        which every layer shares in part; it stays.)"""
+        return [block[0] for block in self.blocks(layers)[1:1 + self.host_checkpoints]]
 
 
 def split(batch: int, micro_batch_size: int) -> tuple[int, ...]:

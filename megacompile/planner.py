@@ -2,21 +2,24 @@
 left, waves, layers that keep residuals and tiles that are updated on the device, as they are fastest when simulated.
 
 K = 1 is the fastest where it fits: its backward drops the layer's last GEMM from the recompute. A larger K keeps fewer
-checkpoints and pays with the residuals of K - 1 layers of one micro-batch. Where not even a micro-batch of one sequence fits,
-its tokens are computed in chunks, as large as fit: attention alone needs all of them at once.
+checkpoints and pays with the residuals of K - 1 layers of one micro-batch. Where no K fits, checkpoints wait in host memory, as
+few as need to. Where not even a micro-batch of one sequence fits then, its tokens are computed in chunks, as large as fit, with
+checkpoints on the device or else on the host: attention alone needs all tokens at once.
 """
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from megacompile.config import StreamConfig, format_bytes
+from megacompile.config import StreamConfig
 from megacompile.errors import InsufficientMemoryError
 from megacompile.frontend.capture import CapturedModel
+from megacompile.locked import LockedMemory, spend_locked_memory
 from megacompile.memory import Estimate, evaluation_bytes, training_bytes
 from megacompile.pace import Pace
 from megacompile.plan import Plan, split
+from megacompile.sizes import format_bytes
 from megacompile.tiling import Tiling
 
 #: Sequences' worth of tokens beyond which a larger micro-batch is no faster: kernels are full by then.
@@ -25,6 +28,8 @@ FULL_TOKENS = 16384
 LEAST_CHUNK = 2048
 #: Tokens of a wave below which its kernels no longer hide the weights' arrival.
 WAVE_TOKENS = 12288
+#: No larger batch is of interest.
+MOST_SEQUENCES = 1 << 14
 #: A plan must be so much faster to be taken instead of one that computes less: simulations are not exact.
 WORTH = 1.003
 #: Device memory that no estimate knows: workspaces of cuBLAS, kernels that are loaded.
@@ -135,7 +140,8 @@ class Planner:
         return InsufficientMemoryError(
             f"a batch of {batch} x {length} needs {format_bytes(need)} of device memory (micro-batches of "
             f"{plan.micro_batches[0]}, checkpoint_interval={plan.checkpoint_interval}"
-            f"{f', token_chunk={plan.token_chunk}' if plan.token_chunk else ''}) and "
+            f"{f', token_chunk={plan.token_chunk}' if plan.token_chunk else ''}"
+            f"{f', host_checkpoints={plan.host_checkpoints}' if plan.host_checkpoints else ''}) and "
             f"{format_bytes(self.device_bytes)} are available{self._others()}: use fewer or shorter sequences, or a larger "
             "device_memory")
 
@@ -155,35 +161,60 @@ class Planner:
             else:
                 yield candidate
 
+    def largest_batch(self, length: int) -> int:
+        """The most sequences that the device holds a training step of, under any of the plans that are considered; 0 if it
+        holds none, and `MOST_SEQUENCES` at most. (The host needs nothing more for a larger batch.)"""
+        planner = self._with_state(0)
+
+        def too_large(batch: int) -> bool:
+            return not any(planner.fits(plan) for plan in reversed([*planner._candidates(batch, length)]))
+
+        limit = 1
+        while limit <= MOST_SEQUENCES and not too_large(limit):
+            limit *= 2
+        return bisect_left(range(min(limit, MOST_SEQUENCES + 1)), True, lo=limit // 2 + 1, key=too_large) - 1
+
     def fits(self, plan: Plan) -> bool:
         """Whether the device holds a training step under a plan."""
         return self.estimate(plan, plan.length).total + self.margin_bytes <= self.device_bytes
 
     def _candidates(self, batch: int, length: int, update: str = "step") -> Iterator[Plan]:
-        """Plans of a loop, in the order of preference."""
-        return (replace(plan, update=update) for plan in self._divisions(batch, length))
-
-    def _divisions(self, batch: int, length: int) -> Iterator[Plan]:
-        """Large micro-batches (up to full kernels) first, for each K from 1."""
+        """Plans of a loop, in the order of preference: large micro-batches (up to full kernels) first, for each K from 1."""
         depth = len(self.captured.layer_names)
         config = self.config
         sizes = [config.micro_batch_size] if config.micro_batch_size else self._sizes(batch, length)
         intervals = [config.checkpoint_interval] if config.checkpoint_interval else self._intervals(depth)
         for interval in intervals:
             for size in sizes:
-                yield self._candidate(batch, length, size, interval, config.token_chunk or 0)
+                yield self._candidate(batch, length, update, size, interval, config.token_chunk or 0)
+        yield from self._on_the_host(self._candidate(batch, length, update, size, intervals[0], config.token_chunk or 0)
+                                     for size in sizes)
         if config.token_chunk is None and sizes[-1] == 1:
             # A larger K would keep residuals, which are of all tokens.
-            for chunk in self._chunks(length):
-                yield self._candidate(batch, length, 1, intervals[0], chunk)
+            chunked = [self._candidate(batch, length, update, 1, intervals[0], chunk) for chunk in self._chunks(length)]
+            yield from chunked
+            yield from self._on_the_host(chunked)
 
-    def _candidate(self, batch: int, length: int, size: int, interval: int, chunk: int) -> Plan:
+    def _on_the_host(self, plans: Iterable[Plan]) -> Iterator[Plan]:
+        """Those that do not fit with all their checkpoints on the device, with fewer there."""
+        return (other for plan in plans if (other := self._fewest_on_the_host(plan)) != plan)
+
+    def _fewest_on_the_host(self, plan: Plan) -> Plan:
+        """The plan, with as few checkpoints in host memory as let it fit, or all if none do."""
+        borders = len(plan.blocks(self.captured.layer_names)) - 1
+        if self.config.host_checkpoints is not None or borders < 1 or self.fits(plan):
+            return plan
+        others = [replace(plan, host_checkpoints=count) for count in range(1, borders + 1)]
+        return others[min(bisect_left(others, True, key=self.fits), borders - 1)]
+
+    def _candidate(self, batch: int, length: int, update: str, size: int, interval: int, chunk: int) -> Plan:
         config, depth = self.config, len(self.captured.layer_names)
-        slots = config.weight_slots or min(depth, max(2, interval + 1))
+        wanted = depth - 1 if config.host_checkpoints is True else min(config.host_checkpoints or 0, depth - 1)
+        slots, locked = config.weight_slots or min(depth, max(2, interval + 1)), self.locked()
         return Plan(
             batch, length, split(batch, min(size, batch)), interval, min(config.saved_layers or 0, depth), slots,
-            config.gradient_slots, self.resident(), self.resident_state(), self.locked(), 2, config.gradient_slabs,
-            token_chunk=chunk)
+            config.gradient_slots, self.resident(), self.resident_state(), locked.tiles, locked.staging_slabs,
+            locked.gradient_slabs, update=update, token_chunk=chunk, host_checkpoints=wanted)
 
     def plan_step(self, batch: int, length: int, update: str) -> Plan:
         """The plan of a whole step. Where memory allows it, the fewest waves that let every layer keep its residuals: then
@@ -199,12 +230,14 @@ class Planner:
         count = len(plan.micro_batches)
         if config.waves is not None:
             plan = replace(plan, waves=min(config.waves, count))
+        if config.host_checkpoints is None:
+            plan = replace(plan, host_checkpoints=0)  # waves may need fewer
         if config.saved_layers is not None or not self.keep_residuals:
             saved = min(config.saved_layers or 0, len(self.captured.layer_names))
-            return [self._fitting(replace(plan, saved_layers=saved), batch, length)]
+            return [self._fitting(self._fewest_on_the_host(replace(plan, saved_layers=saved)), batch, length)]
         room = self.device_bytes - self.margin_bytes
         waves = [plan.waves] if config.waves else range(1, max(1, min(count, batch * length // WAVE_TOKENS)) + 1)
-        return [self._most_residuals(replace(plan, waves=n), room) for n in waves]
+        return [self._most_residuals(self._fewest_on_the_host(replace(plan, waves=n)), room) for n in waves]
 
     def _fitting(self, plan: Plan, batch: int, length: int) -> Plan:
         """The plan, if it fits. Raises `InsufficientMemoryError`."""
@@ -262,11 +295,9 @@ class Planner:
             return self.stateful or ()
         return tuple(tile for tile in self._trained() if named == "all" or tile in named)
 
-    def locked(self) -> bool:
-        """Whether the tiles' own weights and gradients may be page-locked."""
-        if self.locked_bytes is None:
-            return True
-        return sum(x.weight_bytes + x.gradient_bytes for x in self.tiling.layouts.values()) <= self.locked_bytes
+    def locked(self) -> LockedMemory:
+        """How the budget of page-locked memory is spent. Raises `InsufficientMemoryError`."""
+        return spend_locked_memory(self.captured, self.tiling, self.locked_bytes, self.config.gradient_slabs)
 
     def estimate(self, plan: Plan, length: int, training: bool = True) -> Estimate:
         """Device bytes of a training step (or of an evaluation) under a plan, less the margin."""

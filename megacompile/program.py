@@ -1,7 +1,7 @@
-"""The vocabulary of schedules: lanes, places, ops, and `Program`, a set of `torch.fx.Graph`s over those ops.
+"""The vocabulary of schedules: places and `Program`, a set of `torch.fx.Graph`s over the ops of `ops.py`.
 
 Problem: a training step of a streamed model is copies, kernels and optimizer updates on several lanes. Policy: each of
-them is one node of a graph that can be printed, verified, simulated and run; a fact about an op is stated once, here.
+them is one node of a graph that can be printed, verified, simulated and run.
 
 A program has *sections* (forward, evaluate, backward, backward_accumulate, update, load), each a straight line of nodes in
 program order. Program order gives the meaning (`runtime/reference.py`); between lanes only `record`/`wait` order anything.
@@ -13,7 +13,6 @@ a part of a tile in host memory ("weights/layers.0", "gradients/layers.0"), or t
 """
 from __future__ import annotations
 
-import enum
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -21,120 +20,18 @@ from typing import Any
 
 from torch import fx
 
-
-class Lane(enum.StrEnum):
-    """A queue of instructions that run one after the other; lanes run beside each other."""
-
-    COMPUTE = "compute"
-    H2D = "h2d"
-    D2H = "d2h"
-    CPU = "cpu"
-    PACK = "pack"
-
-
-class Access(enum.StrEnum):
-    READ = "read"
-    WRITE = "write"
-
-
-@dataclass(frozen=True)
-class Op:
-    """One word of the language.
-
-    `parameters` are the keyword arguments of its nodes, in printed order; `optional` ones may be absent (None).
-    `reads` and `writes` name places by rule: a parameter's name stands for the places of the values it holds, "result" for
-    the node's own place, and "weights[tile]" for that part of the tile named by parameter `tile` (or by each of `tiles`).
-    """
-
-    name: str
-    lane: Lane | None
-    parameters: tuple[str, ...]
-    optional: tuple[str, ...] = ()
-    reads: tuple[str, ...] = ()
-    writes: tuple[str, ...] = ()
-    result: str | None = None  # what kind of value a node of this op is; None: no value
-    meaning: str = ""
-    home: str | None = None  # the part of the tile that holds the result where no `into` is given
-
-    @property
-    def __name__(self) -> str:  # fx prints and hashes targets by name
-        return self.name
-
-    def __call__(self, **_: Any) -> Any:
-        raise AssertionError(f"{self.name} is a word of a schedule; an executor gives it its meaning")
-
-
-# Values that a compute op reads. `saved` is a forward_saving node whose residuals a backward consumes.
-_RUN = ("template", "call", "mb", "weights", "inputs")
-
-OPS: dict[str, Op] = {op.name: op for op in (
-    Op("pack", Lane.PACK, ("tile", "into"), ("into",), ("weights[tile]",), ("result",), "staging",
-       "copies a tile's weights into a page-locked slab"),
-    Op("prefetch", Lane.H2D, ("tile", "staging", "into"), ("staging", "into"), ("weights[tile]", "staging"), ("result",),
-       "weights", "a tile's weights, host -> a weight slot (from the tile, or from the slab `staging`)"),
-    Op("resident", None, ("tile", "into"), ("into",), (), (), "weights", "the weights of a tile that lives on the device"),
-    Op("resident_state", None, ("tile", "into"), ("into",), (), (), "state", "its optimizer state, where that lives there too"),
-    Op("resident_gradients", None, ("tile", "into"), ("into",), (), (), "gradients", "its gradients, until the update"),
-    Op("forward", Lane.COMPUTE, _RUN, ("weights",), ("weights", "inputs"), ("result",), "activation",
-       "runs a template"),
-    Op("forward_saving", Lane.COMPUTE, _RUN, ("weights",), ("weights", "inputs"), ("result",), "activation",
-       "runs a template and keeps its residuals"),
-    Op("loss", Lane.COMPUTE, (*_RUN, "accumulators"), ("weights", "accumulators"), ("weights", "inputs"),
-       ("accumulators", "result"), "gradient", "the epilogue's loss, and its gradients for a unit loss"),
-    Op("evaluate", Lane.COMPUTE, _RUN, ("weights",), ("weights", "inputs"), ("result",), "activation",
-       "the epilogue's loss and logits, without gradients"),
-    Op("logits", Lane.COMPUTE, _RUN, ("weights",), ("weights", "inputs"), ("result",), "activation",
-       "the epilogue's logits, of a batch without labels"),
-    Op("recompute_backward", Lane.COMPUTE, (*_RUN, "gradient", "accumulators"), ("weights", "accumulators"),
-       ("weights", "inputs", "gradient"), ("accumulators", "result"), "gradient",
-       "a layer's backward from its inputs, forward and backward in one graph"),
-    Op("backward", Lane.COMPUTE, (*_RUN, "saved", "gradient", "accumulators"), ("weights", "accumulators"),
-       ("weights", "inputs", "saved", "gradient"), ("accumulators", "result"), "gradient",
-       "a layer's backward from its residuals"),
-    Op("zeros", Lane.COMPUTE, ("tile",), (), (), ("result",), "accumulators", "a tile's FP32 gradient accumulators, zeroed"),
-    Op("scale", Lane.COMPUTE, ("value",), (), ("value",), ("value",), None,
-       "multiplies by the gradient that the caller's loss sent"),
-    Op("reduce", Lane.COMPUTE, ("tile", "accumulators", "into"), ("into",), ("accumulators",), ("result",), "reduced",
-       "FP32 accumulators -> gradients in link precision, and each parameter's norm"),
-    Op("offload", Lane.D2H, ("tile", "reduced", "into"), ("into",), ("reduced",), ("result",), "slab",
-       "gradients, device -> the tile's gradients (or the slab `into`)", "gradients"),
-    Op("offload_norms", Lane.D2H, ("tile", "reduced"), (), ("reduced",), ("gradients[tile]",), None,
-       "the norms alone, of gradients that stay on the device"),
-    Op("accumulate", Lane.CPU, ("tile", "slab", "overwrite"), (), ("slab",), ("gradients[tile]",), None,
-       "adds a slab to the tile's gradients (or overwrites them)"),
-    Op("clip", Lane.CPU, ("tiles",), (), ("gradients[tiles]",), ("result",), "clip",
-       "the global norm of all gradients, and the factor that clips them"),
-    Op("adam", Lane.CPU, ("tile", "clip"), ("clip",), ("gradients[tile]", "clip"), ("weights[tile]",), None,
-       "the fused AdamW update of one tile"),
-    # Host state is no place: only these two and `adam` touch it, all of them in the cpu lane.
-    Op("fetch_state", Lane.CPU, ("tile", "into"), ("into",), (), ("result",), "state",
-       "a tile's optimizer state, host -> device"),
-    Op("store_state", Lane.CPU, ("tile", "state"), (), ("state",), (), None, "a tile's optimizer state, device -> host"),
-    # In the cpu lane too, so that no schedule without them has a lane more to wait for.
-    Op("fetch_gradients", Lane.CPU, ("tile", "into"), ("into",), ("gradients[tile]",), ("result",), "gradients",
-       "a tile's gradients, host -> device: they were added up, or changed, on the host"),
-    Op("offload_weights", Lane.CPU, ("tile", "resident"), (), ("resident",), ("weights[tile]",), None,
-       "weights that were updated on the device, device -> host"),
-    Op("adam_resident", Lane.COMPUTE, ("tile", "resident", "state", "reduced", "clip"), ("clip",),
-       ("state", "reduced", "clip"), ("resident", "state"), None,
-       "the same update to the bit, on the device, of a tile that lives there with its state"),
-    Op("result", Lane.COMPUTE, ("key", "values"), (), ("values",), (), None, "hands values to the caller"),
-    Op("lease", Lane.COMPUTE, ("key", "value"), (), ("value",), (), None, "keeps a value for a later section"),
-    Op("leased", Lane.COMPUTE, ("key",), (), (), (), "activation", "a value that an earlier section kept"),
-    Op("release", None, ("value",), (), (), ("value",), None, "ends a value's life in its place"),
-    Op("record", None, ("node",), (), (), (), "event", "an event on the node's lane, once the node is done"),
-    Op("wait", None, ("lane", "event"), (), (), (), None, "the lane goes no further before the event"),
-    Op("enter", None, ("place", "access", "lane"), (), (), (), "event",
-       "the event of a lane's last access to a place in whatever ran before this section"),
-    Op("leave", None, ("place", "access", "event"), (), (), (), None,
-       "hands on the event of this section's last access to a place"),
-)}
+from megacompile.ops import OPS as OPS
+from megacompile.ops import Access as Access
+from megacompile.ops import Lane as Lane
+from megacompile.ops import Op as Op
 
 TILE_PARTS = ("weights", "gradients")
 #: Families of slots, by the letters of a slot's name ("B" behind them: for border tiles), and what kind of values each
 #: holds. R: weights that stay on the device; RW, RS, RG: weights, optimizer state and gradients of a tile that is updated
-#: there; S, D: page-locked host slabs for weights on their way out and gradients on their way home.
+#: there; S, D: page-locked host slabs for weights on their way out and gradients on their way home; H: page-locked host
+#: buffers of checkpoints, a set of them for each open forward; C: checkpoints that have come back.
 SLOT_KINDS = {"W": ("weights",), "G": ("reduced",), "S": ("staging",), "D": ("slab",),
+              "H": ("stashed",), "C": ("checkpoint", "inputs"),
               "R": ("weights",), "RW": ("weights", "resident"), "RS": ("state",), "RG": ("gradients", "reduced")}
 
 
@@ -261,13 +158,15 @@ class Tile:
 class CallSpec:
     """One use of a template: the prologue, each layer, the epilogue, in order.
 
-    `weightless` lists the variants that read no weights (an embedding's backward needs only indices)."""
+    `weightless` lists the variants that read no weights (an embedding's backward needs only indices); `output_bytes` are
+    those of what it hands on of one sequence."""
 
     name: str
     role: str  # "prologue", "layer", "epilogue"
     template: str
     tiles: tuple[str, ...]
     weightless: tuple[str, ...] = ()
+    output_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -301,6 +200,20 @@ class Program:
     def number(self, name: str) -> int:
         """The position of a call, or of the first call that reads a tile: w3, h3 and g3 belong to the same layer."""
         return next(i for i, call in enumerate(self.calls) if name == call.name or name in call.tiles)
+
+    def value_bytes(self, node: fx.Node) -> int:
+        """Bytes of the value of a node in a slot: of a tile, or of a call's output for a micro-batch."""
+        if argument(node, "tile") is not None:
+            return self.tiles[argument(node, "tile")].bytes_of(op_of(node).result or "")
+        sequences: int = self.micro_batches[argument(node, "mb")]
+        return self.call(argument(node, "call")).output_bytes * sequences
+
+    def moved_bytes(self, node: fx.Node) -> int:
+        """Bytes that a node copies from one memory to another."""
+        if op_of(node).name in ("stash", "fetch"):
+            return self.value_bytes(node)
+        tile = argument(node, "tile")
+        return self.tiles[tile].moved_bytes(op_of(node)) if tile is not None else 0
 
     def text(self, section: str | None = None, *, fold: bool = False) -> str:
         """Python that rebuilds this program (`text.parse`). `fold` folds repeated layers, for reading only."""

@@ -77,6 +77,7 @@ def _items(recorder: Recorder) -> list[Item]:
         for x in done:
             behind = items.get(recorder.recorded[x.behind]) if x.behind in recorder.recorded else None
             item = items[x]
+            item.behind = behind
             item.cause = max((i for i in (before, behind) if i is not None), key=lambda i: i.end_s, default=None)
             before = item
     return list(items.values())

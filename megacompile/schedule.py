@@ -9,24 +9,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megacompile.api import analyse
-from megacompile.config import StreamConfig, parse_bytes
+from megacompile.api import analyse, check_module
+from megacompile.config import StreamConfig
 from megacompile.durations import Durations
 from megacompile.errors import MegacompileError
-from megacompile.explain import explain
+from megacompile.explain import Outlook, outlook
 from megacompile.frontend.attention_kernels import fused_kernel
 from megacompile.frontend.capture import CapturedModel
 from megacompile.frontend.template import Template
 from megacompile.hardware import Hardware
 from megacompile.lowering import model_program
 from megacompile.pace import pace_of
-from megacompile.passes import PIPELINE
 from megacompile.passes.manager import compile_program
-from megacompile.plan import Plan
+from megacompile.plan import UPDATES, Plan
 from megacompile.planner import Planner, margins
 from megacompile.program import Program
 from megacompile.runtime.store import available_host_bytes
-from megacompile.simulate import Timeline, simulate
+from megacompile.simulate import Timeline
+from megacompile.sizes import parse_bytes
 from megacompile.tiling import Tiling
 
 
@@ -44,8 +44,9 @@ class Schedule:
     device: torch.device
     hardware: Hardware | None = None
 
-    def program(self, stage: str = "synchronize") -> Program:
-        return self.stages[stage]
+    def program(self, stage: str | None = None) -> Program:
+        """As the pass of that name left it; the last one's without."""
+        return self.stages[stage if stage is not None else list(self.stages)[-1]]
 
     @property
     def templates(self) -> Mapping[str, Template]:
@@ -60,15 +61,31 @@ class Schedule:
 
     def simulate(self) -> Timeline:
         """A few training steps, predicted: when each instruction runs, how long a step takes, and what binds."""
-        program, durations = self.program(), self.durations()
-        return simulate(program, durations.of(program, self.plan.length, self.plan.token_chunk), durations.hardware.speeds)
+        return self.durations().simulate(self.program(), self.plan)
+
+    def title(self) -> str:
+        """What was planned, in one line."""
+        plan, parameters = self.plan, sum(layout.parameters for layout in self.tiling.layouts.values())
+        where = self.hardware.name if self.hardware is not None else f"this machine's {self.device.type}"
+        chosen = {"K": plan.checkpoint_interval, "micro-batch": plan.micro_batches[0], "waves": plan.waves,
+                  "saved layers": plan.saved_layers, "token chunk": plan.token_chunk}
+        shown = ", ".join(f"{name} {value}" for name, value in chosen.items() if value and (name, value) != ("waves", 1))
+        return (f"{parameters / 1e9:.3g}B parameters, {len(self.captured.layer_names)} layers, {plan.batch} x {plan.length} "
+                f"tokens, {shown}, {where}")
 
     def explain(self) -> str:
         """The plan and those it was chosen from, as text: needs, predicted times and what binds."""
+        return self.outlook().text()
+
+    def outlook(self, host_memory: int | float | str | None = None) -> Outlook:
+        """Whether it fits, how fast it would be, and what else might be chosen. `host_memory`: bytes or "256GiB"; None: that of
+        `hardware`, or what this machine has available. Raises as `durations`."""
         if self.planner.pace is None:
             durations = self.durations()
-            self.planner.pace = pace_of(self.captured, self.tiling, durations.hardware, durations.fused)
-        return explain(self.planner, self.plan, whole_step="train_step" in self.program().sections)
+            self.planner.pace = pace_of(self.captured, self.tiling, durations.hardware, durations.fused,
+                                        self.planner.config.passes)
+        budget = parse_bytes(host_memory) or (self.hardware.host_memory if self.hardware else available_host_bytes())
+        return outlook(self.planner, self.plan, budget, whole_step="train_step" in self.program().sections)
 
 
 def schedule(model: nn.Module, *, batch: int, length: int, layers: str | None = None,
@@ -81,8 +98,9 @@ def schedule(model: nn.Module, *, batch: int, length: int, layers: str | None = 
     end ("step") or in the backward, as gradients arrive ("arrival"). `hardware` is a machine to plan for, whose device and
     memory are taken unless options name others: a profile ("h200", "a100", "rtx3090"), a file that `megacompile calibrate` has
     written, or rates of your own."""
-    if update not in ("step", "arrival"):
-        raise MegacompileError(f"update must be 'step' or 'arrival', not {update!r}")
+    check_module(model)
+    if update not in UPDATES:
+        raise MegacompileError(f"update must be {' or '.join(map(repr, UPDATES))}, not {update!r}")
     for name, size in (("batch", batch), ("length", length)):
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
             raise MegacompileError(f"{name} must be a whole number of at least 1, not {size!r}")
@@ -97,11 +115,11 @@ def schedule(model: nn.Module, *, batch: int, length: int, layers: str | None = 
     budget = parse_bytes(config.device_memory) or _default_budget(device_type, hardware)
     fused = config.compile if config.compile is not None else device_type == "cuda"
     planner = Planner(captured, tiling, config, budget, parse_bytes(config.locked_memory), *margins(device_type), fused=fused)
-    planner.pace = pace_of(captured, tiling, hardware or Hardware.known(device), fused)
+    planner.pace = pace_of(captured, tiling, hardware or Hardware.known(device), fused, config.passes)
     plan = planner.choose(batch, length, update=update, whole_step=whole_step)
-    program = model_program(tiling.call_specs(captured.calls, captured.templates), tiling.tiles(), batch, labels=True,
+    program = model_program(tiling.call_specs(captured.calls, captured.templates, length), tiling.tiles(), batch, labels=True,
                             whole_step=whole_step)
-    compiled = compile_program(program, plan, PIPELINE)
+    compiled = compile_program(program, plan, config.passes)
     return Schedule(captured, tiling, plan, compiled.stages, compiled.log, planner, device, hardware)
 
 

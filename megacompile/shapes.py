@@ -1,6 +1,7 @@
 """Programs by batch shape: each is compiled when its shape first comes, and those longest unused are forgotten."""
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
@@ -10,11 +11,10 @@ from megacompile.errors import UnsupportedError
 from megacompile.frontend.capture import CapturedModel
 from megacompile.lowering import model_program
 from megacompile.memory import Estimate
-from megacompile.passes import PIPELINE
 from megacompile.passes.manager import Compiled, compile_program
-from megacompile.plan import Plan
+from megacompile.plan import Plan, Shape
 from megacompile.planner import Planner
-from megacompile.program import Program, Slot, places
+from megacompile.program import Program, Slot, places, slot_family
 from megacompile.runtime.kernels import Kernel
 from megacompile.tiling import Tiling
 from megacompile.verify import verify
@@ -26,29 +26,16 @@ MAX_SHAPES = 32
 _live: weakref.WeakSet[Shapes] = weakref.WeakSet()
 
 
-@dataclass(frozen=True)
-class Shape:
-    """What a program is compiled for: sequences, tokens a sequence, whether there are labels, whether it trains; and whether
-    it must be `lean`, without the residuals that a plan keeps where memory is left. `update` is "step" or "arrival" (see
-    `Plan`); `whole_step` is one program for a step, otherwise there are sections of their own."""
-
-    batch: int
-    length: int
-    labels: bool
-    training: bool
-    lean: bool = False
-    update: str = "step"
-    whole_step: bool = False
-
-
 @dataclass(eq=False)
 class CompiledShape:
-    """The program of one shape, every stage of it, what it needs, and the kernels bound so far, by section."""
+    """The program of one shape, every stage of it, what it needs, and the kernels bound so far, by section. `loaded`: it was
+    edited by hand, and stays until it is dropped."""
 
     shape: Shape
     plan: Plan
     estimate: Estimate
     compiled: Compiled
+    loaded: bool = False
     kernels: dict[str, Mapping[tuple[str, str, int], Kernel]] = field(default_factory=dict)
     _slots: dict[tuple[str, ...], dict[str, Slot]] = field(default_factory=dict)
 
@@ -57,12 +44,18 @@ class CompiledShape:
         return self.compiled.program
 
     def slots(self, *sections: str) -> dict[str, Slot]:
-        """The slots and slabs that these sections use, of those that the program has."""
+        """The slots and slabs that these sections use, of those that the program has; but no `host_slots`."""
         if sections not in self._slots:
             program = self.program
             used = places(program.section(s) for s in sections if s in program.sections)
-            self._slots[sections] = {name: slot for name, slot in program.slots.items() if name in used}
+            self._slots[sections] = {name: slot for name, slot in program.slots.items()
+                                     if name in used and name not in self.host_slots}
         return self._slots[sections]
+
+    @functools.cached_property
+    def host_slots(self) -> dict[str, Slot]:
+        """The buffers of checkpoints in host memory, which each open forward has of its own."""
+        return {name: slot for name, slot in self.program.slots.items() if slot_family(name) == "H"}
 
 
 class Shapes:
@@ -104,37 +97,57 @@ class Shapes:
 
         Raises `InsufficientMemoryError`, `UnsupportedError`, `ProgramError`; then nothing has changed."""
         found = self.table.get(shape)
-        if found is None or (found not in keep and found.plan.resident_state != self.planner.resident_state()):
+        if found is None or not (found in keep or found.loaded or found.plan.resident_state == self.planner.resident_state()):
             found = self._compile(shape)  # anew, where less is updated on the device than was planned first
         self.table.pop(shape, None)
         self.table[shape] = found
         self._forget(keep)
         return found
 
-    def _compile(self, shape: Shape) -> CompiledShape:
+    def adopt(self, compiled: CompiledShape) -> None:
+        """Takes a program that was edited by hand in the place of the compiled one."""
+        self.table.pop(compiled.shape, None)
+        self.table[compiled.shape] = compiled
+        self._note(compiled.estimate)
+
+    def drop(self, shape: Shape | None) -> list[Shape]:
+        """Forgets the programs that were edited by hand, of one shape or of all; which those were."""
+        dropped = [s.shape for s in self.table.values() if s.loaded and shape in (None, s.shape)]
+        for each in dropped:
+            del self.table[each]
+        return dropped
+
+    def _note(self, estimate: Estimate) -> None:
+        self.planned, self.slot_bytes = max(self.planned, estimate.total), max(self.slot_bytes, estimate.slots)
+
+    def model_program(self, shape: Shape, plan: Plan) -> Program:
+        """What a shape's passes begin with. Raises `UnsupportedError` if the model cannot be run so."""
         if not shape.labels and not self.captured.same_logits_without_labels:
             raise UnsupportedError("without labels the model computes other logits than with them (the last position's, say), "
                                    f"and only those with labels were captured: pass {', '.join(self.captured.labels)}")
-        plan = self.planner.choose(shape.batch, shape.length, shape.training, shape.update, shape.whole_step)
-        if shape.lean:
-            plan = replace(plan, saved_layers=self.planner.config.saved_layers or 0)
         for rows in set(plan.micro_batches):
             self.captured.check_shape(rows, shape.length)
         if len(plan.micro_batches) > 1 and shape.labels and not self.captured.has_normaliser:
             raise UnsupportedError(
                 "the model's loss is not a cross entropy over tokens, so that it cannot be split into micro-batches: "
                 f"give micro_batch_size={shape.batch} or smaller batches")
-        model = model_program(self.tiling.call_specs(self.captured.calls, self.captured.templates), self.tiling.tiles(),
-                              shape.batch, shape.labels, whole_step=shape.whole_step)
-        compiled = compile_program(model, plan, PIPELINE)
+        specs = self.tiling.call_specs(self.captured.calls, self.captured.templates, shape.length)
+        return model_program(specs, self.tiling.tiles(), shape.batch, shape.labels, whole_step=shape.whole_step)
+
+    def _compile(self, shape: Shape) -> CompiledShape:
+        plan = self.planner.choose(shape.batch, shape.length, shape.training, shape.update, shape.whole_step)
+        if shape.lean:
+            plan = replace(plan, saved_layers=self.planner.config.saved_layers or 0)
+        model = self.model_program(shape, plan)
+        compiled = compile_program(model, plan, self.planner.config.passes)
         verify(compiled.program, [s.program for s in self.table.values()])
         estimate = self.planner.estimate(plan, shape.length, shape.training)
-        self.planned, self.slot_bytes = max(self.planned, estimate.total), max(self.slot_bytes, estimate.slots)
+        self._note(estimate)
         return CompiledShape(shape, plan, estimate, compiled)
 
     def _forget(self, keep: Collection[CompiledShape]) -> None:
         """Drops the shapes longest unused, and the variants that were compiled for them alone."""
-        unused = [s for s in self.table.values() if s not in keep and s is not self.latest]
+        unused = [s for s in self.table.values() if s not in keep and s is not self.latest and not s.loaded]
         unused = unused[:max(0, len(self.table) - self.limit)]
         if not unused:
             return

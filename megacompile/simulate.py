@@ -7,7 +7,7 @@ seconds alone, and a speed that changes whenever some lane starts or stops.
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tabulate import tabulate
@@ -33,7 +33,8 @@ def alone(busy: Collection[Lane]) -> Mapping[Lane, float]:
 class Item:
     """One instruction of one run of a section. Times are in seconds since the simulation, or the recording, began.
 
-    `seconds` is how long it takes alone (recorded: how long it took); `cause` what it waited for last."""
+    `seconds` is how long it takes alone (recorded: how long it took); `behind`, of a wait: the last instruction that its
+    event covers; `cause` what it waited for last."""
 
     step: int
     section: str
@@ -45,6 +46,7 @@ class Item:
     end_s: float = 0.0
     done: bool = False
     cause: Item | None = field(default=None, repr=False)
+    behind: Item | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True)
@@ -57,29 +59,36 @@ class Timeline:
     @property
     def step_s(self) -> float:
         """Seconds from step to step, in the last one: the first steps have no update before them to wait for."""
-        begin, end = self._window()
+        begin, end = self.window
         return end - begin
 
-    def _window(self) -> tuple[float, float]:
+    @property
+    def window(self) -> tuple[float, float]:
+        """When the last step begins and ends: from the end of one last computation to the next."""
         return (self.steps_s[-2] if len(self.steps_s) > 1 else 0.0), self.steps_s[-1]
 
     def busy(self, lane: Lane) -> float:
         """Seconds for which a lane works during the last step."""
-        return _within(self._window(), (item for item in self.items if item.lane == lane))
+        return _within(self.window, (item for item in self.items if item.lane == lane))
 
     def occupancy(self, lane: Lane) -> float:
         """The same as a part of the step, 0 to 1."""
         return self.busy(lane) / self.step_s if self.step_s else 0.0
 
-    def critical(self) -> dict[Lane, float]:
-        """Seconds of the last step by lane, along the chain of instructions that waited for one another: what would have
-        to be faster for the step to be. They add up to the step."""
-        begin, end = self._window()
-        found = dict.fromkeys(Lane, 0.0)
+    def chain(self) -> Iterator[Item]:
+        """The instructions of the last step that waited for one another, from its end backwards."""
+        begin, end = self.window
         item = max((i for i in self.items if i.end_s <= end), key=_last_computation, default=None)
         while item is not None and item.end_s > begin:
-            found[item.lane] += _within((begin, end), (item,))
+            yield item
             item = item.cause
+
+    def critical(self) -> dict[Lane, float]:
+        """Seconds of the last step by lane, along that chain: what would have to be faster for the step to be. They add up to
+        the step."""
+        found = dict.fromkeys(Lane, 0.0)
+        for item in self.chain():
+            found[item.lane] += _within(self.window, (item,))
         return found
 
     @property
@@ -161,7 +170,7 @@ class _Issue:
                     after += self.barrier
                     begun.add(lane)
                 spent = 0.0 if op in ("wait", "release") else self.seconds(node)
-                self.lanes.setdefault(lane, []).append(Item(step, name, node, lane, spent, after))
+                self.lanes.setdefault(lane, []).append(Item(step, name, node, lane, spent, after, behind=event))
         self.carried.leave(left)
         waits_for = _WAITS_FOR if "update" in self.program.sections else _WAITS_ON_ARRIVAL
         if name in waits_for:

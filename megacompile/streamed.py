@@ -5,7 +5,7 @@ import contextlib
 import itertools
 import weakref
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,15 +13,17 @@ from torch import Tensor, nn
 
 from megacompile.arrival import Arrival
 from megacompile.binding import Binder
-from megacompile.config import StreamConfig, format_bytes, parse_bytes
+from megacompile.config import StreamConfig
 from megacompile.errors import InsufficientMemoryError, LaneError, LeaseError, MegacompileError, TornError
 from megacompile.frontend.capture import CapturedModel
 from megacompile.hardware import Hardware
+from megacompile.lease import Lease
 from megacompile.pace import pace_of
 from megacompile.planner import Planner, margins
 from megacompile.program import Lane
 from megacompile.residency import Residency
-from megacompile.runtime.arena import Accumulators, Arena
+from megacompile.runtime.arena import Arena
+from megacompile.runtime.checkpoints import HostCheckpoints
 from megacompile.runtime.executor import Executor
 from megacompile.runtime.kernels import Activation, Batch
 from megacompile.runtime.lanes import Backend
@@ -29,31 +31,9 @@ from megacompile.runtime.operations import Frame, Update
 from megacompile.runtime.reference import ReferenceExecutor
 from megacompile.runtime.store import Store
 from megacompile.shapes import CompiledShape, Shape, Shapes
+from megacompile.sizes import format_bytes, parse_bytes
 from megacompile.tiling import Tiling, named_gradients
 from megacompile.writes import Constants, ForeignWrites
-
-
-@dataclass(eq=False)
-class Lease:
-    """What an open forward holds: kept activations, the epilogue's gradients, and which weights they were made with."""
-
-    shape: CompiledShape
-    batch: Batch
-    version: int
-    values: dict[str, Any] = field(default_factory=dict)
-    closed: bool = False
-
-    @property
-    def device_bytes(self) -> int:
-        """Device memory that it keeps from others; memory that several values share counts once."""
-        tensors: list[Any] = []
-        for value in self.values.values():
-            if isinstance(value, Activation):
-                tensors += [*value.outputs, *value.residuals]
-            elif isinstance(value, Accumulators):
-                tensors.append(value.flat)
-        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if isinstance(t, Tensor)}
-        return sum(storages.values())
 
 
 class Streamed:
@@ -64,7 +44,7 @@ class Streamed:
                  config: StreamConfig) -> None:
         self.model, self.captured, self.tiling, self.store = model, captured, tiling, store
         self.backend, self.config = backend, config
-        self.arena = Arena(backend)
+        self.arena, self.checkpoints = Arena(backend), HostCheckpoints(backend)
         self.executor: Executor | ReferenceExecutor = (
             ReferenceExecutor(backend) if config.reference else Executor(backend))
         compiling = config.compile if config.compile is not None else backend.device.type == "cuda"
@@ -77,7 +57,7 @@ class Streamed:
         budget = parse_bytes(config.device_memory) or int(backend.free_bytes() * 0.95)
         self.planner = Planner(captured, tiling, config, budget, parse_bytes(config.locked_memory),
                                *margins(backend.device.type), fused=compiling)
-        self.planner.pace = pace_of(captured, tiling, Hardware.known(backend.device), compiling)
+        self.planner.pace = pace_of(captured, tiling, Hardware.known(backend.device), compiling, config.passes)
         self.shapes = Shapes(captured, tiling, self.planner, self.binder)
         self.leases: weakref.WeakSet[Lease] = weakref.WeakSet()
         self.trained: CompiledShape | None = None  # that of the last backward, whose program also updates
@@ -86,8 +66,8 @@ class Streamed:
         self.updating: Update | None = None
         self.unfinished: Update | None = None
         # Runs when the model is closed, and when it is forgotten: threads end, and no page stays locked.
-        self._give_back = weakref.finalize(self, _give_back, self.executor, self.arena, store, backend)
-        if self.planner.locked():
+        self._give_back = weakref.finalize(self, _give_back, self.executor, self.arena, self.checkpoints, store, backend)
+        if self.planner.locked().tiles:
             for tile in store.tiles.values():
                 for part in (tile.weights, tile.gradients):
                     if part is not None:
@@ -124,12 +104,12 @@ class Streamed:
             self.arena.reserve(wanted)
 
     # ---------------------------------------------------------------- running sections
-    def submit(self, shape: CompiledShape, section: str, batch: Batch, lease: dict[str, Any] | None = None,
+    def submit(self, shape: CompiledShape, section: str, batch: Batch, lease: Lease | None = None,
                update: Update | None = None) -> Any:
         if section not in shape.kernels:
             shape.kernels[section] = self.binder.bind(shape.program, section, shape.plan, shape.shape.labels)
-        frame = Frame(self.backend, self.store, self.arena, shape.kernels[section], batch,
-                      lease if lease is not None else {}, update)
+        held = (lease.values, lease.host) if lease is not None else ({}, {})
+        frame = Frame(self.backend, self.store, self.arena, shape.kernels[section], batch, *held, update)
         return self.executor.submit(shape.program.section(section), frame, section)
 
     def enter(self, shape: CompiledShape, *sections: str) -> None:
@@ -158,10 +138,19 @@ class Streamed:
                 shape = self.compiled(replace(wanted, lean=True))
             self.enter(shape, "forward", "backward", "update")
             batch = self._batch(shape, inputs, normaliser)
-            lease = Lease(shape, batch, self.version)
-            self.submit(shape, "forward", batch, lease.values).wait((Lane.COMPUTE,))
+            lease = self._open(shape, batch)
+            try:
+                self.submit(shape, "forward", batch, lease).wait((Lane.COMPUTE,))
+            except BaseException:
+                lease.end()  # though whoever catches this may keep the traceback
+                raise
         self.leases.add(lease)
         return self._total_loss(batch), lease
+
+    def _open(self, shape: CompiledShape, batch: Batch) -> Lease:
+        lease = Lease(shape, batch, self.version)
+        lease.host, lease.give_back = self.checkpoints.lend(lease, shape.host_slots, self.settle)
+        return lease
 
     def _total_loss(self, batch: Batch) -> Tensor:
         with self.backend.lane(Lane.COMPUTE):
@@ -183,7 +172,7 @@ class Streamed:
             if overlap:
                 self.begin_update(shape, update)
             # Compute comes to its end only after every tile's weights were sent, so after the update before this one.
-            self.submit(shape, "train_step", batch, update=update).wait((Lane.COMPUTE,))
+            self.submit(shape, "train_step", batch, self._open(shape, batch), update).wait((Lane.COMPUTE,))
             self.residency.gradients_current = True
             if not overlap:
                 self.begin_update(shape, update)
@@ -241,7 +230,7 @@ class Streamed:
         try:
             with self.guarded():
                 update = self.arrival.begin(lease)
-                run = self.submit(lease.shape, section, lease.batch, lease.values, update)
+                run = self.submit(lease.shape, section, lease.batch, lease, update)
                 if update is not None:
                     run.wait((Lane.COMPUTE,))
                     return
@@ -253,7 +242,7 @@ class Streamed:
                 self.parameters[name].grad = None
             raise
         finally:
-            lease.values.clear()
+            lease.end()
         for name, view in self.gradients.items():
             self.parameters[name].grad = view
         self.residency.gradients_current = True
@@ -388,10 +377,12 @@ class Streamed:
             self._give_back()
 
 
-def _give_back(executor: Executor | ReferenceExecutor, arena: Arena, store: Store, backend: Backend) -> None:
+def _give_back(executor: Executor | ReferenceExecutor, arena: Arena, checkpoints: HostCheckpoints, store: Store,
+               backend: Backend) -> None:
     def memory() -> None:
         backend.synchronize()  # a forgotten model may have copies in flight
         arena.close()
+        checkpoints.close()
         for tile in store.tiles.values():
             for part in (tile.weights, tile.gradients):
                 if part is not None:

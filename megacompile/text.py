@@ -11,21 +11,23 @@
         e0 = p.record(w0)                                                      # h2d
         p.wait("compute", e0)                                                  # compute
 
-The parser reads the syntax tree of such text with a closed list of calls; nothing in it is ever executed. It refuses
-whatever the printer would not write: unknown words, wrong kinds of arguments, undefined or redefined names, a tail.
+The parser knows a closed list of calls; nothing in the text is ever executed. It refuses whatever the printer would not
+write: unknown words, wrong kinds of arguments, undefined or redefined names, a tail. A text that is to run again says behind
+its opening what it was made for, `program.shape(...)` and `program.plan(...)` (`editing.py`).
 `docs/schedule-language.md` has the grammar.
 """
 from __future__ import annotations
 
-import ast
+import dataclasses
 import json
-import warnings
-from collections.abc import Callable, Mapping
+import keyword
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from torch import fx
 
-from megacompile.errors import ProgramError
+from megacompile.errors import MegacompileError
+from megacompile.plan import UPDATES, Plan, Shape
 from megacompile.program import (
     OPS,
     STAGES,
@@ -41,6 +43,7 @@ from megacompile.program import (
     nodes,
     op_of,
 )
+from megacompile.syntax import Argument, Call, Source, Statement, Token
 
 #: Parameters that say what a node is about. Those that lead an op's parameters are positional in text, others keywords.
 POSITIONAL = frozenset({"name", "tile", "template", "call", "key", "place", "access", "lane", "node", "event", "value"})
@@ -58,32 +61,45 @@ KINDS = {
     **dict.fromkeys(("tile", "template", "call", "key", "into", "place", "access", "lane"), "text"), "tiles": "texts",
     "mb": "number", "overwrite": "flag", **dict.fromkeys(("weights", "inputs", "values"), "values"),
     "accumulators": "value or values",
-    **dict.fromkeys(("staging", "gradient", "saved", "reduced", "resident", "slab", "state", "clip", "value", "node", "event"),
-                    "value")}
-_CHOICES = {"lane": tuple(map(str, Lane)), "access": tuple(map(str, Access)), "stage": STAGES}
+    **dict.fromkeys(("staging", "gradient", "saved", "reduced", "resident", "slab", "state", "clip", "value", "node", "event",
+                     "stashed"), "value")}
+_CHOICES = {"lane": tuple(map(str, Lane)), "access": tuple(map(str, Access)), "stage": STAGES, "update": UPDATES}
 _PROGRAM = {"stage": "text", "micro_batches": "numbers"}
 _DECLARATIONS: dict[str, tuple[type, dict[str, str], tuple[str, ...]]] = {
     "tile": (Tile, {"name": "text", "parameters": "number", "weight_bytes": "number", "gradient_bytes": "number",
                     "trainable": "flag", "state_bytes": "number"}, ("state_bytes",)),
-    "call": (CallSpec, {"name": "text", "role": "text", "template": "text", "tiles": "texts", "weightless": "texts"},
-             ("weightless",)),
+    "call": (CallSpec, {"name": "text", "role": "text", "template": "text", "tiles": "texts", "weightless": "texts",
+                        "output_bytes": "number"}, ("weightless", "output_bytes")),
     "slot": (Slot, {"name": "text", "bytes": "number"}, ())}
+_FIELD_KINDS = {"int": "number", "bool": "flag", "str": "text", "tuple[str, ...]": "texts"}
+#: What a program was made for: the fields of `Shape` and `Plan`, less those that are written already; those with a default
+#: may be absent.
+_MADE_FOR: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
+    kind: ({f.name: _FIELD_KINDS[str(f.type)] for f in dataclasses.fields(made) if f.name not in written},
+           tuple(f.name for f in dataclasses.fields(made) if f.default is not dataclasses.MISSING))
+    for kind, made, written in (("shape", Shape, ()), ("plan", Plan, ("batch", "length", "micro_batches")))}
+_PASSED = -1  # the indentation of what may follow `pass`: nothing
 
 
 # Printing
 
-def print_program(program: Program, section: str | None = None) -> str:
-    """Python text that rebuilds the program; with `section` only that section's function. Deterministic."""
+def print_program(program: Program, section: str | None = None, made_for: tuple[Shape, Plan] | None = None) -> str:
+    """Python text that rebuilds the program; with `section` only that section's function. Deterministic. `made_for` is
+    declared in it (`parse_with_plan`)."""
     if section is not None:
-        return _print_section(section, program.section(section))
+        return print_section(section, list(nodes(program.section(section))))
     head = [f"# megacompile program, stage {program.stage}",
             f"program = Program({_arguments(_PROGRAM, {k: getattr(program, k) for k in _PROGRAM})})"]
+    for kind, made in zip(_MADE_FOR, made_for or (), strict=False):
+        signature, _ = _MADE_FOR[kind]
+        given = {k: getattr(made, k) for k in signature if getattr(made, k) is not None}
+        head.append(f"program.{kind}({_arguments(signature, given)})")
     for kind, declared in (("tile", program.tiles.values()), ("call", program.calls), ("slot", program.slots.values())):
         _, signature, optional = _DECLARATIONS[kind]
         for one in declared:
             given = {k: getattr(one, k) for k in signature if k not in optional or getattr(one, k)}
             head.append(f"program.{kind}({_arguments(signature, given)})")
-    sections = [_print_section(name, graph) for name, graph in program.sections.items()]
+    sections = [print_section(name, list(nodes(graph))) for name, graph in program.sections.items()]
     return "\n".join(["\n".join(head) + "\n", *sections])
 
 
@@ -95,8 +111,9 @@ def print_node(node: fx.Node) -> str:
     return f"{node.name} = {call}" if op.result is not None or node.users else call
 
 
-def _print_section(name: str, graph: fx.Graph) -> str:
-    lines = [(f"    {print_node(node)}", lane_of(node)) for node in nodes(graph)] or [("    pass", None)]
+def print_section(name: str, listed: Sequence[fx.Node]) -> str:
+    """A section of which these nodes are shown."""
+    lines = [(f"    {print_node(node)}", lane_of(node)) for node in listed] or [("    pass", None)]
     width = max(min(len(line), _COMMENT_COLUMN) for line, _ in lines)
     body = [line if lane is None else f"{line:<{width}}  # {lane}" for line, lane in lines]
     return "\n".join([f"def {name}(p):", *body]) + "\n"
@@ -128,175 +145,212 @@ def _literal(value: Any) -> str:
 
 def parse(text: str) -> Program:
     """The program that prints as `text`. Raises ProgramError with line, column and what was expected there."""
-    return _Parser(text).program()
+    return parse_with_plan(text)[0]
+
+
+def parse_with_plan(text: str) -> tuple[Program, Shape | None, Plan | None]:
+    """The program, and the shape and the plan that it was made for where the text has them. Raises as `parse`."""
+    parser = _Parser(text)
+    return parser.program(), parser.shape, parser.plan
 
 
 class _Parser:
     """Reads one text. State: what is declared so far, and the names of the section being read."""
 
     def __init__(self, text: str) -> None:
-        self.lines = text.splitlines()
+        self.source = Source(text)
         self.head: dict[str, Any] | None = None
+        self.shape: Shape | None = None
+        self.plan: Plan | None = None
         self.declared: dict[str, dict[str, Any]] = {"tile": {}, "call": {}, "slot": {}}
         self.sections: dict[str, fx.Graph] = {}
+        self.graph = fx.Graph()  # of the section being read
+        self.indent = 0
         self.names: dict[str, fx.Node] = {}
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # "\d" in a string warns; such strings are judged below
-                self.body = ast.parse(text).body
-        except SyntaxError as error:
-            self.fail_at(error.lineno or 1, error.offset or 1, f"no Python ({error.msg}); expected a program's text")
-        except (ValueError, RecursionError, MemoryError) as error:  # null bytes, absurd nesting
-            self.fail_at(1, 1, f"no Python ({error or type(error).__name__}); expected a program's text")
 
-    def fail_at(self, line: int, column: int, message: str) -> NoReturn:
-        shown = self.lines[line - 1] if 0 < line <= len(self.lines) else ""
-        mark = f"\n    {shown[:200]}\n    {' ' * (column - 1)}^" if shown and column <= 200 else ""
-        raise ProgramError(f"line {line}, column {column}: {message}{mark}") from None
-
-    def fail(self, where: ast.AST, message: str) -> NoReturn:
-        self.fail_at(getattr(where, "lineno", 1), getattr(where, "col_offset", 0) + 1, message)
+    def fail(self, where: Token, message: str) -> NoReturn:
+        self.source.fail(where, message)
 
     def program(self) -> Program:
-        for statement in self.body:
+        for statement in self.source.statements():
             if self.head is None:
                 self.head = self.opening(statement)
-            elif isinstance(statement, ast.FunctionDef):
-                self.section(statement)
+            elif statement.start.column > 1 and self.sections:
+                self.line(statement)
+            elif statement.section is not None:
+                self.end_section(statement.start)
+                self.section(statement, statement.section)
             else:
                 self.declaration(statement)
         if self.head is None:
-            self.fail_at(1, 1, "no program; expected `program = Program(stage=..., micro_batches=...)`")
+            self.fail(self.source.here, "no program; expected `program = Program(stage=..., micro_batches=...)`")
+        self.end_section(self.source.here)
         return Program(**self.head, tiles=self.declared["tile"], calls=tuple(self.declared["call"].values()),
                        slots=self.declared["slot"], sections=self.sections)
 
-    def opening(self, statement: ast.stmt) -> dict[str, Any]:
+    def opening(self, statement: Statement) -> dict[str, Any]:
         form = "expected `program = Program(stage=..., micro_batches=...)`"
         match statement:
-            case ast.Assign(targets=[ast.Name(id="program")], value=ast.Call(func=ast.Name(id="Program")) as call):
+            case Statement(start=Token(column=1), target=Token(text="program"),
+                           call=Call(owner=None, word=Token(text="Program")) as call):
                 return self.arguments(call, _PROGRAM, (), form)
-        self.fail(statement, f"a program begins otherwise; {form}")
+        self.fail(statement.start, f"a program begins otherwise; {form}")
 
-    def declaration(self, statement: ast.stmt) -> None:
-        form = "expected `program.tile(...)`, `program.call(...)`, `program.slot(...)` or `def <section>(p):`"
+    def declaration(self, statement: Statement) -> None:
+        form = (f"expected {', '.join(f'`program.{kind}(...)`' for kind in (*_MADE_FOR, *_DECLARATIONS))} or "
+                "`def <section>(p):`")
         match statement:
-            case ast.Expr(value=ast.Call(func=ast.Attribute(value=ast.Name(id="program"), attr=kind)) as call):
-                if kind not in _DECLARATIONS:
-                    self.fail(call, f"unknown declaration {kind}; {form}")
+            case Statement(start=Token(column=1), target=None, call=Call(owner=Token(text="program")) as call):
+                kind = call.word.text
+                if kind not in _DECLARATIONS and kind not in _MADE_FOR:
+                    self.fail(statement.start, f"unknown declaration {kind}; {form}")
             case _:
-                self.fail(statement, f"no declaration; {form}")
+                self.fail(statement.start, f"no declaration; {form}")
         if self.sections:
-            self.fail(statement, f"{kind} after a section; expected all declarations before the first section")
+            self.fail(statement.start, f"{kind} after a section; expected all declarations before the first section")
+        if kind in _MADE_FOR:
+            self.made_for(call, kind)
+            return
         make, signature, optional = _DECLARATIONS[kind]
         given = self.arguments(call, signature, optional, f"expected `{_form(f'program.{kind}', signature, optional)}`")
         if given["name"] in self.declared[kind]:
-            self.fail(call, f"{kind} {given['name']} is declared twice; expected another name")
+            self.fail(statement.start, f"{kind} {given['name']} is declared twice; expected another name")
         self.declared[kind][given["name"]] = make(**given)
 
-    def section(self, function: ast.FunctionDef) -> None:
-        plain = ast.parse(f"def {function.name}(p): pass").body[0]
-        assert isinstance(plain, ast.FunctionDef)
-        if (ast.dump(function.args) != ast.dump(plain.args) or function.decorator_list or function.returns
-                or getattr(function, "type_params", None)):  # type parameters: Python 3.12
-            self.fail(function, f"section {function.name} has another signature; expected `def {function.name}(p):`")
-        if function.name in self.sections:
-            self.fail(function, f"section {function.name} is defined twice; expected another name")
-        graph = self.sections[function.name] = fx.Graph()
-        build, self.names = Builder(graph), {}
-        if len(function.body) == 1 and isinstance(function.body[0], ast.Pass):
+    def made_for(self, call: Call, kind: str) -> None:
+        signature, optional = _MADE_FOR[kind]
+        given = self.arguments(call, signature, optional, f"expected `{_form(f'program.{kind}', signature, optional)}`")
+        if getattr(self, kind) is not None:
+            self.fail(call.word, f"a second {kind}; expected one")
+        if kind == "shape":
+            self.shape = Shape(**given)
             return
-        for statement in function.body:
-            self.node(statement, build)
+        if self.shape is None or self.head is None:
+            self.fail(call.word, "a plan without a shape; expected `program.shape(...)` above it")
+        try:
+            self.plan = Plan(self.shape.batch, self.shape.length, self.head["micro_batches"], **given)
+        except MegacompileError as error:
+            self.fail(call.word, f"{error}; expected a plan that can be")
 
-    def node(self, statement: ast.stmt, build: Builder) -> None:
-        name: str | None = None
+    def section(self, statement: Statement, name: Token) -> None:
+        if not statement.plain or statement.start.column > 1:
+            self.fail(statement.start, f"section {name.text} has another signature; expected `def {name.text}(p):`")
+        if keyword.iskeyword(name.text) or len(name.text) > LONGEST_NAME:
+            self.fail(name, "a section cannot have this name; expected another")
+        if name.text in self.sections:
+            self.fail(statement.start, f"section {name.text} is defined twice; expected another name")
+        self.graph = self.sections[name.text] = fx.Graph()
+        self.names, self.indent = {}, 0
+
+    def end_section(self, where: Token) -> None:
+        if self.sections and not self.indent:
+            self.fail(where, "a section without a line; expected `p.op(...)` or `pass`, indented")
+
+    def line(self, statement: Statement) -> None:
+        """One line of a section. Nothing stands beside `pass`."""
+        column = statement.start.column
+        if self.indent == _PASSED:
+            self.fail(statement.start, "a line behind `pass`; expected the end of the section")
+        if column != (self.indent or column):
+            self.fail(statement.start, f"{column - 1} spaces before it; expected {self.indent - 1}, as above")
+        if statement.empty and not self.indent:
+            self.indent = _PASSED
+            return
+        self.indent = column
+        self.node(statement)
+
+    def node(self, statement: Statement) -> None:
         match statement:
-            case ast.Assign(targets=[ast.Name(id=target)]):
-                name = target
-            case ast.Assign():
-                self.fail(statement, "no plain name on the left; expected `name = p.op(...)`")
-        match statement.value if isinstance(statement, ast.Assign | ast.Expr) else None:
-            case ast.Call(func=ast.Attribute(value=ast.Name(id="p"), attr=word)) as call:
-                pass
+            case Statement(call=Call(owner=Token(text="p"), word=word) as call):
+                name = None if statement.target is None else statement.target.text
             case _:
-                self.fail(statement, "no node; expected `name = p.op(...)` or `p.op(...)`")
-        if word not in OPS:
-            self.fail(call, f"unknown op {word}; expected one of {', '.join(OPS)}")
-        op = OPS[word]
-        form = f"expected `{_form(f'p.{word}', op.parameters, op.optional, op)}`"
+                self.fail(statement.start, "no node; expected `name = p.op(...)` or `p.op(...)`")
+        if word.text not in OPS:
+            self.fail(word, f"unknown op {word.text[:LONGEST_NAME]}; expected one of {', '.join(OPS)}")
+        op = OPS[word.text]
+        form = f"expected `{_form(f'p.{op.name}', op.parameters, op.optional, op)}`"
         if name is None and op.result is not None:
-            self.fail(statement, f"{word} makes a value that has no name; {form}")
+            self.fail(statement.start, f"{op.name} makes a value that has no name; {form}")
         if name == "p" or name in self.names:
-            self.fail(statement, f"{name} is defined twice; expected another name")
+            self.fail(statement.start, f"{name} is defined twice; expected another name")
+        if name is not None and len(name) > LONGEST_NAME:
+            self.fail(statement.start, f"a name of {len(name)} characters; expected at most {LONGEST_NAME}")
         given = self.arguments(call, {k: KINDS[k] for k in op.parameters}, op.optional, form)
-        made = build.add(word, name, **given)
+        made = Builder(self.graph).add(op.name, name, **given)
+        made.meta["line"] = statement.start.line
         if name is None:
             return
         if made.name != name:
-            self.fail(statement, f"{name} is no name for a value (a node has it, or Python); expected another name")
+            self.fail(statement.start, f"{name} is no name for a value (a node has it, or Python); expected another name")
         self.names[name] = made
 
-    def arguments(self, call: ast.Call, signature: Mapping[str, str], optional: tuple[str, ...],
+    def arguments(self, call: Call, signature: Mapping[str, str], optional: tuple[str, ...],
                   form: str) -> dict[str, Any]:
         positional = _positional(tuple(signature))
-        if len(call.args) > len(positional):
-            self.fail(call.args[len(positional)], f"too many positional arguments; {form}")
         given: dict[str, Any] = {}
-        written = [*zip(positional, call.args, strict=False), *((k.arg, k.value) for k in call.keywords)]
-        for name, value in written:
-            if name is None or name not in signature or name in positional[len(call.args):]:
-                self.fail(value, f"unexpected argument {name or '**'}; {form}")
+        for number, argument in enumerate(call.arguments):
+            if argument.name is None:
+                if number >= len(positional) or len(given) > number or any(a.name for a in call.arguments[:number]):
+                    extra = argument.start.text if argument.value is None else None
+                    self.fail(argument.start, f"unexpected argument {extra[:40]}; {form}" if extra is not None else
+                              f"too many positional arguments; {form}")
+                name = positional[number]
+            else:
+                name = argument.name.text
+                by_position = sum(a.name is None for a in call.arguments[:len(positional)])
+                if name not in signature or name in positional[by_position:]:
+                    self.fail(argument.start, f"unexpected argument {name[:LONGEST_NAME]}; {form}")
             if name in given:
-                self.fail(value, f"argument {name} is given twice; {form}")
-            given[name] = self.value(name, value, signature[name])
+                self.fail(argument.start, f"argument {name} is given twice; {form}")
+            given[name] = self.value(name, argument, signature[name])
         missing = [name for name in signature if name not in given and name not in optional]
         if missing:
-            self.fail(call, f"missing {', '.join(missing)}; {form}")
+            self.fail(call.word, f"missing {', '.join(missing)}; {form}")
         return given
 
-    def value(self, parameter: str, tree: ast.expr, kind: str) -> Any:
-        read = _SCALARS.get(kind)
-        if read is not None:
-            value = read(self, tree)
-        elif isinstance(tree, ast.Tuple):
+    def value(self, parameter: str, argument: Argument, kind: str) -> Any:
+        written, read = argument.value, _SCALARS.get(kind)
+        value: Any = None
+        if isinstance(written, tuple):
             scalar = _SCALARS[{"texts": "text", "numbers": "number"}.get(kind, "value")]
-            read_all = [scalar(self, item) for item in tree.elts]
+            read_all = [scalar(self, item) for item in written] if read is None else [None]
             value = None if any(v is None for v in read_all) else tuple(read_all)
-        else:
-            value = self.reference(tree) if kind == "value or values" else None
+        elif written is not None and read is not None:
+            value = read(self, written)
+        elif written is not None and kind == "value or values":
+            value = self.reference(written)
         if value is None:
-            self.fail(tree, f"{parameter} is something else; expected {_EXPECTED[kind]}")
+            self.fail(argument.start, f"{parameter} is something else; expected {_EXPECTED[kind]}")
         if parameter in _CHOICES and value not in _CHOICES[parameter]:
-            self.fail(tree, f"unknown {parameter} {value}; expected one of {', '.join(_CHOICES[parameter])}")
+            self.fail(argument.start, f"unknown {parameter} {value}; expected one of {', '.join(_CHOICES[parameter])}")
         return value
 
-    def text(self, tree: ast.expr) -> str | None:
-        match tree:
-            case ast.Constant(value=str(value), kind=None) if len(value) <= LONGEST_NAME and value.isprintable():
-                return value
-        return None
-
-    def number(self, tree: ast.expr) -> int | None:
-        match tree:
-            case ast.Constant(value=int(value)) if not isinstance(value, bool) and value <= LARGEST_NUMBER:
-                return value
-        return None
-
-    def flag(self, tree: ast.expr) -> bool | None:
-        match tree:
-            case ast.Constant(value=bool(value)):
-                return value
-        return None
-
-    def reference(self, tree: ast.expr) -> fx.Node | None:
-        if not isinstance(tree, ast.Name):
+    def text(self, token: Token) -> str | None:
+        if token.kind != "string" or len(token.text) > 6 * LONGEST_NAME:
             return None
-        if tree.id not in self.names:
-            self.fail(tree, f"{tree.id} is not defined here; expected the name of a node above")
-        return self.names[tree.id]
+        try:
+            value = str(json.loads(token.text))
+        except ValueError:  # an escape that the printer does not write
+            return None
+        return value if len(value) <= LONGEST_NAME and value.isprintable() else None
+
+    def number(self, token: Token) -> int | None:
+        if token.kind != "number" or len(token.text) > len(str(LARGEST_NUMBER)) or str(int(token.text)) != token.text:
+            return None
+        return int(token.text) if int(token.text) <= LARGEST_NUMBER else None
+
+    def flag(self, token: Token) -> bool | None:
+        return {"True": True, "False": False}.get(token.text) if token.kind == "name" else None
+
+    def reference(self, token: Token) -> fx.Node | None:
+        if token.kind != "name":
+            return None
+        if token.text not in self.names:
+            self.fail(token, f"{token.text[:LONGEST_NAME]} is not defined here; expected the name of a node above")
+        return self.names[token.text]
 
 
-_SCALARS: dict[str, Callable[[_Parser, ast.expr], Any]] = {
+_SCALARS: dict[str, Callable[[_Parser, Token], Any]] = {
     "text": _Parser.text, "number": _Parser.number, "flag": _Parser.flag, "value": _Parser.reference}
 
 

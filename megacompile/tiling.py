@@ -5,18 +5,20 @@ with all of them as readers, so that it has one gradient and one update.
 """
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from megacompile.config import format_bytes
+from megacompile import cost
 from megacompile.errors import InsufficientMemoryError, UnsupportedError
 from megacompile.frontend.template import Call, Template
 from megacompile.program import CallSpec, Tile
 from megacompile.runtime.adam import split_fp32
 from megacompile.runtime.store import HostTile, Store, TileLayout, available_host_bytes
+from megacompile.sizes import format_bytes
 
 #: What training needs beside tiles: the interpreter, PyTorch, a batch.
 HOST_MARGIN_BYTES = 1 << 30
@@ -62,8 +64,15 @@ class Tiling:
         ordered = dict.fromkeys(tile for call in calls for tile in tiles_of[call.name])
         return cls({tile: layouts[tile] for tile in ordered}, tiles_of, position)
 
+    def host_parts(self) -> dict[str, int]:
+        """Bytes of host memory that training with AdamW takes, by part of the tiles."""
+        parts: Counter[str] = Counter()
+        for layout in self.layouts.values():
+            parts.update(layout.host_parts())
+        return dict(parts)
+
     def host_bytes(self) -> int:
-        return sum(layout.host_bytes() for layout in self.layouts.values())
+        return sum(self.host_parts().values())
 
     def tiles(self) -> dict[str, Tile]:
         """As schedules see them."""
@@ -71,10 +80,13 @@ class Tiling:
                            layout.state_bytes)
                 for name, layout in self.layouts.items()}
 
-    def call_specs(self, calls: Sequence[Call], templates: Mapping[str, Template]) -> tuple[CallSpec, ...]:
+    def call_specs(self, calls: Sequence[Call], templates: Mapping[str, Template], length: int) -> tuple[CallSpec, ...]:
+        """As schedules of sequences of `length` tokens see them."""
+        layers = {call.template for call in calls[1:-1]}
+        handed_on = {name: cost.checkpoint_bytes(templates[name], length) for name in layers}
         roles = {calls[0].name: "prologue", calls[-1].name: "epilogue"}
         return tuple(CallSpec(c.name, roles.get(c.name, "layer"), c.template, self.tiles_of[c.name],
-                              _weightless(templates[c.template])) for c in calls)
+                              _weightless(templates[c.template]), handed_on.get(c.template, 0)) for c in calls)
 
 
 def _weightless(template: Template) -> tuple[str, ...]:
@@ -92,6 +104,15 @@ def check_host_memory(tiling: Tiling) -> None:
         raise InsufficientMemoryError(
             f"training needs {format_bytes(needed)} of host memory and {format_bytes(available)} are available: "
             f"use a smaller model, bfloat16 (14 bytes a parameter; float32 takes 16), or a machine with more memory")
+
+
+def check_device_memory(tiling: Tiling, budget: int) -> None:
+    """Raises `InsufficientMemoryError` if that many bytes of device memory do not even hold the weights of one layer."""
+    largest = max(sum(tiling.layouts[tile].weight_bytes for tile in tiles) for tiles in tiling.tiles_of.values())
+    if largest > budget:
+        raise InsufficientMemoryError(
+            f"one layer needs {format_bytes(largest)} of device memory and {format_bytes(budget)} are available: "
+            "use a larger device_memory, or a smaller model")
 
 
 def build_store(model: nn.Module, tiling: Tiling) -> Store:

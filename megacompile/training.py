@@ -6,6 +6,7 @@ forward gives a loss and any optimizer, streamed or not.
 from __future__ import annotations
 
 import math
+import re
 import signal
 import tempfile
 import time
@@ -20,29 +21,39 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
 
-from megacompile.errors import MegacompileError
+from megacompile.errors import ArgumentError, MegacompileError
 
 GIB = 2**30
+_HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _WEIGHT_FILES = ("*.safetensors", "*.bin")
 
 
-def load_model(source: Path, *, dtype: torch.dtype | None = None, meta: bool = False) -> Any:
+def load_model(source: str | Path, *, dtype: torch.dtype | None = None, meta: bool = False) -> Any:
     """A causal language model of transformers from a local directory or config file.
 
     A directory with weights is loaded; a directory or JSON file with a config alone gives random weights. `meta` gives
-    the model without any weights, for looking at its schedule. `dtype` None: the one that config or weights name.
-    Raises MegacompileError if transformers cannot make one of it.
+    the model without any weights, for looking at its schedule; then the id of a model of the Hugging Face hub ("owner/name")
+    will do too. `dtype` None: the one that config or weights name.
+    Raises ArgumentError if there is no such model, MegacompileError if transformers cannot make one of it.
     """
     from transformers import AutoConfig, AutoModelForCausalLM  # seconds to import; only what needs a model pays
 
+    name, source = str(source), Path(source)
+    remote = not source.exists()
+    if remote and not (meta and _HUB_ID.fullmatch(name)):
+        raise ArgumentError(f"there is no model {name!r} here: give a model directory, a config.json"
+                            + (", or an id of the Hugging Face hub (owner/name)" if meta else ""))
     try:
-        config = AutoConfig.from_pretrained(source, local_files_only=True)
+        config = AutoConfig.from_pretrained(name, local_files_only=not remote)
         if not meta and source.is_dir() and any(any(source.glob(pattern)) for pattern in _WEIGHT_FILES):
             return AutoModelForCausalLM.from_pretrained(source, dtype=dtype or "auto", local_files_only=True)
         with torch.device("meta" if meta else "cpu"):
             return AutoModelForCausalLM.from_config(config, dtype=dtype or config.dtype or torch.float32)
     except Exception as error:  # whatever the files make transformers raise: a division by zero, a torn safetensors
-        raise MegacompileError(f"{source} holds no causal language model that transformers reads: give a model "
+        if remote and isinstance(error, OSError):
+            raise ArgumentError(f"there is no model {name!r} here, and the Hugging Face hub gave no config of it: give a model "
+                                "directory or a config.json, or check the id and the network") from error
+        raise MegacompileError(f"{name} holds no causal language model that transformers reads: give a model "
                                f"directory or its config.json\n{type(error).__name__}: {error}") from error
 
 

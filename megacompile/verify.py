@@ -4,10 +4,14 @@ Each rule is a small generator of faults with the stage from which it must hold;
 that a later rule may rely on the earlier ones. The first fault is raised, and shows the program around it. The rules:
 
     well_formed     words, arguments and kinds of values; nothing is used before it is defined or after its release
+    belongs         each op stands in a section where it has a meaning
+    returned        the caller gets each micro-batch's result, once and in order
+    added_up        each tile's gradients are added up in one value, and scaled as the caller asks
     supplied        each compute node has the weights of its call's tiles
     trained         forward and backward visit every call in order, with the values of the right call and micro-batch
     sent_home       each trainable tile's gradients are reduced and offloaded once, after the last contribution
     updated         each trainable tile is updated once, after the clip; resident copies are refreshed
+    one_version     nothing runs on weights that its own section has updated
     placed          slots fit what they hold, nothing alive is overwritten, everything ends
     ordered         every hazard between lanes is ordered, in a section and against whatever ran before it
     handed_on       each section hands on events that cover its last accesses
@@ -15,12 +19,14 @@ that a later rule may rely on the earlier ones. The first fault is raised, and s
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 
 from tabulate import tabulate
 
 from megacompile.completeness import sent_home, supplied, trained, updated
+from megacompile.errors import ProgramError
 from megacompile.fault import Fault
-from megacompile.lifetimes import placed
+from megacompile.lifetimes import kept_slots, placed
 from megacompile.listing import describe
 from megacompile.ordering import Clocks, Hazard
 from megacompile.program import (
@@ -34,6 +40,7 @@ from megacompile.program import (
     operands,
     reached,
 )
+from megacompile.sections import added_up, belongs, one_version, returned
 from megacompile.wellformed import well_formed
 
 Rule = Callable[[Program], Iterator[Fault]]
@@ -53,11 +60,42 @@ def verify(program: Program, others: Iterable[Program] = ()) -> None:
             raise fault.error(program)
 
 
+@dataclass(frozen=True)
+class Verdict:
+    """What a rule says of a program: whether it `holds`; None where it has not been asked, for the reason in `why`."""
+
+    rule: str
+    holds: bool | None
+    why: str = ""
+
+
+def judge(program: Program) -> tuple[list[Verdict], ProgramError | None]:
+    """Each rule's verdict, in order, and the first fault as an error; rules behind a broken one are not asked."""
+    verdicts: list[Verdict] = []
+    error: ProgramError | None = None
+    for rule, stage in RULES:
+        if error is not None:
+            verdicts.append(Verdict(rule.__name__, None, "relies on the rules above"))
+        elif not reached(program, stage):
+            verdicts.append(Verdict(rule.__name__, None, f"holds from stage {stage}"))
+        else:
+            fault = next(rule(program), None)
+            error = None if fault is None else fault.error(program)
+            verdicts.append(Verdict(rule.__name__, fault is None, "" if fault is None else fault.message))
+    return verdicts, error
+
+
 def _agree(program: Program, other: Program) -> Iterator[Fault]:
     for name, tile in program.tiles.items():
         if name in other.tiles and other.tiles[name] != tile:
             yield Fault(f"tile {name} is {tile}, but {other.tiles[name]} in a program of another shape",
                         "make both programs from the same tiles")
+    ours, theirs = kept_slots(program), kept_slots(other)
+    if sorted(ours.values()) == sorted(theirs.values()):  # else what is kept is loaded anew between the two
+        for slot, kept in ours.items():
+            if theirs.get(slot, kept) != kept:
+                yield Fault(f"slot {slot} keeps tile {kept}, but {theirs[slot]} in a program of another shape",
+                            f"give {kept} the slot that it has there")
 
 
 def ordered(program: Program) -> Iterator[Fault]:
@@ -74,15 +112,19 @@ def ordered(program: Program) -> Iterator[Fault]:
 def _collision(hazard: Hazard) -> Fault:
     place, node, lane = hazard.place, hazard.node, lane_of(hazard.node)
     kind = "value" if place.startswith("%") else "tile part" if "/" in place else "slot"
-    done = "overwritten" if (place, Access.WRITE) in accesses(node) else "read"
+    write = (place, Access.WRITE) in accesses(node)
+    done = "overwritten" if write else "read"
     if hazard.earlier is None:
         other = f"{hazard.lane} may still {hazard.access} it from an earlier section"
+        before = f"{hazard.lane} in the sections before"
         remedy = f'let {lane} wait for enter("{place}", "{hazard.access}", "{hazard.lane}") before it'
     else:
         other = f"{describe(hazard.earlier)} may still {hazard.access} it"
+        before = describe(hazard.earlier)
         remedy = f"let {lane} wait for an event recorded on {hazard.lane} after {hazard.earlier.name}"
     message = f"{kind} {place} is {done} by {describe(node)} while {other}"
-    return Fault(message, remedy, node, hazard.earlier, hazard=True)
+    order = f"{'write' if write else 'read'} of {place} by {describe(node)} is not ordered after {hazard.access} by {before}"
+    return Fault(message, remedy, node, hazard.earlier, hazard=True, order=order)
 
 
 def handed_on(program: Program) -> Iterator[Fault]:
@@ -109,7 +151,8 @@ def handed_on(program: Program) -> Iterator[Fault]:
             late = next((node for node in here.values() if not clocks.covers(event, node)), None)
             if late is not None:
                 yield Fault(f"{describe(leave)} hands on {event.name}, which fires before {describe(late)} is done",
-                            f"record an event on {lane} after {late.name} and hand that on", leave, late, hazard=True)
+                            f"record an event on {lane} after {late.name} and hand that on", leave, late, hazard=True,
+                            order=f"{describe(leave)} is not ordered after {access} by {describe(late)}")
         for (place, lane), here in owed.items():
             node = next(iter(here.values()))
             yield Fault(f"{place} is accessed by {describe(node)}, but no leave hands on an event of {lane}: a later "
@@ -121,9 +164,13 @@ def handed_on(program: Program) -> Iterator[Fault]:
 RULES: tuple[tuple[Rule, str], ...] = (
     (well_formed, "model"),
     (trained, "differentiate"),
+    (belongs, "differentiate"),
+    (returned, "differentiate"),
+    (added_up, "differentiate"),
     (supplied, "prefetch"),
     (sent_home, "offload"),
     (updated, "optimizer"),
+    (one_version, "optimizer"),
     (placed, "place"),
     (ordered, "synchronize"),
     (handed_on, "synchronize"),

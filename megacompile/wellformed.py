@@ -13,9 +13,10 @@ from megacompile.text import KINDS
 
 #: What kinds of values a parameter takes; a `leased` value may be of any kind. Other parameters take any value.
 _TAKES = {
-    "weights": {"weights"}, "inputs": {"activation"}, "gradient": {"gradient"}, "accumulators": {"accumulators"},
+    "weights": {"weights"}, "inputs": {"activation", "checkpoint", "stashed"}, "gradient": {"gradient"},
+    "accumulators": {"accumulators"},
     "saved": {"activation"}, "reduced": {"reduced", "gradients"}, "resident": {"weights"},
-    "state": {"state"}, "slab": {"slab"}, "staging": {"staging"}, "clip": {"clip"},
+    "state": {"state"}, "slab": {"slab"}, "stashed": {"stashed"}, "staging": {"staging"}, "clip": {"clip"},
     "event": {"event"}, "values": {"activation", "gradient"}}
 _TYPES: dict[str, type | tuple[type, ...]] = {
     "text": str, "number": int, "flag": bool, "value": fx.Node, "value or values": (fx.Node, tuple, list),
@@ -128,6 +129,6 @@ def _names(program: Program, node: fx.Node) -> Iterator[Fault]:
         if tile not in program.tiles:
             yield Fault(f"{describe(node)} names tile {tile}, which the program does not have", "declare it", node)
     call = argument(node, "call")
-    if call is not None and program.call(call).template != argument(node, "template"):
+    if "template" in op_of(node).parameters and program.call(call).template != argument(node, "template"):
         yield Fault(f"{describe(node)} runs template {argument(node, 'template')}, but {call} is of template "
                     f"{program.call(call).template}", "run the template of the call", node)

@@ -1,6 +1,7 @@
 """The two pipelines, in the order in which they run."""
 from __future__ import annotations
 
+from megacompile.passes.pipeline import insert_after, insert_before, replace_pass
 from megacompile.passes.schedule import (
                                          differentiate,
                                          micro_batch,
@@ -12,6 +13,8 @@ from megacompile.passes.schedule import (
                                          synchronize,
 )
 from megacompile.passes.template import accumulate_in_gemm, attention, chunk_tokens, fuse_loss
+
+__all__ = ["PIPELINE", "TEMPLATE_PIPELINE", "insert_after", "insert_before", "replace_pass"]
 
 #: On the graphs of templates. Each is `run(graph, target) -> graph`.
 TEMPLATE_PIPELINE = (attention, fuse_loss, chunk_tokens, accumulate_in_gemm)

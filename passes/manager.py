@@ -2,23 +2,26 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from megacompile.errors import MegacompileError, ProgramError
+from megacompile.listing import op_counts
 from megacompile.plan import Plan
-from megacompile.program import Program, nodes, op_of
+from megacompile.program import Program, reached
 from megacompile.verify import verify
 
 
 class Pass(Protocol):
     """A module (or object) with a name, the stage it needs, the stage it makes, and a pure `run`."""
 
-    name: str
-    requires: str
-    provides: str
-
+    @property
+    def name(self) -> str: ...
+    @property
+    def requires(self) -> str: ...
+    @property
+    def provides(self) -> str: ...
     @property
     def run(self) -> Callable[[Program, Plan], Program]: ...
 
@@ -37,32 +40,48 @@ class Compiled:
 
 def compile_program(model: Program, plan: Plan, pipeline: Sequence[Pass],
                     say: Callable[[str], None] | None = None) -> Compiled:
-    """Runs the pipeline over a program of stage "model". Raises `ProgramError`, naming the pass, if a stage is unsound."""
+    """Runs the pipeline (`check_pipeline`) over a program of stage "model". Raises `ProgramError`, naming the pass, if a stage
+    is unsound."""
     compiled = Compiled({model.stage: model})
     verify(model)
     for number, each in enumerate(pipeline, 1):
         before = compiled.program
-        assert each.requires in compiled.stages, f"{each.name} requires stage {each.requires}, which no pass has made"
+        assert reached(before, each.requires), f"{each.name} requires stage {each.requires}, which no pass has made"
         started = time.perf_counter()
-        after = each.run(before, plan)
-        verify(after)
+        after = run_pass(each, before, plan)
+        try:
+            verify(after)
+        except ProgramError as error:
+            raise type(error)(f"pass {each.name} breaks the program: {error}") from None
         compiled.stages[each.name] = after
-        compiled.log.append(f"{number}/{len(pipeline)} {each.name}: {_count(after)} nodes{_difference(before, after)} "
-                            f"({(time.perf_counter() - started) * 1e3:.1f} ms)")
+        compiled.log.append(f"{number}/{len(pipeline)} {each.name}: {_count(before)} -> {_count(after)} nodes"
+                            f"{_difference(before, after)} ({(time.perf_counter() - started) * 1e3:.1f} ms)")
         if say is not None:
             say(compiled.log[-1])
     return compiled
 
 
-def _ops(program: Program) -> Mapping[str, int]:
-    return Counter(op_of(node).name for graph in program.sections.values() for node in nodes(graph))
+def run_pass(each: Pass, program: Program, plan: Plan) -> Program:
+    """What a pass makes of a program, unverified. Raises `MegacompileError` if that is no program of the stage it provides;
+    whatever the pass itself raises has its name as a note."""
+    try:
+        made = each.run(program, plan)
+    except Exception as error:
+        error.add_note(f"in pass {each.name}")
+        raise
+    if not isinstance(made, Program):
+        raise MegacompileError(f"pass {each.name} returns {type(made).__name__}, not a program: let run return the new one")
+    if made.stage != each.provides:
+        raise MegacompileError(f"pass {each.name} provides stage {each.provides}, but its program says {made.stage}: return "
+                               f"program.evolve(stage={each.provides!r}, ...)")
+    return made
 
 
 def _count(program: Program) -> int:
-    return sum(_ops(program).values())
+    return sum(op_counts(program).values())
 
 
 def _difference(before: Program, after: Program) -> str:
-    old, new = _ops(before), _ops(after)
+    old, new = op_counts(before), op_counts(after)
     changes = [f"{new.get(op, 0) - old.get(op, 0):+d} {op}" for op in {**old, **new} if new.get(op, 0) != old.get(op, 0)]
     return f", {', '.join(changes)}" if changes else ""

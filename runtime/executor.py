@@ -9,6 +9,7 @@ anything until `recover`; once the device is lost none ever does.
 from __future__ import annotations
 
 import contextlib
+import os
 import queue
 import threading
 import weakref
@@ -114,6 +115,7 @@ class Executor:
         self._queues: dict[Lane, queue.SimpleQueue[tuple[Run, list[fx.Node]] | None]] = {}
         self._threads: dict[Lane, threading.Thread] = {}
         self._runs = 0
+        self._process = os.getpid()
 
     # ---------------------------------------------------------------- submission, in the caller's thread
     def submit(self, section: fx.Graph, frame: Frame, name: str = "") -> Run:
@@ -174,6 +176,8 @@ class Executor:
 
     def idle(self) -> None:
         """Waits until every lane has executed everything submitted so far, failed or not. Raises nothing."""
+        if os.getpid() != self._process:
+            return  # a forked process has the queues, and no thread that empties them
         marks = []
         for lane in self._queues:
             run = Run.__new__(Run)
@@ -185,6 +189,9 @@ class Executor:
 
     def check(self) -> None:
         """Raises the failure of the earliest run that failed, or that the device is lost."""
+        if os.getpid() != self._process:
+            raise LaneError("this process was forked from the one that trains the model, whose lanes do not run here: use the "
+                            "model there alone")
         if self.lost is not None:
             raise LaneError(str(self.lost)) from self.lost.__cause__
         if self.failure is None:

@@ -12,13 +12,14 @@ import os
 import platform
 import shlex
 import shutil
-import stat
 import subprocess
 import tempfile
 import threading
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+from megacompile.cache import CacheError, cache_directory
 
 SOURCE = Path(__file__).parent / "csrc" / "adam.cpp"
 HEADER = SOURCE.with_name("adamw.h")
@@ -80,7 +81,7 @@ def library() -> ctypes.CDLL | None:
 def _library() -> ctypes.CDLL | None:
     try:
         return load(build(cache_directory(), compiler_command()))
-    except BuildError as error:
+    except (BuildError, CacheError) as error:
         warnings.warn(
             f"megacompile runs the optimizer in PyTorch, several times slower: {error}. Install g++ (or set CXX to a "
             "C++17 compiler with OpenMP) to have the fused kernels",
@@ -99,26 +100,6 @@ def compiler_command(environment: Mapping[str, str] = os.environ) -> list[str]:
         if words and candidate == environment.get("CXX"):
             raise BuildError(f"the C++ compiler CXX={candidate!r} was not found")
     raise BuildError("no C++ compiler was found")
-
-
-def cache_directory(environment: Mapping[str, str] = os.environ) -> Path:
-    """The directory of built libraries, made if absent: `$MEGACOMPILE_CACHE`, else below the user's cache directory.
-
-    It belongs to this user and has mode 0700: whoever can write there runs code in this process. Raises BuildError if
-    that cannot be had.
-    """
-    user_cache = Path(environment.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
-    directory = Path(environment.get("MEGACOMPILE_CACHE") or user_cache / "megacompile")
-    try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = directory.stat()
-        if status.st_uid != os.getuid():
-            raise BuildError(f"the cache directory {directory} belongs to another user; set MEGACOMPILE_CACHE")
-        if stat.S_IMODE(status.st_mode) != 0o700:
-            directory.chmod(0o700)
-    except OSError as error:
-        raise BuildError(f"no private cache directory ({error}); set MEGACOMPILE_CACHE to a writable one") from error
-    return directory
 
 
 def build(directory: Path, compiler: Sequence[str], source: Path = SOURCE) -> Path:

@@ -15,6 +15,7 @@ from megacompile.program import Lane, argument, op_of, operands
 
 from . import adam as host
 from .arena import Accumulators, Arena, Gradients, State, Weights
+from .checkpoints import HostCheckpoint, as_bytes, as_tensor, dense, described
 from .kernels import Activation, Batch, Kernel, bind
 from .kernels import accumulate as accumulate_gradients
 from .lanes import Backend
@@ -45,8 +46,12 @@ class Frame:
     kernels: Mapping[tuple[str, str, int], Kernel]  # (call, op, micro-batch)
     batch: Batch
     lease: dict[str, Any] = field(default_factory=dict)
+    host: Mapping[str, HostCheckpoint] = field(default_factory=dict)  # by slot
     update: Update | None = None
     values: dict[fx.Node, Any] = field(default_factory=dict)
+
+    def memory(self, slot: str) -> Tensor:
+        return self.host[slot].memory if slot in self.host else self.arena.slots[slot]
 
     def read(self, node: fx.Node, name: str) -> Any:
         """The values of a parameter: one, or a tuple where the program has a tuple."""
@@ -91,7 +96,10 @@ def _run(frame: Frame, node: fx.Node, *more: Any) -> tuple[Kernel, tuple[Any, ..
 
 def _forward(frame: Frame, node: fx.Node) -> Activation:
     kernel, results = _run(frame, node)
-    return Activation(results[:kernel.outputs], results[kernel.outputs:])
+    outputs = results[:kernel.outputs]
+    if any(op_of(user).name == "stash" for user in node.users):
+        outputs = tuple(map(dense, outputs))  # here, in compute: a copying lane runs no kernels
+    return Activation(outputs, results[kernel.outputs:])
 
 
 def _loss(frame: Frame, node: fx.Node) -> Activation:
@@ -247,6 +255,28 @@ def _leased(frame: Frame, node: fx.Node) -> Any:
     return frame.lease.pop(argument(node, "key"))
 
 
+def _stash(frame: Frame, node: fx.Node) -> HostCheckpoint:
+    tensors, buffer = frame.read(node, "value").outputs, frame.host[argument(node, "into")]
+    buffer.parts = described(tensors)
+    for tensor, (_, where) in zip(tensors, buffer.pieces(), strict=True):
+        frame.backend.copy(buffer.memory[where], as_bytes(tensor), Lane.D2H)
+    return buffer
+
+
+def _stashed(frame: Frame, node: fx.Node) -> HostCheckpoint:
+    """Where it is; `stash` may not have come to it yet, which is what `fetch` waits for."""
+    return frame.host[argument(node, "into")]
+
+
+def _fetch(frame: Frame, node: fx.Node) -> Activation:
+    slot, buffer = frame.arena.slots[argument(node, "into")], frame.read(node, "stashed")
+    outputs = []
+    for part, where in buffer.pieces():
+        frame.backend.copy(slot[where], buffer.memory[where], Lane.H2D)
+        outputs.append(as_tensor(slot[where], part))
+    return Activation(tuple(outputs))
+
+
 def _release(frame: Frame, node: fx.Node) -> None:
     """Drops the value: memory of its own goes back to the allocator of the lane that made it."""
     frame.values.pop(operands(node, "value")[0], None)
@@ -256,6 +286,7 @@ OPERATIONS: dict[str, Callable[[Frame, fx.Node], Any]] = dict(
     pack=_pack, prefetch=_prefetch, resident=_resident, forward=_forward, forward_saving=_forward, evaluate=_forward,
     logits=_forward, loss=_loss, recompute_backward=_backward, backward=_backward, zeros=_zeros, scale=_scale,
     reduce=_reduce, offload=_offload, accumulate=_accumulate, clip=_clip, adam=_adam, result=_result, lease=_lease,
-    leased=_leased, release=_release, resident_state=_resident_state, resident_gradients=_resident_gradients,
+    leased=_leased, release=_release, stash=_stash, stashed=_stashed, fetch=_fetch,
+    resident_state=_resident_state, resident_gradients=_resident_gradients,
     offload_norms=_offload_norms, offload_weights=_offload_weights, fetch_gradients=_fetch_gradients,
     fetch_state=_fetch_state, store_state=_store_state, adam_resident=_adam_resident)

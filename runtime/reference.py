@@ -54,7 +54,7 @@ class ReferenceExecutor:
     def _free(self, frame: Frame, node: fx.Node) -> None:
         (value,) = operands(node, "value")
         if self.poison:
-            memory = frame.arena.slots[argument(value, "into")]
+            memory = frame.memory(argument(value, "into"))
             memory.view(torch.int16).fill_(0x7FFF)  # a NaN in bf16, in fp16 and, twice, in fp32
         frame.values.pop(value, None)
 

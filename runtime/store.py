@@ -139,9 +139,14 @@ class TileLayout:
         """AdamW's state: moments, and the remainder of bf16 weights."""
         return (10 if self.dtype == torch.bfloat16 else 8) * self.elements if self.trainable else 0
 
+    def host_parts(self) -> dict[str, int]:
+        """Bytes that training this tile with AdamW takes, by part."""
+        moments = 8 * self.elements if self.trainable else 0
+        return {"weights": self.weight_bytes, "gradients": self.gradient_bytes if self.trainable else 0,
+                "remainder": self.state_bytes - moments, "moments": moments}
+
     def host_bytes(self) -> int:
-        """Everything that training this tile with AdamW takes."""
-        return self.weight_bytes + (self.gradient_bytes + self.state_bytes if self.trainable else 0)
+        return sum(self.host_parts().values())
 
     def state(self, memory: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """m, v (fp32) and the remainder (int16; None of fp32 weights) in a slot's memory."""

@@ -13,7 +13,7 @@ from megacompile.passes.manager import Compiled, compile_program
 from megacompile.plan import Plan
 from megacompile.program import CallSpec, Tile
 
-LAYER_BYTES, BORDER_BYTES = 2048, 8192
+LAYER_BYTES, BORDER_BYTES, OUTPUT_BYTES = 2048, 8192, 512
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -33,7 +33,8 @@ def compiled_schedule(layers: int = 4, micro_batches: tuple[int, ...] = (1,), fr
         role = "layer" if "." in name else name
         read = ("prologue", "epilogue") if tied and name == "epilogue" else (name,)
         calls.append(CallSpec(name, role, "decoder" if role == "layer" else name, read,
-                              ("recompute_backward",) if name == "prologue" else ()))
+                              ("recompute_backward",) if name == "prologue" else (),
+                              OUTPUT_BYTES if role == "layer" and "host_checkpoints" in plan else 0))
     batch = sum(micro_batches)
     model = model_program(calls, tiles, batch, labels=True, whole_step=whole_step)
     return compile_program(model, Plan(batch, 8, micro_batches, **plan), PIPELINE)

@@ -9,20 +9,13 @@ from megacompile.bench import rows
 from megacompile.bench.table import Measured, measured, varying
 from megacompile.bench.tables import Table
 from megacompile.errors import MegacompileError
-
-
-def check() -> None:
-    """Raises `MegacompileError` where there is nothing to draw with."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise MegacompileError("plots need matplotlib: pip install 'megacompile[bench]'") from error
+from megacompile.picture import check_matplotlib
 
 
 def draw(table: Table, found: Sequence[rows.Row], path: Path) -> None:
     """Draws what was measured of a table, of every device, in the format of the path's suffix (.svg). Rows that failed are
     left out. Raises `MegacompileError` without matplotlib, and where there is nothing to draw."""
-    check()
+    check_matplotlib()
     from matplotlib.figure import Figure
 
     lines = {device: [m for m in measured(table, found, device) if "tflops" in m.row]

@@ -13,6 +13,7 @@ import contextlib
 import os
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
@@ -21,14 +22,15 @@ import torch
 from torch import Tensor, fx
 
 import megacompile
+from megacompile import picture
 from megacompile.bench import rows
 from megacompile.bench.shapes import random_model
-from megacompile.durations import Durations
 from megacompile.errors import MegacompileError
-from megacompile.hardware import Hardware
-from megacompile.program import OPS, Lane, Op, op_of
+from megacompile.hardware import Hardware, device_name
+from megacompile.program import OPS, Lane, Op
 from megacompile.runtime.operations import OPERATIONS
-from megacompile.simulate import simulate
+from megacompile.simulate import Timeline
+from megacompile.timeline import save_trace
 
 
 def options() -> argparse.ArgumentParser:
@@ -47,11 +49,17 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--synchronous-optimizer", action="store_true", help="a step is over when its update is")
     parser.add_argument("--compute-only", action="store_true", help="no copies and no optimizer: the templates' own rate")
     parser.add_argument("--recorded-steps", type=int, default=2, help="more steps, for how busy lanes are; 0: none")
+    parser.add_argument("--timeline", metavar="PREFIX", help="write the recorded and the simulated steps: PREFIX.json (a trace "
+                                                             "for Perfetto), PREFIX.svg and PREFIX.png")
     parser.add_argument("--profile", action="store_true", help="also print where one more step's device time goes")
     return parser
 
 
 def measure(given: argparse.Namespace) -> rows.Row:
+    if given.timeline is not None:  # now, not after an hour
+        picture.check_matplotlib()
+        if not given.recorded_steps:
+            raise MegacompileError("without recorded steps there is no timeline: leave out --recorded-steps 0, or --timeline")
     started = time.perf_counter()
     model = random_model(given.shape, rows.layer_count(given), given.device)
     if given.device == "cuda":
@@ -80,7 +88,10 @@ def measure(given: argparse.Namespace) -> rows.Row:
 
         found = rows.timed(step, given, before_timing)
         norm = optimizer.grad_norm
-        occupancy = recorded(model, step, given)
+        measured = recorded(model, step, given)
+        simulated = predicted(model, given)
+        if measured is not None and given.timeline is not None:
+            write_timelines(given, measured, simulated)
         if given.profile:
             profile(model, step, given)
     model.megacompile.synchronize()
@@ -92,7 +103,7 @@ def measure(given: argparse.Namespace) -> rows.Row:
         compute_only=given.compute_only, device_memory=given.device_memory,
         predicted_device_gib=gib(stats["predicted_device_bytes"]), max_grad_norm=clip, train_step=given.train_step,
         waves=plan.waves, overlap=given.overlap, **rows.rates(model, given, found["step_s"]), **found,
-        predicted_step_s=predicted_s(model, given), occupancy=occupancy,
+        predicted_step_s=round(simulated.step_s, 4) if simulated is not None else None, occupancy=occupancy(measured),
         phases_s=[[round(p, 3) for p in phase] for phase in step.phases[:len(found["times_s"])]],
         grad_norm=norm, peak_device_gib=gib(stats["peak_device_bytes"]), host_gib=gib(stats["host_bytes"]),
         host_bytes_per_parameter=round(stats["host_bytes"] / stats["parameters"], 3), resident_set_gib=gib(resident_bytes()),
@@ -151,34 +162,39 @@ def left_out(op: Op) -> bool:
     return op.lane not in (None, Lane.COMPUTE) or op.name.startswith("adam")
 
 
-def recorded(model: Any, step: Step, given: argparse.Namespace) -> dict[str, float] | None:
-    """How busy each lane is in the last of some more steps, 0 to 1."""
+def recorded(model: Any, step: Step, given: argparse.Namespace) -> Timeline | None:
+    """What the lanes do in some more steps."""
     if not given.recorded_steps:
         return None
     ids = torch.randint(0, model.config.vocab_size, (given.batch, given.length))
     with model.megacompile.record() as recording:
         for _ in range(given.recorded_steps):
             step(ids)
-    timeline = recording.timeline()
+    return recording.timeline()
+
+
+def occupancy(timeline: Timeline | None) -> dict[str, float] | None:
+    """How busy each lane is in the last step, 0 to 1."""
+    if timeline is None:
+        return None
     lanes = dict.fromkeys(item.lane for item in timeline.items)
     return {str(lane): round(timeline.occupancy(lane), 4) for lane in Lane if lane in lanes}
 
 
-def predicted_s(model: Any, given: argparse.Namespace) -> float | None:
-    """Seconds that the simulator gives the same program; None for a machine whose rates are not known."""
-    streamed, plan = model.megacompile.streamed, model.megacompile.plan
-    try:
-        hardware = Hardware.here(given.device)
-    except MegacompileError:
+def predicted(model: Any, given: argparse.Namespace) -> Timeline | None:
+    """What the simulator says of the same program; None for a machine whose rates are not known."""
+    if Hardware.known(given.device) is None:
         return None
-    durations = Durations(streamed.captured, streamed.tiling.layouts, hardware, fused=streamed.binder.compiling)
-    program = model.megacompile.program()
-    seconds = durations.of(program, plan.length, plan.token_chunk)
+    return model.megacompile.simulate(without=left_out if given.compute_only else None)
 
-    def alone(node: fx.Node) -> float:
-        return 0.0 if given.compute_only and left_out(op_of(node)) else seconds(node)
 
-    return round(simulate(program, alone, hardware.speeds).step_s, 4)
+def write_timelines(given: argparse.Namespace, measured: Timeline, simulated: Timeline | None) -> None:
+    timelines = ({"simulated": simulated} if simulated is not None else {}) | {"measured": measured}
+    save_trace(timelines, Path(f"{given.timeline}.json"))
+    title = (f"{given.shape}, {rows.layer_count(given)} layers, {given.batch} x {given.length} tokens, "
+             f"{device_name(given.device)[1]}")
+    for suffix in ("svg", "png"):
+        picture.save(timelines, Path(f"{given.timeline}.{suffix}"), title)
 
 
 def profile(model: Any, step: Step, given: argparse.Namespace) -> None:

@@ -16,7 +16,7 @@ from megacompile.frontend import linear_cross_entropy  # noqa: F401  # registers
 from megacompile.frontend.joint import forward_graph, joint_graph
 from megacompile.frontend.refused_ops import refuse_ops
 from megacompile.frontend.split import Section, relative
-from megacompile.frontend.template import TargetLike, Template, TemplateInput, TemplatePass
+from megacompile.frontend.template import TargetLike, Template, TemplateInput, TemplatePass, run_template_pass
 
 Renaming = dict[sympy.Symbol, sympy.Symbol]  # the graph's symbols -> B and T
 
@@ -66,7 +66,7 @@ def _run_model_passes(
 ) -> fx.GraphModule:
     for template_pass in pipeline:
         if template_pass.level == "model":
-            graph = template_pass.run(graph, target)
+            graph = run_template_pass(template_pass, graph, target)
             stages[template_pass.name] = graph.code
     return graph
 

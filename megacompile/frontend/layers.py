@@ -14,6 +14,7 @@ from collections.abc import Iterator
 import torch
 import torch._dynamo
 from torch import nn
+from torch._dynamo.utils import get_metrics_context
 
 from megacompile.errors import CaptureError
 
@@ -106,7 +107,8 @@ def layers_as_regions(stack: LayerStack) -> Iterator[None]:
     for cls, forward in originals.items():
         cls.forward = torch.compiler.nested_compile_region(forward)  # type: ignore[method-assign]
     try:
-        with torch._dynamo.config.patch(settings):  # type: ignore[arg-type]
+        # Dynamo logs its settings where this ends, with these undone: torch 2.11 cannot write a set of functions as JSON.
+        with get_metrics_context(), torch._dynamo.config.patch(settings):  # type: ignore[arg-type]
             yield
     finally:
         for cls, forward in originals.items():

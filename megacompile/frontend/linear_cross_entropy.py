@@ -13,7 +13,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from megacompile.inductor import Inductor
 from megacompile.token_loop import accumulate_product
 
 
@@ -32,13 +36,17 @@ def _linear_cross_entropy(
     grad_hidden = torch.empty_like(hidden, memory_format=torch.contiguous_format)
     grad_weight = loss.new_zeros(weight.shape if needs_weight_gradient else (0,))
     grad_bias = loss.new_zeros(weight.shape[:1] if bias is not None else (0,))
-    chunk_gradient = _fused_chunk_gradient() if hidden.is_cuda else _chunk_gradient
     for start in range(0, hidden.shape[0], chunk):
         piece, target = hidden[start:start + chunk], targets[start:start + chunk]
         counts = target != ignore_index
         factor = torch.where(counts, 1 / normaliser, 0.0)
         scores = F.linear(piece, weight, bias)
-        chunk_loss, grad = chunk_gradient(scores, torch.where(counts, target, 0), factor, scale, softcap)
+        known = torch.where(counts, target, 0)
+        if hidden.is_cuda:
+            fused = _fused_chunk_gradient(*scores.shape, scores.dtype, scores.device, scale, softcap)
+            chunk_loss, grad = fused(scores, known, factor)
+        else:
+            chunk_loss, grad = _chunk_gradient(scores, known, factor, scale, softcap)
         loss += chunk_loss
         if bias is not None:
             grad_bias += grad.sum(0, dtype=torch.float32)
@@ -73,10 +81,17 @@ def _chunk_gradient(
     return loss, grad.to(scores.dtype)
 
 
-@functools.cache
-def _fused_chunk_gradient() -> Callable[..., tuple[Tensor, Tensor]]:
-    """In one kernel: op by op, a vocabulary's worth of float32 would cross the device's memory a dozen times."""
-    return torch.compile(_chunk_gradient)
+@functools.lru_cache(maxsize=64)
+def _fused_chunk_gradient(
+    rows: int, vocabulary: int, dtype: torch.dtype, device: torch.device, scale: float, softcap: float
+) -> Callable[..., tuple[Tensor, Tensor]]:
+    """`_chunk_gradient` of scores, target and factor, in one kernel: op by op, a vocabulary's worth of float32 would cross
+    the device's memory a dozen times."""
+    with FakeTensorMode(shape_env=ShapeEnv()):
+        examples = [torch.empty(rows, vocabulary, dtype=dtype, device=device),
+                    torch.empty(rows, dtype=torch.int64, device=device), torch.empty(rows, device=device)]
+        graph = make_fx(functools.partial(_chunk_gradient, scale=scale, softcap=softcap))(*examples)
+    return Inductor().compile(graph, examples)
 
 
 def _linear_cross_entropy_fake(

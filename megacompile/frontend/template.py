@@ -20,7 +20,7 @@ import sympy
 import torch
 from torch import Tensor, fx
 
-from megacompile.errors import CaptureError
+from megacompile.errors import CaptureError, MegacompileError
 from megacompile.frontend.joint import JointGraph, base_of, cut_graph, replace_unit_tangent, retarget
 from megacompile.token_loop import token_loops
 
@@ -94,6 +94,36 @@ class TemplatePass(Protocol):
     def run(self, graph: fx.GraphModule, target: Any) -> fx.GraphModule: ...
 
 
+def run_template_pass(template_pass: TemplatePass, graph: fx.GraphModule, target: TargetLike) -> fx.GraphModule:
+    """What a pass makes of a graph. Raises `MegacompileError`, naming the pass, if that takes or gives something else than
+    before, or is no graph; whatever the pass itself raises has its name as a note."""
+    try:
+        made = template_pass.run(graph, target)
+        if isinstance(made, fx.GraphModule):
+            made.graph.lint()
+    except Exception as error:
+        error.add_note(f"in template pass {template_pass.name}")
+        raise
+    if not isinstance(made, fx.GraphModule):
+        raise MegacompileError(f"template pass {template_pass.name} returns {type(made).__name__}, not a GraphModule: let run "
+                               "return the new graph")
+    for what, count in (("inputs", _inputs), ("results", _results)):
+        if count(made) != count(graph):
+            raise MegacompileError(f"template pass {template_pass.name} makes {count(made)} {what} of {count(graph)}: a "
+                                   'template keeps its inputs and results (how gradients leave, meta["gradients"] says)')
+    return made
+
+
+def _inputs(graph: fx.GraphModule) -> int:
+    return len(graph.graph.find_nodes(op="placeholder"))
+
+
+def _results(graph: fx.GraphModule) -> int:
+    """Without gradients, of which passes may make several results."""
+    (results,) = graph.graph.output_node().args
+    return len(results) - sum(len(leaving) for _, leaving in graph.meta.get("gradients", ()))  # type: ignore[arg-type]
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Variant:
     """One runnable graph: functional aten and megacompile ops, symbolic shapes in `meta["val"]`.
@@ -144,6 +174,11 @@ class Template:
     @property
     def variant_names(self) -> tuple[str, ...]:
         return tuple(self._recipes)
+
+    @property
+    def device_type(self) -> str:
+        """Of the device that the template was lowered to."""
+        return self._target.device_type
 
     def variant(self, name: str, chunk: int = 0) -> Variant:
         """The variant called `name`, cut and lowered at its first use. `chunk`: positions of a sequence at a time, where that
@@ -206,11 +241,11 @@ class Template:
         graph.meta["symbols"], graph.meta["chunk"] = self._renaming, chunk
         label = f"{name} in chunks of {chunk}" if chunk else name
         for template_pass in self._pipeline:
-            graph = template_pass.run(graph, self._target)
+            graph = run_template_pass(template_pass, graph, self._target)
             self.stages[f"{label}.{template_pass.name}"] = graph.code
         loops = token_loops(graph)
         for module in (graph, *(loop.body for loop in loops.values())):
-            retarget(module, self._target.device_type)
+            retarget(module, self.device_type)
         self.stages[label] = graph.code
         self.stages.update({f"{label}.{target}": loop.body.code for target, loop in loops.items()})
         described = tuple(Gradient(i, results) for i, results in graph.meta["gradients"])

@@ -10,39 +10,43 @@ from typing import Any
 
 import sympy
 import torch
-import torch._inductor
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from megacompile.errors import UnsupportedError
 from megacompile.frontend.template import BATCH, Variant
+from megacompile.inductor import Inductor
 from megacompile.token_loop import TokenLoop, token_loops
 
 Runnable = Callable[..., tuple[Any, ...]]
 
 
-def compile_variant(variant: Variant, example_args: Sequence[Tensor | int | None], mode: str = "eager") -> Runnable:
+def compile_variant(variant: Variant, example_args: Sequence[Tensor | int | None], mode: str = "eager",
+                    inductor: Inductor | None = None) -> Runnable:
     """A function of the variant's positional arguments that returns its flat results as a tuple.
 
     mode "eager": the graph op by op, for any shape, the same bits in every run on the CPU. "inductor": compiled for the
     shapes, strides, dtypes and device of `example_args`, none of which is kept. Arguments that the variant does not
-    read may be None, in `example_args` too. The result may be called from any thread.
+    read may be None, in `example_args` too. The result may be called from any thread. `inductor` counts what it does.
     Raises `UnsupportedError` for another mode.
     """
     if mode == "eager":
         return variant.graph.forward
     if mode != "inductor":
         raise UnsupportedError(f'mode "{mode}" is none of "eager" and "inductor"')
+    inductor = inductor or Inductor()
     if token_loops(variant.graph):
-        return _compile_loops(variant, example_args)
-    return _compile_graph(variant.graph, variant.reads, [example_args[i] for i in variant.reads])
+        return _compile_loops(variant, example_args, inductor)
+    return _compile_graph(variant.graph, variant.reads, [example_args[i] for i in variant.reads], inductor)
 
 
-def _compile_graph(graph: fx.GraphModule, reads: Sequence[int], live: Sequence[Tensor | int | None]) -> Runnable:
+def _compile_graph(graph: fx.GraphModule, reads: Sequence[int], live: Sequence[Tensor | int | None],
+                   inductor: Inductor) -> Runnable:
     """`graph` as a function of all its arguments, of which it reads `reads`, like `live`."""
     specialised, tensors, examples = _specialise(graph, reads, live)
-    compiled: Any = torch._inductor.compile(specialised, [*examples])
+    compiled = inductor.compile(specialised, examples)
     positions = tuple(reads[i] for i in tensors)
 
     def run(*args: Tensor | int | None) -> tuple[Any, ...]:
@@ -51,7 +55,7 @@ def _compile_graph(graph: fx.GraphModule, reads: Sequence[int], live: Sequence[T
     return run
 
 
-def _compile_loops(variant: Variant, example_args: Sequence[Tensor | int | None]) -> Runnable:
+def _compile_loops(variant: Variant, example_args: Sequence[Tensor | int | None], inductor: Inductor) -> Runnable:
     graph = variant.graph
     arguments = dict(zip(graph.graph.find_nodes(op="placeholder"), example_args, strict=True))
     device = next(value.device for value in example_args if isinstance(value, Tensor))
@@ -60,13 +64,14 @@ def _compile_loops(variant: Variant, example_args: Sequence[Tensor | int | None]
         loop = getattr(graph, node.target)
         batch, length = (arguments[size.args[0]].shape[size.args[1]] for size in node.args[:2])
         loops[node.target] = loop.with_kernels({
-            count: _compile_body(variant, loop, batch, length, count, device) for count in loop.counts(length)})
+            count: _compile_body(variant, loop, batch, length, count, device, inductor) for count in loop.counts(length)})
     attributes = {n.target: getattr(graph, n.target) for n in graph.graph.find_nodes(op="get_attr")}
     compiled = fx.GraphModule({**attributes, **loops}, graph.graph)
     return compiled.forward
 
 
-def _compile_body(variant: Variant, loop: TokenLoop, batch: int, length: int, count: int, device: torch.device) -> Runnable:
+def _compile_body(variant: Variant, loop: TokenLoop, batch: int, length: int, count: int, device: torch.device,
+                  inductor: Inductor) -> Runnable:
     """The body of a loop for chunks of `count` positions. Numbers that it computes with are those of all tokens."""
     symbols: dict[sympy.Symbol, sympy.Symbol] = variant.graph.meta["symbols"]
 
@@ -88,7 +93,7 @@ def _compile_body(variant: Variant, loop: TokenLoop, batch: int, length: int, co
             options: dict[str, Any] = {"dtype": value.dtype, "device": device}
             examples.append(torch.empty_permuted(shape, tokens.order, **options) if tokens is not None else
                             torch.empty_strided(shape, [size(s, length) for s in value.stride()], **options))
-    return _compile_graph(loop.body, range(len(examples)), examples)
+    return _compile_graph(loop.body, range(len(examples)), examples, inductor)
 
 
 def _specialise(
@@ -100,7 +105,7 @@ def _specialise(
     for sizes that it knows."""
     count = len(variant.graph.find_nodes(op="placeholder"))
     tensors = [i for i, value in enumerate(live) if isinstance(value, Tensor)]
-    fakes = FakeTensorMode()
+    fakes = FakeTensorMode(shape_env=ShapeEnv())  # no size is symbolic; without it inductor looks nothing up in its cache
     with fakes:  # only shapes, strides, dtypes and devices matter: examples may be fakes themselves
         examples = [torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
                     for value in live if isinstance(value, Tensor)]

@@ -70,6 +70,9 @@ def _leased_backward(program: Program, plan: Plan, forward: fx.Graph) -> fx.Grap
     build = Builder(graph, name)
     kept = {argument(n, "key"): operands(n, "value")[0] for n in find(forward, "lease")}
     leases: dict[str, fx.Node] = {}
+    for stash in find(forward, "stash"):  # above everything: what fetches them may be moved up
+        leases[operands(stash, "value")[0].name] = build.add(
+            "stashed", stash.name, call=argument(stash, "call"), mb=argument(stash, "mb"))
 
     def leased(key: str) -> fx.Node:
         if key not in leases:
@@ -102,6 +105,8 @@ def _whole_step(program: Program, plan: Plan, forward: fx.Graph) -> fx.Graph:
             elif (op == "zeros" and node not in image) or (mb is not None and plan.wave_of(mb) == wave):
                 arguments = {k: fx.map_arg(v, lambda n: image[n]) for k, v in node.kwargs.items()}
                 image[node] = build.add(op, node.name, **arguments)
+                if op == "stash":
+                    kept[operands(node, "value")[0].name] = image[node]
         losses = tuple(image[n] for n in find(forward, "loss") if plan.wave_of(argument(n, "mb")) == wave)
         build.add("result", key="loss", values=losses)
         backward.begin(plan.wave(wave))

@@ -6,7 +6,10 @@
     h9_0 = forward_saving("decoder", "layers.8", mb=0)     # a layer whose residuals the plan keeps
     lease("h9_0", h9_0)
 
-The prologue's outputs are kept too: every layer shares them, and the first block begins with them.
+The prologue's outputs are kept too: every layer shares them, and the first block begins with them. A checkpoint that the plan
+has in host memory is on its way there as soon as it is made:
+
+    x4_0 = stash("layers.3", mb=0, value=h4_0)
 """
 from __future__ import annotations
 
@@ -34,13 +37,16 @@ def run(program: Program, plan: Plan) -> Program:
     saved = set(stack) - set(recomputed)
     begins = {block[0] for block in plan.blocks(stack)} | saved
     chain = [c.name for c in program.calls]
+    on_host = {chain[chain.index(layer) - 1] for layer in plan.from_host(stack)}
     feeds = {chain[chain.index(layer) - 1] for layer in begins} | saved | {chain[0]}  # calls whose outputs are kept
 
     def visit(node: fx.Node, arguments: dict[str, Any], build: Builder) -> fx.Node:
         op = op_of(node).name
         call = argument(node, "call")
         made = build.add("forward_saving" if op == "forward" and call in saved else op, node.name, **arguments)
-        if op == "forward" and call in feeds:
+        if op == "forward" and call in on_host:
+            build.add("stash", f"x{node.name.removeprefix('h')}", call=call, mb=argument(node, "mb"), value=made)
+        elif op == "forward" and call in feeds:
             build.add("lease", key=node.name, value=made)
         return made
 

@@ -18,6 +18,7 @@ from torch import fx
 from megacompile.plan import Plan
 from megacompile.program import Builder, Program, Slot, argument, copy_section, find, nodes, op_of, operands
 
+from .partition import layers
 from .prefetch import border_tiles
 
 name, requires, provides = "place", "optimizer", "place"
@@ -26,15 +27,16 @@ name, requires, provides = "place", "optimizer", "place"
 def run(program: Program, plan: Plan) -> Program:
     sections = {key: copy_section(graph) for key, graph in program.sections.items()}
     sizes: dict[str, int] = {}
+    stashes: dict[tuple[str, int], str] = {}
     for graph in sections.values():
         _release(graph, plan)
-        _Places(program, plan, sizes).assign(graph)
+        _Places(program, plan, sizes, stashes).assign(graph)
     order = sorted(sizes, key=lambda slot: (_family(slot), int(slot.removeprefix(_family(slot)))))
     return program.evolve(stage=provides, sections=sections, slots={slot: Slot(slot, sizes[slot]) for slot in order})
 
 
 def _release(graph: fx.Graph, plan: Plan) -> None:
-    """After its last use every value is released, but what a lease keeps, events, and values that are no memory.
+    """After its last use every value is released, but what later sections read, events, and values that are no memory.
 
     A slab that was written for the host's gradients is no slot and needs no end; what stays on the device has none."""
     build = Builder(graph, name)
@@ -43,7 +45,7 @@ def _release(graph: fx.Graph, plan: Plan) -> None:
         for value in node.all_input_nodes:
             last[value] = node
     leased = {operands(n, "value")[0] for n in find(graph, "lease")}
-    offloaded = {n for n in find(graph, "offload") if not n.users}
+    offloaded = {n for n in find(graph, "offload", "stash") if not n.users}
     for value in list(nodes(graph)):
         if op_of(value).result in (None, "event", "clip") or value in leased or value in offloaded:
             continue
@@ -67,15 +69,16 @@ def _stays(value: fx.Node, plan: Plan) -> bool:
 
 class _Places:
     """Hands out slots in one section. State: per family, how many slots were made and which are free, in the order in
-    which they became free."""
+    which they became free; and `stashes`, where the section before it left checkpoints, by call and micro-batch."""
 
-    def __init__(self, program: Program, plan: Plan, sizes: dict[str, int]) -> None:
-        self.program, self.plan, self.sizes = program, plan, sizes
+    def __init__(self, program: Program, plan: Plan, sizes: dict[str, int], stashes: dict[tuple[str, int], str]) -> None:
+        self.program, self.plan, self.sizes, self.stashes = program, plan, sizes, stashes
         self.border = border_tiles(program)
         self.free: dict[str, list[str]] = defaultdict(list)
         self.made: dict[str, int] = defaultdict(int)
         self.counts = {"W": plan.weight_slots, "G": plan.gradient_slots, "S": plan.staging_slabs,
-                       "D": plan.gradient_slabs}
+                       "D": plan.gradient_slabs, "C": plan.checkpoint_slots,
+                       "H": len(plan.from_host(layers(program))) * len(plan.wave(0))}
 
     def assign(self, graph: fx.Graph) -> None:
         for node in list(nodes(graph)):
@@ -97,7 +100,9 @@ class _Places:
                 family = {"weights": "RW", "state": "RS"}.get(kind or "", "RG")
                 return f"{family}{self.plan.resident_state.index(tile)}"
             return f"R{[t for t in self.plan.resident if t not in self.plan.resident_state].index(tile)}"
-        letter = {"weights": "W", "reduced": "G", "staging": "S", "slab": "D"}[kind or ""]
+        if op_of(node).name == "stashed":
+            return self.stashes[argument(node, "call"), argument(node, "mb")]
+        letter = {"weights": "W", "reduced": "G", "staging": "S", "slab": "D", "stashed": "H", "checkpoint": "C"}[kind or ""]
         if tile not in self.border:
             return self._take(letter, self.counts[letter])
         return self._take_ranked(node) if kind == "weights" else self._take(f"{letter}B", 1)
@@ -119,9 +124,10 @@ class _Places:
         return f"WB{tiles.index(argument(node, 'tile'))}"
 
     def _put(self, node: fx.Node, slot: str) -> None:
-        tile = self.program.tiles[argument(node, "tile")]
         node.kwargs = {**node.kwargs, "into": slot}
-        self.sizes[slot] = max(self.sizes.get(slot, 0), tile.bytes_of(op_of(node).result or ""))
+        self.sizes[slot] = max(self.sizes.get(slot, 0), self.program.value_bytes(node))
+        if op_of(node).name == "stash":
+            self.stashes[argument(node, "call"), argument(node, "mb")] = slot
 
 
 def _family(slot: str) -> str:

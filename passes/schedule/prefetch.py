@@ -1,4 +1,5 @@
-"""Inserts weights' arrivals, in the order of first use and as early as slots allow; none for resident tiles.
+"""Inserts arrivals, in the order of first use and as early as slots allow: of weights, but for resident tiles, and of
+checkpoints that wait in host memory.
 
     w0 = prefetch("layers.0")                              # slots are free: before anything else
     w1 = prefetch("layers.1")
@@ -9,6 +10,12 @@
 A *stay* is one arrival of a tile and all its uses: those of one call in a forward, of one block in a backward, whose
 micro-batches all use the block's weights while they are there. Layers share `plan.weight_slots` slots. The border tiles
 (prologue, epilogue, tied weights: the largest) are held for one call at a time.
+
+    c4_1 = fetch("layers.3", mb=1, stashed=x4_1)           # while micro-batch 0 is computed
+    g5_0 = recompute_backward("decoder", "layers.4", mb=0, inputs=(c4_0, s_0), ...)
+
+Checkpoints take turns in `plan.checkpoint_slots` slots, one micro-batch's block each, from the loss on that their backward
+begins with.
 """
 from __future__ import annotations
 
@@ -19,7 +26,7 @@ from torch import fx
 
 from megacompile.errors import MegacompileError
 from megacompile.plan import Plan
-from megacompile.program import Builder, Program, argument, copy_section, nodes, op_of
+from megacompile.program import Builder, Program, argument, copy_section, nodes, op_of, operands
 
 from .partition import layers
 
@@ -33,6 +40,16 @@ class _Stay:
     border: bool
     uses: list[fx.Node] = field(default_factory=list)
     weights: fx.Node | None = None
+
+
+@dataclass
+class _Return:
+    """A checkpoint that comes back from the host, and all its uses. `after`: the loss that its backward begins with; None in
+    a section of its own."""
+
+    stashed: fx.Node
+    after: fx.Node | None
+    uses: list[fx.Node] = field(default_factory=list)
 
 
 def run(program: Program, plan: Plan) -> Program:
@@ -52,7 +69,7 @@ def _stays(program: Program, plan: Plan, graph: fx.Graph) -> list[_Stay]:
     found: dict[tuple[str, int], _Stay] = {}
     latest, group = None, 0
     for node in nodes(graph):
-        call = program.call(argument(node, "call")) if argument(node, "call") else None
+        call = program.call(argument(node, "call")) if argument(node, "template") else None
         if call is None or op_of(node).name in call.weightless:
             continue
         # In a backward a whole block is there at once; its recomputing forwards are of layers that keep no residuals.
@@ -65,8 +82,41 @@ def _stays(program: Program, plan: Plan, graph: fx.Graph) -> list[_Stay]:
     return list(found.values())
 
 
+def _returns(graph: fx.Graph) -> list[_Return]:
+    found: dict[fx.Node, _Return] = {}
+    loss = None
+    for node in nodes(graph):
+        loss = node if op_of(node).name == "loss" else loss
+        for value in operands(node, "inputs"):
+            if op_of(value).result == "stashed":
+                found.setdefault(value, _Return(value, loss)).uses.append(node)
+    return list(found.values())
+
+
+def _fetch(plan: Plan, graph: fx.Graph) -> None:
+    """Brings checkpoints back."""
+    build = Builder(graph, name)
+    pending, present = deque(_returns(graph)), list[_Return]()
+    passed: set[fx.Node] = set()
+    loss = None
+    for node in list(nodes(graph)):
+        while (pending and len(present) < plan.checkpoint_slots and pending[0].stashed in passed
+               and pending[0].after is loss):
+            back = pending.popleft()
+            stashed = back.stashed
+            fetched = build.before(node, "fetch", f"c{stashed.name.removeprefix('x')}", call=argument(stashed, "call"),
+                                   mb=argument(stashed, "mb"), stashed=stashed)
+            for user in back.uses:
+                user.replace_input_with(stashed, fetched)
+            present.append(back)
+        present = [back for back in present if node is not back.uses[-1]]
+        passed.add(node)
+        loss = node if op_of(node).name == "loss" else loss
+
+
 def _insert(program: Program, plan: Plan, graph: fx.Graph) -> fx.Graph:
     build = Builder(graph, name)
+    _fetch(plan, graph)
     stays = _stays(program, plan, graph)
     pending = deque(s for s in stays if s.tile not in plan.resident)
     present: list[_Stay] = []

@@ -79,8 +79,9 @@ def reference() -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("options", [
     dict(checkpoint_interval=1), dict(checkpoint_interval=2), dict(checkpoint_interval=4), dict(resident="all"),
-    dict(locked_memory=4096), dict(saved_layers=2), dict(weight_slots=4), dict(resident_state="all"),
-    dict(resident_state=("tied", "model.layers.1"), checkpoint_interval=2)])
+    dict(locked_memory="6MiB"), dict(saved_layers=2), dict(weight_slots=4), dict(resident_state="all"),
+    dict(resident_state=("tied", "model.layers.1"), checkpoint_interval=2), dict(host_checkpoints=True),
+    dict(host_checkpoints=1, checkpoint_interval=2, saved_layers=1)])
 def test_every_plan_gives_the_bits_of_the_reference_interpreter(options: dict[str, Any], reference: Any) -> None:
     assert same(weights(seed=1, micro_batch_size=2, **options), reference)
 
@@ -90,7 +91,7 @@ def test_late_lanes_change_no_bit(seed: int, reference: Any) -> None:
     assert same(weights(seed=seed, micro_batch_size=2), reference)
 
 
-@pytest.mark.parametrize("options", [dict(waves=2), dict(waves=2, resident_state="all"),
+@pytest.mark.parametrize("options", [dict(waves=2), dict(waves=2, resident_state="all"), dict(waves=2, host_checkpoints=True),
                                      dict(resident_state=("tied", "model.layers.0"))])
 @pytest.mark.parametrize("overlap", [None, "backward"])
 def test_whole_steps_updated_on_the_device_give_the_bits_of_those_updated_on_the_host(

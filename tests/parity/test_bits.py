@@ -104,20 +104,24 @@ PLANS: dict[str, dict[str, Any]] = {
     "everything resident, its state too": {"resident_state": "all"},
     "two tiles resident, the state of one": {"resident_state": ("model.layers.0",), "resident": ("epilogue",)},
     "the first tiles' state resident, K = 2": {"resident_state": ("prologue", "model.layers.0"), "checkpoint_interval": 2},
-    "slab pool, a tile's state resident": {"locked_memory": 4096, "resident_state": ("model.layers.1",)},
-    "slab pool": {"locked_memory": 4096},
-    "slab pool of one slab, K = 2": {"locked_memory": 4096, "gradient_slabs": 1, "checkpoint_interval": 2},
-    "slab pool, a tile resident": {"locked_memory": 4096, "resident": ("model.layers.0",)},
+    "slab pool, a tile's state resident": {"locked_memory": "120KiB", "resident_state": ("model.layers.1",)},
+    "slab pool": {"locked_memory": "120KiB"},
+    "slab pool of one slab, K = 2": {"locked_memory": "120KiB", "gradient_slabs": 1, "checkpoint_interval": 2},
+    "slab pool, a tile resident": {"locked_memory": "120KiB", "resident": ("model.layers.0",)},
     "two layers keep their residuals": {"saved_layers": 2},
     "all layers keep their residuals": {"saved_layers": 4},
     "one layer keeps its residuals, K = 2": {"saved_layers": 1, "checkpoint_interval": 2},
+    "checkpoints on the host": {"host_checkpoints": True},
+    "checkpoints on the host, K = 2": {"host_checkpoints": True, "checkpoint_interval": 2},
+    "two checkpoints on the host, slab pool": {"host_checkpoints": 2, "locked_memory": "120KiB"},
+    "a checkpoint on the host, a layer keeps its residuals": {"host_checkpoints": 1, "saved_layers": 1},
     "one weight slot": {"weight_slots": 1},
     "five weight slots": {"weight_slots": 5},
     "one gradient slot": {"gradient_slots": 1},
     "four gradient slots": {"gradient_slots": 4},
 }
 BF16_PLANS = ("streamed, K = 1", "streamed, K = 4", "resident", "slab pool", "two layers keep their residuals",
-              "everything resident, its state too", "the first tiles' state resident, K = 2")
+              "everything resident, its state too", "the first tiles' state resident, K = 2", "checkpoints on the host")
 
 
 @pytest.mark.parametrize("plan", PLANS)
@@ -131,7 +135,8 @@ def test_every_plan_gives_the_same_bits_in_bf16(plan: str) -> None:
 
 
 @pytest.mark.parametrize("plan", ["streamed, K = 2", "resident", "slab pool of one slab, K = 2",
-                                  "two layers keep their residuals", "the first tiles' state resident, K = 2"])
+                                  "two layers keep their residuals", "the first tiles' state resident, K = 2",
+                                  "checkpoints on the host", "checkpoints on the host, K = 2"])
 def test_no_plan_reads_what_it_has_released(plan: str) -> None:
     """The reference interpreter fills what is released with NaN."""
     assert not different(trained(torch.float32, reference=True, **PLANS[plan]), meaning(torch.float32))
@@ -168,7 +173,8 @@ def test_training_again_from_the_same_weights_gives_the_same_bits() -> None:
 # ---- late lanes ------------------------------------------------------------------------------------------------------
 
 LATE_PLANS = ("streamed, K = 1", "streamed, K = 2", "two tiles resident", "slab pool of one slab, K = 2",
-              "two layers keep their residuals", "the first tiles' state resident, K = 2")
+              "two layers keep their residuals", "the first tiles' state resident, K = 2", "checkpoints on the host",
+              "checkpoints on the host, K = 2")
 
 
 @pytest.fixture(scope="module")
@@ -233,6 +239,10 @@ WAITS = {
     "weights are updated": ("streamed, K = 1", "forward", Lane.H2D, "prefetch", "adam"),
     "weights are updated, slab pool": ("slab pool", "forward", Lane.PACK, "pack", "adam"),
     "a resident copy is updated": ("resident", "update", Lane.H2D, "prefetch", "adam"),
+    "a checkpoint is made": ("checkpoints on the host", "forward", Lane.D2H, "stash", "forward"),
+    "a checkpoint has left": ("checkpoints on the host", "forward", Lane.COMPUTE, "release", "stash"),
+    "a checkpoint is back": ("checkpoints on the host", "backward", Lane.COMPUTE, "recompute_backward", "fetch"),
+    "a checkpoint's slot is free": ("checkpoints on the host", "backward", Lane.H2D, "fetch", "recompute_backward"),
     "the clip is known": ("the first tiles' state resident, K = 2", "update", Lane.COMPUTE, "adam_resident", "clip"),
     "weights are updated on the device": (
         "the first tiles' state resident, K = 2", "update", Lane.CPU, "offload_weights", "adam_resident"),

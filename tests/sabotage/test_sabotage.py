@@ -36,6 +36,7 @@ GOLDENS: dict[str, dict[str, Any]] = {
     "updated on the device": {"resident": ("prologue", "layers.0"), "resident_state": ("prologue", "layers.0")},
     "updates on arrival": {"update": "arrival", "micro_batches": (1, 1), "resident": ("prologue", "layers.0"),
                            "resident_state": ("layers.0",)},
+    "checkpoints on the host, two micro-batches": {"micro_batches": (2, 1), "host_checkpoints": 3},
     "tied, residuals kept, a frozen layer": {"tied": True, "saved_layers": 2, "frozen": ("layers.0",)},
 }
 

@@ -380,3 +380,19 @@ def test_a_failed_row_is_printed_and_not_appended(
     row = json.loads(capsys.readouterr().out)
     assert row["error"] == "RuntimeError: out of memory" and row["options"] == {"batch": 8}
     assert not (tmp_path / "rows.jsonl").exists()
+
+
+# ---------------------------------------------------------------- timelines
+
+def test_a_row_writes_its_measured_and_simulated_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Hardware, "here", lambda device=None: Hardware.find("h200"))
+    row_of(step, "--timeline", str(tmp_path / "made/step"))
+    events = json.loads((tmp_path / "made/step.json").read_text())["traceEvents"]
+    assert {e["args"]["name"] for e in events if e["name"] == "process_name"} == {"simulated", "measured"}
+    assert (tmp_path / "made/step.svg").stat().st_size > 5_000 and (tmp_path / "made/step.png").stat().st_size > 5_000
+
+
+def test_a_timeline_without_recorded_steps_is_refused() -> None:
+    given = step.options().parse_args([*TINY, "--timeline", "step", "--recorded-steps", "0"])
+    with pytest.raises(MegacompileError, match="leave out --recorded-steps 0"):
+        step.measure(given)

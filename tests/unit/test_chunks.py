@@ -286,7 +286,8 @@ def test_chunks_are_the_last_resort(analysis: tuple[Any, Any], monkeypatch: pyte
     """Whatever the budget: only where no whole micro-batch fits, and then the largest chunk that does."""
     monkeypatch.setattr(planner, "LEAST_CHUNK", 128)
     batch, length = 4, 2048
-    free = Planner(*analysis, StreamConfig.of(device="cpu"), 2**50, margin_bytes=0)
+    config = StreamConfig.of(device="cpu", host_checkpoints=False)
+    free = Planner(*analysis, config, 2**50, margin_bytes=0)
     need = {c: free.estimate(c, length).total for c in free._candidates(batch, length)}
     whole = min(n for c, n in need.items() if not c.token_chunk)
     chunked = {c.token_chunk: n for c, n in need.items() if c.token_chunk}
@@ -295,7 +296,7 @@ def test_chunks_are_the_last_resort(analysis: tuple[Any, Any], monkeypatch: pyte
     assert max(chunked.values()) < whole
 
     def within(budget: int) -> Any:
-        return Planner(*analysis, StreamConfig.of(device="cpu"), budget, margin_bytes=0).plan(batch, length)
+        return Planner(*analysis, config, budget, margin_bytes=0).plan(batch, length)
 
     assert within(2**50).token_chunk == within(whole).token_chunk == 0
     assert within(whole).micro_batches == (1,) * batch

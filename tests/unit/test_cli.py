@@ -1,6 +1,7 @@
 """The command line, from arguments to exit code."""
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -15,6 +16,7 @@ from typer.testing import CliRunner, Result
 import megacompile
 from megacompile import cli, training
 from megacompile.runtime.operations import OPERATIONS
+from megacompile.verify import RULES
 
 CONFIG = """{"model_type": "qwen2", "vocab_size": 256, "hidden_size": 32, "intermediate_size": 48,
  "num_hidden_layers": 3, "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 64}"""
@@ -123,7 +125,6 @@ def test_a_fault_keeps_its_traceback(config: Path, text: Path, monkeypatch: pyte
     ("train", "{config}", "--data", "{config}", "--lr", "-1"),
     ("train", "{config}", "--data", "{config}", "--dtype", "int8"),
     ("train", "{config}"),
-    ("inspect", "absent"),
     ("inspect", "{config}", "--batch", "0"),
 ])
 def test_wrong_arguments_are_exit_code_2(config: Path, arguments: tuple[str, ...]) -> None:
@@ -145,7 +146,7 @@ def inspect(config: Path, *more: object) -> Result:
 def test_inspect_prints_stages_and_schedule_without_weights(config: Path) -> None:
     result = inspect(config)
     assert result.exit_code == 0, result.output
-    assert re.match(r"# stages: model, micro_batch, partition, .*place, synchronize", result.output)
+    assert re.search(r"^# stages: model, micro_batch, partition, .*place, synchronize$", result.output, re.MULTILINE)
     assert "prefetch(" in result.output and "wait(" in result.output
 
 
@@ -156,23 +157,106 @@ def test_inspect_prints_the_stage_and_section_asked_for(config: Path) -> None:
     assert "prefetch(" not in result.output and "adam(" not in result.output
 
 
-def test_inspect_prints_a_table(config: Path) -> None:
-    table, program = inspect(config, "--table", "--section", "forward"), inspect(config, "--section", "forward")
-    assert table.exit_code == 0, table.output
-    assert "h2d" in table.output and table.output != program.output
-
-
-def test_inspect_prints_the_graphs_of_a_template(config: Path) -> None:
-    result = inspect(config, "--template", "decoder")
+def test_inspect_prints_the_layers_asked_for(config: Path) -> None:
+    result = inspect(config, "--layers", "1:2", "--section", "backward")
     assert result.exit_code == 0, result.output
-    assert "aten" in result.output and "prefetch(" not in result.output
+    assert set(re.findall(r'"model\.layers\.(\d)"', result.output)) == {"1"}
 
 
-@pytest.mark.parametrize("what", ["stage", "section", "template"])
-def test_what_does_not_exist_is_refused_with_what_does(config: Path, what: str) -> None:
-    result = inspect(config, f"--{what}", "absent")
-    assert result.exit_code == 1
-    assert re.match(rf"megacompile: there is no {what} 'absent': choose one of \w+, ", result.stderr)
+def test_inspect_prints_a_table_or_json(config: Path) -> None:
+    table, data = inspect(config, "--form", "table", "--section", "forward"), inspect(config, "--form", "json")
+    assert table.exit_code == 0, table.output
+    assert re.search(r"^ *# +.*h2d +compute", table.output, re.MULTILINE)
+    assert set(json.loads(data.output)["sections"]) >= {"forward", "backward", "update"}
+
+
+def test_inspect_prints_what_a_pass_changed(config: Path) -> None:
+    result = inspect(config, "--diff", "differentiate..prefetch", "--section", "forward")
+    assert result.exit_code == 0, result.output
+    assert re.search(r"^\+ +w1 = p\.prefetch\(", result.output, re.MULTILINE) and "def backward" not in result.output
+
+
+def test_inspect_prints_the_log_of_the_passes(config: Path) -> None:
+    result = inspect(config, "--log")
+    assert result.exit_code == 0, result.output
+    assert re.search(r"^4/8 prefetch: \d+ -> \d+ nodes, \+\d+ prefetch", result.output, re.MULTILINE)
+    assert re.search(r"^prefetch +\d+", result.output, re.MULTILINE)
+
+
+def test_inspect_prints_the_graphs_of_a_template_and_its_stages(config: Path) -> None:
+    whole, stage, table = (inspect(config, "--template", "decoder", *more) for more in (
+        (), ("--stage", "attention"), ("--form", "table")))
+    assert whole.exit_code == stage.exit_code == table.exit_code == 0, whole.output
+    assert "aten" in whole.output and "prefetch(" not in whole.output
+    assert "# decoder: attention" in stage.output and "megacompile.attention" in stage.output
+    assert re.search(r"placeholder +.*\[B, T, 32\] +float32", table.output)
+
+
+@pytest.mark.parametrize(("more", "section"), [((), "forward"), (("--update", "arrival"), "backward"),
+                                               (("--train-step",), "train_step"),
+                                               (("--train-step", "--update", "arrival", "--waves", 2), "train_step")])
+def test_inspect_shows_loops_and_whole_steps(config: Path, more: tuple[object, ...], section: str) -> None:
+    result = inspect(config, "--form", "json", *more)
+    assert result.exit_code == 0, result.output
+    sections = json.loads(result.output)["sections"]
+    assert section in sections and ("update" in sections) == ("arrival" not in more)
+
+
+def test_knobs_of_a_plan_shape_the_schedule(config: Path) -> None:
+    result = inspect(config, "--form", "json", "--resident", "all", "--saved-layers", 1)
+    sections = json.loads(result.output)["sections"]
+    ops = {node["op"] for node in sections["forward"]}
+    assert "resident" in ops and "forward_saving" in ops and "prefetch" not in ops
+
+
+def test_inspect_needs_no_gpu_and_says_what_it_planned_for(config: Path) -> None:
+    result = megacompile_command("inspect", config, "--batch", 4, "--length", 16)
+    assert result.exit_code == 0, result.output
+    assert torch.cuda.is_available() or "NVIDIA H200" in result.output.splitlines()[0]
+
+
+def test_inspect_writes_a_trace_and_draws_a_picture(config: Path, tmp_path: Path) -> None:
+    result = inspect(config, "--hardware", "h200", "--trace", tmp_path / "out/step.json",
+                     "--picture", tmp_path / "out/step.svg")
+    assert (result.exit_code, result.output) == (0, "")
+    assert json.loads((tmp_path / "out/step.json").read_text())["traceEvents"]
+    assert "<svg" in (tmp_path / "out/step.svg").read_text()
+
+
+@pytest.mark.parametrize(("more", "message"), [
+    (("--stage", "absent"), "there is no stage 'absent': choose one of model, micro_batch, "),
+    (("--section", "absent"), "there is no section 'absent': choose one of forward, "),
+    (("--template", "absent"), "there is no template 'absent': choose one of prologue, "),
+    (("--template", "decoder", "--stage", "absent"), "there is no stage of template decoder 'absent': choose one of captured"),
+    (("--template", "decoder", "--stage", "joint", "--form", "json"), "a template's stages are kept as Python: leave out"),
+    (("--layers", "2:9"), "'2:9' is no range of layers: write first:end, from 0 to 3, such as 0:3"),
+    (("--diff", "prefetch"), "'prefetch' are no two stages: write them as in prefetch..place, "),
+    (("--hardware", "absent"), "there is no hardware 'absent': give one of a100, "),
+    (("--picture", "step.gif"), "a picture is no .gif: name it .svg or .png"),
+])
+def test_what_does_not_exist_is_refused_in_a_line_with_what_does(
+        config: Path, more: tuple[str, ...], message: str) -> None:
+    result = inspect(config, *more)
+    assert result.exit_code == cli.EXIT_ARGUMENT == 2, result.output
+    assert result.stderr.startswith(f"megacompile: {message}") and result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", ["inspect", "plan"])
+@pytest.mark.parametrize("name", ["absent", "absent.json", "absent/of/many", "nobody/nothing"])
+def test_a_model_that_does_not_exist_is_refused_in_a_line(command: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    result = megacompile_command(command, name)
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"megacompile: there is no model '{name}' here") and result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(("memory", "code", "verdict"), [("64GiB", 0, "fits"), ("1GiB", 1, "does not fit")])
+def test_plan_says_whether_the_host_holds_it(config: Path, memory: str, code: int, verdict: str) -> None:
+    result = megacompile_command("plan", config, "--batch", 4, "--length", 16, "--hardware", "rtx3090",
+                                 "--device-memory", "8GiB", "--host-memory", memory)
+    assert result.exit_code == code, result.output
+    assert re.search(rf"^host: {verdict}, ", result.output, re.MULTILINE) and "of 8.00 GiB" in result.output
+    assert re.search(r"^(moments +\S+ +8\.\d\d)$", result.output, re.MULTILINE)
 
 
 def test_plan_predicts_a_step_on_hardware_that_is_not_there(config: Path) -> None:
@@ -198,3 +282,35 @@ def test_calibrate_writes_where_it_is_told(config: Path, tmp_path: Path) -> None
     planned = megacompile_command("plan", config, "--batch", 4, "--length", 16, "--hardware", tmp_path / "mine.json")
     assert planned.exit_code == 0, planned.output
     assert "measured with torch" in planned.output
+
+
+GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "streamed_k1_three_micro_batches.txt"
+
+
+def test_verify_says_of_each_rule_that_it_holds() -> None:
+    result = megacompile_command("verify", GOLDEN)
+    assert result.exit_code == 0, result.output
+    assert "stage synchronize, sections forward, evaluate, backward" in result.output
+    assert len(re.findall(r"^\w+ +holds *$", result.output, re.MULTILINE)) == len(RULES)
+
+
+def test_verify_shows_the_fault_and_fails(tmp_path: Path) -> None:
+    broken = tmp_path / "broken.txt"
+    broken.write_text(re.sub(r'    p.wait\("compute", e_\d+\).*\n', "", GOLDEN.read_text(), count=1))
+    result = megacompile_command("verify", broken)
+    assert result.exit_code == 1
+    assert re.search(r"^ordered +BROKEN", result.output, re.MULTILINE)
+    assert re.search(r"^handed_on +not asked +relies on the rules above", result.output, re.MULTILINE)
+    assert "not ordered:  read of WB0 by forward prologue mb 0 is not ordered after write by prefetch prologue" in result.output
+    assert "<-- ERROR HERE" in result.output and "<-- conflicts with" in result.output
+
+
+def test_verify_says_where_a_text_is_malformed_and_what_was_expected(tmp_path: Path) -> None:
+    broken = tmp_path / "broken.txt"
+    broken.write_text(GOLDEN.read_text().replace('p.wait("compute", ', 'p.wait("gpu", ', 1))
+    result = megacompile_command("verify", broken)
+    assert result.exit_code == 1
+    assert re.match(r"megacompile: line \d+, column 12: unknown lane gpu; expected one of compute, h2d", result.stderr)
+    assert megacompile_command("verify", tmp_path / "nowhere.txt").exit_code == 2
+    broken.write_bytes(b"\xff\xfe\x00")
+    assert "the program cannot be read" in megacompile_command("verify", broken).stderr

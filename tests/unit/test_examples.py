@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-OWN_TEST = {"custom_layer.py", "demo.py", "inspect_schedule.py", "train.py"}
+OWN_TEST = {"custom_layer.py", "custom_pass.py", "demo.py", "inspect_schedule.py", "train.py"}
 
 
 def run(name: str, *arguments: object) -> str:
@@ -35,6 +35,12 @@ def test_custom_layer_learns_to_count() -> None:
     losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", printed)]
     assert len(losses) == 4 and losses[-1] < losses[0] - 0.5
     assert "continues [7, 8, 9] with [10, 11, 12, 13, 14]" in printed
+
+
+def test_custom_passes_show_in_the_schedule_and_change_no_bit() -> None:
+    printed = run("custom_pass.py")
+    assert "def forward(p):" in printed and "weights are equal to the bit" in printed
+    assert len(re.findall(r"^step \d: loss (\S+), with both passes \1$", printed, re.MULTILINE)) == 3
 
 
 @pytest.mark.slow

@@ -40,6 +40,10 @@ GOLDENS: dict[str, dict[str, Any]] = {
         "whole_step": True, "resident": ("prologue", "layers.0"), "resident_state": ("prologue", "layers.0")},
     "whole_step_updates_on_arrival": {
         "whole_step": True, "update": "arrival", "resident": ("layers.0", "layers.1"), "resident_state": ("layers.0",)},
+    "checkpoints_on_the_host_k1_two_micro_batches": {"micro_batches": (2, 1), "host_checkpoints": 2},
+    "whole_step_checkpoints_on_the_host_two_waves": {
+        "checkpoint_interval": 2, "weight_slots": 3, "micro_batches": (1, 1, 1), "waves": 2, "whole_step": True,
+        "host_checkpoints": 1},
     "whole_step_k1_two_waves": {"checkpoint_interval": 1, "micro_batches": (1, 1), "waves": 2, "whole_step": True},
 }
 

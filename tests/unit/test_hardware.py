@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from megacompile import hardware as module
 from megacompile.errors import MegacompileError
 from megacompile.explain import candidates
 from megacompile.hardware import PROFILES, Hardware, cache_path
+from megacompile.planner import MOST_SEQUENCES
 from megacompile.program import Lane
 from megacompile.schedule import Schedule
 
@@ -38,7 +40,35 @@ def test_profiles_load_and_say_where_their_numbers_are_from(name: str) -> None:
 
 
 def test_there_are_the_profiles_that_are_documented() -> None:
-    assert {"h200", "a100", "rtx3090"} <= {path.stem for path in PROFILES.glob("*.json")}
+    documented = {"h200", "h100", "a100", "l40s", "rtx3090", "rtx4090", "rtx5090", "gb10"}
+    assert documented == {path.stem for path in PROFILES.glob("*.json")}
+
+
+@pytest.mark.parametrize("name", [path.stem for path in PROFILES.glob("*.json")])
+def test_the_rates_of_a_profile_are_those_of_a_machine_that_may_exist(name: str) -> None:
+    found = Hardware.find(name)
+    assert 5e13 < found.gemm_flops["bfloat16"] < 2.5e15 and 1e13 < found.gemm_flops["float32"] < 2e14
+    assert 0.2 < found.attention_efficiency["backward"] < found.attention_efficiency["forward"] < 1
+    assert 2e11 < found.memory_bandwidth < 1e13 and 1e-6 < found.launch_s < 1e-4
+    assert set(found.link) == {"h2d", "d2h"} and all(1e10 < rate < found.memory_bandwidth for rate in found.link.values())
+    assert 1e10 < found.host_copy < 5e11
+    # AdamW reads and writes 28 bytes a parameter, a copy two for each byte.
+    assert found.adam > 1e9 and 28 * found.adam < 8 * found.host_copy
+    assert all(0.3 <= left <= 1 for lanes in found.beside.values() for left in lanes.values())
+    assert 16 * 2**30 <= found.device_memory <= 200 * 2**30 and found.host_memory >= 32 * 2**30
+
+
+@pytest.mark.parametrize("name", [path.stem for path in PROFILES.glob("*.json")])
+def test_a_nominal_profile_says_what_its_numbers_are_from(name: str) -> None:
+    source = Hardware.find(name).source
+    assert source.startswith("measured") if name == "h200" else source.startswith("nominal: ") and "data sheet:" in source
+
+
+def test_newer_cards_are_faster() -> None:
+    for slower, faster in (("rtx3090", "rtx4090"), ("rtx4090", "rtx5090"), ("a100", "h100")):
+        one, two = Hardware.find(slower), Hardware.find(faster)
+        assert one.gemm_flops["bfloat16"] < two.gemm_flops["bfloat16"] and one.memory_bandwidth < two.memory_bandwidth
+        assert one.link["h2d"] <= two.link["h2d"] and one.device_memory <= two.device_memory
 
 
 def test_an_unknown_profile_is_refused_with_those_there_are() -> None:
@@ -84,6 +114,12 @@ def test_measuring_gives_rates_of_this_machine(measured: Hardware) -> None:
         assert row in measured.table()
 
 
+def test_a_whole_measurement_works_on_more_than_caches_hold_where_there_is_memory() -> None:
+    assert calibrate._working_set(1.0, 256 << 30) == calibrate._working_set(3.0, 64 << 30) == 1 << 31
+    assert calibrate._working_set(1.0, 8 << 30) == 1 << 30
+    assert 0 < calibrate._working_set(0.05, 256 << 30) < 1 << 27
+
+
 def test_a_failing_lane_fails_the_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: Any, **__: Any) -> None:
         raise ZeroDivisionError
@@ -108,7 +144,8 @@ def test_rates_are_kept_apart_by_machine_and_version(cache: Path, monkeypatch: p
 
 
 @pytest.mark.parametrize(("gpu", "profile"), [
-    ("NVIDIA H200", "h200"), ("NVIDIA A100-SXM4-80GB", "a100"), ("NVIDIA GeForce RTX 3090", "rtx3090"), ("NVIDIA A1000", None)])
+    ("NVIDIA H200", "h200"), ("NVIDIA A100-SXM4-80GB", "a100"), ("NVIDIA GeForce RTX 3090", "rtx3090"),
+    ("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA GB10", "gb10"), ("NVIDIA A1000", None)])
 def test_a_known_gpu_that_was_not_measured_has_its_profile(
         gpu: str, profile: str | None, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "device_name", lambda _: ("cuda", gpu))
@@ -193,3 +230,51 @@ def test_updates_that_fall_behind_are_ordered_by_what_the_next_forward_needs_fir
     assert pace is not None
     in_turn = dataclasses.replace(slow.plan, update_order=())
     assert slow.simulate().step_s < pace.timeline(in_turn, whole_step).step_s
+
+
+# ---- what fits -------------------------------------------------------------------------------------------------------
+
+def test_the_host_memory_of_a_plan_is_given_by_section_and_they_are_all_of_it(planned: Schedule) -> None:
+    found = planned.outlook()
+    elements = sum(layout.elements for layout in planned.tiling.layouts.values())
+    assert [found.host_parts[part] // elements for part in ("weights", "gradients", "remainder", "moments")] == [2, 2, 2, 8]
+    assert sum(found.host_parts.values()) == planned.tiling.host_bytes() == found.chosen.host_bytes
+    for part in found.host_parts:
+        assert re.search(rf"^{part} +\d+\.\d +\d+\.\d\d$", found.text(), re.MULTILINE)
+
+
+def test_a_plan_fits_exactly_as_far_as_the_host_memory_goes(planned: Schedule) -> None:
+    needed = planned.outlook().host_needed
+    assert planned.outlook(needed).fits and "host: fits" in planned.outlook(needed).text()
+    assert not planned.outlook(needed - 1).fits and "host: does not fit" in planned.outlook(needed - 1).text()
+
+
+def test_the_host_memory_is_that_of_the_hardware_unless_given(planned: Schedule) -> None:
+    assert planned.outlook().host_budget == Hardware.find("h200").host_memory
+    assert planned.outlook("2GiB").host_budget == 2 << 30
+
+
+def test_a_plan_says_how_fast_it_is_and_which_lane_binds(planned: Schedule) -> None:
+    text, step = planned.explain(), planned.simulate()
+    assert f"speed: {step.step_s:.3f} s a step" in text and f"{step.binds} binds" in text
+    (row,) = [line for line in text.splitlines() if line.startswith("->")]
+    assert row.split()[12] == step.binds
+
+
+def test_the_largest_batch_fits_and_one_sequence_more_does_not(planned: Schedule) -> None:
+    room = planned.planner.margin_bytes + (30 << 20)
+    planner = dataclasses.replace(planned.planner, budget_bytes=room, pace=None, stateful=None)
+    largest = planner.largest_batch(LENGTH)
+    assert largest > 8
+    assert planner.fits(dataclasses.replace(planner, stateful=None).plan(largest, LENGTH))
+    with pytest.raises(MegacompileError, match=f"a batch of {largest + 1} x {LENGTH} needs"):
+        planner.plan(largest + 1, LENGTH)
+
+
+def test_no_batch_larger_than_anybody_wants_is_looked_for(planned: Schedule) -> None:
+    assert planned.planner.largest_batch(LENGTH) == MOST_SEQUENCES
+    assert f"largest batch: {MOST_SEQUENCES} or more sequences of {LENGTH} tokens" in planned.explain()
+
+
+def test_where_nothing_fits_the_largest_batch_is_none(planned: Schedule) -> None:
+    assert dataclasses.replace(planned.planner, budget_bytes=1).largest_batch(LENGTH) == 0

@@ -15,7 +15,7 @@ VAGUE_NAMES = {"common", "helper", "helpers", "misc", "util", "utils"}
 #: The three parts of the compiler. Two of them meet only in modules that belong to none.
 PARTS = ("frontend", "passes", "runtime")
 #: The language that the parts share. It knows none of them.
-VOCABULARY = ("errors", "plan", "program", "text", "verify")
+VOCABULARY = ("errors", "ops", "plan", "program", "text", "verify")
 
 
 def source_files() -> dict[str, Path]:

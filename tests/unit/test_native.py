@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megacompile import cache
 from megacompile.runtime import adam, native
 
 needs_library = pytest.mark.skipif(native.library() is None, reason="no compiler: the PyTorch path is all there is")
@@ -68,14 +69,14 @@ def test_a_broken_compiler_is_said_once_and_the_results_stand(
 
 
 def test_cache_directory_is_private(tmp_path: Path) -> None:
-    made = native.cache_directory({"XDG_CACHE_HOME": str(tmp_path)})
+    made = cache.cache_directory({"XDG_CACHE_HOME": str(tmp_path)})
     assert made == tmp_path / "megacompile"
     assert made.stat().st_mode & 0o777 == 0o700
     made.chmod(0o777)
-    assert native.cache_directory({"MEGACOMPILE_CACHE": str(made)}).stat().st_mode & 0o777 == 0o700
+    assert cache.cache_directory({"MEGACOMPILE_CACHE": str(made)}).stat().st_mode & 0o777 == 0o700
     (tmp_path / "file").touch()
-    with pytest.raises(native.BuildError, match="MEGACOMPILE_CACHE"):
-        native.cache_directory({"MEGACOMPILE_CACHE": str(tmp_path / "file" / "below")})
+    with pytest.raises(cache.CacheError, match="MEGACOMPILE_CACHE"):
+        cache.cache_directory({"MEGACOMPILE_CACHE": str(tmp_path / "file" / "below")})
 
 
 def test_default_threads_follow_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

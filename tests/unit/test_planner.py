@@ -19,17 +19,18 @@ from torch.utils._pytree import tree_leaves
 
 import megacompile
 from megacompile import api, cost, shapes
-from megacompile.config import StreamConfig, format_bytes
+from megacompile.config import StreamConfig
 from megacompile.errors import InsufficientMemoryError
 from megacompile.frontend import attention, linear_cross_entropy
 from megacompile.lowering import model_program
-from megacompile.memory import Estimate
+from megacompile.memory import Estimate, border_tiles
 from megacompile.passes import PIPELINE
 from megacompile.passes.manager import compile_program
 from megacompile.plan import Plan, split
 from megacompile.planner import Planner
 from megacompile.runtime.store import available_host_bytes
 from megacompile.runtime.threads import ThreadBackend
+from megacompile.sizes import format_bytes
 
 LENGTH, DEPTH = 64, 6
 SIZES = {"vocab_size": 1000, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": DEPTH,
@@ -73,7 +74,8 @@ def estimate(analysis: Analysis, training: bool = True, **choices: Any) -> Estim
 CHOICES: list[dict[str, Any]] = [
     {}, {"checkpoint_interval": 2, "weight_slots": 3}, {"checkpoint_interval": 4, "weight_slots": 5}, {"weight_slots": 1},
     {"gradient_slots": 1}, {"gradient_slots": 5}, {"saved_layers": 6}, {"resident": ("prologue",)},
-    {"resident": ("model.layers.0", "epilogue")}, {"locked": False},
+    {"resident": ("model.layers.0", "epilogue")}, {"locked": False}, {"host_checkpoints": 3},
+    {"host_checkpoints": 1, "micro_batch_size": 8}, {"host_checkpoints": 5, "checkpoint_interval": 2, "weight_slots": 3},
 ]
 
 
@@ -83,9 +85,9 @@ def test_estimated_slots_are_those_of_the_program(choices: dict[str, Any], analy
     if choices.get("resident") == "all":
         choices = {"resident": tuple(tiling.layouts)}
     chosen = plan(analysis, **choices)
-    specs = tiling.call_specs(captured.calls, captured.templates)
+    specs = tiling.call_specs(captured.calls, captured.templates, chosen.length)
     program = compile_program(model_program(specs, tiling.tiles(), 8, labels=True), chosen, PIPELINE).program
-    slots = sum(slot.bytes for name, slot in program.slots.items() if name[0] in "WRG")
+    slots = sum(slot.bytes for name, slot in program.slots.items() if name[0] in "WRGC")
     assert planner(analysis).estimate(chosen, LENGTH).slots == slots
 
 
@@ -198,7 +200,8 @@ class LiveBytes(TorchDispatchMode):
 
     @staticmethod
     def _storages(values: Any) -> Iterator[Any]:
-        return (value.untyped_storage() for value in tree_leaves(values) if isinstance(value, Tensor))
+        """Of what has memory: a tensor on the meta device describes another."""
+        return (value.untyped_storage() for value in tree_leaves(values) if isinstance(value, Tensor) and not value.is_meta)
 
     def _forget(self) -> None:
         self.made = {key: (ref, size) for key, (ref, size) in self.made.items() if not ref.expired()}
@@ -208,6 +211,7 @@ class LiveBytes(TorchDispatchMode):
 @pytest.mark.parametrize("options", [
     {"micro_batch_size": 8}, {"micro_batch_size": 2}, {"micro_batch_size": 2, "checkpoint_interval": 2},
     {"micro_batch_size": 4, "checkpoint_interval": 3}, {"micro_batch_size": 2, "saved_layers": 3},
+    {"micro_batch_size": 2, "host_checkpoints": True}, {"micro_batch_size": 4, "host_checkpoints": 2, "saved_layers": 1},
     {"micro_batch_size": 1, "token_chunk": 20}, {"micro_batch_size": 4, "token_chunk": 24, "saved_layers": 3}], ids=str)
 def test_what_is_predicted_holds_what_is_measured(options: dict[str, Any], analysis: Analysis,
                                                   monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,9 +267,13 @@ def test_with_memory_to_spare_there_is_one_micro_batch_and_no_block(analysis: An
 
 
 def test_a_plan_fits_its_budget_and_more_memory_never_gives_a_slower_one(analysis: Analysis) -> None:
-    """Slower: of a larger K, or, for the same K, of smaller micro-batches."""
+    """Slower: with checkpoints in host memory, of a larger K, or, for the same K, of smaller micro-batches."""
     before: Plan | None = None
     seen = set()
+
+    def rank(plan: Plan) -> tuple[int, ...]:
+        return bool(plan.host_checkpoints), plan.checkpoint_interval, -plan.micro_batches[0], plan.host_checkpoints
+
     for budget in BUDGETS_UP:
         within = planner(analysis, budget, margin=1000)
         try:
@@ -275,10 +283,9 @@ def test_a_plan_fits_its_budget_and_more_memory_never_gives_a_slower_one(analysi
             continue
         assert within.estimate(chosen, LENGTH).total + 1000 <= budget
         if before is not None:
-            assert (chosen.checkpoint_interval, -chosen.micro_batches[0]) <= (
-                before.checkpoint_interval, -before.micro_batches[0])
+            assert rank(chosen) <= rank(before)
         before = chosen
-        seen.add((chosen.checkpoint_interval, chosen.micro_batches[0]))
+        seen.add(rank(chosen))
     assert before is not None and before.micro_batches == (8,)
     assert len(seen) >= 4, f"the budgets above tell too few plans apart: {seen}"
 
@@ -317,7 +324,8 @@ def test_too_little_memory_is_refused_with_what_is_needed(analysis: Analysis, tr
     """Needed is exactly what would have been enough."""
     with pytest.raises(InsufficientMemoryError) as caught:
         planner(analysis, 12345, margin=100).plan(8, LENGTH, training)
-    needed = min(planner(analysis).estimate(c, LENGTH, training).total for c in planner(analysis)._candidates(8, LENGTH)) + 100
+    poor = planner(analysis, 12345)
+    needed = min(poor.estimate(c, LENGTH, training).total for c in poor._candidates(8, LENGTH)) + 100
     assert planner(analysis, needed, margin=100).plan(8, LENGTH, training)
     with pytest.raises(InsufficientMemoryError):
         planner(analysis, needed - 1, margin=100).plan(8, LENGTH, training)
@@ -336,13 +344,44 @@ def test_a_loss_that_cannot_be_split_is_not_split(analysis: Analysis) -> None:
         planner((whole, tiling), budget=least // 2).plan(8, LENGTH)
 
 
-@pytest.mark.parametrize(("locked_bytes", "expected"), [(None, True), (0, False)])
-def test_tiles_are_locked_where_the_budget_of_locked_memory_holds_them(
-        analysis: Analysis, locked_bytes: int | None, expected: bool) -> None:
-    tiles = sum(x.weight_bytes + x.gradient_bytes for x in analysis[1].layouts.values())
-    for budget, locked in ((locked_bytes, expected), (tiles, True), (tiles - 1, False)):
+def test_what_is_page_locked_is_within_its_budget(analysis: Analysis) -> None:
+    """Tiles are locked where they fit, with a slab for gradients that are added to; else as many slabs as fit."""
+    captured, tiling = analysis
+    layouts, border = tiling.layouts.values(), border_tiles(captured, tiling)
+    tiles = sum(x.weight_bytes + x.gradient_bytes for x in layouts)
+    layer, edge = (max(x.gradient_bytes for x in layouts if (x.name in border) == at_border) for at_border in (False, True))
+    slab = max(x.weight_bytes for x in layouts if x.name not in border)
+    edges = edge + max(x.weight_bytes for x in layouts if x.name in border)
+
+    def spent(budget: int | None) -> tuple[bool, int, int]:
         chosen = Planner(*analysis, StreamConfig.of(device="cpu"), 2**40, budget, 0).plan(8, LENGTH)
-        assert chosen.locked == locked
+        return chosen.locked, chosen.staging_slabs, chosen.gradient_slabs
+
+    assert spent(None) == spent(tiles + edge + 12 * layer) == (True, 2, 12)
+    assert spent(tiles + edge + layer) == (True, 2, 1)
+    assert not spent(tiles + edge + layer - 1)[0]
+    assert spent(edges + 2 * slab + 2 * layer) == (False, 2, 2)
+    assert spent(edges + 2 * slab + layer - 1) == (False, 1, 1)
+    assert spent(edges + slab + layer) == (False, 1, 1)
+    with pytest.raises(InsufficientMemoryError, match="of page-locked memory, and locked_memory is"):
+        spent(edges + slab + layer - 1)
+
+
+@pytest.mark.parametrize("staging", [1, 2])
+def test_slabs_take_no_more_than_the_budget_of_locked_memory(staging: int) -> None:
+    captured, tiling = api.analyse(tiny_models.build(), StreamConfig.of(device="cpu"), "cpu", None, None)
+    border = border_tiles(captured, tiling)
+    at_border, layers = ([x for x in tiling.layouts.values() if (x.name in border) == there] for there in (True, False))
+    least = sum(max(x.weight_bytes for x in tiles) + max(x.gradient_bytes for x in tiles) for tiles in (at_border, layers))
+    least += (staging - 1) * max(x.weight_bytes for x in layers)
+    model = megacompile.stream(tiny_models.build(), device="cpu", locked_memory=least)
+    try:
+        for _ in range(2):  # the second adds to gradients
+            model(**tiny_models.batch()).loss.backward()
+        assert model.megacompile.plan.staging_slabs == staging and not model.megacompile.plan.locked
+        assert 0 < model.megacompile.stats["slab_bytes"] <= least
+    finally:
+        model.megacompile.close()
 
 
 # ---- models that share a device --------------------------------------------------------------------------------------

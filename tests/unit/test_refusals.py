@@ -214,6 +214,20 @@ def test_an_option_out_of_range_is_refused(option: str, value: Any, message: str
     assert type(model) is Model
 
 
+@pytest.mark.parametrize(("given", "what"), [("qwen2", "a str"), (None, "a NoneType"), (Model, "the class Model")])
+def test_what_is_no_model_is_refused(given: Any, what: str) -> None:
+    for use in (megacompile.stream, lambda x: megacompile.schedule(x, batch=2, length=4, device="cpu")):
+        with pytest.raises(MegacompileError, match=f"must be a torch.nn.Module, not {what}"):
+            use(given)
+
+
+def test_locked_memory_too_small_for_one_layer_is_refused_before_anything_changes() -> None:
+    model = Model()
+    with pytest.raises(InsufficientMemoryError, match=r"at least \d.* of page-locked memory, and locked_memory is 64 B"):
+        megacompile.stream(model, device="cpu", locked_memory=64)
+    assert type(model) is Model
+
+
 @pytest.mark.parametrize("size", [{"batch": 0}, {"batch": -1}, {"length": 0}, {"length": 2.5}, {"batch": True}], ids=str)
 def test_a_schedule_of_no_size_is_refused(size: dict[str, Any]) -> None:
     with pytest.raises(MegacompileError, match=f"{next(iter(size))} must be a whole number of at least 1, not"):
@@ -289,6 +303,8 @@ CALL_REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     "no input": ({"input_ids": None}, "input_ids must be given"),
     "floats": ({"input_ids": torch.zeros(2, 4)}, "input_ids must be an integer tensor"),
     "one sequence without batch": ({"input_ids": IDS[0], "labels": IDS[0]}, r"integer tensor \[batch, length\], not"),
+    "labels of another rank": (
+        {"labels": IDS[..., None]}, r"labels must be an integer tensor \[batch, length\], not .* of shape \[2, 4, 1\]"),
     "a list": ({"input_ids": IDS.tolist()}, "input_ids must be an integer tensor .*not list"),
     "shapes that differ": ({"labels": IDS[:, :3]}, r"must share one \[batch, length\]"),
     "no sequence": ({"input_ids": IDS[:0], "labels": IDS[:0]}, "of at least one token"),
@@ -487,6 +503,13 @@ def test_a_streamed_model_is_not_cast_moved_or_pickled(untouched: Any, change: C
 def test_streaming_twice_is_refused(untouched: Any) -> None:
     with pytest.raises(MegacompileError, match=r"streamed already: model.megacompile.close\(\) first"):
         megacompile.stream(untouched, device="cpu")
+
+
+@pytest.mark.parametrize("given", ["x", 5, {}, {"tokens": IDS}, {"input_ids": [1, 2]}, {"input_ids": IDS[0]}, IDS], ids=str)
+def test_what_is_no_batch_has_no_program(model: Any, given: Any) -> None:
+    for look in (model.megacompile.program, model.megacompile.table, model.megacompile.compiled):
+        with pytest.raises(MegacompileError, match=r"a batch must map input_ids, labels to tensors \[batch, length\]"):
+            look(given)
 
 
 def test_a_stage_that_is_not_there_is_refused(model: Any) -> None:

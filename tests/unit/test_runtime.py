@@ -4,6 +4,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -63,6 +64,28 @@ def test_a_forked_process_has_the_weights_and_nothing_else_of_a_tile() -> None:
         os._exit(8 * bool(tile.weights[-1] != 7) + sum(map(mapped, addresses)))
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert len(addresses) == 5 and all(map(mapped, addresses))
+
+
+def test_a_model_used_in_a_forked_process_raises_and_the_training_one_goes_on(model: Any) -> None:
+    """A loader's workers are forked; lanes are threads, which a fork leaves behind: what waits for one would wait forever."""
+    model(**batch()).loss.backward()
+    child = os.fork()
+    if child == 0:  # no exception may leave this process
+        raised = 0
+        for use in (model.state_dict, lambda: model(**batch()), lambda: list(model.parameters())):
+            try:
+                use()
+            except LaneError as error:
+                raised += "forked" in str(error)
+        os._exit(raised)
+    deadline = time.monotonic() + SOON_S
+    while not (ended := os.waitpid(child, os.WNOHANG))[0] and time.monotonic() < deadline:
+        time.sleep(0.01)
+    if not ended[0]:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    assert ended[0] and os.waitstatus_to_exitcode(ended[1]) == 3
+    assert torch.isfinite(model(**batch()).loss)
 
 
 # ---------------------------------------------------------------- lanes

@@ -76,6 +76,15 @@ def test_batch_inputs_keep_the_order_of_forward() -> None:
     assert capture(Swapped(), example=example).batch_inputs == ("labels", "input_ids")
 
 
+def test_dynamo_logs_its_settings_without_those_of_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch 2.11 writes them as JSON, which holds no functions, and logs an error with a traceback."""
+    logged = []
+    monkeypatch.setattr("torch._dynamo.utils._get_dynamo_config_for_logging",
+                        lambda: logged.append(set(torch._dynamo.config.ignore_logging_functions)))
+    capture(models.build("qwen2", num_hidden_layers=1))
+    assert logged == [set()] * len(logged) != []
+
+
 def test_a_meta_model_is_captured() -> None:
     with torch.device("meta"):
         model = models.HandWritten()

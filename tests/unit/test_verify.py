@@ -17,6 +17,7 @@ from megacompile.verify import RULES, verify
 STREAMED: dict[str, Any] = {"layers": 2, "micro_batches": (1, 1)}
 SLABS: dict[str, Any] = {**STREAMED, "locked": False}
 RESIDENT: dict[str, Any] = {**STREAMED, "resident": ("layers.0", "layers.1")}
+ARRIVAL: dict[str, Any] = {**STREAMED, "whole_step": True, "update": "arrival"}
 BLOCK: dict[str, Any] = {**STREAMED, "checkpoint_interval": 2}
 
 #: (rule, case): schedule, stage, section, pattern and replacement in that section's text, what the message says
@@ -126,19 +127,57 @@ TEXT_EDITS: dict[tuple[str, str], tuple[dict[str, Any], str, str, str, str, str]
     ("updated", "resident copy not refreshed"): (
         RESIDENT, "optimizer", "update", r'    w2 = .*\n', "",
         "tile layers.1 is resident on the device, and update leaves its old weights there"),
-    ("updated", "update on arrival before its gradients are home"): (
+    ("one_version", "update in a loop's backward before the gradients"): (
         {**STREAMED, "update": "arrival"}, "optimizer", "backward", r'(    o2 = .*\n)(    p.adam\("layers.1".*\n)', r"\2\1",
-        "adam layers.1 comes before offload layers.1 has brought its gradients"),
-    ("updated", "update on arrival before its slab was added"): (
+        "adam layers.1 comes before the tile's gradients are home in backward"),
+    ("one_version", "update in a loop's backward before its slab was added"): (
         {**SLABS, "update": "arrival"}, "optimizer", "backward",
         r'(    p.accumulate\("layers.1".*\n)(    p.adam\("layers.1".*\n)', r"\2\1",
-        "adam layers.1 comes before accumulate layers.1 has brought its gradients"),
+        "accumulate layers.1 brings gradients of a tile that adam layers.1 has updated"),
     ("updated", "tile without an update on arrival"): (
         {**STREAMED, "update": "arrival"}, "optimizer", "backward", r'    p.adam\("layers.1".*\n', "",
         "tile layers.1 trains, but has no adam in backward"),
     ("sent_home", "gradient on arrival that is never offloaded"): (
         {**STREAMED, "update": "arrival"}, "optimizer", "backward", r"    o2 = .*\n", "",
         "tile layers.1 trains, but has no offload in backward"),
+    ("updated", "updated on arrival and again"): (
+        ARRIVAL, "optimizer", "", r"(?s)(def train_step.*)$",
+        r'\1\ndef update(p):\n    c = p.clip(tiles=("prologue",))\n    p.adam("prologue", clip=c)\n',
+        "tiles are updated on arrival of their gradients, and again in update"),
+    ("trained", "activation in place of a gradient"): (
+        STREAMED, "differentiate", "forward", r'lease\("l_0", l_0\)', 'lease("l_0", h2_0)',
+        "takes l_0 of forward as gradient"),
+    ("belongs", "update in the forward"): (
+        STREAMED, "synchronize", "forward", r"(    p.lease)", r'    p.adam("layers.0")\n\1', "adam layers.0 stands in forward"),
+    ("belongs", "gradient sent home in the forward"): (
+        STREAMED, "offload", "forward", r"(    p.lease\(\"accumulators.*\n)",
+        r'    d = p.reduce("epilogue", accumulators=a3)\n    o = p.offload("epilogue", reduced=d)\n\1',
+        "reduce epilogue stands in forward"),
+    ("returned", "loss that the caller never sees"): (
+        STREAMED, "synchronize", "forward", r"    p.result\(.*\n", "",
+        "loss epilogue mb 0 is never handed to the caller in forward"),
+    ("returned", "logits of micro-batches in another order"): (
+        STREAMED, "synchronize", "evaluate", r"values=\(l_0, l_1\)", "values=(l_1, l_0)",
+        "evaluate hands over l_1, l_0, not l_0, l_1"),
+    ("returned", "result under another name"): (
+        STREAMED, "synchronize", "evaluate", r'result\("evaluate"', 'result("loss"', "which is of evaluate"),
+    ("added_up", "gradients of a tile in two values"): (
+        STREAMED, "differentiate", "backward", r"    (g2_1 = .*)accumulators=\(a2,\)",
+        r'    more = p.zeros("layers.1")\n    \1accumulators=(more,)', "but a2 holds gradients of the same tile"),
+    ("added_up", "gradients that the forward does not keep"): (
+        STREAMED, "differentiate", "forward", r'(    p.lease\("accumulators epilogue", )a3',
+        r'    more = p.zeros("epilogue")\n\1more', "adds to a3, which is not kept for the backward"),
+    ("added_up", "gradient scaled that was made from scaled ones"): (
+        STREAMED, "differentiate", "backward", r"(    g2_0 = .*\n)", r"\1    p.scale(g2_0)\n",
+        "scale g2_0 scales what is no gradient that the forward kept"),
+    ("one_version", "update before the gradients"): (
+        ARRIVAL, "optimizer", "train_step", r"(    o2 = .*\n)(    p.adam\(\"layers.1\".*\n)", r"\2\1",
+        "adam layers.1 comes before the tile's gradients are home in train_step"),
+    ("one_version", "run on weights of the next step"): (
+        ARRIVAL, "optimizer", "train_step", r'(    p.adam\("layers.0"\).*\n)',
+        r'\1    w = p.prefetch("layers.0")\n'
+        r'    x = p.forward("decoder", "layers.0", mb=0, weights=(w,), inputs=(s_0, s_0))\n',
+        "forward layers.0 mb 0 would run on weights that adam layers.0 has updated"),
     ("placed", "slot that is alive"): (
         STREAMED, "place", "forward", r'into="W1"', 'into="W0"',
         r"slot W0 is overwritten by prefetch layers.1 while w1 (prefetch layers.0) is alive in it"),
@@ -326,6 +365,16 @@ def test_programs_of_other_shapes_must_have_the_same_tiles(make_schedule: Callab
         verify(program, [make_schedule(**STREAMED, frozen=("layers.0",)).program])
 
 
+def test_what_stays_on_the_device_has_one_slot_in_programs_of_all_shapes(make_schedule: Callable[..., Any]) -> None:
+    program = make_schedule(**RESIDENT).program
+    text = print_program(program)
+    swapped = parse(text.replace('"R0"', '"R9"').replace('"R1"', '"R0"').replace('"R9"', '"R1"'))
+    verify(swapped)
+    with pytest.raises(ProgramError, match=r"slot R1 keeps tile layers\.0, but layers\.1 in a program of another shape"):
+        verify(swapped, [program])
+    verify(swapped, [make_schedule(**STREAMED, resident=("layers.0",)).program])  # between the two, all is loaded anew
+
+
 # Errors
 
 def test_an_error_has_four_parts_and_the_way_out(make_schedule: Callable[..., Any]) -> None:
@@ -338,6 +387,7 @@ def test_an_error_has_four_parts_and_the_way_out(make_schedule: Callable[..., An
         verify(edit_graph(make_schedule(**STREAMED).program, "forward", forget))
     assert re.sub(r" +\n", "\n", str(caught.value)) == '''\
 slot WB0 is overwritten by prefetch epilogue while forward prologue mb 1 may still read it
+not ordered:  write of WB0 by prefetch epilogue is not ordered after read by forward prologue mb 1
 in node:      w3 = p.prefetch("epilogue", into="WB0")  # h2d
 inserted by:  pass prefetch
 program:      section forward, stage synchronize

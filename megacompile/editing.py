@@ -1,0 +1,131 @@
+"""Programs edited by hand: printed with what they were made for, read back for the model that they were printed from.
+
+    text = model.megacompile.text(batch)                   # program.shape(...) and program.plan(...) stand in its head
+    model.megacompile.load_program(edited)                 # verified, then used for batches of that shape
+    model.megacompile.unload_program()                     # as it was
+
+What may be edited is when and where: the order of nodes, slots, events and waits, when a value ends, what is fetched again.
+What the program computes, and what stays on the device from step to step, is the plan's; a text that says otherwise is refused.
+The verifier proves the rest, beside the programs of all other shapes that the model has.
+"""
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+from torch import fx
+
+from megacompile.binding import TEMPLATE_OPS
+from megacompile.errors import InsufficientMemoryError, MegacompileError, ProgramError
+from megacompile.lifetimes import kept_slots
+from megacompile.memory import Estimate
+from megacompile.passes.manager import Compiled, run_pass
+from megacompile.plan import Plan, Shape
+from megacompile.program import SLOT_KINDS, STAGES, Program, argument, find, op_of, slot_family
+from megacompile.shapes import CompiledShape, Shapes
+from megacompile.sizes import format_bytes
+from megacompile.text import parse_with_plan, print_program
+from megacompile.verify import verify
+
+
+def editable_text(compiled: CompiledShape) -> str:
+    """The program of a shape, with the shape and the plan that it was made for."""
+    return print_program(compiled.program, made_for=(compiled.shape, compiled.plan))
+
+
+def source_text(source: str | Path) -> str:
+    """The text itself, or what the file holds: a string of one line is a file's name. Raises `MegacompileError`."""
+    if isinstance(source, str) and ("\n" in source or not source):
+        return source
+    try:
+        return Path(source).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError, ValueError) as error:
+        raise MegacompileError(f"the program cannot be read: {error}") from None
+
+
+def load(source: str | Path, shapes: Shapes, others: Iterable[Program]) -> CompiledShape:
+    """An edited program, proved fit to run for its shape. Changes nothing.
+
+    Raises `ProgramError` with line and column if it does not parse, with the program around the fault if it does not verify,
+    or with what it was made for if that is something else; `InsufficientMemoryError`; `UnsupportedError`."""
+    program, shape, plan = parse_with_plan(source_text(source))
+    if shape is None or plan is None:
+        raise ProgramError("the text does not say what the program was made for: print it with model.megacompile.text(batch), "
+                           "which declares program.shape(...) and program.plan(...)")
+    if program.stage != STAGES[-1]:
+        raise ProgramError(f"the program is of stage {program.stage} and has no events yet: print the last stage, {STAGES[-1]}")
+    unedited = _unedited(shapes, shape, plan)
+    _same_model(program, unedited)
+    verify(program, others)
+    _same_purpose(program, unedited)
+    return CompiledShape(shape, plan, _estimate(program, shapes, shape, plan), Compiled({program.stage: program}), loaded=True)
+
+
+def _unedited(shapes: Shapes, shape: Shape, plan: Plan) -> Program:
+    """What the passes make of the plan: the measure of what an edit must keep."""
+    if plan.update != shape.update:
+        raise ProgramError(f'the plan says update="{plan.update}", but the shape "{shape.update}": say the same in both')
+    layers, tiles = len(shapes.captured.layer_names), set(shapes.tiling.layouts)
+    if unknown := sorted({*plan.resident, *plan.resident_state} - tiles):
+        raise ProgramError(f"the plan keeps {', '.join(unknown)} on the device, which are no tiles of this model: it has "
+                           f"{', '.join(shapes.tiling.layouts)}")
+    if plan.saved_layers > layers:
+        raise ProgramError(f"the plan keeps residuals of {plan.saved_layers} layers, and the model has {layers}: print the "
+                           "program again with model.megacompile.text(batch)")
+    program = shapes.model_program(shape, plan)
+    for each in shapes.planner.config.passes:
+        program = run_pass(each, program, plan)
+    return program
+
+
+def _same_model(program: Program, unedited: Program) -> None:
+    """Raises `ProgramError` unless tiles and calls are this model's."""
+    for what, ours, theirs in (("tile", dict(program.tiles), dict(unedited.tiles)),
+                               ("call", {c.name: c for c in program.calls}, {c.name: c for c in unedited.calls})):
+        for name in dict.fromkeys((*ours, *theirs)):
+            if ours.get(name) != theirs.get(name):
+                raise ProgramError(
+                    f"the program is of another model: {what} {name} is {ours.get(name, 'not there')}, but of this model "
+                    f"{theirs.get(name, 'there is none')}: print this model's with model.megacompile.text(batch)")
+    if [c.name for c in program.calls] != [c.name for c in unedited.calls]:
+        raise ProgramError("the program's calls are in another order than the model's: leave declarations as they are printed")
+
+
+def _same_purpose(program: Program, unedited: Program) -> None:
+    """Raises `ProgramError` unless it has the sections that the runtime will ask for, computes what the plan says in each, and
+    keeps on the device what the plan says."""
+    if set(program.sections) != set(unedited.sections):
+        raise ProgramError(f"the program has sections {', '.join(program.sections)}, but its plan needs "
+                           f"{', '.join(unedited.sections)}: add or drop none")
+    for name, graph in unedited.sections.items():
+        planned, given = _computed(graph), _computed(program.section(name))
+        for what, how in ((given - planned, "runs"), (planned - given, "does not run")):
+            for op, call, mb in what:
+                raise ProgramError(f"{name} {how} {op} {call} mb {mb}, unlike its plan: leave the plan, and what is "
+                                   "computed, as printed")
+    kept, due = kept_slots(program), kept_slots(unedited)
+    for slot in dict.fromkeys((*kept, *due)):
+        if kept.get(slot) != due.get(slot):
+            raise ProgramError(f"slot {slot} keeps {kept.get(slot, 'nothing')} on the device, but by the plan "
+                               f"{due.get(slot, 'nothing')}: stream with other `resident` tiles instead")
+
+
+def _computed(graph: fx.Graph) -> Counter[tuple[str, str, int]]:
+    """What a section runs of templates: op, call and micro-batch."""
+    return Counter((op_of(n).name, str(argument(n, "call")), int(argument(n, "mb"))) for n in find(graph, *TEMPLATE_OPS))
+
+
+def _estimate(program: Program, shapes: Shapes, shape: Shape, plan: Plan) -> Estimate:
+    """Of the plan, with the slots that the program has. Raises `InsufficientMemoryError` if the device does not hold it."""
+    planner = shapes.planner
+    slots = sum(slot.bytes for slot in program.slots.values()
+                if not {"staging", "slab"} & set(SLOT_KINDS.get(slot_family(slot.name), ())))
+    planned = planner.estimate(plan, shape.length, shape.training)
+    estimate = replace(planned, slots=max(planned.slots, slots))
+    if estimate.total + planner.margin_bytes > planner.device_bytes:
+        raise InsufficientMemoryError(
+            f"the program needs {format_bytes(estimate.total + planner.margin_bytes)} of device memory, slots of "
+            f"{format_bytes(estimate.slots)} among it, and {format_bytes(planner.device_bytes)} are available: use fewer slots")
+    return estimate

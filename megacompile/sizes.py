@@ -1,0 +1,28 @@
+"""Amounts of memory as people write and read them."""
+from __future__ import annotations
+
+import re
+
+from megacompile.errors import MegacompileError
+
+_UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,
+          "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+
+
+def parse_bytes(size: int | float | str | None) -> int | None:
+    """"24GiB" -> bytes. Raises `MegacompileError` for anything else, and for less than one byte."""
+    if size is None:
+        return None
+    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([A-Za-z]*)\s*", str(size))
+    count = float(match[1]) * _UNITS.get(match[2].upper(), 0) if match is not None else 0
+    if count < 1:
+        raise MegacompileError(f"{size!r} is no amount of memory: write bytes, or a number and a unit like '24GiB'")
+    return int(count)
+
+
+def format_bytes(count: int) -> str:
+    """Bytes for people: 1536 -> "1.50 KiB"."""
+    size, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB"]
+    while abs(size) >= 1024 and len(units) > 1:
+        size, units = size / 1024, units[1:]
+    return f"{size:.2f} {units[0]}" if units[0] != "B" else f"{count} B"

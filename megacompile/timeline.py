@@ -1,0 +1,116 @@
+"""Timelines for people, simulated or recorded: traces for Perfetto, and what pictures (`picture.py`) show of them.
+
+    save_trace({"simulated": compiled.simulate(), "measured": recording.timeline()}, Path("step.json"))
+
+In a trace each timeline is a process and each lane a thread, with the same names in both; an arrow leads from the
+instruction that an event covers to the first one behind a wait for it. Open it at https://ui.perfetto.dev or
+chrome://tracing.
+"""
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megacompile.errors import ArgumentError
+from megacompile.listing import describe
+from megacompile.program import Lane, op_of, place_of
+from megacompile.simulate import Item, Timeline
+
+#: The lanes from top to bottom, as weights go there and gradients come back.
+LANES = (Lane.PACK, Lane.H2D, Lane.COMPUTE, Lane.D2H, Lane.CPU)
+#: What an instruction is for, by op. Ops that are not here order or keep values and take no time worth showing.
+KINDS: dict[str, str] = {
+    "pack": "weights to the device", "prefetch": "weights to the device",
+    "forward": "forward", "forward_saving": "forward, residuals kept", "evaluate": "forward", "logits": "forward",
+    "loss": "loss and its gradient",
+    "recompute_backward": "recompute and backward", "backward": "backward",
+    "zeros": "gradients summed", "scale": "gradients summed", "reduce": "gradients summed", "accumulate": "gradients summed",
+    "offload": "gradients to the host", "offload_norms": "gradients to the host",
+    "clip": "clip", "adam": "update", "adam_resident": "update",
+    "fetch_state": "optimizer state moved", "store_state": "optimizer state moved", "fetch_gradients": "optimizer state moved",
+    "offload_weights": "updated weights to the host"}
+#: Ops that are no work.
+MARKS = frozenset({"record", "wait", "enter", "leave", "release", "lease", "leased", "result", "resident", "resident_state",
+                   "resident_gradients"})
+
+
+def kind_of(item: Item) -> str | None:
+    """None: it is not shown."""
+    return KINDS.get(op_of(item.node).name)
+
+
+@dataclass(frozen=True)
+class Arrow:
+    """An event between two lanes: `source` is done before `target` begins."""
+
+    source: Item
+    target: Item
+
+
+def arrows(timeline: Timeline) -> Iterator[Arrow]:
+    """One for each pair of instructions that an event orders: from what it covers (or what that lane showed last before, if
+    that is no work) to the first work behind the wait."""
+    shown_last: dict[Lane, Item] = {}
+    source_of: dict[Item, Item | None] = {}
+    for item in timeline.items:
+        if kind_of(item) is not None:
+            shown_last[item.lane] = item
+        source_of[item] = shown_last.get(item.lane)
+    for lane in LANES:
+        waited: dict[Item, None] = {}
+        for item in (item for item in timeline.items if item.lane == lane):
+            if item.behind is not None and item.behind.lane != lane:
+                source = source_of.get(item.behind)
+                waited |= {source: None} if source is not None else {}
+            if kind_of(item) is not None:
+                yield from (Arrow(source, item) for source in waited)
+                waited.clear()
+
+
+def trace(timelines: Mapping[str, Timeline]) -> dict[str, Any]:
+    """A Chrome trace of timelines by name, times in microseconds. Their last steps begin at the same moment."""
+    latest = max((timeline.window[0] for timeline in timelines.values()), default=0.0)
+    events: list[dict[str, Any]] = []
+    number = itertools.count(1)
+    for process, (name, timeline) in enumerate(timelines.items(), 1):
+        shift = latest - timeline.window[0]
+        events += _named("process", name, process, pid=process)
+        for lane in dict.fromkeys(item.lane for item in timeline.items):
+            events += _named("thread", str(lane), LANES.index(lane), pid=process, tid=LANES.index(lane))
+        events += [{"ph": "X", "name": describe(item.node), "cat": kind_of(item), **_at(process, item, item.start_s + shift),
+                    "dur": (item.end_s - item.start_s) * 1e6, "args": _details(item)}
+                   for item in timeline.items if kind_of(item) is not None]
+        for arrow in arrows(timeline):
+            flow = {"name": "event", "cat": "event", "id": next(number)}
+            # Inside of the source: where it ends the next instruction begins.
+            leaves = arrow.source.start_s + 0.999 * (arrow.source.end_s - arrow.source.start_s)
+            arrives = max(leaves, arrow.target.start_s)
+            events.append({"ph": "s", **flow, **_at(process, arrow.source, leaves + shift)})
+            events.append({"ph": "f", "bp": "e", **flow, **_at(process, arrow.target, arrives + shift)})
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _at(process: int, item: Item, seconds: float) -> dict[str, Any]:
+    return {"pid": process, "tid": LANES.index(item.lane), "ts": seconds * 1e6}
+
+
+def _named(what: str, name: str, position: int, **where: int) -> list[dict[str, Any]]:
+    return [{"ph": "M", "name": f"{what}_name", **where, "args": {"name": name}},
+            {"ph": "M", "name": f"{what}_sort_index", **where, "args": {"sort_index": position}}]
+
+
+def _details(item: Item) -> dict[str, Any]:
+    return {"step": item.step, "section": item.section, "node": item.node.name, "place": place_of(item.node)}
+
+
+def save_trace(timelines: Mapping[str, Timeline], path: Path) -> None:
+    """Writes a trace. Raises `ArgumentError` where nothing can be written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(trace(timelines)), encoding="utf-8")
+    except OSError as error:
+        raise ArgumentError(f"{path} cannot be written ({error.strerror}): give another file") from error

@@ -1,0 +1,96 @@
+"""A pipeline is a tuple of passes: to change one is to make another tuple, and there is no registry.
+
+    passes = insert_after(PIPELINE, "prefetch", my_pass)
+    model = megacompile.stream(model, passes=passes)
+
+A pass is a module or an object with a `name` and a pure `run`. One over programs says which stage it `requires` and which
+stage its result is of, `provides`: one that adds no stage of its own provides the one that it requires. One over templates
+says at which `level` it works (`megacompile.passes.template`).
+"""
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol, TypeVar
+
+from megacompile.errors import MegacompileError
+from megacompile.program import STAGES
+
+LEVELS = ("model", "variant")
+
+
+class Named(Protocol):
+    @property
+    def name(self) -> str: ...
+
+
+P = TypeVar("P", bound=Named)
+
+
+def insert_after(pipeline: Sequence[P], name: str, *passes: P) -> tuple[P, ...]:
+    """The pipeline with these passes behind the one called `name`. Raises `MegacompileError` if there is none."""
+    at = _position(pipeline, name) + 1
+    return (*pipeline[:at], *passes, *pipeline[at:])
+
+
+def insert_before(pipeline: Sequence[P], name: str, *passes: P) -> tuple[P, ...]:
+    """The pipeline with these passes before the one called `name`. Raises `MegacompileError` if there is none."""
+    at = _position(pipeline, name)
+    return (*pipeline[:at], *passes, *pipeline[at:])
+
+
+def replace_pass(pipeline: Sequence[P], name: str, *passes: P) -> tuple[P, ...]:
+    """The pipeline with these passes, or with none, in the place of the one called `name`. Raises `MegacompileError` if there
+    is none."""
+    at = _position(pipeline, name)
+    return (*pipeline[:at], *passes, *pipeline[at + 1:])
+
+
+def _position(pipeline: Sequence[Named], name: str) -> int:
+    names = [each.name for each in pipeline]
+    if name not in names:
+        raise MegacompileError(f"there is no pass {name!r} in this pipeline: it has {', '.join(names)}")
+    return names.index(name)
+
+
+def check_pipeline(pipeline: Any) -> None:
+    """Raises `MegacompileError` unless each pass over programs has what it requires, no stage is taken back, and the last pass
+    leaves a program that can run."""
+    made, previous = ["model"], "the beginning"
+    for each in _each(pipeline, "passes", ("requires", "provides")):
+        for word in ("requires", "provides"):
+            if getattr(each, word) not in STAGES:
+                raise MegacompileError(f"pass {each.name} {word} stage {getattr(each, word)!r}, which there is not: name one "
+                                       f"of {', '.join(STAGES)}")
+        if each.requires not in made:
+            raise MegacompileError(f"pass {each.name} requires stage {each.requires}, which no pass before it provides: insert "
+                                   f"it behind one that does (behind {previous} the program is of stage {made[-1]})")
+        if STAGES.index(each.provides) < STAGES.index(made[-1]):
+            raise MegacompileError(f"pass {each.name} provides stage {each.provides}, but stands where the program is of stage "
+                                   f"{made[-1]} already: insert it before {previous}, or let it provide {made[-1]}")
+        made.append(each.provides)
+        previous = f"pass {each.name}"
+    if made[-1] != STAGES[-1]:
+        raise MegacompileError(f"the pipeline ends at stage {made[-1]}, and lanes need events to run: end it with a pass that "
+                               f"provides {STAGES[-1]}")
+
+
+def check_template_pipeline(pipeline: Any) -> None:
+    """Raises `MegacompileError` unless each pass over templates works at a level that there is."""
+    for each in _each(pipeline, "template_passes", ("level",)):
+        if each.level not in LEVELS:
+            raise MegacompileError(f"template pass {each.name} has level {each.level!r}: name one of {', '.join(LEVELS)}")
+
+
+def _each(pipeline: Any, option: str, words: Sequence[str]) -> Iterator[Any]:
+    if not isinstance(pipeline, tuple | list):
+        raise MegacompileError(f"{option} must be a tuple of passes, not {pipeline!r}: insert_after() and its like make one")
+    names: set[str] = set()
+    for each in pipeline:
+        lacks = [word for word in ("name", *words) if not isinstance(getattr(each, word, None), str)]
+        lacks += ["run"] if not callable(getattr(each, "run", None)) else []
+        if lacks:
+            raise MegacompileError(f"{each!r} is no pass of {option}: it lacks {', '.join(lacks)}")
+        if each.name in names or (option == "passes" and each.name == "model"):
+            raise MegacompileError(f"{option} has two passes called {each.name}: give each a name of its own")
+        names.add(each.name)
+        yield each

@@ -1,0 +1,124 @@
+"""Page-locked host buffers of activation checkpoints: a set of them for each forward that is open.
+
+The buffers of a set have the names of the program's H slots. Copies are ordered by name, as the program says, whichever set a
+name stands for: so a set may be lent again while the last copies of the forward that had it are still on their way.
+"""
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megacompile.errors import InsufficientMemoryError
+from megacompile.program import Slot
+from megacompile.sizes import format_bytes
+
+from .lanes import Backend
+from .store import available_host_bytes, host_memory
+
+#: Of each tensor in a buffer, in bytes: what kernels expect of their inputs.
+ALIGNMENT = 128
+
+
+@dataclass(eq=False)
+class HostCheckpoint:
+    """`memory`: uint8, page-locked. `parts`: what was last stashed there, on the meta device."""
+
+    memory: Tensor
+    parts: tuple[Tensor, ...] = ()
+
+    def pieces(self) -> Iterator[tuple[Tensor, slice]]:
+        """Each part, and where its bytes are."""
+        start = 0
+        for part in self.parts:
+            stop = start + part.numel() * part.element_size()
+            yield part, slice(start, stop)
+            start = -(-stop // ALIGNMENT) * ALIGNMENT
+
+
+def dense(tensor: Tensor) -> Tensor:
+    """The tensor, in one piece of memory: itself, unless it has gaps or overlaps."""
+    return tensor if torch.empty_like(tensor, device="meta").stride() == tensor.stride() else tensor.contiguous()
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The memory of a dense tensor, uint8 [bytes], in the order in which it lies there."""
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+def as_tensor(memory: Tensor, part: Tensor) -> Tensor:
+    """Bytes -> a tensor like `part`."""
+    return memory.view(part.dtype).as_strided(part.shape, part.stride())
+
+
+def described(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    return tuple(torch.empty_like(tensor, device="meta") for tensor in tensors)
+
+
+Buffers = dict[str, HostCheckpoint]
+
+
+class HostCheckpoints:
+    """State: every set of buffers that was made, and those that are `idle`: no open forward has them."""
+
+    def __init__(self, backend: Backend) -> None:
+        self.backend = backend
+        self.made: list[Buffers] = []
+        self.idle: list[Buffers] = []
+
+    def lend(self, owner: object, slots: Mapping[str, Slot],
+             settle: Callable[[], None]) -> tuple[Buffers, Callable[[], object]]:
+        """A set with these buffers, and how to give it back, which happens when `owner` dies at the latest. `settle` brings
+        the lanes to rest: copies may be on their way in a buffer that is too small. Raises `InsufficientMemoryError`."""
+        if not slots:
+            return {}, lambda: None
+        if not self.idle:
+            self.made.append({})
+            self.idle.append(self.made[-1])
+        large_enough = (i for i, buffers in enumerate(self.idle) if not _missing(buffers, slots))
+        buffers = self.idle.pop(next(large_enough, -1))
+        give_back = weakref.finalize(owner, self.idle.append, buffers)
+        try:
+            self._grow(buffers, _missing(buffers, slots), settle)
+        except BaseException:
+            give_back()
+            raise
+        return buffers, give_back
+
+    def _grow(self, buffers: Buffers, slots: Sequence[Slot], settle: Callable[[], None]) -> None:
+        if not slots:
+            return
+        if any(slot.name in buffers for slot in slots):
+            settle()
+        for slot in slots:
+            if (small := buffers.pop(slot.name, None)) is not None:
+                self.backend.unlock(small.memory)
+        needed, available = sum(slot.bytes for slot in slots), available_host_bytes()
+        if needed > available:
+            raise InsufficientMemoryError(
+                f"activation checkpoints need {format_bytes(needed)} of host memory and {format_bytes(available)} are "
+                "available: use fewer or shorter sequences, or run backward (or drop the loss) before the next forward")
+        for slot in slots:
+            memory = host_memory(slot.bytes)
+            memory.zero_()  # touched pages lock six times faster
+            self.backend.lock(memory)
+            buffers[slot.name] = HostCheckpoint(memory)
+
+    def bytes(self) -> int:
+        return sum(buffer.memory.numel() for buffers in self.made for buffer in buffers.values())
+
+    def close(self) -> None:
+        """Gives all memory back. The lanes are at rest, and no forward has its backward after this."""
+        for buffers in self.made:
+            for buffer in buffers.values():
+                self.backend.unlock(buffer.memory)
+        self.made.clear()
+        self.idle.clear()
+
+
+def _missing(buffers: Buffers, slots: Mapping[str, Slot]) -> list[Slot]:
+    return [slot for slot in slots.values()
+            if slot.name not in buffers or buffers[slot.name].memory.numel() < slot.bytes]

@@ -1,0 +1,299 @@
+"""Activation checkpoints in host memory: who has the buffers, when they are free again, and when a plan asks for them."""
+from __future__ import annotations
+
+import gc
+import random
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import tiny_models
+import torch
+from tiny_models import batch, same_bits
+from torch import fx
+
+import megacompile
+from megacompile.config import StreamConfig
+from megacompile.errors import InsufficientMemoryError, LaneError, MegacompileError, ProgramError
+from megacompile.planner import Planner
+from megacompile.program import Builder, Lane, Program, argument, copy_section, find, nodes, op_of
+from megacompile.runtime import checkpoints
+from megacompile.runtime.checkpoints import HostCheckpoint, as_bytes, as_tensor, dense, described
+from megacompile.verify import verify
+
+OPTIONS = {"micro_batch_size": 2, "host_checkpoints": True}
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[tiny_models.Shared]:
+    shared = tiny_models.Shared(**OPTIONS)
+    yield shared
+    shared.close()
+
+
+@pytest.fixture
+def model(shared: tiny_models.Shared) -> Any:
+    return shared.fresh()
+
+
+def buffers(model: Any) -> checkpoints.HostCheckpoints:
+    return model.megacompile.streamed.checkpoints
+
+
+def idle(model: Any) -> bool:
+    """Whether no forward has a set of buffers."""
+    return len(buffers(model).idle) == len(buffers(model).made)
+
+
+def gradients(model: Any) -> dict[str, torch.Tensor]:
+    return {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+# ---------------------------------------------------------------- who has the buffers
+
+def test_buffers_are_reused_from_step_to_step(model: Any) -> None:
+    optimizer = megacompile.AdamW(model.parameters(), lr=1e-2)
+    taken = set()
+    for seed in range(3):
+        tiny_models.train_step(model, optimizer, seed)
+        assert idle(model)
+        taken.add(buffers(model).bytes())
+    assert len(taken) == 1 and taken != {0}
+    slots = model.megacompile.program(batch()).slots
+    assert taken == {sum(slot.bytes for name, slot in slots.items() if name.startswith("H"))}
+
+
+def test_two_open_forwards_have_buffers_of_their_own(model: Any, shared: tiny_models.Shared) -> None:
+    """And their backwards come in either order, with lanes that are late."""
+    native = shared.native()
+    streamed = model.megacompile.streamed
+    draw = random.Random(0)
+    streamed.executor.delay = lambda lane: time.sleep(draw.random() * 2e-3 if lane != Lane.COMPUTE else 0)
+    for order in ((0, 1), (1, 0)):
+        losses = [model(**batch(seed)).loss for seed in range(2)]
+        assert len(buffers(model).made) == 2 and not buffers(model).idle
+        assert streamed.open_leases()[0].host is not streamed.open_leases()[1].host
+        for number in order:
+            losses[number].backward()
+            native(**batch(number)).loss.backward()
+        tiny_models.assert_same_gradients(model, native)
+        assert idle(model)
+
+
+def test_a_loss_without_its_backward_gives_its_buffers_back(model: Any) -> None:
+    loss = model(**batch(0)).loss
+    assert not idle(model)
+    made = len(buffers(model).made)
+    del loss
+    gc.collect()
+    assert idle(model)
+    model(**batch(1)).loss.backward()
+    assert len(buffers(model).made) == made
+
+
+@pytest.mark.parametrize("op", ["stash", "loss"])
+def test_a_forward_that_fails_gives_its_buffers_back(model: Any, op: str) -> None:
+    executor = model.megacompile.streamed.executor
+    model(**batch(0)).loss.backward()
+    expected, made = gradients(model), len(buffers(model).made)
+    model.zero_grad()
+
+    def probe(node: fx.Node) -> None:
+        if op_of(node).name == op:
+            executor.probe = None
+            raise RuntimeError("thrown by a test")
+
+    executor.probe = probe
+    with pytest.raises(LaneError) as caught:  # the traceback, and with it the forward, lives on
+        model(**batch(0)).loss.backward()
+    model.zero_grad()
+    assert caught.value is not None and idle(model)
+    model(**batch(0)).loss.backward()
+    assert same_bits(gradients(model), expected) and len(buffers(model).made) == made
+
+
+def test_a_longer_batch_grows_the_buffers_and_a_shorter_one_takes_them_as_they_are(
+        model: Any, shared: tiny_models.Shared) -> None:
+    pool, native, sizes = buffers(model), shared.native(), []
+    for length in (5, 41, 5, 41):
+        model(**batch(0, length=length)).loss.backward()
+        native(**batch(0, length=length)).loss.backward()
+        sizes.append(pool.bytes())
+    tiny_models.assert_same_gradients(model, native)
+    assert sizes[0] <= sizes[1] == sizes[2] == sizes[3]
+    assert sizes[1] >= 2 * 3 * 41 * 16 * 4, "of three layers, two borders"
+
+
+def test_too_little_host_memory_is_refused_before_anything_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = megacompile.stream(tiny_models.build(), device="cpu", **OPTIONS)
+    try:
+        monkeypatch.setattr(checkpoints, "available_host_bytes", lambda: 100)
+        with pytest.raises(InsufficientMemoryError, match=r"activation checkpoints need .* and 100 B are available: use fewer"):
+            model(**batch())
+        assert not model.megacompile.streamed.open_leases()
+        monkeypatch.undo()
+        model(**batch()).loss.backward()
+    finally:
+        model.megacompile.close()
+
+
+def test_host_memory_counts_the_buffers_and_closing_gives_them_back() -> None:
+    model = megacompile.stream(tiny_models.build(), device="cpu", **OPTIONS)
+    handle, before = model.megacompile, model.megacompile.stats["host_bytes"]
+    loss = model(**batch()).loss
+    assert handle.stats["host_bytes"] - before == buffers(model).bytes() > 0
+    pool = buffers(model)
+    handle.close()
+    assert pool.bytes() == 0
+    with pytest.raises(MegacompileError, match="the model was closed"):
+        loss.backward()
+
+
+def test_checkpoints_in_host_memory_hold_no_device_memory(model: Any) -> None:
+    plain = megacompile.stream(tiny_models.build(), device="cpu", micro_batch_size=2)
+    try:
+        losses = [m(**batch()).loss for m in (model, plain)]
+        ours, theirs = (m.megacompile.streamed.open_leases()[0].device_bytes for m in (model, plain))
+        hidden = 3 * 9 * 16 * 4
+        assert theirs - ours == 2 * hidden, "of three layers, two borders"
+        assert len(losses) == 2
+    finally:
+        plain.megacompile.close()
+
+
+# ---------------------------------------------------------------- what is in a buffer
+
+def test_tensors_of_any_layout_come_back_as_they_were() -> None:
+    whole = torch.arange(2 * 5 * 3.0).view(2, 5, 3)
+    given = (whole, whole.transpose(1, 2), whole[:, 1:4], whole.bfloat16()[..., :1], whole[:1].expand(4, 5, 3), whole.long()[1])
+    tensors = tuple(map(dense, given))
+    assert tensors[0] is given[0] and tensors[1] is given[1], "what has neither gaps nor overlaps is not copied"
+    buffer = HostCheckpoint(torch.zeros(4096, dtype=torch.uint8), described(tensors))
+    for tensor, (_, where) in zip(tensors, buffer.pieces(), strict=True):
+        assert where.start % checkpoints.ALIGNMENT == 0
+        buffer.memory[where] = as_bytes(tensor)
+    for tensor, original, (part, where) in zip(tensors, given, buffer.pieces(), strict=True):
+        again = as_tensor(buffer.memory[where], part)
+        assert torch.equal(again, original) and again.stride() == tensor.stride() and again.dtype == original.dtype
+
+
+# ---------------------------------------------------------------- schedules
+
+def edited(program: Program, section: str, op: str, change: Any) -> Program:
+    graph = copy_section(program.section(section))
+    change(next(iter(find(graph, op))), Builder(graph))
+    return program.evolve(sections={**program.sections, section: graph})
+
+
+@pytest.mark.parametrize(("section", "op", "change", "message"), [
+    ("backward", "stashed", lambda n, b: n.update_kwarg("into", "H3"), "takes its checkpoint from H3, but the forward puts it"),
+    ("backward", "stashed", lambda n, b: n.update_kwarg("mb", 1), "the second of its checkpoint"),
+    ("backward", "fetch", lambda n, b: n.update_kwarg("call", "layers.2"), "another checkpoint"),
+    ("forward", "stash", lambda n, b: n.update_kwarg("mb", 1), "another checkpoint"),
+    ("forward", "stash", lambda n, b: n.graph.erase_node(n), "that no forward stashes"),
+    ("forward", "stash", lambda n, b: b.after(n, "release", value=n), "although a later section fetches it"),
+    ("forward", "stash", lambda n, b: b.after(n, "stash", **n.kwargs), "the second of its checkpoint"),
+])
+def test_a_checkpoint_that_is_not_where_it_is_taken_from_is_refused(section: str, op: str, change: Any, message: str,
+                                                                    make_schedule: Any) -> None:
+    program = make_schedule(micro_batches=(1, 1), host_checkpoints=2).stages["place"]
+    with pytest.raises(ProgramError, match=message):
+        verify(edited(program, section, op, change))
+
+
+def test_a_checkpoint_that_is_read_where_it_is_is_refused(make_schedule: Any) -> None:
+    program = make_schedule(micro_batches=(1, 1), host_checkpoints=2).stages["prefetch"]
+    with pytest.raises(ProgramError, match="which is in host memory"):
+        verify(edited(program, "backward", "fetch", lambda n, b: n.replace_all_uses_with(argument(n, "stashed"))))
+
+
+def test_a_checkpoint_leaves_as_soon_as_it_is_made_and_is_fetched_one_micro_batch_ahead(make_schedule: Any) -> None:
+    stages = make_schedule(micro_batches=(1, 1), host_checkpoints=3).stages
+    forward = list(nodes(stages["place"].section("forward")))
+    for stash in find(stages["place"].section("forward"), "stash"):
+        between = forward[forward.index(argument(stash, "value")) + 1:forward.index(stash)]
+        assert not [n for n in between if op_of(n).lane == Lane.COMPUTE]
+    order = [n for n in nodes(stages["place"].section("backward")) if op_of(n).name in ("fetch", "recompute_backward")]
+    ahead = 0
+    for node in order[:-4]:  # the first layer and the prologue begin with what stays on the device
+        ahead += 1 if op_of(node).name == "fetch" else -1
+        assert 0 <= ahead <= 2
+    assert [op_of(n).name for n in order[:3]] == ["fetch", "fetch", "recompute_backward"]
+
+
+def test_a_wave_fetches_nothing_before_its_loss(make_schedule: Any) -> None:
+    program = make_schedule(micro_batches=(1, 1), waves=2, whole_step=True, host_checkpoints=3).program
+    graph = program.section("train_step")
+    lost = set()
+    for node in find(graph, "loss", "fetch"):
+        if op_of(node).name == "loss":
+            lost.add(argument(node, "mb"))
+        assert argument(node, "mb") in lost
+
+
+# ---------------------------------------------------------------- plans
+
+@pytest.fixture(scope="module")
+def analysis() -> Any:
+    return megacompile.api.analyse(tiny_models.build(num_hidden_layers=6, hidden_size=64), StreamConfig.of(device="cpu"), "cpu",
+                                   None, None)
+
+
+def planner(analysis: Any, budget: int = 2**50, **options: Any) -> Planner:
+    return Planner(*analysis, StreamConfig.of(device="cpu", **options), budget, margin_bytes=0, keep_residuals=False)
+
+
+@pytest.mark.parametrize(("given", "planned"), [(True, 5), (False, 0), (None, 0), (0, 0), (3, 3), (99, 5)])
+def test_the_user_decides_how_many(given: Any, planned: int, analysis: Any) -> None:
+    assert planner(analysis, host_checkpoints=given).plan(4, 64).host_checkpoints == planned
+
+
+@pytest.mark.parametrize("wrong", [-1, 2.5, "all"])
+def test_a_number_of_checkpoints_that_is_none_is_refused(wrong: Any) -> None:
+    with pytest.raises(MegacompileError, match="host_checkpoints must be True, False or a whole number"):
+        StreamConfig(host_checkpoints=wrong)
+
+
+@pytest.mark.parametrize("update", [None, "step"])
+def test_checkpoints_go_to_the_host_where_nothing_else_fits_and_as_few_as_need_to(update: str | None, analysis: Any) -> None:
+    batch, length = 64, 64
+    options = {"micro_batch_size": 1, "checkpoint_interval": 1}
+    need = [planner(analysis).estimate(planner(analysis, host_checkpoints=n, **options).plan(batch, length), length).total
+            for n in range(6)]
+    assert need == sorted(need, reverse=True) and len(set(need)) == 6
+
+    def within(budget: int) -> int:
+        found = planner(analysis, budget, **options)
+        return (found.plan(batch, length) if update is None else found.plan_step(batch, length, update)).host_checkpoints
+
+    for count, bytes_needed in enumerate(need):
+        assert within(bytes_needed) == count
+    with pytest.raises(InsufficientMemoryError, match=r"host_checkpoints=5\)"):
+        within(need[-1] - 1)
+
+
+def test_half_a_million_tokens_of_a_7b_model_fit_an_h200() -> None:
+    """Planned on the meta device: hidden states alone are 98 GiB, of 139."""
+    from transformers import AutoModelForCausalLM, Qwen2Config
+    sizes = {"vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
+             "num_attention_heads": 28, "num_key_value_heads": 4, "max_position_embeddings": 1 << 20}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(Qwen2Config(**sizes), dtype=torch.bfloat16)
+    length = 524288
+    found = megacompile.schedule(model, batch=1, length=length, hardware="h200")
+    planner, plan = found.planner, found.plan
+    assert plan.token_chunk and plan.host_checkpoints
+    assert planner.estimate(plan, length).total + planner.margin_bytes <= planner.device_bytes < 139 * 2**30
+    timeline = found.simulate()
+    assert timeline.occupancy(Lane.COMPUTE) > 0.99, "copies are hidden"
+    with pytest.raises(InsufficientMemoryError):
+        replace(planner, config=StreamConfig(host_checkpoints=False)).plan(1, length)
+    everything = replace(plan, host_checkpoints=27)
+    assert planner.estimate(everything, length).total < 60 * 2**30
+    assert planner.pace is not None
+    assert planner.pace.timeline(everything, whole_step=False).step_s == pytest.approx(timeline.step_s, rel=0.01)
+    slots = planner.pace.program(everything, whole_step=False).slots
+    device, host = (sum(slot.bytes for name, slot in slots.items() if name[0] == letter) for letter in "CH")
+    assert host == 27 * length * 3584 * 2 and device == 2 * length * 3584 * 2

@@ -1,0 +1,31 @@
+"""docs/passes.md is what the code makes."""
+from __future__ import annotations
+
+import re
+import runpy
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_the_page_of_passes_is_current() -> None:
+    """To mend: `python docs/make_passes.py`, and read the diff."""
+    made, page = runpy.run_path(str(ROOT / "docs" / "make_passes.py"))["page"](), (ROOT / "docs" / "passes.md").read_text(
+        encoding="utf-8")
+    pinned = re.search(r"^torch==(\S+)$", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE)
+    assert pinned is not None, "constraints.txt pins torch"
+    if torch.__version__.split("+")[0] != pinned[1]:  # another version traces other graphs
+        made, page = (text[:text.index("## Template passes")] for text in (made, page))
+    assert made == page
+
+
+def test_the_page_shows_every_pass_before_and_after() -> None:
+    page = (ROOT / "docs" / "passes.md").read_text(encoding="utf-8")
+    sections = re.split(r"^### \d+\. ", page, flags=re.MULTILINE)[1:]
+    assert len(sections) == 12
+    for section in sections:
+        blocks = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+        assert 1 <= len(blocks) <= 2 and all(3 <= len(block.splitlines()) <= 12 for block in blocks), section
+        assert len(blocks) == 1 or blocks[0] != blocks[1]

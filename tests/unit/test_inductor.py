@@ -1,0 +1,157 @@
+"""Compiled code that outlives a process: what one start compiled the next one finds, whole or damaged."""
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from megacompile.frontend import linear_cross_entropy
+from megacompile.inductor import Inductor, caching_in, newest_folder
+
+HERE = Path(__file__).resolve().parent
+
+STEP = """
+import json, sys
+sys.path.insert(0, sys.argv[1])
+import megacompile, tiny_models
+model = megacompile.stream(tiny_models.build(num_hidden_layers=1), device="cpu", compile=True)
+loss = model(**tiny_models.batch()).loss
+loss.backward()
+gradients = sum(p.grad.double().abs().sum() for p in model.parameters())
+stats = model.megacompile.stats
+print(json.dumps([loss.item().hex(), gradients.item().hex(), stats["compiled"], stats["compiled_from_cache"]]))
+"""
+GRAPH = """
+import json, warnings
+import test_inductor as tests
+with warnings.catch_warnings(record=True) as said:
+    warnings.simplefilter("always")
+    print(json.dumps([*tests.compile_once(lambda x: x.sin() * 2 + 1),
+                      [str(w.message) for w in said if "could not be used" in str(w.message)]]))
+"""
+
+
+def fresh_process(script: str, cache: Path) -> Any:
+    """What a Python process prints last, as JSON."""
+    path = os.pathsep.join([str(HERE), *filter(None, sys.path)])
+    environment = {**os.environ, "MEGACOMPILE_CACHE": str(cache), "PYTHONPATH": path}
+    command = [sys.executable, "-c", script, str(HERE)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def compile_once(function: Callable[[torch.Tensor], torch.Tensor]) -> tuple[bool, int, int]:
+    """Whether the compiled function agrees with itself uncompiled; how many graphs were compiled, and found."""
+    with FakeTensorMode(shape_env=ShapeEnv()):
+        example = torch.empty(64)
+        graph = make_fx(lambda x: (function(x),))(example)
+    inductor, x = Inductor(), torch.linspace(-3, 3, 64)
+    (got,) = inductor.compile(graph, [example])(x)
+    return torch.allclose(got, function(x), atol=1e-6), inductor.compiled, inductor.from_cache
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("MEGACOMPILE_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def test_the_second_start_compiles_nothing_and_computes_the_same_bits(tmp_path: Path) -> None:
+    first, second = (fresh_process(STEP, tmp_path / "cache") for _ in range(2))
+    *bits, compiled, found = first
+    assert compiled >= 4 and found == 0
+    assert second == [*bits, 0, compiled]
+
+
+def test_a_damaged_cache_is_compiled_anew_and_then_serves_again(tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+
+    def damage(chosen: Callable[[Path], bool]) -> int:
+        files = [f for f in (cache / "compiled").rglob("*") if f.is_file() and chosen(f)]
+        for file in files:
+            file.write_bytes(b"no such thing")
+        return len(files)
+
+    assert fresh_process(GRAPH, cache) == [True, 1, 0, []]
+    assert damage(lambda f: f.suffix == "")  # entries of inductor's own caches, which it overlooks by itself
+    agrees, compiled, found, _ = fresh_process(GRAPH, cache)
+    assert agrees and compiled + found == 1
+    assert damage(lambda f: f.suffix == ".so")
+    agrees, compiled, found, said = fresh_process(GRAPH, cache)
+    assert (agrees, compiled, found) == (True, 1, 0) and len(said) == 1
+    assert fresh_process(GRAPH, cache) == [True, 0, 1, []]
+
+
+def test_a_graph_that_inductor_refuses_is_refused_with_its_reason(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(graph: object, examples: object) -> None:
+        raise NotImplementedError("no such op")
+
+    folder = newest_folder()
+    assert folder is not None
+    (folder / "entry").touch()
+    monkeypatch.setattr("torch._inductor.compile", refuse)
+    with pytest.raises(NotImplementedError, match="no such op"):
+        compile_once(torch.sin)
+    assert newest_folder() == folder
+
+
+def test_without_a_cache_folder_models_compile_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("MEGACOMPILE_CACHE", str(tmp_path / "file" / "below"))
+    assert newest_folder() is None
+    agrees, compiled, found = compile_once(lambda x: x.cos() * 3 - 1)
+    assert agrees and compiled + found == 1
+
+
+def test_the_environment_is_as_it_was(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/elsewhere")
+    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+    folder = newest_folder()
+
+    def fail() -> None:
+        with caching_in(folder):
+            assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(folder)
+            os.environ["TRITON_CACHE_DIR"] = "as inductor does"
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "/elsewhere" and "TRITON_CACHE_DIR" not in os.environ
+
+
+def test_only_our_compilations_are_silent_about_tf32(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "TensorFloat32 tensor cores for float32 matrix multiplication available but not enabled."
+
+    def compile_loudly(graph: torch.fx.GraphModule, examples: object) -> object:
+        warnings.warn(text, stacklevel=1)
+        warnings.warn("something else", stacklevel=1)
+        return graph
+
+    monkeypatch.setattr("torch._inductor.compile", compile_loudly)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        compile_once(torch.sin)
+        warnings.warn(text, stacklevel=1)
+    assert [str(w.message) for w in said] == ["something else", text]
+
+
+@pytest.mark.parametrize("softcap", [0.0, 2.0])
+def test_the_fused_gradient_of_a_chunk_is_the_unfused_one(cache: Path, softcap: float) -> None:
+    scores, target, factor = torch.randn(5, 11), torch.arange(5), torch.tensor([0.25, 0.25, 0.0, 0.25, 0.25])
+    fused = linear_cross_entropy._fused_chunk_gradient(5, 11, torch.float32, scores.device, 0.5, softcap)
+    with torch.no_grad():
+        got = fused(scores, target, factor)
+        expected = linear_cross_entropy._chunk_gradient(scores, target, factor, 0.5, softcap)
+    torch.testing.assert_close(tuple(got), expected)
