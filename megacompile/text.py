@@ -92,8 +92,7 @@ def print_program(program: Program, section: str | None = None, made_for: tuple[
             f"program = Program({_arguments(_PROGRAM, {k: getattr(program, k) for k in _PROGRAM})})"]
     for kind, made in zip(_MADE_FOR, made_for or (), strict=False):
         signature, _ = _MADE_FOR[kind]
-        given = {k: getattr(made, k) for k in signature if getattr(made, k) is not None}
-        head.append(f"program.{kind}({_arguments(signature, given)})")
+        head.append(f"program.{kind}({_arguments(signature, {k: getattr(made, k) for k in signature})})")
     for kind, declared in (("tile", program.tiles.values()), ("call", program.calls), ("slot", program.slots.values())):
         _, signature, optional = _DECLARATIONS[kind]
         for one in declared:

@@ -146,7 +146,7 @@ def test_the_text_of_every_stage_of_any_plan_is_exact(plan: dict[str, Any], make
 
 
 @given(shape=st.builds(Shape, st.just(3), st.integers(1, 9), st.booleans(), st.booleans(), st.booleans(),
-                       st.sampled_from((None, "step", "arrival"))),
+                       st.sampled_from(("step", "arrival")), st.booleans()),
        plan=st.builds(Plan, st.just(3), st.integers(1, 9), st.just((2, 1)), st.integers(1, 9), st.integers(0, 9),
                       weight_slots=st.integers(1, 9), resident=st.sampled_from(((), ("a",), ("a", "b c"))),
                       locked=st.booleans(), update=st.sampled_from(("step", "arrival")), waves=st.integers(1, 2),
