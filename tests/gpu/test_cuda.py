@@ -111,7 +111,8 @@ def test_whole_steps_updated_on_the_device_give_the_bits_of_those_updated_on_the
     assert same(*found)
 
 
-@pytest.mark.parametrize("options", [dict(), dict(checkpoint_interval=2, locked_memory=4096), dict(resident_state="all")])
+@pytest.mark.parametrize("options", [dict(), dict(checkpoint_interval=2, locked_memory="6MiB"), dict(resident_state="all"),
+                                     dict(host_checkpoints=True)])
 def test_a_loop_that_updates_on_arrival_gives_the_bits_of_an_unclipped_loop(options: dict[str, Any]) -> None:
     """With late lanes: the backward returns before its last updates, and the next forward may not read old weights."""
     found = []
