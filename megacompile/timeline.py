@@ -30,12 +30,13 @@ KINDS: dict[str, str] = {
     "recompute_backward": "recompute and backward", "backward": "backward",
     "zeros": "gradients summed", "scale": "gradients summed", "reduce": "gradients summed", "accumulate": "gradients summed",
     "offload": "gradients to the host", "offload_norms": "gradients to the host",
+    **dict.fromkeys(("stash", "fetch"), "checkpoints to the host and back"),
     "clip": "clip", "adam": "update", "adam_resident": "update",
     "fetch_state": "optimizer state moved", "store_state": "optimizer state moved", "fetch_gradients": "optimizer state moved",
     "offload_weights": "updated weights to the host"}
 #: Ops that are no work.
 MARKS = frozenset({"record", "wait", "enter", "leave", "release", "lease", "leased", "result", "resident", "resident_state",
-                   "resident_gradients"})
+                   "resident_gradients", "stashed"})
 
 
 def kind_of(item: Item) -> str | None:
