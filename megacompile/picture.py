@@ -22,7 +22,8 @@ from megacompile.timeline import KINDS, LANES, kind_of
 COLOURS = {
     "weights to the device": "#4477aa", "forward": "#4a9c54", "forward, residuals kept": "#7fa63d",
     "loss and its gradient": "#9b4f96", "recompute and backward": "#dd6a4b", "backward": "#c24a68",
-    "gradients summed": "#8a8a8a", "gradients to the host": "#52a9c9", "checkpoints moved": "#b3729c", "clip": "#333333", "update": "#cfae3c",
+    "gradients summed": "#8a8a8a", "gradients to the host": "#52a9c9", "clip": "#333333",
+    "checkpoints to the host and back": "#b0c4de", "update": "#cfae3c",
     "optimizer state moved": "#a8825e", "updated weights to the host": "#6fbfa5"}
 assert set(COLOURS) == set(KINDS.values()), "a kind of instruction without a colour"
 

@@ -30,7 +30,7 @@ KINDS: dict[str, str] = {
     "recompute_backward": "recompute and backward", "backward": "backward",
     "zeros": "gradients summed", "scale": "gradients summed", "reduce": "gradients summed", "accumulate": "gradients summed",
     "offload": "gradients to the host", "offload_norms": "gradients to the host",
-    "stash": "checkpoints moved", "fetch": "checkpoints moved",
+    **dict.fromkeys(("stash", "fetch"), "checkpoints to the host and back"),
     "clip": "clip", "adam": "update", "adam_resident": "update",
     "fetch_state": "optimizer state moved", "store_state": "optimizer state moved", "fetch_gradients": "optimizer state moved",
     "offload_weights": "updated weights to the host"}

@@ -176,5 +176,11 @@ def latest(rows: Iterable[Row]) -> dict[str, Row]:
     return {identity(row["system"], row["options"], row["device"]): row for row in rows if "options" in row}
 
 
+def by_commit(rows: Iterable[Row]) -> dict[tuple[str, str | None], Row]:
+    """The last row of each identity and commit."""
+    return {(identity(row["system"], row["options"], row["device"]), row.get("commit")): row
+            for row in rows if "options" in row}
+
+
 if __name__ == "__main__":  # in a process of its own, which takes the device's memory with it
     print(json.dumps(machine("cuda" if torch.cuda.is_available() else "cpu")))

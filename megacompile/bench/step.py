@@ -100,6 +100,7 @@ def measure(given: argparse.Namespace) -> rows.Row:
         layers=model.config.num_hidden_layers, checkpoint_interval=plan.checkpoint_interval,
         micro_batch=plan.micro_batches[0], weight_slots=plan.weight_slots,
         resident=list(plan.resident), resident_state=list(plan.resident_state), saved_layers=plan.saved_layers,
+        host_checkpoints=plan.host_checkpoints, update_order=list(plan.update_order), token_chunk=plan.token_chunk,
         compute_only=given.compute_only, device_memory=given.device_memory,
         predicted_device_gib=gib(stats["predicted_device_bytes"]), max_grad_norm=clip, train_step=given.train_step,
         waves=plan.waves, overlap=given.overlap, **rows.rates(model, given, found["step_s"]), **found,

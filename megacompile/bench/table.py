@@ -2,6 +2,9 @@
 
     python benchmarks/table.py                     the rows of benchmarks/results/step.jsonl
     python benchmarks/table.py FILE TABLE ...      tables of megacompile.bench.tables, from a file of rows
+    python benchmarks/table.py FILE TABLE --brief  with the columns that decide
+
+Ratios are taken within one commit: rows of different code are not compared.
 """
 from __future__ import annotations
 
@@ -37,22 +40,24 @@ class Measured:
 
 def measured(table: Table, found: Iterable[rows.Row], device: str) -> list[Measured]:
     """What was measured of a table on one device, in its order. Rows of compute alone stand beside those they belong to."""
+    found = list(found)
     known = rows.latest(row for row in found if row["device"] == device)
+    rates = rows.by_commit(row for row in found if row["device"] == device and "tflops" in row)
     natives: dict[tuple[Any, ...], float] = {}
-    for each in known.values():
-        if each["system"] == "native" and "tflops" in each:
+    for each in rates.values():
+        if each["system"] == "native":
             natives[_size(each)] = max(each["tflops"], natives.get(_size(each), 0.0))
     result = []
     for spec in table.rows:
         if "compute_only" in spec.options or (row := known.get(spec.identity(device))) is None:
             continue
-        alone = known.get(spec.alone().identity(device), {}) if spec.system == "megacompile" else {}
+        alone = rates.get((spec.alone().identity(device), row.get("commit")), {}) if spec.system == "megacompile" else {}
         result.append(Measured(spec, row, alone.get("tflops"), natives.get(_size(row))))
     return result
 
 
 def _size(row: rows.Row) -> tuple[Any, ...]:
-    return tuple(row.get(key) for key in ("shape", "layers", "batch", "length"))
+    return tuple(row.get(key) for key in ("shape", "layers", "batch", "length", "commit"))
 
 
 def varying(specs: Sequence[Spec]) -> list[str]:
@@ -82,6 +87,10 @@ def _tflops(m: Measured) -> str:
     return "failed" if "error" in m.row else format(m.row["tflops"], ".0f" if m.row["tflops"] >= 10 else ".3g")
 
 
+def _commit(m: Measured) -> str:
+    return str(m.row.get("commit") or "")
+
+
 #: A column in which no row has anything is left out.
 COLUMNS: Mapping[str, Cell] = {
     "TFLOPS": _tflops, "with attention": _number("tflops_with_attention", ".0f"),
@@ -90,40 +99,42 @@ COLUMNS: Mapping[str, Cell] = {
     "step, s": _number("step_s", ".2f"), "predicted, s": _number("predicted_step_s", ".2f"),
     "GPU, GiB": _number("peak_device_gib", ".1f"), "predicted, GiB": _number("predicted_device_gib", ".1f"),
     "host, bytes/parameter": _number("host_bytes_per_parameter", ".1f"), "lanes busy": _occupancy,
-    "SM, MHz": _number("sm_clock_mhz", ".0f"), "power, W": _number("power_w", ".0f"),
+    "SM, MHz": _number("sm_clock_mhz", ".0f"), "power, W": _number("power_w", ".0f"), "commit": _commit,
 }
+#: Columns that a brief table has.
+BRIEF = ("TFLOPS", "of compute alone", "of native", "step, s", "predicted, s", "GPU, GiB", "predicted, GiB", "commit")
 
 
 def _text(value: Any) -> str:
     return "" if value in (None, False) else "yes" if value is True else str(value)
 
 
-def markdown(table: Table, found: Sequence[rows.Row]) -> str:
+def markdown(table: Table, found: Sequence[rows.Row], brief: bool = False) -> str:
     """The table with everything measured of it, for each device; below it, why rows failed."""
     parts = []
     for device in dict.fromkeys(row["device"] for row in found):
         if lines := measured(table, found, device):
-            parts.append(f"{table.title} ({device})\n\n{_table(table, lines)}")
+            parts.append(f"{table.title} ({device})\n\n{_table(table, lines, brief)}")
     return "\n\n".join(parts) or f"{table.title}: nothing has been measured"
 
 
-def _table(table: Table, lines: Sequence[Measured]) -> str:
+def _table(table: Table, lines: Sequence[Measured], brief: bool) -> str:
     names = varying(table.rows)
     systems = len({spec.system for spec in table.rows}) > 1
-    cells = {head: [cell(m) for m in lines] for head, cell in COLUMNS.items()}
-    cells = {
-        **({"system": [m.spec.system for m in lines]} if systems else {}),
-        **{name.replace("_", " "): [_text(m.option(name)) for m in lines] for name in names},
-        **{head: column for head, column in cells.items() if any(column)}}
+    cells = {head: [cell(m) for m in lines] for head, cell in COLUMNS.items() if not brief or head in BRIEF}
+    given = {name.replace("_", " "): [_text(m.option(name)) for m in lines] for name in names}
+    cells = {**({"system": [m.spec.system for m in lines]} if systems else {}),
+             **{head: column for head, column in {**given, **cells}.items() if any(column)}}
     failed = [f"{m.spec.label}: {m.row['error']}" for m in lines if "error" in m.row]
     return "\n\n".join([tabulate(cells, headers="keys", tablefmt="github", disable_numparse=True), *failed])
 
 
 # ---------------------------------------------------------------- a file as it is
 
-STEP_COLUMNS = {"layers": "layers", "K": "checkpoint_interval", "residuals kept": "saved_layers", "step": "step",
-                "TFLOPS": "tflops", "step, s": "step_s", "GPU, GiB": "peak_device_gib", "predicted": "predicted_device_gib",
-                "checkpoints": "checkpoint_gib", "host, bytes/parameter": "host_bytes_per_parameter"}
+STEP_COLUMNS = {"tokens": "tokens", "layers": "layers", "K": "checkpoint_interval", "residuals kept": "saved_layers",
+                "step": "step", "TFLOPS": "tflops", "step, s": "step_s", "GPU, GiB": "peak_device_gib",
+                "predicted": "predicted_device_gib",
+                "checkpoints": "checkpoint_gib", "host, bytes/parameter": "host_bytes_per_parameter", "commit": "commit"}
 
 
 def plain(found: Iterable[rows.Row]) -> str:
@@ -134,7 +145,8 @@ def plain(found: Iterable[rows.Row]) -> str:
             continue
         kind = f"train_step, {row['waves']} waves" if row.get("train_step") else "loop"
         clip = "updates on arrival" if row.get("overlap") else "clipped" if row["max_grad_norm"] else "unclipped"
-        shown = row | dict(step="compute alone" if row["compute_only"] else f"{kind}, {clip}",
+        shown = row | dict(tokens=f"{row['batch']} x {row['length']}",
+                           step="compute alone" if row["compute_only"] else f"{kind}, {clip}",
                            tflops=f"{row['tflops']:.0f}", step_s=f"{row['step_s']:.2f}")
         shown |= {size: f"{row[size]:.1f}" for size in ("peak_device_gib", "predicted_device_gib", "checkpoint_gib")}
         lines.append([shown[key] for key in STEP_COLUMNS.values()])
@@ -145,11 +157,12 @@ def main(default: Path | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path, nargs=None if default is None else "?", default=default)
     parser.add_argument("tables", nargs="*", metavar="TABLE", help=", ".join(TABLES))
+    parser.add_argument("--brief", action="store_true", help="fewer columns")
     given = parser.parse_args()
     if unknown := set(given.tables) - set(TABLES):
         parser.error(f"there is no table {', '.join(sorted(unknown))}: choose of {', '.join(TABLES)}")
     found = rows.read(given.file)
-    print("\n\n".join(markdown(TABLES[name], found) for name in given.tables) if given.tables else plain(found))
+    print("\n\n".join(markdown(TABLES[name], found, given.brief) for name in given.tables) if given.tables else plain(found))
 
 
 if __name__ == "__main__":

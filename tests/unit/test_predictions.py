@@ -33,7 +33,8 @@ def steady(row: dict[str, Any]) -> bool:
 def rows() -> list[dict[str, Any]]:
     known = {Hardware.load(path).name for path in PROFILES.glob("*.json")}
     found = map(json.loads, (ROOT / "benchmarks/results/step.jsonl").read_text().splitlines())
-    return [r for r in found if (r["shape"], r["layers"]) == (SHAPE, LAYERS) and r["device"] in known and steady(r)]
+    ours = [r for r in found if r["system"] == "megacompile" and r["device"] in known]
+    return [r for r in ours if (r["shape"], r["layers"]) == (SHAPE, LAYERS) and steady(r)]
 
 
 def label(row: dict[str, Any]) -> str:
@@ -54,7 +55,9 @@ def model() -> Schedule:
 def program(model: Schedule, row: dict[str, Any]) -> tuple[Program, Plan]:
     plan = Plan(row["batch"], row["length"], split(row["batch"], row["micro_batch"]), row["checkpoint_interval"],
                 row["saved_layers"], row["weight_slots"], resident=tuple(row["resident"]), waves=row.get("waves", 1),
-                resident_state=tuple(row.get("resident_state", ())), update="arrival" if row.get("overlap") else "step")
+                resident_state=tuple(row.get("resident_state", ())), update="arrival" if row.get("overlap") else "step",
+                host_checkpoints=row.get("host_checkpoints", 0), update_order=tuple(row.get("update_order", ())),
+                token_chunk=row.get("token_chunk", 0))
     assert model.planner.pace is not None
     return model.planner.pace.program(plan, whole_step=row.get("train_step", False)), plan
 
