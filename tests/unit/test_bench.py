@@ -41,7 +41,7 @@ def streamed_row() -> dict[str, Any]:
     """Through slabs, with the rates of some machine to predict from."""
     patch = pytest.MonkeyPatch()
     patch.setattr(Hardware, "here", lambda device=None: Hardware.find("h200"))
-    found = row_of(step, "--synchronous-optimizer", "--locked-memory", "64KiB", "--checkpoint-interval", "2", "--layers", "3")
+    found = row_of(step, "--synchronous-optimizer", "--locked-memory", "384KiB", "--checkpoint-interval", "2", "--layers", "3")
     patch.undo()
     return found
 
@@ -284,7 +284,7 @@ def test_the_command_measures_a_table_and_prints_it(tmp_path: Path, monkeypatch:
 
 @pytest.mark.parametrize(("arguments", "message", "code"), [
     (["nothing"], "there is no table 'nothing': choose one of gates", 2),
-    (["gates", "--shape", "huge"], "there is no shape 'huge'", 1)])
+    (["gates", "--shape", "huge"], "there is no shape 'huge'", 2)])
 def test_what_there_is_not_is_refused_with_what_there_is(arguments: list[str], message: str, code: int) -> None:
     result = CliRunner().invoke(cli.app, ["bench", *arguments])
     assert result.exit_code == code and message in result.output

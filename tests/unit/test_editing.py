@@ -4,6 +4,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,22 @@ def test_a_safe_edit_runs_and_changes_no_bit(safe: str, streamed: Any, shared: t
     assert same_losses == losses
     assert tiny_models.same_bits(same_weights, weights)
     assert streamed.megacompile.streamed.trained.loaded, "the last backward was of the edited program"
+
+
+def test_an_edited_loop_that_updates_on_arrival_changes_no_bit(streamed: Any, shared: tiny_models.Shared) -> None:
+    """Its text says so, and is of another shape than that of a loop that updates at its end."""
+    found = []
+    for edited in (False, True):
+        model = shared.fresh()
+        optimizer = megacompile.AdamW(model.parameters(), lr=1e-2, overlap="backward")
+        if edited:
+            text = prefetch_moved_earlier(text_of(model))
+            assert model.megacompile.load_program(text) == replace(SHAPE, update="arrival")
+        losses = [tiny_models.train_step(model, optimizer, seed) for seed in range(3)]
+        assert model.megacompile.streamed.trained.loaded == edited
+        found.append((losses, tiny_models.weights(model)))
+    (losses, weights), (same_losses, same_weights) = found
+    assert same_losses == losses and tiny_models.same_bits(same_weights, weights)
 
 
 def test_the_program_goes_back_to_what_it_was(streamed: Any) -> None:
