@@ -278,3 +278,19 @@ def test_no_batch_larger_than_anybody_wants_is_looked_for(planned: Schedule) -> 
 
 def test_where_nothing_fits_the_largest_batch_is_none(planned: Schedule) -> None:
     assert dataclasses.replace(planned.planner, budget_bytes=1).largest_batch(LENGTH) == 0
+
+
+def test_a_streamed_model_explains_the_plan_that_it_trains_by() -> None:
+    model = megacompile.stream(tiny_models.build(), device="cpu", micro_batch_size=2)
+    try:
+        model(**tiny_models.batch(0, rows=6)).loss.backward()
+        text = model.megacompile.explain(hardware="h200")
+        (chosen,) = [line for line in text.splitlines() if line.startswith("->")]
+        assert chosen.split()[1:3] == [str(model.megacompile.plan.checkpoint_interval), "2"]
+        assert "device: fits" in text and "host: fits" in text
+        with torch.no_grad():
+            model(**tiny_models.batch(0, rows=6))
+        with pytest.raises(MegacompileError, match="not those of evaluations"):
+            model.megacompile.explain(hardware="h200")
+    finally:
+        model.megacompile.close()

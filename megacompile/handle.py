@@ -1,0 +1,220 @@
+"""The handle of a streamed model, `model.megacompile`."""
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megacompile.batch import Arguments, batch_types, read_arguments
+from megacompile.durations import Durations
+from megacompile.editing import editable_text, load
+from megacompile.errors import MegacompileError, UnsupportedError
+from megacompile.explain import outlook
+from megacompile.hardware import Hardware
+from megacompile.lease import LogitsWithoutLoss, StreamedLoss, refuse_hooks
+from megacompile.optim import AdamW, disclaim
+from megacompile.pace import pace_of
+from megacompile.plan import Plan, Shape
+from megacompile.program import Op, Program
+from megacompile.recording import Recording
+from megacompile.runtime.store import available_host_bytes
+from megacompile.shapes import CompiledShape
+from megacompile.simulate import Timeline
+from megacompile.streamed import Streamed
+from megacompile.streamed_module import StreamedModule, original_class
+
+
+class Handle:
+    """`model.megacompile`: what was captured, planned and scheduled, and control over what runs."""
+
+    def __init__(self, streamed: Streamed) -> None:
+        self.streamed = streamed
+        self.anchor = torch.zeros((), requires_grad=True)
+        captured = streamed.captured
+        self._types = batch_types(captured)
+
+    # ---------------------------------------------------------------- calls of the model
+    def call(self, model: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        streamed = self.streamed
+        given = self._arguments(model, forward, args, kwargs)
+        rebuild = streamed.captured.output.rebuild
+        if not (torch.is_grad_enabled() and given.has_labels):
+            with torch.inference_mode(False), torch.no_grad():  # slots outlive the call: no inference tensors
+                loss, logits = streamed.evaluate(given.inputs, given.normaliser)
+            if torch.is_grad_enabled() and logits is not None:
+                logits = LogitsWithoutLoss.apply(self.anchor, logits)
+            return rebuild(loss, logits)
+        loss, lease = streamed.forward(given.inputs, given.normaliser)
+        anchor = self.anchor.view_as(self.anchor)
+        return rebuild(StreamedLoss.apply(anchor, loss, streamed, lease, *streamed.parameters.values()), None)
+
+    def _arguments(self, model: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Arguments:
+        """What the user passes, once nothing of the model or its surroundings forbids honouring it."""
+        streamed = self.streamed
+        if torch.is_autocast_enabled(streamed.backend.device.type):
+            dtype = torch.get_autocast_dtype(streamed.backend.device.type)
+            if any(p.dtype != dtype for p in streamed.parameters.values()):
+                raise UnsupportedError(f"autocast to {dtype} differs from the dtype that the model was streamed in: "
+                                       f"leave autocast out, or stream(model, dtype={dtype})")
+        refuse_hooks(model)
+        streamed.writes.check_model(model)
+        streamed.captured.check_mode(model.training)
+        return read_arguments(model, forward, streamed.captured, self._types, args, kwargs)
+
+    def train_step(self, batch: Mapping[str, Any], optimizer: AdamW) -> Tensor:
+        """One whole training step as one program: forward, backward and update of `batch`, which has its labels. The loss,
+        0-d, on the compute device, without gradient. Whole steps alone run in waves (see `StreamConfig.waves`) and update as
+        gradients arrive (`AdamW(overlap="backward")`); `.grad` stays None.
+
+        Raises `MegacompileError` if gradients of earlier backwards wait for a step, `UnsupportedError` without labels."""
+        streamed = self.streamed
+        given = self._arguments(streamed.model, original_class(streamed.model).forward.__get__(streamed.model), (), batch)
+        if not given.has_labels:
+            raise UnsupportedError(f"train_step needs labels ({', '.join(streamed.captured.labels)}): pass them in the batch")
+        if optimizer.streamed is not streamed:
+            raise MegacompileError("the optimizer belongs to another model: make one of this model's parameters")
+        if any(streamed.parameters[name].grad is not None for name in streamed.gradients):
+            raise MegacompileError("gradients of an earlier backward wait for a step: call step() or zero_grad() first")
+        return streamed.train_step(given.inputs, given.normaliser, optimizer.request(), optimizer.overlap is not None)
+
+    # ---------------------------------------------------------------- looking
+    def compiled(self, batch: Mapping[str, Tensor] | None = None, *, training: bool = True,
+                 update: str | None = None, whole_step: bool = False) -> CompiledShape:
+        """The compiled shape of a batch; of the last one without. `training` False: of an evaluation, as a batch without labels
+        always is. Of a training step: `update` is "step" or "arrival" (None: as the optimizer does that was made last), and
+        `whole_step` asks for that of a `train_step`. Compiles, runs nothing."""
+        streamed = self.streamed
+        if batch is None:
+            if streamed.shapes.latest is None:
+                raise MegacompileError("nothing has been compiled yet: pass a batch, or run one")
+            return streamed.shapes.latest
+        known = streamed.captured.batch_inputs
+        inputs = {k: v for k, v in batch.items() if k in known} if isinstance(batch, Mapping) else {}
+        first = next(iter(inputs.values()), None)
+        if not isinstance(first, Tensor) or first.dim() < 2:
+            raise MegacompileError(f"a batch must map {', '.join(known)} to tensors [batch, length]: this is a "
+                                   f"{type(batch).__name__} without such")
+        shape = streamed.shape_of(inputs, training=training and set(known) <= inputs.keys())
+        if shape.training:
+            shape = replace(shape, update=update or shape.update, whole_step=whole_step)
+        return streamed.compiled(shape)
+
+    def program(self, batch: Mapping[str, Tensor] | None = None, stage: str | None = None) -> Program:
+        """The program for a batch's shape: the one that runs, or as the pass of that name left it."""
+        stages = self.compiled(batch).compiled.stages
+        if stage is None:
+            return self.compiled(batch).program
+        if stage not in stages:
+            raise MegacompileError(f"there is no stage {stage!r}: there are {', '.join(stages)}")
+        return stages[stage]
+
+    def table(self, batch: Mapping[str, Tensor] | None = None, section: str | None = None) -> str:
+        return self.program(batch).table(section)
+
+    def text(self, batch: Mapping[str, Tensor] | None = None, **which: Any) -> str:
+        """The program for a batch's shape (`which`, as for `compiled`), as text that says what it was made for: it may be
+        edited, and `load_program` runs it."""
+        return editable_text(self.compiled(batch, **which))
+
+    @property
+    def stages(self) -> dict[str, Program]:
+        """Every stage of the last program."""
+        return self.compiled().compiled.stages
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of the last program."""
+        return self.compiled().plan
+
+    @property
+    def stats(self) -> dict[str, Any]:
+        """Counters, sizes in bytes and times in seconds. `compiled`: graphs that inductor compiled, `compiled_from_cache` that
+        an earlier process had; `compile_s`, what both took; `capture_s`, the model's capture and templates."""
+        streamed = self.streamed
+        return dict(
+            steps=streamed.steps, shapes=len(streamed.shapes), templates=len(streamed.captured.templates),
+            compiled_variants=len(streamed.binder.compiled), capture_s=streamed.captured.seconds,
+            compiled=streamed.binder.inductor.compiled, compiled_from_cache=streamed.binder.inductor.from_cache,
+            compile_s=streamed.binder.inductor.seconds,
+            host_bytes=sum(streamed.store.bytes().values()) + streamed.arena.slab_bytes() + streamed.checkpoints.bytes(),
+            host_parts=streamed.store.bytes(), checkpoint_bytes=streamed.checkpoints.bytes(),
+            slab_bytes=streamed.arena.slab_bytes(), slot_bytes=streamed.arena.device_bytes(),
+            peak_device_bytes=streamed.backend.peak_bytes(),
+            predicted_device_bytes=max((s.estimate.total for s in streamed.shapes.table.values()), default=0),
+            parameters=sum(x.parameters for x in streamed.tiling.layouts.values()))
+
+    def record(self) -> Recording:
+        """A context in which each instruction's start and end are recorded, on the device's own clock: see `Recording`."""
+        return Recording(self.streamed)
+
+    def simulate(self, batch: Mapping[str, Tensor] | None = None, hardware: str | Path | Hardware | None = None,
+                 without: Callable[[Op], bool] | None = None) -> Timeline:
+        """What `record` would show of some steps, predicted: of a batch's program, or of the last one; here, or on `hardware`
+        (as in `megacompile.schedule`). Ops that are `without` take no time. Raises `MegacompileError` for a machine of which
+        nothing is known."""
+        streamed, shape = self.streamed, self.compiled(batch)
+        durations = Durations(streamed.captured, streamed.tiling.layouts, self._hardware(hardware), streamed.binder.compiling)
+        return durations.simulate(shape.program, shape.plan, without)
+
+    def explain(self, batch: Mapping[str, Tensor] | None = None, hardware: str | Path | Hardware | None = None) -> str:
+        """The training plan of a batch (None: the last one), and those beside it, as text: what each takes, how fast it would
+        be and what binds. `hardware`, and what is raised, as for `simulate`."""
+        streamed, shape = self.streamed, self.compiled(batch)
+        if not shape.shape.training:
+            raise MegacompileError("plans of training steps are explained, not those of evaluations: pass a batch with labels")
+        pace = pace_of(streamed.captured, streamed.tiling, self._hardware(hardware), streamed.binder.compiling,
+                       streamed.planner.config.passes)
+        host_budget = available_host_bytes() + sum(streamed.store.bytes().values())
+        return outlook(replace(streamed.planner, pace=pace), shape.plan, host_budget, shape.shape.whole_step).text()
+
+    def _hardware(self, hardware: str | Path | Hardware | None) -> Hardware:
+        if isinstance(hardware, Hardware):
+            return hardware
+        return Hardware.here(self.streamed.backend.device) if hardware is None else Hardware.find(hardware)
+
+    # ---------------------------------------------------------------- control
+    def load_program(self, source: str | Path) -> Shape:
+        """Runs an edited `text` from now on for the shape that it was made for, which is returned: a string, or a file.
+        Forwards that are open go on with the program that they began with. Evaluations have a program of their own
+        (`text(batch, training=False)`).
+
+        Raises `ProgramError` if the text does not parse or is not proved safe, or was made for another model;
+        `InsufficientMemoryError` if its slots do not fit. Then nothing has changed."""
+        streamed = self.streamed
+        beside = {*streamed.shapes.table.values(), *(lease.shape for lease in streamed.open_leases()), streamed.trained,
+                  streamed.residency.shape}
+        loaded = load(source, streamed.shapes, [shape.program for shape in beside if shape is not None])
+        streamed.shapes.adopt(loaded)
+        return loaded.shape
+
+    def unload_program(self, shape: Shape | None = None) -> None:
+        """Goes back to the compiled program of a shape, or of all. Raises `MegacompileError` if none was loaded for it."""
+        if not self.streamed.shapes.drop(shape):
+            raise MegacompileError("no edited program is loaded" + (f" for {shape}" if shape is not None else "")
+                                   + ": there is nothing to go back from")
+
+    def synchronize(self) -> None:
+        """Waits for updates in flight. Afterwards parameters, gradients and optimizer state that you hold are current."""
+        self.streamed.residency.bring_home()
+
+    def whole(self) -> None:
+        """As `synchronize`; raises `TornError` if the weights are not all of one step."""
+        self.streamed.settle()
+        self.streamed.check_whole()
+
+    def close(self) -> None:
+        """Gives everything back: what remains is a plain model on the CPU, trained. Raises, when that is done, what an
+        update in flight failed with."""
+        model = self.streamed.model
+        try:
+            self.streamed.close()
+        finally:
+            disclaim(self.streamed)
+            self.streamed.shapes.close()
+            if isinstance(model, StreamedModule):
+                model.__class__ = original_class(model)  # type: ignore[assignment]
+                del model.__dict__["megacompile"]

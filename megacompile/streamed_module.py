@@ -1,0 +1,115 @@
+"""What a streamed model's class does otherwise: calls go to the handle, reads wait for updates in flight."""
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from megacompile.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from megacompile.handle import Handle
+
+
+class StreamedModule(nn.Module):
+    """What changes in a streamed model's class: calls go to the handle, reads wait for updates in flight."""
+
+    if TYPE_CHECKING:  # transformers evaluates the annotations of a model's class where it is made
+        megacompile: Handle
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.megacompile.call(self, super().forward, args, kwargs)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        raise UnsupportedError("a streamed model's weights cannot be moved or cast: model.megacompile.close() first")
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        device, dtype, _, _ = torch._C._nn._parse_to(*args, **kwargs)
+        here = self.megacompile.streamed.backend.device
+        if dtype is not None and any(p.dtype != dtype for p in self.megacompile.streamed.parameters.values()):
+            raise UnsupportedError(f"a streamed model cannot be cast to {dtype}: close() it first, or give dtype= to stream()")
+        if device is not None and (device.type != here.type or device.index not in (None, here.index or 0)):
+            raise UnsupportedError(f"a streamed model computes on {here} and cannot be moved to {device}: close() it first")
+        return self
+
+    def cuda(self, device: Any = None) -> Any:
+        return self.to(torch.device("cuda", device) if isinstance(device, int) else device or "cuda")
+
+    def cpu(self) -> Any:
+        return self.to("cpu")
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
+        self.megacompile.streamed.settle()
+        return super().named_parameters(*args, **kwargs)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        if not set_to_none:
+            self.megacompile.whole()  # an update in flight reads them, and one that stopped half-way needs them yet
+            super().zero_grad(set_to_none)
+            return
+        for _, parameter in nn.Module.named_parameters(self):  # ours would wait for the update
+            parameter.grad = None
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        self.megacompile.whole()
+        return super().state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """All weights written anew also mend those that an update left half-way."""
+        if kwargs.get("assign"):
+            raise UnsupportedError("load_state_dict(assign=True) would replace parameters that live in host tiles: leave "
+                                   "assign out")
+        self.megacompile.streamed.settle()
+        result = super().load_state_dict(*args, **kwargs)
+        if not result.missing_keys:
+            self.megacompile.streamed.mend()
+        return result
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A plain CPU model with the same weights."""
+        self.megacompile.whole()
+        plain = object.__new__(original_class(self))
+        memo[id(self)] = plain
+        plain.__dict__ = copy.deepcopy({k: v for k, v in self.__dict__.items() if k != "megacompile"}, memo)
+        return plain
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UnsupportedError("a streamed model cannot be pickled: use save_pretrained, state_dict, or copy.deepcopy(model)")
+
+
+class StreamedPretrained(StreamedModule):
+    """What models of transformers have beside."""
+
+    @property
+    def device(self) -> torch.device:
+        """The compute device: Trainer sends batches there."""
+        return self.megacompile.streamed.backend.device
+
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
+        self.megacompile.whole()
+        return super().save_pretrained(*args, **kwargs)  # type: ignore[misc]
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Layers are streamed for every token, without a cache: right, and slow."""
+        kwargs["use_cache"] = False
+        with torch.no_grad():
+            return super().generate(*args, **kwargs)  # type: ignore[misc]
+
+
+def original_class(model: nn.Module) -> type[nn.Module]:
+    _, original = type(model).__bases__
+    return original
+
+
+_classes: dict[type, type] = {}
+
+
+def streamed_class(original: type) -> type:
+    """The subclass of a model's class that streams. It keeps the name: configs record it as the architecture."""
+    if original not in _classes:
+        body = {"__module__": original.__module__, "__qualname__": original.__qualname__, "__doc__": original.__doc__}
+        streamed = StreamedPretrained if hasattr(original, "save_pretrained") else StreamedModule
+        _classes[original] = type(original.__name__, (streamed, original), body)
+    return _classes[original]
