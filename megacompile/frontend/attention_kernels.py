@@ -155,12 +155,12 @@ def cudnn_backward(
 
 
 def fused_kernel(device: torch.device) -> str:
-    """The kernel for causal attention without extras, in half precision, on `device`: "cudnn" from compute capability 9.0 on,
+    """The kernel for causal attention without extras, in half precision, on `device`: "cudnn" at compute capability 9 and 10,
     where PyTorch's flash kernel, made for 8.0, reaches half to two thirds of its speed; elsewhere "flash". cuDNN's backward
     adds in no fixed order where sequences are long, so deterministic algorithms have "flash" too."""
     if device.type != "cuda" or not torch.cuda.is_available() or not torch.backends.cudnn.is_available():
         return "flash"
-    capable = torch.cuda.get_device_capability(device) >= (9, 0) and torch.backends.cudnn.version() >= 91000
+    capable = torch.cuda.get_device_capability(device)[0] in (9, 10) and torch.backends.cudnn.version() >= 91000
     return "cudnn" if capable and not torch.are_deterministic_algorithms_enabled() else "flash"
 
 
