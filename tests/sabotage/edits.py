@@ -9,7 +9,7 @@ from itertools import combinations
 from torch import fx
 
 from megacompile.listing import describe
-from megacompile.program import Builder, Program, argument, copy_section, nodes, op_of, operands, slot_family
+from megacompile.program import Builder, Program, Slot, argument, copy_section, nodes, op_of, operands, slot_family
 
 SYNCHRONIZING = ("wait", "record", "enter", "leave")
 DROPPED = ("adam", "adam_resident", "offload_weights", "offload_norms", "stash", "fetch", "offload", "accumulate", "clip",
@@ -24,11 +24,13 @@ class Edit:
     section: str
     what: str
     change: Callable[[list[fx.Node]], None]
+    declares: Slot | None = None
 
     def apply(self, program: Program) -> Program:
         graph = copy_section(program.section(self.section))
         self.change(list(nodes(graph)))
-        return program.evolve(sections={**program.sections, self.section: graph})
+        declared = {self.declares.name: self.declares} if self.declares else {}
+        return program.evolve(sections={**program.sections, self.section: graph}, slots={**program.slots, **declared})
 
 
 def single(program: Program) -> Iterator[Edit]:
@@ -37,6 +39,8 @@ def single(program: Program) -> Iterator[Edit]:
         listed = list(nodes(graph))
         for at, node in enumerate(listed):
             op, what = op_of(node).name, describe(node)
+            if op == "wait":
+                what = f"{what} for {describe(operands(node, 'event')[0])}"
             if op in SYNCHRONIZING:
                 yield Edit(f"{op} removed", section, what, _removed(at))
             elif op == "release":
@@ -78,6 +82,8 @@ def _slots(program: Program, section: str, listed: list[fx.Node]) -> Iterator[Ed
             families.setdefault(slot_family(slot), []).append(at)
             yield from (Edit("another slot", section, f"{node.name} {slot} -> {other}", _put({at: other}))
                         for other in program.slots if other != slot and slot_family(other) == slot_family(slot))
+            new = Slot(f"{slot}9", program.slots[slot].bytes)
+            yield Edit("new slot", section, f"{node.name} {slot} -> {new.name}", _put({at: new.name}), new)
     for members in families.values():
         for one, other in combinations(members, 2):
             slots = argument(listed[one], "into"), argument(listed[other], "into")

@@ -221,6 +221,11 @@ def mix(*parts: Any) -> int:
     return hash(parts) % _MODULUS
 
 
+def total(*contents: int) -> int:
+    """A sum: the same in any order."""
+    return sum(contents) % _MODULUS
+
+
 def effect(step: Step, look: Look) -> dict[str, Content]:
     """What a step writes, place by place. `look` says what is in a place, and raises `HarmError` if nothing is."""
     op, at, says = step.op, step.at, step.says
@@ -239,8 +244,8 @@ def effect(step: Step, look: Look) -> dict[str, Content]:
             made = mix("backward", made, one("gradient"))
         elif op in ("loss", "evaluate", "logits"):
             made = mix(op, made)
-        return {result: made, **{place: (look(place) + mix("part", place_tile, made)) % _MODULUS
-                                 for place_tile, place in enumerate(at.get("accumulators", ()))}}
+        return {result: made, **{place: total(look(place), mix("part", number, made))
+                                 for number, place in enumerate(at.get("accumulators", ()))}}
     match op:
         case "pack" | "prefetch":
             return {result: one("staging") if "staging" in at else one("weights/")}
@@ -263,8 +268,8 @@ def effect(step: Step, look: Look) -> dict[str, Content]:
         case "reduce":
             return {result: mix("reduced", one("accumulators"))}
         case "accumulate":
-            total = one("slab") if says["overwrite"] else (one("gradients/") + one("slab")) % _MODULUS
-            return {at["gradients/"][0]: total}
+            added = one("slab") if says["overwrite"] else total(one("gradients/"), one("slab"))
+            return {at["gradients/"][0]: added}
         case "clip":
             stored = {place: look(place) for place in at["gradients/"]}
             return {result: mix("clip", *sorted((p, g[1] if isinstance(g, tuple) else g) for p, g in stored.items()))}

@@ -311,18 +311,18 @@ class Oracle:
     """Judges programs that come from one program by edits. `expected`: what each loop of that program computes."""
 
     def __init__(self, program: Program) -> None:
-        self.program = program
         self.sections = {name: instructions(graph) for name, graph in program.sections.items()}
         self.loops = loops(self.sections)
         self.expected = [meaning(link(self.sections, loop)) for loop in self.loops]
 
-    def harm(self, name: str, edited: Section) -> str | None:
-        """What goes wrong if this section takes the place of the one of that name; None: nothing does."""
-        sections = {**self.sections, name: edited}
+    def harm(self, edited: Program, name: str) -> str | None:
+        """What goes wrong in a program whose section of that name was edited; None: nothing does."""
+        section = instructions(edited.section(name))
+        sections = {**self.sections, name: section}
         try:
-            if (wrong := overflow(self.program, edited)) is not None:
+            if (wrong := overflow(edited, section)) is not None:
                 return wrong
-            alone = beside_any_section(edited)
+            alone = beside_any_section(section)
             if alone is not None:
                 return f"{name}: {alone}"
             for loop, expected in zip(self.loops, self.expected, strict=True):
@@ -337,7 +337,7 @@ class Oracle:
 
 
 def removable(section: Section) -> list[str]:
-    """The waits and events that nobody would miss: without one of them (an event with its waits and leaves) the section
+    """Names of the waits and events that nobody would miss: without one of them (an event with its waits and leaves) the section
     still runs safely behind and before any other."""
     found = []
     for each in section:
@@ -345,8 +345,7 @@ def removable(section: Section) -> list[str]:
             continue
         rest = [other for other in section if other is not each and each.name not in other.takes.get("event", ())]
         if beside_any_section(rest) is None:
-            takes = [name for names in each.takes.values() for name in names]
-            found.append(f"{each.op} {' '.join([*map(str, each.says.values()), *takes])}")
+            found.append(each.name)
     return found
 
 
