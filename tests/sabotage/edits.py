@@ -71,7 +71,8 @@ def double(program: Program, rng: random.Random, count: int) -> Iterator[Edit]:
 
 def _computes(node: fx.Node) -> bool:
     """Whether a kernel takes the value: without it there is no program."""
-    return any(argument(user, "template") is not None or _computes(user) for user in node.users if op_of(user).result != "event")
+    users = [user for user in node.users if op_of(user).result != "event"]
+    return any(argument(user, "template") is not None or _computes(user) for user in users)
 
 
 def _slots(program: Program, section: str, listed: list[fx.Node]) -> Iterator[Edit]:

@@ -15,14 +15,14 @@ from torch import fx
 
 LANES = ("compute", "h2d", "d2h", "cpu", "pack")
 READ, WRITE = "read", "write"
+_OF_KERNELS = ("weights", "inputs", "saved", "gradient", "accumulators")
 _KERNELS = ("forward", "forward_saving", "loss", "evaluate", "logits", "recompute_backward", "backward")
 
 #: op -> (lane, what it reads, what it writes): a parameter, "result", or a part of its tiles in host memory.
 _TOUCHES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "pack": ("pack", ("weights/",), ("result",)),
     "prefetch": ("h2d", ("staging", "weights/"), ("result",)),
-    **{op: ("compute", ("weights", "inputs", "saved", "gradient", "accumulators"), ("accumulators", "result"))
-       for op in _KERNELS},
+    **dict.fromkeys(_KERNELS, ("compute", _OF_KERNELS, ("accumulators", "result"))),
     "zeros": ("compute", (), ("result",)),
     "scale": ("compute", ("value",), ("value",)),
     "reduce": ("compute", ("accumulators",), ("result",)),
@@ -158,7 +158,7 @@ class Machine:
                 steps.append(Step(each.name, op, lane, event=(number, each.name)))
             elif op == "wait":
                 (event,) = each.takes["event"]
-                fired = entered[event] if event in entered else (number, event)
+                fired = entered.get(event, (number, event))
                 if fired is not None:
                     steps.append(Step(each.name, op, says["lane"], event=fired))
             elif op == "leave":

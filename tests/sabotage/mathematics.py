@@ -42,7 +42,8 @@ class Training:
                     self.gather(self.backward(open_forwards.pop(lease), scaled=True), line == "backward_accumulate")
                 case "train_step":
                     forward = self.forward()
-                    self.results += [("loss", *(forward[1][mb] for mb in self.plan.wave(wave))) for wave in range(self.plan.waves)]
+                    waves = map(self.plan.wave, range(self.plan.waves))
+                    self.results += [("loss", *(forward[1][mb] for mb in wave)) for wave in waves]
                     self.gather(self.backward(forward, scaled=False), False)
                     if self.plan.update == "arrival":
                         self.update()

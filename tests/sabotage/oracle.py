@@ -198,7 +198,7 @@ class _Touched:
 
 
 def races(steps: Sequence[Step], found: Reach, places: dict[str, _Touched]) -> tuple[int, int, str] | None:
-    """The first two steps that collide, as (earlier, later, place). `places` has who touched them before, and gets what is new."""
+    """The first two steps that collide, as (earlier, later, place). `places`: who touched them before; new ones are added."""
     for number, step in enumerate(steps):
         if step.event is not None or step.lane == NOWHERE:
             continue
@@ -270,8 +270,8 @@ def beside_any_section(section: Section) -> str | None:
         return f"{', '.join(found.stuck)} wait for ever"
     race = races(steps, found, places)
     if race is not None:
-        earlier, later, place = race
-        return f"{steps[later].name} may touch {place} before {names.get(earlier) or steps[earlier].name} is over"
+        number, later, place = race
+        return f"{steps[later].name} may touch {place} before {names.get(number) or steps[number].name} is over"
     for place in sorted(touched):
         for lane, access in sorted(MAY_TOUCH.get(kind_of(place), ())):
             over = found.lanes[lane]
@@ -280,7 +280,8 @@ def beside_any_section(section: Section) -> str | None:
                 over |= found.events.get(event, 0) if other != lane else 0
             if missing := places[place].conflicts(lane, access == WRITE) & ~over:
                 number = missing.bit_length() - 1
-                return f"a later {access} of {place} on {lane} may begin before {names.get(number) or steps[number].name} is over"
+                earlier = names.get(number) or steps[number].name
+                return f"a later {access} of {place} on {lane} may begin before {earlier} is over"
     return None
 
 
@@ -337,8 +338,8 @@ class Oracle:
 
 
 def removable(section: Section) -> list[str]:
-    """Names of the waits and events that nobody would miss: without one of them (an event with its waits and leaves) the section
-    still runs safely behind and before any other."""
+    """Names of the waits and events that nobody would miss: without one of them (an event with its waits and leaves) the
+    section still runs safely behind and before any other."""
     found = []
     for each in section:
         if each.op not in ("wait", "record", "enter"):

@@ -19,9 +19,9 @@ NAMED: dict[str, dict[str, Any]] = {
 
 
 @st.composite
-def schedules(draw: st.DrawFn) -> dict[str, Any]:
-    """Arguments of `make_schedule`: a small model and a plan for it."""
-    layers = draw(st.integers(1, 4))
+def schedules(draw: st.DrawFn, layers: int | None = None) -> dict[str, Any]:
+    """Arguments of `make_schedule`: a small model, of so many layers, and a plan for it."""
+    layers = layers or draw(st.integers(1, 4))
     whole_step, tied = draw(st.booleans()), draw(st.booleans())
     micro_batches = tuple(sorted(draw(st.lists(st.integers(1, 2), min_size=1, max_size=3)), reverse=True))
     names = [f"layers.{i}" for i in range(layers)]

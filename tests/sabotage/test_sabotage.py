@@ -102,7 +102,8 @@ def test_every_harmful_edit_of_a_golden_is_refused(golden: Program, programs: in
     assert tally["edits, harmful"] > 10
 
 
-def test_every_harmful_edit_of_a_random_program_is_refused(make_schedule: Schedules, programs: int, tally: Counter[str]) -> None:
+def test_every_harmful_edit_of_a_random_program_is_refused(make_schedule: Schedules, programs: int,
+                                                           tally: Counter[str]) -> None:
     """And each of these programs computes what training is, whatever its plan, and races with nothing."""
     @settings(max_examples=programs, deadline=None, derandomize=True, database=None, phases=[Phase.generate],
               suppress_health_check=list(HealthCheck))

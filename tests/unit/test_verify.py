@@ -127,6 +127,9 @@ TEXT_EDITS: dict[tuple[str, str], tuple[dict[str, Any], str, str, str, str, str]
     ("updated", "resident copy not refreshed"): (
         RESIDENT, "optimizer", "update", r'    w2 = .*\n', "",
         "tile layers.1 is resident on the device, and update leaves its old weights there"),
+    ("updated", "resident copy never made"): (
+        RESIDENT, "optimizer", "load", r"    w1 = p.prefetch\(.*\n", "",
+        "tile layers.0 is resident on the device, and load does not bring it there"),
     ("updated", "updated on arrival and again"): (
         ARRIVAL, "optimizer", "", r"(?s)(def train_step.*)$",
         r'\1\ndef update(p):\n    c = p.clip(tiles=("prologue",))\n    p.adam("prologue", clip=c)\n',
