@@ -297,11 +297,13 @@ def _once(program: Program, name: str, graph: fx.Graph, ops: tuple[str, ...], ti
 
 def updated(program: Program) -> Iterator[Fault]:
     """One clip over all trainable tiles, then one adam for each, that takes it; a tile that is resident on the device is
-    copied there again after its update, and one that was updated there is copied home. On arrival there is no clip."""
+    copied there by `load` and again after its update, and one that was updated there is copied home. On arrival there is
+    no clip."""
     tiles, there = trainable(program, tuple(program.tiles)), _updated_there(program)
     for name, op in _MOVES.items():
         if name in program.sections and there:
             yield from _once(program, name, program.section(name), (op,), there)
+    yield from _loaded(program)
     if _updates_on_arrival(program):
         if "update" in program.sections:
             yield Fault("tiles are updated on arrival of their gradients, and again in update", "update each tile once",
@@ -362,6 +364,15 @@ def _copied_home(program: Program, name: str) -> Iterator[Fault]:
     for tile, node in updated.items():
         yield Fault(f"tile {tile} is updated on the device in {name}, and the host keeps its old weights",
                     "offload_weights after its update", node)
+
+
+def _loaded(program: Program) -> Iterator[Fault]:
+    loaded = {argument(n, "tile") for n in find(program.section("load"), "prefetch")} if "load" in program.sections else set()
+    for graph in program.sections.values():
+        for node in find(graph, "resident"):
+            if argument(node, "tile") not in loaded:
+                yield Fault(f"tile {argument(node, 'tile')} is resident on the device, and load does not bring it there",
+                            "prefetch it in load", node)
 
 
 def _refreshed(program: Program, name: str, tiles: list[str]) -> Iterator[Fault]:

@@ -53,8 +53,9 @@ def slot_bytes(captured: CapturedModel, tiling: Tiling, plan: Plan) -> int:
     ranked = [sorted((layouts[t].weight_bytes for t in tiling.tiles_of[call.name] if t not in plan.resident), reverse=True)
               for call in (captured.calls[0], captured.calls[-1])]
     fetched = checkpoint_bytes(captured, plan)
-    return (min(plan.checkpoint_slots, len(fetched)) * max(fetched, default=0)
-            + min(plan.weight_slots, len(streamed)) * max((x.weight_bytes for x in streamed), default=0)
+    # A section takes a slot that was never used before it uses one again; a whole step has a forward and a backward a wave.
+    return (min(plan.checkpoint_slots, plan.waves * len(fetched)) * max(fetched, default=0)
+            + min(plan.weight_slots, 2 * plan.waves * len(streamed)) * max((x.weight_bytes for x in streamed), default=0)
             + sum(max(sizes) for sizes in zip_longest(*ranked, fillvalue=0))
             + sum(layouts[t].weight_bytes for t in plan.resident)
             + sum(layouts[t].state_bytes for t in plan.resident_state) + sum(layouts[t].gradient_bytes for t in kept)
@@ -80,6 +81,8 @@ def training_bytes(captured: CapturedModel, tiling: Tiling, plan: Plan, fused: b
     kept = shared + on_the_way + sum(hidden[names[i - 1]] for i in borders)
     # A layer that keeps its residuals also keeps its output: the next one's backward begins with it.
     kept += sum(residuals[name] + hidden[name] for name in names[recomputing:])
+    if 0 < recomputing < len(names):  # what the first of those layers begins with
+        kept += hidden[names[recomputing - 1]]
 
     first, last = (set(tiling.tiles_of[call.name]) for call in (captured.calls[0], captured.calls[-1]))
     border = first | last

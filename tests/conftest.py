@@ -18,6 +18,8 @@ LAYER_BYTES, BORDER_BYTES, OUTPUT_BYTES = 2048, 8192, 512
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="rewrite tests/golden/*.txt; read the diff")
+    parser.addoption("--sabotage-programs", type=int, default=40, help="how many random programs tests/sabotage breaks; "
+                     "from 500 on it also breaks goldens in many more ways")
 
 
 @functools.cache

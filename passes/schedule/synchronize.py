@@ -74,7 +74,8 @@ class _Synchronizer:
                 before += history.readers.values()
         self._order(node, lane, before)
         for place, access in touched:
-            self._enter(node, lane, place, access)
+            if access == Access.WRITE or (place, Access.WRITE) not in touched:  # what a write waits for covers a read
+                self._enter(node, lane, place, access)
         self.clock[lane][lane] = self.position[node]
         self.done[node] = dict(self.clock[lane])
         for place, access in touched:

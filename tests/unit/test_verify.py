@@ -127,6 +127,9 @@ TEXT_EDITS: dict[tuple[str, str], tuple[dict[str, Any], str, str, str, str, str]
     ("updated", "resident copy not refreshed"): (
         RESIDENT, "optimizer", "update", r'    w2 = .*\n', "",
         "tile layers.1 is resident on the device, and update leaves its old weights there"),
+    ("updated", "resident copy never made"): (
+        RESIDENT, "optimizer", "load", r"    w1 = p.prefetch\(.*\n", "",
+        "tile layers.0 is resident on the device, and load does not bring it there"),
     ("one_version", "update in a loop's backward before the gradients"): (
         {**STREAMED, "update": "arrival"}, "optimizer", "backward", r'(    o2 = .*\n)(    p.adam\("layers.1".*\n)', r"\2\1",
         "adam layers.1 comes before the tile's gradients are home in backward"),

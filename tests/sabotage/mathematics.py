@@ -1,0 +1,104 @@
+"""What a training loop computes, written down without any schedule: the contents that every program must come to."""
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from machine import mix, total
+from oracle import Loop
+
+from megacompile.plan import Plan
+from megacompile.program import CallSpec, Program
+
+#: (call, micro-batch) -> what its forward made; and what the loss made, by micro-batch.
+Forward = tuple[dict[tuple[str, int], int], dict[int, int]]
+
+
+@dataclass
+class Training:
+    """Runs the lines of a loop. State: what the host has at the end, by place, and what the caller was given."""
+
+    program: Program
+    plan: Plan
+    host: dict[str, int] = field(default_factory=dict)
+    results: list[tuple[object, ...]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        for tile in self.program.tiles:
+            self.host |= {f"{part}/{tile}": hash(f"{part}/{tile}") for part in ("weights", "state")}
+        self.trained = [name for name, tile in self.program.tiles.items() if tile.trainable]
+
+    def run(self, loop: Loop) -> None:
+        open_forwards: dict[int | None, Forward] = {}
+        for line, lease in loop:
+            match line:
+                case "forward":
+                    open_forwards[lease] = forward = self.forward()
+                    self.results.append(("loss", *forward[1].values()))
+                case "evaluate":
+                    made, _ = self.forward()
+                    last = self.program.calls[-1].name
+                    self.results.append(("evaluate", *(mix("evaluate", made[last, mb]) for mb in self.micro_batches)))
+                case "backward" | "backward_accumulate":
+                    self.gather(self.backward(open_forwards.pop(lease), scaled=True), line == "backward_accumulate")
+                case "train_step":
+                    forward = self.forward()
+                    waves = map(self.plan.wave, range(self.plan.waves))
+                    self.results += [("loss", *(forward[1][mb] for mb in wave)) for wave in waves]
+                    self.gather(self.backward(forward, scaled=False), False)
+                    if self.plan.update == "arrival":
+                        self.update()
+                case "refresh_lost":
+                    for tile in self.plan.resident_state:
+                        self.host[f"gradients/{tile}"] = hash(("lost", f"gradients/{tile}"))
+                case "update":
+                    self.update(mix("clip", *sorted((f"gradients/{t}", self.host[f"gradients/{t}"]) for t in self.trained)))
+
+    @property
+    def micro_batches(self) -> range:
+        return range(len(self.program.micro_batches))
+
+    def visit(self, call: CallSpec, mb: int, *inputs: int, weightless: bool = False) -> int:
+        weights = () if weightless else (self.host[f"weights/{tile}"] for tile in call.tiles)
+        return mix("forward", call.name, mb, *weights, "of", *inputs)
+
+    def forward(self) -> Forward:
+        made: dict[tuple[str, int], int] = {}
+        for mb in self.micro_batches:
+            first, *others = self.program.calls
+            shared = carried = made[first.name, mb] = self.visit(first, mb)
+            for call in others:
+                carried = made[call.name, mb] = self.visit(call, mb, carried, shared)
+        return made, {mb: mix("loss", made[self.program.calls[-1].name, mb]) for mb in self.micro_batches}
+
+    def backward(self, forward: Forward, scaled: bool) -> dict[str, int]:
+        """The gradients of every tile."""
+        made, losses = forward
+        sums = dict.fromkeys(self.trained, 0)
+
+        def add(call: CallSpec, gradient: int) -> None:
+            for number, tile in enumerate(tile for tile in call.tiles if tile in sums):
+                sums[tile] = total(sums[tile], mix("part", number, gradient))
+
+        first, *stack, last = self.program.calls
+        for loss in losses.values():
+            add(last, loss)
+        if scaled:
+            sums |= {tile: mix("scaled", sums[tile]) for tile in last.tiles if tile in sums}
+        for mb, loss in losses.items():
+            gradient = mix("scaled", loss) if scaled else loss
+            for call in reversed(stack):
+                gradient = mix("backward", made[call.name, mb], gradient)
+                add(call, gradient)
+            add(first, mix("backward", self.visit(first, mb, weightless="recompute_backward" in first.weightless), gradient))
+        return {tile: mix("reduced", gradients) for tile, gradients in sums.items()}
+
+    def gather(self, gradients: dict[str, int], adds: bool) -> None:
+        for tile, gradient in gradients.items():
+            place = f"gradients/{tile}"
+            self.host[place] = total(self.host[place], gradient) if adds else gradient
+
+    def update(self, *clip: int) -> None:
+        for tile in self.trained:
+            weights, state = f"weights/{tile}", f"state/{tile}"
+            made = mix("adam", self.host[weights], self.host[state], self.host[f"gradients/{tile}"], *clip)
+            self.host |= {weights: mix("weights", made), state: mix("state", made)}

@@ -1,0 +1,50 @@
+"""Programs to be sabotaged: those of the goldens, some more of names, and random ones."""
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import strategies as st
+
+from megacompile.plan import Plan
+
+NAMED: dict[str, dict[str, Any]] = {
+    "streamed": {},
+    "blocks of two, three micro-batches": {"micro_batches": (2, 1, 1), "checkpoint_interval": 2, "weight_slots": 3},
+    "one block, slab pool": {"checkpoint_interval": 4, "weight_slots": 4, "locked": False, "gradient_slabs": 2},
+    "resident, three micro-batches": {"micro_batches": (1, 1, 1), "resident": ("layers.1", "epilogue")},
+    "updated on the device": {"resident": ("prologue", "layers.0"), "resident_state": ("prologue", "layers.0")},
+    "updates on arrival": {"update": "arrival", "micro_batches": (1, 1), "resident": ("prologue", "layers.0"),
+                           "resident_state": ("layers.0",)},
+    "checkpoints on the host, two micro-batches": {"micro_batches": (2, 1), "host_checkpoints": 3},
+    "tied, residuals kept, a frozen layer": {"tied": True, "saved_layers": 2, "frozen": ("layers.0",)},
+}
+
+
+@st.composite
+def schedules(draw: st.DrawFn, layers: int | None = None) -> dict[str, Any]:
+    """Arguments of `make_schedule`: a small model, of so many layers, and a plan for it."""
+    layers = layers or draw(st.integers(1, 4))
+    whole_step, tied = draw(st.booleans()), draw(st.booleans())
+    micro_batches = tuple(sorted(draw(st.lists(st.integers(1, 2), min_size=1, max_size=3)), reverse=True))
+    names = [f"layers.{i}" for i in range(layers)]
+    frozen = tuple(draw(st.sets(st.sampled_from(names), max_size=1)))
+    tiles = ["prologue", *names, "epilogue"]
+    resident = [tile for tile in tiles if draw(st.integers(0, 3)) == 0]
+    interval = draw(st.integers(1, layers))
+    return {
+        "layers": layers, "micro_batches": micro_batches, "frozen": frozen, "tied": tied, "whole_step": whole_step,
+        "checkpoint_interval": interval, "saved_layers": draw(st.integers(0, layers)),
+        "weight_slots": interval + draw(st.integers(0, 2)), "gradient_slots": draw(st.integers(1, 2)),
+        "resident": tuple(resident),
+        "resident_state": tuple(tile for tile in resident if tile not in frozen and draw(st.booleans())),
+        "locked": draw(st.booleans()), "staging_slabs": draw(st.integers(1, 2)), "gradient_slabs": draw(st.integers(1, 3)),
+        "waves": draw(st.integers(1, len(micro_batches))) if whole_step else 1,
+        "update": draw(st.sampled_from(("step", "arrival"))) if whole_step else "step",
+        "host_checkpoints": draw(st.integers(0, 2)), "checkpoint_slots": draw(st.integers(1, 2))}
+
+
+def plan_of(schedule: dict[str, Any]) -> Plan:
+    options = {"micro_batches": (1,), **schedule}
+    for name in ("layers", "frozen", "tied", "whole_step"):
+        options.pop(name, None)
+    return Plan(sum(options["micro_batches"]), 8, **options)

@@ -1,0 +1,155 @@
+"""What is stated of memory against a walk: values live from the node that makes them to their last use, in program order.
+
+Nothing is asked of `release` or of slots: a walk knows who uses what, and how large each value is."""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from machine import Instruction, instructions, kind_of
+from oracle import result_bytes
+from plans import plan_of, schedules
+from torch import nn
+
+import megacompile
+from megacompile import cost
+from megacompile.lowering import model_program
+from megacompile.memory import slot_bytes, training_bytes
+from megacompile.passes import PIPELINE
+from megacompile.passes.manager import Compiled, run_pass
+from megacompile.plan import Plan
+from megacompile.program import Program
+from megacompile.schedule import Schedule
+
+#: Kinds of slots in host memory.
+_HOST = ("S", "D", "H")
+_BETWEEN_SECTIONS = ("release", "record", "wait", "leave")
+LENGTH = 8
+
+
+def walk(section: list[Instruction], size: Callable[[Instruction], int],
+         alive: dict[str, int]) -> Iterator[tuple[Instruction, int]]:
+    """Each node and the bytes of the values that live when it runs, its own not among them. `alive`: those of earlier
+    sections by lease; what this section keeps is put there."""
+    last = {name: at for at, each in enumerate(section) if each.op not in _BETWEEN_SECTIONS
+            for names in each.takes.values() for name in names}
+    here: dict[str, int] = {}
+    for at, each in enumerate(section):
+        if each.op == "leased":
+            here[each.name] = alive.pop(each.says["key"], 0)
+        yield each, sum(here.values()) + sum(alive.values())
+        if each.op == "lease":
+            (value,) = each.takes["value"]
+            alive[each.says["key"]] = here.pop(value, 0)
+        elif last.get(each.name, -1) > at:
+            here.setdefault(each.name, size(each))
+        for name in [name for name in here if last.get(name, -1) <= at]:
+            del here[name]
+
+
+def slots_needed(program: Program, section: list[Instruction]) -> int:
+    """Bytes of the values that take turns in device slots, at their peak."""
+    def size(each: Instruction) -> int:
+        kind = kind_of(each.says.get("into", "%"))
+        return result_bytes(program, each) if kind and kind not in _HOST and not kind.startswith("R") else 0
+    return max((live + size(each) for each, live in walk(section, size, {})), default=0)
+
+
+def slots_stated(program: Program) -> tuple[int, int]:
+    """Bytes of device slots: those that values take turns in, and those of what stays."""
+    sizes = [(kind_of(name), slot.bytes) for name, slot in program.slots.items() if kind_of(name) not in _HOST]
+    return (sum(size for kind, size in sizes if not kind.startswith("R")),
+            sum(size for kind, size in sizes if kind.startswith("R")))
+
+
+def test_slots_hold_what_lives_at_once(make_schedule: Callable[..., Compiled]) -> None:
+    @settings(max_examples=30, deadline=None, derandomize=True, database=None, phases=[Phase.generate],
+              suppress_health_check=list(HealthCheck))
+    @given(schedules())
+    def of_any_plan(schedule: dict[str, Any]) -> None:
+        program, plan = make_schedule(**schedule).program, plan_of(schedule)
+        turns, stays = slots_stated(program)
+        for graph in program.sections.values():
+            assert slots_needed(program, instructions(graph)) <= turns
+        tiles = [program.tiles[tile] for tile in plan.resident]
+        there = [program.tiles[tile] for tile in plan.resident_state]
+        kept = sum(tile.gradient_bytes for tile in there) if plan.update == "step" else 0
+        assert stays == sum(tile.weight_bytes for tile in tiles) + sum(tile.state_bytes for tile in there) + kept
+
+    of_any_plan()
+
+
+# Predictions for a model that was captured
+
+@pytest.fixture(scope="module")
+def model() -> Schedule:
+    from transformers import AutoModelForCausalLM, Qwen2Config
+
+    config = Qwen2Config(vocab_size=64, hidden_size=16, intermediate_size=24, num_hidden_layers=4, num_attention_heads=2,
+                         num_key_value_heads=1, max_position_embeddings=64)
+    with torch.device("meta"):
+        bare: nn.Module = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    return megacompile.schedule(bare.train(), batch=1, length=LENGTH)
+
+
+def compiled(model: Schedule, plan: Plan, whole_step: bool) -> Program:
+    specs = model.tiling.call_specs(model.captured.calls, model.captured.templates, plan.length)
+    program = model_program(specs, model.tiling.tiles(), plan.batch, labels=True, whole_step=whole_step)
+    for each in PIPELINE:
+        program = run_pass(each, program, plan)
+    return program
+
+
+def values_needed(model: Schedule, plan: Plan, program: Program) -> int:
+    """Bytes of values with memory of their own, and of the running op's, at their peak in a step."""
+    templates, tiling = model.captured.templates, model.tiling
+
+    def rows(each: Instruction) -> int:
+        return program.micro_batches[each.says["mb"]]
+
+    def size(each: Instruction) -> int:
+        if each.op == "zeros":
+            return 4 * tiling.layouts[each.says["tile"]].elements
+        if "template" not in each.says:
+            return 0
+        template = templates[each.says["template"]]
+        if each.op in ("forward", "forward_saving"):
+            kept = cost.residual_bytes(template, rows(each), LENGTH) if each.op == "forward_saving" else 0
+            return cost.output_bytes(template, rows(each), LENGTH) + kept
+        layer = model.captured.calls[1].template  # the gradient of hidden states
+        return cost.output_bytes(templates[layer], rows(each), LENGTH)
+
+    alive: dict[str, int] = {}
+    peak = 0
+    for name in ("train_step", "forward", "backward"):
+        if name in program.sections:
+            for each, live in walk(instructions(program.section(name)), size, alive):
+                own = size(each)
+                if "template" in each.says:
+                    template = templates[each.says["template"]]
+                    own = max(own, cost.peak_bytes(template, template.variant(each.op), rows(each), LENGTH))
+                peak = max(peak, live + own)
+    return peak
+
+
+def test_predictions_are_never_under_what_a_walk_finds(model: Schedule) -> None:
+    names = {f"layers.{i}": tile for i, tile in enumerate(t for t in model.tiling.layouts if "layers" in t)}
+
+    @settings(max_examples=30, deadline=None, derandomize=True, database=None, phases=[Phase.generate],
+              suppress_health_check=list(HealthCheck))
+    @given(schedules(layers=4))
+    def of_any_plan(schedule: dict[str, Any]) -> None:
+        plan = replace(plan_of(schedule), **{key: tuple(dict.fromkeys(
+            tile for tile in (names.get(t, t) for t in schedule[key]) if tile in model.tiling.layouts))
+            for key in ("resident", "resident_state")})
+        program = compiled(model, plan, schedule["whole_step"])
+        assert sum(slots_stated(program)) <= slot_bytes(model.captured, model.tiling, plan)
+        estimate = training_bytes(model.captured, model.tiling, plan)
+        needed = values_needed(model, plan, program)
+        assert needed <= estimate.accumulators + estimate.checkpoints + estimate.workspace, (needed, estimate, plan)
+
+    of_any_plan()
