@@ -16,7 +16,7 @@ State: a clock per lane, the clock at which each node is done, the last accesses
 """
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from torch import fx
@@ -119,6 +119,12 @@ class Clocks:
                 for (lane, access), node in here.items():
                     found.setdefault((place, lane), {})[access] = node
         return found
+
+    def known_to(self, node: fx.Node, lanes: Iterable[Lane]) -> bool:
+        """Whether each of these lanes, with all that it has done, comes after an executed node of another lane."""
+        own = lane_of(node)
+        assert own is not None, f"{node.name} runs on no lane"
+        return all(self._lanes[lane].done[_INDEX[own]] >= self._position[node] for lane in lanes)
 
     def covers(self, event: fx.Node, node: fx.Node) -> bool:
         """Whether a recorded event, once it has fired, says that an executed node is done."""

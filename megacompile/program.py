@@ -109,6 +109,11 @@ def lanes_that(access: Access, kind: str) -> frozenset[Lane]:
     return frozenset(found)
 
 
+def lanes_against(access: Access, kind: str) -> frozenset[Lane]:
+    """The lanes in which some op may conflict with an access to a place of this kind: with a read writes, with a write all."""
+    return lanes_that(Access.WRITE, kind) | (lanes_that(Access.READ, kind) if access == Access.WRITE else frozenset())
+
+
 def place_kind(place: str) -> str | None:
     """"W" for "W0", "host weights" for "weights/layers.0": the family of places that ops treat alike. None: memory of a
     value's own, which no other section knows."""

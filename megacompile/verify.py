@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from tabulate import tabulate
+from torch import fx
 
 from megacompile.completeness import sent_home, supplied, trained, updated
 from megacompile.errors import ProgramError
@@ -31,13 +32,17 @@ from megacompile.listing import describe
 from megacompile.ordering import Clocks, Hazard
 from megacompile.program import (
     Access,
+    Lane,
     Program,
     accesses,
     argument,
     find,
     lane_of,
+    lanes_against,
+    lanes_that,
     nodes,
     operands,
+    place_kind,
     reached,
 )
 from megacompile.sections import added_up, belongs, one_version, returned
@@ -129,12 +134,15 @@ def _collision(hazard: Hazard) -> Fault:
 
 def handed_on(program: Program) -> Iterator[Fault]:
     """For each place that other sections know and each lane that accessed it there is one `leave`, whose event was
-    recorded at or after that lane's last access; "write" if the lane wrote the place in this section, else "read"."""
+    recorded at or after that lane's last access; "write" if the lane wrote the place in this section, else "read". None
+    is needed where every other lane that may conflict with that access comes after it anyway, or has to wait for a
+    later access to the place that is handed on."""
     for name, graph in program.sections.items():
         clocks = Clocks()
         for node in nodes(graph):
             clocks.step(node)
         owed = clocks.last()
+        left: list[tuple[str, Lane, Access, fx.Node]] = []
         for leave in find(graph, "leave"):
             place, (event,) = argument(leave, "place"), operands(leave, "event")
             lane = lane_of(event)
@@ -148,12 +156,21 @@ def handed_on(program: Program) -> Iterator[Fault]:
             if argument(leave, "access") != access:
                 yield Fault(f"{describe(leave)} is not true: {lane} does {access} the place in {name}",
                             f'say "{access}"', leave, here[access], hazard=True)
+            left += [(place, lane, access, node) for node in here.values()]
             late = next((node for node in here.values() if not clocks.covers(event, node)), None)
             if late is not None:
                 yield Fault(f"{describe(leave)} hands on {event.name}, which fires before {describe(late)} is done",
                             f"record an event on {lane} after {late.name} and hand that on", leave, late, hazard=True,
                             order=f"{describe(leave)} is not ordered after {access} by {describe(late)}")
         for (place, lane), here in owed.items():
+            kind = place_kind(place)
+            assert kind is not None, "a place that no other section knows is not handed on"
+            if all(clocks.known_to(node, {other}) or any(
+                    where == place and by != other and clocks.covers(last, node) and
+                    (how == Access.WRITE or access == Access.READ or other not in lanes_that(Access.READ, kind))
+                    for where, by, how, last in left)
+                    for access, node in here.items() for other in lanes_against(access, kind) - {lane}):
+                continue
             node = next(iter(here.values()))
             yield Fault(f"{place} is accessed by {describe(node)}, but no leave hands on an event of {lane}: a later "
                         "section could not wait for it", f"record an event on {lane} after it and leave it", node,

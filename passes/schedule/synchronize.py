@@ -21,7 +21,19 @@ from typing import Any
 from torch import fx
 
 from megacompile.plan import Plan
-from megacompile.program import Access, Builder, Lane, Program, accesses, lane_of, lanes_that, nodes, op_of, place_kind
+from megacompile.program import (
+    Access,
+    Builder,
+    Lane,
+    Program,
+    accesses,
+    lane_of,
+    lanes_against,
+    lanes_that,
+    nodes,
+    op_of,
+    place_kind,
+)
 
 name, requires, provides = "synchronize", "place", "synchronize"
 
@@ -58,8 +70,22 @@ class _Synchronizer:
             if lane_of(node) is not None:
                 self._visit(node)
         self.recorded = {producer for producers in self.waits.values() for producer in producers}
-        self.leaves = [(place, access, node) for place, history in self.places.items() if place_kind(place)
-                       for node, access in history.last.values()]
+        self.leaves = [(place, access, node) for place, history in self.places.items() if (kind := place_kind(place))
+                       for node, access in history.last.values() if not self._known_to_all(node, access, place, kind)]
+
+    def _known_to_all(self, node: fx.Node, access: Access, place: str, kind: str) -> bool:
+        """Whether no event need report an access: none does, and every other lane that may conflict with it is behind it, or
+        will have to wait for a later access to the place anyway."""
+        own, at = lane_of(node), self.position[node]
+        assert own is not None
+        later = [done for lane, (other, done) in self.places[place].last.items() if lane != own and self.done[other][own] >= at]
+
+        def waits(lane: Lane) -> bool:
+            writes_only = access == Access.READ or lane not in lanes_that(Access.READ, kind)
+            return Access.WRITE in later or (writes_only and Access.READ in later)
+
+        return node not in self.recorded and all(
+            self.clock[lane][own] >= at or waits(lane) for lane in lanes_against(access, kind) - {own})
 
     def _visit(self, node: fx.Node) -> None:
         lane = lane_of(node)

@@ -24,7 +24,7 @@ from oracle import Oracle, beside_any_section, collision, interleave, link, mean
 from plans import NAMED, plan_of, schedules
 
 from megacompile.passes.manager import Compiled
-from megacompile.program import SLOT_KINDS, TILE_PARTS, Access, Program, lanes_that, op_of, reached
+from megacompile.program import SLOT_KINDS, TILE_PARTS, Access, Program, lanes_that, reached
 from megacompile.text import parse
 from megacompile.verify import judge, verify
 
@@ -125,16 +125,11 @@ def test_every_harmful_edit_of_a_random_program_is_refused(make_schedule: Schedu
 
 
 def test_no_event_can_go(golden: Program, tally: Counter[str]) -> None:
-    """Each wait is needed, and each event with its waits. What is recorded for `leave` alone is needed for `enter` to mean
-    what it says: that lane's last access, whatever other events a section knows to be behind it."""
+    """Each wait is needed, and each event with its waits and leaves."""
     for name, graph in golden.sections.items():
         section = instructions(graph)
-        handed_on = {node.name for node in graph.nodes if op_of(node).name == "record"
-                     and all(op_of(user).name == "leave" for user in node.users)}
-        unneeded = set(removable(section))
-        assert unneeded <= handed_on, f"{name}: {sorted(unneeded - handed_on)}"
+        assert not (unneeded := removable(section)), f"{name}: {unneeded}"
         tally["events and waits"] += sum(each.op in ("wait", "record", "enter") for each in section)
-        tally["events and waits, harmless to remove, recorded for `leave` alone"] += len(unneeded)
 
 
 def test_programs_of_two_shapes_share_memory_without_races(make_schedule: Schedules) -> None:
