@@ -160,6 +160,9 @@ def inspect(
                                                                       "Nothing is printed.")] = None,
 ) -> None:
     """Show what a model compiles to: stages, schedule, templates, timelines. Loads no weights and needs no GPU."""
+    inspection.check_options([name for name, value in {
+        "--trace": trace, "--picture": picture, "--log": log, "--template": template, "--diff": diff, "--stage": stage,
+        "--section": section, "--layers": layers, "--form": form is not Form.PYTHON}.items() if value])
     if picture is not None:
         pictures.check(picture)
     compiled = planning.schedule(model, knobs)
