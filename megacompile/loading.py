@@ -195,7 +195,7 @@ def _convert(folder: Path, config: Any, found: Match, empty: Any, strict: bool, 
     weights = sum(p.nbytes for p in parameters)
     require_host_memory(weights + sum(p.numel() * _BYTES_A_PARAMETER.get(p.dtype, 14) for p in parameters))
     warnings.warn(f"{found.converted[0]} and {len(found.converted) - 1} more are stored in a layout that has to be converted: "
-                  f"transformers loads them first, which takes {format_bytes(weights)} more of host memory until all is in tiles",
+                  f"transformers loads the model first, which takes {format_bytes(weights)} more of host memory meanwhile",
                   stacklevel=3)
     model, info = AutoModelForCausalLM.from_pretrained(
         folder, config=config, dtype=parameters[0].dtype, local_files_only=True, use_safetensors=True,
