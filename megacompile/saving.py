@@ -1,4 +1,4 @@
-"""Saving a checkpoint so that its folder always has a whole one: the new is written beside the old, and then they change places.
+"""Saving a checkpoint so that its folder always has a whole one: the new one is written beside, then both change places.
 
 A process that is killed while it writes leaves a folder `.NAME.saving-...` beside, which can be deleted.
 """
@@ -25,8 +25,8 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
 
 
 def save_whole(save: Callable[..., Any], directory: str | os.PathLike[str], **options: Any) -> Any:
-    """`save(directory, **options)`, the `save_pretrained` of a transformers model, whose files come into being all at once. What
-    else lies in the directory stays; shards of an older checkpoint go."""
+    """`save(directory, **options)`, the `save_pretrained` of a transformers model, whose files come into being all at once.
+    What else lies in the directory stays; shards of an older checkpoint go."""
     if not options.get("is_main_process", True):
         return save(directory, **options)
     if options.get("push_to_hub"):
@@ -60,8 +60,15 @@ def _working_folder(target: Path) -> Path:
     may not be written, the working directory of this process."""
     inside = target.exists() and (not os.access(target.parent, os.W_OK)
                                   or target.stat().st_dev != target.parent.stat().st_dev
-                                  or Path.cwd().is_relative_to(target))
+                                  or _working_directory().is_relative_to(target))
     return (target if inside else target.parent) / f".{target.name}.saving-{secrets.token_hex(4)}"
+
+
+def _working_directory() -> Path:
+    try:
+        return Path.cwd()
+    except FileNotFoundError:  # it was removed
+        return Path("/")
 
 
 def _publish(folder: Path, target: Path) -> None:
@@ -83,8 +90,8 @@ def _weights_name(name: str) -> str:
 
 
 def _change_places(folder: Path, target: Path, kept: Collection[str]) -> bool:
-    """Makes the folder the target in one step, with the files of the target that are `kept`; False, and nothing has changed, where
-    the system cannot. Folders in the target follow in a second step: they have no second name."""
+    """Makes the folder the target in one step, with the files of the target that are `kept`; False, and nothing has changed,
+    where the system cannot. Folders in the target follow in a second step: they have no second name."""
     library = ctypes.CDLL(None)
     if not hasattr(library, "renameat2"):
         return False
@@ -100,14 +107,18 @@ def _change_places(folder: Path, target: Path, kept: Collection[str]) -> bool:
         return False
     for name in kept:
         if not (target / name).is_symlink() and not (target / name).exists():
-            (folder / name).rename(target / name)
+            try:
+                (folder / name).rename(target / name)
+            except OSError as error:
+                raise CheckpointError(f"{target} was saved, but its folder {name} could not follow and is in {folder} now "
+                                      f"({error.strerror}): move it back") from error
     _sync(target.parent)
     return True
 
 
 def _replace_files(folder: Path, target: Path, new: Collection[str], old: Collection[str]) -> None:
-    """File by file, where that is all the system can do. The index goes first and comes last: a folder seen in between has none,
-    and is refused, rather than shards of two checkpoints."""
+    """File by file, where that is all the system can do. The index goes first and comes last: a folder seen in between has
+    none, and is refused, rather than shards of two checkpoints."""
     is_index = re.compile(r"\.index\.json$").search
     for name in (*new, *old):
         if is_index(name):

@@ -90,8 +90,8 @@ class StreamedPretrained(StreamedModule):
         return self.megacompile.streamed.backend.device
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], **options: Any) -> Any:
-        """As transformers does it, from the tiles, in shards of 5 GB unless told otherwise; but the folder has the old checkpoint
-        until the new one is whole. Waits for an update in flight. Raises `CheckpointError` where it cannot be written."""
+        """As transformers does it, from the tiles, in shards of 5 GB unless told otherwise; but the folder has the old
+        checkpoint until the new one is whole. Waits for an update in flight. Raises `CheckpointError` where it cannot."""
         self.megacompile.whole()
         return save_whole(super().save_pretrained, save_directory, **options)  # type: ignore[misc]
 

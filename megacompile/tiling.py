@@ -17,7 +17,7 @@ from megacompile.errors import InsufficientMemoryError, UnsupportedError
 from megacompile.frontend.template import Call, Template
 from megacompile.program import CallSpec, Tile
 from megacompile.runtime.adam import split_fp32
-from megacompile.runtime.store import HostTile, Store, TileLayout, available_host_bytes
+from megacompile.runtime.store import HostTile, Store, TileLayout, available_host_bytes, give_back_freed_memory
 from megacompile.sizes import format_bytes
 
 #: What training needs beside tiles: the interpreter, PyTorch, a batch.
@@ -132,6 +132,7 @@ def build_store(model: nn.Module, tiling: Tiling) -> Store:
             place(parameters[s.name].data.flatten(), flat[s.start:s.stop],
                   None if tile.remainder is None else tile.remainder[s.start:s.stop])
         point_parameters(tile, parameters)
+        give_back_freed_memory()
     move_rest(model, tiling)
     return store
 
