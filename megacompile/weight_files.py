@@ -120,7 +120,7 @@ class WeightReader:
         """Elements from `start` on, as many as `out` has: 1-D, contiguous, on the CPU, of the dtype that is stored.
 
         Raises `CheckpointError` where the file ends first: it has changed since its header was read."""
-        memory = memoryview(out.view(torch.uint8).numpy())
+        memory = out.view(torch.uint8).numpy().data
         position = stored.offset + start * out.element_size()
         while memory:
             try:
