@@ -16,8 +16,8 @@ from megacompile.runtime.store import HostTile, Store
 from megacompile.tiling import Tiling, place
 from megacompile.weight_files import DTYPES, StoredTensor, WeightReader
 
-#: Elements that are read at a time.
-BLOCK_ELEMENTS = 1 << 24
+#: Elements that are read at a time: with all readers, less than a gigabyte beside the tiles.
+BLOCK_ELEMENTS = 1 << 22
 #: More requests at a time than one core makes: disks and network file systems are fast only with many.
 READERS = max(4, min(16, os.cpu_count() or 1))
 

@@ -63,14 +63,14 @@ def from_pretrained(source: str | Path, *, dtype: torch.dtype | None = None, con
         raise UnsupportedError(f"{source} is quantised, and quantised weights are not trained: give the checkpoint that it was "
                                "made from")
     known = dtype or config.dtype
-    model = _empty_model(config, known or torch.bfloat16)
+    model = _empty_model(source, config, known or torch.bfloat16)
     require_host_memory(sum(p.numel() * _BYTES_A_PARAMETER.get(p.dtype, 14) for p in model.parameters()))
     if commit is not None:
         folder = _fetch(str(source), commit, FILE_PATTERNS)
     files = weight_files(folder)
     stored = stored_tensors(files)
     if known is None:
-        model = _empty_model(config, _widest(stored.values()))
+        model = _empty_model(source, config, _widest(stored.values()))
     with WeightReader() as reader:
         reader.open(files)
         found = match(model, stored, reader)
@@ -154,15 +154,15 @@ def parameters_on_meta() -> Iterator[None]:
         handle.remove()
 
 
-def _empty_model(config: Any, dtype: torch.dtype) -> Any:
+def _empty_model(source: str | Path, config: Any, dtype: torch.dtype) -> Any:
     from transformers import AutoModelForCausalLM
 
     try:
         with parameters_on_meta():
             return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
     except Exception as error:  # whatever the config makes transformers raise
-        raise CheckpointError(f"transformers makes no causal language model of this {type(config).__name__}: give a config of "
-                              f"one, or load it yourself and stream() it\n{type(error).__name__}: {error}") from error
+        raise CheckpointError(f"transformers makes no causal language model of {source}, a {type(config).__name__}: give the "
+                              f"config of one, or load it yourself and stream() it\n{type(error).__name__}: {error}") from error
 
 
 def _widest(stored: Any) -> torch.dtype:
