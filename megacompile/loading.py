@@ -75,11 +75,12 @@ def from_pretrained(source: str | Path, *, dtype: torch.dtype | None = None, con
         reader.open(files)
         found = match(model, stored, reader)
         if found.converted:
-            return _convert(folder, config, found, model, strict, layers=layers, example=example, **options)
+            return _convert(folder, config, found, model, strict, dtype=dtype, layers=layers, example=example, **options)
         found.check(source, model, strict)
         if problems := found.text():
             warnings.warn(f"{source} is not all of {type(model).__name__}, or more:\n{problems}", stacklevel=2)
         _initialise(model, found.missing)
+        _keep_precise(model, parameters=dtype is None)
         _read_generation_config(model, folder)
         model.eval()
         filled = functools.partial(fill, sources=found.sources, reader=reader)
@@ -163,6 +164,19 @@ def _empty_model(source: str | Path, config: Any, dtype: torch.dtype) -> Any:
     except Exception as error:  # whatever the config makes transformers raise
         raise CheckpointError(f"transformers makes no causal language model of {source}, a {type(config).__name__}: give the "
                               f"config of one, or load it yourself and stream() it\n{type(error).__name__}: {error}") from error
+
+
+def _keep_precise(model: Any, parameters: bool) -> None:
+    """Makes float32 what the model's class wants in float32 whatever the dtype: buffers, and unless a dtype was asked for
+    `parameters`, on the meta device (a tile cannot hold both dtypes: `stream` says so)."""
+    kept = [re.compile(rf"(^|\.){pattern}($|\.)") for pattern in getattr(model, "_keep_in_fp32_modules_strict", None) or ()]
+    for path, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_floating_point() and any(k.search(f"{path}.{name}") for k in kept):
+                module._buffers[name] = buffer.float()
+        for name, held in module._parameters.items():
+            if parameters and held is not None and held.is_meta and any(k.search(f"{path}.{name}") for k in kept):
+                module._parameters[name] = nn.Parameter(held.float(), held.requires_grad)
 
 
 def _widest(stored: Any) -> torch.dtype:

@@ -32,8 +32,9 @@ SHARDED = {"max_shard_size": "10KB"}
 def two_tiles(model: nn.Module) -> Tiling:
     """A tiling without a capture: layers, and the rest; the last parameter is in no tile, as one that no call reads."""
     *parameters, _ = model.named_parameters()
+    layer = re.compile(r"\.(layers|h)\.").search
     layouts = {name: TileLayout.of(name, parameters[0][1].dtype, [
-        (n, p.shape, p.requires_grad) for n, p in parameters if (".layers." in n) == (name == "layers")])
+        (n, p.shape, p.requires_grad) for n, p in parameters if bool(layer(n)) == (name == "layers")])
         for name in ("layers", "rest")}
     return Tiling(layouts, {}, {s.name: (t, i) for t, layout in layouts.items() for i, s in enumerate(layout.slices)})
 
@@ -123,6 +124,17 @@ def test_the_dtype_is_the_configs_else_the_widest_that_is_stored(saved: Path, un
     assert megacompile.from_pretrained(saved, device="cpu").dtype == torch.bfloat16
     edit_config(saved, dtype=None)
     assert megacompile.from_pretrained(saved, device="cpu").dtype == torch.float32
+
+
+def test_what_the_models_class_wants_in_float32_stays_so(
+        saved: Path, uncaptured: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import Qwen2ForCausalLM
+
+    monkeypatch.setattr(Qwen2ForCausalLM, "_keep_in_fp32_modules_strict", ["q_norm", "inv_freq", "lm_head"])
+    edit_config(saved, dtype="bfloat16")
+    loaded = megacompile.from_pretrained(saved, device="cpu")
+    assert loaded.lm_head.weight.dtype == torch.float32 and loaded.model.norm.weight.dtype == torch.bfloat16
+    assert megacompile.from_pretrained(saved, dtype=torch.bfloat16, device="cpu").lm_head.weight.dtype == torch.bfloat16
 
 
 def test_another_config_and_the_generation_config_are_taken(saved: Path, uncaptured: Loaded) -> None:
