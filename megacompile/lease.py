@@ -63,7 +63,7 @@ class StreamedLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, loss: Tensor, streamed: Streamed, lease: Lease, *parameters: Tensor) -> Tensor:
         ctx.streamed, ctx.lease, ctx.anchor = streamed, lease, anchor.grad_fn
-        return loss.view_as(loss)
+        return loss.clone()  # no view: trainers scale a loss in place
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:

@@ -155,10 +155,10 @@ class AdamW(torch.optim.Optimizer):
         with (`LaneError`); called again, it completes that update: the tiles that are missing, from the gradients that it
         had (setting `.grad` to None since does no harm), with the hyper-parameters that it had.
 
-        After a backward that has updated (`overlap`) nothing is left to do, and the next backward may come."""
+        After a backward that has updated (`overlap`), and after `train_step`, nothing is left to do."""
         streamed = self.streamed
         streamed.arrival.check_step(self)
-        updated = streamed.arrival.end()
+        updated = streamed.arrival.end() or (closure is None and self._ended())
         if updated:
             streamed.raise_pending()
         else:
@@ -185,6 +185,12 @@ class AdamW(torch.optim.Optimizer):
         self._update = self._request(lambda parameter: parameter.grad is not None)
         streamed.update(self._update)
         return loss
+
+    def _ended(self) -> bool:
+        """Whether the update in flight is the one that is asked for: it is ours, and no gradient has come since."""
+        update = self.streamed.updating
+        return update is not None and update is self._update and all(
+            p.grad is None for group in self.param_groups for p in group["params"])
 
     def request(self) -> Update:
         """An update of every parameter, for a step that runs as one program or for a backward that updates."""

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -95,6 +96,11 @@ class StreamedPretrained(StreamedModule):
         self.megacompile.whole()
         return save_whole(super().save_pretrained, save_directory, **options)  # type: ignore[misc]
 
+    def gradient_checkpointing_enable(self, *args: Any, **kwargs: Any) -> None:
+        """Changes nothing: what is recomputed is the plan's choice (`checkpoint_interval`). Trainers ask for it by default."""
+
+    activation_checkpointing_enable = gradient_checkpointing_enable
+
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Layers are streamed for every token, without a cache: right, and slow."""
         kwargs["use_cache"] = False
@@ -113,7 +119,13 @@ _classes: dict[type, type] = {}
 def streamed_class(original: type) -> type:
     """The subclass of a model's class that streams. It keeps the name: configs record it as the architecture."""
     if original not in _classes:
-        body = {"__module__": original.__module__, "__qualname__": original.__qualname__, "__doc__": original.__doc__}
+        body: dict[str, Any] = {"__module__": original.__module__, "__qualname__": original.__qualname__, "__doc__": original.__doc__}
         streamed = StreamedPretrained if hasattr(original, "save_pretrained") else StreamedModule
+
+        @functools.wraps(original.forward)  # trainers read the signature: which columns a model takes, what its labels are
+        def forward(self: StreamedModule, *args: Any, **kwargs: Any) -> Any:
+            return StreamedModule.forward(self, *args, **kwargs)
+
+        body["forward"] = forward
         _classes[original] = type(original.__name__, (streamed, original), body)
     return _classes[original]

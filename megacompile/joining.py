@@ -1,0 +1,41 @@
+"""The batches of one optimizer step -> one batch, so that weights are streamed once for all of them."""
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+#: What a cross entropy over tokens does not count.
+IGNORED = -100
+
+
+def join(batches: Sequence[Mapping[str, Any]], labels: Collection[str]) -> dict[str, Any] | None:
+    """The rows of all batches in their order: tensors [sum of rows, longest length, ...]. Shorter ones are padded on the right,
+    `labels` with -100, all else with 0: in a causal decoder no token sees what follows it, so that no loss changes.
+
+    None where arguments differ between batches, or are anything but integer tensors [rows, length, ...]."""
+    if len(batches) == 1:
+        return dict(batches[0])
+    keys = batches[0].keys()
+    if any(batch.keys() != keys for batch in batches):
+        return None
+    joined: dict[str, Any] = {}
+    for key in keys:
+        parts = [batch[key] for batch in batches]
+        if not all(_is_tokens(part) for part in parts) or len({(part.shape[2:], part.dtype) for part in parts}) > 1:
+            return None
+        longest = max(part.shape[1] for part in parts)
+        filling = IGNORED if key in labels else 0
+        joined[key] = torch.cat([_padded(part, longest, filling) for part in parts])
+    return joined
+
+
+def _is_tokens(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() >= 2 and not value.is_floating_point()
+
+
+def _padded(part: Tensor, length: int, filling: int) -> Tensor:
+    return F.pad(part, (0, 0) * (part.dim() - 2) + (0, length - part.shape[1]), value=filling)

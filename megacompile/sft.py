@@ -1,0 +1,49 @@
+"""TRL's `SFTTrainer` for streamed models (needs trl)."""
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import transformers
+import trl
+from torch import Tensor
+
+from megacompile import trainer
+from megacompile.errors import UnsupportedError
+from megacompile.trainer_arguments import refuse_adapters
+
+
+class SFTTrainer(trainer.Trainer, trl.SFTTrainer):
+    """`trl.SFTTrainer` for a model that is streamed. The loss is the model's own, the mean negative log-likelihood of the batch's
+    target tokens, which is what TRL computes from log-probabilities. `entropy` and `mean_token_accuracy`, for which every token's
+    logits would be needed in training, are not logged; `num_tokens` is.
+
+    Raises `UnsupportedError` for other losses, packing without padding, router losses and adapters."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        refuse_adapters(kwargs.get("peft_config") is not None)  # before TRL changes the model
+        super().__init__(*args, **kwargs)
+        # TRL has put a forward of its own on the model, which runs the backbone without its head.
+        vars(self.model).pop("forward", None)
+        if self.args.loss_type != "nll":
+            raise UnsupportedError(f"loss_type={self.args.loss_type!r} needs gradients through log-probabilities, which a streamed "
+                                   "model does not give yet: give loss_type='nll'")
+        if getattr(self.data_collator, "padding_free", False):
+            raise UnsupportedError("sequences without padding in one row (packing, padding_free) need masks that cannot be honoured "
+                                   "yet: give packing=False and padding_free=False, or packing_strategy='wrapped'")
+        if self.aux_loss_enabled:
+            raise UnsupportedError("the router's auxiliary loss was not captured with the model: give router_aux_loss_coef=0")
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
+        return transformers.Trainer.compute_loss(self, model, inputs, return_outputs, num_items_in_batch)
+
+    own_losses = (compute_loss,)
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        self._count_tokens(inputs)
+        return super().training_step(model, inputs, num_items_in_batch)
+
+    def _count_tokens(self, inputs: Mapping[str, Any]) -> None:
+        mask = inputs.get("attention_mask")
+        self._total_train_tokens += int(mask.sum()) if mask is not None else inputs["input_ids"].numel()
+        self._metrics["train"]["num_tokens"] = [self._total_train_tokens]
