@@ -14,9 +14,9 @@ from megacompile.trainer_arguments import refuse_adapters
 
 
 class SFTTrainer(trainer.Trainer, trl.SFTTrainer):
-    """`trl.SFTTrainer` for a model that is streamed. The loss is the model's own, the mean negative log-likelihood of the batch's
-    target tokens, which is what TRL computes from log-probabilities. `entropy` and `mean_token_accuracy`, for which every token's
-    logits would be needed in training, are not logged; `num_tokens` is.
+    """`trl.SFTTrainer` for a model that is streamed. The loss is the model's own, the mean negative log-likelihood of a step's
+    tokens, which is what TRL computes from log-probabilities. `num_tokens` is logged; `entropy` and `mean_token_accuracy`, for
+    which every token's logits would be needed, are not.
 
     Raises `UnsupportedError` for other losses, packing without padding, router losses and adapters."""
 
@@ -26,11 +26,11 @@ class SFTTrainer(trainer.Trainer, trl.SFTTrainer):
         # TRL has put a forward of its own on the model, which runs the backbone without its head.
         vars(self.model).pop("forward", None)
         if self.args.loss_type != "nll":
-            raise UnsupportedError(f"loss_type={self.args.loss_type!r} needs gradients through log-probabilities, which a streamed "
-                                   "model does not give yet: give loss_type='nll'")
+            raise UnsupportedError(f"loss_type={self.args.loss_type!r} needs gradients through log-probabilities, which a "
+                                   "streamed model does not give yet: give loss_type='nll'")
         if getattr(self.data_collator, "padding_free", False):
-            raise UnsupportedError("sequences without padding in one row (packing, padding_free) need masks that cannot be honoured "
-                                   "yet: give packing=False and padding_free=False, or packing_strategy='wrapped'")
+            raise UnsupportedError("sequences without padding in one row (packing, padding_free) need masks that cannot be "
+                                   "honoured yet: give packing=False and padding_free=False, or packing_strategy='wrapped'")
         if self.aux_loss_enabled:
             raise UnsupportedError("the router's auxiliary loss was not captured with the model: give router_aux_loss_coef=0")
 

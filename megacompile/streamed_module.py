@@ -119,13 +119,13 @@ _classes: dict[type, type] = {}
 def streamed_class(original: type) -> type:
     """The subclass of a model's class that streams. It keeps the name: configs record it as the architecture."""
     if original not in _classes:
-        body: dict[str, Any] = {"__module__": original.__module__, "__qualname__": original.__qualname__, "__doc__": original.__doc__}
         streamed = StreamedPretrained if hasattr(original, "save_pretrained") else StreamedModule
 
         @functools.wraps(original.forward)  # trainers read the signature: which columns a model takes, what its labels are
         def forward(self: StreamedModule, *args: Any, **kwargs: Any) -> Any:
             return StreamedModule.forward(self, *args, **kwargs)
 
-        body["forward"] = forward
+        body = {"__module__": original.__module__, "__qualname__": original.__qualname__, "__doc__": original.__doc__,
+                "forward": forward}
         _classes[original] = type(original.__name__, (streamed, original), body)
     return _classes[original]

@@ -3,9 +3,9 @@
     model = megacompile.stream(model)
     trainer = megacompile.trainer.Trainer(model=model, args=TrainingArguments(...), train_dataset=...)
 
-Three things are done otherwise. The optimizer is `megacompile.AdamW`, which clips by itself, so that Trainer's own clipping, a pass
-over all gradients on the host, is left out. The batches that gradients accumulate over are one batch, for which weights are
-streamed once. And forward, backward and update are one program (`train_step`) where the loss is the model's own.
+Three things are done otherwise. The optimizer is `megacompile.AdamW`, which clips by itself, so that Trainer's own clipping, a
+pass over all gradients on the host, is left out. The batches that gradients accumulate over are one batch, for which weights
+are streamed once. And forward, backward and update are one program (`train_step`) where the loss is the model's own.
 """
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ class Trainer(transformers.Trainer):
         return AdamW, dict(lr=args.learning_rate, betas=(args.adam_beta1, args.adam_beta2), eps=args.adam_epsilon)
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
-        """As Trainer does it, or what was given to it. Raises `MegacompileError` for an optimizer that is no `megacompile.AdamW`,
-        and where it and `max_grad_norm` do not go together."""
+        """As Trainer does it, or what was given to it. Raises `MegacompileError` for one that is no `megacompile.AdamW`, and
+        where it and `max_grad_norm` do not go together."""
         check_arguments(self.args, check_model(self.model))
         optimizer = super().create_optimizer(*args, **kwargs)
         self._adamw.max_grad_norm = _max_grad_norm(self._adamw, self.args.max_grad_norm)
@@ -75,8 +75,8 @@ class Trainer(transformers.Trainer):
         """The optimizer, without Accelerate's wrapper."""
         optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
         if not isinstance(optimizer, AdamW):
-            raise MegacompileError(f"a streamed model is trained with megacompile.AdamW, not {type(optimizer).__name__}: leave the "
-                                   "optimizer out, or give optimizers=(megacompile.AdamW(model.parameters(), ...), None)")
+            raise MegacompileError(f"a streamed model is trained with megacompile.AdamW, not {type(optimizer).__name__}: leave "
+                                   "the optimizer out, or give optimizers=(megacompile.AdamW(model.parameters(), ...), None)")
         return optimizer
 
     # ---------------------------------------------------------------- steps

@@ -28,22 +28,21 @@ def _elsewhere(args: Any, streamed: Streamed) -> bool:
 
 #: (whether it is asked for, why it cannot be had and what to do). The first that is asked for is the one that is said.
 _REFUSED: tuple[tuple[Callable[[Any, Streamed], bool], str], ...] = (
-    (lambda args, streamed: args.world_size > 1, "several processes cannot train one streamed model: start one, without a launcher"),
+    (lambda args, streamed: args.world_size > 1, "several processes cannot train one streamed model: start one alone"),
     (_asks("deepspeed"), "deepspeed places weights by itself, as streaming does: leave one of them out"),
     (_asks("fsdp"), "fsdp places weights by itself, as streaming does: leave one of them out"),
     (_elsewhere, "the model is streamed on another device than TrainingArguments compute on: give use_cpu=True for a model "
                  "streamed with device='cpu', and stream(model) without device= for CUDA"),
     (_asks("fp16"), "fp16 cannot be honoured: stream(model, dtype=torch.bfloat16) and give bf16=True"),
-    (_stays_fp32, "bf16=True asks for bf16 and the model is streamed in fp32: stream(model, dtype=torch.bfloat16), which keeps FP32 "
-                  "masters, or give bf16=False"),
+    (_stays_fp32, "bf16=True asks for bf16 and the model is streamed in fp32: stream(model, dtype=torch.bfloat16), which keeps "
+                  "FP32 masters, or give bf16=False"),
     (_asks("fp16_full_eval"), "fp16_full_eval would cast the weights: leave it out"),
     (_asks("torch_compile"), "torch_compile wraps the model, whose layers are compiled already: leave it out"),
     (_asks("use_liger_kernel"), "use_liger_kernel replaces modules that were captured: leave it out"),
-    (_asks("neftune_noise_alpha"), "neftune_noise_alpha works by a hook on the embedding, which a streamed model does not call: "
-                                   "leave it out"),
+    (_asks("neftune_noise_alpha"), "neftune_noise_alpha works by a hook on the embedding, which a streamed model does not "
+                                   "call: leave it out"),
     (_asks("label_smoothing_factor"), f"label_smoothing_factor {_DIFFERENTIABLE_LOGITS}: leave it out"),
-    (_asks("activation_offloading"), "activation_offloading is the plan's choice: stream(model, host_checkpoints=...), or leave it "
-                                     "out"),
+    (_asks("activation_offloading"), "activation_offloading is the plan's choice (host_checkpoints of stream()): leave it out"),
     (lambda args, streamed: str(getattr(args.optim, "value", args.optim)) not in ("adamw_torch", "adamw_torch_fused"),
      "optim must be adamw_torch or adamw_torch_fused, in whose place megacompile.AdamW stands"),
 )
@@ -63,12 +62,12 @@ def check_model(model: Any) -> Streamed:
         return model.megacompile.streamed
     refuse_adapters(hasattr(model, "peft_config"))
     what = "wrapped" if isinstance(model, nn.Module) and hasattr(model, "megacompile") else "not streamed"
-    raise MegacompileError(f"the {type(model).__name__} to be trained is {what}: call model = megacompile.stream(model) and give "
-                           "that to the trainer")
+    raise MegacompileError(f"the {type(model).__name__} to be trained is {what}: call model = megacompile.stream(model) and "
+                           "give that to the trainer")
 
 
 def refuse_adapters(wanted: bool) -> None:
     """Raises `UnsupportedError` where adapters (PEFT) are wanted."""
     if wanted:
-        raise UnsupportedError("adapters (PEFT) cannot be trained beside streamed weights yet, since they change the layers that were "
+        raise UnsupportedError("adapters (PEFT) cannot be trained beside streamed weights yet, since they change layers that were "
                                "captured: train all weights, without a peft_config, or do not stream the model")

@@ -1,4 +1,4 @@
-"""Runs of trainers on a tiny model and on its streamed twin."""
+"""Runs of trainers on tiny models."""
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -6,24 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tiny_models import VOCABULARY
 from torch import Tensor
-from transformers import AutoModelForCausalLM, Qwen2Config, TrainingArguments, default_data_collator
-
-import megacompile
-
-VOCABULARY = 48
-
-
-def build(bf16: bool = False) -> Any:
-    torch.manual_seed(0)
-    config = Qwen2Config(vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
-                         num_key_value_heads=1, max_position_embeddings=64)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
-    return model.bfloat16() if bf16 else model
-
-
-def streamed(bf16: bool = False, **options: Any) -> Any:
-    return megacompile.stream(build(bf16), device="cpu", **{"micro_batch_size": 2, **options})
+from transformers import TrainingArguments, default_data_collator
 
 
 def sequences(rows: int, seed: int = 0) -> list[dict[str, Tensor]]:
@@ -49,8 +34,8 @@ def arguments(folder: Path, **changes: Any) -> TrainingArguments:
 #: What all runs share. Clipping is at work in most steps, and the warm-up ends early.
 ARGUMENTS: dict[str, Any] = dict(
     use_cpu=True, report_to="none", disable_tqdm=True, dataloader_pin_memory=False, save_strategy="no", logging_steps=1,
-    max_steps=4, per_device_train_batch_size=3, gradient_accumulation_steps=2, learning_rate=1e-2, weight_decay=0.1, warmup_steps=3,
-    lr_scheduler_type="cosine", max_grad_norm=0.5, remove_unused_columns=True)
+    max_steps=4, per_device_train_batch_size=3, gradient_accumulation_steps=2, learning_rate=2e-2, weight_decay=0.1,
+    warmup_steps=3, lr_scheduler_type="cosine", max_grad_norm=0.5)
 
 
 def run(trainer: type, folder: Path, model: Any, resume: str | None = None, given: Mapping[str, Any] | None = None,
