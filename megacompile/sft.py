@@ -24,7 +24,7 @@ class SFTTrainer(trainer.Trainer, trl.SFTTrainer):
         refuse_adapters(kwargs.get("peft_config") is not None)  # before TRL changes the model
         super().__init__(*args, **kwargs)
         # TRL has put a forward of its own on the model, which runs the backbone without its head.
-        vars(self.model).pop("forward", None)
+        self.model.__dict__.pop("forward", None)
         if self.args.loss_type != "nll":
             raise UnsupportedError(f"loss_type={self.args.loss_type!r} needs gradients through log-probabilities, which a "
                                    "streamed model does not give yet: give loss_type='nll'")

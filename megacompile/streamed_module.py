@@ -116,7 +116,7 @@ def original_class(model: nn.Module) -> type[nn.Module]:
 _classes: dict[type, type] = {}
 
 
-def streamed_class(original: type) -> type:
+def streamed_class(original: type[nn.Module]) -> type:
     """The subclass of a model's class that streams. It keeps the name: configs record it as the architecture."""
     if original not in _classes:
         streamed = StreamedPretrained if hasattr(original, "save_pretrained") else StreamedModule

@@ -21,7 +21,7 @@ from megacompile.errors import MegacompileError
 from megacompile.joining import join
 from megacompile.optim import AdamW
 from megacompile.streamed_module import StreamedModule
-from megacompile.trainer_arguments import check_arguments, check_model
+from megacompile.trainer_arguments import check_arguments, check_model, refuse_other_forward
 
 
 class Trainer(transformers.Trainer):
@@ -66,6 +66,7 @@ class Trainer(transformers.Trainer):
         """As Trainer does it, or what was given to it. Raises `MegacompileError` for one that is no `megacompile.AdamW`, and
         where it and `max_grad_norm` do not go together."""
         check_arguments(self.args, check_model(self.model))
+        refuse_other_forward(self.model, type(self).__name__)
         optimizer = super().create_optimizer(*args, **kwargs)
         self._adamw.max_grad_norm = _max_grad_norm(self._adamw, self.args.max_grad_norm)
         return optimizer
@@ -105,8 +106,10 @@ class Trainer(transformers.Trainer):
         """`grad_norm` is known once the update has begun, which this waits for; with `overlap="backward"` it never is."""
         if "grad_norm" in logs:
             norm = self._adamw.grad_norm
-            logs = {key: norm if key == "grad_norm" else value for key, value in logs.items()
-                    if key != "grad_norm" or norm is not None}
+            if norm is not None:
+                logs["grad_norm"] = norm
+            else:
+                del logs["grad_norm"]
         super().log(logs, *args, **kwargs)
 
     def floating_point_ops(self, inputs: Mapping[str, Any]) -> int:

@@ -66,8 +66,15 @@ def check_model(model: Any) -> Streamed:
                            "give that to the trainer")
 
 
+def refuse_other_forward(model: nn.Module, trainer: str) -> None:
+    """Raises `UnsupportedError` if the model got a forward of its own since it was streamed, which would not stream."""
+    if "forward" in vars(model):
+        raise UnsupportedError(f"{trainer} replaces the model's forward, for a loss that {_DIFFERENTIABLE_LOGITS}: train with "
+                               "the model's own loss (megacompile.trainer.Trainer, megacompile.sft.SFTTrainer)")
+
+
 def refuse_adapters(wanted: bool) -> None:
     """Raises `UnsupportedError` where adapters (PEFT) are wanted."""
     if wanted:
-        raise UnsupportedError("adapters (PEFT) cannot be trained beside streamed weights yet, since they change layers that were "
-                               "captured: train all weights, without a peft_config, or do not stream the model")
+        raise UnsupportedError("adapters (PEFT) cannot be trained beside streamed weights yet, since they change layers that "
+                               "were captured: train all weights, without a peft_config, or do not stream the model")

@@ -122,9 +122,9 @@ def test_evaluation_gathers_the_logits_and_the_best_model_is_loaded(model: Any, 
     changes: dict[str, Any] = dict(
         max_steps=6, eval_strategy="steps", eval_steps=2, save_strategy="steps", save_steps=2, load_best_model_at_end=True,
         metric_for_best_model="eval_accuracy", per_device_eval_batch_size=2)
-    trainers = {transformers.Trainer: native, Trainer: model}
     given = dict(compute_metrics=accuracy, eval_dataset=same_length)
-    runs = [trained.run(trainer, tmp_path / trainer.__module__, each, given=given, **changes) for trainer, each in trainers.items()]
+    runs = [trained.run(transformers.Trainer, tmp_path / "native", native, given=given, **changes),
+            trained.run(Trainer, tmp_path / "ours", model, given=given, **changes)]
     theirs, ours = ([{k: v for k, v in entry.items() if k in ("eval_loss", "eval_accuracy")} for entry in each.state.log_history
                      if "eval_loss" in entry] for each in runs)
     assert len(ours) == 3 and [e["eval_accuracy"] for e in ours] == [e["eval_accuracy"] for e in theirs]

@@ -1,0 +1,41 @@
+"""Batches joined to one: what is padded with what, and what cannot be joined."""
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megacompile.joining import join
+
+SHORT = {"input_ids": torch.tensor([[1, 2]]), "attention_mask": torch.tensor([[1, 1]]), "labels": torch.tensor([[1, 2]])}
+LONG = {"input_ids": torch.tensor([[3, 4, 5], [6, 7, 0]]), "attention_mask": torch.tensor([[1, 1, 1], [1, 1, 0]]),
+        "labels": torch.tensor([[3, 4, 5], [6, 7, -100]])}
+
+
+def test_shorter_batches_are_padded_with_what_no_loss_counts() -> None:
+    joined = join([SHORT, LONG], labels=("labels",))
+    assert joined is not None
+    assert {key: value.tolist() for key, value in joined.items()} == {
+        "input_ids": [[1, 2, 0], [3, 4, 5], [6, 7, 0]],
+        "attention_mask": [[1, 1, 0], [1, 1, 1], [1, 1, 0]],
+        "labels": [[1, 2, -100], [3, 4, 5], [6, 7, -100]]}
+
+
+def test_further_dimensions_are_not_padded() -> None:
+    joined = join([{"codes": torch.ones(rows, length, 4, dtype=torch.long)} for rows, length in ((1, 2), (2, 3))], labels=())
+    assert joined is not None and joined["codes"].shape == (3, 3, 4) and joined["codes"].sum() == (2 + 6) * 4
+
+
+def test_a_single_batch_may_hold_anything() -> None:
+    assert join([{**SHORT, "use_cache": False}], labels=("labels",)) == {**SHORT, "use_cache": False}
+
+
+@pytest.mark.parametrize("other", [
+    {"input_ids": LONG["input_ids"]},
+    {**LONG, "attention_mask": None},
+    {**LONG, "input_ids": torch.rand(2, 3)},
+    {**LONG, "input_ids": torch.ones(2, 3, 4, dtype=torch.long)},
+    {**LONG, "input_ids": LONG["input_ids"].int()},
+    {**LONG, "labels": torch.tensor([0, 1])},
+])
+def test_what_differs_or_is_no_sequence_is_not_joined(other: dict[str, torch.Tensor]) -> None:
+    assert join([SHORT, other], labels=("labels",)) is None

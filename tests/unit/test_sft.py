@@ -1,0 +1,103 @@
+"""TRL's SFTTrainer on streamed models, beside itself on the same models unstreamed."""
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("datasets")
+pytest.importorskip("trl")
+
+import tiny_models
+import trained
+import trl
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+import megacompile.trainer
+from megacompile.errors import UnsupportedError
+from megacompile.sft import SFTTrainer
+
+SHARED = {key: value for key, value in trained.ARGUMENTS.items() if key != "max_steps"}
+
+
+@pytest.fixture(autouse=True)
+def _offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")  # TRL reports what is trained with it, unless told not to
+    monkeypatch.setenv("CI", "1")
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    """Of words that are numbers."""
+    words = ["<pad>", "<eos>", "<unk>", *(str(n) for n in range(tiny_models.VOCABULARY - 3))]
+    tokens = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>"))
+    tokens.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=tokens, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
+
+
+def conversations(rows: int) -> Any:
+    """Prompts of 3 to 6 numbers that count upwards, and completions that go on for 4: the loss is on these."""
+    from datasets import Dataset
+
+    def text(numbers: range) -> str:
+        return " ".join(str(n % (tiny_models.VOCABULARY - 3)) for n in numbers)
+
+    starts = torch.randint(60, (rows,), generator=torch.Generator().manual_seed(0)).tolist()
+    spans = [(start, start + 3 + row % 4) for row, start in enumerate(starts)]
+    return Dataset.from_list([{"prompt": text(range(a, b)), "completion": " " + text(range(b, b + 4))} for a, b in spans])
+
+
+def make(trainer: type, folder: Path, model: Any, tokenizer: Any, given: dict[str, Any] | None = None, **changes: Any) -> Any:
+    settings = trl.SFTConfig(str(folder), **{**SHARED, "bf16": False, "max_steps": 30, **changes})
+    return trainer(model=model, args=settings, train_dataset=conversations(40), eval_dataset=conversations(5),
+                   processing_class=tokenizer, **(given or {}))
+
+
+def test_curves_are_those_of_an_unstreamed_trainer(model: Any, native: Any, tokenizer: Any, tmp_path: Path) -> None:
+    """30 steps with prompts masked, padding, clipping and accumulation, then an evaluation."""
+    curves, evaluated = [], []
+    for trainer, each in ((trl.SFTTrainer, native), (SFTTrainer, model)):
+        made = make(trainer, tmp_path, each, tokenizer)
+        made.train()
+        curves.append(trained.curve(made, "loss", "grad_norm", "learning_rate", "num_tokens"))
+        evaluated.append(made.evaluate()["eval_loss"])
+    assert curves[0].shape == (30, 4) and curves[0][-1, 0] < curves[0][0, 0] - 0.5, "nothing was learned that could differ"
+    torch.testing.assert_close(curves[1], curves[0], rtol=0, atol=1e-4)
+    assert evaluated[1] == pytest.approx(evaluated[0], abs=1e-4)
+    assert model.megacompile.streamed.trained.shape.whole_step
+    assert "forward" not in vars(model)
+
+
+@pytest.mark.parametrize(("changes", "remedy"), [
+    (dict(loss_type="dft"), "give loss_type='nll'"),
+    (dict(packing=True, max_length=16), "give packing=False"),
+    (dict(bf16=True), "bf16=False"),
+    (dict(label_smoothing_factor=0.1), "leave it out"),
+])
+def test_what_cannot_be_honoured_is_refused_at_once(changes: Any, remedy: str, model: Any, tokenizer: Any,
+                                                     tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match=remedy):
+        make(SFTTrainer, tmp_path, model, tokenizer, **changes)
+
+
+def test_adapters_are_refused_before_the_model_has_changed(model: Any, tokenizer: Any, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    names = [name for name, _ in model.named_modules()]
+    with pytest.raises(UnsupportedError, match="adapters"):
+        make(SFTTrainer, tmp_path, model, tokenizer, given=dict(peft_config=peft.LoraConfig(target_modules=["q_proj"])))
+    assert [name for name, _ in model.named_modules()] == names
+
+
+def test_a_trainer_that_replaces_the_forward_is_refused(model: Any, tokenizer: Any, tmp_path: Path) -> None:
+    class Theirs(megacompile.trainer.Trainer, trl.SFTTrainer):
+        """Computes its loss outside the model, as DPO and GRPO do."""
+
+    trainer = make(Theirs, tmp_path, model, tokenizer)
+    try:
+        with pytest.raises(UnsupportedError, match="Theirs replaces the model's forward"):
+            trainer.train()
+    finally:
+        del model.forward
