@@ -166,6 +166,7 @@ class Streamed:
             self.executor.check()
             shape = self.compiled(replace(self.shape_of(inputs, training=True), update="arrival" if overlap else "step",
                                           whole_step=True))
+            self.store.allocate_sums(shape.plan.host_sums)
             self.enter(shape, "train_step", "update")
             batch = self._batch(shape, inputs, normaliser)
             self.trained, self.unfinished = shape, None
@@ -383,6 +384,7 @@ def _give_back(executor: Executor | ReferenceExecutor, arena: Arena, checkpoints
         backend.synchronize()  # a forgotten model may have copies in flight
         arena.close()
         checkpoints.close()
+        store.drop_sums()
         for tile in store.tiles.values():
             for part in (tile.weights, tile.gradients):
                 if part is not None:
