@@ -8,7 +8,7 @@ from torch import fx
 from megacompile.fault import Fault
 from megacompile.listing import describe
 from megacompile.program import Program, argument, find, nodes, op_of, operands, reached
-from megacompile.sums import UPDATES, summed_tiles
+from megacompile.sums import UPDATE_OPS, summed_tiles
 
 _FORWARD = ("forward", "forward_saving", "loss", "evaluate", "logits")
 _BACKWARD = ("backward", "recompute_backward")
@@ -311,10 +311,10 @@ def updated(program: Program) -> Iterator[Fault]:
     if _updates_on_arrival(program):
         if "update" in program.sections:
             yield Fault("tiles are updated on arrival of their gradients, and again in update", "update each tile once",
-                        next(find(program.section("update"), *UPDATES), None))
+                        next(find(program.section("update"), *UPDATE_OPS), None))
         for name in ("backward", "train_step"):
             if name in program.sections:
-                yield from _once(program, name, program.section(name), UPDATES, tiles)
+                yield from _once(program, name, program.section(name), UPDATE_OPS, tiles)
                 yield from _refreshed(program, name, tiles)
                 yield from _copied_home(program, name)
         return
@@ -327,8 +327,8 @@ def updated(program: Program) -> Iterator[Fault]:
     if len(clips) != 1 or sorted(argument(clips[0], "tiles")) != sorted(tiles):
         yield Fault("update needs one clip over all trainable tiles", "clip once, over every trainable tile",
                     clips[-1] if clips else None)
-    yield from _once(program, "update", graph, UPDATES, tiles)
-    for node in find(graph, *UPDATES):
+    yield from _once(program, "update", graph, UPDATE_OPS, tiles)
+    for node in find(graph, *UPDATE_OPS):
         if operands(node, "clip") != tuple(clips):
             yield Fault(f"{describe(node)} does not take the clip", "give it the clip of its section", node)
     yield from _refreshed(program, "update", tiles)
@@ -337,7 +337,7 @@ def updated(program: Program) -> Iterator[Fault]:
 
 def _updates_on_arrival(program: Program) -> bool:
     return any(True for name in ("backward", "train_step") if name in program.sections
-               for _ in find(program.section(name), *UPDATES))
+               for _ in find(program.section(name), *UPDATE_OPS))
 
 
 def _updated_there(program: Program) -> list[str]:
@@ -383,7 +383,7 @@ def _refreshed(program: Program, name: str, tiles: list[str]) -> Iterator[Fault]
     graph = program.section(name)
     resident = {argument(node, "tile"): node for g in program.sections.values() for node in find(g, "resident")}
     fresh: dict[str, fx.Node | None] = {}
-    for node in find(graph, *UPDATES, "prefetch"):
+    for node in find(graph, *UPDATE_OPS, "prefetch"):
         fresh[argument(node, "tile")] = node if op_of(node).name in ("adam_resident", "prefetch") else None
     for tile, node in resident.items():
         if tile in tiles and fresh.get(tile) is None:

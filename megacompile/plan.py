@@ -80,8 +80,8 @@ class Plan:
         if self.host_sums and self.waves == 1:
             raise MegacompileError("gradients are added up on the host (host_sums) between waves, and there is one wave")
         if set(self.host_sums) & set(self.resident_state):
-            raise MegacompileError("what is updated on the device (resident_state) has its gradients added up there, not on the "
-                                   "host (host_sums)")
+            raise MegacompileError("what is updated on the device (resident_state) has its gradients added up there, not in "
+                                   "host memory (host_sums)")
 
     def wave_of(self, mb: int) -> int:
         return mb * self.waves // len(self.micro_batches)

@@ -11,7 +11,7 @@ from torch import fx
 from megacompile.fault import Fault
 from megacompile.listing import describe
 from megacompile.program import Program, argument, find, nodes, op_of, operands
-from megacompile.sums import UPDATES, summed_tiles
+from megacompile.sums import UPDATE_OPS, summed_tiles
 
 _BACKWARDS = ("backward", "backward_accumulate", "train_step")
 _UPDATES = ("update", "backward", "train_step")
@@ -92,7 +92,7 @@ def one_version(program: Program) -> Iterator[Fault]:
         stale: dict[fx.Node, fx.Node] = {}  # weights -> the update before them
         for node in nodes(graph):
             tile, op = argument(node, "tile"), op_of(node).name
-            if op in UPDATES:
+            if op in UPDATE_OPS:
                 updated[tile] = node
                 if op != "adam_resident" and name != "update" and tile not in home:
                     yield Fault(f"{describe(node)} comes before the tile's gradients are home in {name}",

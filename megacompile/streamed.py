@@ -56,7 +56,8 @@ class Streamed:
         self.writes = ForeignWrites(model, self.parameters, tiling, store)
         budget = parse_bytes(config.device_memory) or int(backend.free_bytes() * 0.95)
         self.planner = Planner(captured, tiling, config, budget, parse_bytes(config.locked_memory),
-                               *margins(backend.device.type), fused=compiling)
+                               *margins(backend.device.type), fused=compiling,
+                               host_bytes=store.room(parse_bytes(config.host_memory)))
         self.planner.pace = pace_of(captured, tiling, Hardware.known(backend.device), compiling, config.passes)
         self.shapes = Shapes(captured, tiling, self.planner, self.binder)
         self.leases: weakref.WeakSet[Lease] = weakref.WeakSet()

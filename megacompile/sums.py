@@ -10,7 +10,7 @@ from megacompile.listing import describe
 from megacompile.program import Program, argument, find, nodes, op_of, operands, reached
 
 #: Ops that update a tile.
-UPDATES = ("adam", "adam_of_sum", "adam_resident")
+UPDATE_OPS = ("adam", "adam_of_sum", "adam_resident")
 
 
 def summed_tiles(program: Program, section: str) -> frozenset[str]:
@@ -31,18 +31,17 @@ def summed(program: Program) -> Iterator[Fault]:
     graph, tiles = program.section("train_step"), summed_tiles(program, "train_step")
     for tile in sorted(tiles):
         yield from _waves(graph, tile)
-        if "update" in program.sections and reached(program, "optimizer"):
-            yield from _norms(graph, tile)
+        yield from _norms(program, graph, tile)
     for node in find(graph, "norms_of_sum"):
         if argument(node, "tile") not in tiles:
             yield Fault(f"{describe(node)} is of a tile without a sum", "drop it", node)
     for name in ("train_step", "update"):
-        for node in find(program.section(name), *UPDATES) if name in program.sections else ():
+        for node in find(program.section(name), *UPDATE_OPS) if name in program.sections else ():
             tile, reads_sum = argument(node, "tile"), op_of(node).name == "adam_of_sum"
             if reads_sum != (tile in tiles):
-                yield Fault(f"{describe(node)} reads {'a sum' if reads_sum else 'the last wave alone'}, but the gradients of {tile} "
-                            f"are {'not ' if reads_sum else ''}added up on the host",
-                            f"update it by {'adam' if reads_sum else 'adam_of_sum'}", node)
+                how, other = ("not ", "adam") if reads_sum else ("", "adam_of_sum")
+                yield Fault(f"{describe(node)} would be wrong: gradients of {tile} are {how}added up on the host",
+                            f"update it by {other}", node)
 
 
 def _waves(graph: fx.Graph, tile: str) -> Iterator[Fault]:
@@ -57,14 +56,16 @@ def _waves(graph: fx.Graph, tile: str) -> Iterator[Fault]:
         if argument(node, "tile") != tile:
             continue
         match op_of(node).name:
+            case "accumulate" | "offload_norms":
+                yield Fault(f"{describe(node)} overwrites a wave on its way to the sum", "drop it", node)
             case "reduce":
                 (value,) = operands(node, "accumulators")
                 reduced[value] = node
             case "offload":
                 (value,) = operands(node, "reduced")
                 if value in sent:
-                    yield Fault(f"{describe(node)} sends a wave home that {sent[value].name} has sent", "offload each wave once",
-                                node, sent[value])
+                    yield Fault(f"{describe(node)} sends a wave home that {sent[value].name} has sent",
+                                "offload each wave once", node, sent[value])
                 straight = not any(op_of(user).name == "add_to_sum" for user in node.users)
                 before = next((other for other in waiting if straight), None)
                 if before is not None:
@@ -86,7 +87,8 @@ def _waves(graph: fx.Graph, tile: str) -> Iterator[Fault]:
                 begun = True
     for value, last in reduced.items():
         if op_of(last).name != "reduce":
-            yield Fault(f"{value.name} is a wave's share of the gradients of {tile}, and is never reduced", "reduce it", last, value)
+            yield Fault(f"{value.name} is a wave's share of the gradients of {tile}, and is never reduced", "reduce it", last,
+                        value)
     for value in find(graph, "reduce"):
         if argument(value, "tile") == tile and value not in sent:
             yield Fault(f"{describe(value)} is never offloaded: a wave would be lost", "offload each wave once", value)
@@ -94,12 +96,14 @@ def _waves(graph: fx.Graph, tile: str) -> Iterator[Fault]:
         yield Fault(f"{describe(node)} is never added to the sum: a wave would be lost", "add_to_sum behind it", node)
 
 
-def _norms(graph: fx.Graph, tile: str) -> Iterator[Fault]:
-    """Norms are of the whole sum, and the last word before the clip."""
-    last = None
-    for node in find(graph, "norms_of_sum", "add_to_sum", "offload"):
-        if argument(node, "tile") == tile:
-            last = node
-    if last is None or op_of(last).name != "norms_of_sum":
-        yield Fault(f"the clip reads norms of the sum of {tile} that are not there after its last wave",
-                    "norms_of_sum behind the last add_to_sum", last)
+def _norms(program: Program, graph: fx.Graph, tile: str) -> Iterator[Fault]:
+    """Norms are of the whole sum, and the last word before the clip; where nothing is clipped nobody reads any."""
+    ops = ("norms_of_sum", "add_to_sum", "offload", "adam_of_sum")
+    found = [node for node in find(graph, *ops) if argument(node, "tile") == tile]
+    arrival = any(op_of(node).name == "adam_of_sum" for node in found)
+    norms = [node for node in found if op_of(node).name == "norms_of_sum"]
+    if arrival or not reached(program, "optimizer"):
+        return
+    if len(norms) != 1 or found[-1] is not norms[0]:
+        yield Fault(f"the clip reads norms of the sum of {tile}, which are taken {len(norms)} times, not once behind its last "
+                    "wave", "norms_of_sum behind the last add_to_sum", found[-1])

@@ -140,6 +140,11 @@ class TileLayout:
         """AdamW's state: moments, and the remainder of bf16 weights."""
         return (10 if self.dtype == torch.bfloat16 else 8) * self.elements if self.trainable else 0
 
+    @property
+    def sum_bytes(self) -> int:
+        """Gradients added up over waves, FP32."""
+        return 4 * self.elements if self.trainable else 0
+
     def host_parts(self) -> dict[str, int]:
         """Bytes that training this tile with AdamW takes, by part."""
         moments = 8 * self.elements if self.trainable else 0
@@ -220,16 +225,23 @@ class Store:
         return self.tiles[name]
 
     def allocate_sums(self, tiles: Iterable[str]) -> None:
-        """Memory for FP32 sums of gradients, where these tiles have none yet. Raises `InsufficientMemoryError`; then nothing has
-        changed."""
+        """Memory for FP32 sums of gradients, where these tiles have none yet. Raises `InsufficientMemoryError`; then nothing
+        has changed."""
         missing = [tile for tile in map(self.tiles.__getitem__, tiles) if tile.sums is None and tile.layout.trainable]
-        needed = sum(4 * tile.layout.elements for tile in missing)
+        needed = sum(tile.layout.sum_bytes for tile in missing)
         if needed and needed > (available := available_host_bytes()):
             raise InsufficientMemoryError(
-                f"sums of gradients over waves take {needed} bytes of host memory, and {available} are available: use fewer waves "
+                f"sums of gradients over waves take {needed} bytes of host memory, and {available} are available: use one wave "
                 "(waves=1), or a machine with more memory")
         for tile in missing:
-            tile.sums = host_memory(4 * tile.layout.elements).view(torch.float32)
+            tile.sums = host_memory(tile.layout.sum_bytes).view(torch.float32)
+
+    def room(self, budget: int | None = None) -> int:
+        """Bytes of host memory that these tiles, weights and gradients filled and nothing else yet, have with what is left; at
+        most `budget`."""
+        parts = self.bytes()
+        there = available_host_bytes() + parts.get("weights", 0) + parts.get("gradients", 0)
+        return min(there, budget or there)
 
     def drop_sums(self) -> None:
         """Gives their memory back."""

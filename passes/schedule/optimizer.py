@@ -23,7 +23,7 @@ from collections.abc import Callable
 from torch import fx
 
 from megacompile.plan import Plan
-from megacompile.program import Builder, Program, argument, copy_section, find, op_of
+from megacompile.program import Builder, Program, argument, copy_section, find
 
 name, requires, provides = "optimizer", "offload", "optimizer"
 

@@ -13,6 +13,7 @@ from megacompile.program import Builder, Program, Slot, argument, copy_section, 
 
 SYNCHRONIZING = ("wait", "record", "enter", "leave")
 DROPPED = ("adam", "adam_resident", "offload_weights", "offload_norms", "stash", "fetch", "offload", "accumulate", "clip",
+           "add_to_sum", "norms_of_sum", "adam_of_sum",
            "fetch_gradients", "fetch_state", "store_state", "scale")
 #: What stands for a copy that was dropped: the parameter that it copied.
 _SOURCES = {"stash": "value", "fetch": "stashed"}
@@ -53,7 +54,7 @@ def single(program: Program) -> Iterator[Edit]:
                 behind = next((i for i in range(at + 1, len(listed)) if op_of(listed[i]).lane == argument(node, "lane")), None)
                 if behind is not None:
                     yield Edit("wait moved", section, what, _moved(at, behind - at))
-            if op in ("adam", "adam_resident", "accumulate", "offload"):
+            if op in ("adam", "adam_of_sum", "adam_resident", "accumulate", "add_to_sum", "norms_of_sum", "offload"):
                 yield Edit("op repeated", section, what, _repeated(at))
         yield from _slots(program, section, listed)
 
