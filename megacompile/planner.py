@@ -267,12 +267,13 @@ class Planner:
         return [each for each in found if self.fits(each)] or [self._fitting(found[0], batch, length)]
 
     def _in_waves(self, plan: Plan) -> Iterator[Plan]:
-        """The plan with as many residuals as fit beside as many accumulators as fit; and with as many accumulators as fit
-        beside as many residuals as fit."""
+        """The plan with as many residuals as fit beside all accumulators, if these fit; of several waves also with as many
+        residuals as fit, and then with as many accumulators on the device. (Without residuals waves gain nothing.)"""
         room = self.device_bytes - self.margin_bytes
-        yield self._most_residuals(self._fewest_on_the_host(self._fewest_sums(plan)), room)
-        if plan.waves > 1:
-            sums = self._sums()
+        there = self._fewest_sums(plan)
+        if not there.host_sums:
+            yield self._most_residuals(self._fewest_on_the_host(there), room)
+        if plan.waves > 1 and (sums := self._sums()):
             yield self._fewest_sums(self._most_residuals(self._fewest_on_the_host(replace(plan, host_sums=sums)), room))
 
     def _fewest_sums(self, plan: Plan) -> Plan:
