@@ -176,6 +176,7 @@ class Streamed:
             # Compute comes to its end only after every tile's weights were sent, so after the update before this one.
             self.submit(shape, "train_step", batch, self._open(shape, batch), update).wait((Lane.COMPUTE,))
             self.residency.gradients_current = True
+            self.writes.note_gradients(self.gradients)  # an update that fails is completed if they stay as they are
             if not overlap:
                 self.begin_update(shape, update)
                 self.submit(shape, "update", Batch([], self.constants.on_device), update=update)
