@@ -198,7 +198,8 @@ TEXT_EDITS: dict[tuple[str, str], tuple[dict[str, Any], str, str, str, str, str]
         SUMS, "offload", "train_step", r'add_to_sum\("layers.1", overwrite=True\)', 'add_to_sum("layers.1", overwrite=False)',
         "add_to_sum layers.1 adds to the sum of the step before it"),
     ("summed", "norms of a part"): (
-        SUMS, "optimizer", "train_step", r'(    p.add_to_sum\("layers.1", overwrite=False\).*\n)(    p.norms_of_sum.*\n)', r"\2\1",
+        SUMS, "optimizer", "train_step",
+        r'(    p.add_to_sum\("layers.1", overwrite=False\).*\n)(    p.norms_of_sum.*\n)', r"\2\1",
         "the clip reads norms of the sum of layers.1, which are taken 1 times, not once behind its last wave"),
     ("summed", "update with the last wave alone"): (
         SUMS, "optimizer", "update", r'adam_of_sum\("layers.1"', 'adam("layers.1"',
@@ -207,8 +208,8 @@ TEXT_EDITS: dict[tuple[str, str], tuple[dict[str, Any], str, str, str, str, str]
         SUMS, "optimizer", "update", r'adam\("layers.0"', 'adam_of_sum("layers.0"',
         "adam_of_sum layers.0 would be wrong: gradients of layers.0 are not added up on the host"),
     ("summed", "wave that is never reduced"): (
-        SUMS, "offload", "train_step", r'    d2 = .*\n    o2 = .*\n    p.add_to_sum\("layers.1", overwrite=True\).*\n', "",
-        "a2 is a wave's share of the gradients of layers.1, and is never reduced"),
+        SUMS, "offload", "train_step", r'    d2_1 = .*\n    o2_1 = .*\n    p.add_to_sum\("layers.1".*\n', "",
+        "a2_1 is a wave's share of the gradients of layers.1, and is never reduced"),
     ("added_up", "gradients of a tile in two values of a whole step"): (
         {**SUMS, "host_sums": ("layers.1",)}, "offload", "train_step", r"(    g1_1 = .*)accumulators=\(a1,\)",
         r'    more = p.zeros("layers.0")\n\1accumulators=(more,)', "but a1 holds gradients of the same tile"),
