@@ -105,9 +105,9 @@ def test_sums_are_the_gradients_of_native_autograd(options: dict[str, Any], fp32
     theirs = {name: parameter.grad for name, parameter in native.named_parameters()}
     found = dict(sums(model))
     assert found.keys() == theirs.keys()
-    for name, total in found.items():
-        assert (total - theirs[name]).norm() <= 1e-5 * theirs[name].norm(), name
     expected = torch.nn.utils.get_total_norm(list(theirs.values()))
+    for name, total in found.items():  # a key's bias has no gradient but what rounding leaves
+        assert (total - theirs[name]).norm() <= 1e-5 * theirs[name].norm() + 1e-8 * expected, name
     assert optimizer.grad_norm == pytest.approx(float(expected), rel=1e-5)
 
 
