@@ -47,5 +47,9 @@ class LaneError(RuntimeError):
     """An instruction failed in a lane. `__cause__` is the original exception; the text shows the program around it."""
 
 
+class CheckpointError(MegacompileError):
+    """A checkpoint that cannot be written, or that is damaged, incomplete or of another model; the message names the file."""
+
+
 class TornError(MegacompileError):
     """An update stopped half-way: complete it, or load a checkpoint, before training or saving goes on."""

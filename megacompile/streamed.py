@@ -372,6 +372,7 @@ class Streamed:
         """Gives everything back, and only then raises what an update in flight failed with (`LaneError`, `TornError`)."""
         try:
             self.residency.bring_home()
+            self.store.preserve()  # from now on whoever has the model may change it
             self.check_whole()
         finally:
             self._give_back()
