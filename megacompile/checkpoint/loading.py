@@ -75,10 +75,10 @@ def _check_subject(saved: Manifest, subject: Subject, path: Path) -> None:
         if ours != theirs:
             raise refuse(f"{name} is {theirs} in the checkpoint of a {saved.model}, and {ours} in this "
                          f"{type(subject.streamed.model).__name__}", "stream the model that was saved")
-    groups = [sorted(names) for _, names in subject.groups()]
-    if groups != [sorted(names) for names in saved.groups]:
-        raise refuse(f"its parameter groups have {', '.join(str(len(g)) for g in saved.groups)} parameters, and the "
-                     f"optimizer's {', '.join(map(str, map(len, groups)))}, or others", "make the optimizer as it was made then")
+    groups, then = [sorted(names) for _, names in subject.groups()], [sorted(names) for names in saved.groups]
+    if groups != then:
+        raise refuse(f"its parameter groups have {list(map(len, then))} parameters, and the optimizer's "
+                     f"{list(map(len, groups))}, or others", "make the optimizer as it was made then")
     ours, theirs = (type(subject.scheduler).__name__ if subject.scheduler is not None else "no scheduler",
                     saved.scheduler["class"] if saved.scheduler else "no scheduler")
     if ours != theirs:
