@@ -43,7 +43,6 @@ class ForeignWrites:
             tile_name, position = self.tiling.position[name]
             tile = self.store[tile_name]
             part = tile.layout.slices[position]
-            self.store.preserve(tile_name)
             if parameter.data_ptr() != self.homes[name]:
                 if parameter.shape != part.shape or parameter.dtype != tile.layout.dtype:
                     raise UnsupportedError(

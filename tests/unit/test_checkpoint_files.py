@@ -196,7 +196,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a link": (link_elsewhere, "tensors-00001.safetensors cannot be read"),
     "a flipped bit of the manifest": (lambda f: rewrite_raw(f, '"step": 2', '"step": 3'), "is damaged: its check"),
     "half a manifest": (lambda f: os.truncate(f / manifest.NAME, 500), "manifest.json is damaged: it is not JSON"),
-    "no manifest": (lambda f: (f / manifest.NAME).unlink(), "there is no complete checkpoint in"),
+    "no manifest": (lambda f: (f / manifest.NAME).unlink(), "there is no complete checkpoint"),
     "nesting": (lambda f: (f / manifest.NAME).write_text("[" * 100000), "manifest.json is damaged: it is not JSON"),
     "another format": (lambda f: (f / manifest.NAME).write_text('{"weights": 1}'), "is no manifest of a megacompile checkpoint"),
     "a later version": (lambda f: rewrite(f, lambda b: b.update(version=2)), "has version 2 of the format, and .* reads 1"),

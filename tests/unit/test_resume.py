@@ -1,6 +1,7 @@
 """Going on from a checkpoint gives the bits of a run that was never interrupted; what is saved is the state of one moment."""
 from __future__ import annotations
 
+import copy
 import threading
 import time
 from pathlib import Path
@@ -12,6 +13,7 @@ from resumable import Run, Streamed
 from tiny_models import batch, same_bits, weights
 from torch import nn
 
+import megacompile
 from megacompile import CheckpointWriter, load_checkpoint, save_checkpoint
 from megacompile.checkpoint import files
 from megacompile.errors import CheckpointError, MegacompileError, UnsupportedError
@@ -63,6 +65,21 @@ def test_a_save_before_the_first_step_and_a_run_that_updates_on_the_device_resum
         load_checkpoint(tmp_path, run.model, run.optimizer, scheduler=run.scheduler)
         assert run.steps(2) == expected
         load_checkpoint(tmp_path, run.model, run.optimizer, scheduler=run.scheduler)
+
+
+def test_an_optimizer_of_some_parameters_keeps_the_remainders_of_the_others(one: Streamed, tmp_path: Path) -> None:
+    Run(one.fresh()).steps(2)
+    optimizer = megacompile.AdamW([one.model.head.weight])
+
+    def remainders() -> list[torch.Tensor]:
+        return [tile.remainder.clone() for tile in one.model.megacompile.streamed.store.tiles.values()]
+
+    expected = remainders()
+    save_checkpoint(tmp_path, one.model, optimizer)
+    one.fresh()
+    assert not any(r.any() for r in remainders())
+    load_checkpoint(tmp_path, one.model, optimizer)
+    assert all(map(torch.equal, remainders(), expected)) and all(r.any() for r in expected)
 
 
 # ---------------------------------------------------------------- beside training
@@ -136,20 +153,21 @@ def test_a_little_memory_for_copies_is_used_again_and_again(one: Streamed, tmp_p
 
 
 @pytest.mark.parametrize("write", [
-    lambda run, start: run.model.load_state_dict(start),
-    lambda run, start: run.optimizer.set_master(run.model.head.weight, torch.zeros(64, 16)),
-    lambda run, start: Run(run.model),  # a new optimizer's moments are zero
-    lambda run, start: run.optimizer.load_state_dict(Run(run.model).optimizer.state_dict())],
+    lambda run, model, optimizer: run.model.load_state_dict(model),
+    lambda run, model, optimizer: run.optimizer.set_master(run.model.head.weight, torch.zeros(64, 16)),
+    lambda run, model, optimizer: Run(run.model),  # a new optimizer's moments are zero
+    lambda run, model, optimizer: run.optimizer.load_state_dict(optimizer)],
     ids=["load_state_dict", "set_master", "new optimizer", "optimizer.load_state_dict"])
 def test_our_own_writes_wait_for_the_writer_too(write: Any, one: Streamed, tmp_path: Path, slow_disk: SlowDisk) -> None:
     run = Run(one.fresh())
-    start = weights(run.model)
+    run.steps(1)
+    earlier = weights(run.model), copy.deepcopy(run.optimizer.state_dict())
     run.steps(2)
     expected = run.masters(), run.moments()
     with CheckpointWriter(tmp_path, run.model, run.optimizer, scheduler=run.scheduler) as writer:
         writer.save()
         assert slow_disk.held.wait(20)
-        write(run, start)
+        write(run, *earlier)
         slow_disk.open.set()
     load_checkpoint(tmp_path, run.model, run.optimizer, scheduler=run.scheduler)
     assert same_bits(run.masters(), expected[0]) and same_bits(run.moments(), expected[1])
@@ -196,12 +214,12 @@ def test_what_a_checkpoint_is_not_of_is_refused(one: Streamed, tmp_path: Path) -
         CheckpointWriter(tmp_path, run.model, run.optimizer, keep=0)
     with pytest.raises(CheckpointError, match=r"extra\['f'\] is a function, which a checkpoint cannot hold"):
         save_checkpoint(tmp_path, run.model, run.optimizer, extra={"f": lambda: None})
-    with pytest.raises(CheckpointError, match="nothing can be saved in .*file"):
-        (tmp_path / "file").write_text("")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match=r"nothing can be saved in .*file"):
         save_checkpoint(tmp_path / "file", run.model, run.optimizer)
     arriving = Run(run.model, "backward")
     run.model(**batch(0)).backward()
-    with pytest.raises(MegacompileError, match="save after optimizer.step"):
+    with pytest.raises(MegacompileError, match=r"save after optimizer\.step"):
         save_checkpoint(tmp_path, run.model, arriving.optimizer)
     arriving.optimizer.step()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["file"]
