@@ -64,12 +64,12 @@ def _state(tile: HostTile) -> dict[str, Tensor]:
 
 def _copy(tile: HostTile) -> HostTile:
     """A tile of the same state, without gradients. Raises `InsufficientMemoryError`."""
-    parts = {}
+    copy = HostTile(tile.layout, tile.weights, None)
     for part, memory in _state(tile).items():
-        parts[part] = host_memory(memory.numel())
-        host.copy(parts[part], memory)
-    views = {part: memory.view(getattr(tile, part).dtype) for part, memory in parts.items()}
-    return HostTile(tile.layout, views.pop("weights"), None, **views)
+        aside = host_memory(memory.numel())
+        host.copy(aside, memory)
+        setattr(copy, part, aside.view(getattr(tile, part).dtype))
+    return copy
 
 
 class TouchedError(Exception):

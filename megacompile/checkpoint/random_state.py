@@ -14,8 +14,8 @@ import torch
 def capture(device: torch.device) -> dict[str, Any]:
     """`device`: where the model computes."""
     kind, keys, *rest = np.random.get_state(legacy=True)
-    state = dict(python=random.getstate(), numpy=(kind, torch.from_numpy(keys.view(np.int32).copy()), *rest),
-                 torch=torch.get_rng_state())
+    state: dict[str, Any] = dict(python=random.getstate(), torch=torch.get_rng_state())
+    state["numpy"] = kind, torch.from_numpy(np.array(keys, np.uint32).view(np.int32)), *rest
     if device.type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state(device)
     return state

@@ -198,7 +198,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "half a manifest": (lambda f: os.truncate(f / manifest.NAME, 500), "manifest.json is damaged: it is not JSON"),
     "no manifest": (lambda f: (f / manifest.NAME).unlink(), "there is no complete checkpoint"),
     "nesting": (lambda f: (f / manifest.NAME).write_text("[" * 100000), "manifest.json is damaged: it is not JSON"),
-    "another format": (lambda f: (f / manifest.NAME).write_text('{"weights": 1}'), "is no manifest of a megacompile checkpoint"),
+    "another format": (lambda f: (f / manifest.NAME).write_text('{"weights": 1}'), "no manifest of a megacompile checkpoint"),
     "a later version": (lambda f: rewrite(f, lambda b: b.update(version=2)), "has version 2 of the format, and .* reads 1"),
     "a missing field": (lambda f: rewrite(f, lambda b: b.pop("files")), "does not say what a manifest says"),
     "a path upwards": (lambda f: rewrite(f, lambda b: b["files"].update({"../../x": b["files"].popitem()[1]})),

@@ -76,7 +76,7 @@ def test_an_optimizer_of_some_parameters_keeps_the_remainders_of_the_others(one:
 
     expected = remainders()
     save_checkpoint(tmp_path, one.model, optimizer)
-    one.fresh()
+    one.fresh().megacompile.streamed.adopt_writes()
     assert not any(r.any() for r in remainders())
     load_checkpoint(tmp_path, one.model, optimizer)
     assert all(map(torch.equal, remainders(), expected)) and all(r.any() for r in expected)
@@ -153,15 +153,20 @@ def test_a_little_memory_for_copies_is_used_again_and_again(one: Streamed, tmp_p
 
 
 @pytest.mark.parametrize("write", [
-    lambda run, model, optimizer: run.model.load_state_dict(model),
-    lambda run, model, optimizer: run.optimizer.set_master(run.model.head.weight, torch.zeros(64, 16)),
-    lambda run, model, optimizer: Run(run.model),  # a new optimizer's moments are zero
-    lambda run, model, optimizer: run.optimizer.load_state_dict(optimizer)],
-    ids=["load_state_dict", "set_master", "new optimizer", "optimizer.load_state_dict"])
+    lambda run, model, optimizer, path: run.model.load_state_dict(model),
+    lambda run, model, optimizer, path: run.optimizer.set_master(run.model.head.weight, torch.zeros(64, 16)),
+    lambda run, model, optimizer, path: Run(run.model),  # a new optimizer's moments are zero
+    lambda run, model, optimizer, path: run.optimizer.load_state_dict(optimizer),
+    lambda run, model, optimizer, path: load_checkpoint(path, run.model, run.optimizer)],
+    ids=["load_state_dict", "set_master", "new optimizer", "optimizer.load_state_dict", "load_checkpoint"])
 def test_our_own_writes_wait_for_the_writer_too(write: Any, one: Streamed, tmp_path: Path, slow_disk: SlowDisk) -> None:
     run = Run(one.fresh())
     run.steps(1)
-    earlier = weights(run.model), copy.deepcopy(run.optimizer.state_dict())
+    slow_disk.open.set()
+    path = save_checkpoint(tmp_path / "earlier", run.model, run.optimizer)
+    earlier = weights(run.model), copy.deepcopy(run.optimizer.state_dict()), path
+    slow_disk.open.clear()
+    slow_disk.held.clear()
     run.steps(2)
     expected = run.masters(), run.moments()
     with CheckpointWriter(tmp_path, run.model, run.optimizer, scheduler=run.scheduler) as writer:
