@@ -159,18 +159,27 @@ class _Save:
         workers = [threading.Thread(target=self._work, name="megacompile checkpoint") for _ in range(_THREADS)]
         last = threading.Thread(target=self._complete, args=(workers,), name="megacompile checkpoint")
         self.threads = [*workers, last]
-        for thread in self.threads:
-            thread.start()
+        try:
+            for thread in self.threads:
+                thread.start()
+        except BaseException as error:  # too many threads, or Ctrl-C: no update may wait for a writer that is not there
+            self._fail(error)
+            self.store.snapshot = None
+            self.folder.discard()
+            raise
 
     # ---------------------------------------------------------------- in the threads
     def _work(self) -> None:
-        buffer = np.empty(_CHUNK_BYTES, np.uint8)
         try:
+            buffer = np.empty(_CHUNK_BYTES, np.uint8)
             while self.error is None and (tile := next(self.order, None)) is not None:
                 self._write_tile(tile, buffer)
         except BaseException as error:  # whatever it is, it belongs to the caller; and no update may wait for ever
-            self.error = self.error or error
-            self.snapshot.abandon()
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        self.error = self.error or error  # the first: others follow from it
+        self.snapshot.abandon()
 
     def _write_tile(self, name: str, buffer: np.ndarray[Any, Any]) -> None:
         file, tile = f"tensors-{self.numbers[name]:05d}.safetensors", self.tiles[name]

@@ -1,6 +1,7 @@
 """On CUDA: a run that is saved beside training, with tiles that are updated on the device, goes on to the bit."""
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,13 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 import megacompile
 
 pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 def streamed(**options: Any) -> Any:
@@ -43,7 +51,6 @@ def steps(model: Any, optimizer: Any, count: int) -> list[float]:
 @pytest.mark.parametrize("state", [(), ("model.layers.1", "model.layers.2")], ids=["", "updated on the device"])
 def test_a_run_resumes_to_the_bit_under_its_own_and_another_plan(
         overlap: str | None, copy_memory: Any, state: tuple[str, ...], tmp_path: Path) -> None:
-    torch.use_deterministic_algorithms(True, warn_only=True)
     options = {"lr": 1e-3, "overlap": overlap, "max_grad_norm": None if overlap else 1.0}
     model = streamed(resident=state, resident_state=state)
     optimizer = megacompile.AdamW(model.parameters(), **options)

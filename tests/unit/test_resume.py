@@ -11,12 +11,13 @@ import pytest
 import torch
 from resumable import Run, Streamed
 from tiny_models import batch, same_bits, weights
-from torch import nn
+from torch import fx, nn
 
 import megacompile
 from megacompile import CheckpointWriter, load_checkpoint, save_checkpoint
 from megacompile.checkpoint import files
-from megacompile.errors import CheckpointError, MegacompileError, UnsupportedError
+from megacompile.errors import CheckpointError, LaneError, MegacompileError, TornError, UnsupportedError
+from megacompile.program import argument, op_of
 
 #: How a step is done: clipped or on arrival, in a loop or as one program.
 STEPS = [(overlap, whole) for overlap in (None, "backward") for whole in (False, True)]
@@ -80,6 +81,26 @@ def test_an_optimizer_of_some_parameters_keeps_the_remainders_of_the_others(one:
     assert not any(r.any() for r in remainders())
     load_checkpoint(tmp_path, one.model, optimizer)
     assert all(map(torch.equal, remainders(), expected)) and all(r.any() for r in expected)
+
+
+def test_a_checkpoint_mends_what_an_update_left_half_way_and_torn_weights_are_not_saved(one: Streamed, tmp_path: Path) -> None:
+    run = Run(one.fresh(), "backward")
+    run.steps(1)
+    save_checkpoint(tmp_path, run.model, run.optimizer, scheduler=run.scheduler)
+    expected, executor = run.steps(2), run.model.megacompile.streamed.executor
+
+    def probe(node: fx.Node) -> None:
+        if op_of(node).name == "adam" and argument(node, "tile") == "layers.0":
+            executor.probe = None
+            raise RuntimeError("power cut")
+
+    executor.probe = probe
+    with pytest.raises(LaneError, match="power cut"):
+        run.steps(2)
+    with pytest.raises(TornError, match=r"megacompile\.load_checkpoint"):
+        save_checkpoint(tmp_path, run.model, run.optimizer)
+    load_checkpoint(tmp_path, run.model, run.optimizer, scheduler=run.scheduler)
+    assert run.steps(2) == expected
 
 
 # ---------------------------------------------------------------- beside training
@@ -207,6 +228,29 @@ def test_a_bandwidth_is_kept_unless_an_update_waits(one: Streamed, tmp_path: Pat
 
     assert seconds(bandwidth=4 * size, copy_memory="1GiB") > 0.15
     assert seconds(bandwidth=max(1, size // 60), copy_memory=0) < 30, "it would take a minute"
+
+
+def test_a_writer_that_cannot_begin_holds_nothing_up(
+        one: Streamed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, begun, start = Run(one.fresh()), [], threading.Thread.start
+
+    def second_fails(thread: threading.Thread) -> None:
+        if thread.name == "megacompile checkpoint" and (begun.append(thread) or len(begun) == 2):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    run.steps(1)
+    writer = CheckpointWriter(tmp_path, run.model, run.optimizer, scheduler=run.scheduler, copy_memory=0)
+    monkeypatch.setattr(threading.Thread, "start", second_fails)
+    with pytest.raises(RuntimeError, match="can't start"):
+        writer.save()
+    monkeypatch.undo()
+    run.steps(2)
+    run.model.megacompile.synchronize()
+    begun[0].join()
+    writer.save()
+    writer.close()
+    assert [p.name for p in tmp_path.iterdir()] == ["000001-step-3"]
 
 
 def test_what_a_checkpoint_is_not_of_is_refused(one: Streamed, tmp_path: Path) -> None:
