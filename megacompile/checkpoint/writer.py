@@ -189,7 +189,6 @@ class _Save:
                                          tuple(p.name for p in parts if p.parameter is s), self.steps.get(s.name))
         entries = [self.tensors[piece.parameter.name].entry(piece.parameter.name, piece.name) for piece in parts]
         self.files[file] = write_file(self.folder.path / file, self._chunks(name, entries, parts, buffer))
-        self.snapshot.finish(name)
 
     def _chunks(self, tile: str, entries: list[Entry], parts: list[Piece], buffer: np.ndarray[Any, Any]) -> Iterator[Any]:
         yield header(entries)
@@ -203,6 +202,7 @@ class _Save:
                 yield buffer[:count]
                 position += count
                 self.pace.add(count)
+        self.snapshot.finish(tile)  # before the disk has it: an update may wait
 
     def _complete(self, workers: list[threading.Thread]) -> None:
         for worker in workers:
