@@ -85,7 +85,8 @@ class Planner:
         return chosen
 
     def _fastest(self, batch: int, length: int, update: str, whole_step: bool, counts: Sequence[int], pace: Pace) -> Plan:
-        """Simulates plans in the order of their computing alone, as long as one may yet be faster than the best so far."""
+        """Simulates plans in the order of their computing alone, as long as one may yet be faster than the best so far: with a
+        host that is slower than its rates say."""
         found: dict[Plan, None] = {}
         for count in counts:
             try:
@@ -102,7 +103,7 @@ class Planner:
             if best is not None and bound * WORTH >= best[0]:
                 break
             for variant in dict.fromkeys((plan, pace.lowest_first(plan, whole_step)) if update == "arrival" else (plan,)):
-                seconds = pace.timeline(variant, whole_step).step_s
+                seconds = pace.cautious_s(variant, whole_step)
                 if best is None or seconds * WORTH < best[0]:
                     best = seconds, variant
         assert best is not None
