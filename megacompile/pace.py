@@ -15,7 +15,6 @@ from megacompile.program import Program, argument, op_of
 from megacompile.simulate import Timeline
 from megacompile.tiling import Tiling
 
-
 #: Share of the rate of the host's AdamW that plans are chosen with. It has the least certain of all rates, since everything
 #: on the host shares its memory: plans that a slower one would hurt are only taken where they gain more.
 CAUTION = 0.95
