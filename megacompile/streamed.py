@@ -334,8 +334,8 @@ class Streamed:
         """Raises `TornError` if an update stopped between its first and its last tile."""
         if self.torn:
             complete = "call optimizer.step() again to complete it, or " if self._stored() else ""
-            raise TornError(f"an update stopped half-way: {complete}load a checkpoint with load_state_dict (the model's, then "
-                            "the optimizer's)")
+            raise TornError(f"an update stopped half-way: {complete}load a checkpoint (megacompile.load_checkpoint, or "
+                            "load_state_dict of the model, then of the optimizer)")
 
     def mend(self) -> None:
         """All weights were written anew: what was missing of an update is no longer wanted."""
@@ -375,6 +375,7 @@ class Streamed:
         """Gives everything back, and only then raises what an update in flight failed with (`LaneError`, `TornError`)."""
         try:
             self.residency.bring_home()
+            self.store.preserve()  # from now on whoever has the model may change it
             self.check_whole()
         finally:
             self._give_back()

@@ -156,6 +156,7 @@ def _offload_norms(frame: Frame, node: fx.Node) -> None:
 
 
 def _offload_weights(frame: Frame, node: fx.Node) -> None:
+    frame.store.preserve(argument(node, "tile"))
     frame.backend.copy(frame.store[argument(node, "tile")].weights, frame.read(node, "resident").memory, Lane.CPU)
 
 
@@ -232,6 +233,7 @@ def _update(frame: Frame, node: fx.Node, tile: HostTile, gradients: Tensor) -> N
     if not segments or tile.layout.name in update.done:
         return
     assert tile.m is not None and tile.v is not None, "the optimizer made no state"
+    frame.store.preserve(tile.layout.name)
     host.adamw(tile.layout.flat(tile.weights), tile.remainder, gradients, tile.m, tile.v, segments,
                frame.read(node, "clip") if "clip" in node.kwargs else 1.0)
     tile.moments_written = True
@@ -262,6 +264,7 @@ def _fetch_state(frame: Frame, node: fx.Node) -> State:
 
 
 def _store_state(frame: Frame, node: fx.Node) -> None:
+    frame.store.preserve(argument(node, "tile"))
     tile, state = frame.store[argument(node, "tile")], frame.read(node, "state")
     for there, here in zip(state.parts, (tile.m, tile.v, tile.remainder), strict=True):
         if there is not None and here is not None:

@@ -15,11 +15,15 @@ import mmap
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from megacompile.errors import InsufficientMemoryError
+
+if TYPE_CHECKING:
+    from .snapshot import Snapshot
 
 ALIGNMENT = 64  # elements: 128 bytes at least in every dtype, so that no parameter begins in another's cache line
 PAGE = 4096
@@ -225,9 +229,11 @@ class HostTile:
 
 @dataclass
 class Store:
-    """All tiles of a streamed model, in the order of the model's calls."""
+    """All tiles of a streamed model, in the order of the model's calls. Whoever changes state that a checkpoint holds calls
+    `preserve` first: a `snapshot` may not have been written yet."""
 
     tiles: dict[str, HostTile] = field(default_factory=dict)
+    snapshot: Snapshot | None = None
 
     def __getitem__(self, name: str) -> HostTile:
         return self.tiles[name]
@@ -255,6 +261,12 @@ class Store:
         """Gives their memory back."""
         for tile in self.tiles.values():
             tile.sums = None
+
+    def preserve(self, *names: str) -> None:
+        """Returns when these tiles (all, if none is named) may change. May wait for a checkpoint's writer."""
+        if (snapshot := self.snapshot) is not None:  # its writer forgets it when it is done
+            for name in names or self.tiles:
+                snapshot.preserve(name)
 
     def bytes(self) -> dict[str, int]:
         total: dict[str, int] = {}
