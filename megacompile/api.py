@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from megacompile.config import StreamConfig
+from megacompile.config import NAMES_OF_TILES, StreamConfig
 from megacompile.errors import MegacompileError, UnsupportedError
 from megacompile.frontend.attention_kernels import fused_kernel
 from megacompile.frontend.capture import CapturedModel, capture
@@ -56,7 +56,7 @@ def attach(model: M, fill: Callable[[nn.Module, Tiling], Store], config: StreamC
     """`stream`, of a model whose weights may yet be nowhere: `fill` makes the tiles and points the model's parameters there."""
     backend = make_backend(config.device)
     captured, tiling = analyse(model, config, backend.device.type, layers, example, fused_kernel(backend.device))
-    check_host_memory(tiling)
+    check_host_memory(tiling, parse_bytes(config.host_memory))
     check_device_memory(tiling, parse_bytes(config.device_memory) or backend.free_bytes())
     spend_locked_memory(captured, tiling, parse_bytes(config.locked_memory), config.gradient_slabs)
     streamed = Streamed(model, captured, tiling, fill(model, tiling), backend, config)
@@ -99,7 +99,7 @@ def analyse(model: nn.Module, config: StreamConfig, device_type: str, layers: st
     captured = capture(subject, layers=layers, example=example, pipeline=config.template_passes,
                        target=Target(device_type, dtype, fused_attention))
     tiling = Tiling.of(model, captured.calls, config.dtype)
-    for option in ("resident", "resident_state"):
+    for option in NAMES_OF_TILES:
         names = getattr(config, option)
         if names not in ("all", None) and (unknown := set(names) - set(tiling.layouts)):
             raise MegacompileError(f"{option} names {', '.join(sorted(unknown))}, which are no tiles of "

@@ -214,14 +214,12 @@ def plan(
     model: Model,
     planning: Planning,
     knobs: Knobs,
-    host_memory: Annotated[str | None, typer.Option(help='Host memory to stay within, such as "256GiB"; else that of the '
-                                                         "hardware.")] = None,
 ) -> None:
     """Predict whether a model fits, how fast a step is and what binds, for the plan that would be chosen and those beside it.
 
     Loads no weights, trains nothing, and needs no GPU to plan for one. Exit code 1 if the model does not fit.
     """
-    found = planning.schedule(model, knobs).outlook(host_memory)
+    found = planning.schedule(model, knobs).outlook()
     print(found.text())
     if not found.fits:
         raise typer.Exit(EXIT_FAILED)

@@ -8,13 +8,13 @@ from torch import fx
 from megacompile.fault import Fault
 from megacompile.listing import describe
 from megacompile.program import Program, argument, find, nodes, op_of, operands, reached
+from megacompile.sums import UPDATE_OPS, summed_tiles
 
 _FORWARD = ("forward", "forward_saving", "loss", "evaluate", "logits")
 _BACKWARD = ("backward", "recompute_backward")
 #: Ops that make what a parameter takes.
 _MAKERS = {"inputs": ("forward", "forward_saving", "stash", "stashed", "fetch"), "saved": ("forward_saving",),
            "gradient": ("loss", *_BACKWARD)}
-_ADAM = ("adam", "adam_resident")
 #: What the sections that run between steps do for each tile that is updated on the device.
 _MOVES = {"load": "fetch_state", "store": "store_state", "rescue": "offload_weights", "refresh": "fetch_gradients"}
 _BACKWARD_SECTIONS = {"backward": True, "backward_accumulate": False, "train_step": True}  # does it overwrite gradients
@@ -216,7 +216,8 @@ def _stashes(name: str, graph: fx.Graph, forward: fx.Graph) -> Iterator[Fault]:
 def sent_home(program: Program) -> Iterator[Fault]:
     """Each trainable tile's accumulators are reduced once, after the last contribution, and offloaded once: straight
     into the tile's gradients, or through a slab that is accumulated once. Of a tile that is updated on the device the
-    gradients stay where its update reads them; of a whole step only their norms go home."""
+    gradients stay where its update reads them; of a whole step only their norms go home. (Sums over waves on the host have a
+    rule of their own.)"""
     origins = _Origins(program)
     tiles, there, consumed = trainable(program, tuple(program.tiles)), _updated_there(program), _consumed_there(program)
     for name, overwrite in _BACKWARD_SECTIONS.items():
@@ -225,9 +226,9 @@ def sent_home(program: Program) -> Iterator[Fault]:
             if "forward" in program.sections and name != "train_step" and not _updates_on_arrival(program):
                 yield Fault(f"the program has a forward and no {name}", "add the section")
             continue
-        graph = program.section(name)
-        yield from _once(program, name, graph, ("reduce",), tiles)
-        yield from _once(program, name, graph, ("offload",), [t for t in tiles if t not in consumed])
+        graph, summed = program.section(name), summed_tiles(program, name)
+        yield from _once(program, name, graph, ("reduce",), tiles, summed)
+        yield from _once(program, name, graph, ("offload",), [t for t in tiles if t not in consumed], summed)
         if reached(program, "optimizer") and not _updates_on_arrival(program):
             if name == "train_step":
                 yield from _once(program, name, graph, ("offload_norms",), there)
@@ -244,7 +245,8 @@ def sent_home(program: Program) -> Iterator[Fault]:
                         yield Fault(f"{describe(node)} reduces the accumulators of {origins.tile(value)}",
                                     "give it those of its own tile", node, value)
         for node in find(graph, "offload"):
-            yield from _arrival(program, name, node, overwrite)
+            if argument(node, "tile") not in summed:
+                yield from _arrival(program, name, node, overwrite)
 
 
 def _arrival(program: Program, name: str, offload: fx.Node, overwrite: bool) -> Iterator[Fault]:
@@ -278,12 +280,14 @@ def _left_there(program: Program, name: str, graph: fx.Graph, there: list[str], 
                         f"{slots.get(tile)}", "leave them where the update reads them", node)
 
 
-def _once(program: Program, name: str, graph: fx.Graph, ops: tuple[str, ...], tiles: list[str]) -> Iterator[Fault]:
+def _once(program: Program, name: str, graph: fx.Graph, ops: tuple[str, ...], tiles: list[str],
+          often: frozenset[str] = frozenset()) -> Iterator[Fault]:
+    """`often`: tiles of which there may be several."""
     op = ops[0]
     seen: dict[str, fx.Node] = {}
     for node in find(graph, *ops):
         tile = argument(node, "tile")
-        if tile in seen:
+        if tile in seen and tile not in often:
             yield Fault(f"tile {tile} has a second {op} in {name}", f"{op} each trainable tile once", node, seen[tile])
         if tile not in tiles:
             yield Fault(f"tile {tile} has {op} in {name}, but does not train", "leave frozen tiles alone", node)
@@ -307,10 +311,10 @@ def updated(program: Program) -> Iterator[Fault]:
     if _updates_on_arrival(program):
         if "update" in program.sections:
             yield Fault("tiles are updated on arrival of their gradients, and again in update", "update each tile once",
-                        next(find(program.section("update"), *_ADAM), None))
+                        next(find(program.section("update"), *UPDATE_OPS), None))
         for name in ("backward", "train_step"):
             if name in program.sections:
-                yield from _once(program, name, program.section(name), _ADAM, tiles)
+                yield from _once(program, name, program.section(name), UPDATE_OPS, tiles)
                 yield from _refreshed(program, name, tiles)
                 yield from _copied_home(program, name)
         return
@@ -323,8 +327,8 @@ def updated(program: Program) -> Iterator[Fault]:
     if len(clips) != 1 or sorted(argument(clips[0], "tiles")) != sorted(tiles):
         yield Fault("update needs one clip over all trainable tiles", "clip once, over every trainable tile",
                     clips[-1] if clips else None)
-    yield from _once(program, "update", graph, _ADAM, tiles)
-    for node in find(graph, *_ADAM):
+    yield from _once(program, "update", graph, UPDATE_OPS, tiles)
+    for node in find(graph, *UPDATE_OPS):
         if operands(node, "clip") != tuple(clips):
             yield Fault(f"{describe(node)} does not take the clip", "give it the clip of its section", node)
     yield from _refreshed(program, "update", tiles)
@@ -333,7 +337,7 @@ def updated(program: Program) -> Iterator[Fault]:
 
 def _updates_on_arrival(program: Program) -> bool:
     return any(True for name in ("backward", "train_step") if name in program.sections
-               for _ in find(program.section(name), *_ADAM))
+               for _ in find(program.section(name), *UPDATE_OPS))
 
 
 def _updated_there(program: Program) -> list[str]:
@@ -379,8 +383,8 @@ def _refreshed(program: Program, name: str, tiles: list[str]) -> Iterator[Fault]
     graph = program.section(name)
     resident = {argument(node, "tile"): node for g in program.sections.values() for node in find(g, "resident")}
     fresh: dict[str, fx.Node | None] = {}
-    for node in find(graph, *_ADAM, "prefetch"):
-        fresh[argument(node, "tile")] = None if op_of(node).name == "adam" else node
+    for node in find(graph, *UPDATE_OPS, "prefetch"):
+        fresh[argument(node, "tile")] = node if op_of(node).name in ("adam_resident", "prefetch") else None
     for tile, node in resident.items():
         if tile in tiles and fresh.get(tile) is None:
             yield Fault(f"tile {tile} is resident on the device, and {name} leaves its old weights there",

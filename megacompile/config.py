@@ -12,6 +12,9 @@ from megacompile.passes import PIPELINE, TEMPLATE_PIPELINE
 from megacompile.passes.pipeline import check_pipeline, check_template_pipeline
 from megacompile.sizes import parse_bytes
 
+#: Options that name tiles.
+NAMES_OF_TILES = ("resident", "resident_state", "host_sums")
+
 
 @dataclass(frozen=True)
 class StreamConfig:
@@ -24,11 +27,14 @@ class StreamConfig:
         device_memory: budget of the device, bytes or "24GiB".
         locked_memory: page-locked host memory; too little for all weights and gradients: they pass through slabs, as many as
             fit and at most `gradient_slabs`.
+        host_memory: budget of the host, tiles and all; None: what there is.
         dtype: compute dtype; None: that of the model's parameters.
         compile: templates through inductor; None: on cuda.
         saved_layers: how many last layers keep their residuals; None: on cuda as many as fit, elsewhere none.
         waves: in how many shares `train_step` sends a batch forward and back; None: on cuda as many as let all layers keep
             their residuals, elsewhere one.
+        host_sums: names of tiles (or one name) whose gradients are added up between waves in FP32 in host memory, 4 bytes a
+            parameter, or "all"; None: those for which the device has no room.
         token_chunk: positions of a sequence that a layer computes at a time, outside of attention; 0: all; None: all, unless
             a micro-batch of one sequence does not fit.
         host_checkpoints: how many activation checkpoints of a micro-batch, those of the lowest layers, wait in (page-locked)
@@ -47,10 +53,12 @@ class StreamConfig:
     micro_batch_size: int | None = None
     device_memory: int | float | str | None = None
     locked_memory: int | float | str | None = None
+    host_memory: int | float | str | None = None
     dtype: torch.dtype | None = None
     compile: bool | None = None
     saved_layers: int | None = None
     waves: int | None = None
+    host_sums: tuple[str, ...] | str | None = None
     token_chunk: int | None = None
     host_checkpoints: int | bool | None = None
     resident: tuple[str, ...] | str = ()
@@ -74,7 +82,7 @@ class StreamConfig:
         checkpoints = self.host_checkpoints
         if checkpoints is not None and (not isinstance(checkpoints, int) or checkpoints < 0):
             raise MegacompileError(f"host_checkpoints must be True, False or a whole number of at least 0, not {checkpoints!r}")
-        for option in ("resident", "resident_state"):
+        for option in NAMES_OF_TILES:
             names = getattr(self, option)
             if isinstance(names, str) and names != "all":
                 object.__setattr__(self, option, (names,))
@@ -87,6 +95,7 @@ class StreamConfig:
         check_template_pipeline(self.template_passes)
         parse_bytes(self.device_memory)
         parse_bytes(self.locked_memory)
+        parse_bytes(self.host_memory)
         for name in ("compile", "reference"):
             if getattr(self, name) not in (None, True, False):
                 raise MegacompileError(f"{name} must be True or False, not {getattr(self, name)!r}")

@@ -34,7 +34,10 @@ COSTS: dict[str, str] = {
     "offload": "gradient bytes / d2h rate", "offload_weights": "weight bytes / d2h rate",
     "stash": "the checkpoint's bytes / d2h rate", "fetch": "the checkpoint's bytes / h2d rate",
     "pack": "weight bytes / host copy rate", **dict.fromkeys(("fetch_state", "store_state"), "state bytes / host copy rate"),
-    "accumulate": "gradient bytes / host copy rate; twice that where it adds", "adam": "parameters / rate of the update",
+    "accumulate": "gradient bytes / host copy rate; twice that where it adds",
+    **dict.fromkeys(("adam", "adam_of_sum"), "parameters / rate of the update"),
+    "add_to_sum": "(gradient + FP32 sum bytes; the sum's twice where it adds) / (2 x host copy rate)",
+    "norms_of_sum": "FP32 sum bytes / (2 x host copy rate)",
     "adam_resident": "(gradient + 2 x weight + 2 x state bytes) / memory bandwidth",
     "zeros": "bytes of the accumulators (FP32) / memory bandwidth",
     "reduce": "(accumulators + 2 x gradient bytes) / memory bandwidth", "scale": "2 x bytes of the value / memory bandwidth"}
@@ -124,7 +127,12 @@ class Durations:
                 return tile.state_bytes / hardware.host_copy
             case "accumulate":  # adding reads what is there and takes the norm: twice the traffic of a copy
                 return tile.gradient_bytes * (1 if argument(node, "overwrite") else 2) / hardware.host_copy
-            case "adam":
+            case "add_to_sum":  # a copy's rate is of bytes that are read and written
+                passes = 1 if argument(node, "overwrite") else 2
+                return (tile.gradient_bytes + passes * self.layouts[tile.name].sum_bytes) / (2 * hardware.host_copy)
+            case "norms_of_sum":
+                return self.layouts[tile.name].sum_bytes / (2 * hardware.host_copy)
+            case "adam" | "adam_of_sum":
                 return tile.parameters / hardware.adam
             case "adam_resident":  # gradients are read, weights and state read and written
                 return self._through_memory(tile.gradient_bytes + 2 * (tile.weight_bytes + tile.state_bytes))

@@ -26,6 +26,7 @@ from megacompile.plan import Plan, Shape
 from megacompile.program import SLOT_KINDS, STAGES, Program, argument, find, op_of, slot_family
 from megacompile.shapes import CompiledShape, Shapes
 from megacompile.sizes import format_bytes
+from megacompile.sums import summed_tiles
 from megacompile.text import parse_with_plan, print_program
 from megacompile.verify import verify
 
@@ -74,6 +75,9 @@ def _unedited(shapes: Shapes, shape: Shape, plan: Plan) -> Program:
     if plan.update_order and sorted(plan.update_order) != sorted(tiles):
         raise ProgramError("update_order names some tiles and not others, or what is no tile of this model: name each of "
                            f"{', '.join(shapes.tiling.layouts)} once, or none")
+    if unknown := sorted(set(plan.host_sums) - tiles):
+        raise ProgramError(f"the plan adds up gradients of {', '.join(unknown)} on the host, which are no tiles of this model: "
+                           f"it has {', '.join(shapes.tiling.layouts)}")
     if plan.saved_layers > layers:
         raise ProgramError(f"the plan keeps residuals of {plan.saved_layers} layers, and the model has {layers}: print the "
                            "program again with model.megacompile.text(batch)")
@@ -108,6 +112,8 @@ def _same_purpose(program: Program, unedited: Program) -> None:
             for op, call, mb in what:
                 raise ProgramError(f"{name} {how} {op} {call} mb {mb}, unlike its plan: leave the plan, and what is "
                                    "computed, as printed")
+        if summed_tiles(program, name) != summed_tiles(unedited, name):
+            raise ProgramError(f"{name} adds up other tiles' gradients on the host than its plan: leave add_to_sum as printed")
     kept, due = kept_slots(program), kept_slots(unedited)
     for slot in dict.fromkeys((*kept, *due)):
         if kept.get(slot) != due.get(slot):

@@ -47,9 +47,10 @@ class LaneError(RuntimeError):
     """An instruction failed in a lane. `__cause__` is the original exception; the text shows the program around it."""
 
 
+class CheckpointError(MegacompileError):
+    """A checkpoint, of weights or of a run, that cannot be read or written, is damaged or does not belong to the model; the
+    message names the file and the reason."""
+
+
 class TornError(MegacompileError):
     """An update stopped half-way: complete it, or load a checkpoint, before training or saving goes on."""
-
-
-class CheckpointError(MegacompileError):
-    """A checkpoint that cannot be read or written, or that does not belong to the model; the message names file and reason."""

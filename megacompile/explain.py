@@ -46,7 +46,8 @@ def _worth_a_look(plans: Iterable[Plan], planner: Planner) -> Iterator[Plan]:
 
 
 def _candidate(planner: Planner, plan: Plan, whole_step: bool) -> Candidate:
-    needed, host_bytes = planner.estimate(plan, plan.length).total + planner.margin_bytes, planner.tiling.host_bytes()
+    needed = planner.estimate(plan, plan.length).total + planner.margin_bytes
+    host_bytes = planner.tiling.host_bytes() + planner.host_parts(plan)["sums"]
     if not planner.fits(plan):
         return Candidate(plan, needed, host_bytes, None)
     assert planner.pace is not None, "nothing is known of the machine"
@@ -68,7 +69,8 @@ class Outlook:
 
     Attributes:
         candidates: the plan and those beside it, the fastest first, those that do not fit last.
-        host_parts: bytes of host memory by part of the tiles ("slabs" beside them); `host_budget` bytes are there.
+        host_parts: bytes of host memory by part of the tiles ("sums" of waves and "slabs" beside them); `host_budget` bytes are
+            there.
         largest_batch: the most sequences of this length that the device holds a step of.
     """
 
@@ -127,7 +129,8 @@ def outlook(planner: Planner, chosen: Plan, host_budget: int, whole_step: bool =
     listed = {c.plan for c in found}
     found += [_candidate(planner, plan, whole_step) for plan in dict.fromkeys([chosen, *tried]) if plan not in listed]
     found.sort(key=lambda c: c.timeline.step_s if c.timeline is not None else float("inf"))
-    parts = planner.tiling.host_parts()
+    sums = planner.host_parts(chosen)["sums"]
+    parts = planner.tiling.host_parts() | ({"sums": sums} if sums else {})
     slabs = next(c.host_bytes for c in found if c.plan == chosen) - sum(parts.values())
     return Outlook(planner, chosen, tuple(found), parts | ({"slabs": slabs} if slabs else {}), host_budget,
                    planner.largest_batch(chosen.length))
@@ -151,7 +154,7 @@ def _table(found: Sequence[Candidate], chosen: Plan, operations: int) -> str:
         plan, timeline = each.plan, each.timeline
         chunked = f" ({plan.token_chunk} tokens at a time)" if plan.token_chunk else ""
         sizes = (plan.checkpoint_interval, f"{plan.micro_batches[0]}{chunked}", plan.waves, plan.saved_layers,
-                 plan.host_checkpoints, len(plan.resident_state),
+                 plan.host_checkpoints, len(plan.host_sums), len(plan.resident_state),
                  f"{each.device_bytes / 2**30:.1f}", f"{each.host_bytes / 2**30:.1f}")
         if timeline is None:
             rows.append(("", *sizes, "does not fit", "", "", "", ""))
@@ -162,7 +165,7 @@ def _table(found: Sequence[Candidate], chosen: Plan, operations: int) -> str:
         rows.append(("->" if plan == chosen else "", *sizes, f"{timeline.step_s:.3f}",
                      f"{operations / timeline.step_s / 1e12:.3g}", f"{timeline.occupancy(Lane.COMPUTE):.0%}",
                      str(timeline.binds), parts))
-    header = ["", "K", "micro-batch", "waves", "saved layers", "host checkpoints", "updated there", "device GiB", "host GiB",
-              "step s", "TFLOPS", "compute busy", "binds", "critical"]
+    header = ["", "K", "micro-batch", "waves", "saved layers", "host checkpoints", "host sums", "updated there", "device GiB",
+              "host GiB", "step s", "TFLOPS", "compute busy", "binds", "critical"]
     return str(tabulate(rows, header, tablefmt="simple", disable_numparse=True, colalign=(
-        "left", *["right"] * 11, "left", "left")))
+        "left", *["right"] * 12, "left", "left")))

@@ -21,7 +21,6 @@ from megacompile.pace import pace_of
 from megacompile.plan import Plan, Shape
 from megacompile.program import Op, Program
 from megacompile.recording import Recording
-from megacompile.runtime.store import available_host_bytes
 from megacompile.shapes import CompiledShape
 from megacompile.simulate import Timeline
 from megacompile.streamed import Streamed
@@ -168,8 +167,8 @@ class Handle:
             raise MegacompileError("plans of training steps are explained, not those of evaluations: pass a batch with labels")
         pace = pace_of(streamed.captured, streamed.tiling, self._hardware(hardware), streamed.binder.compiling,
                        streamed.planner.config.passes)
-        host_budget = available_host_bytes() + sum(streamed.store.bytes().values())
-        return outlook(replace(streamed.planner, pace=pace), shape.plan, host_budget, shape.shape.whole_step).text()
+        planner = replace(streamed.planner, pace=pace)
+        return outlook(planner, shape.plan, planner.host_bytes, shape.shape.whole_step).text()
 
     def _hardware(self, hardware: str | Path | Hardware | None) -> Hardware:
         if isinstance(hardware, Hardware):

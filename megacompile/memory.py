@@ -1,4 +1,4 @@
-"""What a plan takes on the device, in bytes, at its busiest moment.
+"""What a plan takes on the device, in bytes, at its busiest moment; and on the host, beside tiles and slabs.
 
 Slots are counted exactly as `passes/schedule/place.py` makes them, values that outlive an op as the program keeps them; an op
 holds what `cost.peak_bytes` says.
@@ -42,6 +42,12 @@ def checkpoint_bytes(captured: CapturedModel, plan: Plan) -> list[int]:
     return [size * plan.micro_batches[mb] for size in sizes for mb in plan.wave(0)]  # the first wave is the largest
 
 
+def host_parts(captured: CapturedModel, tiling: Tiling, plan: Plan) -> dict[str, int]:
+    """Host memory that a plan takes beside tiles and slabs, by purpose."""
+    return {"checkpoints": sum(checkpoint_bytes(captured, plan)),
+            "sums": sum(tiling.layouts[tile].sum_bytes for tile in plan.host_sums)}
+
+
 def slot_bytes(captured: CapturedModel, tiling: Tiling, plan: Plan) -> int:
     """Slots of weights, gradients and fetched checkpoints. They are made once and stay, so that an evaluation counts all of
     them too."""
@@ -50,6 +56,7 @@ def slot_bytes(captured: CapturedModel, tiling: Tiling, plan: Plan) -> int:
     streamed = [x for x in layers if x.name not in plan.resident]
     kept = plan.resident_state if plan.update == "step" else ()  # gradients that have slots of their own
     trained = [x for x in layers if x.trainable and x.name not in kept]
+    sent = len(trained) + (plan.waves - 1) * sum(x.name in plan.host_sums for x in trained)
     ranked = [sorted((layouts[t].weight_bytes for t in tiling.tiles_of[call.name] if t not in plan.resident), reverse=True)
               for call in (captured.calls[0], captured.calls[-1])]
     fetched = checkpoint_bytes(captured, plan)
@@ -59,7 +66,7 @@ def slot_bytes(captured: CapturedModel, tiling: Tiling, plan: Plan) -> int:
             + sum(max(sizes) for sizes in zip_longest(*ranked, fillvalue=0))
             + sum(layouts[t].weight_bytes for t in plan.resident)
             + sum(layouts[t].state_bytes for t in plan.resident_state) + sum(layouts[t].gradient_bytes for t in kept)
-            + min(plan.gradient_slots, len(trained)) * max((x.gradient_bytes for x in trained), default=0)
+            + min(plan.gradient_slots, sent) * max((x.gradient_bytes for x in trained), default=0)
             + max((layouts[t].gradient_bytes for t in border if layouts[t].trainable and t not in kept), default=0))
 
 
@@ -85,12 +92,13 @@ def training_bytes(captured: CapturedModel, tiling: Tiling, plan: Plan, fused: b
         kept += hidden[names[recomputing - 1]]
 
     first, last = (set(tiling.tiles_of[call.name]) for call in (captured.calls[0], captured.calls[-1]))
-    border = first | last
-    layer = max((_sum(tiling, {tile}) for tile in tiling.layouts if tile not in border), default=0)
-    accumulators = {"forward": 0, "loss": _sum(tiling, last), "backward": _sum(tiling, first & last) + block * layer,
-                    "prologue": _sum(tiling, first)}
-    if plan.waves > 1:  # every tile's live until the last wave has added to them
-        accumulators = dict.fromkeys(accumulators, _sum(tiling, set(tiling.layouts)))
+    # Of tiles that are added up on the device every accumulator lives until the last wave has added to it.
+    passing = set(tiling.layouts) if plan.waves == 1 else set(plan.host_sums)
+    layer = max((_sum(tiling, {tile}) for tile in passing - first - last), default=0)
+    accumulators = {"forward": 0, "loss": _sum(tiling, last & passing), "prologue": _sum(tiling, first & passing),
+                    "backward": _sum(tiling, first & last & passing) + block * layer}
+    staying = _sum(tiling, set(tiling.layouts) - passing)
+    accumulators = {moment: staying + live for moment, live in accumulators.items()}
 
     def peak(template: str, variant: str) -> int:
         return _peak(captured, template, variant, plan, fused)

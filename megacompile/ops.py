@@ -94,6 +94,12 @@ OPS: dict[str, Op] = {op.name: op for op in (
        "the global norm of all gradients, and the factor that clips them"),
     Op("adam", Lane.CPU, ("tile", "clip"), ("clip",), ("gradients[tile]", "clip"), ("weights[tile]",), None,
        "the fused AdamW update of one tile"),
+    Op("add_to_sum", Lane.CPU, ("tile", "slab", "overwrite"), ("slab",), ("gradients[tile]", "slab"), ("sums[tile]",), None,
+       "adds a wave's gradients, the tile's or the slab's, to the tile's FP32 sum (or overwrites it)"),
+    Op("norms_of_sum", Lane.CPU, ("tile",), (), ("sums[tile]",), ("gradients[tile]",), None,
+       "each parameter's norm of the sum, to where the clip reads it"),
+    Op("adam_of_sum", Lane.CPU, ("tile", "clip"), ("clip",), ("sums[tile]", "clip"), ("weights[tile]",), None,
+       "the same update, of the gradients' FP32 sum"),
     # Host state is no place: only these two and `adam` touch it, all of them in the cpu lane.
     Op("fetch_state", Lane.CPU, ("tile", "into"), ("into",), (), ("result",), "state",
        "a tile's optimizer state, host -> device"),

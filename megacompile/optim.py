@@ -144,6 +144,7 @@ class AdamW(torch.optim.Optimizer):
         state["exp_avg"] = tile.m[part.start:part.stop].view(part.shape)
         state["exp_avg_sq"] = tile.v[part.start:part.stop].view(part.shape)
         if tile.moments_written:  # by an optimizer before this one
+            streamed.store.preserve(tile_name)
             state["exp_avg"].zero_()
             state["exp_avg_sq"].zero_()
         if tile.remainder is not None:
@@ -273,6 +274,7 @@ class AdamW(torch.optim.Optimizer):
         streamed.adopt_writes()  # sets remainders to zero, before the saved ones are loaded
         self._update = None
         streamed.arrival.end()
+        streamed.store.preserve()
         for saved, group in zip(groups, self.param_groups, strict=True):
             group.update({k: v for k, v in saved.items() if k != "params"})
         for parameter, saved in states:
@@ -304,6 +306,11 @@ class AdamW(torch.optim.Optimizer):
                 value.zero_()
         tile.moments_written |= bool(saved)
 
+    def named_groups(self) -> list[tuple[dict[str, Any], list[str]]]:
+        """Each parameter group: its options, and the names that its parameters have in the model."""
+        return [({k: v for k, v in group.items() if k not in ("params", "param_names")},
+                 [self._owner(parameter)[1] for parameter in group["params"]]) for group in self.param_groups]
+
     def master(self, parameter: Tensor) -> Tensor:
         """A copy of a parameter's FP32 master weight, of its shape."""
         self.streamed.residency.bring_home()
@@ -318,6 +325,7 @@ class AdamW(torch.optim.Optimizer):
         """Sets a parameter from an FP32 master, remainder and all."""
         streamed = self.streamed
         streamed.residency.leave()
+        streamed.store.preserve()
         remainder = self.state[parameter].get("remainder")
         if remainder is None:
             parameter.copy_(master)

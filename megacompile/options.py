@@ -61,10 +61,14 @@ class Knobs:
     device_memory: DeviceMemory = None
     locked_memory: Annotated[str | None, typer.Option(
         help="Page-locked host memory that weights and gradients may take; less than all: they pass through slabs.")] = None
+    host_memory: Annotated[str | None, typer.Option(
+        help='Host memory to stay within, such as "256GiB"; else that of the hardware.')] = None
     checkpoint_interval: CheckpointInterval = None
     micro_batch_size: MicroBatchSize = None
     saved_layers: Annotated[int | None, typer.Option(min=0, help="How many last layers keep their residuals.")] = None
     waves: Annotated[int | None, typer.Option(min=1, help="Shares in which a whole step goes forward and back.")] = None
+    host_sums: Annotated[list[str] | None, typer.Option(
+        help="A tile whose gradients waves add up in host memory (FP32), or all, or none; repeat for more.")] = None
     token_chunk: Annotated[int | None, typer.Option(
         min=0, help="Positions of a sequence that a layer computes at a time, outside of attention; 0: all.")] = None
     resident: Annotated[list[str] | None, typer.Option(

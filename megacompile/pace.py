@@ -59,8 +59,9 @@ class Pace:
         section = "train_step" if whole_step else "backward"
         items = [item for item in self.timeline(plan, whole_step).items if item.section == section]
         last = [item for item in items if item.step == items[-1].step]
-        arrived = {argument(i.node, "tile"): i.end_s for i in last if op_of(i.node).name == "offload"}
-        update_s = {argument(i.node, "tile"): i.end_s - i.start_s for i in last if op_of(i.node).name == "adam"}
+        arrived = {argument(i.node, "tile"): i.end_s for i in last if op_of(i.node).name in ("offload", "add_to_sum")}
+        updates = (i for i in last if op_of(i.node).name in ("adam", "adam_of_sum"))
+        update_s = {argument(i.node, "tile"): i.end_s - i.start_s for i in updates}
         needed = [tile for tile in self.tiling.layouts if tile in update_s]
         order: list[str] = []
         now = 0.0

@@ -38,7 +38,8 @@ class Plan:
     `staging_slabs` and gradients through `gradient_slabs` page-locked slabs (the paper's pinned slab pool). Templates compute
     what treats each token alone `token_chunk` positions of a micro-batch at a time; 0: all at once. The checkpoints of the
     lowest `host_checkpoints` borders between blocks, whose backward comes last, wait for it in host memory, and come back
-    into `checkpoint_slots` device slots."""
+    into `checkpoint_slots` device slots. Between waves gradients are added up on the device, in FP32 accumulators, but those of
+    `host_sums` tiles in FP32 in host memory, to which each wave's come in link precision."""
 
     batch: int
     length: int
@@ -58,6 +59,7 @@ class Plan:
     update_order: tuple[str, ...] = ()
     host_checkpoints: int = 0
     checkpoint_slots: int = 2
+    host_sums: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         """Raises `MegacompileError` for a plan that cannot be: a person may have written it."""
@@ -74,6 +76,12 @@ class Plan:
             raise MegacompileError(f"update is {self.update!r}, and must be one of {', '.join(UPDATES)}")
         if not set(self.resident_state) <= set(self.resident):
             raise MegacompileError("what is updated on the device (resident_state) must have its weights there (resident)")
+
+        if self.host_sums and self.waves == 1:
+            raise MegacompileError("gradients are added up on the host (host_sums) between waves, and there is one wave")
+        if set(self.host_sums) & set(self.resident_state):
+            raise MegacompileError("what is updated on the device (resident_state) has its gradients added up there, not in "
+                                   "host memory (host_sums)")
 
     def wave_of(self, mb: int) -> int:
         return mb * self.waves // len(self.micro_batches)

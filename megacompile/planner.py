@@ -11,16 +11,17 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from megacompile.config import StreamConfig
 from megacompile.errors import InsufficientMemoryError
 from megacompile.frontend.capture import CapturedModel
 from megacompile.locked import LockedMemory, spend_locked_memory
-from megacompile.memory import Estimate, evaluation_bytes, training_bytes
+from megacompile.memory import Estimate, evaluation_bytes, host_parts, training_bytes
 from megacompile.pace import Pace
 from megacompile.plan import Plan, split
 from megacompile.sizes import format_bytes
-from megacompile.tiling import Tiling
+from megacompile.tiling import HOST_MARGIN_BYTES, Tiling
 
 #: Sequences' worth of tokens beyond which a larger micro-batch is no faster: kernels are full by then.
 FULL_TOKENS = 16384
@@ -54,11 +55,19 @@ class Planner:
     taken_bytes: Callable[[], int] = lambda: 0  # of the budget, by other models
     pace: Pace | None = None  # None: nothing is known of the machine, and rules of thumb decide
     stateful: tuple[str, ...] | None = None  # tiles that are updated on the device; None: not chosen yet
+    host_bytes: int = 1 << 62  # budget of host memory, tiles and all
 
     @property
     def device_bytes(self) -> int:
         """What is left of the budget."""
         return max(0, self.budget_bytes - self.taken_bytes())
+
+    @property
+    def host_room(self) -> int:
+        """Bytes of the host's budget that a plan may take beside tiles and slabs."""
+        slabs = 0 if self.locked_bytes is None else self.locked_bytes  # they take no more
+        fixed = self.tiling.host_bytes() + HOST_MARGIN_BYTES + (0 if self.locked().tiles else slabs)
+        return max(0, self.host_bytes - fixed)
 
     def choose(self, batch: int, length: int, training: bool = True, update: str = "step",
                whole_step: bool = False) -> Plan:
@@ -132,7 +141,7 @@ class Planner:
         smallest: tuple[int, Plan] | None = None
         for candidate in self._candidates(batch, length, update):
             need = self.estimate(candidate, length, training).total + self.margin_bytes
-            if need <= self.device_bytes:
+            if need <= self.device_bytes and (not training or self._fits_host(candidate)):
                 return self._keep_residuals(candidate) if training and self.config.saved_layers is None else candidate
             if smallest is None or need < smallest[0]:
                 smallest = need, candidate
@@ -140,6 +149,11 @@ class Planner:
         raise self._too_small(batch, length, *smallest)
 
     def _too_small(self, batch: int, length: int, need: int, plan: Plan) -> InsufficientMemoryError:
+        if need <= self.device_bytes:
+            parts = " and ".join(f"{format_bytes(count)} of {what}" for what, count in self.host_parts(plan).items() if count)
+            return InsufficientMemoryError(
+                f"a batch of {batch} x {length} needs {parts} in host memory, and {format_bytes(self.host_room)} are left "
+                "beside the tiles: use fewer or shorter sequences, or a larger host_memory")
         return InsufficientMemoryError(
             f"a batch of {batch} x {length} needs {format_bytes(need)} of device memory (micro-batches of "
             f"{plan.micro_batches[0]}, checkpoint_interval={plan.checkpoint_interval}"
@@ -165,8 +179,8 @@ class Planner:
                 yield candidate
 
     def largest_batch(self, length: int) -> int:
-        """The most sequences that the device holds a training step of, under any of the plans that are considered; 0 if it
-        holds none, and `MOST_SEQUENCES` at most. (The host needs nothing more for a larger batch.)"""
+        """The most sequences of which a training step fits, under any of the plans that are considered; 0 if none does, and
+        `MOST_SEQUENCES` at most."""
         planner = self._with_state(0)
 
         def too_large(batch: int) -> bool:
@@ -178,8 +192,19 @@ class Planner:
         return bisect_left(range(min(limit, MOST_SEQUENCES + 1)), True, lo=limit // 2 + 1, key=too_large) - 1
 
     def fits(self, plan: Plan) -> bool:
-        """Whether the device holds a training step under a plan."""
+        """Whether device and host hold a training step under a plan. (Of the host only what the plan adds to the tiles: no plan
+        takes less.)"""
+        return self._fits_device(plan) and self._fits_host(plan)
+
+    def _fits_device(self, plan: Plan) -> bool:
         return self.estimate(plan, plan.length).total + self.margin_bytes <= self.device_bytes
+
+    def _fits_host(self, plan: Plan) -> bool:
+        return sum(self.host_parts(plan).values()) <= self.host_room
+
+    def host_parts(self, plan: Plan) -> dict[str, int]:
+        """Bytes of host memory that a plan takes beside tiles and slabs, by purpose."""
+        return host_parts(self.captured, self.tiling, plan)
 
     def _candidates(self, batch: int, length: int, update: str = "step") -> Iterator[Plan]:
         """Plans of a loop, in the order of preference: large micro-batches (up to full kernels) first, for each K from 1."""
@@ -205,10 +230,10 @@ class Planner:
     def _fewest_on_the_host(self, plan: Plan) -> Plan:
         """The plan, with as few checkpoints in host memory as let it fit, or all if none do."""
         borders = len(plan.blocks(self.captured.layer_names)) - 1
-        if self.config.host_checkpoints is not None or borders < 1 or self.fits(plan):
+        if self.config.host_checkpoints is not None or borders < 1 or self._fits_device(plan):
             return plan
         others = [replace(plan, host_checkpoints=count) for count in range(1, borders + 1)]
-        return others[min(bisect_left(others, True, key=self.fits), borders - 1)]
+        return others[min(bisect_left(others, True, key=self._fits_device), borders - 1)]
 
     def _candidate(self, batch: int, length: int, update: str, size: int, interval: int, chunk: int) -> Plan:
         config, depth = self.config, len(self.captured.layer_names)
@@ -221,9 +246,11 @@ class Planner:
 
     def plan_step(self, batch: int, length: int, update: str) -> Plan:
         """The plan of a whole step. Where memory allows it, the fewest waves that let every layer keep its residuals: then
-        nothing is recomputed, and the link carries the weights once more for each further wave."""
+        nothing is recomputed, and the link carries the weights once more for each further wave. Gradients, which it would carry
+        too, are added up on the device."""
         plans = self._step_plans(batch, length, update)
-        return next((p for p in plans if p.saved_layers == len(self.captured.layer_names)), plans[0])
+        return next((p for p in plans if p.saved_layers == len(self.captured.layer_names) and self.fits(p)
+                     and (self.config.host_sums is not None or not p.host_sums)), plans[0])
 
     def _step_plans(self, batch: int, length: int, update: str) -> list[Plan]:
         """From one wave on, each with as many residuals as fit."""
@@ -236,11 +263,44 @@ class Planner:
         if config.host_checkpoints is None:
             plan = replace(plan, host_checkpoints=0)  # waves may need fewer
         if config.saved_layers is not None or not self.keep_residuals:
-            saved = min(config.saved_layers or 0, len(self.captured.layer_names))
-            return [self._fitting(self._fewest_on_the_host(replace(plan, saved_layers=saved)), batch, length)]
-        room = self.device_bytes - self.margin_bytes
+            plan = replace(plan, saved_layers=min(config.saved_layers or 0, len(self.captured.layer_names)))
+            return [self._fitting(self._fewest_on_the_host(self._fewest_sums(plan)), batch, length)]
         waves = [plan.waves] if config.waves else range(1, max(1, min(count, batch * length // WAVE_TOKENS)) + 1)
-        return [self._most_residuals(self._fewest_on_the_host(replace(plan, waves=n)), room) for n in waves]
+        found = [each for n in waves for each in dict.fromkeys(self._in_waves(replace(plan, waves=n)))]
+        return [each for each in found if self.fits(each)] or [self._fitting(found[0], batch, length)]
+
+    def _in_waves(self, plan: Plan) -> Iterator[Plan]:
+        """The plan with as many residuals as fit beside all accumulators, if these fit; of several waves also with as many
+        residuals as fit, and then with as many accumulators on the device. (Without residuals waves gain nothing.)"""
+        room = self.device_bytes - self.margin_bytes
+        there = self._fewest_sums(plan)
+        if not there.host_sums:
+            yield self._most_residuals(self._fewest_on_the_host(there), room)
+        if plan.waves > 1 and (sums := self._sums()):
+            yield self._fewest_sums(self._most_residuals(self._fewest_on_the_host(replace(plan, host_sums=sums)), room))
+
+    def _fewest_sums(self, plan: Plan) -> Plan:
+        """The plan, with as few tiles added up on the host between waves as let it fit the device, or all of `_sums`."""
+        tiles = self._sums()
+        if plan.waves == 1 or not tiles:
+            return plan
+        plans = [replace(plan, host_sums=tiles[:count]) for count in range(len(tiles) + 1)]
+        if self.config.host_sums is not None:
+            return plans[-1]
+        if self._fits_device(plans[0]):
+            return plans[0]
+        # From one tile on: blocks have accumulators of a wave for K layers at once, however few tiles are on the host.
+        return plans[min(bisect_left(plans, True, lo=1, key=self._fits_device), len(tiles))]
+
+    def _sums(self) -> tuple[str, ...]:
+        """Tiles that may be added up on the host, those whose gradients come first at the front: as many as the host has room
+        for, or those that the user has named."""
+        named, there = self.config.host_sums, self.resident_state()
+        tiles = [tile for tile in reversed(self._trained()) if tile not in there]
+        if named is not None:
+            return tuple(tile for tile in tiles if named == "all" or tile in named)
+        room, held = self.host_room, accumulate(self.tiling.layouts[tile].sum_bytes for tile in tiles)
+        return tuple(tile for tile, size in zip(tiles, held, strict=True) if size <= room)
 
     def _fitting(self, plan: Plan, batch: int, length: int) -> Plan:
         """The plan, if it fits. Raises `InsufficientMemoryError`."""

@@ -25,7 +25,9 @@ from megacompile.ops import Access as Access
 from megacompile.ops import Lane as Lane
 from megacompile.ops import Op as Op
 
-TILE_PARTS = ("weights", "gradients")
+TILE_PARTS = ("weights", "gradients", "sums")
+#: What is read in the stead of a part of a tile, where a node has it.
+_INSTEAD = {"weights": "staging", "gradients": "slab"}
 #: Families of slots, by the letters of a slot's name ("B" behind them: for border tiles), and what kind of values each
 #: holds. R: weights that stay on the device; RW, RS, RG: weights, optimizer state and gradients of a tile that is updated
 #: there; S, D: page-locked host slabs for weights on their way out and gradients on their way home; H: page-locked host
@@ -83,7 +85,7 @@ def accesses(node: fx.Node) -> list[tuple[str, Access]]:
                 found.append((place_of(node), access))
             elif "[" in rule:
                 part, parameter = rule.rstrip("]").split("[")
-                if part == "weights" and argument(node, "staging") is not None:
+                if access == Access.READ and argument(node, _INSTEAD.get(part, "")) is not None:
                     continue  # the slab is read in the tile's stead
                 tiles = argument(node, parameter)
                 found += [(f"{part}/{t}", access) for t in (tiles if isinstance(tiles, tuple | list) else (tiles,))]

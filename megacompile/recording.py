@@ -21,6 +21,7 @@ from megacompile.runtime.executor import Executor
 from megacompile.runtime.recorder import Executed, Recorder
 from megacompile.simulate import Item, Timeline
 from megacompile.streamed import Streamed
+from megacompile.sums import UPDATE_OPS
 
 
 class Recording:
@@ -88,7 +89,7 @@ def _steps(executed: Iterable[Executed]) -> dict[int, int]:
     found: dict[int, int] = {}
     step, updated = 0, False
     executed = list(executed)
-    updates = {x.run for x in executed if op_of(x.node).name in ("adam", "adam_resident")}
+    updates = {x.run for x in executed if op_of(x.node).name in UPDATE_OPS}
     for run, section in sorted({(x.run, x.section) for x in executed}):
         if updated and section in ("forward", "train_step"):
             step, updated = step + 1, False

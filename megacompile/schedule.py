@@ -78,14 +78,14 @@ class Schedule:
         return self.outlook().text()
 
     def outlook(self, host_memory: int | float | str | None = None) -> Outlook:
-        """Whether it fits, how fast it would be, and what else might be chosen. `host_memory`: bytes or "256GiB"; None: that of
-        `hardware`, or what this machine has available. Raises as `durations`."""
+        """Whether it fits, how fast it would be, and what else might be chosen. `host_memory`: bytes or "256GiB"; None: what
+        was planned for. Raises as `durations`."""
         if self.planner.pace is None:
             durations = self.durations()
             self.planner.pace = pace_of(self.captured, self.tiling, durations.hardware, durations.fused,
                                         self.planner.config.passes)
-        budget = parse_bytes(host_memory) or (self.hardware.host_memory if self.hardware else available_host_bytes())
-        return outlook(self.planner, self.plan, budget, whole_step="train_step" in self.program().sections)
+        return outlook(self.planner, self.plan, parse_bytes(host_memory) or self.planner.host_bytes,
+                       whole_step="train_step" in self.program().sections)
 
 
 def schedule(model: nn.Module, *, batch: int, length: int, layers: str | None = None,
@@ -114,7 +114,9 @@ def schedule(model: nn.Module, *, batch: int, length: int, layers: str | None = 
                                hardware.fused_attention if hardware is not None else fused_kernel(device))
     budget = parse_bytes(config.device_memory) or _default_budget(device_type, hardware)
     fused = config.compile if config.compile is not None else device_type == "cuda"
-    planner = Planner(captured, tiling, config, budget, parse_bytes(config.locked_memory), *margins(device_type), fused=fused)
+    there = hardware.host_memory if hardware is not None else available_host_bytes()
+    planner = Planner(captured, tiling, config, budget, parse_bytes(config.locked_memory), *margins(device_type), fused=fused,
+                      host_bytes=parse_bytes(config.host_memory) or there)
     planner.pace = pace_of(captured, tiling, hardware or Hardware.known(device), fused, config.passes)
     plan = planner.choose(batch, length, update=update, whole_step=whole_step)
     program = model_program(tiling.call_specs(captured.calls, captured.templates, length), tiling.tiles(), batch, labels=True,

@@ -11,6 +11,7 @@ from torch import fx
 from megacompile.fault import Fault
 from megacompile.listing import describe
 from megacompile.program import Program, argument, find, nodes, op_of, operands
+from megacompile.sums import UPDATE_OPS, summed_tiles
 
 _BACKWARDS = ("backward", "backward_accumulate", "train_step")
 _UPDATES = ("update", "backward", "train_step")
@@ -20,7 +21,8 @@ _SECTIONS: dict[str, tuple[str, ...]] = {
     "lease": ("forward",), **dict.fromkeys(("leased", "scale"), ("backward", "backward_accumulate")),
     **dict.fromkeys(("backward", "recompute_backward", "reduce", "offload", "accumulate"), _BACKWARDS),
     "stash": ("forward", "train_step"), "fetch": _BACKWARDS, "stashed": ("backward", "backward_accumulate"),
-    "offload_norms": ("train_step",), "clip": ("update",), **dict.fromkeys(("adam", "adam_resident"), _UPDATES),
+    **dict.fromkeys(("offload_norms", "add_to_sum", "norms_of_sum"), ("train_step",)),
+    "clip": ("update",), **dict.fromkeys(("adam", "adam_resident"), _UPDATES), "adam_of_sum": ("update", "train_step"),
     "offload_weights": (*_UPDATES, "rescue"), "fetch_gradients": ("backward_accumulate", "refresh"),
     "fetch_state": ("load",), "store_state": ("store",)}
 _RESULTS = ("loss", "evaluate", "logits")
@@ -56,18 +58,20 @@ def returned(program: Program) -> Iterator[Fault]:
 
 
 def added_up(program: Program) -> Iterator[Fault]:
-    """The gradients of a tile are added up in one value of each section, and what is added in the forward is kept for the
-    backward; the caller's factor is applied to what the forward kept of gradients, and to nothing else."""
+    """The gradients of a tile are added up in one value of each section, or in several that the host adds up (rule `summed`);
+    what is added in the forward is kept for the backward; the caller's factor is applied to what the forward kept of
+    gradients, and to nothing else."""
     kept = {}
     if "forward" in program.sections:
         kept = {argument(n, "key"): operands(n, "value")[0] for n in find(program.section("forward"), "lease")}
     for name, graph in program.sections.items():
         sums: dict[str, fx.Node] = {}
+        on_host = summed_tiles(program, name)
         for node in nodes(graph):
             for value in operands(node, "accumulators"):
                 made = kept.get(argument(value, "key"), value) if op_of(value).name == "leased" else value
                 other = sums.setdefault(str(argument(made, "tile")), value)
-                if other is not value:
+                if other is not value and argument(made, "tile") not in on_host:
                     yield Fault(f"{describe(node)} uses {value.name}, but {other.name} holds gradients of the same tile: a "
                                 "part would be lost", f"use {other.name}", node, other)
                 if name == "forward" and value not in kept.values():
@@ -88,12 +92,12 @@ def one_version(program: Program) -> Iterator[Fault]:
         stale: dict[fx.Node, fx.Node] = {}  # weights -> the update before them
         for node in nodes(graph):
             tile, op = argument(node, "tile"), op_of(node).name
-            if op in ("adam", "adam_resident"):
+            if op in UPDATE_OPS:
                 updated[tile] = node
-                if op == "adam" and name != "update" and tile not in home:
+                if op != "adam_resident" and name != "update" and tile not in home:
                     yield Fault(f"{describe(node)} comes before the tile's gradients are home in {name}",
                                 "update it after its offload (or accumulate)", node)
-            elif op in ("accumulate", "offload"):
+            elif op in ("accumulate", "offload", "add_to_sum"):
                 home[tile] = node
                 if tile in updated:
                     yield Fault(f"{describe(node)} brings gradients of a tile that {describe(updated[tile])} has updated",

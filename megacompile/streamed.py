@@ -56,7 +56,8 @@ class Streamed:
         self.writes = ForeignWrites(model, self.parameters, tiling, store)
         budget = parse_bytes(config.device_memory) or int(backend.free_bytes() * 0.95)
         self.planner = Planner(captured, tiling, config, budget, parse_bytes(config.locked_memory),
-                               *margins(backend.device.type), fused=compiling)
+                               *margins(backend.device.type), fused=compiling,
+                               host_bytes=store.room(parse_bytes(config.host_memory)))
         self.planner.pace = pace_of(captured, tiling, Hardware.known(backend.device), compiling, config.passes)
         self.shapes = Shapes(captured, tiling, self.planner, self.binder)
         self.leases: weakref.WeakSet[Lease] = weakref.WeakSet()
@@ -166,6 +167,7 @@ class Streamed:
             self.executor.check()
             shape = self.compiled(replace(self.shape_of(inputs, training=True), update="arrival" if overlap else "step",
                                           whole_step=True))
+            self.store.allocate_sums(shape.plan.host_sums)
             self.enter(shape, "train_step", "update")
             batch = self._batch(shape, inputs, normaliser)
             self.trained, self.unfinished = shape, None
@@ -174,6 +176,7 @@ class Streamed:
             # Compute comes to its end only after every tile's weights were sent, so after the update before this one.
             self.submit(shape, "train_step", batch, self._open(shape, batch), update).wait((Lane.COMPUTE,))
             self.residency.gradients_current = True
+            self.writes.note_gradients(self.gradients)  # an update that fails is completed if they stay as they are
             if not overlap:
                 self.begin_update(shape, update)
                 self.submit(shape, "update", Batch([], self.constants.on_device), update=update)
@@ -331,8 +334,8 @@ class Streamed:
         """Raises `TornError` if an update stopped between its first and its last tile."""
         if self.torn:
             complete = "call optimizer.step() again to complete it, or " if self._stored() else ""
-            raise TornError(f"an update stopped half-way: {complete}load a checkpoint with load_state_dict (the model's, then "
-                            "the optimizer's)")
+            raise TornError(f"an update stopped half-way: {complete}load a checkpoint (megacompile.load_checkpoint, or "
+                            "load_state_dict of the model, then of the optimizer)")
 
     def mend(self) -> None:
         """All weights were written anew: what was missing of an update is no longer wanted."""
@@ -372,6 +375,7 @@ class Streamed:
         """Gives everything back, and only then raises what an update in flight failed with (`LaneError`, `TornError`)."""
         try:
             self.residency.bring_home()
+            self.store.preserve()  # from now on whoever has the model may change it
             self.check_whole()
         finally:
             self._give_back()
@@ -383,6 +387,7 @@ def _give_back(executor: Executor | ReferenceExecutor, arena: Arena, checkpoints
         backend.synchronize()  # a forgotten model may have copies in flight
         arena.close()
         checkpoints.close()
+        store.drop_sums()
         for tile in store.tiles.values():
             for part in (tile.weights, tile.gradients):
                 if part is not None:

@@ -65,6 +65,7 @@ class StreamedModule(nn.Module):
             raise UnsupportedError("load_state_dict(assign=True) would replace parameters that live in host tiles: leave "
                                    "assign out")
         self.megacompile.streamed.settle()
+        self.megacompile.streamed.store.preserve()
         result = super().load_state_dict(*args, **kwargs)
         if not result.missing_keys:
             self.megacompile.streamed.mend()

@@ -96,15 +96,17 @@ def _weightless(template: Template) -> tuple[str, ...]:
     return tuple(n for n in names if not parameters & set(template.variant(n).reads))
 
 
-def check_host_memory(tiling: Tiling) -> None:
+def check_host_memory(tiling: Tiling, budget: int | None = None) -> None:
     """Raises `InsufficientMemoryError` before anything is allocated. Where weights are now is not known to be given back
-    in time (a model may share its storage), so the whole of the tiles must fit beside it."""
-    require_host_memory(tiling.host_bytes())
+    in time (a model may share its storage), so the whole of the tiles must fit beside it. `budget`: bytes to stay within; None:
+    all that there are."""
+    require_host_memory(tiling.host_bytes(), budget)
 
 
-def require_host_memory(needed: int) -> None:
+def require_host_memory(needed: int, budget: int | None = None) -> None:
     """Raises `InsufficientMemoryError` unless that many bytes are available, and what training needs beside them."""
     needed, available = needed + HOST_MARGIN_BYTES, available_host_bytes()
+    available = min(available, budget or available)
     if needed > available:
         raise InsufficientMemoryError(
             f"training needs {format_bytes(needed)} of host memory and {format_bytes(available)} are available: "

@@ -29,9 +29,10 @@ KINDS: dict[str, str] = {
     "loss": "loss and its gradient",
     "recompute_backward": "recompute and backward", "backward": "backward",
     "zeros": "gradients summed", "scale": "gradients summed", "reduce": "gradients summed", "accumulate": "gradients summed",
+    "add_to_sum": "gradients summed", "norms_of_sum": "gradients summed",
     "offload": "gradients to the host", "offload_norms": "gradients to the host",
     **dict.fromkeys(("stash", "fetch"), "checkpoints to the host and back"),
-    "clip": "clip", "adam": "update", "adam_resident": "update",
+    "clip": "clip", "adam": "update", "adam_of_sum": "update", "adam_resident": "update",
     "fetch_state": "optimizer state moved", "store_state": "optimizer state moved", "fetch_gradients": "optimizer state moved",
     "offload_weights": "updated weights to the host"}
 #: Ops that are no work.

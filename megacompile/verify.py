@@ -10,6 +10,7 @@ that a later rule may rely on the earlier ones. The first fault is raised, and s
     supplied        each compute node has the weights of its call's tiles
     trained         forward and backward visit every call in order, with the values of the right call and micro-batch
     sent_home       each trainable tile's gradients are reduced and offloaded once, after the last contribution
+    summed          what a wave adds to a tile's sum on the host is added once, before the update that reads the sum
     updated         each trainable tile is updated once, after the clip; resident copies are refreshed
     one_version     nothing runs on weights that its own section has updated
     placed          slots fit what they hold, nothing alive is overwritten, everything ends
@@ -46,6 +47,7 @@ from megacompile.program import (
     reached,
 )
 from megacompile.sections import added_up, belongs, one_version, returned
+from megacompile.sums import summed
 from megacompile.wellformed import well_formed
 
 Rule = Callable[[Program], Iterator[Fault]]
@@ -186,6 +188,7 @@ RULES: tuple[tuple[Rule, str], ...] = (
     (added_up, "differentiate"),
     (supplied, "prefetch"),
     (sent_home, "offload"),
+    (summed, "offload"),
     (updated, "optimizer"),
     (one_version, "optimizer"),
     (placed, "place"),

@@ -19,7 +19,7 @@ from .checkpoints import HostCheckpoint, as_bytes, as_tensor, dense, described
 from .kernels import Activation, Batch, Kernel, bind
 from .kernels import accumulate as accumulate_gradients
 from .lanes import Backend
-from .store import Store
+from .store import HostTile, Store
 
 
 @dataclass
@@ -156,6 +156,7 @@ def _offload_norms(frame: Frame, node: fx.Node) -> None:
 
 
 def _offload_weights(frame: Frame, node: fx.Node) -> None:
+    frame.store.preserve(argument(node, "tile"))
     frame.backend.copy(frame.store[argument(node, "tile")].weights, frame.read(node, "resident").memory, Lane.CPU)
 
 
@@ -198,14 +199,42 @@ def _clip(frame: Frame, node: fx.Node) -> float:
     return factor if not factor > 1.0 else 1.0  # a NaN passes, as it does in torch
 
 
+def _add_to_sum(frame: Frame, node: fx.Node) -> None:
+    tile, slab = frame.store[argument(node, "tile")], frame.read(node, "slab")
+    assert tile.gradients is not None and tile.sums is not None, f"{tile.layout.name} has no sum"
+    host.accumulate(tile.sums, tile.layout.flat(tile.gradients) if slab is None else slab.flat, argument(node, "overwrite"))
+
+
+def _norms_of_sum(frame: Frame, node: fx.Node) -> None:
+    tile = frame.store[argument(node, "tile")]
+    assert tile.gradients is not None and tile.sums is not None, f"{tile.layout.name} has no sum"
+    norms = tile.layout.norms(tile.gradients)
+    for position, s in enumerate(tile.layout.slices):
+        norms[position] = host.norm(tile.sums[s.start:s.stop])
+
+
 def _adam(frame: Frame, node: fx.Node) -> None:
-    update, tile = frame.update, frame.store[argument(node, "tile")]
+    tile = frame.store[argument(node, "tile")]
+    assert tile.gradients is not None, f"{tile.layout.name} has nothing to train"
+    _update(frame, node, tile, tile.layout.flat(tile.gradients))
+
+
+def _adam_of_sum(frame: Frame, node: fx.Node) -> None:
+    tile = frame.store[argument(node, "tile")]
+    assert tile.sums is not None, f"{tile.layout.name} has no sum"
+    _update(frame, node, tile, tile.sums)
+
+
+def _update(frame: Frame, node: fx.Node, tile: HostTile, gradients: Tensor) -> None:
+    """The update of a tile on the host. `gradients`: [elements], in the weights' dtype or FP32."""
+    update = frame.update
     assert update is not None, "an update without an optimizer"
     segments = update.segments.get(tile.layout.name)
     if not segments or tile.layout.name in update.done:
         return
-    assert tile.gradients is not None and tile.m is not None and tile.v is not None, "the optimizer made no state"
-    host.adamw(tile.layout.flat(tile.weights), tile.remainder, tile.layout.flat(tile.gradients), tile.m, tile.v, segments,
+    assert tile.m is not None and tile.v is not None, "the optimizer made no state"
+    frame.store.preserve(tile.layout.name)
+    host.adamw(tile.layout.flat(tile.weights), tile.remainder, gradients, tile.m, tile.v, segments,
                frame.read(node, "clip") if "clip" in node.kwargs else 1.0)
     tile.moments_written = True
     update.done.add(tile.layout.name)
@@ -235,6 +264,7 @@ def _fetch_state(frame: Frame, node: fx.Node) -> State:
 
 
 def _store_state(frame: Frame, node: fx.Node) -> None:
+    frame.store.preserve(argument(node, "tile"))
     tile, state = frame.store[argument(node, "tile")], frame.read(node, "state")
     for there, here in zip(state.parts, (tile.m, tile.v, tile.remainder), strict=True):
         if there is not None and here is not None:
@@ -286,6 +316,7 @@ OPERATIONS: dict[str, Callable[[Frame, fx.Node], Any]] = dict(
     pack=_pack, prefetch=_prefetch, resident=_resident, forward=_forward, forward_saving=_forward, evaluate=_forward,
     logits=_forward, loss=_loss, recompute_backward=_backward, backward=_backward, zeros=_zeros, scale=_scale,
     reduce=_reduce, offload=_offload, accumulate=_accumulate, clip=_clip, adam=_adam, result=_result, lease=_lease,
+    add_to_sum=_add_to_sum, norms_of_sum=_norms_of_sum, adam_of_sum=_adam_of_sum,
     leased=_leased, release=_release, stash=_stash, stashed=_stashed, fetch=_fetch,
     resident_state=_resident_state, resident_gradients=_resident_gradients,
     offload_norms=_offload_norms, offload_weights=_offload_weights, fetch_gradients=_fetch_gradients,

@@ -4,6 +4,7 @@
            gradients  parameter dtype    streamed, followed by one FP32 norm per parameter
            remainder  int16              low bits of the FP32 master; bf16 tiles only
            m, v       fp32               AdamW's moments, from the first optimizer on
+           sums       fp32               gradients added up over the waves of a step, where a plan does that here
 
 A parameter has the same element offset in every part. State: each part is one anonymous mapping, made once.
 """
@@ -14,11 +15,15 @@ import mmap
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from megacompile.errors import InsufficientMemoryError
+
+if TYPE_CHECKING:
+    from .snapshot import Snapshot
 
 ALIGNMENT = 64  # elements: 128 bytes at least in every dtype, so that no parameter begins in another's cache line
 PAGE = 4096
@@ -147,6 +152,11 @@ class TileLayout:
         """AdamW's state: moments, and the remainder of bf16 weights."""
         return (10 if self.dtype == torch.bfloat16 else 8) * self.elements if self.trainable else 0
 
+    @property
+    def sum_bytes(self) -> int:
+        """Gradients added up over waves, FP32."""
+        return 4 * self.elements if self.trainable else 0
+
     def host_parts(self) -> dict[str, int]:
         """Bytes that training this tile with AdamW takes, by part."""
         moments = 8 * self.elements if self.trainable else 0
@@ -185,6 +195,7 @@ class HostTile:
     remainder: Tensor | None = None  # int16 [elements]
     m: Tensor | None = None
     v: Tensor | None = None
+    sums: Tensor | None = None  # fp32 [elements]
     moments_written: bool = False  # by an update, or from a saved optimizer; until then they are untouched zeros
 
     @classmethod
@@ -211,18 +222,51 @@ class HostTile:
 
     def parts(self) -> dict[str, int]:
         """Bytes of each part."""
-        named = dict(weights=self.weights, gradients=self.gradients, remainder=self.remainder, m=self.m, v=self.v)
+        named = dict(weights=self.weights, gradients=self.gradients, remainder=self.remainder, m=self.m, v=self.v,
+                     sums=self.sums)
         return {name: t.numel() * t.element_size() for name, t in named.items() if t is not None}
 
 
 @dataclass
 class Store:
-    """All tiles of a streamed model, in the order of the model's calls."""
+    """All tiles of a streamed model, in the order of the model's calls. Whoever changes state that a checkpoint holds calls
+    `preserve` first: a `snapshot` may not have been written yet."""
 
     tiles: dict[str, HostTile] = field(default_factory=dict)
+    snapshot: Snapshot | None = None
 
     def __getitem__(self, name: str) -> HostTile:
         return self.tiles[name]
+
+    def allocate_sums(self, tiles: Iterable[str]) -> None:
+        """Memory for FP32 sums of gradients, where these tiles have none yet. Raises `InsufficientMemoryError`; then nothing
+        has changed."""
+        missing = [tile for tile in map(self.tiles.__getitem__, tiles) if tile.sums is None and tile.layout.trainable]
+        needed = sum(tile.layout.sum_bytes for tile in missing)
+        if needed and needed > (available := available_host_bytes()):
+            raise InsufficientMemoryError(
+                f"sums of gradients over waves take {needed} bytes of host memory, and {available} are available: use one wave "
+                "(waves=1), or a machine with more memory")
+        for tile in missing:
+            tile.sums = host_memory(tile.layout.sum_bytes).view(torch.float32)
+
+    def room(self, budget: int | None = None) -> int:
+        """Bytes of host memory that these tiles, weights and gradients filled and nothing else yet, have with what is left; at
+        most `budget`."""
+        parts = self.bytes()
+        there = available_host_bytes() + parts.get("weights", 0) + parts.get("gradients", 0)
+        return min(there, budget or there)
+
+    def drop_sums(self) -> None:
+        """Gives their memory back."""
+        for tile in self.tiles.values():
+            tile.sums = None
+
+    def preserve(self, *names: str) -> None:
+        """Returns when these tiles (all, if none is named) may change. May wait for a checkpoint's writer."""
+        if (snapshot := self.snapshot) is not None:  # its writer forgets it when it is done
+            for name in names or self.tiles:
+                snapshot.preserve(name)
 
     def bytes(self) -> dict[str, int]:
         total: dict[str, int] = {}

@@ -90,19 +90,22 @@ def _leased_backward(program: Program, plan: Plan, forward: fx.Graph) -> fx.Grap
 
 def _whole_step(program: Program, plan: Plan, forward: fx.Graph) -> fx.Graph:
     """The section `train_step`: forward and backward of one wave of micro-batches after the other. Accumulators live
-    until the last wave has added to them; nothing is leased, and the loss is differentiated as it is."""
+    until the last wave has added to them, those of tiles whose sums are on the host for a wave; nothing is leased, and the
+    loss is differentiated as it is."""
     graph = fx.Graph()
     build = Builder(graph, name)
     image: dict[fx.Node, fx.Node] = {}
     kept: dict[str, fx.Node] = {}
     backward = _Backward(program, plan, build, kept.__getitem__, {argument(n, "key") for n in find(forward, "lease")})
     for wave in range(plan.waves):
+        backward.accumulators = {tile: node for tile, node in backward.accumulators.items() if tile not in plan.host_sums}
         for node in nodes(forward):
             op, mb = op_of(node).name, argument(node, "mb")
             if op == "lease":
                 if (value := operands(node, "value")[0]) in image:
                     kept[argument(node, "key")] = image[value]
-            elif (op == "zeros" and node not in image) or (mb is not None and plan.wave_of(mb) == wave):
+            elif (plan.wave_of(mb) == wave if mb is not None else
+                  op == "zeros" and (node not in image or argument(node, "tile") in plan.host_sums)):
                 arguments = {k: fx.map_arg(v, lambda n: image[n]) for k, v in node.kwargs.items()}
                 image[node] = build.add(op, node.name, **arguments)
                 if op == "stash":

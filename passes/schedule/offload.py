@@ -9,6 +9,12 @@ A tile whose optimizer state lives on the device keeps its gradients there as we
 only their norms go home, for the clip; and where the host adds gradients up, the sums come back:
 
     g0 = fetch_gradients("layers.0")
+
+Where waves are added up on the host, each wave's gradients go home, and the cpu lane adds them to the tile's FP32 sum:
+
+    offload("layers.5", d5)
+    add_to_sum("layers.5", overwrite=False)                # overwrite=True in the first wave
+    norms_of_sum("layers.5")                               # behind the last, for the clip
 """
 from __future__ import annotations
 
@@ -53,6 +59,12 @@ def _insert(program: Program, plan: Plan, section: str, slabs: bool, overwrite: 
             build.after(reduced, "offload_norms", tile=tile, reduced=reduced)
             continue
         sent = build.after(reduced, "offload", f"o{number}", tile=tile, reduced=reduced, into=None)
+        if tile in plan.host_sums and section == "train_step":
+            waves = [other for other in accumulators if _tile_of(other) == tile]
+            added = build.after(sent, "add_to_sum", tile=tile, slab=sent if slabs else None, overwrite=value is waves[0])
+            if value is waves[-1] and plan.update == "step":
+                build.after(added, "norms_of_sum", tile=tile)
+            continue
         if slabs:
             added = build.after(sent, "accumulate", tile=tile, slab=sent, overwrite=overwrite)
             if stays and not overwrite:

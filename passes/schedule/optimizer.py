@@ -23,7 +23,7 @@ from collections.abc import Callable
 from torch import fx
 
 from megacompile.plan import Plan
-from megacompile.program import Builder, Program, argument, copy_section, find, op_of
+from megacompile.program import Builder, Program, argument, copy_section, find
 
 name, requires, provides = "optimizer", "offload", "optimizer"
 
@@ -63,11 +63,16 @@ def _update(program: Program, plan: Plan, tiles: list[str]) -> fx.Graph:
             gradients = build.add("resident_gradients", f"g{program.number(tile)}", tile=tile)
             _update_there(build, program, tile, gradients, clip)
             continue
-        build.add("adam", tile=tile, clip=clip)
+        build.add(_op(plan, tile), tile=tile, clip=clip)
         if tile in plan.resident:
             _arrive(build, program, plan, tile)
     _send_home(program, plan, graph)
     return graph
+
+
+def _op(plan: Plan, tile: str) -> str:
+    """What updates a tile on the host."""
+    return "adam_of_sum" if tile in plan.host_sums else "adam"
 
 
 def _update_there(build: Builder, program: Program, tile: str, reduced: fx.Node, clip: fx.Node | None) -> None:
@@ -94,15 +99,14 @@ def _on_arrival(program: Program, plan: Plan, graph: fx.Graph) -> fx.Graph:
             following = node.next
             with graph.inserting_before(following):
                 _update_there(build, program, argument(node, "tile"), node, None)
-    homes = {argument(node, "tile"): next((user for user in node.users if op_of(user).name == "accumulate"), node)
-             for node in find(graph, "offload")}
+    homes = {argument(node, "tile"): node for node in find(graph, "offload", "accumulate", "add_to_sum")}  # the last of each
     position = {node: number for number, node in enumerate(graph.nodes)}
     anchor, latest = -1, None  # the offload behind which the last update stands, and the last node there
-    for tile in sorted(homes, key=plan.update_order.index) if plan.update_order else homes:
+    for tile in sorted(homes, key=plan.update_order.index if plan.update_order else lambda tile: position[homes[tile]]):
         if latest is None or position[homes[tile]] > anchor:
             latest = homes[tile]
             anchor = position[latest]
-        latest = build.after(latest, "adam", tile=tile)
+        latest = build.after(latest, _op(plan, tile), tile=tile)
         if tile in plan.resident:
             staging = None
             if not plan.locked:

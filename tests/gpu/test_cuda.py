@@ -91,6 +91,24 @@ def test_late_lanes_change_no_bit(seed: int, reference: Any) -> None:
     assert same(weights(seed=seed, micro_batch_size=2), reference)
 
 
+@pytest.mark.parametrize("overlap", [None, "backward"])
+@pytest.mark.parametrize("options", [dict(), dict(locked_memory="6MiB"), dict(resident_state=("model.layers.0",))])
+def test_waves_that_the_host_adds_up_give_the_bits_of_the_reference_interpreter(
+        overlap: str | None, options: dict[str, Any]) -> None:
+    found = []
+    for reference in (True, False):
+        model = megacompile.stream(build(), device="cuda", compile=False, micro_batch_size=2, waves=2, host_sums="all",
+                                   reference=reference, **options)
+        if not reference:
+            late(model, 7)
+        optimizer = megacompile.AdamW(model.parameters(), lr=1e-3, max_grad_norm=None if overlap else 1.0, overlap=overlap)
+        for step in range(3):
+            model.megacompile.train_step(batch(step), optimizer)
+        found.append({n: t.clone() for n, t in model.state_dict().items()})
+        model.megacompile.close()
+    assert same(*found)
+
+
 @pytest.mark.parametrize("options", [dict(waves=2), dict(waves=2, resident_state="all"), dict(waves=2, host_checkpoints=True),
                                      dict(resident_state=("tied", "model.layers.0"))])
 @pytest.mark.parametrize("overlap", [None, "backward"])

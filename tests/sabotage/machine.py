@@ -29,8 +29,11 @@ _TOUCHES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "offload": ("d2h", ("reduced",), ("result",)),
     "offload_norms": ("d2h", ("reduced",), ("gradients/",)),
     "accumulate": ("cpu", ("slab",), ("gradients/",)),
+    "add_to_sum": ("cpu", ("slab", "gradients/"), ("sums/",)),
+    "norms_of_sum": ("cpu", ("sums/",), ("gradients/",)),
     "clip": ("cpu", ("gradients/",), ("result",)),
     "adam": ("cpu", ("gradients/", "clip"), ("weights/", "state/")),
+    "adam_of_sum": ("cpu", ("sums/", "clip"), ("weights/", "state/")),
     "adam_resident": ("compute", ("reduced", "clip"), ("resident", "state")),
     "fetch_state": ("cpu", ("state/",), ("result",)),
     "store_state": ("cpu", ("state",), ("state/",)),
@@ -58,6 +61,7 @@ MAY_TOUCH: dict[str, frozenset[tuple[str, str]]] = {kind: frozenset(
         "RG": {"compute": (READ, WRITE), "cpu": (WRITE,), "d2h": (READ,)},
         "weights": {"cpu": (WRITE,), "h2d": (READ,), "pack": (READ,)},
         "gradients": {"d2h": (WRITE,), "cpu": (READ, WRITE)},
+        "sums": {"cpu": (READ, WRITE)},
         "state": {"cpu": (READ, WRITE)}}.items()}
 
 
@@ -189,10 +193,12 @@ class Machine:
         at = {parameter: tuple(where[name] for name in names) for parameter, names in each.takes.items()}
         at["result"] = (where[each.name],)
         tiles = each.says.get("tiles") or ((each.says["tile"],) if "tile" in each.says else ())
-        for part in ("weights", "gradients", "state"):
+        for part in ("weights", "gradients", "sums", "state"):
             at[f"{part}/"] = tuple(f"{part}/{tile}" for tile in tiles)
         if "staging" in at:
             at["weights/"] = ()
+        if each.op == "add_to_sum" and "slab" in at:
+            at["gradients/"] = ()
         reads, writes = (tuple(place for name in names for place in at.get(name, ())) for names in touched)
         return Step(each.name, each.op, lane, reads, writes, at, each.says)
 
@@ -270,12 +276,17 @@ def effect(step: Step, look: Look) -> dict[str, Content]:
         case "accumulate":
             added = one("slab") if says["overwrite"] else total(one("gradients/"), one("slab"))
             return {at["gradients/"][0]: added}
+        case "add_to_sum":
+            wave = one("slab" if "slab" in at else "gradients/")
+            return {at["sums/"][0]: wave if says["overwrite"] else total(one("sums/"), wave)}
+        case "norms_of_sum":
+            return {at["gradients/"][0]: ("norms", one("sums/"))}
         case "clip":
             stored = {place: look(place) for place in at["gradients/"]}
             return {result: mix("clip", *sorted((p, g[1] if isinstance(g, tuple) else g) for p, g in stored.items()))}
-        case "adam" | "adam_resident":
-            weights, state = (at["weights/"], at["state/"]) if op == "adam" else (at["resident"], at["state"])
-            gradients = one("gradients/" if op == "adam" else "reduced")
+        case "adam" | "adam_of_sum" | "adam_resident":
+            weights, state = (at["resident"], at["state"]) if op == "adam_resident" else (at["weights/"], at["state/"])
+            gradients = one({"adam": "gradients/", "adam_of_sum": "sums/", "adam_resident": "reduced"}[op])
             made = mix("adam", look(weights[0]), look(state[0]), gradients, *([one("clip")] if "clip" in at else []))
             return {weights[0]: mix("weights", made), state[0]: mix("state", made)}
         case "result":

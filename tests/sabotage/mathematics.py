@@ -42,11 +42,17 @@ class Training:
                     self.gather(self.backward(open_forwards.pop(lease), scaled=True), line == "backward_accumulate")
                     self.arrived()
                 case "train_step":
-                    forward = self.forward()
-                    waves = map(self.plan.wave, range(self.plan.waves))
-                    self.results += [("loss", *(forward[1][mb] for mb in wave)) for wave in waves]
-                    self.gather(self.backward(forward, scaled=False), False)
+                    made, losses = self.forward()
+                    waves = [{mb: losses[mb] for mb in self.plan.wave(wave)} for wave in range(self.plan.waves)]
+                    self.results += [("loss", *wave.values()) for wave in waves]
+                    shares = [self.backward((made, wave), scaled=False) for wave in waves]
+                    summed = {tile: total(*(share[tile] for share in shares)) for tile in self.plan.host_sums
+                              if tile in self.trained}
+                    self.host |= {f"sums/{tile}": content for tile, content in summed.items()}
+                    self.gather(self.backward((made, losses), scaled=False) | summed, False)
                     self.arrived()
+                    if self.plan.update == "arrival":
+                        self.gather({tile: shares[-1][tile] for tile in summed}, False)  # nobody asks for the norms of a sum
                 case "refresh_lost":
                     for tile in self.plan.resident_state:
                         self.host[f"gradients/{tile}"] = hash(("lost", f"gradients/{tile}"))

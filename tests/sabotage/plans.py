@@ -16,6 +16,11 @@ NAMED: dict[str, dict[str, Any]] = {
     "updates on arrival": {"update": "arrival", "micro_batches": (1, 1), "resident": ("prologue", "layers.0"),
                            "resident_state": ("layers.0",)},
     "checkpoints on the host, two micro-batches": {"micro_batches": (2, 1), "host_checkpoints": 3},
+    "three waves added up on the host": {"whole_step": True, "micro_batches": (1, 1, 1), "waves": 3,
+                                         "host_sums": ("prologue", "layers.1", "layers.3")},
+    "waves on the host through slabs, updates on arrival": {
+        "whole_step": True, "micro_batches": (1, 1), "waves": 2, "locked": False, "update": "arrival",
+        "host_sums": ("layers.0", "epilogue"), "resident": ("layers.0",)},
     "tied, residuals kept, a frozen layer": {"tied": True, "saved_layers": 2, "frozen": ("layers.0",)},
 }
 
@@ -32,15 +37,17 @@ def schedules(draw: st.DrawFn, layers: int | None = None) -> dict[str, Any]:
     resident = [tile for tile in tiles if draw(st.integers(0, 3)) == 0]
     interval, update = draw(st.integers(1, layers)), draw(st.sampled_from(UPDATES))
     order = tuple(draw(st.permutations(tiles))) if update == "arrival" and draw(st.booleans()) else ()
+    waves = draw(st.integers(1, len(micro_batches))) if whole_step else 1
+    stateful = tuple(tile for tile in resident if tile not in frozen and draw(st.booleans()))
+    summed = tuple(tile for tile in tiles if waves > 1 and tile not in stateful and draw(st.booleans()))
     return {
         "layers": layers, "micro_batches": micro_batches, "frozen": frozen, "tied": tied, "whole_step": whole_step,
         "checkpoint_interval": interval, "saved_layers": draw(st.integers(0, layers)),
         "weight_slots": interval + draw(st.integers(0, 2)), "gradient_slots": draw(st.integers(1, 2)),
         "resident": tuple(resident),
-        "resident_state": tuple(tile for tile in resident if tile not in frozen and draw(st.booleans())),
+        "resident_state": stateful, "host_sums": summed,
         "locked": draw(st.booleans()), "staging_slabs": draw(st.integers(1, 2)), "gradient_slabs": draw(st.integers(1, 3)),
-        "waves": draw(st.integers(1, len(micro_batches))) if whole_step else 1,
-        "update": update, "update_order": order,
+        "waves": waves, "update": update, "update_order": order,
         "host_checkpoints": draw(st.integers(0, 2)), "checkpoint_slots": draw(st.integers(1, 2))}
 
 

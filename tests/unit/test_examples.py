@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-OWN_TEST = {"custom_layer.py", "custom_pass.py", "demo.py", "inspect_schedule.py", "train.py"}
+OWN_TEST = {"custom_layer.py", "custom_pass.py", "demo.py", "inspect_schedule.py", "resume.py", "train.py"}
 
 
 def run(name: str, *arguments: object) -> str:
@@ -41,6 +41,16 @@ def test_custom_passes_show_in_the_schedule_and_change_no_bit() -> None:
     printed = run("custom_pass.py")
     assert "def forward(p):" in printed and "weights are equal to the bit" in printed
     assert len(re.findall(r"^step \d: loss (\S+), with both passes \1$", printed, re.MULTILINE)) == 3
+
+
+def test_resume_goes_on_from_a_checkpoint_after_a_kill() -> None:
+    printed = run("resume.py")
+    first, second = printed.split("the first process was killed by signal 9")
+    (begin,) = re.findall(r"goes on after step (5|10)$", second, re.MULTILINE)
+    steps = [(int(step), float(loss)) for step, loss in re.findall(r"^step (\d+): loss (\S+)$", second, re.MULTILINE)]
+    assert [step for step, _ in steps] == list(range(int(begin) + 1, 31)) and steps[-1][1] < steps[0][1] - 0.5
+    repeated = dict(re.findall(r"^step (\d+): loss (\S+)$", first, re.MULTILINE))
+    assert len(repeated) == 12 and all(float(repeated[str(step)]) == loss for step, loss in steps if step <= 12)
 
 
 @pytest.mark.slow

@@ -44,6 +44,8 @@ GOLDENS: dict[str, dict[str, Any]] = {
     "whole_step_checkpoints_on_the_host_two_waves": {
         "checkpoint_interval": 2, "weight_slots": 3, "micro_batches": (1, 1, 1), "waves": 2, "whole_step": True,
         "host_checkpoints": 1},
+    "whole_step_two_waves_added_up_on_the_host": {
+        "micro_batches": (1, 1), "waves": 2, "whole_step": True, "host_sums": ("layers.1", "epilogue")},
     "whole_step_k1_two_waves": {"checkpoint_interval": 1, "micro_batches": (1, 1), "waves": 2, "whole_step": True},
 }
 
@@ -101,8 +103,8 @@ def test_names_and_order_of_tiles_decide_nothing(name: str, make_schedule: Sched
         tiles={new[t.name]: replace(t, name=new[t.name]) for t in reversed(model.tiles.values())},
         calls=tuple(replace(c, tiles=tuple(new[t] for t in c.tiles)) for c in model.calls))
     plan = plan_of(name)
-    resident, stateful = (tuple(new[t] for t in tiles) for tiles in (plan.resident, plan.resident_state))
-    program = compile_program(renamed, replace(plan, resident=resident, resident_state=stateful), PIPELINE).program
+    named = {key: tuple(new[t] for t in getattr(plan, key)) for key in ("resident", "resident_state", "host_sums")}
+    program = compile_program(renamed, replace(plan, **named), PIPELINE).program
     assert program.slots == compiled.program.slots
     assert list(program.sections) == list(compiled.program.sections)
     for section in program.sections:

@@ -272,7 +272,7 @@ def test_a_plan_says_how_fast_it_is_and_which_lane_binds(planned: Schedule) -> N
     text, step = planned.explain(), planned.simulate()
     assert f"speed: {step.step_s:.3f} s a step" in text and f"{step.binds} binds" in text
     (row,) = [line for line in text.splitlines() if line.startswith("->")]
-    assert row.split()[12] == step.binds
+    assert row.split()[13] == step.binds
 
 
 def test_the_largest_batch_fits_and_one_sequence_more_does_not(planned: Schedule) -> None:

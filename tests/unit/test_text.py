@@ -50,6 +50,9 @@ def forward(p):
     o = p.offload("layers.0", reduced=d, into="D0")                                    # d2h
     p.accumulate("layers.0", slab=o, overwrite=False)                                  # cpu
     p.offload_norms("layers.0", reduced=d)                                             # d2h
+    p.add_to_sum("layers.0", slab=o, overwrite=True)                                   # cpu
+    p.add_to_sum("layers.0", overwrite=False)                                          # cpu
+    p.norms_of_sum("layers.0")                                                         # cpu
     q = p.fetch_gradients("layers.0", into="RG0")                                      # cpu
     q_1 = p.resident_gradients("layers.0", into="RG0")
     c = p.clip(tiles=("layers.0",))                                                    # cpu
@@ -59,6 +62,7 @@ def forward(p):
     p.store_state("layers.0", state=s_1)                                               # cpu
     p.offload_weights("layers.0", resident=v)                                          # cpu
     update = p.adam("layers.0", clip=c)                                                # cpu
+    p.adam_of_sum("layers.0", clip=c)                                                  # cpu
     p.result("loss", values=(l,))                                                      # compute
     p.lease("h", h)                                                                    # compute
     x = p.leased("h")                                                                  # compute
@@ -122,12 +126,13 @@ def plans(draw: st.DrawFn) -> dict[str, Any]:
     resident = draw(st.lists(st.sampled_from(tiles), unique=True))
     stateful = draw(st.lists(st.sampled_from(resident), unique=True)) if resident else []
     whole = draw(st.booleans())
+    waves = draw(st.integers(1, len(micro_batches))) if whole else 1
     return {
         "layers": layers, "micro_batches": micro_batches, "checkpoint_interval": interval, "whole_step": whole,
         "weight_slots": draw(st.integers(interval, interval + 2)), "saved_layers": draw(st.integers(0, layers)),
         "resident": tuple(t for t in tiles if t in resident), "resident_state": tuple(t for t in tiles if t in stateful),
         "locked": draw(st.booleans()), "tied": draw(st.booleans()),
-        "waves": draw(st.integers(1, len(micro_batches))) if whole else 1,
+        "waves": waves, "host_sums": tuple(t for t in tiles if waves > 1 and t not in stateful and draw(st.booleans())),
         "update": draw(st.sampled_from(("step", "arrival"))) if whole else "step"}
 
 

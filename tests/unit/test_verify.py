@@ -18,6 +18,7 @@ STREAMED: dict[str, Any] = {"layers": 2, "micro_batches": (1, 1)}
 SLABS: dict[str, Any] = {**STREAMED, "locked": False}
 RESIDENT: dict[str, Any] = {**STREAMED, "resident": ("layers.0", "layers.1")}
 ARRIVAL: dict[str, Any] = {**STREAMED, "whole_step": True, "update": "arrival"}
+SUMS: dict[str, Any] = {**STREAMED, "whole_step": True, "waves": 2, "host_sums": ("layers.1", "epilogue")}
 BLOCK: dict[str, Any] = {**STREAMED, "checkpoint_interval": 2}
 
 #: (rule, case): schedule, stage, section, pattern and replacement in that section's text, what the message says
@@ -181,6 +182,41 @@ TEXT_EDITS: dict[tuple[str, str], tuple[dict[str, Any], str, str, str, str, str]
         r'\1    w = p.prefetch("layers.0")\n'
         r'    x = p.forward("decoder", "layers.0", mb=0, weights=(w,), inputs=(s_0, s_0))\n',
         "forward layers.0 mb 0 would run on weights that adam layers.0 has updated"),
+    ("summed", "wave that is never added"): (
+        SUMS, "offload", "train_step", r'    p.add_to_sum\("layers.1", overwrite=False\).*\n', "",
+        "offload layers.1 is never added to the sum: a wave would be lost"),
+    ("summed", "wave that is overwritten before it was added"): (
+        SUMS, "offload", "train_step", r'    p.add_to_sum\("layers.1", overwrite=True\).*\n', "",
+        "offload layers.1 overwrites a wave that was not added to the sum yet"),
+    ("summed", "wave that is added twice"): (
+        SUMS, "offload", "train_step", r'(    p.add_to_sum\("layers.1", overwrite=False\).*\n)', r"\1\1",
+        "adds what no wave has brought, or what was added before"),
+    ("summed", "second wave that overwrites the first"): (
+        SUMS, "offload", "train_step", r'add_to_sum\("layers.1", overwrite=False\)', 'add_to_sum("layers.1", overwrite=True)',
+        "add_to_sum layers.1 loses the waves before it"),
+    ("summed", "sum of the step before that is added to"): (
+        SUMS, "offload", "train_step", r'add_to_sum\("layers.1", overwrite=True\)', 'add_to_sum("layers.1", overwrite=False)',
+        "add_to_sum layers.1 adds to the sum of the step before it"),
+    ("summed", "norms of a part"): (
+        SUMS, "optimizer", "train_step",
+        r'(    p.add_to_sum\("layers.1", overwrite=False\).*\n)(    p.norms_of_sum.*\n)', r"\2\1",
+        "the clip reads norms of the sum of layers.1, which are taken 1 times, not once behind its last wave"),
+    ("summed", "update with the last wave alone"): (
+        SUMS, "optimizer", "update", r'adam_of_sum\("layers.1"', 'adam("layers.1"',
+        "adam layers.1 would be wrong: gradients of layers.1 are added up on the host"),
+    ("summed", "update with a sum that is not there"): (
+        SUMS, "optimizer", "update", r'adam\("layers.0"', 'adam_of_sum("layers.0"',
+        "adam_of_sum layers.0 would be wrong: gradients of layers.0 are not added up on the host"),
+    ("summed", "wave that is never reduced"): (
+        SUMS, "offload", "train_step", r'    d2_1 = .*\n    o2_1 = .*\n    p.add_to_sum\("layers.1".*\n', "",
+        "a2_1 is a wave's share of the gradients of layers.1, and is never reduced"),
+    ("added_up", "gradients of a tile in two values of a whole step"): (
+        {**SUMS, "host_sums": ("layers.1",)}, "offload", "train_step", r"(    g1_1 = .*)accumulators=\(a1,\)",
+        r'    more = p.zeros("layers.0")\n\1accumulators=(more,)', "but a1 holds gradients of the same tile"),
+    ("one_version", "update on arrival before the last wave"): (
+        {**SUMS, "update": "arrival"}, "optimizer", "train_step",
+        r'(    p.add_to_sum\("layers.1", overwrite=False\).*\n)(    p.adam_of_sum\("layers.1".*\n)', r"\2\1",
+        "add_to_sum layers.1 brings gradients of a tile that adam_of_sum layers.1 has updated"),
     ("placed", "slot that is alive"): (
         STREAMED, "place", "forward", r'into="W1"', 'into="W0"',
         r"slot W0 is overwritten by prefetch layers.1 while w1 (prefetch layers.0) is alive in it"),

@@ -1,0 +1,151 @@
+"""Folders of checkpoints: which are there, how a new one comes to be, and how old ones go.
+
+    runs/
+      000001-step-500/       number of the save, steps trained: a save after going back to an earlier step is still the newest
+      000002-step-1000/
+      .incomplete-x3k9q/     one that is being written, or being removed; locked by whoever does it
+
+A checkpoint is made whole in a folder with another name and then renamed, so that whatever has a checkpoint's name was complete
+once. The lock goes with the process that holds it, however that ends: what can be locked belongs to nobody and is removed.
+"""
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import re
+import secrets
+import shutil
+from pathlib import Path
+
+from megacompile.checkpoint.manifest import Manifest
+from megacompile.errors import CheckpointError
+
+_NAME = re.compile(r"(\d{6,})-step-(\d+)")
+_INCOMPLETE = ".incomplete-"
+
+
+def named(directory: Path) -> list[Path]:
+    """The folders that have a checkpoint's name, oldest save first."""
+    if not directory.is_dir():
+        return []
+    return sorted((path for path in directory.iterdir() if _NAME.fullmatch(path.name) and path.is_dir()), key=_number)
+
+
+def _number(path: Path) -> int:
+    match = _NAME.fullmatch(path.name)
+    assert match is not None, f"{path} has no checkpoint's name"
+    return int(match[1])
+
+
+def complete(directory: Path) -> list[Path]:
+    """Those with a whole manifest, oldest save first."""
+    return [path for path in named(directory) if _has_manifest(path)]
+
+
+def _has_manifest(path: Path) -> bool:
+    try:
+        Manifest.read(path)
+    except CheckpointError:
+        return False
+    return True
+
+
+def latest_checkpoint(directory: str | Path) -> Path | None:
+    """The newest complete checkpoint in a folder of checkpoints; None if there is none."""
+    return next((path for path in reversed(named(Path(directory))) if _has_manifest(path)), None)
+
+
+class Incomplete:
+    """A folder in which a checkpoint is being written. State: its lock, a descriptor, until it is published or discarded."""
+
+    def __init__(self, directory: Path) -> None:
+        """Raises `OSError`."""
+        directory.mkdir(parents=True, exist_ok=True)
+        sweep(directory)
+        while True:
+            self.path = _unused(directory)
+            self.path.mkdir()
+            self._lock = _locked(self.path)
+            if self.path.exists():  # nobody has swept it before it was locked
+                break
+            self._unlock()
+
+    def publish(self, step: int, keep: int) -> Path:
+        """Gives the folder its name, and removes all but the last `keep` complete ones. Raises `OSError`."""
+        directory = self.path.parent
+        _sync(self.path)
+        number = max(map(_number, named(directory)), default=0)
+        while True:
+            number += 1
+            target = directory / f"{number:06d}-step-{step}"
+            try:
+                self.path.rename(target)
+                break
+            except OSError as error:  # another process was first
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                    raise
+        _sync(directory)
+        self._unlock()
+        for old in complete(directory)[:-keep]:
+            _remove(old)
+        return target
+
+    def discard(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)  # what is left is swept when the next one is written
+        self._unlock()
+
+    def _unlock(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
+def sweep(directory: Path) -> None:
+    """Removes what was left by writers that are dead."""
+    for path in directory.glob(_INCOMPLETE + "*"):
+        try:
+            lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError:  # no folder, or gone by now
+            continue
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:  # somebody is at work there, or the file system has no locks to tell
+            continue
+        else:
+            shutil.rmtree(path, ignore_errors=True)
+        finally:
+            os.close(lock)
+
+
+def _locked(path: Path) -> int | None:
+    """A descriptor that holds a folder's lock; None where it is gone, or the file system has no locks (then nobody sweeps)."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+    except OSError:
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+def _remove(path: Path) -> None:
+    """Under another name first: half of a checkpoint must not look like one."""
+    doomed = _unused(path.parent)
+    path.rename(doomed)
+    shutil.rmtree(doomed, ignore_errors=True)
+
+
+def _unused(directory: Path) -> Path:
+    return directory / f"{_INCOMPLETE}{secrets.token_hex(6)}"
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

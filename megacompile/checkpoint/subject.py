@@ -1,0 +1,85 @@
+"""What a checkpoint is of: a streamed model, its optimizer and perhaps a scheduler."""
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from megacompile.checkpoint.files import DTYPES
+from megacompile.checkpoint.values import encode
+from megacompile.errors import MegacompileError, UnsupportedError
+from megacompile.optim import AdamW
+from megacompile.program import argument, nodes, op_of
+from megacompile.streamed import Streamed
+
+
+class Subject:
+    """Raises `MegacompileError` for a model that is not streamed, or an optimizer that is not its `megacompile.AdamW`."""
+
+    def __init__(self, model: Any, optimizer: Any, scheduler: Any) -> None:
+        self.model, self.optimizer, self.scheduler = model, optimizer, scheduler
+        if not isinstance(optimizer, AdamW):
+            raise UnsupportedError(f"a checkpoint holds the state of megacompile.AdamW, not of a {type(optimizer).__name__}: "
+                                   "make the optimizer with megacompile.AdamW")
+        if optimizer.streamed is not self.streamed:
+            raise MegacompileError("the optimizer belongs to another model: make one of this model's parameters")
+
+    @property
+    def streamed(self) -> Streamed:
+        handle = getattr(self.model, "megacompile", None)
+        if handle is None:
+            raise MegacompileError("the model is not streamed (any more): call model = megacompile.stream(model) first; a "
+                                   "plain model is saved with save_pretrained")
+        return handle.streamed
+
+    def groups(self) -> list[tuple[dict[str, Any], list[str]]]:
+        """Each parameter group: its options, and the names of its parameters."""
+        return self.optimizer.named_groups()
+
+    def settled_groups(self) -> list[tuple[dict[str, Any], list[str]]]:
+        """As `groups`, once no update is in flight and all state is at home. Raises what a failed update left behind, and
+        `MegacompileError` between a backward that has updated and its step()."""
+        if self.streamed.arrival.updated:
+            raise MegacompileError("a backward has updated the weights and its step has not ended: save after optimizer.step()")
+        self.optimizer.state_dict()
+        return self.groups()
+
+    def steps(self) -> dict[str, int]:
+        """Updates of each parameter that the optimizer trains, by name."""
+        known = self.streamed.parameters.items()
+        return {name: int(self.optimizer.state[p]["step"]) for name, p in known if self.optimizer.state.get(p)}
+
+    def rest(self) -> dict[str, Tensor]:
+        """What `state_dict` has beside the tiles: buffers, and parameters that no layer reads."""
+        kept = nn.Module.state_dict(self.model)
+        if odd := next((name for name, value in kept.items() if not isinstance(value, Tensor)), None):
+            raise UnsupportedError(f"{odd} of the model's state_dict is no tensor, which a checkpoint cannot hold: save it in "
+                                   "extra, and leave it out of state_dict")
+        if odd := next((name for name, value in kept.items() if value.dtype not in DTYPES), None):
+            raise UnsupportedError(f"{odd} is {kept[odd].dtype}, which a checkpoint cannot hold: cast it")
+        named = dict([*nn.Module.named_parameters(self.model), *self.model.named_buffers()])
+        return {name: kept[name] for name in named if name in kept and name not in self.streamed.tiling.position}
+
+    def scheduler_state(self) -> Any:
+        """The scheduler's class and state, encoded; None if there is none."""
+        if self.scheduler is None:
+            return None
+        return {"class": type(self.scheduler).__name__, "state": encode(self.scheduler.state_dict(), "scheduler")}
+
+    def update_order(self) -> list[str]:
+        """All tiles, in the order in which updates change them as far as that is known: whoever waits for a tile to be written
+        waits least if it is written first."""
+        shape, order = self.streamed.trained, []
+        if shape is not None:
+            order = [argument(node, "tile") for section in shape.program.sections.values() for node in nodes(section)
+                     if op_of(node).name in ("adam", "offload_weights")]
+        return list(dict.fromkeys([*order, *self.streamed.store.tiles]))
+
+    def stamp(self) -> Callable[[str], object]:
+        """Of a tile: something that changes when its parameters are written from outside. Knows the parameters alone: it may
+        outlive the model."""
+        parameters: dict[str, list[nn.Parameter]] = {}
+        for name, (tile, _) in self.streamed.tiling.position.items():
+            parameters.setdefault(tile, []).append(self.streamed.parameters[name])
+        return lambda tile: [(p._version, p.data_ptr()) for p in parameters[tile]]

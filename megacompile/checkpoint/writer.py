@@ -1,0 +1,249 @@
+"""Checkpoints written beside training.
+
+    writer = CheckpointWriter("runs/one", model, optimizer)
+    writer.save(extra={"batch": number})     # between two steps; returns when the state of the moment is fixed
+    ...                                      # training goes on; an update of what is not written yet copies it aside, or waits
+    writer.close()
+"""
+from __future__ import annotations
+
+import errno
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+
+import megacompile
+from megacompile.checkpoint.files import Entry, Written, header, write_file
+from megacompile.checkpoint.folders import Incomplete
+from megacompile.checkpoint.manifest import Manifest, Saved
+from megacompile.checkpoint.random_state import capture
+from megacompile.checkpoint.subject import Subject
+from megacompile.checkpoint.values import encode
+from megacompile.errors import CheckpointError, MegacompileError
+from megacompile.runtime.snapshot import Piece, Snapshot, TouchedError, pieces
+from megacompile.runtime.store import available_host_bytes
+from megacompile.sizes import parse_bytes
+
+#: What is read and written at a time.
+_CHUNK_BYTES = 16 << 20
+#: Files that are written at a time: one thread's checksum and copy into the system's cache are slower than a good disk.
+_THREADS = 2
+
+
+class CheckpointWriter:
+    """Saves a streamed model's training state into numbered folders below `directory`, the last `keep` of them kept.
+
+    Args:
+        model, optimizer: a streamed model and its `megacompile.AdamW`.
+        scheduler: anything with `state_dict()` and `load_state_dict()`.
+        bandwidth: bytes a second at most ("500MiB"), as long as no update waits for the writer. None: as the disk takes them.
+        copy_memory: host memory for copies of what updates would change before it is written ("8GiB"). With 0 updates wait for
+            the writer instead. None: half of what is available when a save begins.
+
+    A save that fails (a full disk) leaves the earlier checkpoints as they are, and training goes on; `CheckpointError` is
+    raised by the next `save`, `wait` or `close`, once. One save is written at a time: the next waits for it.
+    """
+
+    def __init__(self, directory: str | Path, model: Any, optimizer: Any, *, scheduler: Any = None, keep: int = 3,
+                 bandwidth: int | str | None = None, copy_memory: int | str | None = None) -> None:
+        if type(keep) is not int or keep < 1:
+            raise MegacompileError(f"keep={keep!r} must be a whole number of at least 1: the checkpoints to keep")
+        self.directory, self.keep = Path(directory), keep
+        self.subject = Subject(model, optimizer, scheduler)
+        self.bandwidth = parse_bytes(bandwidth)
+        self.copy_memory = 0 if copy_memory == 0 else parse_bytes(copy_memory)
+        self._save: _Save | None = None
+        self._last: Path | None = None
+
+    def save(self, extra: Any = None) -> None:
+        """Saves the state of this moment, between two steps. Returns before it is written: waits for the update in flight, and
+        for the save before this one. `extra`: anything made of numbers, strings, bytes, lists, tuples, dicts and tensors, such
+        as the position in the data; `load_checkpoint` returns it.
+
+        Gradients that wait for a step are not part of it. Parameters must not be written from outside (`p.add_`, optimizers of
+        torch.optim) before `wait()`; the model's and the optimizer's own methods see to that themselves.
+
+        Raises `CheckpointError` (also what the save before this one failed with), `LaneError`, `TornError`."""
+        self.wait()
+        self._save = _Save(self.subject, self.directory, self.keep, extra, self.bandwidth, self.copy_memory)
+
+    def wait(self) -> Path | None:
+        """Until the save in flight is complete and on the disk. The folder of the last complete one that this writer made."""
+        save = self._save
+        if save is not None:
+            for thread in save.threads:
+                thread.join()
+            self._save = None
+            if save.error is not None:
+                raise CheckpointError(f"no checkpoint was saved in {self.directory} ({_reason(save.error)}): those before it "
+                                      f"are whole, and training may go on{_remedy(save.error)}") from save.error
+            self._last = save.result
+        return self._last
+
+    def close(self) -> None:
+        """As `wait`. A writer that is not closed finishes its save all the same, but nobody hears of its failure."""
+        self.wait()
+
+    def __enter__(self) -> CheckpointWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+def save_checkpoint(directory: str | Path, model: Any, optimizer: Any, *, scheduler: Any = None, extra: Any = None,
+                    keep: int = 3) -> Path:
+    """Saves a streamed model's training state in a new folder below `directory` and returns it, on the disk. The last `keep`
+    are kept. Arguments, and what is raised, as for `CheckpointWriter` and its `save`."""
+    with CheckpointWriter(directory, model, optimizer, scheduler=scheduler, keep=keep) as writer:
+        writer.save(extra)
+        path = writer.wait()
+    assert path is not None, "a save that neither failed nor succeeded"
+    return path
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, TouchedError):
+        return f"the weights of {error} were written from outside before they were saved"
+    return error.strerror or str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+
+
+def _remedy(error: BaseException) -> str:
+    if isinstance(error, TouchedError):
+        return "; call wait() before writing to parameters"
+    full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    return "; make room, or keep fewer" if full else ""
+
+
+class _Save:
+    """One save on its way. State: its `threads`; then `result` or `error`."""
+
+    def __init__(self, subject: Subject, directory: Path, keep: int, extra: Any, bandwidth: int | None,
+                 copy_memory: int | None) -> None:
+        groups = subject.settled_groups()
+        streamed = subject.streamed
+        self.keep = keep
+        self.rest = {name: tensor.detach().cpu().clone() for name, tensor in subject.rest().items()}
+        self.steps = subject.steps()
+        self.about: dict[str, Any] = dict(
+            step=max(self.steps.values(), default=0), model=type(streamed.model).__name__,
+            groups=[names for _, names in groups],
+            options=[encode(options, "an option") for options, _ in groups], scheduler=subject.scheduler_state(),
+            random=encode(capture(streamed.backend.device), "random"), extra=encode(extra, "extra"),
+            made_with=dict(megacompile=megacompile.__version__, torch=torch.__version__))
+        self.store = streamed.store
+        self.tiles = self.store.tiles
+        self.tensors: dict[str, Saved] = {}
+        self.files: dict[str, Written] = {}
+        self.pace = _Pace(bandwidth)
+        self.error: BaseException | None = None
+        self.result: Path | None = None
+        try:
+            self.folder = Incomplete(directory)
+        except OSError as error:
+            raise CheckpointError(f"nothing can be saved in {directory} ({_reason(error)}): give a folder that can be "
+                                  "written") from error
+        if self.store.snapshot is not None:
+            self.store.snapshot.wait()  # of another writer
+        copies = available_host_bytes() // 2 if copy_memory is None else copy_memory
+        self.snapshot = self.store.snapshot = Snapshot(self.tiles, copies, subject.stamp())
+        self.order = iter(subject.update_order())
+        self.numbers = {name: number for number, name in enumerate(self.tiles)}
+        # Started here, all of them: a program that ends may join threads, and may not begin any.
+        workers = [threading.Thread(target=self._work, name="megacompile checkpoint") for _ in range(_THREADS)]
+        last = threading.Thread(target=self._complete, args=(workers,), name="megacompile checkpoint")
+        self.threads = [*workers, last]
+        try:
+            for thread in self.threads:
+                thread.start()
+        except BaseException as error:  # too many threads, or Ctrl-C: no update may wait for a writer that is not there
+            self._fail(error)
+            self.store.snapshot = None
+            self.folder.discard()
+            raise
+
+    # ---------------------------------------------------------------- in the threads
+    def _work(self) -> None:
+        try:
+            buffer = np.empty(_CHUNK_BYTES, np.uint8)
+            while self.error is None and (tile := next(self.order, None)) is not None:
+                self._write_tile(tile, buffer)
+        except BaseException as error:  # whatever it is, it belongs to the caller; and no update may wait for ever
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        self.error = self.error or error  # the first: others follow from it
+        self.snapshot.abandon()
+
+    def _write_tile(self, name: str, buffer: np.ndarray[Any, Any]) -> None:
+        file, tile = f"tensors-{self.numbers[name]:05d}.safetensors", self.tiles[name]
+        parts = sorted(pieces(tile), key=lambda piece: -piece.dtype.itemsize)
+        for s in tile.layout.slices:
+            self.tensors[s.name] = Saved(tile.layout.dtype, s.shape, s.trainable, file,
+                                         tuple(p.name for p in parts if p.parameter is s), self.steps.get(s.name))
+        entries = [self.tensors[piece.parameter.name].entry(piece.parameter.name, piece.name) for piece in parts]
+        self.files[file] = write_file(self.folder.path / file, self._chunks(name, entries, parts, buffer))
+
+    def _chunks(self, tile: str, entries: list[Entry], parts: list[Piece], buffer: np.ndarray[Any, Any]) -> Iterator[Any]:
+        yield header(entries)
+        for entry, piece in zip(entries, parts, strict=True):
+            position = 0
+            while position < entry.bytes:
+                self.pace.keep(self.snapshot)
+                count = self.snapshot.read(tile, piece, position, buffer)
+                if count == 0:
+                    raise RuntimeError("the save was given up")  # another thread has the reason
+                yield buffer[:count]
+                position += count
+                self.pace.add(count)
+        self.snapshot.finish(tile)  # before the disk has it: an update may wait
+
+    def _complete(self, workers: list[threading.Thread]) -> None:
+        for worker in workers:
+            worker.join()
+        try:
+            if self.error is None:
+                self._write_rest()
+                Manifest(tensors=dict(sorted(self.tensors.items())), files=dict(sorted(self.files.items())),
+                         **self.about).write(self.folder.path)
+                self.result = self.folder.publish(self.about["step"], self.keep)
+        except BaseException as error:  # as above
+            self.error = error
+        finally:
+            if self.store.snapshot is self.snapshot:
+                self.store.snapshot = None
+            if self.error is not None:
+                self.folder.discard()
+
+    def _write_rest(self) -> None:
+        """Buffers, and parameters that no layer reads: small, and copied when the save began."""
+        file = f"tensors-{len(self.tiles):05d}.safetensors"
+        entries, chunks = [], []
+        for name, tensor in sorted(self.rest.items(), key=lambda item: -item[1].dtype.itemsize):
+            self.tensors[name] = Saved(tensor.dtype, tuple(tensor.shape), False, file)
+            entries.append(self.tensors[name].entry(name, "weight"))
+            chunks.append(tensor.contiguous().flatten().view(torch.uint8).numpy())
+        self.files[file] = write_file(self.folder.path / file, [header(entries), *chunks])
+
+
+class _Pace:
+    """Keeps writers to a rate, all of them together."""
+
+    def __init__(self, rate: int | None) -> None:
+        self.rate, self.begun, self.bytes = rate, time.monotonic(), 0
+        self._lock = threading.Lock()
+
+    def add(self, count: int) -> None:
+        with self._lock:
+            self.bytes += count
+
+    def keep(self, snapshot: Snapshot) -> None:
+        """Sleeps for as long as the rate was exceeded, unless an update waits."""
+        if self.rate is not None and (ahead := self.bytes / self.rate - (time.monotonic() - self.begun)) > 0:
+            snapshot.pause(ahead)

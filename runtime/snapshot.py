@@ -1,0 +1,177 @@
+"""The state of all tiles at one moment, read by a writer while training goes on.
+
+Whoever is about to change a tile calls `preserve` first. A tile that has not been read to its end is copied aside as long as
+there is room for copies, and else the caller waits until it was read, or until another tile's copy has made room. So nothing
+is copied that the writer reads in time, and a slow disk holds training up only where memory is short as well.
+"""
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megacompile.errors import InsufficientMemoryError
+
+from . import adam as host
+from .store import HostTile, ParameterSlice, host_memory
+
+#: What a part of a tile is called in an optimizer's state.
+PARTS = {"weights": "weight", "remainder": "remainder", "m": "exp_avg", "v": "exp_avg_sq"}
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One parameter's share of one part of a tile."""
+
+    part: str  # an attribute of `HostTile`
+    parameter: ParameterSlice
+    dtype: torch.dtype
+
+    @property
+    def name(self) -> str:
+        """As in an optimizer's state: weight, remainder, exp_avg, exp_avg_sq."""
+        return PARTS[self.part]
+
+    def memory(self, tile: HostTile) -> Tensor:
+        """uint8 [bytes]."""
+        size = self.dtype.itemsize
+        return _bytes(getattr(tile, self.part))[self.parameter.start * size:self.parameter.stop * size]
+
+
+def pieces(tile: HostTile) -> list[Piece]:
+    """Everything of a tile that training needs to go on, gradients excepted."""
+    dtypes = {"weights": tile.layout.dtype, "remainder": torch.int16, "m": torch.float32, "v": torch.float32}
+    return [Piece(part, parameter, dtype) for part, dtype in dtypes.items() if getattr(tile, part) is not None
+            for parameter in tile.layout.slices if part == "weights" or parameter.trainable]
+
+
+def state_bytes(tile: HostTile) -> int:
+    return sum(part.numel() for part in _state(tile).values())
+
+
+def _bytes(memory: Tensor) -> Tensor:
+    return memory.view(torch.uint8)
+
+
+def _state(tile: HostTile) -> dict[str, Tensor]:
+    """uint8, by part."""
+    return {part: _bytes(memory) for part in PARTS if (memory := getattr(tile, part)) is not None}
+
+
+def _copy(tile: HostTile) -> HostTile:
+    """A tile of the same state, without gradients. Raises `InsufficientMemoryError`."""
+    copy = HostTile(tile.layout, tile.weights, None)
+    for part, memory in _state(tile).items():
+        aside = host_memory(memory.numel())
+        host.copy(aside, memory)
+        setattr(copy, part, aside.view(getattr(tile, part).dtype))
+    return copy
+
+
+class TouchedError(Exception):
+    """A tile was changed by somebody who did not ask before."""
+
+
+class Snapshot:
+    """State, under one lock: where each tile that was not read to its end is (`_sources`: itself, or its copy), the bytes that
+    copies may still take, and how many callers wait in `preserve`.
+
+    `stamp` gives something that changes when a tile is written to from outside, without `preserve`."""
+
+    def __init__(self, tiles: Mapping[str, HostTile], copy_bytes: int, stamp: Callable[[str], object]) -> None:
+        self._tiles, self._sources = dict(tiles), dict(tiles)
+        self._room, self._waiting = copy_bytes, 0
+        self._stamp, self._stamps = stamp, {name: stamp(name) for name in tiles}
+        self._changed = threading.Condition()
+        self.touched: str | None = None
+
+    # ---------------------------------------------------------------- those who write to tiles
+    def preserve(self, name: str) -> None:
+        """Returns when the tile may change."""
+        while (size := self._claim(name)) is not None:
+            try:
+                copy = _copy(self._tiles[name])
+            except InsufficientMemoryError:
+                self._room_for_none()
+                continue
+            with self._changed:
+                if self._sources.get(name) is self._tiles[name]:
+                    self._sources[name] = copy
+                    self._check(name)
+                else:  # it was read meanwhile
+                    self._room += size
+                    self._changed.notify_all()
+            return
+
+    def _claim(self, name: str) -> int | None:
+        """Takes room for a tile's copy, waiting for it if need be. The bytes; None if the tile may change as it is."""
+        with self._changed:
+            size = state_bytes(self._tiles[name])
+            if not (self._free(name) or size <= self._room):
+                self._waiting += 1
+                self._changed.notify_all()
+                try:
+                    self._changed.wait_for(lambda: self._free(name) or size <= self._room)
+                finally:
+                    self._waiting -= 1
+            if self._free(name):
+                return None
+            self._room -= size
+            return size
+
+    def _free(self, name: str) -> bool:
+        return self._sources.get(name) is not self._tiles[name]
+
+    def _room_for_none(self) -> None:
+        """The system has no memory for copies: from now on callers wait."""
+        with self._changed:
+            self._room = -(1 << 62)
+
+    # ---------------------------------------------------------------- the writer
+    def read(self, name: str, piece: Piece, start: int, into: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> int:
+        """Copies bytes of a piece, from `start`, to the head of `into`; how many. 0 once the snapshot was abandoned."""
+        with self._changed:
+            if name not in self._sources:
+                return 0
+            source = piece.memory(self._sources[name]).numpy()[start:start + len(into)]
+            np.copyto(into[:len(source)], source)  # without the interpreter's lock, and in this thread alone
+            return len(source)
+
+    def finish(self, name: str) -> None:
+        """The tile was read to its end. Raises `TouchedError` if what was read is not what was there."""
+        with self._changed:
+            source = self._sources.get(name)
+            if source is self._tiles[name]:
+                self._check(name)
+            if self._sources.pop(name, None) is not None and source is not self._tiles[name]:
+                self._room += state_bytes(self._tiles[name])
+            self._changed.notify_all()
+            if self.touched is not None:
+                raise TouchedError(self.touched)
+
+    def _check(self, name: str) -> None:
+        if self._stamp(name) != self._stamps[name]:
+            self.touched = name
+
+    def abandon(self) -> None:
+        """Nobody reads any more: all tiles may change."""
+        with self._changed:
+            self._sources.clear()
+            self._changed.notify_all()
+
+    def pause(self, seconds: float) -> None:
+        """Waits so long, or until somebody waits in `preserve`."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting > 0, timeout=seconds)
+
+    def wait(self) -> None:
+        """Until every tile was read."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._sources)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tiles)
