@@ -11,17 +11,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from torch import Tensor
 
+from megacompile.checkpoint import load_checkpoint, save_checkpoint
 from megacompile.errors import MegacompileError
 from megacompile.joining import join
 from megacompile.optim import AdamW
 from megacompile.streamed_module import StreamedModule
 from megacompile.trainer_arguments import check_arguments, check_model, refuse_other_forward
+
+#: The folder of the training state in one of Trainer's checkpoints.
+STATE = "megacompile"
 
 
 class Trainer(transformers.Trainer):
@@ -100,6 +105,19 @@ class Trainer(transformers.Trainer):
         """Whether a whole step is the same training: nothing but the model's own loss is asked for."""
         return (self.whole_steps and type(self).compute_loss in self.own_losses and self.compute_loss_func is None
                 and self.label_smoother is None and isinstance(self.model_wrapped, StreamedModule))
+
+    # ---------------------------------------------------------------- checkpoints
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """`save_checkpoint` in place of two pickles: written tile by tile, on the disk when this returns."""
+        save_checkpoint(Path(output_dir, STATE), self.model, self._adamw, scheduler=self.lr_scheduler, keep=1)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Read tile by tile; masters, moments and the scheduler are those that were saved, to the bit. A checkpoint of
+        `transformers.Trainer` is read as that reads it."""
+        if checkpoint is None or not Path(checkpoint, STATE).exists():
+            super()._load_optimizer_and_scheduler(checkpoint)
+        else:
+            load_checkpoint(Path(checkpoint, STATE), self.model, self._adamw, scheduler=self.lr_scheduler)
 
     # ---------------------------------------------------------------- logs
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
