@@ -26,6 +26,12 @@ class StreamedModule(nn.Module):
         return self.megacompile.call(self, super().forward, args, kwargs)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """What `to` of a module around this one calls: nothing happens where it would leave a tensor on the device as it is."""
+        streamed = self.megacompile.streamed
+        probes = [torch.empty(0, dtype=dtype, device=streamed.backend.device)
+                  for dtype in {p.dtype for p in streamed.parameters.values()}]
+        if all(fn(probe) is probe for probe in probes):
+            return self
         raise UnsupportedError("a streamed model's weights cannot be moved or cast: model.megacompile.close() first")
 
     def to(self, *args: Any, **kwargs: Any) -> Any:

@@ -203,6 +203,57 @@ def test_models_that_are_not_streamed_or_have_adapters_are_refused(tmp_path: Pat
         Trainer(model=adapted, args=trained.arguments(tmp_path))
 
 
+@pytest.mark.parametrize("steps", [1, 2])
+def test_an_accelerate_loop_trains_as_it_does_unstreamed(steps: int, model: Any, native: Any) -> None:
+    from accelerate import Accelerator
+
+    def train(model: Any, optimizer: Any) -> list[float]:
+        accelerator = Accelerator(gradient_accumulation_steps=steps, cpu=True)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        losses = []
+        for seed in range(6):
+            with accelerator.accumulate(model):
+                loss = model(**tiny_models.batch(seed)).loss
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), 0.5)
+                optimizer.step()
+                optimizer.zero_grad()
+            losses.append(float(loss.detach()))
+        return losses
+
+    expected = train(native, torch.optim.AdamW(native.parameters(), lr=1e-2))
+    assert train(model, megacompile.AdamW(model.parameters(), lr=1e-2)) == pytest.approx(expected, abs=1e-4)
+    tiny_models.assert_same_weights(model, native)
+
+
+def test_a_module_around_a_streamed_model_trains_by_closures(model: Any, native: Any) -> None:
+    """As Lightning does it: the module is sent to the device as a whole, and a closure makes the gradients."""
+    def train(model: Any, kind: Any) -> None:
+        around = torch.nn.ModuleDict({"model": model}).to("cpu")
+        optimizer = kind(around.parameters(), lr=1e-2)
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = model(**tiny_models.batch(len(losses))).loss
+            loss.backward()
+            return loss
+
+        losses: list[Tensor] = []
+        for _ in range(4):
+            losses.append(optimizer.step(closure))
+
+    train(model, megacompile.AdamW)
+    train(native, torch.optim.AdamW)
+    tiny_models.assert_same_weights(model, native)
+
+
+@pytest.mark.parametrize("change", [lambda module: module.half(), lambda module: module.to("meta")])
+def test_a_module_around_a_streamed_model_cannot_cast_or_move_it(change: Any, model: Any) -> None:
+    with pytest.raises(UnsupportedError, match="cannot be moved or cast"):
+        change(torch.nn.ModuleDict({"model": model}))
+
+
 def test_logs_reach_tensorboard(model: Any, tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
