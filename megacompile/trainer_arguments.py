@@ -66,8 +66,11 @@ def check_model(model: Any) -> Streamed:
                            "give that to the trainer")
 
 
-def refuse_other_forward(model: nn.Module, trainer: str) -> None:
-    """Raises `UnsupportedError` if the model got a forward of its own since it was streamed, which would not stream."""
+def refuse_losses_of_logits(model: nn.Module, loss: Any, trainer: str) -> None:
+    """Raises `UnsupportedError` for a `loss` function of the model's outputs, and if the model got a forward of its own since
+    it was streamed: that would not stream."""
+    if callable(loss):
+        raise UnsupportedError(f"compute_loss_func {_DIFFERENTIABLE_LOGITS}: leave it out, and train with the model's own loss")
     if "forward" in vars(model):
         raise UnsupportedError(f"{trainer} replaces the model's forward, for a loss that {_DIFFERENTIABLE_LOGITS}: train with "
                                "the model's own loss (megacompile.trainer.Trainer, megacompile.sft.SFTTrainer)")

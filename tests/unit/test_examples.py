@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-OWN_TEST = {"custom_layer.py", "custom_pass.py", "demo.py", "inspect_schedule.py", "resume.py", "train.py"}
+OWN_TEST = {"custom_layer.py", "custom_pass.py", "demo.py", "inspect_schedule.py", "resume.py", "train.py", "trainer.py"}
 
 
 def run(name: str, *arguments: object) -> str:
@@ -51,6 +51,16 @@ def test_resume_goes_on_from_a_checkpoint_after_a_kill() -> None:
     assert [step for step, _ in steps] == list(range(int(begin) + 1, 31)) and steps[-1][1] < steps[0][1] - 0.5
     repeated = dict(re.findall(r"^step (\d+): loss (\S+)$", first, re.MULTILINE))
     assert len(repeated) == 12 and all(float(repeated[str(step)]) == loss for step, loss in steps if step <= 12)
+
+
+def test_trainer_has_the_curve_of_an_unstreamed_one(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("accelerate")
+    monkeypatch.setattr(sys, "argv", ["trainer.py", "--steps", "8", "--compare"])
+    runpy.run_path(str(EXAMPLES / "trainer.py"), run_name="__main__")
+    printed = capsys.readouterr().out
+    assert float(re.findall(r"difference between the curves: (\S+)", printed)[0]) < 1e-4
+    first, last = re.findall(r"loss (\d+\.\d+), after 8 steps (\d+\.\d+)", printed)[0]
+    assert float(last) < float(first) - 0.3
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ import megacompile.trainer
 from megacompile.errors import UnsupportedError
 from megacompile.sft import SFTTrainer
 
-SHARED = {key: value for key, value in trained.ARGUMENTS.items() if key != "max_steps"}
+SHARED = {**trained.ARGUMENTS, "max_steps": 30, "lr_scheduler_type": "cosine", "bf16": False}
 
 
 @pytest.fixture(autouse=True)
@@ -51,7 +51,7 @@ def conversations(rows: int) -> Any:
 
 
 def make(trainer: type, folder: Path, model: Any, tokenizer: Any, given: dict[str, Any] | None = None, **changes: Any) -> Any:
-    settings = trl.SFTConfig(str(folder), **{**SHARED, "bf16": False, "max_steps": 30, **changes})
+    settings = trl.SFTConfig(str(folder), **{**SHARED, **changes})
     return trainer(model=model, args=settings, train_dataset=conversations(40), eval_dataset=conversations(5),
                    processing_class=tokenizer, **(given or {}))
 
@@ -69,6 +69,16 @@ def test_curves_are_those_of_an_unstreamed_trainer(model: Any, native: Any, toke
     assert evaluated[1] == pytest.approx(evaluated[0], abs=1e-4)
     assert model.megacompile.streamed.trained.shape.whole_step
     assert "forward" not in vars(model)
+
+
+def test_rows_cut_from_a_stream_of_tokens_are_trained_alike(model: Any, native: Any, tokenizer: Any, tmp_path: Path) -> None:
+    """Packing without masks: `packing_strategy="wrapped"`."""
+    curves = []
+    for trainer, each in ((trl.SFTTrainer, native), (SFTTrainer, model)):
+        made = make(trainer, tmp_path, each, tokenizer, packing=True, packing_strategy="wrapped", max_length=12, max_steps=3)
+        made.train()
+        curves.append(trained.curve(made, "loss", "grad_norm"))
+    torch.testing.assert_close(curves[1], curves[0], rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize(("changes", "remedy"), [

@@ -35,7 +35,7 @@ def arguments(folder: Path, **changes: Any) -> TrainingArguments:
 ARGUMENTS: dict[str, Any] = dict(
     use_cpu=True, report_to="none", disable_tqdm=True, dataloader_pin_memory=False, save_strategy="no", logging_steps=1,
     max_steps=4, per_device_train_batch_size=3, gradient_accumulation_steps=2, learning_rate=2e-2, weight_decay=0.1,
-    warmup_steps=3, lr_scheduler_type="cosine", max_grad_norm=0.5)
+    warmup_steps=3, lr_scheduler_type="constant_with_warmup", max_grad_norm=0.5)
 
 
 def run(trainer: type, folder: Path, model: Any, resume: str | None = None, given: Mapping[str, Any] | None = None,
