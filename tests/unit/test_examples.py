@@ -53,7 +53,8 @@ def test_resume_goes_on_from_a_checkpoint_after_a_kill() -> None:
     assert len(repeated) == 12 and all(float(repeated[str(step)]) == loss for step, loss in steps if step <= 12)
 
 
-def test_trainer_has_the_curve_of_an_unstreamed_one(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_trainer_has_the_curve_of_an_unstreamed_one(monkeypatch: pytest.MonkeyPatch,
+                                                    capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("accelerate")
     monkeypatch.setattr(sys, "argv", ["trainer.py", "--steps", "8", "--compare"])
     runpy.run_path(str(EXAMPLES / "trainer.py"), run_name="__main__")
