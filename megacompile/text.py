@@ -21,6 +21,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import keyword
+import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -166,6 +168,8 @@ class _Parser:
         self.graph = fx.Graph()  # of the section being read
         self.indent = 0
         self.names: dict[str, fx.Node] = {}
+        self.given = frozenset(re.findall(r"^[ \t]*(\w+)[ \t]*=", text, re.MULTILINE))  # names that lines give
+        self.unnamed = Counter[str]()  # nodes of each op, of this section, whose line gives none
 
     def fail(self, where: Token, message: str) -> NoReturn:
         self.source.fail(where, message)
@@ -239,7 +243,7 @@ class _Parser:
         if name.text in self.sections:
             self.fail(statement.start, f"section {name.text} is defined twice; expected another name")
         self.graph = self.sections[name.text] = fx.Graph()
-        self.names, self.indent = {}, 0
+        self.names, self.indent, self.unnamed = {}, 0, Counter()
 
     def end_section(self, where: Token) -> None:
         if self.sections and not self.indent:
@@ -275,13 +279,22 @@ class _Parser:
         if name is not None and len(name) > LONGEST_NAME:
             self.fail(statement.start, f"a name of {len(name)} characters; expected at most {LONGEST_NAME}")
         given = self.arguments(call, {k: KINDS[k] for k in op.parameters}, op.optional, form)
-        made = Builder(self.graph).add(op.name, name, **given)
+        made = Builder(self.graph).add(op.name, name or self.free_name(op.name), **given)
         made.meta["line"] = statement.start.line
         if name is None:
             return
         if made.name != name:
             self.fail(statement.start, f"{name} is no name for a value (a node has it, or Python); expected another name")
         self.names[name] = made
+
+    def free_name(self, op: str) -> str:
+        """For a node without a name: one that no later line gives."""
+        while True:
+            number = self.unnamed[op]
+            self.unnamed[op] += 1
+            name = f"{op}_{number}" if number else op
+            if name not in self.given:
+                return name
 
     def arguments(self, call: Call, signature: Mapping[str, str], optional: tuple[str, ...],
                   form: str) -> dict[str, Any]:

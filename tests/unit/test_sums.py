@@ -185,6 +185,28 @@ def test_an_update_that_stops_half_way_is_completed_from_the_sums(fp32: Replanne
     assert tiny_models.same_bits(tiny_models.weights(model), expected)
 
 
+@pytest.mark.parametrize("op", ["add_to_sum", "norms_of_sum"])
+def test_a_sum_that_fails_leaves_the_step_undone(op: str, fp32: Replanned) -> None:
+    expected = fp32.trained(waves=2, host_sums="all")
+    model = fp32.plan(waves=2, host_sums="all")
+    streamed, optimizer = model.megacompile.streamed, optimizer_of(model)
+    before = tiny_models.weights(model)
+
+    def probe(node: Any) -> None:
+        if op_of(node).name == op:
+            streamed.executor.probe = None
+            raise RuntimeError("power cut")
+
+    streamed.executor.probe = probe
+    with pytest.raises(LaneError, match="power cut"):
+        model.megacompile.train_step(batch(0, rows=ROWS), optimizer)
+        model.megacompile.synchronize()
+    assert tiny_models.same_bits(tiny_models.weights(model), before)
+    for seed in range(STEPS):
+        model.megacompile.train_step(batch(seed, rows=ROWS), optimizer)
+    assert tiny_models.same_bits(tiny_models.weights(model), expected)
+
+
 def test_sums_are_counted(fp32: Replanned) -> None:
     model = fp32.plan(waves=2, host_sums=("model.layers.1",))
     handle = model.megacompile
