@@ -114,6 +114,16 @@ class StreamedPretrained(StreamedModule):
         with torch.no_grad():
             return super().generate(*args, **kwargs)  # type: ignore[misc]
 
+    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
+        """Without positions that count from 0, which the model has by itself (others are refused where it is called), and
+        without a wish for the last token's logits alone: all come, and generation reads the last."""
+        inputs = super().prepare_inputs_for_generation(*args, **kwargs)  # type: ignore[misc]
+        inputs.pop("logits_to_keep", None)
+        given = inputs.get("position_ids")
+        if given is not None and torch.equal(given, torch.arange(given.shape[-1], device=given.device).expand_as(given)):
+            del inputs["position_ids"]
+        return inputs
+
 
 def original_class(model: nn.Module) -> type[nn.Module]:
     _, original = type(model).__bases__
