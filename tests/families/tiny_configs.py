@@ -4,10 +4,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-VOCABULARY, LAYERS = 96, 4
+VOCABULARY, LAYERS = 96, 3
 #: Token ids of models stay below it, so that no drawn token means an image or an end.
 FIRST_PLAIN_TOKEN = 8
 
@@ -22,7 +23,7 @@ _AT_MOST: tuple[tuple[int, tuple[str, ...]], ...] = (
     (1, ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index", "attn_layer_offset", "num_mtp_layers")),
     (2, ("attn_layer_period", "expert_layer_period", "global_attn_every_n_layers", "layer_group_size", "no_rope_layer_interval",
         "encoder_layers", "num_encoder_layers", "sliding_window_pattern", "_sliding_window_pattern", "interleave_moe_layer_step",
-        "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts", "n_group", "num_expert_group",
+        "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts", "n_group", "topk_group", "num_expert_group",
         "n_groups", "o_groups", "mamba_n_groups", "mamba_ngroups", "cross_attn_k", "linear_num_key_heads",
         "n_layers_per_attn_res_block", "index_topk_blocks", "heads_per_ngram", "split_ngram_parts")),
     (4, ("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads", "encoder_attention_heads",
@@ -60,28 +61,39 @@ _TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
 #: What the names do not tell, by model type.
 OVERRIDES: dict[str, dict[str, Any]] = {
-    "cohere_compass_text": {"layer_types": ["sliding_attention", "full_attention"] * 2},
-    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1},
+    "cohere_compass_text": {
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "rope_parameters": {kind: {"rope_type": "default", "rope_theta": 1e4} for kind in ("sliding_attention", "full_attention")}},
+    "dbrx": {"attn_config": {"rope_theta": 1e4, "kv_n_heads": 2, "clip_qkv": 8.0}},
+    "deepseek_v2": {"num_experts_per_tok": 2},
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "falcon_h1": {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_ssm": 64},
     "gemma3n_text": {"num_kv_shared_layers": 0},
-    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"]},
     "mamba2": {"num_heads": 4, "head_dim": 16},
     "nemotron": {"num_key_value_heads": 2},
+    "qwen4_exp_text": {"indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 8,
+                       "indexer_compress_ratio": 4},
     "reformer": {"axial_pos_embds_dim": [8, 24], "axial_pos_shape": [8, 8]},
+    "xmod": {"default_language": "en_XX"},
+    "zamba": {"attention_hidden_size": 64, "attention_head_dim": 16},
+    "zamba2": {"attention_hidden_size": 64, "attention_head_dim": 16, "mamba_headdim": 8, "n_mamba_heads": 8},
 }
 
 
 def tiny_config(model_type: str) -> PreTrainedConfig:
-    """The default config of `model_type`, made small, a decoder, and without dropout."""
-    config = _shrunk(CONFIG_MAPPING[model_type], model_type)
+    """The default config of `model_type`, made small, a decoder, without dropout and without a cache."""
+    cls = CONFIG_MAPPING[model_type]
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING[cls]
+    config = _shrunk(model_class.config_class or cls, model_type)
+    config.use_cache = False
     if getattr(config, "is_decoder", True) is False:
         config.is_decoder = True
     return config
 
 
 def _shrunk(cls: type[PreTrainedConfig], model_type: str) -> PreTrainedConfig:
-    default = cls()
-    fields = {key: value for key, value in vars(default).items() if not key.startswith("_") or key in _TINY}
+    fields = {key: value for key, value in vars(cls()).items() if not key.startswith("_") or key in _TINY}
     return cls(**{**dict(_tiny_fields(fields)), **OVERRIDES.get(model_type, {})})
 
 
@@ -109,10 +121,11 @@ def _tiny_fields(fields: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def model_types() -> dict[str, str]:
-    """Model type -> class name, of every causal language model that transformers knows."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-    return {key: name for key, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items() if isinstance(name, str)}
-
-
-__all__ = ["FIRST_PLAIN_TOKEN", "OVERRIDES", "VOCABULARY", "AutoConfig", "model_types", "tiny_config"]
+    """Class name -> model type, of every causal language model that transformers knows; a class that serves several types
+    by that of its text alone, else by its first."""
+    found: dict[str, str] = {}
+    for model_type, names in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
+        for name in (names,) if isinstance(names, str) else names:
+            if name not in found or model_type == f"{found[name]}_text":
+                found[name] = model_type
+    return found
