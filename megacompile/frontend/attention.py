@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megacompile.errors import UnsupportedError
@@ -106,9 +107,16 @@ def transformers_attention(
         if option is not None and name not in _HARMLESS:
             raise UnsupportedError(f"attention argument {name} of {type(module).__name__} is not supported")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    # No fused kernel takes values of another width than keys (latent attention has them): zeros change neither scores nor sums.
+    values, width = value.shape[-1], max(query.shape[-1], value.shape[-1])
+    query, key, value = (_widened(x, width) for x in (query, key, value))
     out, _ = torch.ops.megacompile.attention(
         query, key, value, float(scale), int(sliding_window or 0), float(softcap or 0.0), "neutral")
-    return out.transpose(1, 2).contiguous(), None
+    return out[..., :values].transpose(1, 2).contiguous(), None
+
+
+def _widened(x: Tensor, width: int) -> Tensor:
+    return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))
 
 
 def transformers_mask(*_: Any, attention_mask: Tensor | None = None, **__: Any) -> None:
