@@ -87,8 +87,8 @@ def split_at_layers(model: ModelGraph, stack: LayerStack, results: Sequence[fx.N
 
 
 def _members(body: Sequence[fx.Node], calls: Sequence[fx.Node]) -> tuple[list[list[fx.Node]], dict[fx.Node, int]]:
-    """The nodes outside of layers that each call takes along, by stage: 0 is the prologue, also of nodes between layers that
-    read none, then the layers, then the epilogue; and the stage that makes each value."""
+    """The nodes outside of layers that each call takes along, by stage (0 is the prologue, also of nodes between layers that
+    read none; then the layers; then the epilogue), and the stage that makes each value."""
     members: list[list[fx.Node]] = [[] for _ in range(len(calls) + 2)]
     made_by: dict[fx.Node, int] = {}
     stage = 1
@@ -181,8 +181,8 @@ def _outside(model: ModelGraph, nodes: Sequence[fx.Node], results: Sequence[Any]
 
 
 def _goes_along(model: ModelGraph, node: fx.Node) -> bool:
-    """Arithmetic on sizes, since no call hands an int to another, and views of weights (a transposed one that Dynamo took out of
-    a layer), since a call reads its weights itself."""
+    """Arithmetic on sizes, since no call hands an int to another, and views of weights (a transposed one that Dynamo took out
+    of a layer), since a call reads its weights itself."""
     if node in model.sources:
         return False
     value = node.meta.get("example_value")

@@ -22,8 +22,9 @@ _AT_MOST: tuple[tuple[int, tuple[str, ...]], ...] = (
         "num_layers_per_stack", "max_window_layers")),
     (1, ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index", "attn_layer_offset", "num_mtp_layers")),
     (2, ("attn_layer_period", "expert_layer_period", "global_attn_every_n_layers", "layer_group_size", "no_rope_layer_interval",
-        "encoder_layers", "num_encoder_layers", "sliding_window_pattern", "_sliding_window_pattern", "interleave_moe_layer_step",
-        "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts", "n_group", "topk_group", "num_expert_group",
+        "encoder_layers", "num_encoder_layers", "sliding_window_pattern", "_sliding_window_pattern",
+        "interleave_moe_layer_step", "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts",
+        "n_group", "topk_group", "num_expert_group",
         "n_groups", "o_groups", "mamba_n_groups", "mamba_ngroups", "cross_attn_k", "linear_num_key_heads",
         "n_layers_per_attn_res_block", "index_topk_blocks", "heads_per_ngram", "split_ngram_parts")),
     (4, ("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads", "encoder_attention_heads",
@@ -63,7 +64,8 @@ _TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 OVERRIDES: dict[str, dict[str, Any]] = {
     "cohere_compass_text": {
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-        "rope_parameters": {kind: {"rope_type": "default", "rope_theta": 1e4} for kind in ("sliding_attention", "full_attention")}},
+        "rope_parameters": {kind: {"rope_type": "default", "rope_theta": 1e4}
+                            for kind in ("sliding_attention", "full_attention")}},
     "dbrx": {"attn_config": {"rope_theta": 1e4, "kv_n_heads": 2, "clip_qkv": 8.0}},
     "deepseek_v2": {"num_experts_per_tok": 2},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
@@ -120,7 +122,7 @@ def _tiny_fields(fields: dict[str, Any]) -> Iterator[tuple[str, Any]]:
             yield name, [kinds[i % len(kinds)] for i in range(LAYERS)]
 
 
-def model_types() -> dict[str, str]:
+def classes() -> dict[str, str]:
     """Class name -> model type, of every causal language model that transformers knows; a class that serves several types
     by that of its text alone, else by its first."""
     found: dict[str, str] = {}
