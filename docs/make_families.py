@@ -1,6 +1,7 @@
 """Writes docs/families.md: for every causal language model of transformers, whether it streams exactly.
 
     python docs/make_families.py                     all of them: half an hour of one core
+    python docs/make_families.py --missing           those that the page has no verdict on
     python docs/make_families.py llama qwen3_next    these model types; the other rows stay as they are
 
 Verdicts are those of tests/families/verdicts.py. The page is the only store of them.
@@ -8,6 +9,7 @@ Verdicts are those of tests/families/verdicts.py. The page is the only store of 
 from __future__ import annotations
 
 import dataclasses
+import re
 import sys
 from collections import Counter
 from pathlib import Path
@@ -16,7 +18,7 @@ import torch
 import transformers
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "families.md"
+PAGE, README = ROOT / "docs" / "families.md", ROOT / "README.md"
 HEADINGS = ("class", "model type", "verdict", "reason")
 OUTCOMES = {
     "exact": "loss and gradients are native PyTorch's",
@@ -29,12 +31,12 @@ OUTCOMES = {
 HEAD = """# Families
 
 Every causal language model that transformers {transformers} knows ({classes} classes), streamed on the CPU and compared with
-native PyTorch {torch}: a tiny random config (three layers, each kind of layer that the default config has, no dropout), float32,
+native PyTorch {torch}: a tiny random config (three layers, each kind of layer of the default config, no dropout), float32,
 a batch of 5 x 29 tokens padded on the right, where the captured size was 3 x 17. Exact means that the loss and every gradient
 are within 1e-5 of their norm, or within twice what native float32 itself is off native float64. This page is made by
 `python docs/make_families.py`; `pytest tests/families --all-families` judges all classes again.
 
-**{exact} of the {trainable} classes that can be trained this way are exact ({share:.0%}).**
+**{counts} classes that can be trained this way, and have been judged, are exact.**
 
 """
 
@@ -51,13 +53,25 @@ class Row:
 
 def page(rows: list[Row]) -> str:
     """The page around `rows`."""
-    counts = Counter(row.outcome for row in rows)
-    trainable = counts["exact"] + counts["refused"] + counts["wrong"]
+    outcomes = Counter(row.outcome for row in rows)
     head = HEAD.format(transformers=transformers.__version__, torch=torch.__version__.split("+")[0], classes=len(rows),
-                       exact=counts["exact"], trainable=trainable, share=counts["exact"] / max(trainable, 1))
+                       counts=counts(rows))
     legend = [("verdict", "classes", "meaning"),
-              *((outcome, str(counts[outcome]), meaning) for outcome, meaning in OUTCOMES.items() if counts[outcome])]
+              *((outcome, str(outcomes[outcome]), meaning) for outcome, meaning in OUTCOMES.items() if outcomes[outcome])]
     return head + _table(legend) + "\n" + _table([HEADINGS, *(dataclasses.astuple(row) for row in rows)])
+
+
+def write(rows: list[Row]) -> None:
+    """The page, and the counts in the README."""
+    PAGE.write_text(page(rows))
+    README.write_text(re.sub(r"\d+ of the \d+ causal language models", f"{counts(rows)} causal language models",
+                             README.read_text()))
+
+
+def counts(rows: list[Row]) -> str:
+    """How many are exact, of those that can be trained on text alone and were judged."""
+    outcomes = Counter(row.outcome for row in rows)
+    return f"{outcomes['exact']} of the {outcomes['exact'] + outcomes['refused'] + outcomes['wrong']}"
 
 
 def read_rows() -> dict[str, Row]:
@@ -81,11 +95,15 @@ def main(model_types: list[str]) -> None:
     known, rows = classes(), read_rows()
     rows = {cls: rows.get(cls, Row(cls, model_type)) for cls, model_type in sorted(known.items())}
     class_of = {model_type: cls for cls, model_type in known.items()}
-    for verdict in judge_each(model_types or list(class_of)):
+    if model_types == ["--missing"]:
+        model_types = [row.model_type for row in rows.values() if row.outcome == Row.outcome]
+    elif not model_types:
+        model_types = list(class_of)
+    for verdict in judge_each(model_types):
         cls = class_of[verdict.model_type]
         rows[cls] = Row(cls, verdict.model_type, verdict.outcome, verdict.reason)
         print(f"{cls}: {verdict.outcome} {verdict.reason} ({verdict.seconds:.0f} s)", flush=True)
-        PAGE.write_text(page(list(rows.values())))
+        write(list(rows.values()))
 
 
 if __name__ == "__main__":

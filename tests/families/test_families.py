@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import pytest
-from make_families import PAGE, page, read_rows
+from make_families import PAGE, README, counts, page, read_rows
 from tiny_configs import classes
 from verdicts import judge_each
 
@@ -29,3 +29,4 @@ def test_no_family_is_wrong_and_the_counts_are_those_of_the_table() -> None:
     assert all(row.reason for row in rows.values() if row.outcome in ("refused", "not built"))
     counted = page(list(rows.values())).split("\n**", 1)[1]
     assert PAGE.read_text().split("\n**", 1)[1] == counted
+    assert f"{counts(list(rows.values()))} causal language models" in README.read_text()
