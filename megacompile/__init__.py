@@ -14,7 +14,8 @@ __version__ = "0.1.0"
 from megacompile.api import stream  # noqa: E402  (after the path is complete)
 from megacompile.errors import MegacompileError  # noqa: E402
 from megacompile.frontend.layers import register_layers  # noqa: E402
+from megacompile.loading import from_pretrained  # noqa: E402
 from megacompile.optim import AdamW  # noqa: E402
 from megacompile.schedule import schedule  # noqa: E402
 
-__all__ = ["AdamW", "MegacompileError", "register_layers", "schedule", "stream"]
+__all__ = ["AdamW", "MegacompileError", "from_pretrained", "register_layers", "schedule", "stream"]

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -20,6 +20,7 @@ from megacompile.optim import check_unclaimed, claim
 from megacompile.passes.template import Target
 from megacompile.runtime.cuda import CudaBackend
 from megacompile.runtime.lanes import Backend
+from megacompile.runtime.store import Store
 from megacompile.runtime.threads import ThreadBackend
 from megacompile.sizes import parse_bytes
 from megacompile.streamed import Streamed
@@ -47,14 +48,18 @@ def stream(model: M, *, layers: str | None = None, example: Mapping[str, Tensor]
     if any(p.is_meta for p in model.parameters()):
         raise UnsupportedError("the model is on the meta device and has no weights to train: load them first, or use "
                                "megacompile.schedule(model, ...) to look at its schedule")
-    config = StreamConfig.of(**options)
+    return attach(model, build_store, StreamConfig.of(**options), layers, example)
+
+
+def attach(model: M, fill: Callable[[nn.Module, Tiling], Store], config: StreamConfig, layers: str | None,
+           example: Mapping[str, Tensor] | None) -> M:
+    """`stream`, of a model whose weights may yet be nowhere: `fill` makes the tiles and points the model's parameters there."""
     backend = make_backend(config.device)
     captured, tiling = analyse(model, config, backend.device.type, layers, example, fused_kernel(backend.device))
     check_host_memory(tiling)
     check_device_memory(tiling, parse_bytes(config.device_memory) or backend.free_bytes())
     spend_locked_memory(captured, tiling, parse_bytes(config.locked_memory), config.gradient_slabs)
-    store = build_store(model, tiling)
-    streamed = Streamed(model, captured, tiling, store, backend, config)
+    streamed = Streamed(model, captured, tiling, fill(model, tiling), backend, config)
     claim(streamed)
     handle = Handle(streamed)
     model.__dict__["megacompile"] = handle

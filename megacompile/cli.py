@@ -1,4 +1,4 @@
-"""The command line: `megacompile train`, `inspect`, `verify`, `plan`, `calibrate` and `bench`.
+"""The command line: `megacompile train`, `inspect`, `verify`, `plan`, `calibrate`, `doctor` and `bench`.
 
 Exit codes: 0 done; 1 refused, the reason on stderr; 2 wrong arguments; 130 stopped by Ctrl-C (and saved, if asked).
 """
@@ -20,6 +20,7 @@ from megacompile import inspection, timeline, training
 from megacompile import picture as pictures
 from megacompile.calibrate import measure
 from megacompile.corpus import Corpus, PretrainedTokenizer, load_tokenizer
+from megacompile.doctor import devices, examine, report
 from megacompile.editing import source_text
 from megacompile.errors import ArgumentError, LaneError, MegacompileError
 from megacompile.hardware import cache_path
@@ -160,6 +161,9 @@ def inspect(
                                                                       "Nothing is printed.")] = None,
 ) -> None:
     """Show what a model compiles to: stages, schedule, templates, timelines. Loads no weights and needs no GPU."""
+    inspection.check_options([name for name, value in {
+        "--trace": trace, "--picture": picture, "--log": log, "--template": template, "--diff": diff, "--stage": stage,
+        "--section": section, "--layers": layers, "--form": form is not Form.PYTHON}.items() if value])
     if picture is not None:
         pictures.check(picture)
     compiled = planning.schedule(model, knobs)
@@ -236,6 +240,15 @@ def calibrate(
     found.save(path)
     print(found.table())
     print(f"saved in {path}")
+
+
+@app.command()
+def doctor() -> None:
+    """Say what this machine has of what training needs, and what to do about the rest; exit code 1 if nothing can train."""
+    findings = examine()
+    print(report(findings))
+    if not devices(findings):
+        raise typer.Exit(EXIT_FAILED)
 
 
 @app.command()

@@ -40,7 +40,7 @@ def source_text(source: str | Path) -> str:
     if isinstance(source, str) and ("\n" in source or not source):
         return source
     try:
-        return Path(source).read_text(encoding="utf-8")
+        return Path(source).read_text(encoding="utf-8-sig")  # some editors put a mark of their own in front
     except (OSError, UnicodeDecodeError, ValueError) as error:
         raise MegacompileError(f"the program cannot be read: {error}") from None
 
@@ -71,6 +71,9 @@ def _unedited(shapes: Shapes, shape: Shape, plan: Plan) -> Program:
     if unknown := sorted({*plan.resident, *plan.resident_state} - tiles):
         raise ProgramError(f"the plan keeps {', '.join(unknown)} on the device, which are no tiles of this model: it has "
                            f"{', '.join(shapes.tiling.layouts)}")
+    if plan.update_order and sorted(plan.update_order) != sorted(tiles):
+        raise ProgramError("update_order names some tiles and not others, or what is no tile of this model: name each of "
+                           f"{', '.join(shapes.tiling.layouts)} once, or none")
     if plan.saved_layers > layers:
         raise ProgramError(f"the plan keeps residuals of {plan.saved_layers} layers, and the model has {layers}: print the "
                            "program again with model.megacompile.text(batch)")

@@ -49,3 +49,7 @@ class LaneError(RuntimeError):
 
 class TornError(MegacompileError):
     """An update stopped half-way: complete it, or load a checkpoint, before training or saving goes on."""
+
+
+class CheckpointError(MegacompileError):
+    """A checkpoint that cannot be read or written, or that does not belong to the model; the message names file and reason."""

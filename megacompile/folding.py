@@ -12,7 +12,7 @@ pace, and events follow them, so the numbers of both may be any: a folded group 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +28,8 @@ _NUMBER = re.compile(r"\d+")
 
 @dataclass(frozen=True)
 class _Line:
-    node: fx.Node
+    text: str
+    about: Mapping[str, Any]  # what a group of lines may be named after
     words: tuple[Any, ...]
     numbers: tuple[int, ...]
     mark: str
@@ -37,8 +38,14 @@ class _Line:
 def fold(program: Program, section: str | None = None) -> str:
     """The program's text with repeats folded. For reading only: it does not parse."""
     names = [section] if section is not None else list(program.sections)
-    head = [] if section is not None else [print_program(program.evolve(sections={}))]
+    head = [] if section is not None else [fold_head(program)]
     return "\n".join([*head, *(fold_section(name, list(nodes(program.section(name)))) for name in names)])
+
+
+def fold_head(program: Program) -> str:
+    """What stands above the sections: the program's declarations."""
+    lines = print_program(program.evolve(sections={})).splitlines()
+    return "\n".join(_folded([_declaration(line) for line in lines], "")) + "\n"
 
 
 def fold_section(name: str, listed: Sequence[fx.Node]) -> str:
@@ -50,6 +57,12 @@ def fold_lines(listed: Sequence[fx.Node], marks: Sequence[str]) -> Iterator[str]
     """The lines of these nodes, each with its mark in front; lines with different marks are not alike."""
     position = {node: i for graph in {node.graph for node in listed} for i, node in enumerate(nodes(graph))}
     return _folded([_line(node, position, mark) for node, mark in zip(listed, marks, strict=True)], "    ")
+
+
+def _declaration(line: str) -> _Line:
+    name = re.search('"[^"]*"', line)
+    about = {"declared": name[0].strip('"')} if name is not None else {}
+    return _Line(line, about, (_NUMBER.sub("0", line),), tuple(map(int, _NUMBER.findall(line))), "")
 
 
 def _line(node: fx.Node, position: dict[fx.Node, int], mark: str) -> _Line:
@@ -81,7 +94,8 @@ def _line(node: fx.Node, position: dict[fx.Node, int], mark: str) -> _Line:
             words.append(op_of(value).name)
         else:
             visit(value)
-    return _Line(node, tuple(words), tuple(numbers), mark)
+    about = {name: argument(node, name) for name in ("call", "tile", "mb", "key", "place")}
+    return _Line(print_node(node), about, tuple(words), tuple(numbers), mark)
 
 
 def _folded(lines: list[_Line], indent: str) -> Iterator[str]:
@@ -91,7 +105,7 @@ def _folded(lines: list[_Line], indent: str) -> Iterator[str]:
     while start < len(lines):
         length, count = _best_repeat(lines, start, following[start])
         if count == 1:
-            yield lines[start].mark + indent + print_node(lines[start].node)
+            yield lines[start].mark + indent + lines[start].text
             start += 1
             continue
         first, last = lines[start:start + length], lines[start + length * (count - 1):start + length * count]
@@ -144,8 +158,7 @@ def _repeats(lines: list[_Line], start: int, length: int) -> int:
 def _span(first: list[_Line], last: list[_Line]) -> str:
     """What varies, from the first group to the last: `: layers.1 .. layers.26`."""
     for a, b in zip(first, last, strict=True):
-        for name in ("call", "tile", "mb", "key", "place"):
-            begin, end = argument(a.node, name), argument(b.node, name)
-            if begin != end:
-                return f": {'mb ' if name == 'mb' else ''}{begin} .. {end}"
+        for name, begin in a.about.items():
+            if begin != b.about[name]:
+                return f": {'mb ' if name == 'mb' else ''}{begin} .. {b.about[name]}"
     return ""

@@ -29,6 +29,20 @@ Shown = Mapping[str, Sequence[fx.Node]]
 T = TypeVar("T")
 
 
+#: What may be shown instead of a program, and the options that choose from it.
+_INSTEAD: Mapping[str, Sequence[str]] = {
+    "--trace": ("--picture",), "--picture": ("--trace",), "--log": (), "--template": ("--stage", "--form"),
+    "--diff": ("--section", "--layers")}
+
+
+def check_options(given: Collection[str]) -> None:
+    """Raises `ArgumentError` for two options, by name, of which one would be passed over."""
+    for option in given:
+        for other in given if option in _INSTEAD else ():
+            if other != option and other not in _INSTEAD[option]:
+                raise ArgumentError(f"{option} and {other} do not go together: leave one of them out")
+
+
 def choose(choices: Mapping[str, T], name: str, what: str) -> T:
     """Raises `ArgumentError`, naming the choices."""
     if name not in choices:
@@ -97,7 +111,8 @@ def _subjects(listed: Sequence[fx.Node]) -> dict[fx.Node, frozenset[str]]:
 def _python(program: Program, shown: Shown, fold: bool) -> str:
     sections = [(folding.fold_section if fold else text.print_section)(name, listed) for name, listed in shown.items()]
     whole = all(len(shown.get(name, ())) == len(list(nodes(graph))) for name, graph in program.sections.items())
-    return "\n".join([text.print_program(program.evolve(sections={})), *sections] if whole else sections)
+    head = folding.fold_head(program) if fold else text.print_program(program.evolve(sections={}))
+    return "\n".join([head, *sections] if whole else sections)
 
 
 def _table(program: Program, shown: Shown, fold: bool) -> str:
@@ -201,13 +216,21 @@ def template(shown: Template, stage: str | None = None, form: str = "python", ch
             choose(shown.stages, stage, f"stage of template {shown.name}")
         return "\n".join(f"# {shown.name}: {key}{code.rstrip()}\n" for key, code in stages.items())
     if form == "python":
-        graphs = (f"# {name}\n{variant.graph.print_readable(print_output=False).strip()}" for name, variant in variants.items())
+        graphs = (f"# {name}\n{_readable(variant.graph)}" for name, variant in variants.items())
         return "\n\n".join([f"# template {shown.name}: residuals take {shown.residual_bytes()} bytes", *graphs])
     rows = {name: [_template_row(shown, node) for node in variant.graph.graph.nodes] for name, variant in variants.items()}
     if form == "json":
         return json.dumps({"template": shown.name, "variants": rows}, indent=1)
     tables = {name: tabulate(each, "keys", tablefmt="simple", disable_numparse=True) for name, each in rows.items()}
     return "\n\n".join(f"{name}\n{each}" for name, each in tables.items())
+
+
+def _readable(graph: fx.GraphModule) -> str:
+    """A graph's code with shapes, in B and T."""
+    code = graph.print_readable(print_output=False).strip().replace("        # No stacktrace found for following nodes\n", "")
+    for symbol, name in graph.meta["symbols"].items():
+        code = re.sub(rf"\b{symbol}\b", str(name), code)
+    return code
 
 
 def _template_row(shown: Template, node: fx.Node) -> dict[str, str]:

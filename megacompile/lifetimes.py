@@ -16,11 +16,12 @@ _HEAP = ("activation", "gradient", "accumulators")  # values with memory of thei
 
 def placed(program: Program) -> Iterator[Fault]:
     """Slots exist, fit and are of the right kind; nothing is written to a slot while its value is alive (from its write
-    to its release); every value is released, or leased, before its section ends."""
+    to its release); every value is released, or leased, before its section ends; what stays of a tile has one slot."""
     for slot in program.slots:
         if slot_family(slot) not in SLOT_KINDS:
             yield Fault(f"slot {slot} is of no kind", f"begin its name with one of {', '.join(SLOT_KINDS)}")
     resident: dict[str, fx.Node] = {}
+    stay: dict[tuple[str, str], fx.Node] = {}  # (kind of value, tile) -> who has used its slot first
     awaited = {_checkpoint(node) for graph in program.sections.values() for node in find(graph, "stashed")}
     for name, graph in program.sections.items():
         for node in nodes(graph):
@@ -33,7 +34,11 @@ def placed(program: Program) -> Iterator[Fault]:
                 other = resident.setdefault(place, node)
                 if argument(other, "tile") != argument(node, "tile"):
                     yield Fault(f"slot {place} is resident for {argument(other, 'tile')}, but {describe(node)} uses it",
-                                "give each resident tile a slot of its own", node, hazard=True)
+                                "give each resident tile a slot of its own", node, other, hazard=True)
+                first = stay.setdefault((str(op_of(node).result), argument(node, "tile")), node)
+                if argument(first, "into") != place:
+                    yield Fault(f"{describe(node)} uses slot {place}, but what stays of that tile is in "
+                                f"{argument(first, 'into')}", "use one slot for it in every section", node, first, hazard=True)
 
 
 def kept_slots(program: Program) -> dict[str, str]:

@@ -15,6 +15,10 @@ from megacompile.program import Program, argument, op_of
 from megacompile.simulate import Timeline
 from megacompile.tiling import Tiling
 
+#: Share of the rate of the host's AdamW that plans are chosen with. It has the least certain of all rates, since everything
+#: on the host shares its memory: plans that a slower one would hurt are only taken where they gain more.
+CAUTION = 0.95
+
 
 def pace_of(captured: CapturedModel, tiling: Tiling, hardware: Hardware | None, fused: bool,
             passes: Sequence[Pass] = PIPELINE) -> Pace | None:
@@ -24,19 +28,30 @@ def pace_of(captured: CapturedModel, tiling: Tiling, hardware: Hardware | None, 
 
 @dataclass
 class Pace:
-    """Of one model on one machine. State: the programs simulated so far, by plan and whether a step is one program."""
+    """Of one model on one machine. State: what was simulated so far, by plan and whether a step is one program."""
 
     durations: Durations
     tiling: Tiling
     passes: Sequence[Pass] = PIPELINE
     timelines: dict[tuple[Plan, bool], Timeline] = field(default_factory=dict)
+    _cautious: dict[tuple[Plan, bool], float] = field(default_factory=dict)
 
     def timeline(self, plan: Plan, whole_step: bool) -> Timeline:
         """Some training steps under a plan."""
-        if (plan, whole_step) not in self.timelines:
-            program = self.program(plan, whole_step)
-            self.timelines[plan, whole_step] = self.durations.simulate(program, plan)
-        return self.timelines[plan, whole_step]
+        return self._simulated(plan, whole_step)[0]
+
+    def cautious_s(self, plan: Plan, whole_step: bool) -> float:
+        """Seconds of a step whose AdamW on the host has only `CAUTION` of its rate."""
+        return self._simulated(plan, whole_step)[1]
+
+    def _simulated(self, plan: Plan, whole_step: bool) -> tuple[Timeline, float]:
+        key = plan, whole_step
+        if key not in self.timelines:
+            program, hardware = self.program(plan, whole_step), self.durations.hardware
+            slower = replace(self.durations, hardware=replace(hardware, adam=CAUTION * hardware.adam))
+            self.timelines[key] = self.durations.simulate(program, plan)
+            self._cautious[key] = slower.simulate(program, plan).step_s
+        return self.timelines[key], self._cautious[key]
 
     def lowest_first(self, plan: Plan, whole_step: bool) -> Plan:
         """The plan of a step with updates on arrival, tiles that the next forward needs first being updated first among those

@@ -85,24 +85,27 @@ class Planner:
         return chosen
 
     def _fastest(self, batch: int, length: int, update: str, whole_step: bool, counts: Sequence[int], pace: Pace) -> Plan:
-        """Simulates plans in the order of their computing alone, as long as one may yet be faster than the best so far."""
+        """Simulates plans in the order of their computing alone, as long as one may yet be faster than the best so far: with a
+        host that is slower than its rates say."""
         found: dict[Plan, None] = {}
+        refusal: InsufficientMemoryError | None = None
         for count in counts:
             try:
                 planner = self._with_state(count)
                 plans = (planner._step_plans(batch, length, update) if whole_step
                          else [planner.plan(batch, length, update=update)])
-            except InsufficientMemoryError:
-                if count == counts[-1] and not found:
-                    raise
+            except InsufficientMemoryError as error:
+                refusal = error if count == min(counts) else refusal  # its plans need least
                 continue
             found |= dict.fromkeys(plan for plan in plans if self.fits(plan))
+        if refusal is not None and not found:
+            raise refusal
         best: tuple[float, Plan] | None = None
         for bound, plan in sorted(((pace.at_least(plan), plan) for plan in found), key=lambda pair: pair[0]):
             if best is not None and bound * WORTH >= best[0]:
                 break
             for variant in dict.fromkeys((plan, pace.lowest_first(plan, whole_step)) if update == "arrival" else (plan,)):
-                seconds = pace.timeline(variant, whole_step).step_s
+                seconds = pace.cautious_s(variant, whole_step)
                 if best is None or seconds * WORTH < best[0]:
                     best = seconds, variant
         assert best is not None

@@ -2,12 +2,14 @@
 from __future__ import annotations
 
 import copy
+import os
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from megacompile.errors import UnsupportedError
+from megacompile.saving import save_whole
 
 if TYPE_CHECKING:
     from megacompile.handle import Handle
@@ -87,9 +89,11 @@ class StreamedPretrained(StreamedModule):
         """The compute device: Trainer sends batches there."""
         return self.megacompile.streamed.backend.device
 
-    def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
+    def save_pretrained(self, save_directory: str | os.PathLike[str], **options: Any) -> Any:
+        """As transformers does it, from the tiles, in shards of 5 GB unless told otherwise; but the folder has the old
+        checkpoint until the new one is whole. Waits for an update in flight. Raises `CheckpointError` where it cannot."""
         self.megacompile.whole()
-        return super().save_pretrained(*args, **kwargs)  # type: ignore[misc]
+        return save_whole(super().save_pretrained, save_directory, **options)  # type: ignore[misc]
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Layers are streamed for every token, without a cache: right, and slow."""

@@ -17,7 +17,7 @@ from megacompile.errors import InsufficientMemoryError, UnsupportedError
 from megacompile.frontend.template import Call, Template
 from megacompile.program import CallSpec, Tile
 from megacompile.runtime.adam import split_fp32
-from megacompile.runtime.store import HostTile, Store, TileLayout, available_host_bytes
+from megacompile.runtime.store import HostTile, Store, TileLayout, available_host_bytes, give_back_freed_memory
 from megacompile.sizes import format_bytes
 
 #: What training needs beside tiles: the interpreter, PyTorch, a batch.
@@ -99,7 +99,12 @@ def _weightless(template: Template) -> tuple[str, ...]:
 def check_host_memory(tiling: Tiling) -> None:
     """Raises `InsufficientMemoryError` before anything is allocated. Where weights are now is not known to be given back
     in time (a model may share its storage), so the whole of the tiles must fit beside it."""
-    needed, available = tiling.host_bytes() + HOST_MARGIN_BYTES, available_host_bytes()
+    require_host_memory(tiling.host_bytes())
+
+
+def require_host_memory(needed: int) -> None:
+    """Raises `InsufficientMemoryError` unless that many bytes are available, and what training needs beside them."""
+    needed, available = needed + HOST_MARGIN_BYTES, available_host_bytes()
     if needed > available:
         raise InsufficientMemoryError(
             f"training needs {format_bytes(needed)} of host memory and {format_bytes(available)} are available: "
@@ -124,9 +129,10 @@ def build_store(model: nn.Module, tiling: Tiling) -> Store:
         tile = store.tiles[name] = HostTile.allocate(layout)
         flat = layout.flat(tile.weights)
         for s in layout.slices:
-            _place(parameters[s.name].data, flat[s.start:s.stop].view(s.shape),
-                   None if tile.remainder is None else tile.remainder[s.start:s.stop].view(s.shape))
+            place(parameters[s.name].data.flatten(), flat[s.start:s.stop],
+                  None if tile.remainder is None else tile.remainder[s.start:s.stop])
         point_parameters(tile, parameters)
+        give_back_freed_memory()
     move_rest(model, tiling)
     return store
 
@@ -143,11 +149,13 @@ def move_rest(model: nn.Module, tiling: Tiling) -> None:
                 module._buffers[name] = buffer.cpu()
 
 
-def _place(value: Tensor, weights: Tensor, remainder: Tensor | None) -> None:
-    if remainder is not None and value.dtype == torch.float32:
-        high, low = split_fp32(value.detach().cpu().contiguous().flatten())
-        weights.copy_(high.view(weights.shape))
-        remainder.copy_(low.view(weights.shape))
+def place(value: Tensor, weights: Tensor, remainder: Tensor | None, threads: int | None = None) -> None:
+    """Writes values, 1-D of any floating dtype, into as many elements of a tile. What bf16 cannot hold of them goes to the
+    remainder, with `threads` (None: all cores)."""
+    if remainder is not None and value.dtype != torch.bfloat16:
+        high, low = split_fp32(value.detach().cpu().float().contiguous(), threads)
+        weights.copy_(high)
+        remainder.copy_(low)
     else:
         weights.copy_(value)
 

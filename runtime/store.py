@@ -9,6 +9,7 @@ A parameter has the same element offset in every part. State: each part is one a
 """
 from __future__ import annotations
 
+import ctypes
 import mmap
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -41,14 +42,21 @@ def host_memory(size: int, inherited: bool = False) -> Tensor:
     return torch.frombuffer(area, dtype=torch.uint8, count=size)
 
 
+def give_back_freed_memory() -> None:
+    """Hands to the system what was freed and what the C library keeps: of tensors below 32 MiB, all."""
+    library = ctypes.CDLL(None)
+    if hasattr(library, "malloc_trim"):  # glibc
+        library.malloc_trim(0)
+
+
 def available_host_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
     """Memory that this process may still take: what the system has, less where a control group (a container) has less."""
     lines = (proc / "meminfo").read_text(encoding="ascii").splitlines()
     available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
-    return max(0, min([available, *_group_rooms(proc, cgroups)]))
+    return max(0, min([available, *group_rooms(proc, cgroups)]))
 
 
-def _group_rooms(proc: Path, cgroups: Path) -> Iterator[int]:
+def group_rooms(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> Iterator[int]:
     """What each limited control group around this process has left. Cached file pages give way, so they count as free."""
     try:
         memberships = (proc / "self/cgroup").read_text(encoding="ascii").splitlines()

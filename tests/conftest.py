@@ -1,12 +1,16 @@
-"""A factory of small schedules, made by the real pipeline, for tests of anything that reads programs."""
+"""What tests of all folders share: a factory of small schedules, made by the real pipeline, and captures."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import pytest
+from torch import nn
 
+from megacompile import api
+from megacompile.frontend.capture import CapturedModel
 from megacompile.lowering import model_program
 from megacompile.passes import PIPELINE
 from megacompile.passes.manager import Compiled, compile_program
@@ -46,3 +50,38 @@ def compiled_schedule(layers: int = 4, micro_batches: tuple[int, ...] = (1,), fr
 @pytest.fixture(scope="session")
 def make_schedule() -> Callable[..., Compiled]:
     return compiled_schedule
+
+
+def _alike(model: nn.Module) -> Hashable | None:
+    """The same for models of transformers that are built alike; None for one that has something of its own."""
+    modules = list(model.modules())
+    from_libraries = all(type(each).__module__.startswith(("transformers.", "torch.")) for each in modules)
+    if not from_libraries or not hasattr(model, "config") or any("forward" in vars(each) for each in modules):
+        return None
+    first: dict[int, str] = {}
+    parameters = [(name, first.setdefault(id(p), name), tuple(p.shape), p.dtype, p.requires_grad, p.device.type)
+                  for name, p in model.named_parameters(remove_duplicate=False)]
+    buffers = [(name, tuple(b.shape), b.dtype) for name, b in model.named_buffers()]
+    config = {key: value for key, value in model.config.to_dict().items() if key != "_name_or_path"}
+    return (type(model), json.dumps(config, default=str, sort_keys=True), *parameters, *buffers,
+            *((type(each), each.training) for each in modules))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def shared_captures() -> Iterator[None]:
+    """Most of the time of a test that streams a tiny model is its capture, and most are captures of the same few models. What
+    is captured depends on no weight: one serves all models that are built alike."""
+    capture, known = api.capture, {}
+
+    def shared(model: nn.Module, **options: Any) -> CapturedModel:
+        alike = _alike(model)
+        if alike is None or options.get("example") is not None:
+            return capture(model, **options)
+        key = alike, *(options[name] for name in sorted(options))
+        if key not in known:
+            known[key] = capture(model, **options)
+        return known[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(api, "capture", shared)
+        yield

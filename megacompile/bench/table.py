@@ -39,7 +39,8 @@ class Measured:
 
 
 def measured(table: Table, found: Iterable[rows.Row], device: str) -> list[Measured]:
-    """What was measured of a table on one device, in its order. Rows of compute alone stand beside those they belong to."""
+    """What was measured of a table on one device, in its order. Rows of compute alone stand beside those whose templates they
+    ran: a plan for another update may keep other residuals."""
     found = list(found)
     known = rows.latest(row for row in found if row["device"] == device)
     rates = rows.by_commit(row for row in found if row["device"] == device and "tflops" in row)
@@ -52,8 +53,13 @@ def measured(table: Table, found: Iterable[rows.Row], device: str) -> list[Measu
         if "compute_only" in spec.options or (row := known.get(spec.identity(device))) is None:
             continue
         alone = rates.get((spec.alone().identity(device), row.get("commit")), {}) if spec.system == "megacompile" else {}
-        result.append(Measured(spec, row, alone.get("tflops"), natives.get(_size(row))))
+        same = [alone.get(key) for key in COMPUTED] == [row.get(key) for key in COMPUTED]
+        result.append(Measured(spec, row, alone.get("tflops") if same else None, natives.get(_size(row))))
     return result
+
+
+#: What two rows that run the same templates as often agree in.
+COMPUTED = ("micro_batch", "checkpoint_interval", "saved_layers", "token_chunk")
 
 
 def _size(row: rows.Row) -> tuple[Any, ...]:

@@ -44,8 +44,8 @@ class Spec:
         return rows.identity(self.system, self.identifying(), device)
 
     def alone(self) -> Spec:
-        """The row of this one's templates alone, without copies and updates. Clipping is none of theirs."""
-        options = {name: value for name, value in self.options.items() if name != "no_clipping"}
+        """The row of this one's templates alone, without copies and updates: how weights are updated is none of theirs."""
+        options = {name: value for name, value in self.options.items() if name not in ("no_clipping", "overlap")}
         return replace(self, options={**options, "compute_only": True})
 
     def of_shape(self, shape: str | None) -> Spec:

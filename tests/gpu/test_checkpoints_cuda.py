@@ -1,6 +1,7 @@
 """On CUDA: checkpoints in host memory give the same training in less device memory, and the estimate holds it."""
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,6 +19,14 @@ from megacompile.program import Lane
 
 pytestmark = pytest.mark.gpu
 LENGTH, LAYERS = 8192, 12
+
+
+@pytest.fixture(autouse=True)
+def deterministic() -> Iterator[None]:
+    """Attention's backward adds long sequences in no fixed order otherwise. CuBLAS would want a workspace set at the start."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 def gradients(on_the_host: bool, late: bool = False, **options: Any) -> tuple[dict[str, torch.Tensor], int, int]:
@@ -49,7 +58,7 @@ def test_checkpoints_on_the_host_are_the_same_training_in_less_device_memory(lat
     there, peak_there, estimate_there = gradients(False)
     home, peak, estimate = gradients(True, late)
     for name, gradient in there.items():
-        assert (home[name] - gradient).norm() <= 1e-2 * gradient.norm(), name
+        assert torch.equal(home[name], gradient), name
     saved = (LAYERS - 1 - 1) * 3 * LENGTH * 1024 * 2  # two slots take less than one checkpoint of three micro-batches
     assert peak <= peak_there - 0.9 * saved
     assert peak <= estimate + MARGIN_BYTES and peak_there <= estimate_there + MARGIN_BYTES

@@ -52,11 +52,14 @@ def exact() -> dict[str, torch.Tensor]:
 
 @pytest.mark.slow
 def test_chunks_on_the_device_are_the_same_training_in_less_memory() -> None:
-    """Not the same bits, since attention's backward adds in no fixed order: no further from float32 than all at once."""
+    """Not the same bits, since attention's backward adds in no fixed order: no further from float32 than all at once. Errors
+    are shares of the largest gradient of a parameter's kind of shape: a key's bias has none but what rounding leaves."""
     whole, whole_peak, whole_estimate = gradients(0)
     chunked, peak, estimate = gradients(4096)
-    for name, gradient in exact().items():
-        error, other = ((found[name] - gradient).norm() / gradient.norm() for found in (chunked, whole))
+    true = exact()
+    for name, gradient in true.items():
+        scale = max(other.norm() for other in true.values() if other.dim() == gradient.dim())
+        error, other = ((found[name] - gradient).norm() / scale for found in (chunked, whole))
         assert error <= 1.25 * other + 2e-3, name
     assert peak < 0.7 * whole_peak
     assert peak <= estimate and whole_peak <= whole_estimate

@@ -14,6 +14,7 @@ from megacompile.program import Builder, Program, Slot, argument, copy_section, 
 SYNCHRONIZING = ("wait", "record", "enter", "leave")
 DROPPED = ("adam", "adam_resident", "offload_weights", "offload_norms", "stash", "fetch", "offload", "accumulate", "clip",
            "fetch_gradients", "fetch_state", "store_state", "scale")
+UPDATES = ("adam", "adam_resident", "offload_weights")
 #: What stands for a copy that was dropped: the parameter that it copied.
 _SOURCES = {"stash": "value", "fetch": "stashed"}
 
@@ -53,6 +54,9 @@ def single(program: Program) -> Iterator[Edit]:
                 behind = next((i for i in range(at + 1, len(listed)) if op_of(listed[i]).lane == argument(node, "lane")), None)
                 if behind is not None:
                     yield Edit("wait moved", section, what, _moved(at, behind - at))
+            if op in UPDATES:
+                yield from (Edit("update moved", section, f"{what} by {by}", _moved(at, by)) for by in (-12, -3, 3, 12)
+                            if 0 <= at + by < len(listed))
             if op in ("adam", "adam_resident", "accumulate", "offload"):
                 yield Edit("op repeated", section, what, _repeated(at))
         yield from _slots(program, section, listed)

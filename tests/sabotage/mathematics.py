@@ -40,13 +40,13 @@ class Training:
                     self.results.append(("evaluate", *(mix("evaluate", made[last, mb]) for mb in self.micro_batches)))
                 case "backward" | "backward_accumulate":
                     self.gather(self.backward(open_forwards.pop(lease), scaled=True), line == "backward_accumulate")
+                    self.arrived()
                 case "train_step":
                     forward = self.forward()
                     waves = map(self.plan.wave, range(self.plan.waves))
                     self.results += [("loss", *(forward[1][mb] for mb in wave)) for wave in waves]
                     self.gather(self.backward(forward, scaled=False), False)
-                    if self.plan.update == "arrival":
-                        self.update()
+                    self.arrived()
                 case "refresh_lost":
                     for tile in self.plan.resident_state:
                         self.host[f"gradients/{tile}"] = hash(("lost", f"gradients/{tile}"))
@@ -96,6 +96,11 @@ class Training:
         for tile, gradient in gradients.items():
             place = f"gradients/{tile}"
             self.host[place] = total(self.host[place], gradient) if adds else gradient
+
+    def arrived(self) -> None:
+        """All gradients of a step are there: the update of a plan that does not wait for the end of it, and clips nothing."""
+        if self.plan.update == "arrival":
+            self.update()
 
     def update(self, *clip: int) -> None:
         for tile in self.trained:

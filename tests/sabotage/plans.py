@@ -5,7 +5,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from megacompile.plan import Plan
+from megacompile.plan import UPDATES, Plan
 
 NAMED: dict[str, dict[str, Any]] = {
     "streamed": {},
@@ -30,7 +30,8 @@ def schedules(draw: st.DrawFn, layers: int | None = None) -> dict[str, Any]:
     frozen = tuple(draw(st.sets(st.sampled_from(names), max_size=1)))
     tiles = ["prologue", *names, "epilogue"]
     resident = [tile for tile in tiles if draw(st.integers(0, 3)) == 0]
-    interval = draw(st.integers(1, layers))
+    interval, update = draw(st.integers(1, layers)), draw(st.sampled_from(UPDATES))
+    order = tuple(draw(st.permutations(tiles))) if update == "arrival" and draw(st.booleans()) else ()
     return {
         "layers": layers, "micro_batches": micro_batches, "frozen": frozen, "tied": tied, "whole_step": whole_step,
         "checkpoint_interval": interval, "saved_layers": draw(st.integers(0, layers)),
@@ -39,7 +40,7 @@ def schedules(draw: st.DrawFn, layers: int | None = None) -> dict[str, Any]:
         "resident_state": tuple(tile for tile in resident if tile not in frozen and draw(st.booleans())),
         "locked": draw(st.booleans()), "staging_slabs": draw(st.integers(1, 2)), "gradient_slabs": draw(st.integers(1, 3)),
         "waves": draw(st.integers(1, len(micro_batches))) if whole_step else 1,
-        "update": draw(st.sampled_from(("step", "arrival"))) if whole_step else "step",
+        "update": update, "update_order": order,
         "host_checkpoints": draw(st.integers(0, 2)), "checkpoint_slots": draw(st.integers(1, 2))}
 
 

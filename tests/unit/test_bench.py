@@ -326,6 +326,13 @@ EAGER, BEST = (Spec("native", dict(batch=8, **more)) for more in ({"checkpointin
 TABLE = Table("Some rows", (OURS, OURS.alone(), CLIPPED_NOT, EAGER, BEST))
 
 
+def test_a_row_is_not_set_beside_other_templates() -> None:
+    found = [result_of(OURS, tflops=90.0, saved_layers=4), result_of(OURS.alone(), tflops=100.0, saved_layers=2)]
+    assert [m.alone_tflops for m in measured(TABLE, found, "d")] == [None]
+    found[1]["saved_layers"] = 4
+    assert [m.alone_tflops for m in measured(TABLE, found, "d")] == [100.0]
+
+
 def test_a_table_sets_each_row_beside_its_compute_alone_and_the_best_native_row() -> None:
     found = [result_of(OURS, tflops=100.0), result_of(OURS, tflops=90.0, step_s=2.0, occupancy={"compute": 0.9, "cpu": 0.25}),
              result_of(OURS.alone(), tflops=100.0), result_of(CLIPPED_NOT, tflops=95.0), result_of(EAGER, tflops=80.0),

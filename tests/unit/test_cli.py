@@ -188,6 +188,7 @@ def test_inspect_prints_the_graphs_of_a_template_and_its_stages(config: Path) ->
         (), ("--stage", "attention"), ("--form", "table")))
     assert whole.exit_code == stage.exit_code == table.exit_code == 0, whole.output
     assert "aten" in whole.output and "prefetch(" not in whole.output
+    assert "[B, T, 32]" in whole.output and not re.search(r"\bs\d+\b", whole.output)
     assert "# decoder: attention" in stage.output and "megacompile.attention" in stage.output
     assert re.search(r"placeholder +.*\[B, T, 32\] +float32", table.output)
 
@@ -232,6 +233,10 @@ def test_inspect_writes_a_trace_and_draws_a_picture(config: Path, tmp_path: Path
     (("--layers", "2:9"), "'2:9' is no range of layers: write first:end, from 0 to 3, such as 0:3"),
     (("--diff", "prefetch"), "'prefetch' are no two stages: write them as in prefetch..place, "),
     (("--hardware", "absent"), "there is no hardware 'absent': give one of a100, "),
+    (("--diff", "prefetch..place", "--form", "json"), "--diff and --form do not go together: leave one of them out"),
+    (("--log", "--stage", "place"), "--log and --stage do not go together"),
+    (("--template", "decoder", "--layers", "0:1"), "--template and --layers do not go together"),
+    (("--trace", "step.json", "--section", "update"), "--trace and --section do not go together"),
     (("--picture", "step.gif"), "a picture is no .gif: name it .svg or .png"),
 ])
 def test_what_does_not_exist_is_refused_in_a_line_with_what_does(

@@ -164,8 +164,9 @@ def test_a_printed_text_says_what_it_was_made_for(streamed: Any) -> None:
 
 def test_a_file_is_read_and_one_that_is_not_there_is_named(streamed: Any, tmp_path: Path) -> None:
     path = tmp_path / "program.txt"
-    path.write_text(wait_moved(text_of(streamed)), encoding="utf-8")
-    assert streamed.megacompile.load_program(path) == streamed.megacompile.load_program(str(path)) == SHAPE
+    for encoding in ("utf-8", "utf-8-sig"):
+        path.write_text(wait_moved(text_of(streamed)), encoding=encoding)
+        assert streamed.megacompile.load_program(path) == streamed.megacompile.load_program(str(path)) == SHAPE
     with pytest.raises(MegacompileError, match=r"the program cannot be read: .*nowhere"):
         streamed.megacompile.load_program("nowhere.txt")
 
@@ -212,6 +213,7 @@ REFUSED: dict[str, tuple[str, tuple[tuple[str, str], ...], str]] = {
     "more layers than there are": ("", (("saved_layers=0", "saved_layers=9"),), "and the model has 3"),
     "other residents": ("", (("resident=()", 'resident=("epilogue",)'),), "the program has sections"),
     "residents that are no tiles": ("", (("resident=()", 'resident=("elsewhere",)'),), "are no tiles of this model"),
+    "an order of some updates": ("", (("update_order=()", 'update_order=("epilogue",)'),), "update_order names some tiles"),
     "another update": ("", (('lean=False, update="step"', 'lean=False, update="arrival"'),), 'the plan says update="step"'),
     "a slot too large": ("", (('program.slot("W1", bytes=8960)', f'program.slot("W1", bytes={2**60})'),), "device memory"),
 }

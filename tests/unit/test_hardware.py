@@ -14,12 +14,13 @@ import torch
 import megacompile
 from megacompile import calibrate
 from megacompile import hardware as module
-from megacompile.errors import MegacompileError
+from megacompile.errors import InsufficientMemoryError, MegacompileError
 from megacompile.explain import candidates
 from megacompile.hardware import PROFILES, Hardware, cache_path
 from megacompile.planner import MOST_SEQUENCES
 from megacompile.program import Lane
 from megacompile.schedule import Schedule
+from megacompile.sizes import parse_bytes
 
 LENGTH = 64
 SIZES = {"vocab_size": 1000, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 6,
@@ -241,6 +242,19 @@ def test_the_host_memory_of_a_plan_is_given_by_section_and_they_are_all_of_it(pl
     assert sum(found.host_parts.values()) == planned.tiling.host_bytes() == found.chosen.host_bytes
     for part in found.host_parts:
         assert re.search(rf"^{part} +\d+\.\d +\d+\.\d\d$", found.text(), re.MULTILINE)
+
+
+def test_the_need_that_a_refusal_names_is_enough_and_no_more(planned: Schedule) -> None:
+    """That of the plan that needs least: with no optimizer state on the device."""
+    poor = dataclasses.replace(planned.planner, budget_bytes=1 << 20, stateful=None)
+    with pytest.raises(InsufficientMemoryError) as caught:
+        poor.choose(8, LENGTH)
+    needed = re.search(r"needs (\S+ .iB) of device memory", str(caught.value))
+    assert needed is not None
+    enough, rounding = parse_bytes(needed[1]) or 0, 1 << 13  # two decimals of a MiB
+    assert dataclasses.replace(poor, budget_bytes=enough + rounding).choose(8, LENGTH)
+    with pytest.raises(InsufficientMemoryError):
+        dataclasses.replace(poor, budget_bytes=enough - rounding).choose(8, LENGTH)
 
 
 def test_a_plan_fits_exactly_as_far_as_the_host_memory_goes(planned: Schedule) -> None:

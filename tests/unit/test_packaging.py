@@ -6,8 +6,10 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import tomllib
 import zipfile
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -18,18 +20,30 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    # A copy: setuptools builds in the tree, and packs what an earlier build left in build/lib.
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy: setuptools builds in the tree, and packs what an earlier build left in build/lib."""
     copy = tmp_path_factory.mktemp("checkout")
     for name in FOLDERS:
         shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, copy)
+    return copy
+
+
+@pytest.fixture(scope="module")
+def wheel(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     built = tmp_path_factory.mktemp("wheel")
     done = subprocess.run([sys.executable, "-m", "pip", "wheel", "--no-index", "--no-build-isolation", "--no-deps",
-                           "--wheel-dir", built, copy], capture_output=True, text=True)
+                           "--wheel-dir", built, checkout], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return next(built.glob("megacompile-*.whl"))
+
+
+def sources(places: Mapping[str, str]) -> set[str]:
+    """Every source file of the checkout, by where its folder lies in what was built."""
+    return {f"{inside}/{path.relative_to(ROOT / folder).as_posix()}"
+            for folder, inside in places.items() for path in (ROOT / folder).rglob("*")
+            if path.suffix in (".py", ".cpp", ".cu", ".h", ".json", ".typed")}
 
 
 def names(wheel: Path) -> set[str]:
@@ -37,10 +51,16 @@ def names(wheel: Path) -> set[str]:
 
 
 def test_the_wheel_holds_every_source_file_of_the_checkout_and_no_other(wheel: Path) -> None:
-    expected = {f"{inside}/{path.relative_to(ROOT / folder).as_posix()}"
-                for folder, inside in FOLDERS.items() for path in (ROOT / folder).rglob("*")
-                if path.suffix in (".py", ".cpp", ".cu", ".h", ".json", ".typed")}
-    assert {name for name in names(wheel) if ".dist-info/" not in name} == expected
+    assert {name for name in names(wheel) if ".dist-info/" not in name} == sources(FOLDERS)
+
+
+def test_the_source_archive_holds_what_a_wheel_is_built_from(checkout: Path, tmp_path: Path) -> None:
+    build = f"from setuptools import build_meta; build_meta.build_sdist({str(tmp_path)!r})"
+    done = subprocess.run([sys.executable, "-c", build], cwd=checkout, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    with tarfile.open(next(tmp_path.glob("megacompile-*.tar.gz"))) as archive:
+        inside = {name.split("/", 1)[1] for name in archive.getnames() if "/" in name}
+    assert inside >= sources({folder: folder for folder in FOLDERS}) | {"pyproject.toml", "README.md", "LICENSE"}
 
 
 def test_the_wheel_is_typed_and_carries_its_licence(wheel: Path) -> None:
@@ -58,13 +78,15 @@ def test_the_wheel_works_without_the_checkout(wheel: Path, tmp_path: Path) -> No
     zipfile.ZipFile(wheel).extractall(tmp_path / "site")
     script = ("import megacompile, megacompile.frontend, megacompile.passes, megacompile.runtime as runtime\n"
               "for module in (megacompile, megacompile.frontend, megacompile.passes, runtime):\n"
-              "    print(module.__file__)")
+              "    print(module.__file__)\n"
+              "from megacompile.cli import app\n"
+              "app(['doctor'])")
     # PYTHONPATH comes before the editable install that these tests themselves may run from.
     environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
     done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    files = done.stdout.split()
-    assert len(files) == 4 and all(Path(file).is_relative_to(tmp_path) for file in files), files
+    files = done.stdout.splitlines()[:4]
+    assert "training is possible on cpu" in done.stdout and all(Path(file).is_relative_to(tmp_path) for file in files), files
 
 
 def test_the_checkout_finds_its_folders_beside_the_package() -> None:

@@ -343,6 +343,10 @@ def test_folding_loses_no_line_but_those_it_counts(make_schedule: Callable[..., 
     program = make_schedule(layers=12, micro_batches=(1, 1, 1)).program
     for name, graph in program.sections.items():
         assert _unfolded(fold(program, name).splitlines()[1:]) == len(list(nodes(graph)))
+    head, declared = ([line for line in text.partition("\n\ndef ")[0].splitlines() if line]
+                      for text in (fold(program), print_program(program)))
+    assert len(head) < len(declared) / 2
+    assert _unfolded(head, 0) == len(declared)
 
 
 def _unfolded(lines: list[str], indent: int = 4) -> int:

@@ -205,6 +205,9 @@ TEXT_EDITS: dict[tuple[str, str], tuple[dict[str, Any], str, str, str, str, str]
     ("placed", "two residents in one slot"): (
         RESIDENT, "place", "forward", r'into="R1"', 'into="R0"',
         "slot R0 is resident for layers.0, but resident layers.1"),
+    ("placed", "resident tile in another slot than it was loaded into"): (
+        RESIDENT, "place", "", r'(?s)(program.slot\("R1", )(bytes=\d+\)\n)(.*def backward\(.*?)into="R1"',
+        r'\1\2program.slot("R9", \2\3into="R9"', "layers.1 uses slot R9, but what stays of that tile is in R1"),
     ("placed", "slot of no kind"): (
         STREAMED, "place", "", r'slot\("W1"', 'slot("X1", bytes=1)\nprogram.slot("W1"', "slot X1 is of no kind"),
     ("ordered", "read after write"): (

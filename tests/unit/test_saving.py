@@ -1,0 +1,208 @@
+"""Saving: the folder has a whole checkpoint at every moment, the old one or the new."""
+from __future__ import annotations
+
+import json
+import os
+import re
+import stat
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny_models import same_bits, weights
+
+from megacompile import saving
+from megacompile.errors import CheckpointError
+from megacompile.saving import replacing
+
+INDEX = "model.safetensors.index.json"
+
+
+def write(folder: Path, value: str, shards: int) -> None:
+    """A checkpoint in small: every file says which it belongs to, the index says which there are."""
+    names = [f"model-{i:05}-of-{shards:05}.safetensors" for i in range(1, shards + 1)]
+    for name in (*names, "config.json"):
+        (folder / name).write_text(value)
+    (folder / INDEX).write_text(json.dumps({"value": value, "files": names}))
+
+
+def read(folder: Path) -> str:
+    """The checkpoint's value; raises unless it is whole and of one making."""
+    index = json.loads((folder / INDEX).read_text())
+    assert {(folder / name).read_text() for name in index["files"]} == {index["value"]}
+    return index["value"]
+
+
+@pytest.fixture
+def old(tmp_path: Path) -> Path:
+    """A checkpoint of three shards, beside files and a folder of the user's."""
+    folder = tmp_path / "out"
+    folder.mkdir()
+    write(folder, "old", 3)
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "link").symlink_to("tokenizer.json")
+    (folder / "runs").mkdir()
+    (folder / "runs/log").write_text("1")
+    return folder
+
+
+def names(folder: Path) -> set[str]:
+    return {path.relative_to(folder).as_posix() for path in folder.rglob("*")}
+
+
+def shards(count: int) -> set[str]:
+    return {"config.json", INDEX, *(f"model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1))}
+
+
+USERS = {"tokenizer.json", "link", "runs", "runs/log"}
+
+
+def no_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(saving, "_change_places", lambda *_: False)
+
+
+def inside(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+
+
+WAYS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    "folders change places": lambda _: None, "file by file": no_exchange, "from inside": inside}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("count", [2, 3])
+def test_a_new_checkpoint_takes_the_place_of_the_old_and_what_is_the_users_stays(
+        old: Path, way: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    WAYS[way](monkeypatch)
+    old.chmod(0o750)
+    with replacing(old) as folder:
+        write(folder, "new", count)
+    assert read(old) == "new" and names(old) == shards(count) | USERS
+    assert (old / "link").is_symlink() and stat.S_IMODE(old.stat().st_mode) == 0o750
+    assert [path.name for path in old.parent.iterdir()] == ["out"], "something was left"
+
+
+def test_a_single_file_takes_the_place_of_shards_and_their_index(old: Path) -> None:
+    with replacing(old) as folder:
+        (folder / "model.safetensors").write_text("new")
+    assert names(old) == {"model.safetensors", "config.json"} | USERS
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()], ids=["disk full", "Ctrl-C"])
+def test_a_save_that_fails_leaves_the_old_checkpoint(
+        old: Path, way: str, error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
+    WAYS[way](monkeypatch)
+
+    def save() -> None:
+        with replacing(old) as folder:
+            write(folder, "new", 3)
+            raise error
+
+    with pytest.raises((CheckpointError, KeyboardInterrupt)) as raised:
+        save()
+    if isinstance(error, OSError):
+        assert re.search(r"what was there is as it was .*No space left", str(raised.value))
+    assert read(old) == "old" and names(old) == shards(3) | USERS
+    assert [path.name for path in old.parent.iterdir()] == ["out"]
+
+
+def killed_at(number: int, save: Callable[[], Any]) -> bool:
+    """Whether a process that saves was killed at its `number`th file operation; False: it has fewer."""
+    child = os.fork()
+    if child == 0:
+        left = [number]
+
+        def count(event: str, arguments: tuple[Any, ...]) -> None:
+            if event == "open" or event.startswith(("os.", "shutil.", "ctypes.dlsym")):
+                left[0] -= 1
+                if left[0] < 0:
+                    os._exit(9)
+
+        try:
+            sys.addaudithook(count)
+            save()
+        except BaseException:
+            os._exit(1)
+        os._exit(0)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert status in (0, 9), "the save itself failed"
+    return status == 9
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+def test_a_process_killed_at_any_file_operation_leaves_a_whole_checkpoint(old: Path) -> None:
+    def save() -> None:
+        with replacing(old) as folder:
+            write(folder, "new", 3)
+
+    found, number = [], 0
+    while killed_at(number, save):
+        found.append(read(old))
+        assert USERS - {"runs", "runs/log"} <= names(old)
+        assert len(list(old.parent.rglob("runs/log"))) >= 1, "the user's folder is lost"
+        if not (old / "runs").exists():  # between the two steps; put it back as a person would
+            next(old.parent.glob(".out.saving-*/runs")).rename(old / "runs")
+        if found[-1] == "new":
+            write(old, "old", 3)
+        number += 1
+    assert number > 20 and set(found) == {"old", "new"}
+
+
+def test_a_file_in_the_way_and_a_folder_that_cannot_be_made_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="is a file: give a folder"), replacing(tmp_path / "file"):
+        pass
+    with pytest.raises(CheckpointError, match="could not be saved"), replacing(tmp_path / "file" / "below"):
+        pass
+
+
+def test_the_working_directory_stays_where_it_is(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(old)
+    with replacing(Path(".")) as folder:
+        write(folder, "new", 2)
+    assert read(Path(".")) == "new" == read(old)
+
+
+# ---------------------------------------------------------------- a streamed model
+
+def test_a_model_saved_in_shards_over_another_is_whole_and_plain(model: Any, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model.save_pretrained(tmp_path / "out")
+    (tmp_path / "out/tokenizer.json").write_text("{}")
+    model.save_pretrained(tmp_path / "out", max_shard_size="10KB")
+    files = sorted((tmp_path / "out").glob("*.safetensors"))
+    assert len(files) > 1 and not (tmp_path / "out/model.safetensors").exists()
+    assert (tmp_path / "out/tokenizer.json").exists()
+    expected = weights(model)
+    assert same_bits({name: tensor for file in files for name, tensor in load_file(file).items()}, expected)
+    assert same_bits(weights(AutoModelForCausalLM.from_pretrained(tmp_path / "out")), expected)
+
+
+def test_a_model_whose_saving_fails_midway_keeps_its_checkpoint(
+        model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import transformers.modeling_utils as theirs
+
+    model.save_pretrained(tmp_path / "out", max_shard_size="10KB")
+    before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    written, save_file = [], theirs.safe_save_file
+
+    def full(tensors: Any, filename: str, **options: Any) -> None:
+        if len(written) == 2:
+            raise OSError(28, "No space left on device")
+        written.append(filename)
+        save_file(tensors, filename, **options)
+
+    with torch.no_grad():
+        model.lm_head.weight.add_(1)
+    monkeypatch.setattr(theirs, "safe_save_file", full)
+    with pytest.raises(CheckpointError, match="No space left"):
+        model.save_pretrained(tmp_path / "out", max_shard_size="10KB")
+    assert len(written) == 2
+    assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
