@@ -112,7 +112,9 @@ def transformers_attention(
     query, key, value = (_widened(x, width) for x in (query, key, value))
     out, _ = torch.ops.megacompile.attention(
         query, key, value, float(scale), int(sliding_window or 0), float(softcap or 0.0), "neutral")
-    return out[..., :values].transpose(1, 2).contiguous(), None
+    if values < width:
+        out = out[..., :values]
+    return out.transpose(1, 2).contiguous(), None
 
 
 def _widened(x: Tensor, width: int) -> Tensor:

@@ -50,9 +50,11 @@ def forward_graph(graph: fx.GraphModule, fakes: FakeTensorMode) -> JointGraph:
 
 
 def joint_graph(
-    graph: fx.GraphModule, fakes: FakeTensorMode, has_gradient: Sequence[bool], partition: bool
+    graph: fx.GraphModule, fakes: FakeTensorMode, has_gradient: Sequence[bool], partition: bool,
+    awaited: Sequence[int] = (),
 ) -> JointGraph:
-    """Forward and backward of a Dynamo-level section; residuals are chosen if `partition`."""
+    """Forward and backward of a Dynamo-level section; residuals are chosen if `partition`. The inputs `awaited` that require
+    a gradient have one, zero where they are read but not differentiated."""
     if not any(has_gradient):
         return forward_graph(graph, fakes)
     examples = example_values(graph)
@@ -72,9 +74,9 @@ def joint_graph(
     # Min-cut saves t(W), a view of a weight slot that holds another layer's weights by then. A view of an input is no
     # residual: the backward takes the input of the moment and views it again.
     residuals = [n for n in joint.graph.nodes if n.name in saved and base_of(n).op != "placeholder"]
-    for position, node in enumerate(inputs):
-        if gradients[position] is None and getattr(examples[position], "requires_grad", False):
-            gradients[position] = _zeros_like(joint.graph, node)
+    for position in awaited:
+        if gradients[position] is None and examples[position].requires_grad:
+            gradients[position] = _zeros_like(joint.graph, inputs[position])
     return JointGraph(
         joint, inputs, tangents, outputs, {i: g for i, g in enumerate(gradients) if g is not None}, residuals)
 
@@ -84,7 +86,6 @@ def _results(graph: fx.GraphModule) -> list[fx.Node]:
 
 
 def _zeros_like(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    """The gradient of an input that is read, but not differentiated: whoever made it awaits one."""
     with graph.inserting_before(graph.output_node()):
         zeros = graph.call_function(torch.ops.aten.zeros_like.default, (node,))
     zeros.meta["val"] = node.meta["val"]
