@@ -6,8 +6,8 @@ from make_families import PAGE, README, counts, page, read_rows
 from tiny_configs import classes
 from verdicts import judge_each
 
-#: Experts behind a dense layer, values narrower than keys; convolutions beside attention.
-FAST = ("deepseek_v3", "lfm2_moe")
+#: Attention in chunks beside full attention, experts in every second layer.
+FAST = ("llama4_text",)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
