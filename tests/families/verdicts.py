@@ -140,7 +140,7 @@ def _distances(ours: tuple[Tensor, dict[str, Tensor]], theirs: tuple[Tensor, dic
     for name in ours[1].keys() | theirs[1].keys():
         zero = torch.zeros(())
         mine, reference = ours[1].get(name, zero).double(), theirs[1].get(name, zero).double()
-        # A gradient that is zero but for rounding (a key's bias, a router's whose weights sum to one) is measured against the others.
+        # One that is zero but for rounding (a key's bias, a router's whose weights sum to one) is measured against the others.
         distances[f"the gradient of {name}"] = float((mine - reference).norm() / max(float(reference.norm()), 1e-3 * largest))
     return distances
 
