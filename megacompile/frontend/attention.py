@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megacompile.errors import UnsupportedError
@@ -106,19 +107,36 @@ def transformers_attention(
         if option is not None and name not in _HARMLESS:
             raise UnsupportedError(f"attention argument {name} of {type(module).__name__} is not supported")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    # No fused kernel takes values of another width than keys (latent attention has them): zeros change neither scores nor sums.
+    values, width = value.shape[-1], max(query.shape[-1], value.shape[-1])
+    query, key, value = (_widened(x, width) for x in (query, key, value))
     out, _ = torch.ops.megacompile.attention(
         query, key, value, float(scale), int(sliding_window or 0), float(softcap or 0.0), "neutral")
+    if values < width:
+        out = out[..., :values]
     return out.transpose(1, 2).contiguous(), None
 
 
-def transformers_mask(*_: Any, attention_mask: Tensor | None = None, **__: Any) -> None:
+def _widened(x: Tensor, width: int) -> Tensor:
+    return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))
+
+
+def transformers_mask(
+    *_: Any, attention_mask: Tensor | None = None, local_size: int | None = None, use_vmap: bool = False, config: Any = None,
+    **__: Any,
+) -> None:
     """For `AttentionMaskInterface`: there is no mask, the op knows causality and windows itself.
 
     transformers' own mask functions cannot look at data under tracing and always build bool [B, 1, T, T]; and an
     attention function *without* a mask function gets None too, and drops padding silently.
+    Raises `UnsupportedError` for a mask that the op does not know: in chunks, or with a function of the model's own laid over
+    it. The model is then captured with its own attention.
     """
     if attention_mask is not None:
         raise UnsupportedError("a padding mask reached a captured model: pass batches without attention_mask")
+    # A window and a chunk both come as `local_size`; `use_vmap` is set where a model lays a function of its own over the mask.
+    if use_vmap or (local_size is not None and local_size == getattr(config, "attention_chunk_size", None)):
+        raise UnsupportedError("an attention mask that is neither causal nor a sliding window reached a captured model")
 
 
 def register_with_transformers() -> None:

@@ -34,10 +34,11 @@ def build_template(
     trained = _first_result_only(section.graph) if epilogue else section.graph
     trained = _run_model_passes(trained, target, pipeline, stages)
     has_gradient = section.has_gradient[:1] if epilogue else section.has_gradient
+    carried = [index for index, source in enumerate(section.sources) if source.kind == "carried"]
     inference = None
     try:
         with _portable_attention(target):
-            joint = joint_graph(trained, fakes, has_gradient, partition=not epilogue)
+            joint = joint_graph(trained, fakes, has_gradient, partition=not epilogue, awaited=carried)
             if epilogue:  # with logits as a result, no loss can be fused
                 inference = forward_graph(_run_model_passes(section.graph, target, pipeline, {}), fakes)
     except Exception as reason:

@@ -157,8 +157,8 @@ def _trace(
         stack = find_layers(twin, layers)
         try:
             graph = capture_model_graph(twin, batch, stack, fakes, options)
-        except UnsupportedError:
-            if own_attention:  # sinks, biases: what our op lacks, the model's own implementation has
+        except (UnsupportedError, CaptureError):
+            if own_attention:  # sinks, biases, a mask that layers index: what our op lacks, the model's own has
                 continue
             raise
         if not own_attention or _all_layers_call_attention(graph):

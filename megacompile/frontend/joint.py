@@ -50,9 +50,11 @@ def forward_graph(graph: fx.GraphModule, fakes: FakeTensorMode) -> JointGraph:
 
 
 def joint_graph(
-    graph: fx.GraphModule, fakes: FakeTensorMode, has_gradient: Sequence[bool], partition: bool
+    graph: fx.GraphModule, fakes: FakeTensorMode, has_gradient: Sequence[bool], partition: bool,
+    awaited: Sequence[int] = (),
 ) -> JointGraph:
-    """Forward and backward of a Dynamo-level section; residuals are chosen if `partition`."""
+    """Forward and backward of a Dynamo-level section; residuals are chosen if `partition`. The inputs `awaited` that require
+    a gradient have one, zero where they are read but not differentiated."""
     if not any(has_gradient):
         return forward_graph(graph, fakes)
     examples = example_values(graph)
@@ -72,12 +74,22 @@ def joint_graph(
     # Min-cut saves t(W), a view of a weight slot that holds another layer's weights by then. A view of an input is no
     # residual: the backward takes the input of the moment and views it again.
     residuals = [n for n in joint.graph.nodes if n.name in saved and base_of(n).op != "placeholder"]
+    for position in awaited:
+        if gradients[position] is None and examples[position].requires_grad:
+            gradients[position] = _zeros_like(joint.graph, inputs[position])
     return JointGraph(
         joint, inputs, tangents, outputs, {i: g for i, g in enumerate(gradients) if g is not None}, residuals)
 
 
 def _results(graph: fx.GraphModule) -> list[fx.Node]:
     return list(graph.graph.output_node().args[0])  # type: ignore[arg-type]
+
+
+def _zeros_like(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    with graph.inserting_before(graph.output_node()):
+        zeros = graph.call_function(torch.ops.aten.zeros_like.default, (node,))
+    zeros.meta["val"] = node.meta["val"]
+    return zeros
 
 
 def base_of(node: fx.Node) -> fx.Node:
@@ -143,6 +155,13 @@ def replace_unit_tangent(module: fx.GraphModule, tangents: int) -> None:
                 one.meta["val"] = value
             tangent.replace_all_uses_with(one)
         module.graph.erase_node(tangent)
+    module.recompile()
+
+
+def tolerate_strides(module: fx.GraphModule) -> None:
+    """Let every view copy where it must: some kernels give other strides than their fakes said (softplus' backward does)."""
+    for node in module.graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
+        node.target = torch.ops.aten.reshape.default
     module.recompile()
 
 

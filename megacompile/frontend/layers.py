@@ -18,6 +18,8 @@ from torch._dynamo.utils import get_metrics_context
 
 from megacompile.errors import CaptureError
 
+# `warning_once` and `info_once` are transformers'.
+_LOGGING = ("debug", "info", "warning", "error", "warning_once", "info_once")
 # Where a model class keeps its layers, for the classes whose stack is not the list with the most parameters. It is
 # the one piece of module state in the frontend: registration is a declaration about a class, made at import time.
 _REGISTERED: dict[type[nn.Module], str] = {}
@@ -93,9 +95,9 @@ def _candidates(model: nn.Module) -> dict[str, int]:
 @contextlib.contextmanager
 def layers_as_regions(stack: LayerStack) -> Iterator[None]:
     """Within, Dynamo turns each call of a decoder layer into an `invoke_subgraph` node."""
-    # Dynamo refuses transformers' `logger.warning_once` (gpt2 says with it that it has no loss type).
-    warning_once = getattr(logging.Logger, "warning_once", None)
-    settings: dict[str, object] = {"ignore_logging_functions": {warning_once} if warning_once else set()}
+    # Dynamo refuses what models tell their loggers (gpt2, that it has no loss type).
+    settings: dict[str, object] = {"ignore_logging_functions": {
+        getattr(logging.Logger, name) for name in _LOGGING if hasattr(logging.Logger, name)}}
     # torch 2.13 inlines regions that are called once (2.11 has no such setting): a layer unlike all others, and any
     # one-layer stack, would dissolve into the outer graph.
     if hasattr(torch._dynamo.config, "inline_single_use_invoke_subgraph"):

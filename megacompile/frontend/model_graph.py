@@ -5,6 +5,7 @@ import builtins
 import dataclasses
 import itertools
 import re
+import textwrap
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -143,7 +144,7 @@ def _explained(model: nn.Module, reason: Exception) -> MegacompileError:
     if "onstraint" in type(reason).__name__ or "ConstraintViolation" in text:
         return CaptureError(f"{name} fixes the batch size or the length{source}: {FIXED_SIZES_REMEDY}\n{text}")
     explanation = next((line.removeprefix("Explanation: ") for line in lines if line.startswith("Explanation: ")), "")
-    cause = explanation or (lines[0] if lines else type(reason).__name__)
+    cause = textwrap.shorten(explanation or (lines[0] if lines else type(reason).__name__), 200, placeholder=" ...")
     return CaptureError(
         f"{name} cannot be captured as one graph{source}: {cause.rstrip('.')}; let no Python control flow depend on "
         f"tensor values, and change no Python state in forward\n{text}")

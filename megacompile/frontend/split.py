@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from megacompile.errors import CaptureError, UnsupportedError
+from megacompile.errors import CaptureError
 from megacompile.frontend.layers import LayerStack
 from megacompile.frontend.model_graph import ModelGraph
 from megacompile.frontend.template import Source
@@ -37,21 +37,30 @@ def needs_gradient(node: fx.Node) -> bool:
 def split_at_layers(model: ModelGraph, stack: LayerStack, results: Sequence[fx.Node]) -> list[Section]:
     """Prologue, layers in order, epilogue; the epilogue computes `results`.
 
-    Raises `CaptureError` where the layers are no chain, `UnsupportedError` where a value that needs a gradient is read
-    by more than the call that follows. No dead-code elimination here: Dynamo's graph still has in-place ops whose
-    results nobody reads. After AOT, which makes it functional, it is safe.
+    What is computed between two layers from an earlier one's output goes to the front of the second. Only the call that follows
+    is handed a call's outputs: a value that is read further on (an early layer's keys, an embedding added at the end) is one
+    more output of every call on its way. Prologue values without a gradient, which all calls may read, need no such way.
+
+    Raises `CaptureError` where a layer reads nothing that an earlier call hands on. No dead-code elimination here: Dynamo's
+    graph still has in-place ops whose results nobody reads. After AOT, which makes it functional, it is safe.
     """
     body = [n for n in model.graph.graph.nodes if n.op not in ("placeholder", "output") and n not in model.sources]
     calls = [n for n in body if n.target is INVOKE]
     _check_calls(model, stack, calls)
-    layer_of = dict(zip(calls, stack.names, strict=True))
-    layer_outputs = [n for n in body if n.target is operator.getitem and n.args[0] in layer_of]
-    producer: dict[fx.Node, str] = {n: layer_of[n.args[0]] for n in layer_outputs}  # type: ignore[index]
-    prologue, epilogue = _before_and_after(body, calls, producer)
-    read_later = {a for call in calls for a in call.args[2:]} | {a for n in epilogue for a in n.all_input_nodes}
-    shared = [n for n in prologue if n in read_later | set(results) and isinstance(n.meta["example_value"], Tensor)]
-    carried = _carried_from_prologue(shared, calls, epilogue)
-    shared.sort(key=lambda n: n not in carried)
+    members, made_by = _members([n for n in body if not _goes_along(model, n)], calls)
+    last = len(calls) + 1
+    reads = {stage: _outside(model, nodes, [*(calls[stage - 1].args[2:] if 0 < stage < last else ()),  # type: ignore[list-item]
+                                            *(results if stage == last else ())])[0]
+             for stage, nodes in enumerate(members)}
+    last_read = {value: stage for stage, values in reads.items() for value in values if value not in model.sources}
+    outer = [n for n in members[0] if n in last_read and last_read[n] > 0 and isinstance(n.meta["example_value"], Tensor)]
+    carried = _carried_from_prologue(outer, calls, last_read)
+    shared = [*carried, *(n for n in outer if n not in carried)]
+
+    def handed_on(stage: int) -> list[fx.Node]:
+        """A call's own results, then what it passes on."""
+        travelling = [n for n in last_read if made_by[n] <= stage < last_read[n] and (n not in shared or n in carried)]
+        return sorted(travelling, key=lambda n: (made_by[n] != stage, order[n]))
 
     def source_of(reader: str, previous: Sequence[fx.Node]) -> Callable[[fx.Node], Source]:
         def source(node: fx.Node) -> Source:
@@ -59,92 +68,129 @@ def split_at_layers(model: ModelGraph, stack: LayerStack, results: Sequence[fx.N
                 return model.sources[node]
             if node in previous:
                 return Source("carried", index=previous.index(node))
-            if node in shared and needs_gradient(node):
-                raise UnsupportedError(
-                    f"{reader} reads {node.name} of the prologue, which needs a gradient: only the first layer may "
-                    f"read such a value, pass it on from layer to layer instead{source_line(node)}")
-            if node in shared:
-                return Source("shared", index=shared.index(node))
-            raise CaptureError(
-                f"{reader} reads an output of {producer.get(node, node.name)}, which is not the call before it: a "
-                "layer's input must be the previous layer's output")
+            assert node in shared, f"{reader} reads {node.name}, which nothing hands on to it"
+            return Source("shared", index=shared.index(node))
         return source
 
-    sections = [extract("prologue", model, prologue, shared, source_of("the prologue", []), carried)]
+    order = {node: position for position, node in enumerate(body)}
+    sections = [extract("prologue", model, members[0], shared, source_of("the prologue", []), carried)]
     previous: list[fx.Node] = list(carried)
-    for call, name in layer_of.items():
-        used = sorted(call.users, key=lambda n: n.args[1])  # type: ignore[arg-type, return-value]
-        sections.append(_layer_section(name, model, call, used, source_of(name, previous)))
-        if previous and not any(s.kind == "carried" for s in sections[-1].sources):
+    for stage, (call, name) in enumerate(zip(calls, stack.names, strict=True), 1):
+        outputs = handed_on(stage)
+        sections.append(_layer_section(name, model, call, members[stage], previous, outputs,
+                                       source_of(name, previous)))
+        if not any(s.kind == "carried" for s in sections[-1].sources) and previous:
             raise CaptureError(f"{name} does not read the output of the call before it: the layers must form a chain")
-        previous = used
-    sections.append(extract("epilogue", model, epilogue, results, source_of("the epilogue", previous), []))
+        previous = outputs
+    sections.append(extract("epilogue", model, members[last], results, source_of("the epilogue", previous), []))
     return sections
 
 
-def _before_and_after(
-    body: Sequence[fx.Node], calls: Sequence[fx.Node], producer: dict[fx.Node, str]
-) -> tuple[list[fx.Node], list[fx.Node]]:
-    """The nodes of the prologue, also those that stand between layers but read none, and of the epilogue."""
-    prologue: list[fx.Node] = []
-    epilogue: list[fx.Node] = []
-    last = body.index(calls[-1])
-    for position, node in enumerate(body):
-        is_region = node.op == "get_attr" and node.users and all(u.target is INVOKE for u in node.users)
-        if node in producer or node.target is INVOKE or is_region:
-            continue
-        read = [producer[a] for a in node.all_input_nodes if a in producer]
-        if position < last and read:
-            raise CaptureError(
-                f"{node.name} computes on the output of {read[0]} outside of a layer: move it into a layer's forward, "
-                f"since a layer's input must be the previous layer's output{source_line(node)}")
-        (epilogue if position > last else prologue).append(node)
-    return prologue, epilogue
+def _members(body: Sequence[fx.Node], calls: Sequence[fx.Node]) -> tuple[list[list[fx.Node]], dict[fx.Node, int]]:
+    """The nodes outside of layers that each call takes along, by stage (0 is the prologue, also of nodes between layers that
+    read none; then the layers; then the epilogue), and the stage that makes each value."""
+    members: list[list[fx.Node]] = [[] for _ in range(len(calls) + 2)]
+    made_by: dict[fx.Node, int] = {}
+    stage = 1
+    for node in body:
+        if node.target is INVOKE:
+            made_by[node] = stage
+            stage += 1
+        elif node.target is operator.getitem and node.args[0] in calls:
+            made_by[node] = made_by[node.args[0]]  # type: ignore[index]
+        elif not (node.op == "get_attr" and node.users and all(u.target is INVOKE for u in node.users)):
+            late = stage > len(calls) or any(made_by.get(a, 0) > 0 for a in node.all_input_nodes)
+            made_by[node] = stage if late else 0
+            members[made_by[node]].append(node)
+    return members, made_by
 
 
 def _layer_section(
-    name: str, model: ModelGraph, call: fx.Node, used: Sequence[fx.Node], source_of: Callable[[fx.Node], Source]
+    name: str, model: ModelGraph, call: fx.Node, before: Sequence[fx.Node], passing: Sequence[fx.Node],
+    results: Sequence[fx.Node], source_of: Callable[[fx.Node], Source],
 ) -> Section:
-    """The region that `call` invokes, with the results `used` alone."""
-    region = getattr(model.graph, str(call.args[0].target))  # type: ignore[union-attr]
-    graph = fx.Graph()
-    flat: Any = graph.graph_copy(region.graph, {})
-    graph.output(_owned(graph, [flat[n.args[1]] for n in used]))
-    return Section(name, fx.GraphModule(region, graph), [source_of(n) for n in call.args[2:]],  # type: ignore[arg-type]
-                   [needs_gradient(n) for n in used], [True] * len(used))
+    """The nodes `before` a layer, then the region that `call` invokes, in one graph that returns `results`: outputs of either,
+    or values `passing` through."""
+    region: fx.GraphModule = getattr(model.graph, str(call.args[0].target))  # type: ignore[union-attr]
+    passed_on = [n for n in results if n in passing]
+    graph, copies, sources = _copied(model, before, [*call.args[2:], *passed_on], source_of)  # type: ignore[list-item]
+    inner: dict[fx.Node, Any] = {}
+    modules: dict[str, Any] = {n.target: getattr(model.graph, n.target) for n in graph.find_nodes(op="get_attr")}
+    for node in region.graph.nodes:
+        if node.op == "placeholder":
+            argument = call.args[2 + len(inner)]
+            inner[node] = copies[argument] if isinstance(argument, fx.Node) else argument
+            if isinstance(inner[node], fx.Node) and inner[node].op == "placeholder":
+                inner[node].meta = dict(node.meta)
+            continue
+        if node.op == "output":
+            (returned,) = node.args
+            break
+        inner[node] = graph.node_copy(node, inner.__getitem__)
+        if node.op == "get_attr":
+            inner[node].target = f"layer_{node.target}"
+            modules[inner[node].target] = getattr(region, node.target)
+    copies |= {n: inner[returned[n.args[1]]] for n in call.users}  # type: ignore[index]
+    graph.output(_owned(graph, [copies[n] for n in results]))
+    return Section(name, fx.GraphModule(modules, graph), sources, [needs_gradient(n) for n in results], [True] * len(results))
 
 
 def extract(
     name: str, model: ModelGraph, nodes: Sequence[fx.Node], results: Sequence[fx.Node],
     source_of: Callable[[fx.Node], Source], carried: Sequence[fx.Node],
 ) -> Section:
-    """Copy `nodes` into a graph of their own; what they read from outside becomes a placeholder.
+    """`nodes` in a graph of their own; what they read from outside becomes a placeholder."""
+    graph, copies, sources = _copied(model, nodes, results, source_of)
+    graph.output(_owned(graph, [copies[n] for n in results]))
+    return Section(name, fx.GraphModule(model.graph, graph), sources,
+                   [needs_gradient(n) for n in results], [n in carried for n in results])
 
-    Arithmetic on sizes is copied along instead: a size is an int, which no call hands to another.
-    """
+
+def _copied(
+    model: ModelGraph, nodes: Sequence[fx.Node], results: Sequence[Any], source_of: Callable[[fx.Node], Source]
+) -> tuple[fx.Graph, dict[fx.Node, fx.Node], list[Source]]:
+    """A graph that computes `nodes` and has `results`, those that are nodes; the copies; the sources of its placeholders."""
+    outside, along = _outside(model, nodes, results)
     inside = set(nodes)
-    pending = [*(a for n in nodes for a in n.all_input_nodes), *results]
-    outside: dict[fx.Node, None] = {}
-    sizes: set[fx.Node] = set()
-    while pending:
-        node = pending.pop(0)
-        if node in inside or node in outside or node in sizes:
-            continue
-        if node not in model.sources and isinstance(node.meta.get("example_value"), _NUMBERS):
-            sizes.add(node)
-            pending.extend(node.all_input_nodes)
-        else:
-            outside[node] = None
     graph, copies = fx.Graph(), {}
     for node in outside:
         copies[node] = graph.placeholder(node.name)
         copies[node].meta = dict(node.meta)
     for node in model.graph.graph.nodes:
-        if node in inside or node in sizes:
+        if node in inside or node in along:
             copies[node] = graph.node_copy(node, copies.__getitem__)
-    graph.output(_owned(graph, [copies[n] for n in results]))
-    return Section(name, fx.GraphModule(model.graph, graph), [source_of(n) for n in outside],
-                   [needs_gradient(n) for n in results], [n in carried for n in results])
+    return graph, copies, [source_of(n) for n in outside]
+
+
+def _outside(model: ModelGraph, nodes: Sequence[fx.Node], results: Sequence[Any]) -> tuple[dict[fx.Node, None], set[fx.Node]]:
+    """What `nodes` and `results` read that is made elsewhere, in order; and what is copied along with them."""
+    inside = set(nodes)
+    pending = [*(a for n in nodes for a in n.all_input_nodes), *(n for n in results if isinstance(n, fx.Node))]
+    outside: dict[fx.Node, None] = {}
+    along: set[fx.Node] = set()
+    while pending:
+        node = pending.pop(0)
+        if node in inside or node in outside or node in along:
+            continue
+        if _goes_along(model, node):
+            along.add(node)
+            pending.extend(node.all_input_nodes)
+        else:
+            outside[node] = None
+    return outside, along
+
+
+def _goes_along(model: ModelGraph, node: fx.Node) -> bool:
+    """Arithmetic on sizes, since no call hands an int to another, and views of weights (a transposed one that Dynamo took out
+    of a layer), since a call reads its weights itself."""
+    if node in model.sources:
+        return False
+    value = node.meta.get("example_value")
+    if isinstance(value, _NUMBERS):
+        return True
+    weights = {n for n in node.all_input_nodes if n in model.sources and model.sources[n].kind in ("parameter", "buffer")}
+    return isinstance(value, Tensor) and value._is_view() and bool(node.all_input_nodes) and all(
+        n in weights or _goes_along(model, n) for n in node.all_input_nodes)
 
 
 def _owned(graph: fx.Graph, results: Sequence[fx.Node]) -> tuple[fx.Node, ...]:
@@ -175,15 +221,13 @@ def _check_calls(model: ModelGraph, stack: LayerStack, calls: Sequence[fx.Node])
 
 
 def _carried_from_prologue(
-    shared: Sequence[fx.Node], calls: Sequence[fx.Node], epilogue: Sequence[fx.Node]
+    outer: Sequence[fx.Node], calls: Sequence[fx.Node], last_read: dict[fx.Node, int]
 ) -> list[fx.Node]:
     """The prologue's results that play the part of "the previous layer's output" for the first layer: those that need a
     gradient, and those of the first layer's output's shape that nothing later reads (below frozen embeddings)."""
-    first, *rest = calls
-    shapes = [tuple(u.meta["example_value"].shape) for u in first.users]
-    later = {a for call in rest for a in call.args[2:]} | {a for n in epilogue for a in n.all_input_nodes}
-    return [n for n in shared if n in first.args[2:] and (
-        needs_gradient(n) or (n not in later and tuple(n.meta["example_value"].shape) in shapes))]
+    shapes = [tuple(u.meta["example_value"].shape) for u in calls[0].users]
+    return [n for n in outer if needs_gradient(n) or (
+        n in calls[0].args[2:] and last_read[n] == 1 and tuple(n.meta["example_value"].shape) in shapes)]
 
 
 def source_line(node: fx.Node) -> str:

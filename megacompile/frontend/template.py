@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, fx
 
 from megacompile.errors import CaptureError, MegacompileError
-from megacompile.frontend.joint import JointGraph, base_of, cut_graph, replace_unit_tangent, retarget
+from megacompile.frontend.joint import JointGraph, base_of, cut_graph, replace_unit_tangent, retarget, tolerate_strides
 from megacompile.token_loop import token_loops
 
 BATCH, LENGTH = sympy.symbols("B T", integer=True, positive=True)
@@ -245,6 +245,7 @@ class Template:
             self.stages[f"{label}.{template_pass.name}"] = graph.code
         loops = token_loops(graph)
         for module in (graph, *(loop.body for loop in loops.values())):
+            tolerate_strides(module)
             retarget(module, self.device_type)
         self.stages[label] = graph.code
         self.stages.update({f"{label}.{target}": loop.body.code for target, loop in loops.items()})

@@ -46,6 +46,11 @@ def test_loss_and_gradients_equal_native_autograd(family: str, saving: bool) -> 
     assert_same_training(Layerwise(captured(family), model).loss_and_gradients(inputs, saving), native(model, inputs))
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_causal_and_windowed_layers_run_our_attention(family: str) -> None:
+    assert captured(family).fused_attention
+
+
 @pytest.mark.parametrize("family", ["llama", "hand_written"])
 @ROUTES
 def test_ignored_labels_count_for_nothing(family: str, saving: bool) -> None:

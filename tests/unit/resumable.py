@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -83,3 +84,8 @@ class Run:
         self.optimizer.state_dict()
         return {f"{name} {key}": self.optimizer.state[p][key].clone() for name, p in self.model.named_parameters()
                 if self.optimizer.state[p] for key in ("exp_avg", "exp_avg_sq")}
+
+
+def load(path: Path, run: Run) -> Any:
+    """Goes on from a checkpoint; returns its `extra`."""
+    return megacompile.load_checkpoint(path, run.model, run.optimizer, scheduler=run.scheduler)

@@ -6,38 +6,32 @@ from __future__ import annotations
 
 import errno
 import json
-import mmap
+import multiprocessing
 import os
 import pickle
-import random
-import signal
 import subprocess
-import time
-import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from resumable import Run, Streamed
+from killed import kill_at_random_moments
+from resumable import Run, Streamed, load
 from safetensors import safe_open
 from tiny_models import same_bits
 
-from megacompile import CheckpointWriter, latest_checkpoint, load_checkpoint, save_checkpoint
+from megacompile import CheckpointWriter, latest_checkpoint, save_checkpoint
 from megacompile.checkpoint import files, folders, manifest, values
 from megacompile.checkpoint.folders import Incomplete
 from megacompile.errors import CheckpointError
-from megacompile.runtime.reference import ReferenceExecutor
 
 
 @pytest.fixture(scope="module")
-def streamed() -> Iterator[Streamed]:
-    """A model whose tiles a forked process has too."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delattr(mmap, "MADV_DONTFORK")
-        yield Streamed()
+def streamed() -> Streamed:
+    return Streamed()
 
 
 @pytest.fixture
@@ -52,63 +46,12 @@ def saved(run: Run, tmp_path: Path) -> Path:
     return save_checkpoint(tmp_path, run.model, run.optimizer, scheduler=run.scheduler)
 
 
-def load(path: Path, run: Run) -> Any:
-    return load_checkpoint(path, run.model, run.optimizer, scheduler=run.scheduler)
-
-
 # ---------------------------------------------------------------- killed, and out of disk
 
-def train_until_killed(model: Any, directory: Path, progress: int) -> None:
-    """In a forked process: goes on from the latest checkpoint, saves beside every step, and tells of each complete save. A
-    forked process has no lanes: the reference executor has its own thread alone."""
-    torch.set_num_threads(1)
-    model.megacompile.streamed.executor = ReferenceExecutor(model.megacompile.streamed.backend)
-    run = Run(model)
-    if latest_checkpoint(directory) is not None:
-        load(directory, run)
-    with CheckpointWriter(directory, model, run.optimizer, scheduler=run.scheduler, keep=2) as writer:
-        while True:
-            writer.save(extra=run.scheduler.last_epoch)
-            run.steps(1)
-            path = writer.wait()
-            assert path is not None
-            os.write(progress, path.name[:6].encode())
-
-
-@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
-def test_no_complete_checkpoint_is_lost_when_training_is_killed(streamed: Streamed, tmp_path: Path,
-                                                               pytestconfig: pytest.Config) -> None:
-    model, moments, complete, left = streamed.fresh(), int(pytestconfig.getoption("--kill-moments")), 0, 0
-    Run(model).steps(1)  # programs are compiled
-    model.megacompile.synchronize()
-    for seed in range(moments):
-        reader, progress = os.pipe()
-        child = os.fork()
-        if child == 0:
-            try:
-                train_until_killed(model, tmp_path, progress)
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                os._exit(1)
-        os.close(progress)
-        told = os.read(reader, 6)
-        time.sleep(random.Random(seed).random() * 0.2)
-        os.kill(child, signal.SIGKILL)
-        assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL, "it ended before it was killed"
-        while more := os.read(reader, 6):
-            told = more
-        os.close(reader)
-        latest = latest_checkpoint(tmp_path)
-        assert latest is not None and int(latest.name[:6]) >= int(told) > complete
-        complete = int(told)
-        left += len(list(tmp_path.glob(".incomplete-*")))
-        run = Run(model)
-        steps = load(tmp_path, run)
-        assert latest.name == f"{latest.name[:6]}-step-{steps}" and run.scheduler.last_epoch == steps
-    assert moments < 50 or left > 0, "no kill came while a checkpoint was written"
-    save_checkpoint(tmp_path, model, run.optimizer, keep=1)
-    assert len(list(tmp_path.iterdir())) == 1, "dead writers have left something"
+def test_no_complete_checkpoint_is_lost_when_training_is_killed(tmp_path: Path, pytestconfig: pytest.Config) -> None:
+    """In a process that has run nothing else, since it forks: threads and other models' memory do not survive that."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as fresh:
+        fresh.submit(kill_at_random_moments, tmp_path, int(pytestconfig.getoption("--kill-moments"))).result()
 
 
 @pytest.fixture(params=["tmpfs", "patched"])

@@ -1,0 +1,110 @@
+"""Writes docs/families.md: for every causal language model of transformers, whether it streams exactly.
+
+    python docs/make_families.py                     all of them: half an hour of one core
+    python docs/make_families.py --missing           those that the page has no verdict on
+    python docs/make_families.py llama qwen3_next    these model types; the other rows stay as they are
+
+Verdicts are those of tests/families/verdicts.py. The page is the only store of them.
+"""
+from __future__ import annotations
+
+import dataclasses
+import re
+import sys
+from collections import Counter
+from pathlib import Path
+
+import torch
+import transformers
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE, README = ROOT / "docs" / "families.md", ROOT / "README.md"
+HEADINGS = ("class", "model type", "verdict", "reason")
+OUTCOMES = {
+    "exact": "loss and gradients are native PyTorch's",
+    "refused": "`stream` says why, before anything has changed",
+    "wrong": "other numbers, or an error that is not megacompile's own",
+    "not built": "transformers builds or trains no tiny model of it on text alone",
+    "not judged": "not run yet",
+}
+
+HEAD = """# Families
+
+Every causal language model that transformers {transformers} knows ({classes} classes), streamed on the CPU and compared with
+native PyTorch {torch}: a tiny random config (three layers, each kind of layer of the default config, no dropout), float32,
+a batch of 5 x 29 tokens padded on the right, where the captured size was 3 x 17. Exact means that the loss and every gradient
+are within 1e-5 of their norm, or within 8 times what native float32 itself is off native float64. This page is made by
+`python docs/make_families.py`; `pytest tests/families --all-families` judges all classes again.
+
+**{counts} classes that can be trained this way, and have been judged, are exact.**
+
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One line of the table."""
+
+    cls: str
+    model_type: str
+    outcome: str = "not judged"
+    reason: str = ""
+
+
+def page(rows: list[Row]) -> str:
+    """The page around `rows`."""
+    outcomes = Counter(row.outcome for row in rows)
+    head = HEAD.format(transformers=transformers.__version__, torch=torch.__version__.split("+")[0], classes=len(rows),
+                       counts=counts(rows))
+    legend = [("verdict", "classes", "meaning"),
+              *((outcome, str(outcomes[outcome]), meaning) for outcome, meaning in OUTCOMES.items() if outcomes[outcome])]
+    return head + _table(legend) + "\n" + _table([HEADINGS, *(dataclasses.astuple(row) for row in rows)])
+
+
+def write(rows: list[Row]) -> None:
+    """The page, and the counts in the README."""
+    PAGE.write_text(page(rows))
+    README.write_text(re.sub(r"\d+ of the \d+ causal language models", f"{counts(rows)} causal language models",
+                             README.read_text()))
+
+
+def counts(rows: list[Row]) -> str:
+    """How many are exact, of those that can be trained on text alone and were judged."""
+    outcomes = Counter(row.outcome for row in rows)
+    return f"{outcomes['exact']} of the {outcomes['exact'] + outcomes['refused'] + outcomes['wrong']}"
+
+
+def read_rows() -> dict[str, Row]:
+    """Class -> row, of the page as it is."""
+    text = PAGE.read_text() if PAGE.exists() else ""
+    lines = [[cell.strip().replace("\\|", "|") for cell in line.strip("|").split(" | ")] for line in text.splitlines()
+             if line.startswith("| ")]
+    return {cells[0]: Row(*cells) for cells in lines if len(cells) == len(HEADINGS) and tuple(cells) != HEADINGS}
+
+
+def _table(lines: list[tuple[str, ...]]) -> str:
+    cells = [f"| {' | '.join(cell.replace('|', chr(92) + '|') or ' ' for cell in line)} |" for line in lines]
+    return "\n".join([cells[0], f"|{'---|' * len(lines[0])}", *cells[1:]]) + "\n"
+
+
+def main(model_types: list[str]) -> None:
+    sys.path.insert(0, str(ROOT / "tests" / "families"))
+    from tiny_configs import classes
+    from verdicts import judge_each
+
+    known, rows = classes(), read_rows()
+    rows = {cls: rows.get(cls, Row(cls, model_type)) for cls, model_type in sorted(known.items())}
+    class_of = {model_type: cls for cls, model_type in known.items()}
+    if model_types == ["--missing"]:
+        model_types = [row.model_type for row in rows.values() if row.outcome == Row.outcome]
+    elif not model_types:
+        model_types = list(class_of)
+    for verdict in judge_each(model_types):
+        cls = class_of[verdict.model_type]
+        rows[cls] = Row(cls, verdict.model_type, verdict.outcome, verdict.reason)
+        print(f"{cls}: {verdict.outcome} {verdict.reason} ({verdict.seconds:.0f} s)", flush=True)
+        write(list(rows.values()))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,32 @@
+"""Every causal language model of transformers streams exactly or is refused with a reason, as docs/families.md says."""
+from __future__ import annotations
+
+import pytest
+from make_families import PAGE, README, counts, page, read_rows
+from tiny_configs import classes
+from verdicts import judge_each
+
+#: Attention in chunks beside full attention, experts in every second layer.
+FAST = ("llama4_text",)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "model_type" in metafunc.fixturenames:
+        everything = metafunc.config.getoption("--all-families")
+        metafunc.parametrize("model_type", classes().values() if everything else FAST)
+
+
+def test_a_family_has_the_verdict_of_the_page(model_type: str) -> None:
+    (verdict,) = judge_each([model_type], start="spawn")
+    stated = {row.model_type: row for row in read_rows().values()}[model_type]
+    assert verdict.outcome == stated.outcome != "wrong", verdict.reason
+
+
+def test_no_family_is_wrong_and_the_counts_are_those_of_the_table() -> None:
+    rows = read_rows()
+    assert rows.keys() == classes().keys(), "run docs/make_families.py"
+    assert not [row.cls for row in rows.values() if row.outcome == "wrong"]
+    assert all(row.reason for row in rows.values() if row.outcome in ("refused", "not built"))
+    counted = page(list(rows.values())).split("\n**", 1)[1]
+    assert PAGE.read_text().split("\n**", 1)[1] == counted
+    assert f"{counts(list(rows.values()))} causal language models" in README.read_text()

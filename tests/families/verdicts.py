@@ -1,0 +1,152 @@
+"""One causal language model streamed against itself in native PyTorch: exact, refused, wrong, or not to be built."""
+from __future__ import annotations
+
+import copy
+import dataclasses
+import logging
+import multiprocessing
+import os
+import re
+import resource
+import signal
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from multiprocessing.connection import Connection
+
+import torch
+from tiny_configs import FIRST_PLAIN_TOKEN, VOCABULARY, tiny_config
+from torch import Tensor, nn
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+import megacompile
+from megacompile.errors import MegacompileError
+
+ROWS, LENGTH = 5, 29  # not the sizes at which models are captured
+SECONDS = 240  # of the processor, for one class
+#: Of the norm of a gradient. Where native float32 is further from native float64 (or, where that does not run, from itself
+#: with the rows in another order), that many times this distance is: one draw of rounding says little of another.
+TOLERANCE, ROUNDINGS = 1e-5, 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """`outcome`: "exact", "refused" (by us), "wrong" (other numbers, or an error that is not ours), "not built" (by
+    transformers, or native training fails). `reason`: one sentence."""
+
+    model_type: str
+    outcome: str
+    reason: str = ""
+    seconds: float = 0.0
+
+
+def judge(model_type: str) -> Verdict:
+    """Builds a tiny random model of `model_type`, and compares loss and all gradients of a right-padded batch in float32."""
+    started = time.process_time()
+    outcome, reason = _compared(model_type)
+    return Verdict(model_type, outcome, reason, time.process_time() - started)
+
+
+def judge_each(model_types: Iterable[str], start: str = "fork") -> Iterator[Verdict]:
+    """Each in a process of its own, with a limit of time. `start`: "fork" is quick, and for processes that have not run any
+    model yet; "spawn" is for others, whose threads a fork would miss."""
+    context = multiprocessing.get_context(start)
+    for model_type in model_types:
+        ours, theirs = context.Pipe(duplex=False)
+        process = context.Process(target=_judge_into, args=(model_type, theirs))
+        process.start()
+        theirs.close()
+        try:
+            yield ours.recv()
+        except EOFError:
+            process.join()
+            late = process.exitcode == -signal.SIGXCPU
+            yield Verdict(model_type, "wrong", f"took more than {SECONDS} s" if late else f"ended with {process.exitcode}")
+        process.join()
+
+
+def _judge_into(model_type: str, pipe: Connection) -> None:
+    resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
+    logging.disable(logging.ERROR)
+    sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+    pipe.send(judge(model_type))
+
+
+def _compared(model_type: str) -> tuple[str, str]:
+    torch.manual_seed(0)
+    try:
+        model = _build(model_type)
+        batch = padded_batch()
+        native = _loss_and_gradients(copy.deepcopy(model), batch)
+    except Exception as reason:
+        return "not built", _sentence(reason)
+    if not native[0].isfinite() or not any(g.any() for g in native[1].values()):
+        return "not built", "its native loss has no finite gradient"
+    try:
+        streamed = megacompile.stream(copy.deepcopy(model), device="cpu")
+        ours = _loss_and_gradients(streamed, batch)
+        streamed.megacompile.close()
+    except MegacompileError as reason:
+        return "refused", _sentence(reason)
+    except Exception as reason:
+        return "wrong", f"{type(reason).__name__}: {_sentence(reason)}"
+    return _difference(model, batch, ours, native)
+
+
+def _build(model_type: str) -> nn.Module:
+    model: nn.Module = MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[model_type]](tiny_config(model_type)).float()
+    with torch.no_grad():  # norms start at one and biases at zero, where mix-ups would not show
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.02)
+    return model.train()
+
+
+def padded_batch() -> dict[str, Tensor]:
+    """input_ids, labels and attention_mask, int64 [ROWS, LENGTH]; every sequence but the first ends in padding."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(FIRST_PLAIN_TOKEN, VOCABULARY, (ROWS, LENGTH), generator=generator)
+    ends = torch.tensor([LENGTH, *range(LENGTH - ROWS + 1, LENGTH)])[:, None]
+    mask = (torch.arange(LENGTH) < ends).long()
+    return {"input_ids": ids * mask, "labels": torch.where(mask.bool(), ids, -100), "attention_mask": mask}
+
+
+def _loss_and_gradients(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    loss = model(**batch).loss
+    loss.backward()
+    return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def _difference(model: nn.Module, batch: dict[str, Tensor], ours: tuple[Tensor, dict[str, Tensor]],
+                native: tuple[Tensor, dict[str, Tensor]]) -> tuple[str, str]:
+    distances = _distances(ours, native)
+    name = max(distances, key=distances.__getitem__)
+    if distances[name] <= TOLERANCE:
+        return "exact", ""
+    try:
+        exact = _loss_and_gradients(copy.deepcopy(model).double(), batch)
+    except RuntimeError:  # it mixes in float32: its sums in another order show how far rounding goes
+        exact = _loss_and_gradients(copy.deepcopy(model), {name: rows.flip(0) for name, rows in batch.items()})
+    rounding, off = _distances(native, exact), _distances(ours, exact)
+    name = max(off, key=lambda n: off[n] / max(rounding.get(n, 0.0), TOLERANCE))
+    if off[name] <= max(TOLERANCE, ROUNDINGS * rounding.get(name, 0.0)):
+        return "exact", ""
+    return "wrong", f"{name} is off by {off[name]:.0e} of its norm, native training by {rounding.get(name, 0.0):.0e}"
+
+
+def _distances(ours: tuple[Tensor, dict[str, Tensor]], theirs: tuple[Tensor, dict[str, Tensor]]) -> dict[str, float]:
+    """Of the loss and of each gradient, in its norm; a gradient that is not there is zero."""
+    distances = {"the loss": float((ours[0] - theirs[0]).abs() / theirs[0].abs())}
+    largest = max(float(g.norm()) for g in theirs[1].values())
+    for name in ours[1].keys() | theirs[1].keys():
+        zero = torch.zeros(())
+        mine, reference = ours[1].get(name, zero).double(), theirs[1].get(name, zero).double()
+        # One that is zero but for rounding (a key's bias, a router's whose weights sum to one) is measured against the others.
+        distances[f"the gradient of {name}"] = float((mine - reference).norm() / max(float(reference.norm()), 1e-3 * largest))
+    return distances
+
+
+def _sentence(reason: BaseException) -> str:
+    """The first line of an error, without the folders of files."""
+    first = next(iter(str(reason).strip().splitlines()), "") or type(reason).__name__
+    return re.sub(r"/\S*/(?=[\w.]+)", "", first)

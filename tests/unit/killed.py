@@ -1,0 +1,70 @@
+"""A training run that is killed again and again, at any moment: for a process of its own."""
+from __future__ import annotations
+
+import mmap
+import os
+import random
+import signal
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+from resumable import Run, Streamed, load
+
+from megacompile import CheckpointWriter, latest_checkpoint, save_checkpoint
+from megacompile.runtime.reference import ReferenceExecutor
+
+
+def kill_at_random_moments(directory: Path, moments: int) -> None:
+    """Raises AssertionError if a kill has lost a complete checkpoint, or left something that the next save does not remove."""
+    del mmap.MADV_DONTFORK  # a forked process has the model's tiles too
+    model, complete, left = Streamed().fresh(), 0, 0
+    Run(model).steps(1)  # programs are compiled
+    model.megacompile.synchronize()
+    for seed in range(moments):
+        reader, progress = os.pipe()
+        child = os.fork()
+        if child == 0:
+            try:
+                train_until_killed(model, directory, progress)
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(1)
+        os.close(progress)
+        told = os.read(reader, 6)
+        time.sleep(random.Random(seed).random() * 0.2)
+        os.kill(child, signal.SIGKILL)
+        assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL, "it ended before it was killed"
+        while more := os.read(reader, 6):
+            told = more
+        os.close(reader)
+        latest = latest_checkpoint(directory)
+        assert latest is not None and int(latest.name[:6]) >= int(told) > complete
+        complete = int(told)
+        left += len(list(directory.glob(".incomplete-*")))
+        run = Run(model)
+        steps = load(directory, run)
+        assert latest.name == f"{latest.name[:6]}-step-{steps}" and run.scheduler.last_epoch == steps
+    assert moments < 50 or left > 0, "no kill came while a checkpoint was written"
+    save_checkpoint(directory, model, run.optimizer, keep=1)
+    assert len(list(directory.iterdir())) == 1, "dead writers have left something"
+
+
+def train_until_killed(model: Any, directory: Path, progress: int) -> None:
+    """In a forked process: goes on from the latest checkpoint, saves beside every step, and tells of each complete save. A
+    forked process has no lanes: the reference executor has its own thread alone."""
+    torch.set_num_threads(1)
+    model.megacompile.streamed.executor = ReferenceExecutor(model.megacompile.streamed.backend)
+    run = Run(model)
+    if latest_checkpoint(directory) is not None:
+        load(directory, run)
+    with CheckpointWriter(directory, model, run.optimizer, scheduler=run.scheduler, keep=2) as writer:
+        while True:
+            writer.save(extra=run.scheduler.last_epoch)
+            run.steps(1)
+            path = writer.wait()
+            assert path is not None
+            os.write(progress, path.name[:6].encode())
