@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import logging
-from collections.abc import Iterator
+import types
+from collections.abc import Hashable, Iterator
+from typing import Any
 
 import torch
 import torch._dynamo
@@ -106,15 +109,56 @@ def layers_as_regions(stack: LayerStack) -> Iterator[None]:
     # A forward that is inherited is patched on the subclass, so that the base class keeps its own.
     inherited = {cls for cls in classes if "forward" not in cls.__dict__}
     originals = {cls: cls.forward for cls in classes}
-    for cls, forward in originals.items():
-        cls.forward = torch.compiler.nested_compile_region(forward)  # type: ignore[method-assign]
-    try:
-        # Dynamo logs its settings where this ends, with these undone: torch 2.11 cannot write a set of functions as JSON.
-        with get_metrics_context(), torch._dynamo.config.patch(settings):  # type: ignore[arg-type]
-            yield
-    finally:
+    with _built_differently(stack):
         for cls, forward in originals.items():
-            if cls in inherited:
-                del cls.forward
-            else:
-                cls.forward = forward  # type: ignore[method-assign]
+            cls.forward = torch.compiler.nested_compile_region(forward)  # type: ignore[method-assign]
+        try:
+            # Dynamo logs its settings where this ends, with these undone: torch 2.11 cannot write a set of functions as JSON.
+            with get_metrics_context(), torch._dynamo.config.patch(settings):  # type: ignore[arg-type]
+                yield
+        finally:
+            for cls, forward in originals.items():
+                if cls in inherited:
+                    del cls.forward
+                else:
+                    cls.forward = forward  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def _built_differently(stack: LayerStack) -> Iterator[None]:
+    """Within, layers of one class that are not built alike have forwards of their own. Torch 2.13 traces a region once, and
+    takes what it has for each later call whose guards hold; but a module that computes nothing (`nn.Identity` in place of the
+    first layer's norm) leaves no guard, and the norms of all other layers would be left out. It looks for regions by code."""
+    groups: dict[type[nn.Module], dict[Hashable, list[nn.Module]]] = {}
+    for layer in stack.layers:
+        groups.setdefault(type(layer), {}).setdefault(_build(layer), []).append(layer)
+    moved: list[tuple[nn.Module, type[nn.Module]]] = []
+    for cls, builds in groups.items():
+        for number, layers in enumerate(builds.values()):
+            if number:
+                forward = torch.compiler.nested_compile_region(_copy(cls.forward, number))
+                own = type(cls.__name__, (cls,), {"forward": forward, "__module__": cls.__module__})
+                moved += [(layer, cls) for layer in layers]
+                for layer in layers:
+                    layer.__class__ = own
+    try:
+        yield
+    finally:
+        for layer, cls in moved:
+            layer.__class__ = cls
+
+
+def _build(layer: nn.Module) -> Hashable:
+    """The same for layers that are made of the same modules with the same parameters and buffers."""
+    tensors = itertools.chain(layer.named_parameters(), layer.named_buffers())
+    return (tuple((name, type(module)) for name, module in layer.named_modules()),
+            tuple((name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors))
+
+
+def _copy(forward: Any, number: int) -> Any:
+    """The same function with code that is not equal, since it has another name."""
+    code = forward.__code__.replace(co_name=f"{forward.__code__.co_name}_{number}")
+    made = types.FunctionType(code, forward.__globals__, forward.__name__, forward.__defaults__, forward.__closure__)
+    made.__kwdefaults__ = forward.__kwdefaults__
+    made.__dict__.update(forward.__dict__)
+    return made

@@ -96,6 +96,17 @@ def test_every_template_pass_is_optional(family: str, pipeline: tuple) -> None:
     assert_same_training(Layerwise(without, model).loss_and_gradients(inputs, True), native(model, inputs))
 
 
+def test_a_layer_that_lacks_a_module_gets_a_template_of_its_own_and_the_others_are_exact() -> None:
+    """A module that computes nothing leaves no trace of itself in Dynamo's: the others' norms would be left out."""
+    model, inputs = build("hand_written"), batch(5, 29)
+    model.blocks[0].norm = torch.nn.Identity()
+    model.blocks[1].up = torch.nn.Linear(32, 48)  # wider than the others'
+    model.blocks[1].down = torch.nn.Linear(48, 32)
+    result = capture(model, pipeline=PIPELINE, target=CPU)
+    assert [call.template for call in result.calls[1:-1]] == ["decoder", "decoder_1", "decoder_2", "decoder_3"]
+    assert_same_training(Layerwise(result, model).loss_and_gradients(inputs, False), native(model, inputs))
+
+
 def test_a_batch_without_targets_gives_nan_and_zero_gradients_as_native_training_does() -> None:
     model, inputs = build("llama"), batch(2, 5, ignored=1.0)
     loss, gradients = Layerwise(captured("llama"), model).loss_and_gradients(inputs, False)
