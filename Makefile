@@ -32,8 +32,9 @@ types: $(STAMP)  ## mypy, against the installed package
 check: lint types
 
 test: check  ## ruff, mypy and all tests that need no GPU
-	@# Spinning OpenMP threads would take the cores from the lanes of the next test. A worker takes about a gigabyte.
-	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist loadfile
+	@# Threads of OpenMP would take the cores from the lanes of the next test, and gain nothing on models so small. A worker
+	@# takes about a gigabyte.
+	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist loadfile
 
 PICTURE = $(BIN)/megacompile inspect --hardware h200 --batch 64 --length 1024 --resident-state none
 
