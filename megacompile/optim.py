@@ -204,7 +204,7 @@ class AdamW(torch.optim.Optimizer):
     def _request(self, wanted: Callable[[Tensor], bool]) -> Update:
         """What the lanes need to know of a step: hyper-parameters as they are now, of the parameters that are wanted."""
         streamed = self.streamed
-        # An update that failed before its first tile was counted as a step, and is no step.
+        # An update that failed before its first tile, or never began, was counted as a step, and is no step.
         repeating = self._update is not None and self._update.failed and not self._update.done
         segments: dict[str, list[AdamSegment]] = {}
         counted: dict[str, list[int]] = {}

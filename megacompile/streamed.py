@@ -163,7 +163,6 @@ class Streamed:
     def train_step(self, inputs: Mapping[str, Tensor], normaliser: Tensor | None, update: Update, overlap: bool) -> Tensor:
         """The loss of a batch whose forward, backward and update run as one program. Returns once compute has been issued;
         the update goes on beside the next step's forward or, with `overlap`, has gone on beside this step's backward."""
-        update.failed = not overlap  # until its gradients are there: a step that ends before is none
         with self.guarded():
             self.executor.check()
             shape = self.compiled(replace(self.shape_of(inputs, training=True), update="arrival" if overlap else "step",
@@ -179,7 +178,6 @@ class Streamed:
             self.residency.gradients_current = True
             self.writes.note_gradients(self.gradients)  # an update that fails is completed if they stay as they are
             if not overlap:
-                update.failed = False
                 self.begin_update(shape, update)
                 self.submit(shape, "update", Batch([], self.constants.on_device), update=update)
         return self._total_loss(batch)
@@ -188,6 +186,7 @@ class Streamed:
         self.residency.updated(shape)
         self.version += 1
         self.steps += 1
+        update.failed = False
         self.updating, self.unfinished = update, None
 
     def evaluate(self, inputs: Mapping[str, Tensor], normaliser: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
@@ -285,7 +284,6 @@ class Streamed:
         assert update is not None, "no update has failed"
         if not self._stored() or not self.writes.gradients_untouched(self.gradients):
             return False
-        update.failed = False
         self.update(update)
         return True
 

@@ -26,14 +26,14 @@ from .store import HostTile, Store
 class Update:
     """What one optimizer step asks for. `segments`: per tile, the runs of elements to update with their hyper-parameters;
     `counted`: per tile, the positions of the parameters whose gradients count. `done` tiles were updated already: a step
-    that failed half-way is completed by running it again."""
+    that failed half-way is completed by running it again. `failed`, too, until it begins: what updates no tile is no step."""
 
     segments: Mapping[str, list[host.AdamSegment]]
     counted: Mapping[str, list[int]]
     max_grad_norm: float | None = None
     done: set[str] = field(default_factory=set)
     norm: float | None = None
-    failed: bool = False
+    failed: bool = True
 
 
 @dataclass

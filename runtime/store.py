@@ -11,6 +11,7 @@ A parameter has the same element offset in every part. State: each part is one a
 from __future__ import annotations
 
 import ctypes
+import math
 import mmap
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -103,10 +104,7 @@ class ParameterSlice:
 
     @property
     def count(self) -> int:
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count
+        return math.prod(self.shape)
 
 
 @dataclass(frozen=True)

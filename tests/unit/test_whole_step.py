@@ -120,6 +120,30 @@ def test_what_a_whole_step_cannot_do_is_refused(model: Any) -> None:
         megacompile.AdamW(model.parameters(), overlap="sometimes")
 
 
+@pytest.mark.parametrize(("overlap", "whole"), [("backward", True), (None, True), (None, False)])
+def test_a_step_that_never_begins_is_not_counted(overlap: str | None, whole: bool, model: Any,
+                                                 monkeypatch: pytest.MonkeyPatch) -> None:
+    """Adam's bias correction would be that of a step too many."""
+    optimizer, streamed = megacompile.AdamW(model.parameters(), overlap=overlap), model.megacompile.streamed
+
+    def step() -> None:
+        if whole:
+            model.megacompile.train_step(batch(0), optimizer)
+        else:
+            optimizer.step()
+
+    if not whole:
+        model(**batch(0)).loss.backward()
+    with monkeypatch.context() as refusing:
+        refusing.setattr(streamed, "enter", None if whole else streamed.enter)
+        refusing.setattr(streamed, "_reserve", None)
+        with pytest.raises(TypeError):
+            step()
+    step()
+    model.megacompile.synchronize()
+    assert {state["step"] for state in optimizer.state_dict()["state"].values()} == {1}
+
+
 def test_an_update_on_arrival_that_stops_half_way_is_torn_for_good(model: Any) -> None:
     """Gradients of the missing tiles were consumed or never stored: only a checkpoint helps."""
     optimizer = megacompile.AdamW(model.parameters(), lr=1e-2, overlap="backward")
