@@ -20,7 +20,7 @@ from unittest import mock
 os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
 import megacompile
 from megacompile import picture
