@@ -3,10 +3,15 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import pytest
+
+# Inductor tries out six instruction sets in each fresh cache, for longer than a small test takes: scalar code serves here.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
+
 from torch import nn
 
 from megacompile import api
