@@ -61,6 +61,11 @@ class Tiling:
         ordered = dict.fromkeys(tile for call in calls for tile in tiles_of[call.name])
         return cls({tile: layouts[tile] for tile in ordered}, tiles_of, position)
 
+    @property
+    def trains(self) -> bool:
+        """Whether anything is trained at all."""
+        return any(layout.trainable for layout in self.layouts.values())
+
     def differentiated(self, calls: Sequence[Call]) -> list[Call]:
         """The layers that a backward goes through: those below the first call that trains anything have none."""
         first = next((i for i, call in enumerate(calls) if any(self.layouts[t].trainable for t in self.tiles_of[call.name])),
