@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megacompile.adapters import AdapterStates
 from megacompile.batch import Arguments, batch_types, read_arguments
 from megacompile.durations import Durations
 from megacompile.editing import editable_text, load
@@ -35,6 +36,7 @@ class Handle:
         self.anchor = torch.zeros((), requires_grad=True)
         captured = streamed.captured
         self._types = batch_types(captured)
+        self._adapters = AdapterStates(streamed.model)
 
     # ---------------------------------------------------------------- calls of the model
     def call(self, model: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -61,6 +63,7 @@ class Handle:
                 raise UnsupportedError(f"autocast to {dtype} differs from the dtype that the model was streamed in: "
                                        f"leave autocast out, or stream(model, dtype={dtype})")
         refuse_hooks(model)
+        self._adapters.check()
         streamed.writes.check_model(model)
         streamed.captured.check_mode(model.training)
         return read_arguments(model, forward, streamed.captured, self._types, args, kwargs)
@@ -73,8 +76,8 @@ class Handle:
         Raises `MegacompileError` if gradients of earlier backwards wait for a step, `UnsupportedError` without labels."""
         streamed = self.streamed
         if not streamed.tiling.trains:
-            raise UnsupportedError("no parameter of the model is trained, so that train_step has nothing to do: close() it, set "
-                                   "requires_grad where it should train, and stream() it again")
+            raise UnsupportedError("no parameter of the model is trained, so that train_step has nothing to do: close() it, "
+                                   "set requires_grad where it should train, and stream() it again")
         given = self._arguments(streamed.model, original_class(streamed.model).forward.__get__(streamed.model), (), batch)
         if not given.has_labels:
             raise UnsupportedError(f"train_step needs labels ({', '.join(streamed.captured.labels)}): pass them in the batch")

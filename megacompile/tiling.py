@@ -50,6 +50,8 @@ class Tiling:
         for name, p in parameters.items():
             kind = p.requires_grad, dtype or p.dtype
             members.setdefault(groups[tuple(readers[name])], {}).setdefault(kind, []).append(name)
+        for group, kinds in members.items():  # the most elements first
+            members[group] = dict(sorted(kinds.items(), key=lambda kind: -sum(parameters[p].numel() for p in kind[1])))
         layouts = {
             name: TileLayout.of(name, kind[1], [(p, parameters[p].shape, kind[0]) for p in inside])
             for group, kinds in members.items()
@@ -109,7 +111,7 @@ class Tiling:
 
 def _names(group: str, kinds: Sequence[tuple[bool, torch.dtype]]) -> list[str]:
     """Of the tiles that hold a group's (trained, dtype) kinds of parameters: the group's own where there is one kind, else
-    "layers.3" of what is trained, "layers.3.frozen", and "layers.3.float32" of another dtype than the first of its like."""
+    "layers.3" of what is trained, "layers.3.frozen", and "layers.3.float32" of another dtype than that of most elements."""
     names = []
     for trained, dtype in kinds:
         alike = [other for also, other in kinds if also == trained]

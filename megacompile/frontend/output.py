@@ -68,6 +68,6 @@ def output_structure(model: ModelGraph, name: str) -> tuple[OutputStructure, lis
         fields.append((key, role))
     if "loss" not in found:
         raise UnsupportedError(
-            f"{name} returns no scalar loss that depends on what is trained: return the loss when labels are given, and compute "
-            "it with some parameter that has requires_grad=True")
+            f"{name} returns no scalar loss that depends on what is trained: return the loss when labels are given, and "
+            "compute it with some parameter that has requires_grad=True")
     return OutputStructure(type(returned), tuple(fields)), [found[r] for r in ("loss", "logits") if r in found]

@@ -35,7 +35,7 @@ def run(program: Program, plan: Plan) -> Program:
     begins = {block[0] for block in plan.blocks(stack)} | saved
     chain = [c.name for c in program.calls]
     on_host = {chain[chain.index(layer) - 1] for layer in plan.from_host(stack)}
-    feeds = {chain[chain.index(layer) - 1] for layer in begins} | saved | ({chain[0]} if stack else set())  # whose outputs are kept
+    feeds = {chain[chain.index(layer) - 1] for layer in begins} | saved | set(chain[:1] if stack else ())  # outputs are kept
 
     def visit(node: fx.Node, arguments: dict[str, Any], build: Builder) -> fx.Node:
         op = op_of(node).name
