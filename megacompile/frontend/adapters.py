@@ -1,12 +1,13 @@
-"""What Dynamo must not see of PEFT's adapters."""
+"""PEFT's adapters: what Dynamo must not see of them, and what their wrapper hides."""
 from __future__ import annotations
 
 import contextlib
+import inspect
 import sys
 from collections.abc import Iterator
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 _READER = "dequantize_module_weight"
 
@@ -24,6 +25,15 @@ def traceable_adapters() -> Iterator[None]:
     finally:
         for key, module in readers.items():
             setattr(module, _READER, originals[key])
+
+
+def forward_signature(model: nn.Module) -> inspect.Signature:
+    """Of a model's `forward`; of the model inside where PEFT's wrapper takes anything and passes it on."""
+    signature = inspect.signature(model.forward)
+    passes_on = all(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in signature.parameters.values())
+    if passes_on and hasattr(model, "get_base_model"):
+        return inspect.signature(model.get_base_model().forward)  # type: ignore[operator]
+    return signature
 
 
 def _weight(module: Any) -> Tensor:

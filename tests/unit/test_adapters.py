@@ -74,7 +74,7 @@ def test_generation_is_streamed_and_greedy_tokens_are_peft_s(pair: tuple[Any, An
 def test_a_changed_state_of_adapters_is_refused_until_it_is_put_back(pair: tuple[Any, Any]) -> None:
     model = pair[0]
     with torch.no_grad():
-        with model.disable_adapter(), pytest.raises(UnsupportedError, match="disable_adapters of .* is True and was False"):
+        with model.disable_adapter(), pytest.raises(UnsupportedError, match=r"disable_adapters of .* is True and was False"):
             model(**batch(0))
         model.merge_adapter()
         with pytest.raises(UnsupportedError, match=r"merged_adapters of .* is \['default'\] and was \[\]"):

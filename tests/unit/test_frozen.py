@@ -116,11 +116,12 @@ def test_below_the_first_trained_call_there_is_no_backward_and_nothing_is_kept()
     model = megacompile.stream(decoder("layers.2.up"), device="cpu")
     model(**batch(0))[0].backward()
     program = model.megacompile.program()
-    visited = [argument(n, "call") for n in find(program.section("backward"), "backward", "recompute_backward", "forward_saving")]
+    backward = program.section("backward")
+    visited = [argument(node, "call") for node in find(backward, "backward", "recompute_backward", "forward_saving")]
     assert visited == ["layers.2"]
     kept = {argument(node, "key") for node in find(program.section("forward"), "lease")}
     assert not kept & {"h1_0"} and "h2_0" in kept, "the input of the last layer alone is a checkpoint"
-    fetched = [argument(node, "tile") for node in find(program.section("backward"), "prefetch")]
+    fetched = [argument(node, "tile") for node in find(backward, "prefetch")]
     assert sorted(fetched) == ["layers.2", "layers.2.frozen", "layers.2.frozen.bfloat16"]
     model.megacompile.close()
 
