@@ -17,6 +17,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from megacompile.errors import CaptureError, UnsupportedError
 from megacompile.frontend.adapters import forward_signature
 from megacompile.frontend.build import Renaming, build_template
+from megacompile.frontend.experts import refuse_router_losses
 from megacompile.frontend.layers import find_layers
 from megacompile.frontend.loss import normalise_loss
 from megacompile.frontend.model_graph import FIXED_SIZES_REMEDY, ModelGraph, capture_model_graph
@@ -106,6 +107,7 @@ def capture(
     started = time.perf_counter()
     target = target or CpuTarget()
     name = type(model).__name__
+    refuse_router_losses(model)
     stack = find_layers(model, layers)
     graph, twin, batch = _trace(model, layers, example)
     performed = operations(graph)
