@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -72,10 +73,11 @@ def add_adapter(model: Any, adapter: Any) -> Any:
     from megacompile.api import attach
     from megacompile.tiling import build_store
 
-    streamed = model.megacompile.streamed
-    stack = streamed.captured.layer_names[0].rpartition(".")[0]
-    if set(streamed.captured.batch_inputs) != {"input_ids", "labels"}:
+    captured, config = model.megacompile.streamed.captured, model.megacompile.streamed.config
+    stack = captured.layer_names[0].rpartition(".")[0]
+    if set(captured.batch_inputs) != {"input_ids", "labels"}:
         raise UnsupportedError("an adapter is put on a model that takes input_ids and labels: call peft.get_peft_model before "
                                "megacompile.stream(model, example=...)")
     model.megacompile.close()
-    return attach(get_peft_model(model, adapter), build_store, streamed.config, f"base_model.model.{stack}", None)
+    gc.collect()  # gradients and optimizer state as they were
+    return attach(get_peft_model(model, adapter), build_store, config, f"base_model.model.{stack}", None)
