@@ -2,10 +2,10 @@
 
     python benchmarks/curves.py --steps 200 --output benchmarks/results/curves.jsonl
 
-Both see the same batches from the same weights. A third run, native with the rows of each batch in reverse, says how far rounding
-alone leads in as many steps: mixtures of experts route a token elsewhere at its slightest change. Native training is PyTorch's, with transformers' own attention and AdamW of
-`torch.optim`; streamed training is the loop of forward, backward and step, with `megacompile.AdamW`. The text is this project's
-own pages unless others are given; a byte is a token.
+Both see the same batches from the same weights. Native training is PyTorch's, with transformers' own attention and AdamW of
+`torch.optim`; streamed training is the loop of forward, backward and step, with `megacompile.AdamW`. A third run, native with
+the rows of each batch in reverse, says how far rounding alone leads: a router sends a token elsewhere at its slightest change.
+The text is this project's own pages unless others are given; a byte is a token.
 """
 from __future__ import annotations
 
@@ -99,8 +99,8 @@ def main() -> None:
         found = curves(family, given.steps, given.text, given.learning_rate)
         difference = largest_difference(found["native"], found["streamed"])
         rounding = largest_difference(found["native"], found["reversed"])
-        print(f"{family}: loss {found['native'][0]:.4f} to {found['native'][-1]:.4f} in {given.steps} steps, largest difference "
-              f"{difference:.1e} (native with rows reversed: {rounding:.1e})", flush=True)
+        print(f"{family}: loss {found['native'][0]:.4f} to {found['native'][-1]:.4f} in {given.steps} steps, largest "
+              f"difference {difference:.1e} (native with rows reversed: {rounding:.1e})", flush=True)
         row = dict(family=family, steps=given.steps, learning_rate=given.learning_rate, largest_difference=difference,
                    largest_difference_of_reversed_rows=rounding, **found, transformers=transformers.__version__,
                    **machine("cpu"), commit=commit())

@@ -113,7 +113,7 @@ def _dimensions(sizes: Sequence[Any]) -> str:
 
 
 def _tiles(captured: CapturedModel, tiling: Tiling) -> str:
-    rows = {}  # by tile: one that several calls read is listed once
+    rows: dict[str, tuple[str, ...]] = {}  # by tile: one that several calls read is listed once
     for run in _runs(captured.calls, tiling):
         for position, tile in enumerate(_layouts(run[0], tiling)):
             last = _layouts(run[-1], tiling)[position].name

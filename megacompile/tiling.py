@@ -50,12 +50,12 @@ class Tiling:
         for name, p in parameters.items():
             kind = p.requires_grad, dtype or p.dtype
             members.setdefault(groups[tuple(readers[name])], {}).setdefault(kind, []).append(name)
-        for group, kinds in members.items():  # the most elements first
-            members[group] = dict(sorted(kinds.items(), key=lambda kind: -sum(parameters[p].numel() for p in kind[1])))
+        for tile, kinds in members.items():  # the most elements first
+            members[tile] = dict(sorted(kinds.items(), key=lambda kind: -sum(parameters[p].numel() for p in kind[1])))
         layouts = {
             name: TileLayout.of(name, kind[1], [(p, parameters[p].shape, kind[0]) for p in inside])
-            for group, kinds in members.items()
-            for name, (kind, inside) in zip(_names(group, list(kinds)), kinds.items(), strict=True)}
+            for tile, kinds in members.items()
+            for name, (kind, inside) in zip(_names(tile, list(kinds)), kinds.items(), strict=True)}
         readers_of = {tile: readers[layout.slices[0].name] for tile, layout in layouts.items()}
         tiles_of = {call.name: tuple(sorted((t for t, by in readers_of.items() if call.name in by),
                                             key=lambda tile: len(readers_of[tile]))) for call in calls}
@@ -68,11 +68,22 @@ class Tiling:
         """Whether anything is trained at all."""
         return any(layout.trainable for layout in self.layouts.values())
 
-    def differentiated(self, calls: Sequence[Call]) -> list[Call]:
-        """The layers that a backward goes through: those below the first call that trains anything have none."""
+    def _reached(self, calls: Sequence[Call]) -> Sequence[Call]:
+        """The calls from the first one on that trains anything."""
         first = next((i for i, call in enumerate(calls) if any(self.layouts[t].trainable for t in self.tiles_of[call.name])),
                      len(calls))
-        return [call for call in calls[1:-1] if call in calls[first:]]
+        return calls[first:]
+
+    def differentiated(self, calls: Sequence[Call]) -> list[Call]:
+        """The layers that a backward goes through: those below the first call that trains anything have none."""
+        return [call for call in self._reached(calls) if call in calls[1:-1]]
+
+    def operations(self, calls: Sequence[Call]) -> int:
+        """FLOPs that a token's step takes by its products with parameters, recomputation not counted: 2 a parameter forward, 2
+        for the gradient of what is multiplied where there is a backward, 2 for the parameter's own where it is trained."""
+        reached = {tile for call in self._reached(calls) for tile in self.tiles_of[call.name]}
+        return sum(layout.parameters * (6 if layout.trainable else 4 if tile in reached else 2)
+                   for tile, layout in self.layouts.items())
 
     def border(self, calls: Sequence[Call]) -> set[str]:
         """The tiles that the prologue or the epilogue reads."""
