@@ -16,7 +16,7 @@ from megacompile.errors import LeaseError, MegacompileError
 
 if TYPE_CHECKING:
     from megacompile.lease import Lease
-    from megacompile.runtime.operations import Update
+    from megacompile.runtime.update import Update
     from megacompile.streamed import Streamed
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from megacompile.arrival import Arrival
 from megacompile.binding import Binder
+from megacompile.closing import give_back
 from megacompile.config import StreamConfig
 from megacompile.errors import InsufficientMemoryError, LaneError, LeaseError, MegacompileError, TornError
 from megacompile.frontend.capture import CapturedModel
@@ -27,9 +28,10 @@ from megacompile.runtime.checkpoints import HostCheckpoints
 from megacompile.runtime.executor import Executor
 from megacompile.runtime.kernels import Activation, Batch
 from megacompile.runtime.lanes import Backend
-from megacompile.runtime.operations import Frame, Update
+from megacompile.runtime.operations import Frame
 from megacompile.runtime.reference import ReferenceExecutor
 from megacompile.runtime.store import Store
+from megacompile.runtime.update import Update
 from megacompile.shapes import CompiledShape, Shape, Shapes
 from megacompile.sizes import format_bytes, parse_bytes
 from megacompile.tiling import Tiling, named_gradients
@@ -64,10 +66,12 @@ class Streamed:
         self.trained: CompiledShape | None = None  # that of the last backward, whose program also updates
         self.residency, self.arrival = Residency(self), Arrival(self)
         self.version = self.steps = 0
+        self.skipped: list[int] = []  # numbers of steps whose gradients were not finite
+        self.batches: list[Batch] = []  # those that the gradients are of
         self.updating: Update | None = None
         self.unfinished: Update | None = None
         # Runs when the model is closed, and when it is forgotten: threads end, and no page stays locked.
-        self._give_back = weakref.finalize(self, _give_back, self.executor, self.arena, self.checkpoints, store, backend)
+        self._give_back = weakref.finalize(self, give_back, self.executor, self.arena, self.checkpoints, store, backend)
         if self.planner.locked().tiles:
             for tile in store.tiles.values():
                 for part in (tile.weights, tile.gradients):
@@ -155,7 +159,7 @@ class Streamed:
 
     def _total_loss(self, batch: Batch) -> Tensor:
         with self.backend.lane(Lane.COMPUTE):
-            losses = [value.loss for value in batch.results.pop("loss") if value.loss is not None]
+            losses = [value.loss for value in batch.results["loss"] if value.loss is not None]
             loss = torch.stack(losses).sum(dim=0) if len(losses) > 1 else losses[0].clone()
         self.backend.exit([loss])
         return loss
@@ -170,7 +174,7 @@ class Streamed:
             self.store.allocate_sums(shape.plan.host_sums)
             self.enter(shape, "train_step", "update")
             batch = self._batch(shape, inputs, normaliser)
-            self.trained, self.unfinished = shape, None
+            self.trained, self.unfinished, self.batches = shape, None, [batch]
             if overlap:
                 self.begin_update(shape, update)
             # Compute comes to its end only after every tile's weights were sent, so after the update before this one.
@@ -186,7 +190,7 @@ class Streamed:
         self.residency.updated(shape)
         self.version += 1
         self.steps += 1
-        update.failed = False
+        update.failed, update.batches = False, self.batches
         self.updating, self.unfinished = update, None
 
     def evaluate(self, inputs: Mapping[str, Tensor], normaliser: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
@@ -225,10 +229,12 @@ class Streamed:
             raise LeaseError("the weights have changed since this loss was computed: run backward before optimizer.step(), "
                              "or the forward again")
         self.arrival.check(lease)
-        section = "backward_accumulate" if self._gather_gradients() else "backward"
+        added = self._gather_gradients()
+        section = "backward_accumulate" if added else "backward"
         self._reserve(lease.shape, section)
         self.residency.enter(lease.shape)
         lease.closed, self.trained, self.unfinished = True, lease.shape, None
+        self.batches = [*(self.batches if added else ()), lease.batch]
         lease.batch.scale = gradient.to(self.backend.device)
         self.backend.enter([lease.batch.scale])
         try:
@@ -348,7 +354,7 @@ class Streamed:
         self.executor.recover()
         update, self.updating = self.updating, None
         self.residency.failed(done=update is not None and bool(update.done))
-        if update is not None and update.done != set(update.segments):
+        if update is not None and not update.refused and update.done != set(update.segments):
             update.failed = True
             self.unfinished = update
 
@@ -379,18 +385,3 @@ class Streamed:
             self.check_whole()
         finally:
             self._give_back()
-
-
-def _give_back(executor: Executor | ReferenceExecutor, arena: Arena, checkpoints: HostCheckpoints, store: Store,
-               backend: Backend) -> None:
-    def memory() -> None:
-        backend.synchronize()  # a forgotten model may have copies in flight
-        arena.close()
-        checkpoints.close()
-        store.drop_sums()
-        for tile in store.tiles.values():
-            for part in (tile.weights, tile.gradients):
-                if part is not None:
-                    backend.unlock(part)
-
-    executor.close(then=memory)

@@ -198,6 +198,8 @@ class Executor:
             return
         self.idle()  # runs before the one that failed go on, and may fail yet
         failure = self.failure
+        if isinstance(failure.error, LaneError):  # says all there is to say
+            raise failure.error
         if failure.node is None:
             raise LaneError(f"the step was stopped by {type(failure.error).__name__}") from failure.error
         raise LaneError(
