@@ -49,6 +49,14 @@ class LaneError(RuntimeError):
     """An instruction failed in a lane. `__cause__` is the original exception; the text shows the program around it."""
 
 
+class StallError(LaneError):
+    """No lane has moved for too long. The text has the instruction at which each one stands."""
+
+
+class DeviceMemoryError(InsufficientMemoryError, LaneError):
+    """The device ran out of memory in the middle of a step, which was given up."""
+
+
 class NonFiniteError(LaneError):
     """The gradients of a step are not finite. Attributes: `step`, the number that it would have had; `loss` and `norm`;
     `tiles`, those whose gradients are not finite; `folder`, where it was dumped, or None."""

@@ -217,8 +217,6 @@ class AdamW(torch.optim.Optimizer):
     def _request(self, wanted: Callable[[Tensor], bool]) -> Update:
         """What the lanes need to know of a step: hyper-parameters as they are now, of the parameters that are wanted."""
         streamed = self.streamed
-        # An update that failed before its first tile, or never began, was counted as a step, and is no step.
-        repeating = self._update is not None and self._update.failed and not self._update.done
         segments: dict[str, list[AdamSegment]] = {}
         counted: dict[str, list[int]] = {}
         states: list[dict[str, Any]] = []
@@ -229,11 +227,9 @@ class AdamW(torch.optim.Optimizer):
                 tile, position = streamed.tiling.position[name]
                 part = streamed.store[tile].layout.slices[position]
                 state = self.state[parameter]
-                if not repeating:
-                    state["step"] += 1
                 segments.setdefault(tile, []).append(AdamSegment(
                     part.start, part.stop, float(group["lr"]), group["betas"][0], group["betas"][1], group["eps"],
-                    group["weight_decay"], int(state["step"])))
+                    group["weight_decay"], int(state["step"]) + 1))
                 counted.setdefault(tile, []).append(position)
                 states.append(state)
         for each in segments.values():

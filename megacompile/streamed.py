@@ -16,6 +16,7 @@ from megacompile.binding import Binder
 from megacompile.closing import give_back
 from megacompile.config import StreamConfig
 from megacompile.errors import InsufficientMemoryError, LaneError, LeaseError, MegacompileError, TornError
+from megacompile.exhaustion import exhausted, explained
 from megacompile.frontend.capture import CapturedModel
 from megacompile.hardware import Hardware
 from megacompile.lease import Lease
@@ -48,7 +49,7 @@ class Streamed:
         self.backend, self.config = backend, config
         self.arena, self.checkpoints = Arena(backend), HostCheckpoints(backend)
         self.executor: Executor | ReferenceExecutor = (
-            ReferenceExecutor(backend) if config.reference else Executor(backend))
+            ReferenceExecutor(backend) if config.reference else Executor(backend, stall_timeout_s=config.stall_timeout))
         compiling = config.compile if config.compile is not None else backend.device.type == "cuda"
         self.binder = Binder(captured, tiling, backend.device, compiling)
         self.parameters = {n: p for n, p in model.named_parameters() if n in tiling.position}
@@ -64,6 +65,7 @@ class Streamed:
         self.shapes = Shapes(captured, tiling, self.planner, self.binder)
         self.leases: weakref.WeakSet[Lease] = weakref.WeakSet()
         self.trained: CompiledShape | None = None  # that of the last backward, whose program also updates
+        self.running: CompiledShape | None = None  # that of the last section
         self.residency, self.arrival = Residency(self), Arrival(self)
         self.version = self.steps = 0
         self.skipped: list[int] = []  # numbers of steps whose gradients were not finite
@@ -113,6 +115,7 @@ class Streamed:
                update: Update | None = None) -> Any:
         if section not in shape.kernels:
             shape.kernels[section] = self.binder.bind(shape.program, section, shape.plan, shape.shape.labels)
+        self.running = shape
         held = (lease.values, lease.host) if lease is not None else ({}, {})
         frame = Frame(self.backend, self.store, self.arena, shape.kernels[section], batch, *held, update)
         return self.executor.submit(shape.program.section(section), frame, section)
@@ -190,8 +193,9 @@ class Streamed:
         self.residency.updated(shape)
         self.version += 1
         self.steps += 1
-        update.failed, update.batches = False, self.batches
+        update.batches = self.batches
         self.updating, self.unfinished = update, None
+        update.begin()
 
     def evaluate(self, inputs: Mapping[str, Tensor], normaliser: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         """(loss or None, logits) without gradients."""
@@ -201,8 +205,8 @@ class Streamed:
             self.enter(shape, "evaluate")
             batch = self._batch(shape, inputs, normaliser)
             self.submit(shape, "evaluate", batch).wait((Lane.COMPUTE,))
-        (values,) = batch.results.values()
-        loss, logits = self._collect(values, labels="logits" not in batch.results)
+            (values,) = batch.results.values()
+            loss, logits = self._collect(values, labels="logits" not in batch.results)
         self.backend.exit([t for t in (loss, logits) if t is not None])
         return loss, logits
 
@@ -231,7 +235,8 @@ class Streamed:
         self.arrival.check(lease)
         added = self._gather_gradients()
         section = "backward_accumulate" if added else "backward"
-        self._reserve(lease.shape, section)
+        with self.guarded():
+            self._reserve(lease.shape, section)
         self.residency.enter(lease.shape)
         lease.closed, self.trained, self.unfinished = True, lease.shape, None
         self.batches = [*(self.batches if added else ()), lease.batch]
@@ -276,7 +281,8 @@ class Streamed:
         """Hands an optimizer step to the cpu lane and returns. Raises what the one before it failed with."""
         self.settle()  # the step before it is over, or `recover` would take this one for the one that failed
         assert self.trained is not None, "no backward has stored gradients"
-        self._reserve(self.trained, "update")
+        with self.guarded():
+            self._reserve(self.trained, "update")
         self.residency.enter(self.trained)
         with self.guarded():
             self.residency.refresh_gradients(self.trained)
@@ -296,11 +302,13 @@ class Streamed:
     # ---------------------------------------------------------------- waiting and failing
     @contextlib.contextmanager
     def guarded(self) -> Iterator[None]:
-        """Around lane work: whatever it raises leaves the lanes ready for the next step."""
+        """Around lane work: whatever it raises leaves the lanes ready for the next step. Out of memory is explained."""
         try:
             yield
-        except (LaneError, KeyboardInterrupt, SystemExit):
+        except (LaneError, KeyboardInterrupt, SystemExit, torch.OutOfMemoryError) as error:
             self.recover()
+            if (cause := exhausted(error)) is not None:
+                raise explained(self, error, cause) from cause
             raise
 
     def raise_pending(self) -> None:
@@ -355,7 +363,7 @@ class Streamed:
         update, self.updating = self.updating, None
         self.residency.failed(done=update is not None and bool(update.done))
         if update is not None and not update.refused and update.done != set(update.segments):
-            update.failed = True
+            update.withdraw()
             self.unfinished = update
 
     # ---------------------------------------------------------------- batches

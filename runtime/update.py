@@ -1,21 +1,23 @@
 """One optimizer step on its way through the lanes: what it asks for, and how far it came.
 
-A step whose gradients are not finite is refused before it changes anything, and is no step: its parameters' step counts,
-which the caller's thread has raised already, are taken back by the lane that found out. A step that was numbered meanwhile is
-numbered one too high; it finds out when it begins.
+A step counts from the moment when it begins, and no more if it fails, or is refused, before its first tile: what updates
+nothing is no step. Where gradients are not finite, the lane that finds out takes the count back; a step that was numbered
+meanwhile is numbered one too high, and finds out when it comes to its own clip.
 """
 from __future__ import annotations
 
 import math
 import threading
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import repeat
 from typing import Any
 
 from .adam import AdamSegment
 from .kernels import Batch
 
-#: Held by callers while they count a step and read the counts, and by the lane that takes a step back.
+#: Held by whoever numbers a step, counts it or takes its count back: callers and lanes.
 counting = threading.Lock()
 
 #: Per tile, the norm of each parameter's gradient by name.
@@ -26,8 +28,8 @@ Norms = Mapping[str, Mapping[str, float]]
 class Update:
     """`segments`: per tile, the runs of elements to update with their hyper-parameters; `counted`: per tile, the positions of
     the parameters whose gradients count. `done` tiles were updated already: a step that failed half-way is completed by running
-    it again. `failed`, too, until it begins: what updates no tile is no step. `on_arrival`: tiles are updated before the global
-    norm is known. `batches`: what the gradients are of.
+    it again. `begun`: its parameters' step counts include it. `on_arrival`: tiles are updated before the global norm is known.
+    `batches`: what the gradients are of.
 
     `refused`: its gradients were not finite. `report` is then called in the lane, with their norms; it may raise."""
 
@@ -36,7 +38,7 @@ class Update:
     max_grad_norm: float | None = None
     done: set[str] = field(default_factory=set)
     norm: float | None = None
-    failed: bool = True
+    begun: bool = False
     on_arrival: bool = False
     batches: Sequence[Batch] = ()
     refused: bool = False
@@ -52,7 +54,26 @@ class Update:
     @property
     def open(self) -> bool:
         """Whether it may yet be refused, by its clip, without an error."""
-        return self.norm is None and not self.failed and not self.on_arrival
+        return self.norm is None and self.begun and not self.on_arrival
+
+    def begin(self) -> None:
+        """Counts the step, unless it is one that is being completed."""
+        with counting:
+            if not self.begun:
+                self._count(1)
+
+    def withdraw(self) -> None:
+        """After a failure: what has updated no tile is no step."""
+        with counting:
+            if self.begun and not self.done and not self.refused:
+                self._count(-1)
+                self._renumber()
+
+    def _count(self, by: int) -> None:
+        counts = [state["step"] + by for state in self.states]
+        # One call into C, which Ctrl-C does not divide: no parameter is counted and another not, or without `begun`.
+        deque(map(dict.__setitem__, [*self.states, vars(self)], [*repeat("step", len(counts)), "begun"], [*counts, by > 0]),
+              maxlen=0)
 
     def judge(self, norms: Norms) -> None:
         """In the lane that knows all norms, before the first tile is updated: takes the global norm, and refuses the step if
@@ -60,13 +81,12 @@ class Update:
         squares = 0.0  # one after the other: `sum` compensates from Python 3.12 on, and gives other bits
         for norm in (norm for of_tile in norms.values() for norm in of_tile.values()):
             squares += norm ** 2
-        norm = squares ** 0.5
-        self._renumber()
         with counting:
-            self.norm, self.refused = norm, not math.isfinite(norm)
-            if self.refused:
-                for state in self.states:
-                    state["step"] -= 1
+            self._renumber()
+            self.norm = squares ** 0.5
+            if not math.isfinite(self.norm):
+                self._count(-1)
+                self.refused = True
         if self.refused:
             self.report(self, norms)
 
