@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megacompile.cache import CacheError, cache_directory
+from megacompile.runtime.control_groups import cores
 from megacompile.seal import is_sealed_library, seal_library
 
 SOURCE = Path(__file__).parent / "csrc" / "adam.cpp"
@@ -154,11 +155,11 @@ def instruction_sets(loaded: ctypes.CDLL) -> tuple[str, ...]:
 
 
 def default_threads() -> int:
-    """`$OMP_NUM_THREADS` where it is a number (the first of a list), else the cores this process may run on."""
+    """`$OMP_NUM_THREADS` where it is a number (the first of a list), else the cores that this process may use."""
     wanted = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
     if wanted.isdecimal() and int(wanted) > 0:
         return int(wanted)
-    return len(os.sched_getaffinity(0))
+    return cores()
 
 
 def _run(command: Sequence[str]) -> str:
