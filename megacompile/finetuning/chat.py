@@ -2,7 +2,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,16 +67,26 @@ class ChatEncoder:
         return found
 
     def _by_marks(self, messages: Sequence[Message]) -> Encoded:
-        encoded = self._template(messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
-        learnt = list(map(bool, encoded["assistant_masks"]))
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        tokenizer = self._tokenizer
+        with _refusals():
+            (text,), (marks,) = render_jinja_template(
+                conversations=[list(messages)], chat_template=tokenizer.get_chat_template(),
+                return_assistant_tokens_mask=True, **tokenizer.special_tokens_map)
+        found = tokenizer(text, add_special_tokens=False, verbose=False, return_offsets_mapping=True)
+        # Not the tokenizer's own mask: it runs on to the end of the text where a mark ends in a space that offsets leave out.
+        learnt = [any(first < end and max(last, first + 1) > start for start, end in marks)
+                  for first, last in found["offset_mapping"]]
         if not any(learnt):
             raise MegacompileError("the chat template marks nothing of it as generated: mend its {% generation %} blocks")
-        return Encoded(list(encoded["input_ids"]), learnt)
+        return Encoded(list(found["input_ids"]), learnt)
 
     def _answer(self, messages: Sequence[Message]) -> Encoded:
         """Messages of which the last is learnt. The prompt has the very tokens that it would have in generation."""
-        prompt = self._template(messages[:-1], tokenize=False, add_generation_prompt=True)
-        text = self._template(messages, tokenize=False)
+        with _refusals():
+            prompt = self._tokenizer.apply_chat_template(list(messages[:-1]), tokenize=False, add_generation_prompt=True)
+            text = self._tokenizer.apply_chat_template(list(messages), tokenize=False)
         if not text.startswith(prompt):
             raise MegacompileError("the chat template does not begin an answered conversation with its prompt, so that answers "
                                    "cannot be told: mark them in it with {% generation %}")
@@ -91,13 +102,15 @@ class ChatEncoder:
         learnt_until = ends[-1] + 1 if ends else len(tokens)  # nothing is generated behind the end
         return Encoded(tokens, [len(start) <= place < learnt_until for place in range(len(tokens))])
 
-    def _template(self, messages: Sequence[Message], **options: Any) -> Any:
-        import jinja2
-
-        try:
-            return self._tokenizer.apply_chat_template(list(messages), **options)
-        except (jinja2.TemplateError, TypeError) as error:  # what a template raises, and what it cannot do with the values
-            raise MegacompileError(f"the chat template refuses it ({error})") from error
-
     def _tokens(self, text: str) -> list[int]:
         return list(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    import jinja2
+
+    try:
+        yield
+    except (jinja2.TemplateError, TypeError) as error:  # what a template raises, and what it cannot do with the values
+        raise MegacompileError(f"the chat template refuses it ({error})") from error

@@ -16,19 +16,23 @@ from megacompile.finetuning.rows import Rows
 Say = Callable[[str], None]
 
 
+def check_sources(sources: Sequence[str], format: Format | None) -> None:
+    """Raises `ArgumentError` for what is not there, and for sources that do not go together."""
+    texts = [source for source in sources if is_text(source)]
+    if texts and len(texts) < len(sources):
+        raise ArgumentError("text files and rows cannot be trained on together: give one kind of --data")
+    if texts and format is not None:
+        raise ArgumentError(f"--format {format} is of rows, and {texts[0]} is a text: name it .jsonl, .json, .csv or .parquet")
+
+
 def read(sources: Sequence[str], tokenizer: ByteTokenizer | PretrainedTokenizer, format: Format | None, length: int,
          vocabulary_size: int, say: Say) -> Rows:
-    """Texts are packed into sequences of `length`; conversations are one each, and longer ones are left out, which is said.
+    """Of sources that were checked. Texts are packed into sequences of `length`; conversations are one each, and longer
+    ones are left out, which is said.
 
-    Raises `MegacompileError` for rows that are none, with file, number and reason; `ArgumentError` for sources that do not go
-    together."""
-    texts = {is_text(source) for source in sources}
-    if len(texts) > 1:
-        raise ArgumentError("text files and files of rows cannot be trained on together: give one kind of --data")
-    if texts == {True}:
-        if format is not None:
-            raise ArgumentError(f"--format {format} is of rows, and {sources[0]} is a text: name it .jsonl, .json, .csv or "
-                                ".parquet")
+    Raises `MegacompileError` for rows that are none, with file, number and reason; `ArgumentError` for formats that do not go
+    together, or a tokenizer that is missing."""
+    if is_text(sources[0]):
         rows = pack(read_text([Path(source) for source in sources], tokenizer), length)
     else:
         rows = _of_rows(sources, tokenizer, format, length, say)

@@ -64,7 +64,7 @@ class Rows:
         found = hashlib.blake2b(digest_size=16)
         for tensor in (self.tokens, self.spans, self.learnt):
             if tensor is not None:
-                found.update(tensor.contiguous().numpy())
+                found.update(tensor.contiguous().numpy().data)
         return found.hexdigest()
 
 

@@ -17,7 +17,7 @@ from megacompile import training
 from megacompile.checkpoint import latest_checkpoint
 from megacompile.corpus import PretrainedTokenizer, load_tokenizer
 from megacompile.errors import ArgumentError, CheckpointError
-from megacompile.finetuning.data import read
+from megacompile.finetuning.data import check_sources, read
 from megacompile.finetuning.reports import Reports, draw_curve
 from megacompile.finetuning.rows import Order, collate, in_turn, split
 from megacompile.finetuning.saves import CHECKPOINTS, Saves
@@ -41,6 +41,7 @@ def run(source: str, data: Sequence[str], settings: Settings, knobs: Knobs, cons
         if folder is not None:
             training.make_directory(folder)  # now: what cannot be saved should not be trained first
     start = _start(settings, console)
+    check_sources(data, settings.format)
     outline = training.load_model(source, meta=True)
     training.check_length(outline.config, settings.length)
     tokenizer = load_tokenizer(settings.tokenizer or source)
@@ -127,7 +128,7 @@ def _open(source: str, settings: Settings, knobs: Knobs) -> Any:
 def _optimizer(model: Any, settings: Settings) -> megacompile.AdamW:
     matrices = [p for p in model.parameters() if p.dim() > 1]
     rest = [p for p in model.parameters() if p.dim() <= 1]
-    groups = [{"params": matrices}, {"params": rest, "weight_decay": 0.0}]
+    groups: list[dict[str, Any]] = [{"params": matrices}, {"params": rest, "weight_decay": 0.0}]
     return megacompile.AdamW([group for group in groups if group["params"]], lr=settings.lr,
                              betas=(settings.beta1, settings.beta2), eps=settings.eps, weight_decay=settings.weight_decay,
                              max_grad_norm=settings.max_grad_norm or None, overlap="backward" if settings.overlap else None)
