@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import enum
 import math
+import os
 import re
 import signal
 import tempfile
@@ -133,14 +134,19 @@ class Step:
                 f"host {self.host_bytes / GIB:.2f} GiB")
 
 
+def _write_at_once(text: str) -> None:
+    """To stderr, past all buffers: a print within a print would repeat what the outer one has begun, or fail."""
+    os.write(2, f"{text}\n".encode())
+
+
 class Interruption:
     """While entered, a first Ctrl-C or SIGTERM asks for a stop at the next step boundary; a second one is a KeyboardInterrupt.
 
-    `signal`: the one that asked, None if none did."""
+    `signal`: the one that asked, None if none did. `announce` may be called in the midst of any other print."""
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
-    def __init__(self, announce: Callable[[str], None]) -> None:
+    def __init__(self, announce: Callable[[str], None] = _write_at_once) -> None:
         self.signal: signal.Signals | None = None
         self._announce = announce
 

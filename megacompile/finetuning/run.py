@@ -63,7 +63,7 @@ def run(source: str, data: Sequence[str], settings: Settings, knobs: Knobs, cons
     if start is not None:
         console.print(f"goes on after step {done}, from {start}")
     with ExitStack() as stack:
-        stop = stack.enter_context(training.Interruption(console.print))
+        stop = stack.enter_context(training.Interruption())
         saves = stack.enter_context(Saves(settings, model, optimizer, schedule, fixed, done, console.print))
         reports = stack.enter_context(Reports(settings.output, done, settings.tensorboard))
         display = stack.enter_context(training.ProgressDisplay(console, steps, settings.log_interval, done))

@@ -106,7 +106,7 @@ def test_a_run_has_the_losses_of_native_pytorch_and_leaves_all_it_says(
 
 
 def test_a_run_that_sigterm_stops_goes_on_to_the_bit(model: Path, data: Path, tmp_path: Path) -> None:
-    """The rest of the run is told of the stop from outside, whenever it comes."""
+    """It is stopped from outside, wherever it is then."""
     arguments = [str(each) for each in ("train", model, "--data", data, *FLAGS, "--decay", "constant", "--warmup", 5)]
     stopped, whole = tmp_path / "stopped", tmp_path / "whole"
     process = subprocess.Popen([sys.executable, "-c", "from megacompile.cli import app; app()", *arguments, "--steps", "100000",
