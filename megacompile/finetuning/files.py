@@ -3,6 +3,7 @@ of the data is left in a cache."""
 from __future__ import annotations
 
 import csv
+import itertools
 import json
 import re
 from collections.abc import Callable, Iterator
@@ -48,18 +49,16 @@ def read_rows(source: str) -> Iterator[Row]:
 
 
 def _refusing(path: Path, rows: Iterator[Any]) -> Iterator[Row]:
-    number = 0
-    while True:
+    for number in itertools.count(1):
         try:
-            row = next(rows, None)
+            row = next(rows)
+        except StopIteration:
+            return
         except MegacompileError:
             raise
         except (OSError, ValueError, RecursionError, csv.Error) as error:  # of decoding: text, JSON, CSV, Arrow
             reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-            raise MegacompileError(f"{path}, row {number + 1} cannot be read ({reason}): mend or remove it") from error
-        if row is None:
-            return
-        number += 1
+            raise MegacompileError(f"{path}, row {number} cannot be read ({reason}): mend or remove it") from error
         if not isinstance(row, dict):
             raise MegacompileError(f"{path}, row {number}: is a {type(row).__name__}, not an object with columns")
         yield row
@@ -67,7 +66,7 @@ def _refusing(path: Path, rows: Iterator[Any]) -> Iterator[Row]:
 
 def _json_lines(path: Path) -> Iterator[Any]:
     with path.open(encoding="utf-8-sig") as lines:
-        yield from (_present(json.loads(line)) for line in lines if line.strip())
+        yield from (json.loads(line) for line in lines if line.strip())
 
 
 def _json(path: Path) -> Iterator[Any]:
@@ -78,11 +77,7 @@ def _json(path: Path) -> Iterator[Any]:
             yield from _json_lines(path)
             return
         file.seek(0)
-        yield from map(_present, json.load(file))
-
-
-def _present(value: Any) -> Any:
-    return "null" if value is None else value  # a row all the same, and refused as one
+        yield from json.load(file)
 
 
 def _csv(path: Path) -> Iterator[Row]:

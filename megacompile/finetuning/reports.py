@@ -8,15 +8,13 @@ from types import TracebackType
 from typing import Any
 
 from megacompile.errors import MegacompileError
-from megacompile.finetuning.files import needs_train_extra
 from megacompile.training import Step
 
 LOG, CURVE, TENSORBOARD = "log.jsonl", "loss.svg", "tensorboard"
 
 
 class Reports:
-    """Of a run in `folder`, or nowhere. State: the open files. Raises `MegacompileError` where TensorBoard is wanted and not
-    installed, or nothing can be written.
+    """Of a run in `folder`, or nowhere. State: the open files. Raises `MegacompileError` where nothing can be written.
 
     `done`: steps that were trained before; what an interrupted run has logged of later ones goes, since they come again."""
 
@@ -31,8 +29,7 @@ class Reports:
         except OSError as error:
             raise MegacompileError(f"{folder / LOG} cannot be written ({error.strerror}): give an --output that can") from error
         if tensorboard:
-            with needs_train_extra("TensorBoard's files"):
-                from torch.utils.tensorboard import SummaryWriter
+            from torch.utils.tensorboard import SummaryWriter
             self._board = SummaryWriter(str(folder / TENSORBOARD), purge_step=done + 1)
 
     def step(self, step: Step) -> None:

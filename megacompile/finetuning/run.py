@@ -81,7 +81,8 @@ def run(source: str, data: Sequence[str], settings: Settings, knobs: Knobs, cons
         trained = done + len(training.train(model, optimizer, batches, steps, done=done, schedule=schedule, on_step=on_step,
                                             stop=lambda: stop.asked))
         saves.last(trained)
-        if target is not None and (settings.save or not stop.asked):  # what goes on later has its checkpoint
+        stopped = stop.asked and trained < steps
+        if target is not None and (settings.save or not stopped):  # what goes on later has its checkpoint
             model.save_pretrained(target)
             if isinstance(tokenizer, PretrainedTokenizer):
                 tokenizer.pretrained.save_pretrained(target)
@@ -89,11 +90,12 @@ def run(source: str, data: Sequence[str], settings: Settings, knobs: Knobs, cons
     model.megacompile.close()
     if settings.output is not None and not draw_curve(settings.output):
         console.print("no loss curve was drawn, for want of matplotlib: pip install 'megacompile[train]'")
-    if stop.signal is None:
+    if not stopped:
         return 0
     console.print(f"stopped by {stop.name} after {trained} of {steps} steps" + (
         "; --resume latest goes on from there" if settings.output else "" if settings.save else
         "; nothing saved, for want of --output"))
+    assert stop.signal is not None, "stopped by nothing"
     return 128 + stop.signal
 
 

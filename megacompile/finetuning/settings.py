@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import difflib
+import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -9,7 +10,7 @@ from typing import Annotated, Any
 import typer
 import yaml
 
-from megacompile.errors import ArgumentError
+from megacompile.errors import ArgumentError, MegacompileError
 from megacompile.finetuning.formats import Format
 from megacompile.options import Batch, DType, Length, ModelDType
 from megacompile.training import Decay
@@ -68,11 +69,13 @@ class Settings:
         "--tensorboard", rich_help_panel=_RUN, help="Write OUTPUT/tensorboard too.")] = False
 
     def check(self) -> None:
-        """Raises `ArgumentError` for what does not go together."""
+        """Raises `ArgumentError` for what does not go together, `MegacompileError` for what is not installed."""
         if self.output is None:
             for name, given in {"--resume latest": self.resume == "latest", "--tensorboard": self.tensorboard}.items():
                 if given:
                     raise ArgumentError(f"{name} needs --output, the folder of the run")
+        if self.tensorboard and importlib.util.find_spec("tensorboard") is None:
+            raise MegacompileError("--tensorboard needs TensorBoard: pip install 'megacompile[train]'")
         if self.overlap and self.max_grad_norm:
             raise ArgumentError("--overlap updates before the norm of all gradients is known: give --max-grad-norm 0 with it")
         if not self.steps and not self.epochs:

@@ -178,6 +178,13 @@ def test_flags_win_over_the_file_and_the_file_over_defaults(asked: list[Any], tm
     assert asked == [("m", ["d.jsonl"], expected, Knobs(resident_state=["c"]))]
 
 
+def test_the_file_of_the_page_is_one_that_runs(asked: list[Any], tmp_path: Path) -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "fine-tuning.md").read_text(encoding="utf-8")
+    (tmp_path / "run.yaml").write_text(re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)[0])
+    assert command("train", "--config", tmp_path / "run.yaml").exit_code == 0
+    assert asked[0][2].warmup == 100 and asked[0][3] == Knobs(device_memory="24GiB")
+
+
 def test_the_settings_that_are_written_ask_for_the_same_again(asked: list[Any], tmp_path: Path) -> None:
     settings = Settings(lr=1e-5, output=tmp_path / "run", overlap=True, max_grad_norm=0.0, resume="latest", tokenizer="t")
     knobs = Knobs(resident_state=["none"], device="cpu")

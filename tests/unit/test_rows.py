@@ -55,7 +55,7 @@ def test_parquet_files_and_folders_of_them_give_the_same_rows(tmp_path: Path, mo
 @pytest.mark.parametrize(("name", "content", "reason"), [
     ("a.jsonl", lines(ALPACA) + '{"instruction": "three"', r"a\.jsonl, row 3 cannot be read \(Expecting"),
     ("a.jsonl", lines([*ALPACA, [1]]), r"a\.jsonl, row 3: is a list, not an object"),
-    ("a.jsonl", lines([None]), r"a\.jsonl, row 1: is a str, not an object"),
+    ("a.jsonl", lines([None]), r"a\.jsonl, row 1: is a NoneType, not an object"),
     ("a.json", "[{}", r"a\.json, row 1 cannot be read \(Expecting"),
     ("a.jsonl", "[" * 100_000, r"a\.jsonl, row 1 cannot be read"),
     ("a.csv", "instruction,output\none,1\ntwo,2,3\n", r"a\.csv, row 2 cannot be read \(it has more fields than"),
