@@ -10,7 +10,7 @@ from megacompile.errors import ArgumentError, MegacompileError
 from megacompile.finetuning.chat import ChatEncoder, Encoded
 from megacompile.finetuning.files import is_text, placed, read_rows
 from megacompile.finetuning.formats import Format, Row, detect, messages_of, text_of
-from megacompile.finetuning.packing import join, pack
+from megacompile.finetuning.packing import join, pack, together
 from megacompile.finetuning.rows import Rows
 
 Say = Callable[[str], None]
@@ -26,21 +26,22 @@ def check_sources(sources: Sequence[str], format: Format | None) -> None:
 
 
 def read(sources: Sequence[str], tokenizer: ByteTokenizer | PretrainedTokenizer, format: Format | None, length: int,
-         vocabulary_size: int, say: Say) -> Rows:
-    """Of sources that were checked. Texts are packed into sequences of `length`; conversations are one each, and longer
-    ones are left out, which is said.
+         packed: bool, vocabulary_size: int, say: Say) -> Rows:
+    """Of sources that were checked. Texts are packed into sequences of `length`; conversations are one each, or
+    `packed`, and those that are longer are left out, which is said.
 
     Raises `MegacompileError` for rows that are none, with file, number and reason; `ArgumentError` for formats that do not go
     together, or a tokenizer that is missing."""
     if is_text(sources[0]):
         rows = pack(read_text([Path(source) for source in sources], tokenizer), length)
     else:
-        rows = _of_rows(sources, tokenizer, format, length, say)
+        rows = _of_rows(sources, tokenizer, format, length, packed, say)
     check_vocabulary(rows.tokens, tokenizer, vocabulary_size)
     return rows
 
 
-def _of_rows(sources: Sequence[str], tokenizer: Any, format: Format | None, length: int, say: Say) -> Rows:
+def _of_rows(sources: Sequence[str], tokenizer: Any, format: Format | None, length: int, packed: bool,
+             say: Say) -> Rows:
     if isinstance(tokenizer, ByteTokenizer):
         raise ArgumentError("rows need a tokenizer with a token that ends them, and this model has none: give --tokenizer")
     formats = [format or _detected(source) for source in sources]
@@ -54,7 +55,7 @@ def _of_rows(sources: Sequence[str], tokenizer: Any, format: Format | None, leng
         say(f"{left_out:,} of {len(found):,} conversations are longer than {length} tokens and left out")
     if left_out == len(found):
         raise MegacompileError(f"no conversation is left to train on: give a larger --length than {length}, or more data")
-    return found.select(short)
+    return together(found.select(short), length) if packed else found.select(short)
 
 
 def _detected(source: str) -> Format:

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -14,12 +15,14 @@ LOG, CURVE, TENSORBOARD = "log.jsonl", "loss.svg", "tensorboard"
 
 
 class Reports:
-    """Of a run in `folder`, or nowhere. State: the open files. Raises `MegacompileError` where nothing can be written.
+    """Of a run in `folder`, or nowhere. State: the open files. Raises `MegacompileError` where nothing can be written; a log
+    that cannot be written any more is said, and ends no training.
 
     `done`: steps that were trained before; what an interrupted run has logged of later ones goes, since they come again."""
 
-    def __init__(self, folder: Path | None, done: int, tensorboard: bool) -> None:
+    def __init__(self, folder: Path | None, done: int, tensorboard: bool, say: Callable[[str], None] = print) -> None:
         self._log = self._board = None
+        self._say = say
         if folder is None:
             return
         try:
@@ -41,7 +44,11 @@ class Reports:
 
     def _write(self, number: int, **values: float) -> None:
         if self._log is not None:
-            self._log.write(json.dumps({"step": number, **values, "time": time.time()}) + "\n")
+            try:
+                self._log.write(json.dumps({"step": number, **values, "time": time.time()}) + "\n")
+            except OSError as error:
+                self._say(f"{self._log.name} ends at step {number} ({error.strerror}): training goes on")
+                self._log = None
         if self._board is not None:
             for name, value in values.items():
                 self._board.add_scalar(name, value, number)
@@ -66,12 +73,12 @@ def read_log(path: Path) -> list[dict[str, Any]]:
     return found
 
 
-def draw_curve(folder: Path) -> bool:
-    """Draws the losses that a run's log has; False where matplotlib is not installed."""
+def draw_curve(folder: Path) -> str | None:
+    """Draws the losses that a run's log has. Why it could not, or None."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        return False
+        return "for want of matplotlib: pip install 'megacompile[train]'"
     entries = read_log(folder / LOG)
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
@@ -83,5 +90,8 @@ def draw_curve(folder: Path) -> bool:
     axes.set_ylabel("loss, nats a token")
     if entries:
         axes.legend()
-    figure.savefig(folder / CURVE)
-    return True
+    try:
+        figure.savefig(folder / CURVE)
+    except OSError as error:
+        return f"since {folder / CURVE} cannot be written: {error.strerror}"
+    return None

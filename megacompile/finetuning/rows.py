@@ -24,11 +24,13 @@ Batch = dict[str, Tensor]
 @dataclass(frozen=True)
 class Rows:
     """`tokens`: of all sequences, 1-D, of any integer dtype; `spans`: int64 [rows, 2], where in them each begins and ends;
-    `learnt`: bool as `tokens`, or None for all."""
+    `learnt`: bool as `tokens`, or None for all; `begins`: bool as `tokens`, where a conversation begins, if a sequence has
+    several that must not see each other."""
 
     tokens: Tensor
     spans: Tensor
     learnt: Tensor | None = None
+    begins: Tensor | None = None
 
     @classmethod
     def of(cls, encoded: Iterable[Encoded]) -> Rows:
@@ -55,6 +57,13 @@ class Rows:
         tokens = self.tokens[where].long()
         return tokens, tokens if self.learnt is None else tokens.where(self.learnt[where], IGNORED)
 
+    def positions(self, index: int) -> Tensor:
+        """int64, as `row`: each token's place in its conversation."""
+        assert self.begins is not None, "a sequence is one conversation"
+        places = torch.arange(int(self.lengths[index]))
+        begins = self.begins[slice(*self.spans[index].tolist())]
+        return places - places.where(begins, 0).cummax(0).values
+
     def select(self, which: Tensor) -> Rows:
         """Some rows, by a mask or by their numbers in the order given; in the same memory."""
         return replace(self, spans=self.spans[which])
@@ -62,7 +71,7 @@ class Rows:
     def fingerprint(self) -> str:
         """A hash of all that the rows are: another data set, order or tokenizer has another."""
         found = hashlib.blake2b(digest_size=16)
-        for tensor in (self.tokens, self.spans, self.learnt):
+        for tensor in (self.tokens, self.spans, self.learnt, self.begins):
             if tensor is not None:
                 found.update(tensor.contiguous().numpy().data)
         return found.hexdigest()
@@ -124,13 +133,20 @@ class Order:
 
 def collate(rows: Rows, indices: Sequence[int], batch: int, length: int) -> Batch:
     """`{"input_ids", "labels"}`, int64 [batch, width]: these rows, padded on the right with labels of -100, which changes no
-    loss; and rows of nothing else for those that are missing, so that all batches are of few shapes."""
+    loss; and rows of nothing else for those that are missing, so that all batches are of few shapes. Where sequences have
+    several conversations, `position_ids` begin again with each, and with padding: so models and kernels know them apart."""
     found = [rows.row(index) for index in indices]
     shape = batch, _width(max(tokens.numel() for tokens, _ in found), length)
     tokens, labels = torch.zeros(shape, dtype=torch.int64), torch.full(shape, IGNORED)
     for number, (row, learnt) in enumerate(found):
         tokens[number, :row.numel()], labels[number, :row.numel()] = row, learnt
-    return {"input_ids": tokens, "labels": labels}
+    batch_of = {"input_ids": tokens, "labels": labels}
+    if rows.begins is not None:
+        batch_of["position_ids"] = torch.arange(shape[1]).repeat(batch, 1)
+        for number, index in enumerate(indices):
+            known = rows.positions(index)
+            batch_of["position_ids"][number] = torch.cat([known, torch.arange(shape[1] - known.numel())])
+    return batch_of
 
 
 def _width(longest: int, length: int) -> int:

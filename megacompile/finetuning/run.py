@@ -46,7 +46,7 @@ def run(source: str, data: Sequence[str], settings: Settings, knobs: Knobs, cons
     training.check_length(outline.config, settings.length)
     tokenizer = load_tokenizer(settings.tokenizer or source)
     with console.status("reading the data"):
-        found = read(data, tokenizer, settings.format, settings.length, outline.config.vocab_size, console.print)
+        found = read(data, tokenizer, settings.format, settings.length, settings.pack, outline.config.vocab_size, console.print)
     rows, held_out = split(found, settings.eval_share, settings.seed)
     order = Order(len(rows), settings.batch, settings.seed, None if settings.steps else settings.epochs)
     steps = settings.steps or order.steps
@@ -65,7 +65,7 @@ def run(source: str, data: Sequence[str], settings: Settings, knobs: Knobs, cons
     with ExitStack() as stack:
         stop = stack.enter_context(training.Interruption())
         saves = stack.enter_context(Saves(settings, model, optimizer, schedule, fixed, done, console.print))
-        reports = stack.enter_context(Reports(settings.output, done, settings.tensorboard))
+        reports = stack.enter_context(Reports(settings.output, done, settings.tensorboard, console.print))
         display = stack.enter_context(training.ProgressDisplay(console, steps, settings.log_interval, done))
 
         def on_step(step: training.Step) -> None:
@@ -88,8 +88,8 @@ def run(source: str, data: Sequence[str], settings: Settings, knobs: Knobs, cons
                 tokenizer.pretrained.save_pretrained(target)
             console.print(f"saved in {target} after {trained} steps")
     model.megacompile.close()
-    if settings.output is not None and not draw_curve(settings.output):
-        console.print("no loss curve was drawn, for want of matplotlib: pip install 'megacompile[train]'")
+    if settings.output is not None and (reason := draw_curve(settings.output)):
+        console.print(f"no loss curve was drawn, {reason}")
     if not stopped:
         return 0
     console.print(f"stopped by {stop.name} after {trained} of {steps} steps" + (

@@ -30,6 +30,8 @@ class Settings:
         rich_help_panel=_DATA, help="A folder or an id of the Hugging Face hub; else the model's own.")] = None
     batch: Batch = 8
     length: Length = 512
+    pack: Annotated[bool, typer.Option(
+        "--pack", rich_help_panel=_DATA, help="Pack conversations into sequences; they do not see each other.")] = False
     eval_share: Annotated[float, typer.Option(
         min=0.0, max=0.9, rich_help_panel=_DATA, help="Share of the rows to evaluate on instead.")] = 0.0
     steps: Annotated[int | None, typer.Option(min=1, rich_help_panel=_LEARNING, help="Steps, whatever --epochs says.")] = None

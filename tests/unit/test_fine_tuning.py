@@ -21,11 +21,13 @@ from typer.testing import CliRunner, Result
 
 import megacompile
 from megacompile import cli, training
+from megacompile.corpus import load_tokenizer
 from megacompile.errors import CheckpointError, MegacompileError
 from megacompile.finetuning import run as runs
 from megacompile.finetuning import saves
+from megacompile.finetuning.data import read
 from megacompile.finetuning.reports import Reports, read_log
-from megacompile.finetuning.rows import Order, Rows, collate, split
+from megacompile.finetuning.rows import Order, Rows, collate, in_turn, split
 from megacompile.finetuning.settings import Settings
 from megacompile.options import Knobs
 
@@ -103,6 +105,16 @@ def test_a_run_has_the_losses_of_native_pytorch_and_leaves_all_it_says(
     with torch.no_grad():
         assert float(saved(**collate(kept[0][1], range(5), 5, LENGTH)).loss) == pytest.approx(evaluations[-1][1], rel=1e-3)
     assert AutoTokenizer.from_pretrained(output / "model").chat_template == tiny_tokenizer.CHATML
+
+
+def test_packed_conversations_are_learnt_as_if_they_were_alone(model: Path, data: Path, tmp_path: Path) -> None:
+    """Two to a sequence have the loss that they have one by one."""
+    pytest.importorskip("megacompile.packing", reason="positions that begin anew are refused")
+    result = command("train", model, "--data", data, *FLAGS, "--pack", "--steps", 1, "--batch", 10, "--output", tmp_path)
+    assert result.exit_code == 0 and "parameters; 10 sequences" in result.output, result.output
+    plain = AutoModelForCausalLM.from_pretrained(model, attn_implementation="eager")
+    rows = read([str(data)], load_tokenizer(model), None, LENGTH, False, plain.config.vocab_size, print)
+    assert losses(tmp_path)[1] == pytest.approx(training.evaluate(plain, in_turn(rows, 20, LENGTH)), rel=1e-5)
 
 
 def test_a_run_that_sigterm_stops_goes_on_to_the_bit(model: Path, data: Path, tmp_path: Path) -> None:
@@ -232,6 +244,16 @@ def test_a_log_that_goes_on_has_each_step_once_and_tensorboard_the_same(tmp_path
     board = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [(event.step, event.value) for event in board.Scalars("loss")] == [(1, 2.0), (2, 2.0), (3, 2.0)]
     assert [event.value for event in board.Scalars("eval_loss")] == [1.5]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no device that is always full")
+def test_a_log_on_a_full_disk_is_said_once_and_ends_nothing(tmp_path: Path) -> None:
+    heard: list[str] = []
+    with Reports(tmp_path, 0, tensorboard=False, say=heard.append) as reports:
+        reports._log = open("/dev/full", "w", buffering=1)  # noqa: SIM115
+        reports.evaluation(1, 1.5)
+        reports.evaluation(2, 1.5)
+    assert heard == ["/dev/full ends at step 1 (No space left on device): training goes on"]
 
 
 class Disk:

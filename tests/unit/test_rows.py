@@ -17,7 +17,7 @@ from megacompile.finetuning.chat import Encoded
 from megacompile.finetuning.data import check_sources, read
 from megacompile.finetuning.files import is_text, read_rows
 from megacompile.finetuning.formats import Format
-from megacompile.finetuning.packing import join, pack
+from megacompile.finetuning.packing import join, pack, together
 from megacompile.finetuning.rows import Order, Rows, collate, in_turn, split
 
 ALPACA = [{"instruction": "one", "input": "", "output": "1"}, {"instruction": "two", "input": "NA", "output": "2"}]
@@ -89,10 +89,11 @@ def tokenizer_of(template: str | None = tiny_tokenizer.CHATML) -> PretrainedToke
     return found
 
 
-def data(*sources: str, length: int = 60, format: Format | None = None, vocabulary: int = 300, tokenizer: Any = None) -> Rows:
+def data(*sources: str, length: int = 60, format: Format | None = None, packed: bool = False, vocabulary: int = 300,
+         tokenizer: Any = None) -> Rows:
     check_sources(sources, format)
     said.clear()
-    return read(sources, tokenizer or tokenizer_of(), format, length, vocabulary, said.append)
+    return read(sources, tokenizer or tokenizer_of(), format, length, packed, vocabulary, said.append)
 
 
 said: list[str] = []
@@ -121,6 +122,26 @@ def test_longer_conversations_are_left_out_and_counted(tmp_path: Path) -> None:
     assert said == ["1 of 3 conversations are longer than 60 tokens and left out"]
     with pytest.raises(MegacompileError, match="no conversation is left to train on: give a larger --length than 9"):
         data(path, length=9)
+
+
+def test_packed_conversations_lose_nothing_and_know_where_they_begin() -> None:
+    rows = together(Rows.of([Encoded([1, 2], [True, True]), Encoded([3, 4, 5, 6], [False, False, True, True]),
+                             Encoded([7, 8, 9], [False, True, True]), Encoded([10], [True])]), length=6)
+    assert [rows.row(index)[0].tolist() for index in range(len(rows))] == [[3, 4, 5, 6, 1, 2], [7, 8, 9, 10]]
+    batch = collate(rows, [1, 0], batch=3, length=6)
+    assert batch["input_ids"].tolist() == [[7, 8, 9, 10, 0, 0], [3, 4, 5, 6, 1, 2], [0] * 6]
+    assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 0, 1], [0, 1, 2, 3, 0, 1], [0, 1, 2, 3, 4, 5]]
+    # Nothing learns to begin from what stands before it.
+    assert batch["labels"].tolist() == [[-100, 8, 9, -100, -100, -100], [-100, -100, 5, 6, -100, 2], [-100] * 6]
+
+
+def test_packing_leaves_little_room_and_is_decided_by_the_rows() -> None:
+    sizes = torch.randint(1, 50, (400,), generator=torch.Generator().manual_seed(0)).tolist()
+    rows = Rows.of(Encoded([number] * size, [True] * size) for number, size in enumerate(sizes))
+    packed = together(rows, 64)
+    assert int(packed.lengths.max()) <= 64 and len(packed) <= 1.02 * sum(sizes) / 64 + 1
+    assert Counter(packed.tokens.tolist()) == Counter(rows.tokens.tolist()) and int(packed.begins.sum()) == 400
+    assert together(rows, 64).fingerprint() == packed.fingerprint() != rows.fingerprint()
 
 
 def test_texts_are_joined_by_the_end_token_and_cut(tmp_path: Path) -> None:
