@@ -138,11 +138,13 @@ class Handle:
 
     @property
     def stats(self) -> dict[str, Any]:
-        """Counters, sizes in bytes and times in seconds. `compiled`: graphs that inductor compiled, `compiled_from_cache` that
-        an earlier process had; `compile_s`, what both took; `capture_s`, the model's capture and templates."""
+        """Counters, sizes in bytes and times in seconds. `skipped_steps`: those of `steps` whose gradients were not finite.
+        `compiled`: graphs that inductor compiled, `compiled_from_cache` that an earlier process had; `compile_s`, what both
+        took; `capture_s`, the model's capture and templates."""
         streamed = self.streamed
         return dict(
-            steps=streamed.steps, shapes=len(streamed.shapes), templates=len(streamed.captured.templates),
+            steps=streamed.steps, skipped_steps=len(streamed.skipped),
+            shapes=len(streamed.shapes), templates=len(streamed.captured.templates),
             compiled_variants=len(streamed.binder.compiled), capture_s=streamed.captured.seconds,
             compiled=streamed.binder.inductor.compiled, compiled_from_cache=streamed.binder.inductor.from_cache,
             compile_s=streamed.binder.inductor.seconds,

@@ -3,10 +3,15 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import pytest
+
+# Inductor tries out six instruction sets in each fresh cache, for longer than a small test takes: scalar code serves here.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
+
 from torch import nn
 
 from megacompile import api
@@ -27,6 +32,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--sabotage-programs", type=int, default=40, help="how many random programs tests/sabotage breaks; "
                      "from 500 on it also breaks goldens in many more ways")
     parser.addoption("--kill-moments", type=int, default=5, help="at how many random moments a training process is killed")
+    parser.addoption("--interrupts", type=int, default=5, help="at how many lines Ctrl-C comes, in each kind of step")
 
 
 @functools.cache

@@ -432,6 +432,9 @@ GROUPS = {
     "version 2, of a group around": (
         {"job/memory.max": "9000", "job/memory.current": "3000", "job/memory.stat": "inactive_file 0",
          "memory.max": "4000", "memory.current": "3500", "memory.stat": "inactive_file 0"}, 500),
+    "version 2, held up before its limit": (
+        {"job/memory.max": "9000", "job/memory.high": "3500", "job/memory.current": "3000",
+         "job/memory.stat": "inactive_file 0"}, 500),
     "version 1": (
         {"memory/step/memory.limit_in_bytes": "5000", "memory/step/memory.usage_in_bytes": "4900",
          "memory/step/memory.stat": "inactive_file 7\ntotal_inactive_file 50"}, 150),
