@@ -10,6 +10,7 @@ The text is this project's own pages unless others are given; a byte is a token.
 from __future__ import annotations
 
 import argparse
+import copy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -68,8 +69,9 @@ def reversed_rows(data: Iterator[dict[str, Tensor]]) -> Iterator[dict[str, Tenso
 
 def curves(family: str, steps: int, files: list[Path], learning_rate: float) -> dict[str, list[float]]:
     """The losses of native, of streamed, and of native training with reversed rows."""
-    models = {"native": build(family), "streamed": megacompile.stream(build(family), device="cpu", micro_batch_size=2),
-              "reversed": build(family)}
+    first = build(family)
+    models = {"native": first, "streamed": megacompile.stream(copy.deepcopy(first), device="cpu", micro_batch_size=2),
+              "reversed": copy.deepcopy(first)}
     found = {}
     for name, model in models.items():
         optimizer = (megacompile.AdamW if name == "streamed" else torch.optim.AdamW)(model.parameters(), lr=learning_rate)

@@ -73,14 +73,15 @@ def _layouts(call: Call, tiling: Tiling) -> list[Any]:
 
 
 def _calls(captured: CapturedModel, tiling: Tiling) -> str:
-    differentiated = {call.name for call in tiling.differentiated(captured.calls)}
+    prologue, *_, epilogue = captured.calls
+    differentiated = {*tiling.differentiated(captured.calls), *([epilogue] if tiling.trains else [])}
     rows = []
     for run in _runs(captured.calls, tiling):
         first, last = run[0], run[-1]
         name = first.name if len(run) == 1 else f"{first.name} .. {last.name.rpartition('.')[2]}"
         layouts = _layouts(first, tiling)
         trained = sum(x.parameters for x in layouts if x.trainable)
-        backward = trained > 0 if first in (captured.calls[0], captured.calls[-1]) else first.name in differentiated
+        backward = trained > 0 if first is prologue else first in differentiated
         rows.append((name, first.template, f"{sum(x.parameters for x in layouts):,}", f"{trained:,}",
                      format_bytes(sum(x.weight_bytes for x in layouts)), len(layouts), "yes" if backward else "none"))
     return str(tabulate(rows, ["call", "template", "parameters each", "trained", "weights", "tiles", "backward"],
