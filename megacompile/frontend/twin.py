@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megacompile.errors import CaptureError
-from megacompile.frontend.attention import ATTENTION_NAME, register_with_transformers
+from megacompile.frontend.attention import register_with_transformers
 
 CAPTURE_SHAPE = (3, 17)  # batch, length. 0 and 1 would be specialised, and equal sizes could share one symbol.
 
@@ -24,10 +25,10 @@ def is_transformers_model(model: nn.Module) -> bool:
     return hasattr(model, "set_attn_implementation") and hasattr(model, "config")
 
 
-def fake_twin(model: nn.Module, fakes: FakeTensorMode, own_attention: bool, training: bool = True) -> nn.Module:
+def fake_twin(model: nn.Module, fakes: FakeTensorMode, attention: str | None = None, training: bool = True) -> nn.Module:
     """A copy of `model` in training mode (or not) with fake parameters and buffers of the same shapes, strides and dtypes.
 
-    With `own_attention` a transformers model is switched to our attention function. Ties between parameters survive.
+    A transformers model is switched to the `attention` implementation, one of ours. Ties between parameters survive.
     """
     memo: dict[int, object] = {}
     with fakes:
@@ -49,9 +50,9 @@ def fake_twin(model: nn.Module, fakes: FakeTensorMode, own_attention: bool, trai
         for module in twin.modules():
             if getattr(module, "gradient_checkpointing", False):
                 module.gradient_checkpointing = False  # recomputation is the plan's choice
-        if own_attention:
+        if attention is not None:
             register_with_transformers()
-            twin.set_attn_implementation(ATTENTION_NAME)  # type: ignore[operator]
+            twin.set_attn_implementation(attention)  # type: ignore[operator]
     return twin
 
 
@@ -61,11 +62,11 @@ def _fake_like(tensor: torch.Tensor) -> torch.Tensor:
 
 def fake_batch(
     model: nn.Module, example: dict[str, torch.Tensor] | None, fakes: FakeTensorMode,
-    size: tuple[int, int] = CAPTURE_SHAPE,
+    size: tuple[int, int] = CAPTURE_SHAPE, further: Collection[str] = (),
 ) -> dict[str, torch.Tensor]:
     """Fake batch inputs of [batch, length] `size`, in the positional order of the model's `forward`.
 
-    `example` gives their names and dtypes; without it, int64 `input_ids` and `labels`.
+    `example` gives their names and dtypes; without it, int64 `input_ids` and `labels`. `further` ones beside it are int64.
     Raises `CaptureError` if the model's forward does not take them, needs more, or an input is no [batch, length, ...]
     integer tensor of the same shape as the first.
     """
@@ -79,6 +80,8 @@ def fake_batch(
                 "example={name: integer tensor of [batch, length], ...}, labels included"
             )
         example = {key: torch.empty(CAPTURE_SHAPE, dtype=torch.long, device="meta") for key in ("input_ids", "labels")}
+    example = example | {key: torch.empty(next(iter(example.values())).shape[:2], dtype=torch.long, device="meta")
+                         for key in further}
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     for key in example:
         if key not in parameters and not takes_any:
