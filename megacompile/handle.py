@@ -1,6 +1,7 @@
 """The handle of a streamed model, `model.megacompile`."""
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -96,9 +97,9 @@ class Handle:
         if not isinstance(first, Tensor) or first.dim() < 2:
             raise MegacompileError(f"a batch must map {', '.join(known)} to tensors [batch, length]: this is a "
                                    f"{type(batch).__name__} without such")
-        labels = [k for k in streamed.captured.labels if k in inputs]
         further = {k: v for k, v in given.items() if k not in known and k != "num_items_in_batch"}
-        inputs |= further_arguments(type(streamed.model).__name__, streamed.captured, further, inputs, labels)
+        inputs |= further_arguments(type(streamed.model).__name__, streamed.captured, further, inputs,
+                                    inspect.signature(original_class(streamed.model).forward).parameters)
         shape = streamed.shape_of(inputs, training=training and set(known) <= inputs.keys())
         if shape.training:
             shape = replace(shape, update=update or shape.update, whole_step=whole_step)

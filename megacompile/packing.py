@@ -18,44 +18,47 @@ _LONGEST = ("max_length_q", "max_length_k")
 
 
 def further_arguments(name: str, captured: CapturedModel, given: Mapping[str, Any], inputs: Mapping[str, Tensor],
-                      labels: Collection[str]) -> dict[str, Tensor]:
+                      known: Collection[str]) -> dict[str, Tensor]:
     """Those of the arguments `given`, none of which is a batch argument of the plain graphs, that change what is computed:
-    integer tensors [batch, length]. `inputs`: the others; `labels`: the names among them that only the loss reads.
+    int64 [batch, length]. `inputs`: the plain ones; `known`: the parameters of the model's forward.
 
     Raises `UnsupportedError` for an argument that cannot be honoured."""
     first = next(iter(inputs.values()))
     rest = dict(given)
     further: dict[str, Tensor] = {}
-    positions = rest.pop("position_ids", None)
-    if positions is not None:
-        positions = _rows(name, "position_ids", positions, first)
-        if not torch.equal(positions, _counted(first, positions)):
+    if "position_ids" in rest:
+        positions = _rows(name, captured, "position_ids", rest.pop("position_ids"), first)
+        if not torch.equal(positions, torch.arange(first.shape[1], device=positions.device).expand(first.shape[:2])):
             further["position_ids"] = positions
     mask = rest.pop("attention_mask", None)
     _check_bounds(name, captured, rest, further.get("position_ids"))
     for key, value in rest.items():
-        further[key] = _rows(name, key, value, first)
+        if key not in known:
+            raise _refused(name, captured, key)
+        further[key] = _rows(name, captured, key, value, first)
     if mask is not None:
-        mask = _rows(name, "attention_mask", mask, first)
+        if not isinstance(mask, Tensor) or mask.shape != first.shape[:2]:
+            what = f"of shape {list(mask.shape)}" if isinstance(mask, Tensor) else f"that is a {type(mask).__name__}"
+            raise UnsupportedError(f"{name}: an attention_mask {what} cannot be honoured yet: pass a tensor of "
+                                   f"{list(first.shape[:2])}, or none")
         # Beside positions that start again, transformers takes any mask to say that rows hold one sequence.
-        if further or not _changes_nothing(mask, [inputs[key] for key in labels]):
+        if further or not _changes_nothing(mask, [inputs[key] for key in captured.labels if key in inputs]):
             further["attention_mask"] = (mask != 0).long()
     return further
 
 
-def _counted(first: Tensor, positions: Tensor) -> Tensor:
-    return torch.arange(first.shape[1], device=positions.device).expand(first.shape[:2])
+def _refused(name: str, captured: CapturedModel, key: str) -> UnsupportedError:
+    return UnsupportedError(f"{name}: argument {key} cannot be honoured yet by a streamed model: leave it out (it takes "
+                            f"{', '.join(captured.batch_inputs)})")
 
 
-def _rows(name: str, key: str, value: Any, first: Tensor) -> Tensor:
-    """The value as int64 [batch, length], one row expanded to all. Raises `UnsupportedError`."""
+def _rows(name: str, captured: CapturedModel, key: str, value: Any, first: Tensor) -> Tensor:
+    """The value as int64 [batch, length], one row expanded to all. Raises `UnsupportedError` for anything else."""
     size = first.shape[:2]
-    whole = isinstance(value, Tensor) and not value.is_complex() and (not value.is_floating_point() or key == "attention_mask")
-    if not whole or value.dim() != 2 or value.shape not in (size, (1, size[1])):
-        what = f"{value.dtype} of shape {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
-        raise UnsupportedError(f"{name}: argument {key} cannot be honoured by a streamed model as {what}: pass an integer "
-                               f"tensor of {list(size)}, or leave it out")
-    return (value.expand(size) != 0).long() if value.is_floating_point() else value.expand(size).long()
+    if (not isinstance(value, Tensor) or value.is_floating_point() or value.is_complex()
+            or value.shape not in (size, (1, size[1]))):
+        raise _refused(name, captured, key)
+    return value.expand(size).long()
 
 
 def _changes_nothing(mask: Tensor, labels: Collection[Tensor]) -> bool:
@@ -93,7 +96,7 @@ def _check_bounds(name: str, captured: CapturedModel, rest: dict[str, Any], posi
     agree &= all(int(said[key]) >= longest for key in _LONGEST if key in said)
     if "seq_idx" in said:
         changes = torch.ones_like(begins)
-        numbers = _rows(name, "seq_idx", said["seq_idx"], positions)
+        numbers = _rows(name, captured, "seq_idx", said["seq_idx"], positions)
         changes[:, 1:] = numbers[:, 1:] != numbers[:, :-1]
         agree &= torch.equal(changes, begins)
     if not agree:
