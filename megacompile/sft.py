@@ -18,7 +18,7 @@ class SFTTrainer(trainer.Trainer, trl.SFTTrainer):
     tokens, which is what TRL computes from log-probabilities. `num_tokens` is logged; `entropy` and `mean_token_accuracy`, for
     which every token's logits would be needed, are not.
 
-    Raises `UnsupportedError` for other losses, packing without padding, router losses and adapters."""
+    Raises `UnsupportedError` for other losses, router losses and adapters."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         refuse_adapters(kwargs.get("peft_config") is not None)  # before TRL changes the model
@@ -28,9 +28,6 @@ class SFTTrainer(trainer.Trainer, trl.SFTTrainer):
         if self.args.loss_type != "nll":
             raise UnsupportedError(f"loss_type={self.args.loss_type!r} needs gradients through log-probabilities, which a "
                                    "streamed model does not give yet: give loss_type='nll'")
-        if getattr(self.data_collator, "padding_free", False):
-            raise UnsupportedError("sequences without padding in one row (packing, padding_free) need masks that cannot be "
-                                   "honoured yet: give packing=False and padding_free=False, or packing_strategy='wrapped'")
         if self.aux_loss_enabled:
             raise UnsupportedError("the router's auxiliary loss was not captured with the model: give router_aux_loss_coef=0")
 

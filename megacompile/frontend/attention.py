@@ -110,7 +110,7 @@ def transformers_attention(
     """
     segments = attention_mask
     if form == "padded_eager" and softcap:
-        raise UnsupportedError("capped scores have gradients of their own where a query sees nothing: the model's code has them")
+        raise UnsupportedError("capped scores have gradients of their own where a query sees nothing")
     if (segments is None) != (form == "causal") or (segments is not None and (segments.dim(), segments.dtype) != _SEGMENTS):
         raise UnsupportedError("an attention mask that is neither causal, nor padding or packing, reached a captured layer: "
                                "pass batches without attention_mask")
