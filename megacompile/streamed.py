@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from megacompile.arrival import Arrival
 from megacompile.config import StreamConfig
+from megacompile.draws import draw
 from megacompile.errors import InsufficientMemoryError, LaneError, LeaseError, MegacompileError, TornError
 from megacompile.forms import Forms
 from megacompile.frontend.capture import CapturedModel
@@ -362,10 +363,11 @@ class Streamed:
         moved = {name: tensor.to(device, copy=True) for name, tensor in inputs.items()}
         if normaliser is not None:
             normaliser = normaliser.to(device=device, dtype=torch.float32, copy=True)
-        self.backend.enter([*moved.values(), *([] if normaliser is None else [normaliser])])
+        random = draw(self.forms.serve(shape.shape.form).captured, shape.plan.micro_batches, device)
+        self.backend.enter([*moved.values(), *(t for t in (normaliser, random) if t is not None)])
         cuts = list(itertools.accumulate(shape.plan.micro_batches, initial=0))
         micro_batches = [{name: tensor[a:b] for name, tensor in moved.items()} for a, b in itertools.pairwise(cuts)]
-        return Batch(micro_batches, self.constants.on_device, normaliser)
+        return Batch(micro_batches, self.constants.on_device, normaliser, random)
 
     def close(self) -> None:
         """Gives everything back, and only then raises what an update in flight failed with (`LaneError`, `TornError`)."""

@@ -23,6 +23,7 @@ from megacompile.frontend.loss import normalise_loss
 from megacompile.frontend.model_graph import FIXED_SIZES_REMEDY, ModelGraph, capture_model_graph
 from megacompile.frontend.modes import operations
 from megacompile.frontend.output import OutputStructure, output_structure
+from megacompile.frontend.randomness import draw_functionally, number_draws
 from megacompile.frontend.split import split_at_layers, structural_key
 from megacompile.frontend.template import BATCH, LENGTH, Call, TargetLike, Template, TemplatePass
 from megacompile.frontend.twin import CAPTURE_SHAPE, fake_batch, fake_twin, is_transformers_model
@@ -123,6 +124,7 @@ def capture(
     batch_inputs = tuple(batch)
     structure, positions = output_structure(graph, name)
     count = normalise_loss(graph, graph.results[positions[0]])
+    draw_functionally(graph)
     sections = split_at_layers(graph, stack, [graph.results[p] for p in positions])
     renaming, conditions = _batch_symbols(graph, name)
 
@@ -130,6 +132,7 @@ def capture(
     names: dict[str, str] = {}  # structural key -> template
     calls = []
     for section in sections:
+        number_draws(section)
         key = structural_key(section)
         if key not in names:
             names[key] = section.name if section.name in ("prologue", "epilogue") else _next_layer_name(templates)
