@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from megacompile.errors import UnsupportedError
 from megacompile.frontend.capture import CapturedModel
-from megacompile.frontend.template import TemplateInput
+from megacompile.frontend.template import LENGTH, TemplateInput
 from megacompile.packing import further_arguments
 
 if TYPE_CHECKING:
@@ -79,7 +79,11 @@ def _inputs(name: str, captured: CapturedModel, types: Mapping[str, TemplateInpu
               if key in captured.batch_inputs and value is not None}
     if missing := [key for key in captured.batch_inputs if key not in labels and key not in inputs]:
         raise UnsupportedError(f"{name}: {', '.join(missing)} must be given to a streamed model")
-    shapes = {tuple(tensor.shape[:2]) for tensor in inputs.values()}
+    shapes = {tuple(tensor.shape[:2]) for key, tensor in inputs.items() if not _of_rows(types.get(key))}
+    rows = next(iter(shapes))[0]
+    if any(tensor.shape[0] != rows for tensor in inputs.values()):
+        raise UnsupportedError(f"{name}: batch arguments must share one batch size, not "
+                               f"{sorted({tensor.shape[0] for tensor in inputs.values()})}")
     if len(shapes) > 1 or 0 in next(iter(shapes)):
         raise UnsupportedError(f"{name}: batch arguments must share one [batch, length] of at least one token, "
                                f"not {sorted(shapes)}")
@@ -88,8 +92,19 @@ def _inputs(name: str, captured: CapturedModel, types: Mapping[str, TemplateInpu
     return inputs
 
 
+def _of_rows(expected: TemplateInput | None) -> bool:
+    """Whether a batch argument has values for rows and not for tokens."""
+    return expected is not None and (len(expected.shape) < 2 or expected.shape[1] != LENGTH)
+
+
 def _checked(name: str, key: str, value: Any, expected: TemplateInput | None) -> Tensor:
     """The value in the captured dtype, and contiguous as the captured one was: its strides are part of the graphs."""
+    if expected is not None and _of_rows(expected):
+        if isinstance(value, Tensor) and value.shape[1:] == expected.shape[1:] and value.dim():
+            return value.to(dtype=expected.dtype).contiguous()
+        what = f"of shape {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+        raise UnsupportedError(f"{name}: {key} must be a tensor [{', '.join(map(str, ('batch', *expected.shape[1:])))}], "
+                               f"not {what}")
     shape = expected.shape[2:] if expected is not None else ()
     dtype = expected.dtype if expected is not None else None
     if not isinstance(value, Tensor) or value.dim() < 2 or tuple(value.shape[2:]) != shape or value.is_floating_point():

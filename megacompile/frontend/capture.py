@@ -209,7 +209,8 @@ def _batch_symbols(graph: ModelGraph, name: str) -> tuple[Renaming, tuple[Any, .
 
     Raises `CaptureError` if a dimension was silently specialised to the captured size.
     """
-    example = next(n.meta["example_value"] for n, s in graph.sources.items() if s.kind == "batch")
+    examples = (n.meta["example_value"] for n, s in graph.sources.items() if s.kind == "batch")
+    example = next(value for value in examples if value.dim() >= 2 and not value.is_floating_point())
     env = graph.shape_env
     found = []
     for dimension in (0, 1):

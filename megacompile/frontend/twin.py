@@ -67,8 +67,8 @@ def fake_batch(
     """Fake batch inputs of [batch, length] `size`, in the positional order of the model's `forward`.
 
     `example` gives their names and dtypes; without it, int64 `input_ids` and `labels`. `further` ones beside it are int64.
-    Raises `CaptureError` if the model's forward does not take them, needs more, or an input is no [batch, length, ...]
-    integer tensor of the same shape as the first.
+    Raises `CaptureError` if the model's forward does not take them, needs more, or an input is neither a [batch, length, ...]
+    integer tensor of the same shape as the first, nor one value a row ([batch], or floats [batch, ...]).
     """
     signature = inspect.signature(model.forward)
     parameters = signature.parameters
@@ -79,7 +79,7 @@ def fake_batch(
                 f"{name}.forward has no parameters input_ids and labels: give the batch it is trained on with "
                 "example={name: integer tensor of [batch, length], ...}, labels included"
             )
-        example = {key: torch.empty(CAPTURE_SHAPE, dtype=torch.long, device="meta") for key in ("input_ids", "labels")}
+        example = {"input_ids": torch.empty(CAPTURE_SHAPE, dtype=torch.long, device="meta"), "labels": _labels(model)}
     example = example | {key: torch.empty(next(iter(example.values())).shape[:2], dtype=torch.long, device="meta")
                          for key in further}
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
@@ -93,11 +93,30 @@ def fake_batch(
             raise CaptureError(f"{name}.forward needs {key}: give it a default, or a tensor in example=")
     shape = next(iter(example.values())).shape
     for key, tensor in example.items():
-        if tensor.dim() < 2 or tensor.shape != shape or tensor.is_floating_point() or tensor.is_complex():
+        if not of_rows(tensor, shape) and (tensor.shape != shape or tensor.is_floating_point() or tensor.is_complex()):
             raise CaptureError(
                 f"batch input {key} is {tensor.dtype} of shape {list(tensor.shape)}: batch inputs must be integer "
                 f"tensors [batch, length, ...] of one shape; compute everything else in the model"
             )
     order = [key for key in parameters if key in example] + [key for key in example if key not in parameters]
     with fakes:
-        return {key: torch.zeros((*size, *shape[2:]), dtype=example[key].dtype) for key in order}
+        return {key: torch.zeros((size[0], *example[key].shape[1:]) if of_rows(example[key], shape) else (*size, *shape[2:]),
+                                 dtype=example[key].dtype) for key in order}
+
+
+def of_rows(tensor: torch.Tensor, tokens: torch.Size) -> bool:
+    """Whether a batch argument has values for rows and not for tokens: [batch], or floats of another shape than `tokens`."""
+    if not tensor.dim() or tensor.shape[0] != tokens[0] or tensor.is_complex():
+        return False
+    return tensor.dim() == 1 or (tensor.is_floating_point() and tensor.shape[:2] != tokens[:2])
+
+
+def _labels(model: nn.Module) -> torch.Tensor:
+    """Labels as transformers has them: one for each token, or in classifiers of sequences for each row."""
+    config: Any = getattr(model, "config", None)
+    if not type(model).__name__.endswith("ForSequenceClassification") or not is_transformers_model(model):
+        return torch.empty(CAPTURE_SHAPE, dtype=torch.long, device="meta")
+    count, rows = config.num_labels, CAPTURE_SHAPE[:1]
+    if config.problem_type == "multi_label_classification" or (config.problem_type == "regression" and count > 1):
+        return torch.empty((*rows, count), device="meta")
+    return torch.empty(rows, dtype=torch.float32 if count == 1 else torch.long, device="meta")
