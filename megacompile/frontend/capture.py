@@ -194,8 +194,9 @@ def _same_logits_without_labels(
             returned = twin(**{k: torch.zeros(v.shape, dtype=v.dtype) for k, v in batch.items() if k not in labels})
         except Exception:  # whatever a model raises that needs its labels: it has no logits without them
             return False
-    shapes = [tuple(t.shape) for t in pytree.tree_leaves(returned) if isinstance(t, Tensor) and t.dim() >= 3]
-    return shapes == [(*CAPTURE_SHAPE, *captured[2:])]
+    leading = min(2, len(captured) - 1)  # dimensions of the batch: a classifier's logits have rows alone
+    shapes = [tuple(t.shape) for t in pytree.tree_leaves(returned) if isinstance(t, Tensor) and t.dim() > leading]
+    return shapes == [(*CAPTURE_SHAPE[:leading], *captured[leading:])]
 
 
 def _all_layers_call_attention(graph: ModelGraph) -> bool:

@@ -48,8 +48,8 @@ def normalise_loss(model: ModelGraph, loss: fx.Node) -> TargetCount | None:
     graph unchanged.
     """
     node = loss
-    while _is_linear_in_the_loss(node):
-        node = node.args[0]  # type: ignore[assignment]
+    while (scaled := _scaled(node)) is not None:
+        node = scaled
     if node.target is F.cross_entropy:
         return _normalise_mean(model, node)
     if node.target in _OF_ELEMENTS:
@@ -86,12 +86,17 @@ def _divided(model: ModelGraph, loss: fx.Node, total: fx.Node) -> None:
     model.graph.recompile()
 
 
-def _is_linear_in_the_loss(node: fx.Node) -> bool:
-    """A cast of a scalar, or its product with a number: sums over micro-batches go through it unchanged."""
+def _scaled(node: fx.Node) -> fx.Node | None:
+    """What a node casts, or multiplies with a number: sums over micro-batches go through it unchanged."""
     if node.op == "call_method" and node.target in ("to", "float"):
-        return True
-    scales = node.target in (operator.mul, operator.truediv, torch.mul, torch.div)
-    return scales and isinstance(node.args[0], fx.Node) and isinstance(node.args[1], (int, float))
+        return node.args[0]  # type: ignore[return-value]
+    if node.target not in (operator.mul, operator.truediv, torch.mul, torch.div) or len(node.all_input_nodes) != 1:
+        return None
+    (scaled,) = node.all_input_nodes
+    numbers = [a for a in node.args if a is not scaled]
+    divided = node.target in (operator.truediv, torch.div)
+    fits = len(numbers) == 1 and isinstance(numbers[0], int | float) and not (divided and node.args[0] is not scaled)
+    return scaled if fits else None
 
 
 def cross_entropy_arguments(node: fx.Node) -> dict[str, Any]:
