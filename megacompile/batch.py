@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 #: Arguments whose value changes nothing that a streamed model does, when they have one of these values.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "use_cache": (None, False, True), "return_dict": (None, True), "output_attentions": (None, False),
-    "output_hidden_states": (None, False), "past_key_values": (None,), "logits_to_keep": (0,), "cache_position": (None,),
+    "output_hidden_states": (None, False), "output_router_logits": (None, False), "past_key_values": (None,),
+    "logits_to_keep": (0,), "cache_position": (None,),
 }
 
 

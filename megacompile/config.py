@@ -45,6 +45,8 @@ class StreamConfig:
         weight_slots, gradient_slots, gradient_slabs: sizes of the pools.
         passes: the pipeline over programs, made from `megacompile.passes.PIPELINE` by `insert_after` and its like.
         template_passes: that over the graphs of templates, made from `TEMPLATE_PIPELINE`.
+        stall_timeout: seconds for which the lanes that a call waits for may all stand still, before it raises `StallError`
+            with what each is at; None: for ever. Half an hour is longer than any instruction takes, and shorter than a night.
         reference: run the reference interpreter (one thread, program order), for checking.
     """
 
@@ -68,6 +70,7 @@ class StreamConfig:
     gradient_slabs: int = 12
     passes: tuple[Any, ...] = PIPELINE
     template_passes: tuple[Any, ...] = TEMPLATE_PIPELINE
+    stall_timeout: float | None = 1800.0
     reference: bool = False
 
     def __post_init__(self) -> None:
@@ -89,6 +92,9 @@ class StreamConfig:
             elif names not in ("all", None) and not (
                     isinstance(names, tuple | list) and all(isinstance(name, str) for name in names)):
                 raise MegacompileError(f"{option} must be the names of tiles, or 'all', not {names!r}")
+        timeout = self.stall_timeout
+        if timeout is not None and (isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout > 0):
+            raise MegacompileError(f"stall_timeout must be a number of seconds above 0, or None, not {timeout!r}")
         if self.dtype not in (None, torch.float32, torch.bfloat16):
             raise MegacompileError(f"dtype must be torch.float32 or torch.bfloat16, not {self.dtype}")
         check_pipeline(self.passes)

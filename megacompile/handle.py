@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megacompile.adapters import AdapterStates
 from megacompile.batch import Arguments, read_arguments
 from megacompile.durations import Durations
 from megacompile.editing import editable_text, load
@@ -35,16 +36,18 @@ class Handle:
     def __init__(self, streamed: Streamed) -> None:
         self.streamed = streamed
         self.anchor = torch.zeros((), requires_grad=True)
+        self._adapters = AdapterStates(streamed.model)
 
     # ---------------------------------------------------------------- calls of the model
     def call(self, model: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         streamed = self.streamed
         given = self._arguments(model, forward, args, kwargs)
         rebuild = streamed.captured.output.rebuild
-        if not (torch.is_grad_enabled() and given.has_labels):
+        training = torch.is_grad_enabled() and streamed.tiling.trains
+        if not (training and given.has_labels):
             with torch.inference_mode(False), torch.no_grad():  # slots outlive the call: no inference tensors
                 loss, logits = streamed.evaluate(given.inputs, given.normaliser)
-            if torch.is_grad_enabled() and logits is not None:
+            if training and logits is not None:
                 logits = LogitsWithoutLoss.apply(self.anchor, logits)
             return rebuild(loss, logits)
         loss, lease = streamed.forward(given.inputs, given.normaliser)
@@ -60,6 +63,7 @@ class Handle:
                 raise UnsupportedError(f"autocast to {dtype} differs from the dtype that the model was streamed in: "
                                        f"leave autocast out, or stream(model, dtype={dtype})")
         refuse_hooks(model)
+        self._adapters.check()
         streamed.writes.check_model(model)
         return read_arguments(model, forward, streamed.forms, args, kwargs)
 
@@ -70,6 +74,9 @@ class Handle:
 
         Raises `MegacompileError` if gradients of earlier backwards wait for a step, `UnsupportedError` without labels."""
         streamed = self.streamed
+        if not streamed.tiling.trains:
+            raise UnsupportedError("no parameter of the model is trained, so that train_step has nothing to do: close() it, "
+                                   "set requires_grad where it should train, and stream() it again")
         given = self._arguments(streamed.model, original_class(streamed.model).forward.__get__(streamed.model), (), batch)
         if not given.has_labels:
             raise UnsupportedError(f"train_step needs labels ({', '.join(streamed.captured.labels)}): pass them in the batch")
@@ -100,7 +107,7 @@ class Handle:
         further = {k: v for k, v in given.items() if k not in known and k != "num_items_in_batch"}
         inputs |= further_arguments(type(streamed.model).__name__, streamed.captured, further, inputs,
                                     inspect.signature(original_class(streamed.model).forward).parameters)
-        shape = streamed.shape_of(inputs, training=training and set(known) <= inputs.keys())
+        shape = streamed.shape_of(inputs, training=training and streamed.tiling.trains and set(known) <= inputs.keys())
         if shape.training:
             shape = replace(shape, update=update or shape.update, whole_step=whole_step)
         return streamed.compiled(shape)
@@ -134,11 +141,13 @@ class Handle:
 
     @property
     def stats(self) -> dict[str, Any]:
-        """Counters, sizes in bytes and times in seconds. `compiled`: graphs that inductor compiled, `compiled_from_cache` that
-        an earlier process had; `compile_s`, what both took; `capture_s`, the model's capture and templates."""
+        """Counters, sizes in bytes and times in seconds. `skipped_steps`: those of `steps` whose gradients were not finite.
+        `compiled`: graphs that inductor compiled, `compiled_from_cache` that an earlier process had; `compile_s`, what both
+        took; `capture_s`, the model's capture and templates."""
         streamed = self.streamed
         return dict(
-            steps=streamed.steps, shapes=len(streamed.shapes), templates=len(streamed.captured.templates),
+            steps=streamed.steps, skipped_steps=len(streamed.skipped),
+            shapes=len(streamed.shapes), templates=len(streamed.captured.templates),
             compiled_variants=sum(len(served.binder.compiled) for served in streamed.forms),
             capture_s=sum(served.captured.seconds for served in streamed.forms),
             compiled=streamed.binder.inductor.compiled, compiled_from_cache=streamed.binder.inductor.from_cache,

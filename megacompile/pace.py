@@ -86,7 +86,8 @@ class Pace:
     def at_least(self, plan: Plan) -> float:
         """Seconds that a step's templates take by themselves."""
         captured = self.durations.captured
-        layers = captured.calls[1:-1]
+        layers = self.tiling.differentiated(captured.calls)
+        below = captured.calls[1:len(captured.calls) - 1 - len(layers)]  # what has no backward
         recomputed = len(layers) - min(plan.saved_layers, len(layers))
         total = 0.0
         for rows in plan.micro_batches:
@@ -95,6 +96,7 @@ class Pace:
                 return self.durations.seconds(template, variant, rows, plan.length, plan.token_chunk)
 
             total += seconds("prologue", "forward") + seconds("epilogue", "loss")
+            total += sum(seconds(call.template, "forward") for call in below)
             for position, call in enumerate(layers):
                 block_end = (position + 1) % plan.checkpoint_interval == 0 or position == recomputed - 1
                 if position >= recomputed:

@@ -9,8 +9,9 @@ import trl
 from torch import Tensor
 
 from megacompile import trainer
+from megacompile.adapters import add_adapter
 from megacompile.errors import UnsupportedError
-from megacompile.trainer_arguments import refuse_adapters
+from megacompile.trainer_arguments import check_model
 
 
 class SFTTrainer(trainer.Trainer, trl.SFTTrainer):
@@ -18,11 +19,16 @@ class SFTTrainer(trainer.Trainer, trl.SFTTrainer):
     tokens, which is what TRL computes from log-probabilities. `num_tokens` is logged; `entropy` and `mean_token_accuracy`, for
     which every token's logits would be needed, are not.
 
-    Raises `UnsupportedError` for other losses, router losses and adapters."""
+    With a `peft_config` the streamed model is closed, gets the adapter, and is streamed again as it was: `trainer.model` is
+    that.
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        refuse_adapters(kwargs.get("peft_config") is not None)  # before TRL changes the model
-        super().__init__(*args, **kwargs)
+    Raises `UnsupportedError` for other losses and router losses."""
+
+    def __init__(self, model: Any, *args: Any, peft_config: Any = None, **kwargs: Any) -> None:
+        if peft_config is not None:
+            check_model(model)
+            model = add_adapter(model, peft_config)
+        super().__init__(model, *args, **kwargs)
         # TRL has put a forward of its own on the model, which runs the backbone without its head.
         self.model.__dict__.pop("forward", None)
         if self.args.loss_type != "nll":

@@ -3,7 +3,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -16,8 +15,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from megacompile.errors import CaptureError, UnsupportedError
+from megacompile.frontend.adapters import forward_signature
 from megacompile.frontend.attention import implementation_for
 from megacompile.frontend.build import Renaming, build_template
+from megacompile.frontend.experts import refuse_router_losses
 from megacompile.frontend.layers import find_layers
 from megacompile.frontend.loss import normalise_loss
 from megacompile.frontend.model_graph import FIXED_SIZES_REMEDY, ModelGraph, capture_model_graph
@@ -109,6 +110,7 @@ def capture(
     started = time.perf_counter()
     target = target or CpuTarget()
     name = type(model).__name__
+    refuse_router_losses(model)
     stack = find_layers(model, layers)
     plain = fake_twin(model, FakeTensorMode())  # as it is now: `model` may be streamed when it is captured again
     graph, twin, batch = _trace(plain, layers, example, form)
@@ -166,7 +168,7 @@ def _trace(
         fakes = FakeTensorMode(shape_env=ShapeEnv())
         twin = fake_twin(model, fakes, attention, training=not form.evaluating)
         batch = fake_batch(model, dict(example) if example is not None else None, fakes, size, form.further)
-        options = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
+        options = {"use_cache": False} if "use_cache" in forward_signature(model).parameters else {}
         stack = find_layers(twin, layers)
         try:
             graph = capture_model_graph(twin, batch, stack, fakes, options)

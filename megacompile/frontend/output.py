@@ -39,10 +39,11 @@ class OutputStructure:
 def output_structure(model: ModelGraph, name: str) -> tuple[OutputStructure, list[int]]:
     """The structure, and which of the graph's results are the loss and, if the model returns them, the logits.
 
-    Raises `UnsupportedError` unless the model returns one scalar with a gradient and at most one other tensor, which
-    has batch and length in front.
+    Raises `UnsupportedError` unless the model returns one scalar, with a gradient if anything in the model has one, and at most
+    one other tensor, which has batch and length in front.
     """
     returned = model.returned
+    trained = any(getattr(n.meta["example_value"], "requires_grad", False) for n in model.sources)
     if isinstance(returned, Tensor):
         items: Sequence[tuple[Any, Any]] = [(0, returned)]
     elif isinstance(returned, (tuple, list)) and not hasattr(returned, "_fields"):
@@ -56,7 +57,7 @@ def output_structure(model: ModelGraph, name: str) -> tuple[OutputStructure, lis
     for key, value in items:
         role = ""
         if isinstance(value, Tensor):
-            scalar = value.dim() == 0 and value.requires_grad
+            scalar = value.dim() == 0 and value.is_floating_point() and value.requires_grad == trained
             rows = value.dim() >= 3 or (value.dim() == 2 and isinstance(value.shape[0], torch.SymInt))  # of a classifier
             role = "loss" if scalar else "logits" if rows and value.is_floating_point() else "other"
             if role in found or role == "other" or id(value) not in position:
@@ -69,6 +70,6 @@ def output_structure(model: ModelGraph, name: str) -> tuple[OutputStructure, lis
         fields.append((key, role))
     if "loss" not in found:
         raise UnsupportedError(
-            f"{name} returns no scalar loss that needs a gradient: return the loss when labels are given, and leave "
-            "some parameter requires_grad=True")
+            f"{name} returns no scalar loss that depends on what is trained: return the loss when labels are given, and "
+            "compute it with some parameter that has requires_grad=True")
     return OutputStructure(type(returned), tuple(fields)), [found[r] for r in ("loss", "logits") if r in found]
