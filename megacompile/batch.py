@@ -56,7 +56,7 @@ def read_arguments(model: nn.Module, forward: Callable[..., Any], forms: Forms, 
     items = None if "num_items_in_batch" in plain.batch_inputs else given.pop("num_items_in_batch", None)
     inputs = _inputs(name, plain, forms.first.types, given)
     others = {key: value for key, value in given.items() if key not in plain.batch_inputs and not _neutral(key, value)}
-    further = further_arguments(name, plain, others, inputs, inspect.signature(forward).parameters)
+    further = further_arguments(name, plain, others, inputs, forms.parameters)
     form = forms.form_of(tuple(sorted(further)), model.training)
     captured, types = forms.serve(form).captured, forms.serve(form).types
     inputs |= {key: _checked(name, key, value, types.get(key)) for key, value in further.items()}

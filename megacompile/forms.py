@@ -15,6 +15,7 @@ from megacompile.batch import batch_types
 from megacompile.binding import Binder
 from megacompile.config import StreamConfig
 from megacompile.errors import UnsupportedError
+from megacompile.frontend.adapters import forward_signature
 from megacompile.frontend.capture import CapturedModel
 from megacompile.frontend.template import TemplateInput
 from megacompile.hardware import Hardware
@@ -46,6 +47,7 @@ class Forms:
     def __init__(self, model: nn.Module, captured: CapturedModel, tiling: Tiling, config: StreamConfig, backend: Backend,
                  host_bytes: int) -> None:
         self.model, self.tiling = model, tiling
+        self.parameters = frozenset(forward_signature(model).parameters)  # of the model's forward, by name
         compiling = config.compile if config.compile is not None else backend.device.type == "cuda"
         budget = parse_bytes(config.device_memory) or int(backend.free_bytes() * 0.95)
         planner = Planner(captured, tiling, config, budget, parse_bytes(config.locked_memory), *margins(backend.device.type),

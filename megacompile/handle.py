@@ -1,7 +1,6 @@
 """The handle of a streamed model, `model.megacompile`."""
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -106,7 +105,7 @@ class Handle:
                                    f"{type(batch).__name__} without such")
         further = {k: v for k, v in given.items() if k not in known and k != "num_items_in_batch"}
         inputs |= further_arguments(type(streamed.model).__name__, streamed.captured, further, inputs,
-                                    inspect.signature(original_class(streamed.model).forward).parameters)
+                                    streamed.forms.parameters)
         shape = streamed.shape_of(inputs, training=training and streamed.tiling.trains and set(known) <= inputs.keys())
         if shape.training:
             shape = replace(shape, update=update or shape.update, whole_step=whole_step)

@@ -78,7 +78,7 @@ class ReadsOnTheHost(Layer):
 class Drops(Layer):
     def __init__(self) -> None:
         super().__init__()
-        self.drop = nn.Dropout(0.1)
+        self.drop = nn.Dropout(0.1, inplace=True)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.drop(self.linear(x))
@@ -115,8 +115,8 @@ STREAM_REFUSALS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], type[M
         with_layer(BranchesOnData), {}, CaptureError, "cannot be captured as one graph.*let no Python control flow depend on"),
     "a value read on the host": (
         with_layer(ReadsOnTheHost), {}, CaptureError, "keep it a tensor|let no Python control flow"),
-    "active dropout": (
-        with_layer(Drops), {}, UnsupportedError, r"drop .*draws random numbers.*set its dropout probability p to 0"),
+    "random numbers": (
+        with_layer(Drops), {}, UnsupportedError, r"drop .*draws random numbers.*use F.dropout"),
     "no loss": (Lossless, {}, UnsupportedError, "returns no scalar loss.*return the loss when labels are given"),
     "an argument without default": (NeedsMore, {}, CaptureError, "needs pixels: give it a default, or a tensor in example="),
     "half precision": (lambda: Model().half(), {}, UnsupportedError, "float16: megacompile trains float32 and bfloat16"),
