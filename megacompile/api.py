@@ -36,7 +36,8 @@ def stream(model: M, *, layers: str | None = None, example: Mapping[str, Tensor]
     Args:
         model: a causal language model of transformers, or any decoder `nn.Module` whose forward returns its loss.
         layers: qualified name of the `nn.ModuleList` of layers, where it is not found.
-        example: batch arguments, integer tensors [batch, length], where they are not `input_ids` and `labels`.
+        example: batch arguments, integer tensors [batch, length] or values for rows, [batch] or floats [batch, n], where they
+            are not `input_ids` and `labels`.
         options: the fields of `StreamConfig`.
 
     Raises, before anything of the model has changed: `CaptureError`, `UnsupportedError`, `InsufficientMemoryError`,

@@ -4,14 +4,18 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from megacompile.errors import UnsupportedError
 from megacompile.frontend.capture import CapturedModel
-from megacompile.frontend.template import TemplateInput
+from megacompile.frontend.template import LENGTH, TemplateInput
+from megacompile.packing import further_arguments
+
+if TYPE_CHECKING:
+    from megacompile.forms import Forms
 
 #: Arguments whose value changes nothing that a streamed model does, when they have one of these values.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -38,40 +42,26 @@ def batch_types(captured: CapturedModel) -> dict[str, TemplateInput]:
     return {source.name: x for source, x in described if source.kind == "batch"}
 
 
-def read_arguments(model: nn.Module, forward: Callable[..., Any], captured: CapturedModel,
-                   types: Mapping[str, TemplateInput], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Arguments:
-    """Raises `UnsupportedError` for an argument that cannot be honoured. Without all labels a forward gives
-    logits. `types` as `batch_types` gives them."""
-    name, labels = type(model).__name__, captured.labels
+def read_arguments(model: nn.Module, forward: Callable[..., Any], forms: Forms, args: tuple[Any, ...],
+                   kwargs: Mapping[str, Any]) -> Arguments:
+    """Raises `UnsupportedError` for an argument that cannot be honoured. Without all labels a forward gives logits."""
+    name, plain = type(model).__name__, forms.first.captured
     try:
         given = dict(inspect.signature(forward).bind(*args, **kwargs).arguments)
     except TypeError as error:
-        raise UnsupportedError(f"{name}: {error}; a streamed model takes {', '.join(captured.batch_inputs)}") from error
+        raise UnsupportedError(f"{name}: {error}; a streamed model takes {', '.join(plain.batch_inputs)}") from error
     for parameter in inspect.signature(forward).parameters.values():
         if parameter.kind is parameter.VAR_KEYWORD:
             given |= given.pop(parameter.name, {})
-    mask, items = (None if key in captured.batch_inputs else given.pop(key, None)
-                   for key in ("attention_mask", "num_items_in_batch"))
-    inputs: dict[str, Tensor] = {}
-    for key, value in given.items():
-        if key in captured.batch_inputs:
-            if value is not None:
-                inputs[key] = _checked(name, key, value, types.get(key))
-        elif not _neutral(key, value):
-            raise UnsupportedError(f"{name}: argument {key} cannot be honoured yet by a streamed model: leave it out "
-                                   f"(it takes {', '.join(captured.batch_inputs)})")
-    required = [key for key in captured.batch_inputs if key not in labels]
-    if missing := [key for key in required if key not in inputs]:
-        raise UnsupportedError(f"{name}: {', '.join(missing)} must be given to a streamed model")
-    shapes = {tuple(tensor.shape[:2]) for tensor in inputs.values()}
-    if len(shapes) > 1 or 0 in next(iter(shapes)):
-        raise UnsupportedError(f"{name}: batch arguments must share one [batch, length] of at least one token, "
-                               f"not {sorted(shapes)}")
-    has_labels = all(key in inputs for key in labels)
-    if not has_labels and any(key in inputs for key in labels):
-        raise UnsupportedError(f"{name}: the loss needs all of {', '.join(labels)}: give them all, or none for logits alone")
-    inputs = {key: inputs[key] for key in captured.batch_inputs if key in inputs and (has_labels or key not in labels)}
-    check_mask(name, mask, inputs, labels if has_labels else ())
+    items = None if "num_items_in_batch" in plain.batch_inputs else given.pop("num_items_in_batch", None)
+    inputs = _inputs(name, plain, forms.first.types, given)
+    others = {key: value for key, value in given.items() if key not in plain.batch_inputs and not _neutral(key, value)}
+    further = further_arguments(name, plain, others, inputs, forms.parameters)
+    form = forms.form_of(tuple(sorted(further)), model.training)
+    captured, types = forms.serve(form).captured, forms.serve(form).types
+    inputs |= {key: _checked(name, key, value, types.get(key)) for key, value in further.items()}
+    has_labels = all(key in inputs for key in captured.labels)
+    inputs = {key: inputs[key] for key in captured.batch_inputs if key in inputs and (has_labels or key not in captured.labels)}
     normaliser = None
     if items is not None and has_labels and not captured.has_normaliser:
         raise UnsupportedError(f"{name}: num_items_in_batch cannot be honoured, since the loss is no cross entropy over "
@@ -82,8 +72,40 @@ def read_arguments(model: nn.Module, forward: Callable[..., Any], captured: Capt
     return Arguments(inputs, normaliser, has_labels)
 
 
+def _inputs(name: str, captured: CapturedModel, types: Mapping[str, TemplateInput],
+            given: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The batch arguments of plain batches that are `given`. Raises `UnsupportedError` where some are missing or do not fit."""
+    labels = captured.labels
+    inputs = {key: _checked(name, key, value, types.get(key)) for key, value in given.items()
+              if key in captured.batch_inputs and value is not None}
+    if missing := [key for key in captured.batch_inputs if key not in labels and key not in inputs]:
+        raise UnsupportedError(f"{name}: {', '.join(missing)} must be given to a streamed model")
+    shapes = {tuple(tensor.shape[:2]) for key, tensor in inputs.items() if not _of_rows(types.get(key))}
+    rows = next(iter(shapes))[0]
+    if any(tensor.shape[0] != rows for tensor in inputs.values()):
+        raise UnsupportedError(f"{name}: batch arguments must share one batch size, not "
+                               f"{sorted({tensor.shape[0] for tensor in inputs.values()})}")
+    if len(shapes) > 1 or 0 in next(iter(shapes)):
+        raise UnsupportedError(f"{name}: batch arguments must share one [batch, length] of at least one token, "
+                               f"not {sorted(shapes)}")
+    if any(key in inputs for key in labels) and not all(key in inputs for key in labels):
+        raise UnsupportedError(f"{name}: the loss needs all of {', '.join(labels)}: give them all, or none for logits alone")
+    return inputs
+
+
+def _of_rows(expected: TemplateInput | None) -> bool:
+    """Whether a batch argument has values for rows and not for tokens."""
+    return expected is not None and (len(expected.shape) < 2 or expected.shape[1] != LENGTH)
+
+
 def _checked(name: str, key: str, value: Any, expected: TemplateInput | None) -> Tensor:
     """The value in the captured dtype, and contiguous as the captured one was: its strides are part of the graphs."""
+    if expected is not None and _of_rows(expected):
+        if isinstance(value, Tensor) and value.shape[1:] == expected.shape[1:] and value.dim():
+            return value.to(dtype=expected.dtype).contiguous()
+        what = f"of shape {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+        raise UnsupportedError(f"{name}: {key} must be a tensor [{', '.join(map(str, ('batch', *expected.shape[1:])))}], "
+                               f"not {what}")
     shape = expected.shape[2:] if expected is not None else ()
     dtype = expected.dtype if expected is not None else None
     if not isinstance(value, Tensor) or value.dim() < 2 or tuple(value.shape[2:]) != shape or value.is_floating_point():
@@ -99,27 +121,3 @@ def _neutral(key: str, value: Any) -> bool:
     if value is None:
         return True
     return any(value is v or (not isinstance(value, Tensor) and value == v) for v in _NEUTRAL.get(key, ()))
-
-
-def check_mask(name: str, mask: Tensor | None, inputs: Mapping[str, Tensor], labels: tuple[str, ...]) -> None:
-    """Padding on the right needs no mask where its labels are -100: no real token attends to it, and no loss counts it.
-
-    Raises `UnsupportedError` for every other mask."""
-    if mask is None:
-        return
-    first = next(iter(inputs.values()))
-    if not isinstance(mask, Tensor) or mask.shape != first.shape[:2]:
-        what = f"of shape {list(mask.shape)}" if isinstance(mask, Tensor) else f"that is a {type(mask).__name__}"
-        raise UnsupportedError(f"{name}: an attention_mask {what} cannot be honoured yet: pass a tensor of "
-                               f"{list(first.shape[:2])}, or none")
-    present = mask != 0
-    if bool(present.all()):
-        return
-    if bool((present[:, 1:] & ~present[:, :-1]).any()):
-        raise UnsupportedError(f"{name}: padding on the left or within a sequence cannot be honoured yet: pad on the right")
-    if not labels:
-        raise UnsupportedError(f"{name}: without labels, a padded batch cannot be honoured yet (logits of padding would "
-                               "differ): pass sequences of one length")
-    for key in labels:
-        if bool((inputs[key].masked_select(~present.to(inputs[key].device)) != -100).any()):
-            raise UnsupportedError(f"{name}: {key} of padding must be -100, so that the loss does not count it")

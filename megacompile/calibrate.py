@@ -19,7 +19,7 @@ from megacompile.api import make_backend
 from megacompile.frontend import attention_kernels
 from megacompile.hardware import Hardware, device_name
 from megacompile.program import Lane
-from megacompile.runtime import adam
+from megacompile.runtime import adam, control_groups
 from megacompile.runtime.lanes import Backend
 from megacompile.runtime.store import PAGE, available_host_bytes, host_memory
 
@@ -61,9 +61,9 @@ def measure(device: str | torch.device | None = None, scale: float = 1.0) -> Har
         name=device_name(backend.device)[1], cores=len(os.sched_getaffinity(0)), device_type=backend.device.type, source=source,
         gemm_flops=gemm, attention_efficiency=compute.attention(gemm), memory_bandwidth=compute.memory_bandwidth(),
         launch_s=compute.launch(), link={"h2d": alone[Lane.H2D], "d2h": alone[Lane.D2H]},
-        host_copy=_host_copy(SHORT_S * scale, host_bytes // 2), adam=alone[Lane.CPU], beside=beside, host_memory=_host_bytes(),
-        fused_attention=attention_kernels.fused_kernel(backend.device),
-        device_memory=torch.cuda.mem_get_info(backend.device)[1] if cuda else _host_bytes())
+        host_copy=_host_copy(SHORT_S * scale, host_bytes // 2), adam=alone[Lane.CPU], beside=beside,
+        host_memory=control_groups.host_bytes(), fused_attention=attention_kernels.fused_kernel(backend.device),
+        device_memory=torch.cuda.mem_get_info(backend.device)[1] if cuda else control_groups.host_bytes())
 
 
 def _rate(call: Callable[[], object], units: float, seconds: float, synchronize: Callable[[], None],
@@ -213,9 +213,5 @@ def _together(backend: Backend, activities: Mapping[Lane, _Activity], seconds: f
 def _host_copy(seconds: float, size: int) -> float:
     source, into = host_memory(size).fill_(1), host_memory(size).fill_(0)
     return _rate(lambda: adam.copy(into, source), size, seconds, lambda: None, in_flight=1)
-
-
-def _host_bytes() -> int:
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 

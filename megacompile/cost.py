@@ -45,15 +45,17 @@ def tensor_bytes(value: Any, size: Callable[[Any], int]) -> int:
 def _attention_workspace(node: fx.Node, size: Callable[[Any], int], device_type: str, backward: bool) -> int:
     """Explicit scores [B, H, T, T] in float32, as many as are alive at once; flash kernels hold none, but for what their
     backward on CUDA sums up in."""
-    *_, softcap, kernel = node.args
+    softcap, kernel = node.args[5 + 3 * backward:7 + 3 * backward]
     query, key = (argument.meta["val"] for argument in node.args[backward:backward + 2])  # type: ignore[union-attr]
     batch, heads, length, width = map(size, query.shape)
-    if kernel in ("flash", "cudnn") and backward:
+    if kernel in ("flash", "flash_packed", "cudnn") and backward:
         # The query's gradient grows in float32; keys' and values' have one head for each of the query's at first.
         grouped = 0 if size(key.shape[1]) == heads else 2 * tensor_bytes(query, size)
         columns = -(-width // 32) * 32 if width <= 192 else 256
         return batch * heads * (-(-length // 128) * 128) * 4 * (columns + 1) + grouped
-    if kernel not in ("math", "neutral"):
+    if kernel == "efficient":  # its bias
+        return batch * length * (length + 15) * query.element_size()
+    if kernel not in ("math", "neutral", "packed"):
         return 0
     half = query.element_size() if query.element_size() < 4 else 0
     scores = batch * heads * length**2 * (4 * ((6 if softcap else 5) if backward else 3) + half)

@@ -19,7 +19,7 @@ from tabulate import tabulate
 from megacompile.cache import CacheError, cache_directory
 from megacompile.hardware import Hardware, device_name
 from megacompile.runtime import native
-from megacompile.runtime.control_groups import cores, group_rooms
+from megacompile.runtime.control_groups import cores, group_rooms, host_bytes
 from megacompile.runtime.store import available_host_bytes
 from megacompile.sizes import format_bytes
 from megacompile.tiling import HOST_MARGIN_BYTES
@@ -108,7 +108,7 @@ def _openmp() -> Finding:
 
 def _host_memory() -> Iterator[Finding]:
     available = available_host_bytes()
-    found = f"{format_bytes(available)} of {format_bytes(_total_memory())} available"
+    found = f"{format_bytes(available)} of {format_bytes(host_bytes())} available"
     hint = f"room for about {available / 14 / 1e9:.3g} billion bf16 parameters"
     if available < HOST_MARGIN_BYTES:
         yield Finding("host memory", State.ABSENT, found, f"free memory: {format_bytes(HOST_MARGIN_BYTES)} is the least")
@@ -118,10 +118,6 @@ def _host_memory() -> Iterator[Finding]:
     if rooms and min(rooms) <= available:
         yield Finding("control group", State.SLOW, f"its limit leaves {format_bytes(max(0, min(rooms)))}",
                       "give the container more memory (docker --memory, the pod's limits)")
-
-
-def _total_memory() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _locked_memory() -> Finding:

@@ -129,7 +129,7 @@ def _computed(graph: fx.Graph) -> Counter[tuple[str, str, int]]:
 
 def _estimate(program: Program, shapes: Shapes, shape: Shape, plan: Plan) -> Estimate:
     """Of the plan, with the slots that the program has. Raises `InsufficientMemoryError` if the device does not hold it."""
-    planner = shapes.planner
+    planner = shapes.forms.serve(shape.form).planner
     slots = sum(slot.bytes for slot in program.slots.values()
                 if not {"staging", "slab"} & set(SLOT_KINDS.get(slot_family(slot.name), ())))
     planned = planner.estimate(plan, shape.length, shape.training)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from megacompile.adapters import AdapterStates
-from megacompile.batch import Arguments, batch_types, read_arguments
+from megacompile.batch import Arguments, read_arguments
 from megacompile.durations import Durations
 from megacompile.editing import editable_text, load
 from megacompile.errors import MegacompileError, UnsupportedError
@@ -19,6 +19,7 @@ from megacompile.hardware import Hardware
 from megacompile.lease import LogitsWithoutLoss, StreamedLoss, refuse_hooks
 from megacompile.optim import AdamW, disclaim
 from megacompile.pace import pace_of
+from megacompile.packing import further_arguments
 from megacompile.plan import Plan, Shape
 from megacompile.program import Op, Program
 from megacompile.recording import Recording
@@ -34,8 +35,6 @@ class Handle:
     def __init__(self, streamed: Streamed) -> None:
         self.streamed = streamed
         self.anchor = torch.zeros((), requires_grad=True)
-        captured = streamed.captured
-        self._types = batch_types(captured)
         self._adapters = AdapterStates(streamed.model)
 
     # ---------------------------------------------------------------- calls of the model
@@ -65,8 +64,7 @@ class Handle:
         refuse_hooks(model)
         self._adapters.check()
         streamed.writes.check_model(model)
-        streamed.captured.check_mode(model.training)
-        return read_arguments(model, forward, streamed.captured, self._types, args, kwargs)
+        return read_arguments(model, forward, streamed.forms, args, kwargs)
 
     def train_step(self, batch: Mapping[str, Any], optimizer: AdamW) -> Tensor:
         """One whole training step as one program: forward, backward and update of `batch`, which has its labels. The loss,
@@ -99,11 +97,15 @@ class Handle:
                 raise MegacompileError("nothing has been compiled yet: pass a batch, or run one")
             return streamed.shapes.latest
         known = streamed.captured.batch_inputs
-        inputs = {k: v for k, v in batch.items() if k in known} if isinstance(batch, Mapping) else {}
+        given = {k: v for k, v in batch.items() if isinstance(v, Tensor)} if isinstance(batch, Mapping) else {}
+        inputs = {k: v for k, v in given.items() if k in known}
         first = next(iter(inputs.values()), None)
         if not isinstance(first, Tensor) or first.dim() < 2:
             raise MegacompileError(f"a batch must map {', '.join(known)} to tensors [batch, length]: this is a "
                                    f"{type(batch).__name__} without such")
+        further = {k: v for k, v in given.items() if k not in known and k != "num_items_in_batch"}
+        inputs |= further_arguments(type(streamed.model).__name__, streamed.captured, further, inputs,
+                                    streamed.forms.parameters)
         shape = streamed.shape_of(inputs, training=training and streamed.tiling.trains and set(known) <= inputs.keys())
         if shape.training:
             shape = replace(shape, update=update or shape.update, whole_step=whole_step)
@@ -145,7 +147,8 @@ class Handle:
         return dict(
             steps=streamed.steps, skipped_steps=len(streamed.skipped),
             shapes=len(streamed.shapes), templates=len(streamed.captured.templates),
-            compiled_variants=len(streamed.binder.compiled), capture_s=streamed.captured.seconds,
+            compiled_variants=sum(len(served.binder.compiled) for served in streamed.forms),
+            capture_s=sum(served.captured.seconds for served in streamed.forms),
             compiled=streamed.binder.inductor.compiled, compiled_from_cache=streamed.binder.inductor.from_cache,
             compile_s=streamed.binder.inductor.seconds,
             host_bytes=sum(streamed.store.bytes().values()) + streamed.arena.slab_bytes() + streamed.checkpoints.bytes(),
@@ -165,7 +168,8 @@ class Handle:
         (as in `megacompile.schedule`). Ops that are `without` take no time. Raises `MegacompileError` for a machine of which
         nothing is known."""
         streamed, shape = self.streamed, self.compiled(batch)
-        durations = Durations(streamed.captured, streamed.tiling.layouts, self._hardware(hardware), streamed.binder.compiling)
+        captured = streamed.forms.serve(shape.shape.form).captured
+        durations = Durations(captured, streamed.tiling.layouts, self._hardware(hardware), streamed.binder.compiling)
         return durations.simulate(shape.program, shape.plan, without)
 
     def explain(self, batch: Mapping[str, Tensor] | None = None, hardware: str | Path | Hardware | None = None) -> str:
@@ -174,9 +178,10 @@ class Handle:
         streamed, shape = self.streamed, self.compiled(batch)
         if not shape.shape.training:
             raise MegacompileError("plans of training steps are explained, not those of evaluations: pass a batch with labels")
-        pace = pace_of(streamed.captured, streamed.tiling, self._hardware(hardware), streamed.binder.compiling,
+        served = streamed.forms.serve(shape.shape.form)
+        pace = pace_of(served.captured, streamed.tiling, self._hardware(hardware), streamed.binder.compiling,
                        streamed.planner.config.passes)
-        planner = replace(streamed.planner, pace=pace)
+        planner = replace(served.planner, pace=pace)
         return outlook(planner, shape.plan, planner.host_bytes, shape.shape.whole_step).text()
 
     def _hardware(self, hardware: str | Path | Hardware | None) -> Hardware:

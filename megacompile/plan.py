@@ -11,10 +11,24 @@ UPDATES = ("step", "arrival")
 
 
 @dataclass(frozen=True)
+class Form:
+    """Which graphs of a model a batch needs. `further`: the batch arguments beside those that every batch has, by name (a mask,
+    positions that start again within a row); `evaluating`: those of evaluation mode, if they are others than in training mode.
+    """
+
+    further: tuple[str, ...] = ()
+    evaluating: bool = False
+
+
+PLAIN = Form()
+
+
+@dataclass(frozen=True)
 class Shape:
     """What a program is compiled for: sequences, tokens a sequence, whether there are labels, whether it trains; and whether
     it must be `lean`, without the residuals that a plan keeps where memory is left. `update` is "step" or "arrival" (see
-    `Plan`); `whole_step` is one program for a step, otherwise there are sections of their own."""
+    `Plan`); `whole_step` is one program for a step, otherwise there are sections of their own. `further` and `evaluating` say
+    which of the model's captures serves it (`Form`)."""
 
     batch: int
     length: int
@@ -23,6 +37,12 @@ class Shape:
     lean: bool = False
     update: str = "step"
     whole_step: bool = False
+    further: tuple[str, ...] = ()
+    evaluating: bool = False
+
+    @property
+    def form(self) -> Form:
+        return Form(self.further, self.evaluating)
 
 
 @dataclass(frozen=True)

@@ -141,7 +141,7 @@ class SealedFolder:
         except OSError:
             alone = False
         for name, state in self._files():
-            if name not in seals:
+            if name not in seals or state is None:
                 foreign.append(name)
             elif self._seal(name) != seals[name]:
                 changed.append(name)
@@ -160,7 +160,7 @@ class SealedFolder:
     def seal(self) -> None:
         """Seals what was written since. What cannot be sealed will not be used."""
         try:
-            new = {name: state for name, state in self._files() if self._sealed.get(name) != state}
+            new = {name: state for name, state in self._files() if state is not None and self._sealed.get(name) != state}
             if not new:
                 return
             seals = {name: self._seal(name) for name in new}
@@ -189,8 +189,8 @@ class SealedFolder:
         except FileNotFoundError:  # a temporary file of somebody's
             return ""
 
-    def _files(self) -> Iterator[tuple[str, tuple[int, int]]]:
-        """Name below the folder, and size and time, of each file that is not empty; links, which are never sealed, go."""
+    def _files(self) -> Iterator[tuple[str, tuple[int, int] | None]]:
+        """Name below the folder, and size and time, of each file that is not empty; None of a link, which is never sealed."""
         for root, folders, files in os.walk(self.path):
             for each in (Path(root, name) for name in (*files, *folders)):
                 name = each.relative_to(self.path).as_posix()
@@ -199,7 +199,7 @@ class SealedFolder:
                 except FileNotFoundError:
                     continue
                 if stat.S_ISLNK(status.st_mode):
-                    each.unlink()
+                    yield name, None
                 elif stat.S_ISREG(status.st_mode) and status.st_size and name not in (_TABLE, _LOCK):
                     yield name, (status.st_size, status.st_mtime_ns)
 

@@ -22,7 +22,7 @@ class SFTTrainer(trainer.Trainer, trl.SFTTrainer):
     With a `peft_config` the streamed model is closed, gets the adapter, and is streamed again as it was: `trainer.model` is
     that.
 
-    Raises `UnsupportedError` for other losses, packing without padding, and router losses."""
+    Raises `UnsupportedError` for other losses and router losses."""
 
     def __init__(self, model: Any, *args: Any, peft_config: Any = None, **kwargs: Any) -> None:
         if peft_config is not None:
@@ -34,9 +34,6 @@ class SFTTrainer(trainer.Trainer, trl.SFTTrainer):
         if self.args.loss_type != "nll":
             raise UnsupportedError(f"loss_type={self.args.loss_type!r} needs gradients through log-probabilities, which a "
                                    "streamed model does not give yet: give loss_type='nll'")
-        if getattr(self.data_collator, "padding_free", False):
-            raise UnsupportedError("sequences without padding in one row (packing, padding_free) need masks that cannot be "
-                                   "honoured yet: give packing=False and padding_free=False, or packing_strategy='wrapped'")
         if self.aux_loss_enabled:
             raise UnsupportedError("the router's auxiliary loss was not captured with the model: give router_aux_loss_coef=0")
 

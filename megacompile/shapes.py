@@ -6,17 +6,14 @@ import weakref
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
-from megacompile.binding import Binder
 from megacompile.errors import UnsupportedError
-from megacompile.frontend.capture import CapturedModel
+from megacompile.forms import Forms
 from megacompile.lowering import model_program
 from megacompile.memory import Estimate
 from megacompile.passes.manager import Compiled, compile_program
 from megacompile.plan import Plan, Shape
-from megacompile.planner import Planner
 from megacompile.program import Program, Slot, places, slot_family
 from megacompile.runtime.kernels import Kernel
-from megacompile.tiling import Tiling
 from megacompile.verify import verify
 
 #: A generation brings a new length with every token: without a bound, its programs would never go away.
@@ -65,15 +62,15 @@ class Shapes:
     The default budget of device memory is what was free when the model was streamed; a plan within it leaves other models
     what they have planned. One that was given (`device_memory`) is the user's to divide."""
 
-    def __init__(self, captured: CapturedModel, tiling: Tiling, planner: Planner, binder: Binder,
-                 limit: int = MAX_SHAPES) -> None:
-        self.captured, self.tiling, self.planner, self.binder, self.limit = captured, tiling, planner, binder, limit
+    def __init__(self, forms: Forms, limit: int = MAX_SHAPES) -> None:
+        self.forms, self.tiling, self.limit = forms, forms.tiling, limit
+        self.captured, self.planner, self.binder = forms.first.captured, forms.first.planner, forms.first.binder
         self.table: dict[Shape, CompiledShape] = {}
         self.planned = self.slot_bytes = 0
-        if planner.config.device_memory is None:
-            others = (s for s in _live if s.binder.device == binder.device)
+        if self.planner.config.device_memory is None:
+            others = (s for s in _live if s.binder.device == self.binder.device)
             self._not_free = weakref.WeakKeyDictionary({s: s.slot_bytes for s in others})
-            planner.taken_bytes = self._planned_by_others
+            self.planner.taken_bytes = self._planned_by_others
         _live.add(self)
 
     def _planned_by_others(self) -> int:
@@ -122,26 +119,30 @@ class Shapes:
 
     def model_program(self, shape: Shape, plan: Plan) -> Program:
         """What a shape's passes begin with. Raises `UnsupportedError` if the model cannot be run so."""
-        if not shape.labels and not self.captured.same_logits_without_labels:
+        captured = self.forms.serve(shape.form).captured
+        if not shape.labels and not captured.same_logits_without_labels:
             raise UnsupportedError("without labels the model computes other logits than with them (the last position's, say), "
-                                   f"and only those with labels were captured: pass {', '.join(self.captured.labels)}")
+                                   f"and only those with labels were captured: pass {', '.join(captured.labels)}")
         for rows in set(plan.micro_batches):
-            self.captured.check_shape(rows, shape.length)
-        if len(plan.micro_batches) > 1 and shape.labels and not self.captured.has_normaliser:
+            captured.check_shape(rows, shape.length)
+        if len(plan.micro_batches) > 1 and shape.labels and not captured.has_normaliser:
             raise UnsupportedError(
                 "the model's loss is not a cross entropy over tokens, so that it cannot be split into micro-batches: "
                 f"give micro_batch_size={shape.batch} or smaller batches")
-        specs = self.tiling.call_specs(self.captured.calls, self.captured.templates, shape.length)
+        specs = self.tiling.call_specs(captured.calls, captured.templates, shape.length)
         return model_program(specs, self.tiling.tiles(), shape.batch, shape.labels, whole_step=shape.whole_step)
 
     def _compile(self, shape: Shape) -> CompiledShape:
-        plan = self.planner.choose(shape.batch, shape.length, shape.training, shape.update, shape.whole_step)
+        planner = self.forms.serve(shape.form).planner
+        planner.stateful = self.planner.stateful  # one device for all forms
+        plan = planner.choose(shape.batch, shape.length, shape.training, shape.update, shape.whole_step)
+        self.planner.stateful = planner.stateful
         if shape.lean:
             plan = replace(plan, saved_layers=self.planner.config.saved_layers or 0)
         model = self.model_program(shape, plan)
         compiled = compile_program(model, plan, self.planner.config.passes)
         verify(compiled.program, [s.program for s in self.table.values()])
-        estimate = self.planner.estimate(plan, shape.length, shape.training)
+        estimate = planner.estimate(plan, shape.length, shape.training)
         self._note(estimate)
         return CompiledShape(shape, plan, estimate, compiled)
 
@@ -154,5 +155,6 @@ class Shapes:
         for each in unused:
             del self.table[each.shape]
         used = {(size, s.plan.length) for s in self.table.values() for size in s.plan.micro_batches}
-        for key in [k for k in self.binder.compiled if k[2:4] not in used]:
-            del self.binder.compiled[key]
+        for served in self.forms:
+            for key in [k for k in served.binder.compiled if k[2:4] not in used]:
+                del served.binder.compiled[key]

@@ -12,16 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from megacompile.arrival import Arrival
-from megacompile.binding import Binder
 from megacompile.closing import give_back
 from megacompile.config import StreamConfig
+from megacompile.draws import draw
 from megacompile.errors import InsufficientMemoryError, LaneError, LeaseError, MegacompileError, TornError
 from megacompile.exhaustion import exhausted, explained
+from megacompile.forms import Forms
 from megacompile.frontend.capture import CapturedModel
-from megacompile.hardware import Hardware
 from megacompile.lease import Lease
-from megacompile.pace import pace_of
-from megacompile.planner import Planner, margins
 from megacompile.program import Lane
 from megacompile.residency import Residency
 from megacompile.runtime.arena import Arena
@@ -50,19 +48,14 @@ class Streamed:
         self.arena, self.checkpoints = Arena(backend), HostCheckpoints(backend)
         self.executor: Executor | ReferenceExecutor = (
             ReferenceExecutor(backend) if config.reference else Executor(backend, stall_timeout_s=config.stall_timeout))
-        compiling = config.compile if config.compile is not None else backend.device.type == "cuda"
-        self.binder = Binder(captured, tiling, backend.device, compiling)
         self.parameters = {n: p for n, p in model.named_parameters() if n in tiling.position}
         self.gradients = dict(named_gradients(store))
-        buffers = {s.name for call in captured.calls for s in call.sources if s.kind == "buffer"}
-        self.constants = Constants(model, buffers, backend.device)
+        self.constants = Constants(model, backend.device)
+        self.constants.add(captured.calls)
         self.writes = ForeignWrites(model, self.parameters, tiling, store)
-        budget = parse_bytes(config.device_memory) or int(backend.free_bytes() * 0.95)
-        self.planner = Planner(captured, tiling, config, budget, parse_bytes(config.locked_memory),
-                               *margins(backend.device.type), fused=compiling,
-                               host_bytes=store.room(parse_bytes(config.host_memory)))
-        self.planner.pace = pace_of(captured, tiling, Hardware.known(backend.device), compiling, config.passes)
-        self.shapes = Shapes(captured, tiling, self.planner, self.binder)
+        self.forms = Forms(model, captured, tiling, config, backend, store.room(parse_bytes(config.host_memory)))
+        self.planner, self.binder = self.forms.first.planner, self.forms.first.binder
+        self.shapes = Shapes(self.forms)
         self.leases: weakref.WeakSet[Lease] = weakref.WeakSet()
         self.trained: CompiledShape | None = None  # that of the last backward, whose program also updates
         self.running: CompiledShape | None = None  # that of the last section
@@ -114,7 +107,9 @@ class Streamed:
     def submit(self, shape: CompiledShape, section: str, batch: Batch, lease: Lease | None = None,
                update: Update | None = None) -> Any:
         if section not in shape.kernels:
-            shape.kernels[section] = self.binder.bind(shape.program, section, shape.plan, shape.shape.labels)
+            served = self.forms.serve(shape.shape.form)
+            self.constants.add(served.captured.calls)
+            shape.kernels[section] = served.binder.bind(shape.program, section, shape.plan, shape.shape.labels)
         self.running = shape
         held = (lease.values, lease.host) if lease is not None else ({}, {})
         frame = Frame(self.backend, self.store, self.arena, shape.kernels[section], batch, *held, update)
@@ -370,8 +365,10 @@ class Streamed:
     def shape_of(self, inputs: Mapping[str, Tensor], training: bool) -> Shape:
         """Of a batch in the user's loop, with the optimizer that it has now."""
         first = next(iter(inputs.values()))
-        labels = set(self.captured.batch_inputs) <= inputs.keys()
-        return Shape(first.shape[0], first.shape[1], labels, training, update=self.arrival.update_at if training else "step")
+        plain = self.captured.batch_inputs
+        form = self.forms.form_of(tuple(sorted(inputs.keys() - set(plain))), self.model.training)
+        return Shape(first.shape[0], first.shape[1], set(plain) <= inputs.keys(), training,
+                     update=self.arrival.update_at if training else "step", further=form.further, evaluating=form.evaluating)
 
     def _batch(self, shape: CompiledShape, inputs: Mapping[str, Tensor], normaliser: Tensor | None) -> Batch:
         """The border: the batch goes to the device here, outside the program (it is a few kilobytes a step)."""
@@ -380,10 +377,11 @@ class Streamed:
         moved = {name: tensor.to(device, copy=True) for name, tensor in inputs.items()}
         if normaliser is not None:
             normaliser = normaliser.to(device=device, dtype=torch.float32, copy=True)
-        self.backend.enter([*moved.values(), *([] if normaliser is None else [normaliser])])
+        random = draw(self.forms.serve(shape.shape.form).captured, shape.plan.micro_batches, device)
+        self.backend.enter([*moved.values(), *(t for t in (normaliser, random) if t is not None)])
         cuts = list(itertools.accumulate(shape.plan.micro_batches, initial=0))
         micro_batches = [{name: tensor[a:b] for name, tensor in moved.items()} for a, b in itertools.pairwise(cuts)]
-        return Batch(micro_batches, self.constants.on_device, normaliser)
+        return Batch(micro_batches, self.constants.on_device, normaliser, random)
 
     def close(self) -> None:
         """Gives everything back, and only then raises what an update in flight failed with (`LaneError`, `TornError`)."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from megacompile.errors import UnsupportedError
+from megacompile.frontend.template import Call
 from megacompile.runtime import adam as host
 from megacompile.runtime.store import HostTile, Store
 from megacompile.tiling import Tiling
@@ -108,11 +109,17 @@ class Constants:
 
     They are few and small (rotary frequencies), so one that was written or replaced is simply sent again."""
 
-    def __init__(self, model: nn.Module, names: Iterable[str], device: torch.device) -> None:
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
         self.model, self.device = model, device
         self.on_device: dict[str, Tensor] = {}
-        self.seen: dict[str, tuple[int, int]] = dict.fromkeys(names, (0, 0))
-        self.refresh()
+        self.seen: dict[str, tuple[int, int]] = {}
+
+    def add(self, calls: Iterable[Call]) -> None:
+        """The buffers that these calls read are known, and on the device, from now on."""
+        names = {s.name for call in calls for s in call.sources if s.kind == "buffer"} - self.seen.keys()
+        if names:
+            self.seen |= dict.fromkeys(names, (0, 0))
+            self.refresh()
 
     def stale(self) -> bool:
         """Whether any was written or replaced since it was sent."""

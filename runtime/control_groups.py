@@ -31,8 +31,19 @@ def _groups(controller: str, proc: Path, cgroups: Path) -> Iterator[tuple[int, P
 
 
 def group_rooms(proc: Path = _PROC, cgroups: Path = _GROUPS) -> Iterator[int]:
-    """Bytes that each limited group has left. Cached file pages give way, so they count as free. Above `memory.high` a group is
-    not killed but held up, which is no better for training: it counts as a limit."""
+    """Bytes that each limited group has left. Cached file pages give way, so they count as free."""
+    return (limit - used for limit, used in _memory(proc, cgroups))
+
+
+def host_bytes(proc: Path = _PROC, cgroups: Path = _GROUPS) -> int:
+    """Memory that this process could have if nobody else took any: the machine's, or what its groups may take."""
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min([physical, *(limit for limit, _ in _memory(proc, cgroups))])
+
+
+def _memory(proc: Path, cgroups: Path) -> Iterator[tuple[int, int]]:
+    """(limit, used) of each limit, in bytes. Above `memory.high` a group is not killed but held up, which is no better for
+    training: it counts as a limit."""
     for version, group in _groups("memory", proc, cgroups):
         limits, usage, cached = (("memory.max", "memory.high"), "memory.current", "inactive_file") if version == 2 else (
             ("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file")
@@ -47,7 +58,7 @@ def group_rooms(proc: Path = _PROC, cgroups: Path = _GROUPS) -> Iterator[int]:
             except OSError:
                 continue
             if most != "max":
-                yield int(most) - used + int(stat.get(cached, 0))
+                yield int(most), used - int(stat.get(cached, 0))
 
 
 @functools.cache

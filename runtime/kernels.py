@@ -23,7 +23,8 @@ class Activation:
 @dataclass(frozen=True)
 class Input:
     """Source of one positional input. `kind` "parameter": `position` in tile number `tile` of the call; "constant": a
-    buffer; "batch", "size" (dimension `position`), "carried" and "shared" (output `position`), "normaliser"."""
+    buffer; "batch", "size" (dimension `position`), "carried" and "shared" (output `position`), "normaliser", "random" (of call
+    number `position`)."""
 
     kind: str
     name: str = ""
@@ -60,6 +61,7 @@ class Batch:
     micro_batches: Sequence[Mapping[str, Tensor]]
     constants: Mapping[str, Tensor]
     normaliser: Tensor | None = None
+    random: Tensor | None = None  # by micro-batch and call, what dropout is drawn from
     scale: Tensor | None = None  # the gradient of the loss that the caller sent
     results: dict[str, list[Activation]] = field(default_factory=dict)
 
@@ -83,6 +85,9 @@ def bind(kernel: Kernel, batch: Batch, mb: int, weights: tuple[Weights, ...], in
                 values.append(batch.constants[source.name])
             case "normaliser":
                 values.append(batch.normaliser)
+            case "random":
+                assert batch.random is not None, "a batch without random numbers for a model that draws them"
+                values.append(batch.random[mb, source.position])
             case kind:
                 raise AssertionError(f"no such input: {kind}")
     return values

@@ -37,14 +37,15 @@ def join(documents: Iterable[list[int]], end: int) -> Tensor:
 def together(rows: Rows, length: int) -> Rows:
     """Conversations, none longer than `length`, in sequences of at most `length`: the longest first, each where the least room
     is left that is enough."""
-    members = _fitted(rows.lengths.tolist(), length)
+    lengths = rows.lengths.tolist()
+    members = _fitted(lengths, length)
     order = torch.tensor([row for each in members for row in each], dtype=torch.int64)
     sizes = rows.lengths[order]
     starts = sizes.cumsum(0) - sizes
     where = torch.arange(int(sizes.sum())) + (rows.spans[order, 0] - starts).repeat_interleave(sizes)
     begins = torch.zeros(where.numel(), dtype=torch.bool)
     begins[starts] = True
-    filled = torch.tensor([sum(int(rows.lengths[row]) for row in each) for each in members], dtype=torch.int64)
+    filled = torch.tensor([sum(lengths[row] for row in each) for each in members], dtype=torch.int64)
     ends = filled.cumsum(0)
     learnt = torch.ones_like(begins) if rows.learnt is None else rows.learnt[where]
     # The first token of a conversation would be predicted from the last one's end.

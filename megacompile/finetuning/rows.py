@@ -60,8 +60,8 @@ class Rows:
     def positions(self, index: int) -> Tensor:
         """int64, as `row`: each token's place in its conversation."""
         assert self.begins is not None, "a sequence is one conversation"
-        places = torch.arange(int(self.lengths[index]))
         begins = self.begins[slice(*self.spans[index].tolist())]
+        places = torch.arange(begins.numel())
         return places - places.where(begins, 0).cummax(0).values
 
     def select(self, which: Tensor) -> Rows:

@@ -44,7 +44,7 @@ def run(source: str, data: Sequence[str], settings: Settings, knobs: Knobs, cons
     check_sources(data, settings.format)
     outline = training.load_model(source, meta=True)
     training.check_length(outline.config, settings.length)
-    tokenizer = load_tokenizer(settings.tokenizer or source)
+    tokenizer = PretrainedTokenizer(settings.tokenizer) if settings.tokenizer else load_tokenizer(source)
     with console.status("reading the data"):
         found = read(data, tokenizer, settings.format, settings.length, settings.pack, outline.config.vocab_size, console.print)
     rows, held_out = split(found, settings.eval_share, settings.seed)

@@ -5,6 +5,8 @@ for the device that will run; "neutral" runs as "math". The kernels are in `atte
 """
 from __future__ import annotations
 
+import functools
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -13,8 +15,8 @@ from torch import Tensor, nn
 
 from megacompile.errors import UnsupportedError
 from megacompile.frontend import attention_kernels as kernels
+from megacompile.frontend import segmented_attention as segmented
 
-ATTENTION_NAME = "megacompile"  # in transformers' AttentionInterface and AttentionMaskInterface
 # Arguments of transformers' attention functions that change nothing here: caches and further outputs are off.
 _HARMLESS = {
     "position_ids", "cache_position", "use_cache", "past_key_values", "output_attentions", "output_hidden_states",
@@ -22,23 +24,29 @@ _HARMLESS = {
 }
 
 _ARGUMENTS = "Tensor query, Tensor key, Tensor value"
-_OPTIONS = "float scale, int window, float softcap, str kernel"
+_OPTIONS = "float scale, int window, float softcap, str kernel, Tensor? segments=None"
 
 
 def _attention(
-    query: Tensor, key: Tensor, value: Tensor, scale: float, window: int, softcap: float, kernel: str
+    query: Tensor, key: Tensor, value: Tensor, scale: float, window: int, softcap: float, kernel: str,
+    segments: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Causal attention with grouped queries.
 
     query [B, H, T, D]; key, value [B, Hkv, T, D], H a multiple of Hkv. `window`: how many positions, its own among
-    them, a query sees (0: all before it). `softcap`: scores become softcap * tanh(scores / softcap) (0: none).
+    them, a query sees (0: all before it). `softcap`: scores become softcap * tanh(scores / softcap) (0: none). `segments`,
+    int32 [B, T], says which sequence of its row each position belongs to: queries see their own alone. Keys below 0 are absent,
+    padding, and queries there see all that are present. A query that sees nothing gives zeros.
     Returns the output [B, H, T, D], in memory [B, T, H, D], and the logsumexp of the scores, float32 [B, H, T].
     """
+    if segments is not None:
+        return segmented.FORWARD[kernel](query, key, value, segments, scale, window, softcap)
     return kernels.FORWARD[kernel](query, key, value, scale, window, softcap)
 
 
 def _attention_fake(
-    query: Tensor, key: Tensor, value: Tensor, scale: float, window: int, softcap: float, kernel: str
+    query: Tensor, key: Tensor, value: Tensor, scale: float, window: int, softcap: float, kernel: str,
+    segments: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     batch, heads, length, width = query.shape
     out = query.new_empty(batch, length, heads, width).transpose(1, 2)
@@ -47,15 +55,17 @@ def _attention_fake(
 
 def _attention_backward(
     grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor,
-    scale: float, window: int, softcap: float, kernel: str,
+    scale: float, window: int, softcap: float, kernel: str, segments: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value, each in memory [B, T, heads, D]."""
+    if segments is not None:
+        return segmented.BACKWARD[kernel](grad_out, query, key, value, out, logsumexp, segments, scale, window, softcap)
     return kernels.BACKWARD[kernel](grad_out, query, key, value, out, logsumexp, scale, window, softcap)
 
 
 def _attention_backward_fake(
     grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor,
-    scale: float, window: int, softcap: float, kernel: str,
+    scale: float, window: int, softcap: float, kernel: str, segments: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     def like(x: Tensor) -> Tensor:
         batch, heads, length, width = x.shape
@@ -74,14 +84,15 @@ attention_backward.register_fake(_attention_backward_fake)
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.options = inputs[3:]
-    ctx.save_for_backward(*inputs[:3], *output)
+    ctx.options = inputs[3:7]
+    ctx.save_for_backward(*inputs[:3], *output, inputs[7])
     ctx.mark_non_differentiable(output[1])
 
 
 def _differentiate(ctx: Any, grad_out: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
-    gradients = torch.ops.megacompile.attention_backward(grad_out, *ctx.saved_tensors, *ctx.options)
-    return (*gradients, None, None, None, None)
+    *tensors, segments = ctx.saved_tensors
+    gradients = torch.ops.megacompile.attention_backward(grad_out, *tensors, *ctx.options, segments)
+    return (*gradients, None, None, None, None, None)
 
 
 attention.register_autograd(_differentiate, setup_context=_save_for_backward)
@@ -89,14 +100,20 @@ attention.register_autograd(_differentiate, setup_context=_save_for_backward)
 
 def transformers_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, dropout: float = 0.0,
-    scaling: float | None = None, sliding_window: int | None = None, softcap: float | None = None, **options: Any,
+    scaling: float | None = None, sliding_window: int | None = None, softcap: float | None = None, *, form: str = "causal",
+    **options: Any,
 ) -> tuple[Tensor, None]:
-    """For `AttentionInterface`: no mask crosses from the prologue into a layer.
+    """For `AttentionInterface`. `form`: a key of `FORMS`; "causal" takes no mask, the others the segments that
+    `transformers_mask` has made.
 
     Returns the output as [B, T, H, D], and no attention weights. Raises `UnsupportedError` for what the op cannot do.
     """
-    if attention_mask is not None:
-        raise UnsupportedError("an attention mask reached a captured layer: pass batches without attention_mask")
+    segments = attention_mask
+    if form == "padded_eager" and softcap:
+        raise UnsupportedError("capped scores have gradients of their own where a query sees nothing")
+    if (segments is None) != (form == "causal") or (segments is not None and (segments.dim(), segments.dtype) != _SEGMENTS):
+        raise UnsupportedError("an attention mask that is neither causal, nor padding or packing, reached a captured layer: "
+                               "pass batches without attention_mask")
     if dropout > 0:
         raise UnsupportedError(
             f"attention dropout {dropout} in {type(module).__name__} is not supported: set it to 0 in the config "
@@ -110,11 +127,33 @@ def transformers_attention(
     # No fused kernel takes values of another width than keys (latent attention has them): zeros change neither scores nor sums.
     values, width = value.shape[-1], max(query.shape[-1], value.shape[-1])
     query, key, value = (_widened(x, width) for x in (query, key, value))
+    window = int(sliding_window or 0)
     out, _ = torch.ops.megacompile.attention(
-        query, key, value, float(scale), int(sliding_window or 0), float(softcap or 0.0), "neutral")
+        query, key, value, float(scale), window, float(softcap or 0.0), "packed" if form == "packed" else "neutral", segments)
+    if form == "padded_eager":
+        assert segments is not None
+        heads = query.shape[1]
+        means = _means(query, kernels.expand_groups(key, heads), kernels.expand_groups(value, heads), scale)
+        out = torch.where(_blind(segments, window)[:, None, :, None], means, out)
     if values < width:
         out = out[..., :values]
     return out.transpose(1, 2).contiguous(), None
+
+
+def _blind(segments: Tensor, window: int) -> Tensor:
+    """Which queries see no key, before padding ends: bool [B, T]."""
+    seen = (segments >= 0).cumsum(1)
+    if window:
+        seen = seen - F.pad(seen, (window, 0))[:, :seen.shape[1]]
+    return seen == 0
+
+
+def _means(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    """What eager attention gives a query that sees nothing, [B, H, T, D]: all its scores are the same huge negative number, so
+    that every weight is 1 / T; but scores have their gradients, which the product that is added and taken away again brings."""
+    products = ((key - key.mean(2, keepdim=True)) * (scale / key.shape[2])).transpose(2, 3) @ value.detach()
+    scores = query @ products
+    return value.mean(2, keepdim=True) + (scores - scores.detach())
 
 
 def _widened(x: Tensor, width: int) -> Tensor:
@@ -123,25 +162,52 @@ def _widened(x: Tensor, width: int) -> Tensor:
 
 def transformers_mask(
     *_: Any, attention_mask: Tensor | None = None, local_size: int | None = None, use_vmap: bool = False, config: Any = None,
-    **__: Any,
-) -> None:
-    """For `AttentionMaskInterface`: there is no mask, the op knows causality and windows itself.
+    mask_function: Any = None, batch_size: int = 0, q_length: int = 0, device: Any = None, form: str = "causal", **__: Any,
+) -> Tensor | None:
+    """For `AttentionMaskInterface`: no mask, since the op knows causality and windows itself; or segments, int32 [B, T].
 
     transformers' own mask functions cannot look at data under tracing and always build bool [B, 1, T, T]; and an
     attention function *without* a mask function gets None too, and drops padding silently.
     Raises `UnsupportedError` for a mask that the op does not know: in chunks, or with a function of the model's own laid over
     it. The model is then captured with its own attention.
     """
-    if attention_mask is not None:
-        raise UnsupportedError("a padding mask reached a captured model: pass batches without attention_mask")
     # A window and a chunk both come as `local_size`; `use_vmap` is set where a model lays a function of its own over the mask.
     if use_vmap or (local_size is not None and local_size == getattr(config, "attention_chunk_size", None)):
         raise UnsupportedError("an attention mask that is neither causal nor a sliding window reached a captured model")
+    if (attention_mask is not None) != form.startswith("padded"):
+        raise UnsupportedError("a padding mask reached a captured model: pass batches without attention_mask")
+    if attention_mask is not None:
+        return torch.where(attention_mask.bool(), 0, -1).to(torch.int32)
+    if form == "causal":
+        return None
+    # Where a position does not see the one before it, a sequence begins: whatever rule transformers finds them by.
+    rows, positions = torch.arange(batch_size, device=device)[:, None], torch.arange(q_length, device=device)[None]
+    follows = mask_function(rows, 0, positions[:, 1:], positions[:, :-1])
+    return F.pad((~follows).cumsum(1), (1, 0)).to(torch.int32)
+
+
+#: (dimensions, dtype) of segments.
+_SEGMENTS = 2, torch.int32
+#: What rows hold -> the attention implementation that a model is captured with. A query that sees nothing, padding on the left,
+#: gives zeros in transformers' "sdpa", and the mean of all values in its "eager".
+FORMS = {"causal": "megacompile", "packed": "megacompile_packed", "padded": "megacompile_padded",
+         "padded_eager": "megacompile_padded_eager"}
+
+
+def implementation_for(further: Collection[str], own: str | None) -> str | None:
+    """The attention implementation for batches with `further` arguments, of a model whose `own` is "sdpa", "eager", ...; None
+    where the meaning of an argument is the model's to say."""
+    if not set(further) <= {"attention_mask", "position_ids"}:
+        return None
+    if "attention_mask" in further:  # then transformers looks for no sequences within a row
+        return FORMS["padded_eager" if own == "eager" else "padded"]
+    return FORMS["packed" if further else "causal"]
 
 
 def register_with_transformers() -> None:
-    """Make `set_attn_implementation("megacompile")` known to transformers. May be called again."""
+    """Make `set_attn_implementation` know the implementations of `FORMS`. May be called again."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    AttentionInterface.register(ATTENTION_NAME, transformers_attention)
-    AttentionMaskInterface.register(ATTENTION_NAME, transformers_mask)
+    for form, implementation in FORMS.items():
+        AttentionInterface.register(implementation, functools.partial(transformers_attention, form=form))
+        AttentionMaskInterface.register(implementation, functools.partial(transformers_mask, form=form))

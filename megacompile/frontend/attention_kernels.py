@@ -32,7 +32,14 @@ def sum_groups(x: Tensor, heads: int) -> Tensor:
 
 
 # ------------------------------------------------------------------ any device, windows and capped scores
-def _scores(query: Tensor, key: Tensor, scale: float, window: int, softcap: float) -> tuple[Tensor, Tensor]:
+def visible(segments: Tensor) -> Tensor:
+    """Which keys a query sees by their segments alone (see `attention`): bool [B, 1, T, T] of int32 [B, T]."""
+    queries, keys = segments[:, None, :, None], segments[:, None, None, :]
+    return (keys >= 0) & ((queries < 0) | (queries == keys))
+
+
+def scores_of(query: Tensor, key: Tensor, scale: float, window: int, softcap: float,
+              segments: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Masked scores in float32 [B, H, T, T] and, for the backward, their capped value before the mask."""
     scores = (query @ key.transpose(2, 3) * scale).float()
     if softcap:
@@ -42,6 +49,8 @@ def _scores(query: Tensor, key: Tensor, scale: float, window: int, softcap: floa
     hidden = distance < 0
     if window:
         hidden = hidden | (distance >= window)
+    if segments is not None:
+        hidden = hidden | ~visible(segments)
     return scores.masked_fill(hidden, float("-inf")), scores
 
 
@@ -49,7 +58,7 @@ def math_forward(
     query: Tensor, key: Tensor, value: Tensor, scale: float, window: int, softcap: float
 ) -> tuple[Tensor, Tensor]:
     heads = query.shape[1]
-    masked, _ = _scores(query, expand_groups(key, heads), scale, window, softcap)
+    masked, _ = scores_of(query, expand_groups(key, heads), scale, window, softcap)
     logsumexp = masked.logsumexp(-1)
     weights = masked.softmax(-1).to(query.dtype)
     return heads_inside(weights @ expand_groups(value, heads)), logsumexp
@@ -57,11 +66,11 @@ def math_forward(
 
 def math_backward(
     grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor,
-    scale: float, window: int, softcap: float,
+    scale: float, window: int, softcap: float, segments: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     heads, groups = query.shape[1], key.shape[1]
     keys, values = expand_groups(key, heads), expand_groups(value, heads)
-    masked, capped = _scores(query, keys, scale, window, softcap)
+    masked, capped = scores_of(query, keys, scale, window, softcap, segments)
     weights = torch.exp(masked - logsumexp[..., None])
     grad_value = weights.to(query.dtype).transpose(2, 3) @ grad_out
     # The softmax's backward needs sum(weights * grad_weights) over each row, which is grad_out . out.
@@ -108,7 +117,7 @@ def flash_forward(
     length = query.shape[2]
     out, logsumexp, *_ = aten._flash_attention_forward(
         query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), None, None, length, length, 0.0, True, False,
-        scale=scale, **_window(window))
+        scale=scale, **window_of(window))
     return heads_inside(out.transpose(1, 2)), logsumexp
 
 
@@ -121,12 +130,12 @@ def flash_backward(
     grad_query, grad_key, grad_value = aten._flash_attention_backward(
         grad_out.transpose(1, 2), query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2),
         out.transpose(1, 2), logsumexp, None, None, length, length, 0.0, True, no_dropout_state,
-        torch.empty(0, dtype=torch.uint64, device=query.device), scale=scale, **_window(window))
+        torch.empty(0, dtype=torch.uint64, device=query.device), scale=scale, **window_of(window))
     return (heads_inside(grad_query.transpose(1, 2)), heads_inside(grad_key.transpose(1, 2)),
             heads_inside(grad_value.transpose(1, 2)))
 
 
-def _window(window: int) -> dict[str, int]:
+def window_of(window: int) -> dict[str, int]:
     """A window of n positions is the query's own and n - 1 to its left."""
     return {"window_size_left": window - 1, "window_size_right": 0} if window else {}
 

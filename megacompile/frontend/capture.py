@@ -16,6 +16,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from megacompile.errors import CaptureError, UnsupportedError
 from megacompile.frontend.adapters import forward_signature
+from megacompile.frontend.attention import implementation_for
 from megacompile.frontend.build import Renaming, build_template
 from megacompile.frontend.experts import refuse_router_losses
 from megacompile.frontend.layers import find_layers
@@ -23,9 +24,11 @@ from megacompile.frontend.loss import normalise_loss
 from megacompile.frontend.model_graph import FIXED_SIZES_REMEDY, ModelGraph, capture_model_graph
 from megacompile.frontend.modes import operations
 from megacompile.frontend.output import OutputStructure, output_structure
+from megacompile.frontend.randomness import draw_functionally, number_draws
 from megacompile.frontend.split import split_at_layers, structural_key
 from megacompile.frontend.template import BATCH, LENGTH, Call, TargetLike, Template, TemplatePass
 from megacompile.frontend.twin import CAPTURE_SHAPE, fake_batch, fake_twin, is_transformers_model
+from megacompile.plan import PLAIN, Form
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +47,8 @@ class CapturedModel:
     `batch_inputs`: the batch arguments, in the positional order of the model's forward; `labels`: those that only the
     loss reads. `same_logits_without_labels`: a forward without them computes the logits that were captured with them.
     `layer_names`: qualified.
-    `holds(training, size)`: whether the graphs hold in a mode and at a size where they were not captured.
+    `holds(training, size)`: whether the graphs hold in a mode and at a size where they were not captured. `in_form(form)`: the
+    same model, captured for another form of batch; the first time takes as long as the first capture.
     `fused_attention`: every layer's attention is our op; else the model's own code, whose masks take B x T x T bytes.
     `fused_loss`: the epilogue's `loss` never holds the micro-batch's logits.
     `has_normaliser`: the loss is a sum over the "normaliser" input, so that micro-batches add up; then
@@ -61,7 +65,9 @@ class CapturedModel:
     same_logits_without_labels: bool
     layer_names: tuple[str, ...]
     fused_attention: bool
+    form: Form
     holds: Callable[[bool, tuple[int, int]], bool]
+    in_form: Callable[[Form], CapturedModel]
     fused_loss: bool
     has_normaliser: bool
     count_targets: Callable[[Mapping[str, Tensor]], Tensor] | None
@@ -73,18 +79,15 @@ class CapturedModel:
     def guards(self) -> list[str]:
         return [str(condition) for condition in self.conditions]
 
-    def check_mode(self, training: bool) -> None:
-        """Raise `UnsupportedError` if the model computes something else in this mode than in training mode. The first check
-        of evaluation mode traces the model once more."""
-        if not training and not self.holds(False, CAPTURE_SHAPE):
-            raise UnsupportedError("in evaluation mode the model performs other operations than in training mode, which was "
-                                   "captured: call model.train(), or let forward not depend on self.training")
+    def same_in_evaluation(self) -> bool:
+        """Whether the model computes the same in evaluation mode. The first time traces the model once more."""
+        return self.holds(False, CAPTURE_SHAPE)
 
     def check_shape(self, batch: int, length: int) -> None:
         """Raise `UnsupportedError` if the captured graphs do not hold at this batch size and length. The first check of a
         size of 1 traces the model once more."""
         size = tuple(1 if n == 1 else captured for n, captured in zip((batch, length), CAPTURE_SHAPE, strict=True))
-        if 1 in size and not self.holds(True, size):  # type: ignore[arg-type]
+        if 1 in size and not self.holds(not self.form.evaluating, size):  # type: ignore[arg-type]
             raise UnsupportedError(f"at {batch} x {length} the model performs other operations than at larger sizes, which "
                                    "were captured: remove the branch on a size of 1 from the model's forward, or avoid it")
         for condition in self.conditions:
@@ -96,9 +99,9 @@ class CapturedModel:
 
 def capture(
     model: nn.Module, *, layers: str | None = None, example: Mapping[str, Tensor] | None = None,
-    pipeline: Sequence[TemplatePass] = (), target: TargetLike | None = None,
+    pipeline: Sequence[TemplatePass] = (), target: TargetLike | None = None, form: Form = PLAIN,
 ) -> CapturedModel:
-    """Capture `model`, in training mode, once, on fakes: no weight is read or copied, and `meta` models work too.
+    """Capture `model` for batches of one `form`, once, on fakes: no weight is read or copied, and `meta` models work too.
 
     `layers` names the decoder stack (see `find_layers`); `example` gives the batch arguments where they are not
     `input_ids` and `labels`; `pipeline` and `target` are the template passes and what they lower to.
@@ -109,16 +112,21 @@ def capture(
     name = type(model).__name__
     refuse_router_losses(model)
     stack = find_layers(model, layers)
-    graph, twin, batch = _trace(model, layers, example)
+    plain = fake_twin(model, FakeTensorMode())  # as it is now: `model` may be streamed when it is captured again
+    graph, twin, batch = _trace(plain, layers, example, form)
     performed = operations(graph)
 
     def holds(training: bool, size: tuple[int, int]) -> bool:
-        # (The twin, since `model` may be streamed by then.)
-        return operations(_trace(twin, layers, example, training, size)[0]) == performed
+        return operations(_trace(plain, layers, example, Form(form.further, not training), size)[0]) == performed
+
+    def in_form(other: Form) -> CapturedModel:
+        with torch.inference_mode(False), torch.enable_grad():  # whatever the batch is computed under that needs it first
+            return capture(plain, layers=layers, example=example, pipeline=pipeline, target=target, form=other)
 
     batch_inputs = tuple(batch)
     structure, positions = output_structure(graph, name)
     count = normalise_loss(graph, graph.results[positions[0]])
+    draw_functionally(graph)
     sections = split_at_layers(graph, stack, [graph.results[p] for p in positions])
     renaming, conditions = _batch_symbols(graph, name)
 
@@ -126,24 +134,26 @@ def capture(
     names: dict[str, str] = {}  # structural key -> template
     calls = []
     for section in sections:
+        number_draws(section)
         key = structural_key(section)
         if key not in names:
             names[key] = section.name if section.name in ("prologue", "epilogue") else _next_layer_name(templates)
             templates[names[key]] = build_template(names[key], section, graph.fakes, renaming, target, pipeline)
         calls.append(Call(section.name, names[key], tuple(section.sources)))
     read_early = {s.name for call in calls[:-1] for s in call.sources if s.kind == "batch"}
-    labels = tuple(n for n in batch_inputs if n not in read_early)
+    labels = tuple(n for n in batch_inputs if n not in read_early and n not in form.further)
     return CapturedModel(
         calls=tuple(calls), templates=templates, batch_inputs=batch_inputs, labels=labels, layer_names=stack.names,
         same_logits_without_labels=_same_logits_without_labels(twin, graph, positions, batch, labels),
         fused_attention=_all_layers_call_attention(graph),
         fused_loss="linear_cross_entropy" in templates["epilogue"].stages["joint"],
-        holds=functools.cache(holds), has_normaliser=count is not None, count_targets=count, output=structure,
+        form=form, holds=functools.cache(holds), in_form=functools.cache(in_form), has_normaliser=count is not None,
+        count_targets=count, output=structure,
         conditions=conditions, seconds=time.perf_counter() - started)
 
 
 def _trace(
-    model: nn.Module, layers: str | None, example: Mapping[str, Tensor] | None, training: bool = True,
+    model: nn.Module, layers: str | None, example: Mapping[str, Tensor] | None, form: Form,
     size: tuple[int, int] = CAPTURE_SHAPE,
 ) -> tuple[ModelGraph, nn.Module, dict[str, Tensor]]:
     """The model's graph, its fake twin and the fake batch; with our attention if its layers call it, else with their own.
@@ -151,19 +161,22 @@ def _trace(
     A transformers model that asks for a mask but has attention code of its own would get none, and silently see the
     future: such a model is captured again with the attention implementation it came with.
     """
-    for own_attention in (True, False) if is_transformers_model(model) else (False,):
+    ours = None
+    if is_transformers_model(model):
+        ours = implementation_for(form.further, model.config._attn_implementation)  # type: ignore[union-attr, arg-type]
+    for attention in dict.fromkeys((ours, None)):
         fakes = FakeTensorMode(shape_env=ShapeEnv())
-        twin = fake_twin(model, fakes, own_attention, training)
-        batch = fake_batch(model, dict(example) if example is not None else None, fakes, size)
+        twin = fake_twin(model, fakes, attention, training=not form.evaluating)
+        batch = fake_batch(model, dict(example) if example is not None else None, fakes, size, form.further)
         options = {"use_cache": False} if "use_cache" in forward_signature(model).parameters else {}
         stack = find_layers(twin, layers)
         try:
             graph = capture_model_graph(twin, batch, stack, fakes, options)
         except (UnsupportedError, CaptureError):
-            if own_attention:  # sinks, biases, a mask that layers index: what our op lacks, the model's own has
+            if attention is not None:  # sinks, biases, a mask that layers index: what our op lacks, the model's own has
                 continue
             raise
-        if not own_attention or _all_layers_call_attention(graph):
+        if attention is None or _all_layers_call_attention(graph):
             return graph, twin, batch
     raise AssertionError("the last trace is always returned")
 
@@ -183,8 +196,9 @@ def _same_logits_without_labels(
             returned = twin(**{k: torch.zeros(v.shape, dtype=v.dtype) for k, v in batch.items() if k not in labels})
         except Exception:  # whatever a model raises that needs its labels: it has no logits without them
             return False
-    shapes = [tuple(t.shape) for t in pytree.tree_leaves(returned) if isinstance(t, Tensor) and t.dim() >= 3]
-    return shapes == [(*CAPTURE_SHAPE, *captured[2:])]
+    leading = min(2, len(captured) - 1)  # dimensions of the batch: a classifier's logits have rows alone
+    shapes = [tuple(t.shape) for t in pytree.tree_leaves(returned) if isinstance(t, Tensor) and t.dim() > leading]
+    return shapes == [(*CAPTURE_SHAPE[:leading], *captured[leading:])]
 
 
 def _all_layers_call_attention(graph: ModelGraph) -> bool:
@@ -198,7 +212,8 @@ def _batch_symbols(graph: ModelGraph, name: str) -> tuple[Renaming, tuple[Any, .
 
     Raises `CaptureError` if a dimension was silently specialised to the captured size.
     """
-    example = next(n.meta["example_value"] for n, s in graph.sources.items() if s.kind == "batch")
+    examples = (n.meta["example_value"] for n, s in graph.sources.items() if s.kind == "batch")
+    example = next(value for value in examples if value.dim() >= 2 and not value.is_floating_point())
     env = graph.shape_env
     found = []
     for dimension in (0, 1):

@@ -22,6 +22,8 @@ from megacompile.frontend.split import Section, extract
 from megacompile.frontend.template import Source
 
 NORMALISER = Source("normaliser")
+_OF_ELEMENTS = frozenset({F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy,
+                          F.binary_cross_entropy_with_logits})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,25 +43,60 @@ class TargetCount:
 def normalise_loss(model: ModelGraph, loss: fx.Node) -> TargetCount | None:
     """Rewrite `model` so that `loss` is a cross entropy's sum over the normaliser, a new last placeholder.
 
-    Recognised: a mean over target tokens, and a sum divided by something computed from the batch alone; both may be
-    cast, and multiplied or divided by numbers, afterwards. Returns how to count, or None, with the graph unchanged.
+    Recognised: a mean over target tokens or over elements of targets, and a sum divided by something computed from the
+    batch alone; all may be cast, and multiplied or divided by numbers, afterwards. Returns how to count, or None, with the
+    graph unchanged.
     """
     node = loss
-    while _is_linear_in_the_loss(node):
-        node = node.args[0]  # type: ignore[assignment]
+    while (scaled := _scaled(node)) is not None:
+        node = scaled
     if node.target is F.cross_entropy:
         return _normalise_mean(model, node)
+    if node.target in _OF_ELEMENTS:
+        return _normalise_elements(model, node)
     if node.target in (operator.truediv, torch.div) and isinstance(node.args[1], fx.Node):
         return _normalise_sum(model, *node.args)  # type: ignore[arg-type]
     return None
 
 
-def _is_linear_in_the_loss(node: fx.Node) -> bool:
-    """A cast of a scalar, or its product with a number: sums over micro-batches go through it unchanged."""
+def _normalise_elements(model: ModelGraph, node: fx.Node) -> TargetCount | None:
+    """A mean over the elements of targets, as many in every row: mse_loss and the like."""
+    bound = inspect.signature(node.target).bind(*node.args, **node.kwargs)  # type: ignore[arg-type]
+    bound.apply_defaults()
+    given = bound.arguments
+    alike = given["input"].meta["example_value"].shape == given["target"].meta["example_value"].shape
+    if given["reduction"] != "mean" or not alike or any(given[key] is not None for key in ("size_average", "reduce", "weight")
+                                                       if key in given):
+        return None
+    count = _count(model, given["target"], lambda g, t: g.call_method("numel", (t,)))
+    if count is None:
+        return None
+    node.args, node.kwargs = (), {**given, "reduction": "sum"}
+    _divided(model, node, node)
+    return count
+
+
+def _divided(model: ModelGraph, loss: fx.Node, total: fx.Node) -> None:
+    """Lets whoever reads `loss` read `total` over the normaliser."""
+    normaliser = _normaliser(model)
+    with model.graph.graph.inserting_after(total):
+        mean = model.graph.graph.call_function(operator.truediv, (total, normaliser))
+        mean.meta = dict(loss.meta)
+    loss.replace_all_uses_with(mean, delete_user_cb=lambda user: user is not mean)
+    model.graph.recompile()
+
+
+def _scaled(node: fx.Node) -> fx.Node | None:
+    """What a node casts, or multiplies with a number: sums over micro-batches go through it unchanged."""
     if node.op == "call_method" and node.target in ("to", "float"):
-        return True
-    scales = node.target in (operator.mul, operator.truediv, torch.mul, torch.div)
-    return scales and isinstance(node.args[0], fx.Node) and isinstance(node.args[1], (int, float))
+        return node.args[0]  # type: ignore[return-value]
+    if node.target not in (operator.mul, operator.truediv, torch.mul, torch.div) or len(node.all_input_nodes) != 1:
+        return None
+    (scaled,) = node.all_input_nodes
+    numbers = [a for a in node.args if a is not scaled]
+    divided = node.target in (operator.truediv, torch.div)
+    fits = len(numbers) == 1 and isinstance(numbers[0], int | float) and not (divided and node.args[0] is not scaled)
+    return scaled if fits else None
 
 
 def cross_entropy_arguments(node: fx.Node) -> dict[str, Any]:
@@ -84,16 +121,12 @@ def _normalise_mean(model: ModelGraph, node: fx.Node) -> TargetCount | None:
         torch.sum, (g.call_function(operator.ne, (t, arguments["ignore_index"])),)))
     if count is None:
         return None
-    normaliser = _normaliser(model)
     with graph.inserting_after(node):
         total = graph.call_function(F.cross_entropy, (arguments["input"], target), {
             "ignore_index": arguments["ignore_index"], "reduction": "sum",
             "label_smoothing": arguments["label_smoothing"]})
         total.meta = dict(node.meta)
-    with graph.inserting_after(total):
-        mean = graph.call_function(operator.truediv, (total, normaliser))
-        mean.meta = dict(node.meta)
-    node.replace_all_uses_with(mean)
+    _divided(model, node, total)
     graph.erase_node(node)
     model.graph.recompile()
     return count

@@ -21,6 +21,7 @@ from megacompile.errors import CaptureError, MegacompileError, UnsupportedError
 from megacompile.frontend.adapters import traceable_adapters
 from megacompile.frontend.layers import LayerStack, layers_as_regions
 from megacompile.frontend.template import Source
+from megacompile.frontend.twin import of_rows
 
 FIXED_SIZES_REMEDY = "compute with the sizes of the inputs, not with constants"
 
@@ -54,20 +55,22 @@ class ModelGraph:
 def capture_model_graph(
     model: nn.Module, batch: Mapping[str, Tensor], stack: LayerStack, fakes: FakeTensorMode, options: dict[str, Any]
 ) -> ModelGraph:
-    """Trace `model(**batch, **options)` with dimensions 0 and 1 of every batch input dynamic and equal among inputs.
+    """Trace `model(**batch, **options)` with the batch size, and the length where a batch input has it, dynamic and equal among
+    inputs.
 
     Raises `CaptureError` with Dynamo's reason and the line of the model that caused it.
     """
     names, tensors = tuple(batch), tuple(batch.values())
-    for tensor in tensors:
-        for dimension in (0, 1):
+    dimensions = [(0,) if of_rows(tensor, tensors[0].shape) else (0, 1) for tensor in tensors]
+    for tensor, dynamic in zip(tensors, dimensions, strict=True):
+        for dimension in dynamic:
             if tensor.shape[dimension] > 1:  # a size of 1 is a constant to Dynamo, whatever it is told
                 torch._dynamo.mark_dynamic(tensor, dimension)
 
     def step(*inputs: Tensor) -> Any:
-        for other in inputs[1:]:  # each marked dimension has a symbol of its own: say that they are equal
-            torch._check(other.shape[0] == inputs[0].shape[0])
-            torch._check(other.shape[1] == inputs[0].shape[1])
+        for other, dynamic in zip(inputs, dimensions, strict=True):
+            for dimension in dynamic:  # each marked one has a symbol of its own: say that they are equal
+                torch._check(other.shape[dimension] == inputs[0].shape[dimension])
         return model(**dict(zip(names, inputs, strict=True)), **options)
 
     torch._dynamo.reset()
@@ -87,9 +90,20 @@ def capture_model_graph(
         results = graph.graph.output_node().args[0]
         returned = graph._dynamo_bytecode_unflatten(  # type: ignore[operator]
             tuple(n.meta["example_value"] if isinstance(n, fx.Node) else n for n in results), tensors)  # type: ignore[union-attr]
+    for module in (graph, *(m for m in graph.modules() if isinstance(m, fx.GraphModule))):
+        _name_squeezed(module)
     sources = _sources(model, graph, flat, dict(batch))
     traced: Any = next(n.meta["example_value"] for n in sources if isinstance(n.meta["example_value"], Tensor))
     return ModelGraph(graph, sources, returned, traced.fake_mode)
+
+
+def _name_squeezed(module: fx.GraphModule) -> None:
+    """Lets every `squeeze()` name the dimensions that it takes away: a micro-batch of one row keeps its rows."""
+    for node in module.graph.nodes:
+        if node.target in ("squeeze", torch.squeeze) and len(node.args) == 1 and not node.kwargs:
+            shape = node.args[0].meta["example_value"].shape
+            node.args = (node.args[0], tuple(dim for dim, size in enumerate(shape) if isinstance(size, int) and size == 1))
+    module.recompile()
 
 
 def _sources(

@@ -5,6 +5,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
 from megacompile.errors import UnsupportedError
@@ -57,7 +58,8 @@ def output_structure(model: ModelGraph, name: str) -> tuple[OutputStructure, lis
         role = ""
         if isinstance(value, Tensor):
             scalar = value.dim() == 0 and value.is_floating_point() and value.requires_grad == trained
-            role = "loss" if scalar else "logits" if value.dim() >= 3 and value.is_floating_point() else "other"
+            rows = value.dim() >= 3 or (value.dim() == 2 and isinstance(value.shape[0], torch.SymInt))  # of a classifier
+            role = "loss" if scalar else "logits" if rows and value.is_floating_point() else "other"
             if role in found or role == "other" or id(value) not in position:
                 raise UnsupportedError(
                     f"{name} returns {key} of shape {list(value.shape)} besides a scalar loss and [batch, length, "

@@ -20,8 +20,8 @@ def refuse_ops(joint: fx.GraphModule, section: Section) -> None:
         if _draws(node):
             module, line = _culprit(section, lambda name: any(part in name for part in _RANDOM))
             raise UnsupportedError(
-                f"{module} draws random numbers ({node.target}), which streaming does not support: set its dropout "
-                f"probability p to 0 (transformers: attention_dropout, resid_pdrop and the like in the config){line}")
+                f"{module} draws random numbers ({node.target}) by other means than dropout that leaves its input as it is, "
+                f"which streaming does not support: use F.dropout, or set what it scales by to 0{line}")
         if node.target is torch.ops.aten._local_scalar_dense.default:
             module, line = _culprit(section, lambda name: name in ("item", "tolist"))
             raise CaptureError(

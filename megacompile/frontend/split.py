@@ -62,10 +62,11 @@ def split_at_layers(model: ModelGraph, stack: LayerStack, results: Sequence[fx.N
         travelling = [n for n in last_read if made_by[n] <= stage < last_read[n] and (n not in shared or n in carried)]
         return sorted(travelling, key=lambda n: (made_by[n] != stage, order[n]))
 
-    def source_of(reader: str, previous: Sequence[fx.Node]) -> Callable[[fx.Node], Source]:
+    def source_of(reader: str, previous: Sequence[fx.Node], stage: int) -> Callable[[fx.Node], Source]:
         def source(node: fx.Node) -> Source:
             if node in model.sources:
-                return model.sources[node]
+                found = model.sources[node]
+                return Source("random", index=stage) if found.kind == "random" else found
             if node in previous:
                 return Source("carried", index=previous.index(node))
             assert node in shared, f"{reader} reads {node.name}, which nothing hands on to it"
@@ -73,16 +74,16 @@ def split_at_layers(model: ModelGraph, stack: LayerStack, results: Sequence[fx.N
         return source
 
     order = {node: position for position, node in enumerate(body)}
-    sections = [extract("prologue", model, members[0], shared, source_of("the prologue", []), carried)]
+    sections = [extract("prologue", model, members[0], shared, source_of("the prologue", [], 0), carried)]
     previous: list[fx.Node] = list(carried)
     for stage, (call, name) in enumerate(zip(calls, stack.names, strict=True), 1):
         outputs = handed_on(stage)
         sections.append(_layer_section(name, model, call, members[stage], previous, outputs,
-                                       source_of(name, previous)))
+                                       source_of(name, previous, stage)))
         if not any(s.kind == "carried" for s in sections[-1].sources) and previous:
             raise CaptureError(f"{name} does not read the output of the call before it: the layers must form a chain")
         previous = outputs
-    sections.append(extract("epilogue", model, members[last], results, source_of("the epilogue", previous), []))
+    sections.append(extract("epilogue", model, members[last], results, source_of("the epilogue", previous, last), []))
     return sections
 
 
@@ -252,7 +253,7 @@ def structural_key(section: Section) -> str:
             if isinstance(value, Tensor):
                 described = tuple(value.shape), value.stride(), value.dtype, value.requires_grad
             # Which output of an earlier call feeds it is the call's business.
-            which = "" if source.kind in ("carried", "shared") else f"{role.name} {role.index}"
+            which = "" if source.kind in ("carried", "shared", "random") else f"{role.name} {role.index}"
             lines.append(f"{role.kind} {which} {described}")
         elif node.op == "get_attr":
             nested = getattr(section.graph, str(node.target))

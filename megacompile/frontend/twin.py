@@ -6,6 +6,7 @@ on the CPU: fakes on "cuda" need a GPU, and a plan for a GPU must be possible wi
 from __future__ import annotations
 
 import copy
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megacompile.errors import CaptureError
 from megacompile.frontend.adapters import forward_signature
-from megacompile.frontend.attention import ATTENTION_NAME, register_with_transformers
+from megacompile.frontend.attention import register_with_transformers
 
 CAPTURE_SHAPE = (3, 17)  # batch, length. 0 and 1 would be specialised, and equal sizes could share one symbol.
 
@@ -24,10 +25,10 @@ def is_transformers_model(model: nn.Module) -> bool:
     return hasattr(model, "set_attn_implementation") and hasattr(model, "config")
 
 
-def fake_twin(model: nn.Module, fakes: FakeTensorMode, own_attention: bool, training: bool = True) -> nn.Module:
+def fake_twin(model: nn.Module, fakes: FakeTensorMode, attention: str | None = None, training: bool = True) -> nn.Module:
     """A copy of `model` in training mode (or not) with fake parameters and buffers of the same shapes, strides and dtypes.
 
-    With `own_attention` a transformers model is switched to our attention function. Ties between parameters survive.
+    A transformers model is switched to the `attention` implementation, one of ours. Ties between parameters survive.
     """
     memo: dict[int, object] = {}
     with fakes:
@@ -49,9 +50,9 @@ def fake_twin(model: nn.Module, fakes: FakeTensorMode, own_attention: bool, trai
         for module in twin.modules():
             if getattr(module, "gradient_checkpointing", False):
                 module.gradient_checkpointing = False  # recomputation is the plan's choice
-        if own_attention:
+        if attention is not None:
             register_with_transformers()
-            twin.set_attn_implementation(ATTENTION_NAME)  # type: ignore[operator]
+            twin.set_attn_implementation(attention)  # type: ignore[operator]
     return twin
 
 
@@ -61,13 +62,13 @@ def _fake_like(tensor: torch.Tensor) -> torch.Tensor:
 
 def fake_batch(
     model: nn.Module, example: dict[str, torch.Tensor] | None, fakes: FakeTensorMode,
-    size: tuple[int, int] = CAPTURE_SHAPE,
+    size: tuple[int, int] = CAPTURE_SHAPE, further: Collection[str] = (),
 ) -> dict[str, torch.Tensor]:
     """Fake batch inputs of [batch, length] `size`, in the positional order of the model's `forward`.
 
-    `example` gives their names and dtypes; without it, int64 `input_ids` and `labels`.
-    Raises `CaptureError` if the model's forward does not take them, needs more, or an input is no [batch, length, ...]
-    integer tensor of the same shape as the first.
+    `example` gives their names and dtypes; without it, int64 `input_ids` and `labels`. `further` ones beside it are int64.
+    Raises `CaptureError` if the model's forward does not take them, needs more, or an input is neither a [batch, length, ...]
+    integer tensor of the same shape as the first, nor one value a row ([batch], or floats [batch, ...]).
     """
     parameters = forward_signature(model).parameters
     name = type(model).__name__
@@ -77,7 +78,9 @@ def fake_batch(
                 f"{name}.forward has no parameters input_ids and labels: give the batch it is trained on with "
                 "example={name: integer tensor of [batch, length], ...}, labels included"
             )
-        example = {key: torch.empty(CAPTURE_SHAPE, dtype=torch.long, device="meta") for key in ("input_ids", "labels")}
+        example = {"input_ids": torch.empty(CAPTURE_SHAPE, dtype=torch.long, device="meta"), "labels": _labels(model)}
+    example = example | {key: torch.empty(next(iter(example.values())).shape[:2], dtype=torch.long, device="meta")
+                         for key in further}
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     for key in example:
         if key not in parameters and not takes_any:
@@ -89,11 +92,30 @@ def fake_batch(
             raise CaptureError(f"{name}.forward needs {key}: give it a default, or a tensor in example=")
     shape = next(iter(example.values())).shape
     for key, tensor in example.items():
-        if tensor.dim() < 2 or tensor.shape != shape or tensor.is_floating_point() or tensor.is_complex():
+        if not of_rows(tensor, shape) and (tensor.shape != shape or tensor.is_floating_point() or tensor.is_complex()):
             raise CaptureError(
                 f"batch input {key} is {tensor.dtype} of shape {list(tensor.shape)}: batch inputs must be integer "
                 f"tensors [batch, length, ...] of one shape; compute everything else in the model"
             )
     order = [key for key in parameters if key in example] + [key for key in example if key not in parameters]
     with fakes:
-        return {key: torch.zeros((*size, *shape[2:]), dtype=example[key].dtype) for key in order}
+        return {key: torch.zeros((size[0], *example[key].shape[1:]) if of_rows(example[key], shape) else (*size, *shape[2:]),
+                                 dtype=example[key].dtype) for key in order}
+
+
+def of_rows(tensor: torch.Tensor, tokens: torch.Size) -> bool:
+    """Whether a batch argument has values for rows and not for tokens: [batch], or floats of another shape than `tokens`."""
+    if not tensor.dim() or tensor.shape[0] != tokens[0] or tensor.is_complex():
+        return False
+    return tensor.dim() == 1 or (tensor.is_floating_point() and tensor.shape[:2] != tokens[:2])
+
+
+def _labels(model: nn.Module) -> torch.Tensor:
+    """Labels as transformers has them: one for each token, or in classifiers of sequences for each row."""
+    config: Any = getattr(model, "config", None)
+    if not type(model).__name__.endswith("ForSequenceClassification") or not is_transformers_model(model):
+        return torch.empty(CAPTURE_SHAPE, dtype=torch.long, device="meta")
+    count, rows = config.num_labels, CAPTURE_SHAPE[:1]
+    if config.problem_type == "multi_label_classification" or (config.problem_type == "regression" and count > 1):
+        return torch.empty((*rows, count), device="meta")
+    return torch.empty(rows, dtype=torch.float32 if count == 1 else torch.long, device="meta")

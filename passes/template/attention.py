@@ -1,13 +1,16 @@
 """attention: choose the kernel that serves each attention on the device that will run.
 
 Before: `megacompile.attention(q, k, v, scale, window, softcap, "neutral")`, and a model's own causal
-`scaled_dot_product_attention`. After: both are `megacompile.attention` with the kernel's name as last argument. An
-attention that matches neither (a mask, dropout, not causal) is left as it is.
+`scaled_dot_product_attention`. After: both are `megacompile.attention` with the kernel's name as argument. An
+attention that matches neither (a mask, dropout, not causal) is left as it is. With segments as a last argument rows hold
+padding ("neutral") or several sequences, every position in one of them ("packed").
 
-    flash_cpu  on the CPU, without a window or capped scores
-    cudnn      on CUDA in bf16 or fp16, where the target has it: no windows, head sizes that are multiples of 8 up to 128
-    flash      on CUDA in bf16 or fp16, windows too, head sizes that are multiples of 8 up to 256
-    math       everything else, on any device: explicit scores, softmax in float32
+    flash_cpu     on the CPU, without a window or capped scores
+    cudnn         on CUDA in bf16 or fp16, where the target has it: no windows, head sizes that are multiples of 8 up to 128
+    flash         on CUDA in bf16 or fp16, windows too, head sizes that are multiples of 8 up to 256
+    flash_packed  the same, each sequence of a row by itself
+    efficient     the same with padding, of which it makes a mask [B, 1, T, T] for each layer while that runs; no windows
+    math          everything else, on any device: explicit scores, softmax in float32
 """
 from __future__ import annotations
 
@@ -35,19 +38,22 @@ def run(graph: fx.GraphModule, target: Target) -> fx.GraphModule:
             _adopt(result.graph, node)
     for node in result.graph.nodes:
         if node.op == "call_function" and node.target in (ours, ours.default):
-            query, _, _, _, window, softcap, _ = node.args
-            node.args = (*node.args[:6], _kernel(_example(query), target, window, softcap))
+            query, _, _, _, window, softcap, form, *segments = node.args
+            segmented = "" if segments in ([], [None]) else form
+            node.args = (*node.args[:6], _kernel(_example(query), target, window, softcap, segmented), *segments)
     result.recompile()
     return result
 
 
-def _kernel(query: Tensor, target: Target, window: int, softcap: float) -> str:
+def _kernel(query: Tensor, target: Target, window: int, softcap: float, segmented: str) -> str:
     if target.device_type == "cpu":
-        return "math" if window or softcap else "flash_cpu"
+        return "math" if window or softcap or segmented else "flash_cpu"
     width = query.shape[-1]
     half = query.dtype in (torch.bfloat16, torch.float16)
     if target.device_type != "cuda" or not half or softcap or width % 8 or width > 256:
         return "math"
+    if segmented:
+        return "flash_packed" if segmented == "packed" else "math" if window else "efficient"
     return "flash" if window or width > 128 else target.fused_attention
 
 

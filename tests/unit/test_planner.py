@@ -28,6 +28,7 @@ from megacompile.passes import PIPELINE
 from megacompile.passes.manager import compile_program
 from megacompile.plan import Plan, split
 from megacompile.planner import Planner
+from megacompile.runtime.control_groups import host_bytes
 from megacompile.runtime.store import available_host_bytes
 from megacompile.runtime.threads import ThreadBackend
 from megacompile.sizes import format_bytes
@@ -441,6 +442,9 @@ GROUPS = {
 }
 
 
+LIMITS = ("max", "high", "limit_in_bytes")
+
+
 @pytest.mark.parametrize("which", GROUPS)
 def test_host_memory_is_no_more_than_a_container_allows(which: str, tmp_path: Path) -> None:
     files, expected = GROUPS[which]
@@ -452,3 +456,5 @@ def test_host_memory_is_no_more_than_a_container_allows(which: str, tmp_path: Pa
         (groups / name).parent.mkdir(parents=True, exist_ok=True)
         (groups / name).write_text(text + "\n")
     assert available_host_bytes(proc, groups) == expected
+    limits = [int(text) for name, text in files.items() if name.rpartition(".")[2] in LIMITS and text != "max"]
+    assert min(host_bytes(proc, groups), 1 << 32) == min([*limits, 1 << 32])

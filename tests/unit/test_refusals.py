@@ -78,7 +78,7 @@ class ReadsOnTheHost(Layer):
 class Drops(Layer):
     def __init__(self) -> None:
         super().__init__()
-        self.drop = nn.Dropout(0.1)
+        self.drop = nn.Dropout(0.1, inplace=True)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.drop(self.linear(x))
@@ -115,8 +115,8 @@ STREAM_REFUSALS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], type[M
         with_layer(BranchesOnData), {}, CaptureError, "cannot be captured as one graph.*let no Python control flow depend on"),
     "a value read on the host": (
         with_layer(ReadsOnTheHost), {}, CaptureError, "keep it a tensor|let no Python control flow"),
-    "active dropout": (
-        with_layer(Drops), {}, UnsupportedError, r"drop .*draws random numbers.*set its dropout probability p to 0"),
+    "random numbers": (
+        with_layer(Drops), {}, UnsupportedError, r"drop .*draws random numbers.*use F.dropout"),
     "no loss": (Lossless, {}, UnsupportedError, "returns no scalar loss.*return the loss when labels are given"),
     "an argument without default": (NeedsMore, {}, CaptureError, "needs pixels: give it a default, or a tensor in example="),
     "half precision": (lambda: Model().half(), {}, UnsupportedError, "float16: megacompile trains float32 and bfloat16"),
@@ -252,7 +252,9 @@ def mask(*rows: list[int]) -> torch.Tensor:
 IDS = torch.arange(8).view(2, 4)
 PADDED = torch.where(mask([1, 1, 1, 1], [1, 1, 0, 0]) == 1, IDS, -100)
 CALL_REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
-    "position_ids": ({"position_ids": IDS}, "position_ids cannot be honoured yet .*leave it out"),
+    "position_ids of floats": ({"position_ids": IDS.float()}, "position_ids cannot be honoured yet .*leave it out"),
+    "positions of three kinds": ({"position_ids": IDS.expand(3, 2, 4)}, "position_ids cannot be honoured yet"),
+    "bounds without positions": ({"cu_seq_lens_q": torch.tensor([0, 2, 8])}, "without position_ids that start again"),
     "inputs_embeds": ({"inputs_embeds": torch.zeros(2, 4, 16)}, "inputs_embeds cannot be honoured yet"),
     "past_key_values": ({"past_key_values": object()}, "past_key_values cannot be honoured yet"),
     "hidden states": ({"output_hidden_states": True}, "output_hidden_states cannot be honoured yet"),
@@ -260,11 +262,6 @@ CALL_REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     "a tuple": ({"return_dict": False}, "return_dict cannot be honoured yet"),
     "some logits": ({"logits_to_keep": 2}, "logits_to_keep cannot be honoured yet"),
     "an unknown argument": ({"tokens": IDS}, "tokens cannot be honoured yet"),
-    "padding on the left": ({"attention_mask": mask([1, 1, 1, 1], [0, 1, 1, 1])}, "padding on the left .*pad on the right"),
-    "a gap": ({"attention_mask": mask([1, 1, 1, 1], [1, 0, 1, 1])}, "padding on the left or within"),
-    "labels of padding": ({"attention_mask": mask([1, 1, 1, 1], [1, 1, 0, 0])}, "labels of padding must be -100"),
-    "padding without labels": (
-        {"attention_mask": mask([1, 1, 1, 1], [1, 1, 0, 0]), "labels": None}, "without labels.*sequences of one length"),
     "a 4-D mask": ({"attention_mask": torch.ones(2, 1, 4, 4).tril()}, r"shape \[2, 1, 4, 4\] cannot be honoured yet"),
     "a 4-D mask that lets all see all": ({"attention_mask": torch.ones(2, 1, 4, 4)}, r"shape \[2, 1, 4, 4\]"),
     "a mask of another batch": ({"attention_mask": torch.ones(1, 4)}, r"shape \[1, 4\] cannot be honoured"),

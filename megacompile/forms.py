@@ -1,0 +1,87 @@
+"""The forms of one streamed model: graphs, plans and kernels for each kind of batch, over the same tiles.
+
+A plain batch has the graphs that the model was streamed with. Padding that must be seen, several sequences in a row, evaluation
+mode where it computes something else: each has graphs of its own, captured when the first such batch comes.
+"""
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from torch import nn
+
+from megacompile.batch import batch_types
+from megacompile.binding import Binder
+from megacompile.config import StreamConfig
+from megacompile.errors import UnsupportedError
+from megacompile.frontend.adapters import forward_signature
+from megacompile.frontend.capture import CapturedModel
+from megacompile.frontend.template import TemplateInput
+from megacompile.hardware import Hardware
+from megacompile.pace import pace_of
+from megacompile.plan import PLAIN, Form
+from megacompile.planner import Planner, margins
+from megacompile.runtime.lanes import Backend
+from megacompile.sizes import parse_bytes
+from megacompile.tiling import Tiling
+
+
+@dataclass(frozen=True)
+class Served:
+    """What serves batches of one form."""
+
+    captured: CapturedModel
+    planner: Planner
+    binder: Binder
+
+    @cached_property
+    def types(self) -> Mapping[str, TemplateInput]:
+        """Shape and dtype of each batch argument."""
+        return batch_types(self.captured)
+
+
+class Forms:
+    """State: what serves each form that has come."""
+
+    def __init__(self, model: nn.Module, captured: CapturedModel, tiling: Tiling, config: StreamConfig, backend: Backend,
+                 host_bytes: int) -> None:
+        self.model, self.tiling = model, tiling
+        self.parameters = frozenset(forward_signature(model).parameters)  # of the model's forward, by name
+        compiling = config.compile if config.compile is not None else backend.device.type == "cuda"
+        budget = parse_bytes(config.device_memory) or int(backend.free_bytes() * 0.95)
+        planner = Planner(captured, tiling, config, budget, parse_bytes(config.locked_memory), *margins(backend.device.type),
+                          fused=compiling, host_bytes=host_bytes)
+        planner.pace = pace_of(captured, tiling, Hardware.known(backend.device), compiling, config.passes)
+        self.first = Served(captured, planner, Binder(captured, tiling, backend.device, compiling))
+        self._known = {PLAIN: self.first}
+
+    def __iter__(self) -> Iterator[Served]:
+        return iter(self._known.values())
+
+    def form_of(self, further: tuple[str, ...], training: bool) -> Form:
+        """The form of a batch with `further` arguments in a mode; that of training mode where evaluation mode is the same."""
+        form = Form(further)
+        return form if training or self.serve(form).captured.same_in_evaluation() else Form(further, evaluating=True)
+
+    def serve(self, form: Form) -> Served:
+        """What serves a form, captured at its first use. Raises what capturing raises, and `UnsupportedError` where the model
+        reads other weights then than the tiles were made for."""
+        if form not in self._known:
+            self._known[form] = self._capture(form)
+        return self._known[form]
+
+    def _capture(self, form: Form) -> Served:
+        planner, binder = self.first.planner, self.first.binder
+        captured = self.first.captured.in_form(form)
+        read = {source.name for call in captured.calls for source in call.sources if source.kind == "batch"}
+        if ignored := [key for key in form.further if key not in read]:
+            raise UnsupportedError(f"{type(self.model).__name__} does nothing with {', '.join(ignored)}: leave it out")
+        dtype = planner.config.dtype
+        if dict(Tiling.of(self.model, captured.calls, dtype).tiles_of) != dict(self.tiling.tiles_of):
+            what = "in evaluation mode" if form.evaluating else f"with {', '.join(form.further)}"
+            raise UnsupportedError(f"{what} the model reads its weights in other layers than in training without: a streamed "
+                                   "model cannot do both, leave it out")
+        pace = planner.pace and pace_of(captured, self.tiling, planner.pace.durations.hardware, binder.compiling,
+                                        planner.config.passes)
+        return Served(captured, replace(planner, captured=captured, pace=pace), replace(binder, captured=captured, compiled={}))

@@ -1,0 +1,69 @@
+"""Kernels of padded and packed rows on CUDA, beside explicit scores; and models in bf16 beside native PyTorch."""
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device", allow_module_level=True)
+pytest.importorskip("cupy")
+
+import copy
+
+from transformers import AutoModelForCausalLM, Qwen2Config
+
+import megacompile
+from megacompile.frontend.attention import attention
+
+pytestmark = pytest.mark.gpu
+LENGTH = 200
+PADDED = torch.where(torch.arange(LENGTH) >= torch.tensor([[0], [37], [199]]), 0, -1).int()
+PACKED = torch.stack([(torch.arange(LENGTH) // n) for n in (200, 64, 7)]).int()
+
+
+@pytest.mark.parametrize(("kernel", "segments", "window"), [
+    ("flash_packed", PACKED, 0), ("flash_packed", PACKED, 16), ("efficient", PADDED, 0)],
+    ids=["packed", "packed, a window", "padded"])
+def test_kernels_are_explicit_scores(kernel: str, segments: torch.Tensor, window: int) -> None:
+    torch.manual_seed(0)
+    given = [torch.randn(3, heads, LENGTH, 64, device="cuda", dtype=torch.bfloat16).transpose(1, 2).contiguous().transpose(1, 2)
+             .requires_grad_() for heads in (8, 2, 2)]
+    exact = [x.detach().float().requires_grad_() for x in given]
+    segments = segments.cuda()
+    out, logsumexp = attention(*given, 0.125, window, 0.0, kernel, segments)
+    expected, lse = attention(*exact, 0.125, window, 0.0, "math", segments)
+    torch.testing.assert_close(out.float(), expected, rtol=0, atol=2e-2)
+    seen = (segments >= 0).cumsum(1) > 0
+    torch.testing.assert_close(logsumexp.transpose(1, 2)[seen], lse.transpose(1, 2)[seen], rtol=0, atol=2e-2)
+    sent = torch.randn_like(expected)
+    for ours, theirs in zip(torch.autograd.grad(out, given, sent.bfloat16()), torch.autograd.grad(expected, exact, sent),
+                            strict=True):
+        assert (ours.float() - theirs).norm() <= 2e-2 * theirs.norm()
+
+
+@pytest.mark.parametrize("what", ["packed", "padded", "dropout"])
+def test_a_model_trains_as_native_pytorch_does(what: str) -> None:
+    """In bf16, compiled; with dropout the loss alone, since native PyTorch draws other masks."""
+    torch.manual_seed(0)
+    config = Qwen2Config(vocab_size=512, hidden_size=256, intermediate_size=512, num_hidden_layers=3, num_attention_heads=4,
+                         num_key_value_heads=2, attention_dropout=0.1 * (what == "dropout"))
+    native: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
+    model = megacompile.stream(copy.deepcopy(native), micro_batch_size=2)
+    native.cuda()
+    ids = torch.randint(0, 512, (3, LENGTH))
+    positions = torch.stack([torch.arange(LENGTH) % n for n in (200, 64, 7)])
+    further = {"packed": {"position_ids": positions}, "padded": {"attention_mask": (PADDED >= 0).long()}, "dropout": {}}[what]
+    batch = {name: x.cuda() for name, x in {"input_ids": ids, "labels": ids, **further}.items()}
+    loss, expected = model(**batch).loss, native(**batch, use_cache=False).loss
+    assert abs(float(loss.detach()) - float(expected.detach())) < 2e-2
+    loss.backward()
+    expected.backward()
+    theirs = dict(native.named_parameters())
+    for name, parameter in model.named_parameters():
+        assert torch.isfinite(parameter.grad).all()
+        if what != "dropout":
+            gradient = theirs[name].grad.cpu().float()
+            assert (parameter.grad.cpu().float() - gradient).norm() <= 0.1 * gradient.norm()
+    model.megacompile.close()

@@ -1,0 +1,111 @@
+"""Rows with padding that must be seen, and with several sequences: exact, or refused; free for batches that have neither."""
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import tiny_models
+import torch
+from torch import Tensor
+
+from megacompile.errors import UnsupportedError
+from megacompile.frontend import segmented_attention as segmented
+from megacompile.frontend.attention import attention
+
+ROWS, LENGTH = 5, 13
+LEFT = (torch.arange(LENGTH) >= torch.tensor([0, 2, 12, 5, 1])[:, None]).long()
+GAPS = torch.randint(0, 2, (ROWS, LENGTH), generator=torch.Generator().manual_seed(3))
+#: The first row holds one sequence, the others two.
+PACKED = torch.stack([torch.cat([torch.arange(n), torch.arange(LENGTH - n)]) for n in (0, 4, 1, 12, 7)])
+BATCHES: dict[str, dict[str, Tensor]] = {
+    "two sequences in a row": {"position_ids": PACKED},
+    "padding on the left": {"attention_mask": LEFT},
+    "padding anywhere": {"attention_mask": GAPS},
+}
+
+
+def batch(**further: Tensor) -> dict[str, Tensor]:
+    return {**tiny_models.batch(7, rows=ROWS, length=LENGTH), **further}
+
+
+@pytest.mark.parametrize("what", BATCHES)
+def test_loss_and_gradients_are_native_pytorchs(what: str, model: Any, native: Any) -> None:
+    given = batch(**BATCHES[what])
+    loss, expected = model(**given).loss, native(**given, use_cache=False).loss
+    torch.testing.assert_close(loss.detach(), expected.detach(), rtol=1e-6, atol=0)
+    loss.backward()
+    expected.backward()
+    tiny_models.assert_same_gradients(model, native)
+    with torch.no_grad():
+        plain = native(**batch(), use_cache=False).loss
+    assert abs(float(plain) - float(expected.detach())) > 1e-4, "the argument changes nothing that could be ignored"
+
+
+@pytest.mark.parametrize("what", ["two sequences in a row", "padding on the left"])
+def test_logits_without_labels_are_native_pytorchs(what: str, model: Any, native: Any) -> None:
+    model.eval(), native.eval()
+    given = batch(**BATCHES[what])
+    del given["labels"]
+    with torch.no_grad():
+        torch.testing.assert_close(model(**given).logits, native(**given, use_cache=False).logits, rtol=1e-4, atol=1e-5)
+
+
+def test_padding_on_the_right_is_seen_where_its_labels_count(model: Any, native: Any) -> None:
+    given = batch(attention_mask=LEFT.flip(1))
+    torch.testing.assert_close(model(**given).loss.detach(), native(**given).loss.detach(), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("further", [
+    {}, {"attention_mask": torch.ones(ROWS, LENGTH)}, {"position_ids": torch.arange(LENGTH)[None]},
+    {"attention_mask": torch.ones(ROWS, LENGTH, dtype=torch.long), "position_ids": torch.arange(LENGTH).expand(ROWS, -1)},
+], ids=["nothing", "a mask of ones", "counted positions", "both"])
+def test_a_batch_that_needs_no_mask_runs_on_the_plain_graphs(further: dict[str, Tensor], model: Any) -> None:
+    shape = model.megacompile.compiled(batch(**further)).shape
+    assert shape.further == () and not shape.evaluating
+
+
+def test_a_plan_counts_what_a_mask_takes(model: Any) -> None:
+    """The bytes of scores under a mask, on the CPU, are in the estimate that the plan is chosen by."""
+    handle = model.megacompile
+    plain, padded = handle.compiled(batch()), handle.compiled(batch(attention_mask=LEFT))
+    assert padded.shape.further == ("attention_mask",)
+    assert padded.estimate.total > plain.estimate.total
+
+
+def test_bounds_that_say_what_positions_say_are_left_out_and_others_refused(model: Any) -> None:
+    positions = torch.cat([torch.arange(4), torch.arange(9)])[None]
+    given = {name: tensor[:1] for name, tensor in batch().items()} | {"position_ids": positions}
+    bounds = torch.tensor([0, 4, 13], dtype=torch.int32)
+    with torch.no_grad():
+        expected = model(**given).loss
+        found = model(**given, cu_seq_lens_q=bounds, cu_seq_lens_k=bounds, max_length_q=9, max_length_k=9,
+                      seq_idx=torch.tensor([[0] * 4 + [1] * 9])).loss
+        assert torch.equal(found, expected)
+        for wrong in ({"cu_seq_lens_q": torch.tensor([0, 5, 13])}, {"max_length_q": 8},
+                      {"seq_idx": torch.zeros(1, 13, dtype=torch.int32)}):
+            with pytest.raises(UnsupportedError, match="say different things of where sequences begin"):
+                model(**given, **wrong)
+
+
+@pytest.mark.parametrize(("window", "softcap"), [(0, 0.0), (3, 0.0), (0, 2.0)])
+def test_segments_are_attention_of_each_sequence_alone(window: int, softcap: float) -> None:
+    """Against the same op on each sequence by itself; absent keys are those of no sequence."""
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(1, heads, 9, 4, generator=generator, dtype=torch.float64, requires_grad=True)
+                         for heads in (4, 2, 2))
+    segments = torch.tensor([[-1, -1, 0, 0, 0, 1, 1, 1, 1]], dtype=torch.int32)
+    found, _ = attention(query, key, value, 0.5, window, softcap, "packed", segments)
+    alone = [attention(*(x[:, :, a:b] for x in (query, key, value)), 0.5, window, softcap, "math")[0]
+             for a, b in ((2, 5), (5, 9))]
+    expected = torch.cat([torch.zeros(1, 4, 2, 4, dtype=torch.float64), *alone], 2)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    sent = torch.randn(expected.shape, generator=generator, dtype=torch.float64)
+    ours = torch.autograd.grad(found, (query, key, value), sent)
+    for a, b in zip(ours, torch.autograd.grad(expected, (query, key, value), sent), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)  # scores are float32
+
+
+def test_sequences_are_bounded_by_rows_and_by_segments() -> None:
+    segments = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 2, 3]], dtype=torch.int32)
+    bounds, longest = segmented.sequence_bounds(segments)
+    assert bounds.tolist() == [0, 2, 5, 8, 9, 10] and bounds.dtype == torch.int32 and longest == 3
