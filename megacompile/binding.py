@@ -17,7 +17,7 @@ from megacompile.runtime.kernels import Input, Kernel, ParameterGradient
 from megacompile.tiling import Tiling
 
 #: Ops that run a template; the variant has the op's name.
-TEMPLATE_OPS = frozenset({"forward", "forward_saving", "loss", "evaluate", "logits", "recompute_backward", "backward"})
+TEMPLATE_OPS = frozenset({"forward", "forward_saving", "loss", "evaluate", "outputs", "recompute_backward", "backward"})
 
 
 @dataclass

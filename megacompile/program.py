@@ -276,6 +276,11 @@ def find(graph: fx.Graph, *ops: str) -> Iterator[fx.Node]:
     return (n for n in nodes(graph) if op_of(n).name in ops)
 
 
+def gives_outputs(program: Program) -> bool:
+    """Whether training gives the caller the epilogue's outputs, whose gradient then comes from the caller, and not a loss."""
+    return "forward" in program.sections and any(find(program.section("forward"), "outputs"))
+
+
 def copy_section(graph: fx.Graph) -> fx.Graph:
     """A copy with the same node names and provenance, so that a pass may rewrite it."""
     return rebuild(graph, lambda node, arguments, build: build.add(op_of(node).name, node.name, **arguments))

@@ -61,6 +61,7 @@ class Batch:
     constants: Mapping[str, Tensor]
     normaliser: Tensor | None = None
     scale: Tensor | None = None  # the gradient of the loss that the caller sent
+    output_gradients: Sequence[tuple[Tensor, ...]] = ()  # or of the outputs, by micro-batch
     results: dict[str, list[Activation]] = field(default_factory=dict)
 
 

@@ -8,6 +8,11 @@
 Two forwards and one backward of each layer in all, never three forwards, and the last layer of a block drops what its
 backward does not need. With K = 1 every layer is a last one. The epilogue's gradients are made with the loss, in the
 forward, for a unit loss (the paper's loss anchoring); the backward begins by scaling them with what the caller sends.
+
+Where the caller gets the epilogue's outputs, the epilogue is a block of its own, whose gradient comes from the caller:
+
+    t_0 = output_gradient("epilogue", mb=0)
+    g7_0 = recompute_backward("head", "epilogue", mb=0, inputs=(h6_0, s_0), gradient=t_0)
 """
 from __future__ import annotations
 
@@ -17,7 +22,7 @@ from typing import Any
 from torch import fx
 
 from megacompile.plan import Plan
-from megacompile.program import Builder, CallSpec, Program, argument, find, nodes, op_of, operands, rebuild
+from megacompile.program import Builder, CallSpec, Program, argument, find, gives_outputs, nodes, op_of, operands, rebuild
 
 from .partition import layers
 
@@ -27,7 +32,8 @@ name, requires, provides = "differentiate", "partition", "differentiate"
 def run(program: Program, plan: Plan) -> Program:
     sections = dict(program.sections)
     if "forward" in sections:
-        sections["forward"] = _anchor_loss(program, sections["forward"])
+        if not gives_outputs(program):
+            sections["forward"] = _anchor_loss(program, sections["forward"])
         sections["backward"] = _leased_backward(program, plan, sections["forward"])
     if "train_step" in sections:
         sections["train_step"] = _whole_step(program, plan, _anchor_loss(program, sections["train_step"]))
@@ -82,8 +88,11 @@ def _leased_backward(program: Program, plan: Plan, forward: fx.Graph) -> fx.Grap
 
     backward = _Backward(program, plan, build, leased, set(kept))
     micro_batches = list(range(len(plan.micro_batches)))
-    for value in backward.begin(micro_batches):
-        build.add("scale", value=value)
+    if gives_outputs(program):
+        backward.receive(micro_batches)
+    else:
+        for value in backward.begin(micro_batches):
+            build.add("scale", value=value)
     backward.run(micro_batches)
     return graph
 
@@ -134,6 +143,13 @@ class _Backward:
         epilogue = self.program.calls[-1]
         self.gradients = {mb: self.kept(self.output_of(epilogue.name, mb)) for mb in micro_batches}
         return [*self.gradients.values(), *self.accumulators_of(epilogue)]
+
+    def receive(self, micro_batches: list[int]) -> None:
+        """The gradients that the caller sends, and the epilogue's backward."""
+        epilogue = self.chain[-1]
+        for mb in micro_batches:
+            self.gradients[mb] = self.build.add("output_gradient", f"t_{mb}", call=epilogue, mb=mb)
+            self.step("recompute_backward", epilogue, mb, self.kept(self.input_of(epilogue, mb)))
 
     def run(self, micro_batches: list[int]) -> None:
         stack = layers(self.program)

@@ -6,8 +6,9 @@
     h9_0 = forward_saving("decoder", "layers.8", mb=0)     # a layer whose residuals the plan keeps
     lease("h9_0", h9_0)
 
-The prologue's outputs are kept too: every layer shares them, and the first block begins with them. A checkpoint that the plan
-has in host memory is on its way there as soon as it is made:
+The prologue's outputs are kept too: every layer shares them, and the first block begins with them. Where the caller gets the
+epilogue's outputs, the last layer's are kept, with which the epilogue's own backward begins. A checkpoint that the plan has in
+host memory is on its way there as soon as it is made:
 
     x4_0 = stash("layers.3", mb=0, value=h4_0)
 """
@@ -18,7 +19,7 @@ from typing import Any
 from torch import fx
 
 from megacompile.plan import Plan
-from megacompile.program import Builder, Program, argument, op_of, rebuild
+from megacompile.program import Builder, Program, argument, gives_outputs, op_of, rebuild
 
 name, requires, provides = "partition", "micro_batch", "partition"
 
@@ -39,6 +40,8 @@ def run(program: Program, plan: Plan) -> Program:
     chain = [c.name for c in program.calls]
     on_host = {chain[chain.index(layer) - 1] for layer in plan.from_host(stack)}
     feeds = {chain[chain.index(layer) - 1] for layer in begins} | saved | {chain[0]}  # calls whose outputs are kept
+    if gives_outputs(program):
+        feeds.add(chain[-2])
 
     def visit(node: fx.Node, arguments: dict[str, Any], build: Builder) -> fx.Node:
         op = op_of(node).name

@@ -16,7 +16,7 @@ from torch import fx
 LANES = ("compute", "h2d", "d2h", "cpu", "pack")
 READ, WRITE = "read", "write"
 _OF_KERNELS = ("weights", "inputs", "saved", "gradient", "accumulators")
-_KERNELS = ("forward", "forward_saving", "loss", "evaluate", "logits", "recompute_backward", "backward")
+_KERNELS = ("forward", "forward_saving", "loss", "evaluate", "outputs", "recompute_backward", "backward")
 
 #: op -> (lane, what it reads, what it writes): a parameter, "result", or a part of its tiles in host memory.
 _TOUCHES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
@@ -248,7 +248,7 @@ def effect(step: Step, look: Look) -> dict[str, Content]:
             made = mix("residuals of another forward", made, one("saved"))
         if op in ("recompute_backward", "backward"):
             made = mix("backward", made, one("gradient"))
-        elif op in ("loss", "evaluate", "logits"):
+        elif op in ("loss", "evaluate", "outputs"):
             made = mix(op, made)
         return {result: made, **{place: total(look(place), mix("part", number, made))
                                  for number, place in enumerate(at.get("accumulators", ()))}}

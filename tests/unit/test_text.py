@@ -42,7 +42,7 @@ def forward(p):
     a = p.zeros("layers.0")                                                            # compute
     l = p.loss("head", "head", mb=0, inputs=(h,), accumulators=(a,))                   # compute
     v_1 = p.evaluate("head", "head", mb=0, inputs=(h,))                                # compute
-    v_2 = p.logits("head", "head", mb=0, inputs=(h,))                                  # compute
+    v_2 = p.outputs("head", "head", mb=0, inputs=(h,))                                  # compute
     p.scale(l)                                                                         # compute
     g = p.recompute_backward("decoder", "layers.0", mb=0, inputs=(h, h), gradient=l)   # compute
     g_1 = p.backward("decoder", "layers.0", mb=0, inputs=(h, h), saved=r, gradient=l)  # compute
