@@ -100,6 +100,21 @@ def _neutral(key: str, value: Any) -> bool:
     return any(value is v or (not isinstance(value, Tensor) and value == v) for v in _NEUTRAL.get(key, ()))
 
 
+def check_token_tensors(tensors: Mapping[str, Any], given: Arguments, labels: tuple[str, ...]) -> None:
+    """Raises `UnsupportedError` unless each is a tensor [batch, length, ...] without a gradient, and the model gets no labels."""
+    if labels and given.has_labels:
+        raise UnsupportedError(f"per_token computes no loss: leave {', '.join(labels)} out of the batch, and pass what the "
+                               "function takes by its name")
+    size = tuple(next(iter(given.inputs.values())).shape[:2])
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor) or tuple(tensor.shape[:2]) != size:
+            what = f"of shape {list(tensor.shape)}" if isinstance(tensor, Tensor) else f"a {type(tensor).__name__}"
+            raise UnsupportedError(f"per_token: {name} must be a tensor {[*size]} or with more dimensions behind, not {what}")
+        if tensor.requires_grad:
+            raise UnsupportedError(f"per_token: {name} requires a gradient, and gets none from here: pass {name}.detach(), or "
+                                   "compute with it outside of the function")
+
+
 def check_mask(name: str, mask: Tensor | None, inputs: Mapping[str, Tensor], labels: tuple[str, ...]) -> None:
     """Padding on the right needs no mask where its labels are -100: no real token attends to it, and no loss counts it.
 

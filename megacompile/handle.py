@@ -7,15 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
-from megacompile.batch import Arguments, batch_types, read_arguments
+from megacompile.batch import Arguments, batch_types, check_token_tensors, read_arguments
 from megacompile.durations import Durations
 from megacompile.editing import editable_text, load
 from megacompile.errors import MegacompileError, UnsupportedError
 from megacompile.explain import outlook
+from megacompile.frontend.heads import LOGITS, batch_name, described
 from megacompile.hardware import Hardware
-from megacompile.lease import LogitsWithoutLoss, StreamedLoss, refuse_hooks
+from megacompile.lease import StreamedResults, refuse_hooks
 from megacompile.optim import AdamW, disclaim
 from megacompile.pace import pace_of
 from megacompile.plan import Plan, Shape
@@ -41,15 +43,45 @@ class Handle:
         streamed = self.streamed
         given = self._arguments(model, forward, args, kwargs)
         rebuild = streamed.captured.output.rebuild
-        if not (torch.is_grad_enabled() and given.has_labels):
+        if not torch.is_grad_enabled():
             with torch.inference_mode(False), torch.no_grad():  # slots outlive the call: no inference tensors
-                loss, logits = streamed.evaluate(given.inputs, given.normaliser)
-            if torch.is_grad_enabled() and logits is not None:
-                logits = LogitsWithoutLoss.apply(self.anchor, logits)
-            return rebuild(loss, logits)
-        loss, lease = streamed.forward(given.inputs, given.normaliser)
-        anchor = self.anchor.view_as(self.anchor)
-        return rebuild(StreamedLoss.apply(anchor, loss, streamed, lease, *streamed.parameters.values()), None)
+                return rebuild(*streamed.evaluate(given.inputs, given.normaliser))
+        if given.has_labels:
+            (loss,) = self._differentiable(given.inputs, given.normaliser, "loss", (True,))
+            return rebuild(loss, None)
+        (logits,) = self._differentiable(given.inputs, None, LOGITS, streamed.captured.head(LOGITS).has_gradient)
+        return rebuild(None, logits)
+
+    def _differentiable(self, inputs: Mapping[str, Tensor], normaliser: Tensor | None, output: str,
+                        has_gradient: tuple[bool, ...]) -> tuple[Tensor, ...]:
+        results, lease = self.streamed.forward(inputs, normaliser, output)
+        return StreamedResults.apply(self.anchor.view_as(self.anchor), results, has_gradient, self.streamed, lease,
+                                     *self.streamed.parameters.values())
+
+    def per_token(self, function: Callable[..., Any], batch: Mapping[str, Any], **tensors: Tensor) -> Any:
+        """Values of each token, differentiable, without all logits at once: what `function(logits, **tensors)` returns for the
+        tokens of `batch`, the model's arguments without labels.
+
+        `function` gets logits [N, vocabulary] of some tokens and the rows of `tensors` ([B, T, ...] here, [N, ...] there) of the
+        same tokens; it returns a tensor [N, ...], or several in any structure, and is traced: make it once, and pass what
+        changes as tensors. Returned are [B, T, ...]. Nothing is shifted: logits of a position tell the next one's token.
+
+        Raises `UnsupportedError` for what cannot be traced or honoured."""
+        streamed = self.streamed
+        given = self._arguments(streamed.model, original_class(streamed.model).forward.__get__(streamed.model), (), batch)
+        check_token_tensors(tensors, given, streamed.captured.labels)
+        inputs = given.inputs | {batch_name(name): tensor.contiguous() for name, tensor in tensors.items()}
+        heads = streamed.captured.require_heads()
+        output = heads.of_function(function, described(tensors))
+        head = heads.head(output)
+        assert head.structure is not None, "a function's head has one"
+        if not torch.is_grad_enabled():
+            with torch.inference_mode(False), torch.no_grad():
+                return pytree.tree_unflatten(streamed.evaluate_outputs(inputs, output), head.structure)
+        if not any(head.has_gradient):
+            raise UnsupportedError(f"the function {output} returns nothing that logits have a gradient for: call it under "
+                                   "torch.no_grad()")
+        return pytree.tree_unflatten(self._differentiable(inputs, None, output, head.has_gradient), head.structure)
 
     def _arguments(self, model: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Arguments:
         """What the user passes, once nothing of the model or its surroundings forbids honouring it."""

@@ -76,8 +76,8 @@ class Pace:
     def program(self, plan: Plan, whole_step: bool) -> Program:
         """As `compile_program` makes it, unverified: what is chosen is verified when it is compiled."""
         captured = self.durations.captured
-        specs = self.tiling.call_specs(captured.calls, captured.templates, plan.length)
-        program = model_program(specs, self.tiling.tiles(), plan.batch, labels=True, whole_step=whole_step)
+        specs, of_loss = self.tiling.call_specs(captured.calls_for(plan.output), captured.templates, plan.length), plan.output == "loss"
+        program = model_program(specs, self.tiling.tiles(), plan.batch, of_loss, whole_step, differentiable=not of_loss)
         program = program.evolve(sections={key: graph for key, graph in program.sections.items() if key != "evaluate"})
         for each in self.passes:
             program = run_pass(each, program, plan)
@@ -94,7 +94,9 @@ class Pace:
             def seconds(template: str, variant: str, rows: int = rows) -> float:
                 return self.durations.seconds(template, variant, rows, plan.length, plan.token_chunk)
 
-            total += seconds("prologue", "forward") + seconds("epilogue", "loss")
+            epilogue = captured.calls_for(plan.output)[-1].template
+            variants = ("loss",) if plan.output == "loss" else ("outputs", "recompute_backward")
+            total += seconds("prologue", "forward") + sum(seconds(epilogue, variant) for variant in variants)
             for position, call in enumerate(layers):
                 block_end = (position + 1) % plan.checkpoint_interval == 0 or position == recomputed - 1
                 if position >= recomputed:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from megacompile.binding import Binder
 from megacompile.errors import UnsupportedError
 from megacompile.frontend.capture import CapturedModel
+from megacompile.frontend.heads import LOGITS
 from megacompile.lowering import model_program
 from megacompile.memory import Estimate
 from megacompile.passes.manager import Compiled, compile_program
@@ -122,7 +123,7 @@ class Shapes:
 
     def model_program(self, shape: Shape, plan: Plan) -> Program:
         """What a shape's passes begin with. Raises `UnsupportedError` if the model cannot be run so."""
-        if not shape.labels and not self.captured.same_logits_without_labels:
+        if not shape.labels and shape.output in ("loss", LOGITS) and not self.captured.same_logits_without_labels:
             raise UnsupportedError("without labels the model computes other logits than with them (the last position's, say), "
                                    f"and only those with labels were captured: pass {', '.join(self.captured.labels)}")
         for rows in set(plan.micro_batches):
@@ -131,11 +132,12 @@ class Shapes:
             raise UnsupportedError(
                 "the model's loss is not a cross entropy over tokens, so that it cannot be split into micro-batches: "
                 f"give micro_batch_size={shape.batch} or smaller batches")
-        specs = self.tiling.call_specs(self.captured.calls, self.captured.templates, shape.length)
-        return model_program(specs, self.tiling.tiles(), shape.batch, shape.labels, whole_step=shape.whole_step)
+        specs = self.tiling.call_specs(self.captured.calls_for(shape.output), self.captured.templates, shape.length)
+        return model_program(specs, self.tiling.tiles(), shape.batch, shape.labels, shape.whole_step,
+                             differentiable=shape.training and shape.output != "loss")
 
     def _compile(self, shape: Shape) -> CompiledShape:
-        plan = self.planner.choose(shape.batch, shape.length, shape.training, shape.update, shape.whole_step)
+        plan = self.planner.choose(shape.batch, shape.length, shape.training, shape.update, shape.whole_step, shape.output)
         if shape.lean:
             plan = replace(plan, saved_layers=self.planner.config.saved_layers or 0)
         model = self.model_program(shape, plan)

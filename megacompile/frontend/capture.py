@@ -17,6 +17,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from megacompile.errors import CaptureError, UnsupportedError
 from megacompile.frontend.build import Renaming, build_template
+from megacompile.frontend.heads import Head, Heads
 from megacompile.frontend.layers import find_layers
 from megacompile.frontend.loss import normalise_loss
 from megacompile.frontend.model_graph import FIXED_SIZES_REMEDY, ModelGraph, capture_model_graph
@@ -48,7 +49,8 @@ class CapturedModel:
     `fused_loss`: the epilogue's `loss` never holds the micro-batch's logits.
     `has_normaliser`: the loss is a sum over the "normaliser" input, so that micro-batches add up; then
     `count_targets(batch on the host)` gives a batch's normaliser, a 0-d float32 tensor.
-    `output.rebuild(loss, logits)`: the model's own return value, around these.
+    `output.rebuild(loss, logits)`: the model's own return value, around these. `heads`: what stands in the epilogue's place
+    where the caller differentiates; None of a model that returns no logits.
     `conditions`: sympy conditions on B and T under which the graphs hold; `guards`: the same as text.
     `seconds`: what capturing took.
     """
@@ -65,12 +67,27 @@ class CapturedModel:
     has_normaliser: bool
     count_targets: Callable[[Mapping[str, Tensor]], Tensor] | None
     output: OutputStructure
+    heads: Heads | None
     conditions: tuple[Any, ...]
     seconds: float
 
     @property
     def guards(self) -> list[str]:
         return [str(condition) for condition in self.conditions]
+
+    def calls_for(self, output: str) -> tuple[Call, ...]:
+        """The calls of a program that gives the "loss", or a head's outputs. Raises `UnsupportedError` where there is none."""
+        return self.calls if output == "loss" else (*self.calls[:-1], self.head(output).call)
+
+    def head(self, output: str) -> Head:
+        return self.require_heads().head(output)
+
+    def require_heads(self) -> Heads:
+        """Raises `UnsupportedError` for a model that returns its loss alone."""
+        if self.heads is None:
+            raise UnsupportedError("the model returns its loss alone: let its forward return logits [batch, length, vocabulary] "
+                                   "as well, and they can be differentiated")
+        return self.heads
 
     def check_mode(self, training: bool) -> None:
         """Raise `UnsupportedError` if the model computes something else in this mode than in training mode. The first check
@@ -120,6 +137,7 @@ def capture(
     sections = split_at_layers(graph, stack, [graph.results[p] for p in positions])
     renaming, conditions = _batch_symbols(graph, name)
 
+    build = functools.partial(build_template, fakes=graph.fakes, renaming=renaming, target=target, pipeline=pipeline)
     templates: dict[str, Template] = {}
     names: dict[str, str] = {}  # structural key -> template
     calls = []
@@ -127,7 +145,7 @@ def capture(
         key = structural_key(section)
         if key not in names:
             names[key] = section.name if section.name in ("prologue", "epilogue") else _next_layer_name(templates)
-            templates[names[key]] = build_template(names[key], section, graph.fakes, renaming, target, pipeline)
+            templates[names[key]] = build(names[key], section)
         calls.append(Call(section.name, names[key], tuple(section.sources)))
     read_early = {s.name for call in calls[:-1] for s in call.sources if s.kind == "batch"}
     labels = tuple(n for n in batch_inputs if n not in read_early)
@@ -137,7 +155,7 @@ def capture(
         fused_attention=_all_layers_call_attention(graph),
         fused_loss="linear_cross_entropy" in templates["epilogue"].stages["joint"],
         holds=functools.cache(holds), has_normaliser=count is not None, count_targets=count, output=structure,
-        conditions=conditions, seconds=time.perf_counter() - started)
+        heads=Heads(graph, sections[-1], 1, build, templates) if structure.has_logits else None, conditions=conditions, seconds=time.perf_counter() - started)
 
 
 def _trace(
