@@ -23,11 +23,13 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 @dataclass(frozen=True)
 class Arguments:
     """A call of the model, taken apart. `inputs`: the batch arguments that were given, in the model's order, tensors of
-    [batch, length, ...]; `normaliser`: the number of target tokens to divide by, or None if there are no labels."""
+    [batch, length, ...]; `normaliser`: the number of target tokens to divide by, or None if there are no labels; `padding`,
+    bool [batch, length]: of which tokens no value is to be seen."""
 
     inputs: dict[str, Tensor]
     normaliser: Tensor | None
     has_labels: bool
+    padding: Tensor | None = None
 
 
 def batch_types(captured: CapturedModel) -> dict[str, TemplateInput]:
@@ -70,7 +72,7 @@ def read_arguments(model: nn.Module, forward: Callable[..., Any], captured: Capt
     if not has_labels and any(key in inputs for key in labels):
         raise UnsupportedError(f"{name}: the loss needs all of {', '.join(labels)}: give them all, or none for logits alone")
     inputs = {key: inputs[key] for key in captured.batch_inputs if key in inputs and (has_labels or key not in labels)}
-    check_mask(name, mask, inputs, labels if has_labels else ())
+    padding = check_mask(name, mask, inputs, labels if has_labels else ())
     normaliser = None
     if items is not None and has_labels and not captured.has_normaliser:
         raise UnsupportedError(f"{name}: num_items_in_batch cannot be honoured, since the loss is no cross entropy over "
@@ -78,7 +80,7 @@ def read_arguments(model: nn.Module, forward: Callable[..., Any], captured: Capt
     if has_labels and captured.has_normaliser:
         assert captured.count_targets is not None
         normaliser = captured.count_targets(inputs) if items is None else torch.as_tensor(items, dtype=torch.float32)
-    return Arguments(inputs, normaliser, has_labels)
+    return Arguments(inputs, normaliser, has_labels, padding)
 
 
 def _checked(name: str, key: str, value: Any, expected: TemplateInput | None) -> Tensor:
@@ -115,12 +117,13 @@ def check_token_tensors(tensors: Mapping[str, Any], given: Arguments, labels: tu
                                    "compute with it outside of the function")
 
 
-def check_mask(name: str, mask: Tensor | None, inputs: Mapping[str, Tensor], labels: tuple[str, ...]) -> None:
-    """Padding on the right needs no mask where its labels are -100: no real token attends to it, and no loss counts it.
+def check_mask(name: str, mask: Tensor | None, inputs: Mapping[str, Tensor], labels: tuple[str, ...]) -> Tensor | None:
+    """Padding on the right needs no mask where its labels are -100: no real token attends to it, and no loss counts it. Without
+    labels it is returned, bool [batch, length], so that nobody sees its outputs.
 
     Raises `UnsupportedError` for every other mask."""
     if mask is None:
-        return
+        return None
     first = next(iter(inputs.values()))
     if not isinstance(mask, Tensor) or mask.shape != first.shape[:2]:
         what = f"of shape {list(mask.shape)}" if isinstance(mask, Tensor) else f"that is a {type(mask).__name__}"
@@ -128,12 +131,20 @@ def check_mask(name: str, mask: Tensor | None, inputs: Mapping[str, Tensor], lab
                                f"{list(first.shape[:2])}, or none")
     present = mask != 0
     if bool(present.all()):
-        return
+        return None
     if bool((present[:, 1:] & ~present[:, :-1]).any()):
         raise UnsupportedError(f"{name}: padding on the left or within a sequence cannot be honoured yet: pad on the right")
     if not labels:
-        raise UnsupportedError(f"{name}: without labels, a padded batch cannot be honoured yet (logits of padding would "
-                               "differ): pass sequences of one length")
+        return ~present
     for key in labels:
         if bool((inputs[key].masked_select(~present.to(inputs[key].device)) != -100).any()):
             raise UnsupportedError(f"{name}: {key} of padding must be -100, so that the loss does not count it")
+    return None
+
+
+def without_padding(outputs: tuple[Tensor, ...], padding: Tensor | None) -> tuple[Tensor, ...]:
+    """Outputs [batch, length, ...] whose padding is 0, and gets no gradient."""
+    if padding is None:
+        return outputs
+    hidden = padding.to(outputs[0].device)
+    return tuple(x.masked_fill(hidden.view(*hidden.shape, *[1] * (x.dim() - 2)), 0) for x in outputs)

@@ -10,7 +10,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
-from megacompile.batch import Arguments, batch_types, check_token_tensors, read_arguments
+from megacompile.batch import Arguments, batch_types, check_token_tensors, read_arguments, without_padding
 from megacompile.durations import Durations
 from megacompile.editing import editable_text, load
 from megacompile.errors import MegacompileError, UnsupportedError
@@ -45,12 +45,13 @@ class Handle:
         rebuild = streamed.captured.output.rebuild
         if not torch.is_grad_enabled():
             with torch.inference_mode(False), torch.no_grad():  # slots outlive the call: no inference tensors
-                return rebuild(*streamed.evaluate(given.inputs, given.normaliser))
+                loss, logits = streamed.evaluate(given.inputs, given.normaliser)
+            return rebuild(loss, None if logits is None else without_padding((logits,), given.padding)[0])
         if given.has_labels:
             (loss,) = self._differentiable(given.inputs, given.normaliser, "loss", (True,))
             return rebuild(loss, None)
         (logits,) = self._differentiable(given.inputs, None, LOGITS, streamed.captured.head(LOGITS).has_gradient)
-        return rebuild(None, logits)
+        return rebuild(None, without_padding((logits,), given.padding)[0])
 
     def _differentiable(self, inputs: Mapping[str, Tensor], normaliser: Tensor | None, output: str,
                         has_gradient: tuple[bool, ...]) -> tuple[Tensor, ...]:
@@ -64,7 +65,7 @@ class Handle:
 
         `function` gets logits [N, vocabulary] of some tokens and the rows of `tensors` ([B, T, ...] here, [N, ...] there) of the
         same tokens; it returns a tensor [N, ...], or several in any structure, and is traced: make it once, and pass what
-        changes as tensors. Returned are [B, T, ...]. Nothing is shifted: logits of a position tell the next one's token.
+        changes as tensors. Returned are [B, T, ...], 0 for padding. Nothing is shifted: logits of a position tell the next one's token.
 
         Raises `UnsupportedError` for what cannot be traced or honoured."""
         streamed = self.streamed
@@ -77,11 +78,12 @@ class Handle:
         assert head.structure is not None, "a function's head has one"
         if not torch.is_grad_enabled():
             with torch.inference_mode(False), torch.no_grad():
-                return pytree.tree_unflatten(streamed.evaluate_outputs(inputs, output), head.structure)
-        if not any(head.has_gradient):
-            raise UnsupportedError(f"the function {output} returns nothing that logits have a gradient for: call it under "
-                                   "torch.no_grad()")
-        return pytree.tree_unflatten(self._differentiable(inputs, None, output, head.has_gradient), head.structure)
+                values = streamed.evaluate_outputs(inputs, output)
+        elif any(head.has_gradient):
+            values = self._differentiable(inputs, None, output, head.has_gradient)
+        else:
+            raise UnsupportedError(f"the function {output} returns nothing that has a gradient: call it under torch.no_grad()")
+        return pytree.tree_unflatten(without_padding(values, given.padding), head.structure)
 
     def _arguments(self, model: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Arguments:
         """What the user passes, once nothing of the model or its surroundings forbids honouring it."""

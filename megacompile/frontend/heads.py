@@ -10,6 +10,7 @@ traced with it, and both run a chunk of tokens at a time, forward and backward, 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -83,7 +84,8 @@ class Heads:
             if len(self._functions) >= MOST_FUNCTIONS:
                 raise UnsupportedError(f"{len(self._functions)} functions of tokens have been compiled for this model: make a "
                                        "function once, outside of the loop, and pass the same one every time")
-            label = getattr(function, "__name__", type(function).__name__).strip("<>")
+            plain = function.func if isinstance(function, functools.partial) else function
+            label = getattr(plain, "__name__", type(plain).__name__).strip("<>")
             taken = {LOGITS, "loss", "prologue", "epilogue", *self._heads}
             name = next(n for n in (label, *(f"{label}_{i}" for i in range(2, MOST_FUNCTIONS + 2))) if n not in taken)
             section, structure = self._with_function(name, function, described)
@@ -95,7 +97,8 @@ class Heads:
         env = self._model.shape_env
         known = len(env.guards)
         section = dataclasses.replace(section, name=name)
-        template = self._build(name, section, head=True, tokens_at_once=tokens_at_once)
+        with torch.inference_mode(False), torch.enable_grad():  # whoever asks first may want none
+            template = self._build(name, section, head=True, tokens_at_once=tokens_at_once)
         added = [guard.expr for guard in env.guards[known:] if env.simplify(guard.expr) not in (sympy.true, sympy.false)]
         if added:
             raise UnsupportedError(f"{name} does one thing or another depending on sizes ({added[0]}): let it treat all alike")
@@ -140,7 +143,7 @@ class Heads:
     def _trial(self, name: str, tokenwise: _OfTokens, arguments: Sequence[fx.Node]) -> Sequence[Tensor]:
         """What the function gives for fakes."""
         try:
-            with self._model.fakes, torch.enable_grad():
+            with torch.inference_mode(False), torch.enable_grad(), self._model.fakes:
                 return tokenwise(*(node.meta["example_value"] for node in arguments))
         except UnsupportedError:
             raise
