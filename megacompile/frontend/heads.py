@@ -143,7 +143,8 @@ class Heads:
     def _trial(self, name: str, tokenwise: _OfTokens, arguments: Sequence[fx.Node]) -> Sequence[Tensor]:
         """What the function gives for fakes."""
         try:
-            with torch.inference_mode(False), torch.enable_grad(), self._model.fakes:
+            unwanted = self._model.shape_env.ignore_fresh_unbacked_symbols()  # of a function that reads values, and fails
+            with torch.inference_mode(False), torch.enable_grad(), self._model.fakes, unwanted:
                 return tokenwise(*(node.meta["example_value"] for node in arguments))
         except UnsupportedError:
             raise

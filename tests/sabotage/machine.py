@@ -42,6 +42,7 @@ _TOUCHES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "result": ("compute", ("values",), ()),
     "lease": ("compute", (), ()),
     "leased": ("compute", (), ()),
+    "output_gradient": ("compute", (), ("result",)),
     "stash": ("d2h", ("value",), ("result",)),
     "fetch": ("h2d", ("stashed",), ("result",)),
 }
@@ -269,6 +270,8 @@ def effect(step: Step, look: Look) -> dict[str, Content]:
             return {at["gradients/"][0]: ("norms", one("reduced"))}
         case "zeros":
             return {result: 0}
+        case "output_gradient":
+            return {result: mix("sent", says["call"], says["mb"])}
         case "scale":
             return {at["value"][0]: mix("scaled", one("value"))}
         case "reduce":
