@@ -44,13 +44,16 @@ def read_arguments(model: nn.Module, forward: Callable[..., Any], captured: Capt
     """Raises `UnsupportedError` for an argument that cannot be honoured. Without all labels a forward gives
     logits. `types` as `batch_types` gives them."""
     name, labels = type(model).__name__, captured.labels
+    # Of a loss of the user's own: the model's forward may not know these.
+    of_loss = {key: kwargs[key] for key in (*labels, "num_items_in_batch") if captured.token_loss and key in kwargs}
     try:
-        given = dict(inspect.signature(forward).bind(*args, **kwargs).arguments)
+        given = dict(inspect.signature(forward).bind(*args, **{k: v for k, v in kwargs.items() if k not in of_loss}).arguments)
     except TypeError as error:
         raise UnsupportedError(f"{name}: {error}; a streamed model takes {', '.join(captured.batch_inputs)}") from error
     for parameter in inspect.signature(forward).parameters.values():
         if parameter.kind is parameter.VAR_KEYWORD:
             given |= given.pop(parameter.name, {})
+    given |= of_loss
     mask, items = (None if key in captured.batch_inputs else given.pop(key, None)
                    for key in ("attention_mask", "num_items_in_batch"))
     inputs: dict[str, Tensor] = {}
@@ -72,7 +75,10 @@ def read_arguments(model: nn.Module, forward: Callable[..., Any], captured: Capt
     if not has_labels and any(key in inputs for key in labels):
         raise UnsupportedError(f"{name}: the loss needs all of {', '.join(labels)}: give them all, or none for logits alone")
     inputs = {key: inputs[key] for key in captured.batch_inputs if key in inputs and (has_labels or key not in labels)}
-    padding = check_mask(name, mask, inputs, labels if has_labels else ())
+    padding = check_mask(name, mask, inputs, labels if has_labels and not captured.token_loss else ())
+    if padding is not None and has_labels:
+        raise UnsupportedError(f"{name}: padding is left out by a loss of your own itself: let it give 0 there, by one of its "
+                               "tensors, and pass no attention_mask (to padding on the right no token attends)")
     normaliser = None
     if items is not None and has_labels and not captured.has_normaliser:
         raise UnsupportedError(f"{name}: num_items_in_batch cannot be honoured, since the loss is no cross entropy over "
@@ -87,12 +93,16 @@ def _checked(name: str, key: str, value: Any, expected: TemplateInput | None) ->
     """The value in the captured dtype, and contiguous as the captured one was: its strides are part of the graphs."""
     shape = expected.shape[2:] if expected is not None else ()
     dtype = expected.dtype if expected is not None else None
-    if not isinstance(value, Tensor) or value.dim() < 2 or tuple(value.shape[2:]) != shape or value.is_floating_point():
+    if not isinstance(value, Tensor) or value.dim() < 2 or tuple(value.shape[2:]) != shape or (
+            value.is_floating_point() and not (dtype is not None and dtype.is_floating_point)):
         what = f"{value.dtype} of shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-        raise UnsupportedError(f"{name}: {key} must be an integer tensor [{', '.join(map(str, ('batch', 'length', *shape)))}], "
+        kind = "a" if dtype is not None and dtype.is_floating_point else "an integer"
+        raise UnsupportedError(f"{name}: {key} must be {kind} tensor [{', '.join(map(str, ('batch', 'length', *shape)))}], "
                                f"not {what}")
     if dtype is not None and torch.promote_types(value.dtype, dtype) != dtype:
         raise UnsupportedError(f"{name}: {key} is {value.dtype}, which {dtype} does not hold: cast it to {dtype}")
+    if value.requires_grad:
+        raise UnsupportedError(f"{name}: {key} requires a gradient, and gets none from here: pass {key}.detach()")
     return value.to(dtype=dtype).contiguous()
 
 

@@ -15,7 +15,8 @@ from megacompile.durations import Durations
 from megacompile.editing import editable_text, load
 from megacompile.errors import MegacompileError, UnsupportedError
 from megacompile.explain import outlook
-from megacompile.frontend.heads import LOGITS, batch_name, described
+from megacompile.frontend.heads import LOGITS, batch_name
+from megacompile.frontend.token_functions import described
 from megacompile.hardware import Hardware
 from megacompile.lease import StreamedResults, refuse_hooks
 from megacompile.optim import AdamW, disclaim

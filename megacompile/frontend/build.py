@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -35,7 +36,7 @@ def build_template(
     """
     epilogue = section.name == "epilogue"
     stages = {"captured": section.graph.code}
-    trained = with_result(section.graph, 0) if epilogue else section.graph
+    trained = with_results(section, [0]).graph if epilogue else section.graph
     trained = _run_model_passes(trained, target, pipeline, stages)
     has_gradient = section.has_gradient[:1] if epilogue else section.has_gradient
     carried = [index for index, source in enumerate(section.sources) if source.kind == "carried"]
@@ -43,7 +44,7 @@ def build_template(
     try:
         with _portable_attention(target):
             joint = joint_graph(trained, fakes, has_gradient, partition=not (epilogue or head), awaited=carried,
-                                decompositions=_DECOMPOSED if head else None)
+                                decompositions=_DECOMPOSED if tokens_at_once else None)
             if epilogue:  # with logits as a result, no loss can be fused
                 inference = forward_graph(_run_model_passes(section.graph, target, pipeline, {}), fakes)
     except Exception as reason:
@@ -78,14 +79,16 @@ def _run_model_passes(
     return graph
 
 
-def with_result(module: fx.GraphModule, position: int) -> fx.GraphModule:
-    """A section with one of its results alone; what only they need stays, in-place ops included, until AOT."""
+def with_results(section: Section, positions: Sequence[int]) -> Section:
+    """A section with some of its results alone; what only the others need stays, in-place ops included, until AOT."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
-    (results,) = (module.graph.output_node().args)
-    graph.graph_copy(module.graph, copies)
-    graph.output((copies[results[position]],))  # type: ignore[index]
-    return fx.GraphModule(module, graph)
+    (results,) = (section.graph.graph.output_node().args)
+    graph.graph_copy(section.graph.graph, copies)
+    graph.output(tuple(copies[results[i]] for i in positions))  # type: ignore[index]
+    return dataclasses.replace(section, graph=fx.GraphModule(section.graph, graph), sources=list(section.sources),
+                               has_gradient=[section.has_gradient[i] for i in positions],
+                               carried=[section.carried[i] for i in positions])
 
 
 @contextlib.contextmanager

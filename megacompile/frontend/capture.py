@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from megacompile.errors import CaptureError, UnsupportedError
-from megacompile.frontend.build import Renaming, build_template
+from megacompile.frontend.build import Renaming, build_template, with_results
 from megacompile.frontend.heads import Head, Heads
 from megacompile.frontend.layers import find_layers
 from megacompile.frontend.loss import normalise_loss
@@ -25,6 +25,7 @@ from megacompile.frontend.modes import operations
 from megacompile.frontend.output import OutputStructure, output_structure
 from megacompile.frontend.split import split_at_layers, structural_key
 from megacompile.frontend.template import BATCH, LENGTH, Call, TargetLike, Template, TemplatePass
+from megacompile.frontend.token_functions import CHUNK_TOKENS, Described, taken_by_loss, with_loss
 from megacompile.frontend.twin import CAPTURE_SHAPE, fake_batch, fake_twin, is_transformers_model
 
 
@@ -50,7 +51,8 @@ class CapturedModel:
     `has_normaliser`: the loss is a sum over the "normaliser" input, so that micro-batches add up; then
     `count_targets(batch on the host)` gives a batch's normaliser, a 0-d float32 tensor.
     `output.rebuild(loss, logits)`: the model's own return value, around these. `heads`: what stands in the epilogue's place
-    where the caller differentiates; None of a model that returns no logits.
+    where the caller differentiates; None of a model that returns no logits. `token_loss`: the loss is a function of tokens that
+    the user gave.
     `conditions`: sympy conditions on B and T under which the graphs hold; `guards`: the same as text.
     `seconds`: what capturing took.
     """
@@ -68,6 +70,7 @@ class CapturedModel:
     count_targets: Callable[[Mapping[str, Tensor]], Tensor] | None
     output: OutputStructure
     heads: Heads | None
+    token_loss: bool
     conditions: tuple[Any, ...]
     seconds: float
 
@@ -112,18 +115,22 @@ class CapturedModel:
 
 def capture(
     model: nn.Module, *, layers: str | None = None, example: Mapping[str, Tensor] | None = None,
-    pipeline: Sequence[TemplatePass] = (), target: TargetLike | None = None,
+    pipeline: Sequence[TemplatePass] = (), target: TargetLike | None = None, loss: Callable[..., Any] | None = None,
 ) -> CapturedModel:
     """Capture `model`, in training mode, once, on fakes: no weight is read or copied, and `meta` models work too.
 
     `layers` names the decoder stack (see `find_layers`); `example` gives the batch arguments where they are not
-    `input_ids` and `labels`; `pipeline` and `target` are the template passes and what they lower to.
+    `input_ids` and `labels`; `pipeline` and `target` are the template passes and what they lower to; `loss`, a function of
+    tokens, stands in the place of the model's own loss.
     Raises `CaptureError` or `UnsupportedError`, naming the module, for what cannot be streamed faithfully.
     """
     started = time.perf_counter()
     target = target or CpuTarget()
     name = type(model).__name__
     stack = find_layers(model, layers)
+    taken = () if loss is None else taken_by_loss(loss, example or {})
+    if loss is not None:
+        example = _without_loss(model, example, taken)
     graph, twin, batch = _trace(model, layers, example)
     performed = operations(graph)
 
@@ -131,10 +138,13 @@ def capture(
         # (The twin, since `model` may be streamed by then.)
         return operations(_trace(twin, layers, example, training, size)[0]) == performed
 
-    batch_inputs = tuple(batch)
-    structure, positions = output_structure(graph, name)
-    count = normalise_loss(graph, graph.results[positions[0]])
+    structure, positions = output_structure(graph, name, other_loss=loss is not None)
+    count = normalise_loss(graph, graph.results[positions[0]]) if loss is None else _one
     sections = split_at_layers(graph, stack, [graph.results[p] for p in positions])
+    to_logits = with_results(sections[-1], [len(positions) - 1]) if structure.has_logits else None
+    if loss is not None:
+        assert to_logits is not None, "refused above"
+        sections[-1] = with_loss(graph, to_logits, loss, taken)
     renaming, conditions = _batch_symbols(graph, name)
 
     build = functools.partial(build_template, fakes=graph.fakes, renaming=renaming, target=target, pipeline=pipeline)
@@ -145,9 +155,12 @@ def capture(
         key = structural_key(section)
         if key not in names:
             names[key] = section.name if section.name in ("prologue", "epilogue") else _next_layer_name(templates)
-            templates[names[key]] = build(names[key], section)
+            own_loss = loss is not None and section.name == "epilogue"
+            templates[names[key]] = build(names[key], section, tokens_at_once=CHUNK_TOKENS if own_loss else 0)
         calls.append(Call(section.name, names[key], tuple(section.sources)))
     read_early = {s.name for call in calls[:-1] for s in call.sources if s.kind == "batch"}
+    batch_inputs = tuple(n for n in batch if loss is None or n in read_early)
+    batch_inputs += tuple(n for n, _, _ in taken if n not in batch_inputs)
     labels = tuple(n for n in batch_inputs if n not in read_early)
     return CapturedModel(
         calls=tuple(calls), templates=templates, batch_inputs=batch_inputs, labels=labels, layer_names=stack.names,
@@ -155,7 +168,22 @@ def capture(
         fused_attention=_all_layers_call_attention(graph),
         fused_loss="linear_cross_entropy" in templates["epilogue"].stages["joint"],
         holds=functools.cache(holds), has_normaliser=count is not None, count_targets=count, output=structure,
-        heads=Heads(graph, sections[-1], 1, build, templates) if structure.has_logits else None, conditions=conditions, seconds=time.perf_counter() - started)
+        heads=Heads(graph, to_logits, build, templates) if to_logits is not None else None,
+        token_loss=loss is not None, conditions=conditions, seconds=time.perf_counter() - started)
+
+
+def _one(batch: Mapping[str, Tensor]) -> Tensor:
+    """What a user's loss is divided by, unless the caller says `num_items_in_batch`."""
+    return torch.ones(())
+
+
+def _without_loss(model: nn.Module, example: Mapping[str, Tensor] | None, taken: Described) -> dict[str, Tensor] | None:
+    """The example of what the model itself takes, labels included if it has such a parameter: it returns a loss to replace."""
+    names = {name for name, _, _ in taken}
+    given = {name: tensor for name, tensor in (example or {}).items() if name not in names}
+    tokens = next(iter(given.values()), torch.empty(CAPTURE_SHAPE, dtype=torch.long, device="meta"))
+    return (given or {"input_ids": tokens}) | (
+        {"labels": tokens} if "labels" in inspect.signature(model.forward).parameters else {})
 
 
 def _trace(

@@ -10,29 +10,22 @@ traced with it, and both run a chunk of tokens at a time, forward and backward, 
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import sympy
 import torch
 import torch.utils._pytree as pytree
-from torch import Tensor, fx
 
 from megacompile.errors import UnsupportedError
-from megacompile.frontend.build import with_result
 from megacompile.frontend.model_graph import ModelGraph
-from megacompile.frontend.split import Section, needs_gradient
-from megacompile.frontend.template import Call, Source, Template
+from megacompile.frontend.split import Section
+from megacompile.frontend.template import Call, Template
+from megacompile.frontend.token_functions import CHUNK_TOKENS, Described, name_of, with_function
 
 LOGITS = "logits"
-#: Tokens of which logits exist at a time, of a head that is a function. (As of the fused loss.)
-CHUNK_TOKENS = 2048
 #: Functions of one model: each is traced and compiled.
 MOST_FUNCTIONS = 32
-
-#: By name: the dtype of a tensor that a function takes beside logits, and its shape behind [B, T].
-Described = tuple[tuple[str, torch.dtype, tuple[int, ...]], ...]
 
 
 class BuildTemplate(Protocol):
@@ -59,11 +52,8 @@ def batch_name(tensor: str) -> str:
 class Heads:
     """Of one captured model. State: those built so far, by name; and the names of functions, by what they take."""
 
-    def __init__(self, model: ModelGraph, epilogue: Section, logits: int, build: BuildTemplate,
-                 templates: dict[str, Template]) -> None:
-        self._model, self._build, self._templates = model, build, templates
-        self._section = dataclasses.replace(
-            epilogue, graph=with_result(epilogue.graph, logits), has_gradient=[epilogue.has_gradient[logits]], carried=[False])
+    def __init__(self, model: ModelGraph, to_logits: Section, build: BuildTemplate, templates: dict[str, Template]) -> None:
+        self._model, self._section, self._build, self._templates = model, to_logits, build, templates
         self._heads: dict[str, Head] = {}
         self._functions: dict[tuple[Callable[..., Any], Described], str] = {}
 
@@ -84,11 +74,10 @@ class Heads:
             if len(self._functions) >= MOST_FUNCTIONS:
                 raise UnsupportedError(f"{len(self._functions)} functions of tokens have been compiled for this model: make a "
                                        "function once, outside of the loop, and pass the same one every time")
-            plain = function.func if isinstance(function, functools.partial) else function
-            label = getattr(plain, "__name__", type(plain).__name__).strip("<>")
+            label = name_of(function)
             taken = {LOGITS, "loss", "prologue", "epilogue", *self._heads}
             name = next(n for n in (label, *(f"{label}_{i}" for i in range(2, MOST_FUNCTIONS + 2))) if n not in taken)
-            section, structure = self._with_function(name, function, described)
+            section, structure = with_function(self._model, self._section, name, function, described, batch_name)
             self._add(name, section, CHUNK_TOKENS, structure)
             self._functions[key] = name
         return self._functions[key]
@@ -104,83 +93,3 @@ class Heads:
             raise UnsupportedError(f"{name} does one thing or another depending on sizes ({added[0]}): let it treat all alike")
         self._templates[name] = template
         self._heads[name] = Head(Call("epilogue", name, tuple(section.sources)), tuple(section.has_gradient), structure)
-
-    def _with_function(self, name: str, function: Callable[..., Any], described: Described) -> tuple[Section, pytree.TreeSpec]:
-        """The section with a function behind its logits."""
-        module = with_result(self._section.graph, 0)
-        graph, output = module.graph, module.graph.output_node()
-        (logits,) = output.args[0]  # type: ignore[misc]
-        rows, length = self._sizes()
-        value = logits.meta["example_value"]
-        if value.dim() != 3 or tuple(value.shape[:2]) != (rows, length):
-            raise UnsupportedError(f"functions of tokens need logits of [batch, length, vocabulary]; the model's are "
-                                   f"{list(value.shape)}")
-        given = []
-        for key, dtype, shape in described:
-            with graph.inserting_before(next(n for n in graph.nodes if n.op != "placeholder")):
-                given.append(graph.placeholder(f"given_{key}"))
-            with self._model.fakes:
-                given[-1].meta["example_value"] = torch.zeros((rows, length, *shape), dtype=dtype)
-        tokenwise = _OfTokens(name, function, tuple(key for key, _, _ in described))
-        values = self._trial(name, tokenwise, [logits, *given])
-        with graph.inserting_before(output):
-            made = graph.call_function(tokenwise, (logits, *given))
-            results = [graph.call_function(_item, (made, position)) for position in range(len(values))]
-        for node, example in zip(results, values, strict=True):
-            node.meta["example_value"] = example
-        output.args = (tuple(results),)
-        module.recompile()
-        assert tokenwise.structure is not None, "the trial has run"
-        sources = [*self._section.sources, *(Source("batch", batch_name(key)) for key, _, _ in described)]
-        return Section(name, module, sources, [needs_gradient(node) for node in results], [False] * len(results)), (
-            tokenwise.structure)
-
-    def _sizes(self) -> tuple[Any, Any]:
-        """Batch and length of the capture."""
-        example = next(n.meta["example_value"] for n, s in self._model.sources.items() if s.kind == "batch")
-        return example.shape[0], example.shape[1]
-
-    def _trial(self, name: str, tokenwise: _OfTokens, arguments: Sequence[fx.Node]) -> Sequence[Tensor]:
-        """What the function gives for fakes."""
-        try:
-            unwanted = self._model.shape_env.ignore_fresh_unbacked_symbols()  # of a function that reads values, and fails
-            with torch.inference_mode(False), torch.enable_grad(), self._model.fakes, unwanted:
-                return tokenwise(*(node.meta["example_value"] for node in arguments))
-        except UnsupportedError:
-            raise
-        except Exception as reason:
-            cause = next(iter(str(reason).splitlines()), "") or type(reason).__name__
-            raise UnsupportedError(f"the function {name} cannot be traced: {cause}; let it compute with torch functions of what "
-                                   "it is given, and decide nothing by values") from reason
-
-
-class _OfTokens:
-    """A function of tokens as one of sequences: logits and each tensor, [B, T, ...], go in as [B * T, ...], and what comes
-    back is [B, T, ...]. State: the structure of what it returned last. (fx prints the names that functions have.)"""
-
-    __module__ = __name__
-
-    def __init__(self, name: str, function: Callable[..., Any], names: tuple[str, ...]) -> None:
-        self.__name__ = self.__qualname__ = name if name.isidentifier() else "function"
-        self.function, self.names = function, names
-        self.structure: pytree.TreeSpec | None = None
-
-    def __call__(self, logits: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-        rows, length = logits.shape[:2]
-        flat = {name: tensor.flatten(0, 1) for name, tensor in zip(self.names, tensors, strict=True)}
-        values, self.structure = pytree.tree_flatten(self.function(logits.flatten(0, 1), **flat))
-        for value in values:
-            if not isinstance(value, Tensor) or value.dim() < 1 or value.shape[0] != rows * length:
-                what = f"of {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
-                raise UnsupportedError(f"the function {self.__name__} returns {what} for logits of {list(logits.shape)}: let it "
-                                       "return a value for each token, with as many rows as the logits, and reduce it outside")
-        return tuple(value.unflatten(0, (rows, length)).clone(memory_format=torch.contiguous_format) for value in values)
-
-
-def _item(values: Sequence[Tensor], position: int) -> Tensor:
-    return values[position]
-
-
-def described(tensors: Mapping[str, Tensor]) -> Described:
-    """What a function takes beside logits: tensors [B, T, ...]."""
-    return tuple((name, tensor.dtype, tuple(tensor.shape[2:])) for name, tensor in sorted(tensors.items()))
