@@ -113,7 +113,7 @@ def _neutral(key: str, value: Any) -> bool:
 
 
 def check_token_tensors(tensors: Mapping[str, Any], given: Arguments, labels: tuple[str, ...]) -> None:
-    """Raises `UnsupportedError` unless each is a tensor [batch, length, ...] without a gradient, and the model gets no labels."""
+    """Raises `UnsupportedError` unless each is a tensor [batch, length, ...] without a gradient, and there are no labels."""
     if labels and given.has_labels:
         raise UnsupportedError(f"per_token computes no loss: leave {', '.join(labels)} out of the batch, and pass what the "
                                "function takes by its name")

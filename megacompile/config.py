@@ -47,8 +47,8 @@ class StreamConfig:
         passes: the pipeline over programs, made from `megacompile.passes.PIPELINE` by `insert_after` and its like.
         template_passes: that over the graphs of templates, made from `TEMPLATE_PIPELINE`.
         loss: in the place of the model's own loss, a function of the logits of some tokens, [N, vocabulary], and of rows of
-            further batch arguments for the same tokens, by parameter name, that returns a value for each, [N]; the loss is their
-            sum over `num_items_in_batch` (1, if that is not passed). Nothing is shifted.
+            further batch arguments for the same tokens, by parameter name, that returns a value for each, [N]; the loss is
+            their sum over `num_items_in_batch` (1, if that is not passed). Nothing is shifted.
         reference: run the reference interpreter (one thread, program order), for checking.
     """
 

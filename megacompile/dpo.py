@@ -13,8 +13,8 @@ from megacompile.trainer_arguments import refuse_adapters
 
 
 class DPOTrainer(trainer.Trainer, trl.DPOTrainer):
-    """`trl.DPOTrainer` for a policy that is streamed. The reference model is streamed too (`ref_model`), or is the policy before
-    training, run once over the data (`precompute_ref_log_probs=True`), which takes no second copy of the weights.
+    """`trl.DPOTrainer` for a policy that is streamed. The reference model is streamed too (`ref_model`), or is the policy
+    before training, run once over the data (`precompute_ref_log_probs=True`), which takes no second copy of the weights.
 
     Raises `UnsupportedError` for adapters, router losses, and where TRL would load a reference model by itself."""
 

@@ -1,7 +1,7 @@
 """TRL's fused head, for streamed models: `model(..., labels=labels, fused_lm_head=True)` gives values of each token.
 
-All of TRL's losses are made of these. Its own head runs a model's backbone and the head's weight by themselves, neither of which
-is streamed; ours gives the same values by `model.megacompile.per_token`.
+All of TRL's losses are made of these. Its own head runs a model's backbone and the head's weight by themselves, neither of
+which is streamed; ours gives the same values by `model.megacompile.per_token`.
 """
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from trl.trainer.utils import FusedCausalLMOutput
 

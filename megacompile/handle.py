@@ -64,9 +64,9 @@ class Handle:
         """Values of each token, differentiable, without all logits at once: what `function(logits, **tensors)` returns for the
         tokens of `batch`, the model's arguments without labels.
 
-        `function` gets logits [N, vocabulary] of some tokens and the rows of `tensors` ([B, T, ...] here, [N, ...] there) of the
-        same tokens; it returns a tensor [N, ...], or several in any structure, and is traced: make it once, and pass what
-        changes as tensors. Returned are [B, T, ...], 0 for padding. Nothing is shifted: logits of a position tell the next one's token.
+        `function` gets logits [N, vocabulary] of some tokens and the rows of `tensors` ([B, T, ...] here, [N, ...] there) of
+        the same tokens; it returns a tensor [N, ...], or several in any structure, and is traced: make it once, and pass what
+        changes as tensors. Returned are [B, T, ...], 0 for padding. Nothing is shifted: logits tell the next position's token.
 
         Raises `UnsupportedError` for what cannot be traced or honoured."""
         streamed = self.streamed

@@ -1,4 +1,4 @@
-"""What a caller hands over to the lanes and gets back: a batch, results of micro-batches put together, gradients taken apart."""
+"""What a caller hands over to the lanes and gets back: a batch in parts, their results put together, gradients in parts."""
 from __future__ import annotations
 
 import itertools

@@ -18,5 +18,5 @@ def next_tokens(labels: Tensor) -> Tensor:
 
 
 def log_probabilities(logits: Tensor, targets: Tensor) -> Tensor:
-    """The log-probability of each token's target, float32 [N]; 0 where that is `IGNORED`. logits: [N, V]; targets: int64 [N]."""
+    """The log-probability of each token's target, float32 [N]; 0 where that is `IGNORED`. logits [N, V]; targets int64 [N]."""
     return -F.cross_entropy(logits.float(), targets, ignore_index=IGNORED, reduction="none")

@@ -76,7 +76,8 @@ class Pace:
     def program(self, plan: Plan, whole_step: bool) -> Program:
         """As `compile_program` makes it, unverified: what is chosen is verified when it is compiled."""
         captured = self.durations.captured
-        specs, of_loss = self.tiling.call_specs(captured.calls_for(plan.output), captured.templates, plan.length), plan.output == "loss"
+        specs = self.tiling.call_specs(captured.calls_for(plan.output), captured.templates, plan.length)
+        of_loss = plan.output == "loss"
         program = model_program(specs, self.tiling.tiles(), plan.batch, of_loss, whole_step, differentiable=not of_loss)
         program = program.evolve(sections={key: graph for key, graph in program.sections.items() if key != "evaluate"})
         for each in self.passes:

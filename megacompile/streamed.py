@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from megacompile.arrival import Arrival
@@ -205,8 +204,8 @@ class Streamed:
         return batch
 
     def backward(self, lease: Lease, gradients: Sequence[Tensor]) -> None:
-        """Runs a lease's backward, given the gradients of what its forward gave, and sets `.grad` of every trained parameter. Returns when gradients are home; where it
-        updates on their arrival, once compute has been issued, and there are none.
+        """Runs a lease's backward, given the gradients of what its forward gave, and sets `.grad` of every trained parameter.
+        Returns when gradients are home; where it updates on their arrival, once compute has been issued, and there are none.
 
         Whatever stops it, no parameter has a `.grad` afterwards: some would hold this batch's gradients, others not."""
         self.raise_pending()

@@ -11,6 +11,7 @@ from megacompile.errors import MegacompileError, UnsupportedError
 from megacompile.streamed import Streamed
 from megacompile.streamed_module import StreamedModule
 
+
 def _asks(name: str) -> Callable[[Any, Streamed], bool]:
     return lambda args, streamed: bool(getattr(args, name, None))
 

@@ -88,8 +88,8 @@ class CapturedModel:
     def require_heads(self) -> Heads:
         """Raises `UnsupportedError` for a model that returns its loss alone."""
         if self.heads is None:
-            raise UnsupportedError("the model returns its loss alone: let its forward return logits [batch, length, vocabulary] "
-                                   "as well, and they can be differentiated")
+            raise UnsupportedError("the model returns its loss alone: let its forward return logits [batch, length, "
+                                   "vocabulary] as well, and they can be differentiated")
         return self.heads
 
     def check_mode(self, training: bool) -> None:

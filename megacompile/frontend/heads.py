@@ -62,7 +62,8 @@ class Heads:
         if name == LOGITS and name not in self._heads:
             self._add(name, self._section, 0)
         if name not in self._heads:
-            raise UnsupportedError(f"the model has no output {name!r}: it has {', '.join(dict.fromkeys((LOGITS, *self._heads)))}")
+            there = ", ".join(dict.fromkeys((LOGITS, *self._heads)))
+            raise UnsupportedError(f"the model has no output {name!r}: it has {there}")
         return self._heads[name]
 
     def of_function(self, function: Callable[..., Any], described: Described) -> str:

@@ -1,7 +1,8 @@
 """Functions of tokens: traced behind a model's logits, as a head of its own or in the place of its loss.
 
-A function gets logits [N, V] of some tokens, and rows of further tensors for the same tokens, and returns values with a row for
-each. What the model computes in sequences, [B, T, ...], it sees as B * T tokens; `chunk_tokens` then runs both a chunk at a time.
+A function gets logits [N, V] of some tokens, and rows of further tensors for the same tokens, and returns values with a row
+for each. What the model computes in sequences, [B, T, ...], it sees as B * T tokens; `chunk_tokens` then runs both a chunk at a
+time.
 """
 from __future__ import annotations
 
@@ -55,7 +56,7 @@ def with_function(model: ModelGraph, section: Section, name: str, function: Call
     Raises `UnsupportedError` for a function that cannot be traced, or returns something else than rows for tokens."""
     module = with_results(section, [0]).graph
     graph, output = module.graph, module.graph.output_node()
-    (logits,) = output.args[0]  # type: ignore[misc]
+    (logits,) = output.all_input_nodes
     example = next(n.meta["example_value"] for n, s in model.sources.items() if s.kind == "batch")
     rows, length = example.shape[:2]
     value = logits.meta["example_value"]
@@ -85,18 +86,19 @@ def with_loss(model: ModelGraph, logits: Section, function: Callable[..., Any], 
     name = name_of(function)
     section, _ = with_function(model, logits, name, function, described)
     graph, output = section.graph.graph, section.graph.graph.output_node()
-    values = output.args[0]
-    if len(values) != 1 or values[0].meta["example_value"].dim() != 2 or not section.has_gradient[0]:  # type: ignore
+    values = output.all_input_nodes
+    if len(values) != 1 or values[0].meta["example_value"].dim() != 2 or not section.has_gradient[0]:
         raise UnsupportedError(f"the loss {name} returns something else than one differentiable value for each token: let it "
                                "return a tensor with as many elements as logits have rows")
     normaliser = _placeholder(model, graph, "normaliser", (), torch.float32)
-    (value,) = values  # type: ignore[misc]
+    (value,) = values
+    ((scores, *_),) = (made.all_input_nodes for made in value.all_input_nodes)
     with graph.inserting_before(output):
         total = graph.call_function(torch.sum, (value,), {"dtype": torch.float32})
         loss = graph.call_function(operator.truediv, (total, normaliser))
     with model.fakes, torch.enable_grad():
         loss.meta["example_value"] = value.meta["example_value"].sum(dtype=torch.float32)
-    output.args = ((loss, value.args[0].args[0]),)
+    output.args = ((loss, scores),)
     section.graph.recompile()
     return Section("epilogue", section.graph, [*section.sources, NORMALISER], [True, logits.has_gradient[0]], [False, False])
 
@@ -141,6 +143,6 @@ class _OfTokens:
         for value in values:
             if not isinstance(value, Tensor) or value.dim() < 1 or value.shape[0] != rows * length:
                 what = f"of {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
-                raise UnsupportedError(f"the function {self.__name__} returns {what} for logits of {list(logits.shape)}: let it "
-                                       "return a value for each token, with as many rows as the logits, and reduce it outside")
+                raise UnsupportedError(f"the function {self.__name__} returns {what}: let it return a value for each token, "
+                                       "with as many rows as the logits, and reduce it outside")
         return tuple(value.unflatten(0, (rows, length)).clone(memory_format=torch.contiguous_format) for value in values)

@@ -40,7 +40,8 @@ class Training:
                     last = self.program.calls[-1].name
                     self.results.append(("evaluate", *(mix("evaluate", made[last, mb]) for mb in self.micro_batches)))
                 case "backward" | "backward_accumulate":
-                    self.gather(self.backward(open_forwards.pop(lease), scaled=self.given == "loss"), line == "backward_accumulate")
+                    gradients = self.backward(open_forwards.pop(lease), scaled=self.given == "loss")
+                    self.gather(gradients, line == "backward_accumulate")
                     self.arrived()
                 case "train_step":
                     made, losses = self.forward()

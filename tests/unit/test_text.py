@@ -430,7 +430,8 @@ def test_the_page_lists_every_op_and_every_rule() -> None:
 
 def test_the_ops_that_cost_something_are_those_that_do_work() -> None:
     """Others mark, order and hand over, or move a few bytes."""
-    marks = {"result", "lease", "leased", "release", "record", "wait", "enter", "leave", "clip", "offload_norms", "output_gradient"}
+    marks = {"result", "lease", "leased", "release", "record", "wait", "enter", "leave", "clip", "offload_norms",
+             "output_gradient"}
     assert set(COSTS) == {op.name for op in OPS.values() if op.lane is not None} - marks
 
 
