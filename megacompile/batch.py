@@ -16,7 +16,7 @@ from megacompile.frontend.template import TemplateInput
 #: Arguments whose value changes nothing that a streamed model does, when they have one of these values.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "use_cache": (None, False, True), "return_dict": (None, True), "output_attentions": (None, False),
-    "output_hidden_states": (None, False), "past_key_values": (None,), "logits_to_keep": (0,), "cache_position": (None,),
+    "output_hidden_states": (None, False), "past_key_values": (None,), "cache_position": (None,),
 }
 
 
@@ -24,12 +24,13 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 class Arguments:
     """A call of the model, taken apart. `inputs`: the batch arguments that were given, in the model's order, tensors of
     [batch, length, ...]; `normaliser`: the number of target tokens to divide by, or None if there are no labels; `padding`,
-    bool [batch, length]: of which tokens no value is to be seen."""
+    bool [batch, length]: of which tokens no value is to be seen; `kept`: of how many last positions logits are, 0 for all."""
 
     inputs: dict[str, Tensor]
     normaliser: Tensor | None
     has_labels: bool
     padding: Tensor | None = None
+    kept: int = 0
 
 
 def batch_types(captured: CapturedModel) -> dict[str, TemplateInput]:
@@ -56,6 +57,7 @@ def read_arguments(model: nn.Module, forward: Callable[..., Any], captured: Capt
     given |= of_loss
     mask, items = (None if key in captured.batch_inputs else given.pop(key, None)
                    for key in ("attention_mask", "num_items_in_batch"))
+    kept = given.pop("logits_to_keep", None) or 0
     inputs: dict[str, Tensor] = {}
     for key, value in given.items():
         if key in captured.batch_inputs:
@@ -74,6 +76,8 @@ def read_arguments(model: nn.Module, forward: Callable[..., Any], captured: Capt
     has_labels = all(key in inputs for key in labels)
     if not has_labels and any(key in inputs for key in labels):
         raise UnsupportedError(f"{name}: the loss needs all of {', '.join(labels)}: give them all, or none for logits alone")
+    if not isinstance(kept, int) or kept < 0 or (kept and has_labels):
+        raise UnsupportedError(f"{name}: logits_to_keep must be a whole number, of a batch without labels: leave it out")
     inputs = {key: inputs[key] for key in captured.batch_inputs if key in inputs and (has_labels or key not in labels)}
     padding = check_mask(name, mask, inputs, labels if has_labels and not captured.token_loss else ())
     if padding is not None and has_labels:
@@ -86,7 +90,7 @@ def read_arguments(model: nn.Module, forward: Callable[..., Any], captured: Capt
     if has_labels and captured.has_normaliser:
         assert captured.count_targets is not None
         normaliser = captured.count_targets(inputs) if items is None else torch.as_tensor(items, dtype=torch.float32)
-    return Arguments(inputs, normaliser, has_labels, padding)
+    return Arguments(inputs, normaliser, has_labels, padding, kept)
 
 
 def _checked(name: str, key: str, value: Any, expected: TemplateInput | None) -> Tensor:
@@ -150,6 +154,12 @@ def check_mask(name: str, mask: Tensor | None, inputs: Mapping[str, Tensor], lab
         if bool((inputs[key].masked_select(~present.to(inputs[key].device)) != -100).any()):
             raise UnsupportedError(f"{name}: {key} of padding must be -100, so that the loss does not count it")
     return None
+
+
+def logits_of(logits: Tensor, given: Arguments) -> Tensor:
+    """Of the logits of all positions, [batch, length, vocabulary], what the caller is to see."""
+    (logits,) = without_padding((logits,), given.padding)
+    return logits[:, -given.kept:] if given.kept else logits
 
 
 def without_padding(outputs: tuple[Tensor, ...], padding: Tensor | None) -> tuple[Tensor, ...]:

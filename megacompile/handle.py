@@ -10,7 +10,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
-from megacompile.batch import Arguments, batch_types, check_token_tensors, read_arguments, without_padding
+from megacompile.batch import Arguments, batch_types, check_token_tensors, logits_of, read_arguments, without_padding
 from megacompile.durations import Durations
 from megacompile.editing import editable_text, load
 from megacompile.errors import MegacompileError, UnsupportedError
@@ -47,12 +47,12 @@ class Handle:
         if not torch.is_grad_enabled():
             with torch.inference_mode(False), torch.no_grad():  # slots outlive the call: no inference tensors
                 loss, logits = streamed.evaluate(given.inputs, given.normaliser)
-            return rebuild(loss, None if logits is None else without_padding((logits,), given.padding)[0])
+            return rebuild(loss, None if logits is None else logits_of(logits, given))
         if given.has_labels:
             (loss,) = self._differentiable(given.inputs, given.normaliser, "loss", (True,))
             return rebuild(loss, None)
         (logits,) = self._differentiable(given.inputs, None, LOGITS, streamed.captured.head(LOGITS).has_gradient)
-        return rebuild(None, without_padding((logits,), given.padding)[0])
+        return rebuild(None, logits_of(logits, given))
 
     def _differentiable(self, inputs: Mapping[str, Tensor], normaliser: Tensor | None, output: str,
                         has_gradient: tuple[bool, ...]) -> tuple[Tensor, ...]:

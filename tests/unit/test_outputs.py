@@ -150,6 +150,85 @@ def test_padding_has_no_outputs_and_changes_no_gradient(of_tokens: bool, model: 
     tiny_models.assert_same_gradients(model, native)
 
 
+def test_the_last_positions_alone_may_be_asked_for(model: Any, native: Any) -> None:
+    for each in (model, native):
+        logits = each(input_ids=ids(), logits_to_keep=4).logits
+        assert logits.shape == (3, 4, V)
+        logits.logsumexp(-1).square().sum().backward()
+    tiny_models.assert_same_gradients(model, native)
+    with pytest.raises(UnsupportedError, match="logits_to_keep"):
+        model(**tiny_models.batch(), logits_to_keep=4)
+
+
+def clipped_ratio(logits: Tensor, labels: Tensor, advantages: Tensor, before: Tensor) -> Tensor:
+    """PPO's loss of each token; 0 where there is no label."""
+    now = log_probabilities(logits, labels)
+    ratio = (now - before).exp()
+    return -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages) * (labels != -100)
+
+
+def rollouts(seed: int) -> dict[str, Tensor]:
+    made = torch.Generator().manual_seed(seed)
+    return {"input_ids": ids(seed), "labels": next_tokens(ids(seed)), "advantages": torch.randn(3, 9, generator=made),
+            "before": torch.randn(3, 9, generator=made) * 0.3 - 4}
+
+
+class LogitsAlone(torch.nn.Module):
+    """A decoder without a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.tokens, self.head = torch.nn.Embedding(V, 16), torch.nn.Linear(16, V)
+        blocks = (torch.nn.Sequential(torch.nn.LayerNorm(16), torch.nn.Linear(16, 16)) for _ in range(3))
+        self.blocks = torch.nn.ModuleList(blocks)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.tokens(input_ids)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("of_transformers", [True, False])
+def test_a_loss_of_tokens_trains_within_the_program(of_transformers: bool) -> None:
+    """In loops with gradients added up, and in whole steps of waves; by a model that returns a loss too, or logits alone."""
+    build = tiny_models.build if of_transformers else LogitsAlone
+    native = build()
+    model = megacompile.stream(build(), device="cpu", loss=clipped_ratio, micro_batch_size=1, token_chunk=4, waves=2)
+    try:
+        loss_graph = model.megacompile.streamed.captured.templates["epilogue"].variant("loss", 4).graph
+        assert len(token_loops(loss_graph)) == 1, "logits, values and all gradients are of one chunk at a time"
+        ours, theirs = megacompile.AdamW(model.parameters(), lr=1e-2), torch.optim.AdamW(native.parameters(), lr=1e-2)
+
+        def natives(batch: dict[str, Tensor], count: float = 1) -> Tensor:
+            logits = native(input_ids=batch["input_ids"])
+            logits = logits.logits if of_transformers else logits
+            given = {name: tensor.flatten() for name, tensor in batch.items() if name != "input_ids"}
+            return clipped_ratio(logits.flatten(0, 1), **given).sum() / count
+
+        for seed in range(2):
+            out = model(**rollouts(seed), num_items_in_batch=torch.tensor(17))
+            (out.loss if of_transformers else out).backward()
+            natives(rollouts(seed), 17).backward()
+        tiny_models.assert_same_gradients(model, native)
+        for seed in range(3):
+            if seed:
+                loss, expected = model.megacompile.train_step(rollouts(seed), ours), natives(rollouts(seed))
+                expected.backward()
+                torch.testing.assert_close(loss, expected.detach(), rtol=1e-5, atol=1e-6)
+            else:
+                ours.step()
+            theirs.step()
+            ours.zero_grad(), theirs.zero_grad()
+        tiny_models.assert_same_weights(model, native)
+        if of_transformers:
+            with pytest.raises(UnsupportedError, match="padding is left out by a loss of your own itself"):
+                model(**rollouts(0), attention_mask=torch.ones(3, 9).tril(5))
+    finally:
+        model.megacompile.close()
+
+
 def test_outputs_need_their_backward_before_the_weights_change(model: Any) -> None:
     optimizer = megacompile.AdamW(model.parameters(), lr=1e-2)
     late, early = model(input_ids=ids(0)).logits, model(input_ids=ids(1)).logits
