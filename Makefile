@@ -34,7 +34,7 @@ check: lint types
 test: check  ## ruff, mypy and all tests that need no GPU
 	@# Threads of OpenMP would take the cores from the lanes of the next test, and gain nothing on models so small. A worker
 	@# takes about a gigabyte.
-	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist loadfile
+	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist worksteal
 
 PICTURE = $(BIN)/megacompile inspect --hardware h200 --batch 64 --length 1024 --resident-state none
 

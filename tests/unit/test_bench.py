@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import same_bits, train_step, weights
+from tiny_models import Shared, same_bits, train_step, weights
 from typer.testing import CliRunner
 
 import megacompile
@@ -89,7 +89,7 @@ def test_compute_alone_changes_no_weights_and_leaves_the_operations_as_they_were
     optimizer = megacompile.AdamW(model.parameters(), lr=1e-2)
     train_step(model, optimizer)
     before, operations = weights(model), dict(OPERATIONS)
-    with step.compute_alone():
+    with step.compute_alone(model.megacompile.streamed.backend):
         train_step(model, optimizer)
         assert same_bits(weights(model), before)
     assert operations == OPERATIONS
@@ -98,6 +98,18 @@ def test_compute_alone_changes_no_weights_and_leaves_the_operations_as_they_were
     left_out = {name for name, op in OPS.items() if step.left_out(op)}
     assert left_out >= {"prefetch", "offload", "pack", "accumulate", "clip", "adam"}
     assert not left_out & {"forward", "loss", "backward", "reduce", "release"}
+
+
+def test_compute_alone_goes_on_from_checkpoints_that_wait_on_the_host() -> None:
+    shared = Shared(micro_batch_size=2, host_checkpoints=True)
+    model = shared.fresh()
+    optimizer = megacompile.AdamW(model.parameters(), lr=1e-2)
+    train_step(model, optimizer)
+    before = weights(model)
+    with step.compute_alone(model.megacompile.streamed.backend):
+        train_step(model, optimizer)
+    assert same_bits(weights(model), before)
+    shared.close()
 
 
 def test_a_loss_that_is_not_finite_is_an_error() -> None:
