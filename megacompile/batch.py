@@ -57,7 +57,8 @@ def read_arguments(model: nn.Module, forward: Callable[..., Any], captured: Capt
     given |= of_loss
     mask, items = (None if key in captured.batch_inputs else given.pop(key, None)
                    for key in ("attention_mask", "num_items_in_batch"))
-    kept = given.pop("logits_to_keep", None) or 0
+    kept = given.pop("logits_to_keep", None)
+    kept = 0 if kept is None else kept
     inputs: dict[str, Tensor] = {}
     for key, value in given.items():
         if key in captured.batch_inputs:
@@ -121,6 +122,8 @@ def check_token_tensors(tensors: Mapping[str, Any], given: Arguments, labels: tu
     if labels and given.has_labels:
         raise UnsupportedError(f"per_token computes no loss: leave {', '.join(labels)} out of the batch, and pass what the "
                                "function takes by its name")
+    if given.kept:
+        raise UnsupportedError("per_token gives values of all positions: leave logits_to_keep out, and take the last of them")
     size = tuple(next(iter(given.inputs.values())).shape[:2])
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor) or tuple(tensor.shape[:2]) != size:

@@ -25,7 +25,7 @@ class FusedHead:
     streams = True  # it may stand in the place of a streamed model's forward
 
     def __init__(self, model: nn.Module, temperature: float, fields: tuple[str, ...]) -> None:
-        self.model, self.function = model, functools.partial(token_fields, temperature=temperature, fields=fields)
+        self.model, self.function = model, function_of(temperature, fields)
         functools.update_wrapper(self, type(model).forward.__get__(model))  # `generate` reads the signature
 
     def __call__(self, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
@@ -40,6 +40,12 @@ class FusedHead:
         counted = (targets[:, :-1] != IGNORED).to(values["log_probs"].device)
         loss = -values["log_probs"].sum() / (counted.sum().clamp(min=1) if count is None else count)
         return FusedCausalLMOutput(loss=loss, label_mask=counted, **values)
+
+
+@functools.cache
+def function_of(temperature: float, fields: tuple[str, ...]) -> Callable[..., dict[str, Tensor]]:
+    """One function for all trainers that want the same: each is traced for itself."""
+    return functools.partial(token_fields, temperature=temperature, fields=fields)
 
 
 def token_fields(logits: Tensor, targets: Tensor, temperature: float, fields: tuple[str, ...]) -> dict[str, Tensor]:

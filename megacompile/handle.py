@@ -70,6 +70,9 @@ class Handle:
 
         Raises `UnsupportedError` for what cannot be traced or honoured."""
         streamed = self.streamed
+        if not isinstance(batch, Mapping):
+            raise MegacompileError(f"per_token takes the model's arguments by name, such as {{'input_ids': ids}}, not a "
+                                   f"{type(batch).__name__}")
         given = self._arguments(streamed.model, original_class(streamed.model).forward.__get__(streamed.model), (), batch)
         check_token_tensors(tensors, given, streamed.captured.labels)
         inputs = given.inputs | {batch_name(name): tensor.contiguous() for name, tensor in tensors.items()}
@@ -202,7 +205,7 @@ class Handle:
             raise MegacompileError("plans of training steps are explained, not those of evaluations: pass a batch with labels")
         pace = pace_of(streamed.captured, streamed.tiling, self._hardware(hardware), streamed.binder.compiling,
                        streamed.planner.config.passes)
-        planner = replace(streamed.planner, pace=pace)
+        planner = replace(streamed.planner, pace=pace, output=shape.plan.output)
         return outlook(planner, shape.plan, planner.host_bytes, shape.shape.whole_step).text()
 
     def _hardware(self, hardware: str | Path | Hardware | None) -> Hardware:

@@ -127,7 +127,7 @@ class Shapes:
             raise UnsupportedError("without labels the model computes other logits than with them (the last position's, say), "
                                    f"and only those with labels were captured: pass {', '.join(self.captured.labels)}")
         for rows in set(plan.micro_batches):
-            self.captured.check_shape(rows, shape.length)
+            self.captured.check_shape(rows, shape.length, shape.output)
         if len(plan.micro_batches) > 1 and shape.labels and not self.captured.has_normaliser:
             raise UnsupportedError(
                 "the model's loss is not a cross entropy over tokens, so that it cannot be split into micro-batches: "

@@ -99,14 +99,14 @@ class CapturedModel:
             raise UnsupportedError("in evaluation mode the model performs other operations than in training mode, which was "
                                    "captured: call model.train(), or let forward not depend on self.training")
 
-    def check_shape(self, batch: int, length: int) -> None:
-        """Raise `UnsupportedError` if the captured graphs do not hold at this batch size and length. The first check of a
-        size of 1 traces the model once more."""
+    def check_shape(self, batch: int, length: int, output: str = "loss") -> None:
+        """Raise `UnsupportedError` if the captured graphs do not hold at this batch size and length, those of an `output` among
+        them. The first check of a size of 1 traces the model once more."""
         size = tuple(1 if n == 1 else captured for n, captured in zip((batch, length), CAPTURE_SHAPE, strict=True))
         if 1 in size and not self.holds(True, size):  # type: ignore[arg-type]
             raise UnsupportedError(f"at {batch} x {length} the model performs other operations than at larger sizes, which "
                                    "were captured: remove the branch on a size of 1 from the model's forward, or avoid it")
-        for condition in self.conditions:
+        for condition in (*self.conditions, *(() if output == "loss" or self.heads is None else self.heads.conditions)):
             if condition.subs({BATCH: batch, LENGTH: length}) == sympy.false:
                 raise UnsupportedError(
                     f"a batch of {batch} x {length} breaks {condition}, which the captured graph assumes: keep batches "
@@ -168,7 +168,7 @@ def capture(
         fused_attention=_all_layers_call_attention(graph),
         fused_loss="linear_cross_entropy" in templates["epilogue"].stages["joint"],
         holds=functools.cache(holds), has_normaliser=count is not None, count_targets=count, output=structure,
-        heads=Heads(graph, to_logits, build, templates) if to_logits is not None else None,
+        heads=Heads(graph, to_logits, build, templates, renaming) if to_logits is not None else None,
         token_loss=loss is not None, conditions=conditions, seconds=time.perf_counter() - started)
 
 

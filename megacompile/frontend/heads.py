@@ -18,6 +18,7 @@ import torch
 import torch.utils._pytree as pytree
 
 from megacompile.errors import UnsupportedError
+from megacompile.frontend.build import Renaming
 from megacompile.frontend.model_graph import ModelGraph
 from megacompile.frontend.split import Section
 from megacompile.frontend.template import Call, Template
@@ -52,10 +53,18 @@ def batch_name(tensor: str) -> str:
 class Heads:
     """Of one captured model. State: those built so far, by name; and the names of functions, by what they take."""
 
-    def __init__(self, model: ModelGraph, to_logits: Section, build: BuildTemplate, templates: dict[str, Template]) -> None:
+    def __init__(self, model: ModelGraph, to_logits: Section, build: BuildTemplate, templates: dict[str, Template],
+                 renaming: Renaming) -> None:
         self._model, self._section, self._build, self._templates = model, to_logits, build, templates
+        self._renaming, self._known_guards = renaming, len(model.shape_env.guards)
         self._heads: dict[str, Head] = {}
         self._functions: dict[tuple[Callable[..., Any], Described], str] = {}
+
+    @property
+    def conditions(self) -> tuple[Any, ...]:
+        """Sympy conditions on B and T under which the heads hold, beside those of the model: a function may look at sizes."""
+        added = (guard.expr.xreplace(self._renaming) for guard in self._model.shape_env.guards[self._known_guards:])
+        return tuple(condition for condition in dict.fromkeys(added) if condition not in (sympy.true, sympy.false))
 
     def head(self, name: str) -> Head:
         """Raises `UnsupportedError` for one that there is not."""
@@ -76,7 +85,7 @@ class Heads:
                 raise UnsupportedError(f"{len(self._functions)} functions of tokens have been compiled for this model: make a "
                                        "function once, outside of the loop, and pass the same one every time")
             label = name_of(function)
-            taken = {LOGITS, "loss", "prologue", "epilogue", *self._heads}
+            taken = {LOGITS, "loss", *self._templates}
             name = next(n for n in (label, *(f"{label}_{i}" for i in range(2, MOST_FUNCTIONS + 2))) if n not in taken)
             section, structure = with_function(self._model, self._section, name, function, described, batch_name)
             self._add(name, section, CHUNK_TOKENS, structure)
@@ -84,13 +93,7 @@ class Heads:
         return self._functions[key]
 
     def _add(self, name: str, section: Section, tokens_at_once: int, structure: pytree.TreeSpec | None = None) -> None:
-        env = self._model.shape_env
-        known = len(env.guards)
         section = dataclasses.replace(section, name=name)
         with torch.inference_mode(False), torch.enable_grad():  # whoever asks first may want none
-            template = self._build(name, section, head=True, tokens_at_once=tokens_at_once)
-        added = [guard.expr for guard in env.guards[known:] if env.simplify(guard.expr) not in (sympy.true, sympy.false)]
-        if added:
-            raise UnsupportedError(f"{name} does one thing or another depending on sizes ({added[0]}): let it treat all alike")
-        self._templates[name] = template
+            self._templates[name] = self._build(name, section, head=True, tokens_at_once=tokens_at_once)
         self._heads[name] = Head(Call("epilogue", name, tuple(section.sources)), tuple(section.has_gradient), structure)

@@ -131,6 +131,15 @@ def test_a_function_that_looks_across_tokens_is_computed_of_all_of_them(tied: tu
     torch.testing.assert_close(value, natively(centred, unstreamed, ids(rows=2))["value"], rtol=1e-4, atol=1e-6)
 
 
+def test_a_function_that_looks_at_sizes_holds_where_it_was_traced(model: Any) -> None:
+    def by_size(logits: Tensor) -> Tensor:
+        return logits[:, 0] if logits.shape[0] > 8 else logits[:, 1]
+
+    model.megacompile.per_token(by_size, {"input_ids": ids()})
+    with pytest.raises(UnsupportedError, match=r"a batch of 2 x 4 breaks B\*T > 8"):
+        model.megacompile.per_token(by_size, {"input_ids": ids(rows=2, length=4)})
+
+
 @pytest.mark.parametrize("of_tokens", [False, True])
 def test_padding_has_no_outputs_and_changes_no_gradient(of_tokens: bool, model: Any, native: Any) -> None:
     lengths = torch.tensor([[9], [4], [6]])
