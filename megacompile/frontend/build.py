@@ -21,7 +21,7 @@ from megacompile.frontend.split import Section, relative
 from megacompile.frontend.template import TargetLike, Template, TemplateInput, TemplatePass, run_template_pass
 
 #: Losses of each token, as ops that are known to treat each token alone.
-_DECOMPOSED = get_decompositions([torch.ops.aten.nll_loss_forward, torch.ops.aten.nll_loss_backward])
+LOSSES_OF_TOKENS = get_decompositions([torch.ops.aten.nll_loss_forward, torch.ops.aten.nll_loss_backward])
 Renaming = dict[sympy.Symbol, sympy.Symbol]  # the graph's symbols -> B and T
 
 
@@ -44,7 +44,7 @@ def build_template(
     try:
         with _portable_attention(target):
             joint = joint_graph(trained, fakes, has_gradient, partition=not (epilogue or head), awaited=carried,
-                                decompositions=_DECOMPOSED if tokens_at_once else None)
+                                decompositions=LOSSES_OF_TOKENS if tokens_at_once else None)
             if epilogue:  # with logits as a result, no loss can be fused
                 inference = forward_graph(_run_model_passes(section.graph, target, pipeline, {}), fakes)
     except Exception as reason:

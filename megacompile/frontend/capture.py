@@ -141,11 +141,12 @@ def capture(
     structure, positions = output_structure(graph, name, other_loss=loss is not None)
     count = normalise_loss(graph, graph.results[positions[0]]) if loss is None else _one
     sections = split_at_layers(graph, stack, [graph.results[p] for p in positions])
+    renaming, _ = _batch_symbols(graph, name)
     to_logits = with_results(sections[-1], [len(positions) - 1]) if structure.has_logits else None
     if loss is not None:
         assert to_logits is not None, "refused above"
-        sections[-1] = with_loss(graph, to_logits, loss, taken)
-    renaming, conditions = _batch_symbols(graph, name)
+        sections[-1] = with_loss(graph, renaming, to_logits, loss, taken)
+    _, conditions = _batch_symbols(graph, name)  # what a loss asks of sizes among them
 
     build = functools.partial(build_template, fakes=graph.fakes, renaming=renaming, target=target, pipeline=pipeline)
     templates: dict[str, Template] = {}

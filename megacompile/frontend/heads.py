@@ -87,7 +87,8 @@ class Heads:
             label = name_of(function)
             taken = {LOGITS, "loss", *self._templates}
             name = next(n for n in (label, *(f"{label}_{i}" for i in range(2, MOST_FUNCTIONS + 2))) if n not in taken)
-            section, structure = with_function(self._model, self._section, name, function, described, batch_name)
+            section, structure = with_function(
+                self._model, self._renaming, self._section, name, function, described, batch_name)
             self._add(name, section, CHUNK_TOKENS, structure)
             self._functions[key] = name
         return self._functions[key]

@@ -42,10 +42,13 @@ def example_values(graph: fx.GraphModule) -> list[Any]:
     return [n.meta["example_value"] for n in graph.graph.find_nodes(op="placeholder")]
 
 
-def forward_graph(graph: fx.GraphModule, fakes: FakeTensorMode) -> JointGraph:
+def forward_graph(
+    graph: fx.GraphModule, fakes: FakeTensorMode, decompositions: dict[Any, Any] | None = None,
+) -> JointGraph:
     """The forward alone, functional, of a Dynamo-level section."""
     with fakes, torch.no_grad():
-        traced: Any = aot_export_joint_simple(graph, tuple(example_values(graph)), trace_joint=False)
+        traced: Any = aot_export_joint_simple(
+            graph, tuple(example_values(graph)), trace_joint=False, decompositions=decompositions)
     return JointGraph(traced, traced.graph.find_nodes(op="placeholder"), [], _results(traced), {}, [])
 
 

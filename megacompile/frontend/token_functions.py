@@ -17,11 +17,13 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx
 
 from megacompile.errors import UnsupportedError
-from megacompile.frontend.build import with_results
+from megacompile.frontend.build import LOSSES_OF_TOKENS, Renaming, with_results
+from megacompile.frontend.joint import cut_graph, forward_graph
 from megacompile.frontend.loss import NORMALISER
 from megacompile.frontend.model_graph import ModelGraph
 from megacompile.frontend.split import Section, needs_gradient
 from megacompile.frontend.template import Source
+from megacompile.tokenwise import across_tokens
 
 #: Tokens of which logits exist at a time. (As of the fused loss.)
 CHUNK_TOKENS = 2048
@@ -48,12 +50,13 @@ def name_of(function: Callable[..., Any]) -> str:
     return str(getattr(plain, "__name__", type(plain).__name__)).strip("<>")
 
 
-def with_function(model: ModelGraph, section: Section, name: str, function: Callable[..., Any], described: Described,
-                  in_batch: Callable[[str], str] = str) -> tuple[Section, pytree.TreeSpec]:
+def with_function(model: ModelGraph, renaming: Renaming, section: Section, name: str, function: Callable[..., Any],
+                  described: Described, in_batch: Callable[[str], str] = str) -> tuple[Section, pytree.TreeSpec]:
     """A section that computes logits -> one that computes what a function makes of them, and the structure of that. `in_batch`:
     how a batch names what the function takes.
 
-    Raises `UnsupportedError` for a function that cannot be traced, or returns something else than rows for tokens."""
+    Raises `UnsupportedError` for a function that cannot be traced, returns something else than rows for tokens, or computes a
+    token's from others: micro-batches and chunks would each see some of them."""
     module = with_results(section, [0]).graph
     graph, output = module.graph, module.graph.output_node()
     (logits,) = output.all_input_nodes
@@ -76,15 +79,25 @@ def with_function(model: ModelGraph, section: Section, name: str, function: Call
     assert tokenwise.structure is not None, "the trial has run"
     sources = [*section.sources, *(Source("batch", in_batch(key)) for key, _, _ in described)]
     gradients = [needs_gradient(node) for node in results]
+    _check_alone(model, renaming, name, module)
     return Section(name, module, sources, gradients, [False] * len(results)), tokenwise.structure
 
 
-def with_loss(model: ModelGraph, logits: Section, function: Callable[..., Any], described: Described) -> Section:
+def _check_alone(model: ModelGraph, renaming: Renaming, name: str, module: fx.GraphModule) -> None:
+    traced = forward_graph(module, model.fakes, LOSSES_OF_TOKENS)
+    mixing = across_tokens(cut_graph(traced.graph, traced.inputs, traced.outputs).graph, renaming)
+    if mixing is not None:
+        raise UnsupportedError(f"the function {name} does not treat each token alone, or that is not known of {mixing.target}: "
+                               "compute that outside, of what it returns, or of the model's logits")
+
+
+def with_loss(model: ModelGraph, renaming: Renaming, logits: Section, function: Callable[..., Any],
+              described: Described) -> Section:
     """The epilogue whose loss is the sum of a function's values of tokens over the normaliser; and its logits.
 
     Raises `UnsupportedError` as `with_function`, and for a function that does not return one differentiable value a token."""
     name = name_of(function)
-    section, _ = with_function(model, logits, name, function, described)
+    section, _ = with_function(model, renaming, logits, name, function, described)
     graph, output = section.graph.graph, section.graph.graph.output_node()
     values = output.all_input_nodes
     if len(values) != 1 or values[0].meta["example_value"].dim() != 2 or not section.has_gradient[0]:

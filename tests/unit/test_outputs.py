@@ -1,6 +1,7 @@
 """Logits and values of tokens that are differentiated outside of the model: beside native PyTorch."""
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Iterator
 from typing import Any
@@ -20,11 +21,20 @@ from megacompile.token_loop import token_loops
 V = tiny_models.VOCABULARY
 
 
+def clipped_ratio(logits: Tensor, labels: Tensor, advantages: Tensor, before: Tensor) -> Tensor:
+    """PPO's loss of each token; 0 where there is no label."""
+    now = log_probabilities(logits, labels)
+    ratio = (now - before).exp()
+    return -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages) * (labels != -100)
+
+
 @pytest.fixture(scope="module")
 def tied() -> Iterator[tuple[Any, Any]]:
-    """A streamed model with tied embeddings, K = 1 and layers that run 4 positions at a time; and the same unstreamed."""
+    """A streamed model with tied embeddings, K = 1, layers that run 4 positions at a time, and a loss of its user's; and the
+    same unstreamed."""
     native = tiny_models.build(tie_word_embeddings=True)
-    model = megacompile.stream(tiny_models.build(tie_word_embeddings=True), device="cpu", micro_batch_size=2, token_chunk=4)
+    model = megacompile.stream(tiny_models.build(tie_word_embeddings=True), device="cpu", micro_batch_size=1, token_chunk=4,
+                               waves=2, loss=clipped_ratio)
     yield model, native
     model.megacompile.close()
 
@@ -122,15 +132,6 @@ def test_all_logits_never_exist_in_a_head_of_a_function(model: Any) -> None:
         assert cost.peak_bytes(template, variant, 16, 4096) < 0.5 * 16 * 4096 * V * 4
 
 
-def test_a_function_that_looks_across_tokens_is_computed_of_all_of_them(tied: tuple[Any, Any]) -> None:
-    def centred(logits: Tensor) -> dict[str, Tensor]:
-        return {"value": (logits - logits.mean(0)).square().sum(-1)}
-
-    streamed, unstreamed = tied
-    value = streamed.megacompile.per_token(centred, {"input_ids": ids(rows=2)})["value"]
-    torch.testing.assert_close(value, natively(centred, unstreamed, ids(rows=2))["value"], rtol=1e-4, atol=1e-6)
-
-
 def test_a_function_that_looks_at_sizes_holds_where_it_was_traced(model: Any) -> None:
     def by_size(logits: Tensor) -> Tensor:
         return logits[:, 0] if logits.shape[0] > 8 else logits[:, 1]
@@ -169,13 +170,6 @@ def test_the_last_positions_alone_may_be_asked_for(model: Any, native: Any) -> N
         model(**tiny_models.batch(), logits_to_keep=4)
 
 
-def clipped_ratio(logits: Tensor, labels: Tensor, advantages: Tensor, before: Tensor) -> Tensor:
-    """PPO's loss of each token; 0 where there is no label."""
-    now = log_probabilities(logits, labels)
-    ratio = (now - before).exp()
-    return -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages) * (labels != -100)
-
-
 def rollouts(seed: int) -> dict[str, Tensor]:
     made = torch.Generator().manual_seed(seed)
     return {"input_ids": ids(seed), "labels": next_tokens(ids(seed)), "advantages": torch.randn(3, 9, generator=made),
@@ -200,41 +194,42 @@ class LogitsAlone(torch.nn.Module):
 
 
 @pytest.mark.parametrize("of_transformers", [True, False])
-def test_a_loss_of_tokens_trains_within_the_program(of_transformers: bool) -> None:
+def test_a_loss_of_tokens_trains_within_the_program(of_transformers: bool, tied: tuple[Any, Any]) -> None:
     """In loops with gradients added up, and in whole steps of waves; by a model that returns a loss too, or logits alone."""
-    build = tiny_models.build if of_transformers else LogitsAlone
-    native = build()
-    model = megacompile.stream(build(), device="cpu", loss=clipped_ratio, micro_batch_size=1, token_chunk=4, waves=2)
-    try:
-        loss_graph = model.megacompile.streamed.captured.templates["epilogue"].variant("loss", 4).graph
-        assert len(token_loops(loss_graph)) == 1, "logits, values and all gradients are of one chunk at a time"
-        ours, theirs = megacompile.AdamW(model.parameters(), lr=1e-2), torch.optim.AdamW(native.parameters(), lr=1e-2)
+    if of_transformers:
+        model, native = tied[0], copy.deepcopy(tied[1])
+    else:
+        native, model = LogitsAlone(), megacompile.stream(LogitsAlone(), device="cpu", loss=clipped_ratio, token_chunk=4)
+    initial = tiny_models.weights(model)
+    model.zero_grad(), native.zero_grad()
+    variant = model.megacompile.streamed.captured.templates["epilogue"].variant("loss", 4)
+    assert len(token_loops(variant.graph)) == 1, "logits, values and all gradients are of one chunk at a time"
+    ours, theirs = megacompile.AdamW(model.parameters(), lr=1e-2), torch.optim.AdamW(native.parameters(), lr=1e-2)
 
-        def natives(batch: dict[str, Tensor], count: float = 1) -> Tensor:
-            logits = native(input_ids=batch["input_ids"])
-            logits = logits.logits if of_transformers else logits
-            given = {name: tensor.flatten() for name, tensor in batch.items() if name != "input_ids"}
-            return clipped_ratio(logits.flatten(0, 1), **given).sum() / count
+    def natives(batch: dict[str, Tensor], count: float = 1) -> Tensor:
+        logits = native(input_ids=batch["input_ids"])
+        logits = logits.logits if of_transformers else logits
+        given = {name: tensor.flatten() for name, tensor in batch.items() if name != "input_ids"}
+        return clipped_ratio(logits.flatten(0, 1), **given).sum() / count
 
-        for seed in range(2):
-            out = model(**rollouts(seed), num_items_in_batch=torch.tensor(17))
-            (out.loss if of_transformers else out).backward()
-            natives(rollouts(seed), 17).backward()
-        tiny_models.assert_same_gradients(model, native)
-        for seed in range(3):
-            if seed:
-                loss, expected = model.megacompile.train_step(rollouts(seed), ours), natives(rollouts(seed))
-                expected.backward()
-                torch.testing.assert_close(loss, expected.detach(), rtol=1e-5, atol=1e-6)
-            else:
-                ours.step()
-            theirs.step()
-            ours.zero_grad(), theirs.zero_grad()
-        tiny_models.assert_same_weights(model, native)
-        if of_transformers:
-            with pytest.raises(UnsupportedError, match="padding is left out by a loss of your own itself"):
-                model(**rollouts(0), attention_mask=torch.ones(3, 9).tril(5))
-    finally:
+    for seed in range(2):
+        out = model(**rollouts(seed), num_items_in_batch=torch.tensor(17))
+        (out.loss if of_transformers else out).backward()
+        natives(rollouts(seed), 17).backward()
+    tiny_models.assert_same_gradients(model, native)
+    ours.step(), theirs.step()
+    for seed in range(2):
+        ours.zero_grad(), theirs.zero_grad()
+        loss, expected = model.megacompile.train_step(rollouts(seed), ours), natives(rollouts(seed))
+        expected.backward()
+        theirs.step()
+        torch.testing.assert_close(loss, expected.detach(), rtol=1e-5, atol=1e-6)
+    tiny_models.assert_same_weights(model, native)
+    if of_transformers:
+        with pytest.raises(UnsupportedError, match="padding is left out by a loss of your own itself"):
+            model(**rollouts(0), attention_mask=torch.ones(3, 9).tril(5))
+        model.load_state_dict(initial)
+    else:
         model.megacompile.close()
 
 
@@ -269,6 +264,11 @@ def test_memory_of_outputs_is_counted(model: Any) -> None:
     (lambda logits: logits.sum(), {}, "a value for each token"),
     (lambda logits: logits[:, 0] * (1 if logits.sum() > 0 else 2), {}, "cannot be traced"),
     (lambda logits: logits.argmax(-1), {}, "torch.no_grad"),
+    (lambda logits: logits[:, 0] - logits.mean(0)[0], {}, "does not treat each token alone.*aten.mean"),
+    (lambda logits: logits[:, 0] - logits.sum(0)[0], {}, "does not treat each token alone.*aten.sum"),
+    (lambda logits: logits[:, 0] / logits.shape[0], {}, "does not treat each token alone.*aten.div"),
+    (lambda logits: logits[:, 0].cumsum(0), {}, "does not treat each token alone.*aten.cumsum"),
+    (lambda logits: logits[:, 0] * torch.arange(logits.shape[0]), {}, "does not treat each token alone.*aten.arange"),
     (log_probabilities, {"targets": torch.zeros(3, 8, dtype=torch.int64)}, r"must be a tensor \[3, 9\]"),
     (lambda logits, weights: logits[:, 0] * weights, {"weights": torch.ones(3, 9, requires_grad=True)}, "weights.detach"),
 ])

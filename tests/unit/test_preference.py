@@ -76,11 +76,10 @@ def assert_alike(ours: Any, theirs: Any) -> None:
 
 
 def dpo(trainer: type, folder: Path, model: Any, tokenizer: Any, reference: Any = None, **changes: Any) -> Any:
-    settings = trl.DPOConfig(str(folder), **{**SHARED, "max_steps": 4, **changes})
+    settings = trl.DPOConfig(str(folder), **{**SHARED, "max_steps": 3, **changes})
     made = trainer(model=model, ref_model=reference, args=settings, train_dataset=preferences(24), eval_dataset=preferences(4),
                    processing_class=tokenizer)
     made.train()
-    made.evaluate()
     return made
 
 
@@ -88,13 +87,14 @@ def test_dpo_trains_as_it_does_unstreamed(policy: Any, native: Any, tokenizer: A
     """With padding, accumulation, clipping and all of TRL's metrics; the reference is the policy before training."""
     theirs, ours = (dpo(trainer, tmp_path, each, tokenizer, precompute_ref_log_probs=True)
                     for trainer, each in ((trl.DPOTrainer, native), (DPOTrainer, policy)))
+    theirs.evaluate(), ours.evaluate()
     assert_alike(ours, theirs)
     tiny_models.assert_same_weights(policy, native, tolerance=1e-3)
 
 
 def test_a_reference_model_is_streamed_beside_the_policy(policy: Any, native: Any, tokenizer: Any, tmp_path: Path) -> None:
     """And losses with weights and lengths of their own."""
-    options: dict[str, Any] = dict(loss_type=["sigmoid", "ipo"], use_weighting=True, ld_alpha=0.5, max_steps=3)
+    options: dict[str, Any] = dict(loss_type=["sigmoid", "ipo"], use_weighting=True, ld_alpha=0.5)
     reference = tiny_models.build()
     with torch.no_grad():
         reference.model.norm.weight.mul_(1.5)  # another model
@@ -117,7 +117,7 @@ def test_grpo_samples_and_trains_as_it_does_unstreamed(policy: Any, native: Any,
     runs = []
     for trainer, each in ((trl.GRPOTrainer, native), (GRPOTrainer, policy)):
         settings = trl.GRPOConfig(str(tmp_path), **{
-            **SHARED, "max_steps": 4, "per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": 4,
+            **SHARED, "max_steps": 3, "per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": 3,
             "num_iterations": 2})
         runs.append(trainer(model=each, reward_funcs=even, args=settings, train_dataset=prompts, processing_class=tokenizer))
         runs[-1].train()
