@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.installed
 TYPED  := build/typed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lint types check test pictures demo clean
+.PHONY: help setup lint types check test pictures demo wheel smoke clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
@@ -47,6 +47,19 @@ pictures: $(STAMP)  ## draw docs/pictures anew: simulated steps, no GPU needed
 
 demo: $(STAMP)  ## train a small model on the Python standard library, streamed on the CPU
 	$(BIN)/python examples/demo.py
+
+wheel: $(STAMP)  ## build the wheel and the source archive, in dist/
+	@rm -rf build/lib build/bdist.* dist
+	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
+	$(BIN)/python -c "from setuptools import build_meta; build_meta.build_sdist('dist')" >/dev/null
+	@ls dist
+
+SMOKE  ?= build/smoke
+
+smoke: wheel  ## install the wheel in a fresh environment (of PYTHON=python3.12, say) and run the README's example there
+	$(PYTHON) -m venv --clear $(SMOKE)
+	$(SMOKE)/bin/python -m pip install --disable-pip-version-check --quiet dist/*.whl
+	$(SMOKE)/bin/python -W error tests/smoke.py README.md
 
 clean:  ## remove everything that the targets made
 	rm -rf $(VENV) build dist runs *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache

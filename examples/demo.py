@@ -14,12 +14,13 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
-from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
 
 import megacompile
 from megacompile import training
-from megacompile.corpus import ByteTokenizer, Corpus
+from megacompile.corpus import ByteTokenizer, read_text
+from megacompile.finetuning.packing import pack
+from megacompile.finetuning.rows import Order, Rows, collate, in_turn
 
 BATCH, LENGTH = 4, 128
 HELD_OUT_BYTES = 400_000
@@ -33,18 +34,11 @@ def small_qwen2() -> PreTrainedModel:
         rope_parameters={"rope_type": "default", "rope_theta": 1000.0}))
 
 
-def standard_library() -> tuple[Corpus, Corpus]:
+def standard_library() -> tuple[Rows, Rows]:
     """The library's modules, as bytes: what to learn from, and what is held out."""
     files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
-    tokens = Corpus.from_files(files, ByteTokenizer(), vocabulary_size=256).tokens
-    return Corpus(tokens[:-HELD_OUT_BYTES]), Corpus(tokens[-HELD_OUT_BYTES:])
-
-
-@torch.no_grad()
-def mean_loss(model: PreTrainedModel, batches: list[dict[str, Tensor]]) -> float:
-    """Nats a byte."""
-    model.eval()
-    return sum(float(model(**batch).loss) for batch in batches) / len(batches)
+    tokens = read_text(files, ByteTokenizer())
+    return pack(tokens[:-HELD_OUT_BYTES], LENGTH), pack(tokens[-HELD_OUT_BYTES:], LENGTH)
 
 
 def passed(loss: float, difference: float, target: float) -> bool:
@@ -62,20 +56,18 @@ def main() -> int:
     torch.manual_seed(0)
 
     learn, held_out = standard_library()
-    examination = [batch for _, batch in zip(range(4), held_out.windows(16, LENGTH, seed=1), strict=False)]
+    examination = list(in_turn(held_out.select(torch.arange(0, len(held_out), len(held_out) // 64)[:64]), 16, LENGTH))
     model = megacompile.stream(small_qwen2(), device="cpu", checkpoint_interval=2, micro_batch_size=2)
     optimizer = megacompile.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.95), weight_decay=0.1, max_grad_norm=1.0)
-    batches = learn.windows(BATCH, LENGTH, seed=0)
+    batches = (collate(learn, rows, BATCH, LENGTH) for rows in Order(len(learn), BATCH, seed=0).batches())
     console.print(f"{training.parameter_count(model):,} parameters, {learn.tokens.numel():,} bytes of Python\n")
-    program = model.megacompile.program(next(batches))
-    for section in ("forward", "backward", "update"):  # one training step
-        print(program.text(section, fold=True))
+    print(model.megacompile.compiled(next(batches), whole_step=True).program.text("train_step", fold=True))
 
     model.train()
-    schedule = training.warmup_then_linear(optimizer, arguments.steps, warmup=10)
+    schedule = training.warmup_then_decay(optimizer, arguments.steps, warmup=10)
     with training.ProgressDisplay(console, arguments.steps, interval=20) as display:
         training.train(model, optimizer, batches, arguments.steps, schedule=schedule, on_step=display)
-    loss = mean_loss(model, examination)
+    loss = training.evaluate(model, examination)
 
     prompt = ByteTokenizer().encode(b"    def ").long()[None]
     sample = model.generate(input_ids=prompt, max_new_tokens=100, do_sample=True, temperature=0.7, top_k=20)
@@ -84,7 +76,7 @@ def main() -> int:
     model.save_pretrained(arguments.save)
     model.megacompile.close()
     reloaded = AutoModelForCausalLM.from_pretrained(arguments.save)
-    difference = abs(mean_loss(reloaded, examination) - loss)
+    difference = abs(training.evaluate(reloaded, examination) - loss)
     print(f"saved in {arguments.save}; loaded with plain transformers, its loss differs by {difference:.1e}")
     print(f"held-out loss {loss:.3f} nats a byte (target {arguments.target}) in {time.perf_counter() - begin:.0f} s")
     if not passed(loss, difference, arguments.target):

@@ -12,12 +12,13 @@ if (_checkout / "pyproject.toml").exists() and (_checkout / "passes").is_dir():
 __version__ = "0.1.0"
 
 from megacompile.api import stream  # noqa: E402  (after the path is complete)
+from megacompile.capture_report import explain_capture  # noqa: E402
 from megacompile.checkpoint import CheckpointWriter, latest_checkpoint, load_checkpoint, save_checkpoint  # noqa: E402
 from megacompile.errors import MegacompileError  # noqa: E402
-from megacompile.frontend.layers import register_layers  # noqa: E402
+from megacompile.frontend.layers import layer_stack, register_layers  # noqa: E402
 from megacompile.loading import from_pretrained  # noqa: E402
 from megacompile.optim import AdamW  # noqa: E402
 from megacompile.schedule import schedule  # noqa: E402
 
-__all__ = ["AdamW", "CheckpointWriter", "MegacompileError", "from_pretrained", "latest_checkpoint", "load_checkpoint",
-           "register_layers", "save_checkpoint", "schedule", "stream"]
+__all__ = ["AdamW", "CheckpointWriter", "MegacompileError", "explain_capture", "from_pretrained", "latest_checkpoint",
+           "layer_stack", "load_checkpoint", "register_layers", "save_checkpoint", "schedule", "stream"]

@@ -88,9 +88,6 @@ def analyse(model: nn.Module, config: StreamConfig, device_type: str, layers: st
     if wrong := [key for key, value in (example or {}).items() if not isinstance(value, Tensor)]:
         raise MegacompileError(f"example[{wrong[0]!r}] must be an integer tensor [batch, length], not a "
                                f"{type((example or {})[wrong[0]]).__name__}")
-    if not any(p.requires_grad for p in model.parameters()):
-        raise UnsupportedError(f"no parameter of {type(model).__name__} is trained, and a model without a gradient cannot be "
-                               "streamed yet: leave requires_grad=True, and evaluate it under torch.no_grad()")
     dtypes = {config.dtype or p.dtype for p in model.parameters()}
     if not dtypes <= {torch.float32, torch.bfloat16}:
         raise UnsupportedError(f"parameters are {', '.join(sorted(map(str, dtypes)))}: megacompile trains float32 and bfloat16")

@@ -16,7 +16,7 @@ from megacompile.errors import LeaseError, MegacompileError
 
 if TYPE_CHECKING:
     from megacompile.lease import Lease
-    from megacompile.runtime.operations import Update
+    from megacompile.runtime.update import Update
     from megacompile.streamed import Streamed
 
 
@@ -54,7 +54,7 @@ class Arrival:
     @property
     def updated(self) -> bool:
         """Whether a backward has updated, or is about to, and a step() is to follow."""
-        return self._update is not None and not self._update.failed
+        return self._update is not None and self._update.begun
 
     def check(self, lease: Lease) -> None:
         """Raises `LeaseError` or `MegacompileError` if a backward now would lose gradients. No weight has changed then, and the
@@ -112,7 +112,5 @@ class Arrival:
         return updated
 
     def fail(self) -> None:
-        """A backward was stopped, and its step with it; one that has updated no tile does not count."""
-        if self._update is not None:
-            self._update.failed |= not self._update.done
+        """A backward was stopped, and its step with it."""
         self._update = None

@@ -16,7 +16,8 @@ from megacompile.frontend.template import TemplateInput
 #: Arguments whose value changes nothing that a streamed model does, when they have one of these values.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "use_cache": (None, False, True), "return_dict": (None, True), "output_attentions": (None, False),
-    "output_hidden_states": (None, False), "past_key_values": (None,), "cache_position": (None,),
+    "output_hidden_states": (None, False), "output_router_logits": (None, False), "past_key_values": (None,),
+    "cache_position": (None,),
 }
 
 

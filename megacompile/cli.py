@@ -1,6 +1,7 @@
 """The command line: `megacompile train`, `inspect`, `verify`, `plan`, `calibrate`, `doctor` and `bench`.
 
-Exit codes: 0 done; 1 refused, the reason on stderr; 2 wrong arguments; 130 stopped by Ctrl-C (and saved, if asked).
+Exit codes: 0 done; 1 refused, the reason on stderr; 2 wrong arguments; 130 stopped by Ctrl-C, 143 by SIGTERM (and saved,
+if asked).
 """
 from __future__ import annotations
 
@@ -9,33 +10,21 @@ import sys
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
 from rich.console import Console
 from tabulate import tabulate
 from typer.core import TyperGroup
 
 import megacompile
-from megacompile import inspection, timeline, training
+from megacompile import inspection, timeline
 from megacompile import picture as pictures
 from megacompile.calibrate import measure
-from megacompile.corpus import Corpus, PretrainedTokenizer, load_tokenizer
 from megacompile.doctor import devices, examine, report
 from megacompile.editing import source_text
 from megacompile.errors import ArgumentError, LaneError, MegacompileError
+from megacompile.finetuning.settings import Settings, read_defaults
 from megacompile.hardware import cache_path
-from megacompile.options import (
-    CheckpointInterval,
-    Device,
-    DeviceMemory,
-    DType,
-    Knobs,
-    MicroBatchSize,
-    Model,
-    ModelDType,
-    Planning,
-    with_options,
-)
+from megacompile.options import Device, Knobs, Model, Planning, with_options
 from megacompile.text import parse
 from megacompile.verify import judge
 
@@ -77,65 +66,27 @@ def version(show: Annotated[bool, typer.Option("--version", help="Print the vers
 
 
 @app.command()
+@with_options
 def train(
-    model_path: Annotated[Path, typer.Argument(metavar="MODEL", exists=True, readable=True,
-                                               help="A model directory, or a config (directory or JSON file).")],
-    data: Annotated[list[Path], typer.Option(exists=True, dir_okay=False, readable=True,
-                                             help="A text file; repeat for more.")],
-    steps: Annotated[int, typer.Option(min=1)] = 1000,
-    batch: Annotated[int, typer.Option(min=1, help="Sequences a step.")] = 8,
-    length: Annotated[int, typer.Option(min=2, help="Tokens a sequence.")] = 512,
-    lr: Annotated[float, typer.Option(min=0.0, help="Peak learning rate.")] = 1e-4,
-    warmup: Annotated[int, typer.Option(min=0, help="Steps over which the learning rate rises.")] = 0,
-    weight_decay: Annotated[float, typer.Option(min=0.0)] = 0.01,
-    max_grad_norm: Annotated[float, typer.Option(min=0.0, help="Largest norm of all gradients (0: any).")] = 1.0,
-    checkpoint_interval: CheckpointInterval = None,
-    micro_batch_size: MicroBatchSize = None,
-    device: Device = None,
-    device_memory: DeviceMemory = None,
-    dtype: ModelDType = DType.AUTO,
-    save: Annotated[Path | None, typer.Option(file_okay=False, help="Save the trained model here.")] = None,
-    log_interval: Annotated[int, typer.Option(min=1, help="Steps between lines of the log.")] = 10,
-    seed: Annotated[int, typer.Option(help="Of random weights and of the order of the data.")] = 0,
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A model directory, a config (directory or JSON file: random "
+                                                               "weights), or an id of the Hugging Face hub.")],
+    data: Annotated[list[str], typer.Option(help="A text file, a file of rows (.jsonl, .json, .csv, .parquet), a folder of "
+                                                 "such or a data set of the Hugging Face hub; repeat for more.")],
+    settings: Settings,
+    knobs: Knobs,
+    config: Annotated[Path | None, typer.Option(exists=True, dir_okay=False, is_eager=True, callback=read_defaults,
+                                                help="A YAML file of these options; flags win.")] = None,
 ) -> None:
-    """Train a model on text files, streamed from host memory.
+    """Train a model on texts or on conversations, streamed from host memory.
 
-    The data is cut into random windows of --length tokens, by the model's tokenizer, or by bytes if it has none.
-    The learning rate rises over --warmup steps, then falls linearly to a tenth of --lr.
+    Rows are recognised by their columns: Alpaca (instruction, input, output), ShareGPT (conversations), messages, or text.
+    Conversations go through the tokenizer's chat template, and what the assistant says is learnt. Texts are packed into
+    sequences of --length tokens. A first Ctrl-C or SIGTERM ends the step, saves and stops; --resume latest goes on.
     """
-    torch.manual_seed(seed)
-    console = Console(markup=False, highlight=False, soft_wrap=True)
-    if save is not None:
-        training.make_directory(save)  # now: what cannot be saved should not be trained first
-    model = training.load_model(model_path, dtype=dtype.resolve())
-    training.check_length(model.config, length)
-    tokenizer = load_tokenizer(model_path)
-    corpus = Corpus.from_files(data, tokenizer, model.config.vocab_size)
-    batches = corpus.windows(batch, length, seed)
-    console.print(f"{training.parameter_count(model):,} parameters, {corpus.tokens.numel():,} tokens of data, "
-                  f"{batch * length:,} tokens a step")
-
-    knobs = Knobs(device, device_memory, checkpoint_interval=checkpoint_interval, micro_batch_size=micro_batch_size)
-    model = megacompile.stream(model, **knobs.given())
-    model.train()
-    optimizer = megacompile.AdamW(model.parameters(), lr=lr, weight_decay=weight_decay,
-                                  max_grad_norm=max_grad_norm or None)
-    schedule = training.warmup_then_linear(optimizer, steps, warmup)
-    with training.Interruption(console.print) as interruption, training.ProgressDisplay(
-            console, steps, log_interval) as display:
-        losses = training.train(model, optimizer, batches, steps, schedule=schedule, on_step=display,
-                                stop=lambda: interruption.asked)
-        if save is not None:  # under the same guard: a Ctrl-C here must not leave half a model
-            model.save_pretrained(save)
-            if isinstance(tokenizer, PretrainedTokenizer):
-                tokenizer.save_pretrained(save)
-    model.megacompile.close()
-    if save is not None:
-        console.print(f"saved in {save} after {len(losses)} steps")
-    if len(losses) < steps:
-        console.print(f"stopped by Ctrl-C after {len(losses)} of {steps} steps"
-                      + ("" if save else "; nothing saved, for want of --save"))
-        raise typer.Exit(EXIT_INTERRUPTED)
+    from megacompile.finetuning.run import run
+    code = run(model, data, settings, knobs, Console(markup=False, highlight=False, soft_wrap=True))
+    if code:
+        raise typer.Exit(code)
 
 
 @app.command()

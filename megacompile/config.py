@@ -49,6 +49,8 @@ class StreamConfig:
         loss: in the place of the model's own loss, a function of the logits of some tokens, [N, vocabulary], and of rows of
             further batch arguments for the same tokens, by parameter name, that returns a value for each, [N]; the loss is
             their sum over `num_items_in_batch` (1, if that is not passed). Nothing is shifted.
+        stall_timeout: seconds for which the lanes that a call waits for may all stand still, before it raises `StallError`
+            with what each is at; None: for ever. Half an hour is longer than any instruction takes, and shorter than a night.
         reference: run the reference interpreter (one thread, program order), for checking.
     """
 
@@ -73,6 +75,7 @@ class StreamConfig:
     passes: tuple[Any, ...] = PIPELINE
     template_passes: tuple[Any, ...] = TEMPLATE_PIPELINE
     loss: Callable[..., Any] | None = None
+    stall_timeout: float | None = 1800.0
     reference: bool = False
 
     def __post_init__(self) -> None:
@@ -94,6 +97,9 @@ class StreamConfig:
             elif names not in ("all", None) and not (
                     isinstance(names, tuple | list) and all(isinstance(name, str) for name in names)):
                 raise MegacompileError(f"{option} must be the names of tiles, or 'all', not {names!r}")
+        timeout = self.stall_timeout
+        if timeout is not None and (isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout > 0):
+            raise MegacompileError(f"stall_timeout must be a number of seconds above 0, or None, not {timeout!r}")
         if self.dtype not in (None, torch.float32, torch.bfloat16):
             raise MegacompileError(f"dtype must be torch.float32 or torch.bfloat16, not {self.dtype}")
         check_pipeline(self.passes)

@@ -19,7 +19,8 @@ from tabulate import tabulate
 from megacompile.cache import CacheError, cache_directory
 from megacompile.hardware import Hardware, device_name
 from megacompile.runtime import native
-from megacompile.runtime.store import available_host_bytes, group_rooms
+from megacompile.runtime.control_groups import cores, group_rooms
+from megacompile.runtime.store import available_host_bytes
 from megacompile.sizes import format_bytes
 from megacompile.tiling import HOST_MARGIN_BYTES
 
@@ -97,9 +98,9 @@ def _cache() -> Finding:
 
 
 def _openmp() -> Finding:
-    threads, cores = native.default_threads(), len(os.sched_getaffinity(0))
-    found = f"{threads} threads on {cores} cores for AdamW"
-    if threads != cores:
+    threads, there = native.default_threads(), cores()
+    found = f"{threads} threads on {there} cores for AdamW"
+    if threads != there:
         return Finding("OpenMP", State.SLOW, f"{found} (OMP_NUM_THREADS={os.environ.get('OMP_NUM_THREADS')})",
                        "unset OMP_NUM_THREADS, unless other work needs the cores")
     return Finding("OpenMP", State.GOOD, found)

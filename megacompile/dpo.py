@@ -8,8 +8,7 @@ import trl
 from trl.trainer import dpo_trainer
 
 from megacompile import trainer
-from megacompile.fused_head import refuse_dropout, refuse_unstreamed_reference, streamed_heads
-from megacompile.trainer_arguments import refuse_adapters
+from megacompile.fused_head import refuse_adapters, refuse_dropout, refuse_unstreamed_reference, streamed_heads
 
 
 class DPOTrainer(trainer.Trainer, trl.DPOTrainer):
@@ -20,7 +19,7 @@ class DPOTrainer(trainer.Trainer, trl.DPOTrainer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         given = inspect.signature(trl.DPOTrainer.__init__).bind(self, *args, **kwargs).arguments
-        refuse_adapters(given.get("peft_config") is not None)  # before TRL changes the model
+        refuse_adapters(given["model"], given.get("peft_config"))  # before TRL changes the model
         settings, reference = given.get("args"), given.get("ref_model")
         refuse_unstreamed_reference(
             reference is None and not getattr(settings, "precompute_ref_log_probs", False),

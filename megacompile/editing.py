@@ -74,9 +74,10 @@ def _unedited(shapes: Shapes, shape: Shape, plan: Plan) -> Program:
     if unknown := sorted({*plan.resident, *plan.resident_state} - tiles):
         raise ProgramError(f"the plan keeps {', '.join(unknown)} on the device, which are no tiles of this model: it has "
                            f"{', '.join(shapes.tiling.layouts)}")
-    if plan.update_order and sorted(plan.update_order) != sorted(tiles):
-        raise ProgramError("update_order names some tiles and not others, or what is no tile of this model: name each of "
-                           f"{', '.join(shapes.tiling.layouts)} once, or none")
+    trained = [tile for tile, layout in shapes.tiling.layouts.items() if layout.trainable]
+    if plan.update_order and sorted(plan.update_order) != sorted(trained):
+        raise ProgramError("update_order names some tiles and not others, or what is no trained tile of this model: name "
+                           f"each of {', '.join(trained)} once, or none")
     if unknown := sorted(set(plan.host_sums) - tiles):
         raise ProgramError(f"the plan adds up gradients of {', '.join(unknown)} on the host, which are no tiles of this model: "
                            f"it has {', '.join(shapes.tiling.layouts)}")

@@ -5,6 +5,8 @@ the program around the fault (`verify.py`), errors about a model name the module
 """
 from __future__ import annotations
 
+from pathlib import Path
+
 
 class MegacompileError(ValueError):
     """Base of all errors that a user can cause and mend."""
@@ -45,6 +47,24 @@ class HazardError(ProgramError):
 
 class LaneError(RuntimeError):
     """An instruction failed in a lane. `__cause__` is the original exception; the text shows the program around it."""
+
+
+class StallError(LaneError):
+    """No lane has moved for too long. The text has the instruction at which each one stands."""
+
+
+class DeviceMemoryError(InsufficientMemoryError, LaneError):
+    """The device ran out of memory in the middle of a step, which was given up."""
+
+
+class NonFiniteError(LaneError):
+    """The gradients of a step are not finite. Attributes: `step`, the number that it would have had; `loss` and `norm`;
+    `tiles`, those whose gradients are not finite; `folder`, where it was dumped, or None."""
+
+    def __init__(self, message: str, step: int, loss: float, norm: float, tiles: tuple[str, ...],
+                 folder: Path | None = None) -> None:
+        super().__init__(message)
+        self.step, self.loss, self.norm, self.tiles, self.folder = step, loss, norm, tiles, folder
 
 
 class CheckpointError(MegacompileError):

@@ -97,13 +97,13 @@ class Outlook:
     def text(self) -> str:
         """The verdict, the host's memory, the chosen plan's lanes, then a row for each candidate, the chosen one marked.
 
-        TFLOPS are 6 x parameters x tokens / step; "critical" is the part of a step that each lane holds up; the lane that
-        holds up most of it binds."""
+        TFLOPS are 6 x parameters x tokens / step (4 of what is frozen, 2 below the backward); "critical" is the part of a step
+        that each lane holds up; the lane that holds up most of it binds."""
         plan, chosen, planner = self.plan, self.chosen, self.planner
         assert planner.pace is not None, "nothing is known of the machine"
         hardware = planner.pace.durations.hardware
         parameters = sum(layout.parameters for layout in planner.tiling.layouts.values())
-        operations = 6 * parameters * plan.batch * plan.length
+        operations = planner.tiling.operations(planner.captured.calls) * plan.batch * plan.length
         lines = [f"{plan.batch} x {plan.length} tokens a step, {parameters:,} parameters",
                  f"rates of {hardware.name}: {hardware.source}", "",
                  _verdict("device", chosen.device_bytes, planner.device_bytes),

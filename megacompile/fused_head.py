@@ -84,6 +84,13 @@ def streamed_heads(trainer: ModuleType) -> Iterator[None]:
         trainer.add_fused_lm_head = theirs  # type: ignore[attr-defined]
 
 
+def refuse_adapters(model: Any, config: Any) -> None:
+    """Raises `UnsupportedError` where adapters (PEFT) are trained, or are to be."""
+    if config is not None or hasattr(model, "get_base_model"):
+        raise UnsupportedError("adapters (PEFT) cannot be trained by preferences yet, since TRL switches them off for the "
+                               "reference model: train all weights, without a peft_config")
+
+
 def refuse_dropout(model: Any) -> None:
     """Raises `UnsupportedError` for a streamed model with dropout, which TRL would switch off after it was captured."""
     if isinstance(model, StreamedModule) and any(isinstance(m, nn.Dropout) and m.p > 0 for m in nn.Module.modules(model)):

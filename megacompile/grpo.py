@@ -8,8 +8,7 @@ import trl
 from trl.trainer import grpo_trainer
 
 from megacompile import trainer
-from megacompile.fused_head import refuse_dropout, refuse_unstreamed_reference, streamed_heads
-from megacompile.trainer_arguments import refuse_adapters
+from megacompile.fused_head import refuse_adapters, refuse_dropout, refuse_unstreamed_reference, streamed_heads
 
 
 class GRPOTrainer(trainer.Trainer, trl.GRPOTrainer):
@@ -20,7 +19,7 @@ class GRPOTrainer(trainer.Trainer, trl.GRPOTrainer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         given = inspect.signature(trl.GRPOTrainer.__init__).bind(self, *args, **kwargs).arguments
-        refuse_adapters(given.get("peft_config") is not None)  # before TRL changes the model
+        refuse_adapters(given["model"], given.get("peft_config"))  # before TRL changes the model
         settings = given.get("args")
         refuse_unstreamed_reference(bool(getattr(settings, "beta", 0.0)), "give GRPOConfig(beta=0.0)")
         if getattr(settings, "disable_dropout", False):

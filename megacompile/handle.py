@@ -10,6 +10,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
+from megacompile.adapters import AdapterStates
 from megacompile.batch import Arguments, batch_types, check_token_tensors, logits_of, read_arguments, without_padding
 from megacompile.durations import Durations
 from megacompile.editing import editable_text, load
@@ -38,13 +39,14 @@ class Handle:
         self.anchor = torch.zeros((), requires_grad=True)
         captured = streamed.captured
         self._types = batch_types(captured)
+        self._adapters = AdapterStates(streamed.model)
 
     # ---------------------------------------------------------------- calls of the model
     def call(self, model: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         streamed = self.streamed
         given = self._arguments(model, forward, args, kwargs)
         rebuild = streamed.captured.output.rebuild
-        if not torch.is_grad_enabled():
+        if not self._differentiates():
             with torch.inference_mode(False), torch.no_grad():  # slots outlive the call: no inference tensors
                 loss, logits = streamed.evaluate(given.inputs, given.normaliser)
             return rebuild(loss, None if logits is None else logits_of(logits, given))
@@ -53,6 +55,9 @@ class Handle:
             return rebuild(loss, None)
         (logits,) = self._differentiable(given.inputs, None, LOGITS, streamed.captured.head(LOGITS).has_gradient)
         return rebuild(None, logits_of(logits, given))
+
+    def _differentiates(self) -> bool:
+        return torch.is_grad_enabled() and self.streamed.tiling.trains
 
     def _differentiable(self, inputs: Mapping[str, Tensor], normaliser: Tensor | None, output: str,
                         has_gradient: tuple[bool, ...]) -> tuple[Tensor, ...]:
@@ -80,7 +85,7 @@ class Handle:
         output = heads.of_function(function, described(tensors))
         head = heads.head(output)
         assert head.structure is not None, "a function's head has one"
-        if not torch.is_grad_enabled():
+        if not self._differentiates():
             with torch.inference_mode(False), torch.no_grad():
                 values = streamed.evaluate_outputs(inputs, output)
         elif any(head.has_gradient):
@@ -98,6 +103,7 @@ class Handle:
                 raise UnsupportedError(f"autocast to {dtype} differs from the dtype that the model was streamed in: "
                                        f"leave autocast out, or stream(model, dtype={dtype})")
         refuse_hooks(model)
+        self._adapters.check()
         streamed.writes.check_model(model)
         streamed.captured.check_mode(model.training)
         return read_arguments(model, forward, streamed.captured, self._types, args, kwargs)
@@ -109,6 +115,9 @@ class Handle:
 
         Raises `MegacompileError` if gradients of earlier backwards wait for a step, `UnsupportedError` without labels."""
         streamed = self.streamed
+        if not streamed.tiling.trains:
+            raise UnsupportedError("no parameter of the model is trained, so that train_step has nothing to do: close() it, "
+                                   "set requires_grad where it should train, and stream() it again")
         given = self._arguments(streamed.model, original_class(streamed.model).forward.__get__(streamed.model), (), batch)
         if not given.has_labels:
             raise UnsupportedError(f"train_step needs labels ({', '.join(streamed.captured.labels)}): pass them in the batch")
@@ -135,7 +144,7 @@ class Handle:
         if not isinstance(first, Tensor) or first.dim() < 2:
             raise MegacompileError(f"a batch must map {', '.join(known)} to tensors [batch, length]: this is a "
                                    f"{type(batch).__name__} without such")
-        shape = streamed.shape_of(inputs, training=training and set(known) <= inputs.keys())
+        shape = streamed.shape_of(inputs, training=training and streamed.tiling.trains and set(known) <= inputs.keys())
         if shape.training:
             shape = replace(shape, update=update or shape.update, whole_step=whole_step)
         return streamed.compiled(shape)
@@ -169,11 +178,13 @@ class Handle:
 
     @property
     def stats(self) -> dict[str, Any]:
-        """Counters, sizes in bytes and times in seconds. `compiled`: graphs that inductor compiled, `compiled_from_cache` that
-        an earlier process had; `compile_s`, what both took; `capture_s`, the model's capture and templates."""
+        """Counters, sizes in bytes and times in seconds. `skipped_steps`: those of `steps` whose gradients were not finite.
+        `compiled`: graphs that inductor compiled, `compiled_from_cache` that an earlier process had; `compile_s`, what both
+        took; `capture_s`, the model's capture and templates."""
         streamed = self.streamed
         return dict(
-            steps=streamed.steps, shapes=len(streamed.shapes), templates=len(streamed.captured.templates),
+            steps=streamed.steps, skipped_steps=len(streamed.skipped),
+            shapes=len(streamed.shapes), templates=len(streamed.captured.templates),
             compiled_variants=len(streamed.binder.compiled), capture_s=streamed.captured.seconds,
             compiled=streamed.binder.inductor.compiled, compiled_from_cache=streamed.binder.inductor.from_cache,
             compile_s=streamed.binder.inductor.seconds,

@@ -11,7 +11,6 @@ import copy
 import functools
 import hashlib
 import os
-import shutil
 import threading
 import time
 import warnings
@@ -27,6 +26,7 @@ from torch._dynamo.utils import counters
 from torch._guards import TracingContext, tracing
 
 from megacompile.cache import CacheError, cache_directory, processor_name
+from megacompile.seal import discard, sealed
 
 #: Where inductor and Triton keep their caches. Inductor sets both itself, for the rest of the process.
 _VARIABLES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
@@ -53,12 +53,11 @@ class Inductor:
         except Exception as error:
             if folder is None or not any(folder.iterdir()):
                 raise
-            fresh = folder.with_name(str(int(folder.name) + 1))
-            fresh.mkdir(exist_ok=True)
+            fresh = _next(folder)
             try:
                 function, found = _compile(graph, examples, fresh)
             except Exception:  # it is not the cache
-                shutil.rmtree(fresh, ignore_errors=True)
+                discard(fresh)
                 raise error from None
             warnings.warn(f"compiled code in {folder} could not be used ({type(error).__name__}) and was compiled anew: the "
                           "folder can be deleted", RuntimeWarning, stacklevel=2)
@@ -75,6 +74,8 @@ def _compile(graph: fx.GraphModule, examples: Sequence[Tensor], folder: Path | N
         hits, others = _lookups()
         function: Any = torch._inductor.compile(copy.deepcopy(graph), [*examples])  # inductor changes the graph that it gets
         hits_now, others_now = _lookups()
+        if folder is not None:
+            sealed(folder).seal()
     return function, hits_now > hits and others_now == others
 
 
@@ -102,16 +103,28 @@ def caching_in(folder: Path | None) -> Iterator[None]:
 
 
 def newest_folder() -> Path | None:
-    """The folder of compiled code, made if absent: the last of those for these versions, this processor and our ops' code;
-    None if the user has no cache folder."""
+    """The folder of compiled code, made if absent: the last of those for these versions, this processor and our ops' code, in
+    which nothing is but what we have put there (inductor unpickles what it finds); None if the user has no cache folder."""
     try:
         versions = cache_directory() / "compiled" / _versions()
         versions.mkdir(parents=True, exist_ok=True)
         newest = versions / str(max((int(f.name) for f in versions.iterdir() if f.name.isdigit()), default=0))
         newest.mkdir(exist_ok=True)
+        try:
+            sealed(newest)
+        except OSError:  # another process is at work there
+            newest = _next(newest)
+            sealed(newest)
     except (CacheError, OSError):
         return None
     return newest
+
+
+def _next(folder: Path) -> Path:
+    """A new folder, beside this one and after it."""
+    new = folder.with_name(str(int(folder.name) + 1))
+    new.mkdir(exist_ok=True)
+    return new
 
 
 @functools.cache

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 from megacompile.errors import InsufficientMemoryError
 from megacompile.frontend.capture import CapturedModel
-from megacompile.memory import border_tiles
 from megacompile.sizes import format_bytes
 from megacompile.tiling import Tiling
 
@@ -29,13 +28,14 @@ def spend_locked_memory(captured: CapturedModel, tiling: Tiling, budget: int | N
     Raises `InsufficientMemoryError` where not even one slab for weights and one for gradients fits."""
     if budget is None:
         return LockedMemory(True, STAGING_SLABS, gradient_slabs)
-    border, layouts = border_tiles(captured, tiling), tiling.layouts.values()
+    border, layouts = tiling.border(captured.calls), tiling.layouts.values()
     trained = [x for x in layouts if x.trainable]
     # The border's tiles have slabs of their own, one for weights and one for gradients.
     border_weights = max((x.weight_bytes for x in layouts if x.name in border), default=0)
     border_gradients = max((x.gradient_bytes for x in trained if x.name in border), default=0)
-    weights = max((x.weight_bytes for x in layouts if x.name not in border), default=0)
-    gradients = max((x.gradient_bytes for x in trained if x.name not in border), default=0)
+    ranked = tiling.ranked(captured.calls)  # tiles of each rank have slabs of their own
+    weights = sum(max(x.weight_bytes for x in layers) for layers in ranked)
+    gradients = sum(max((x.gradient_bytes for x in layers if x.trainable), default=0) for layers in ranked)
 
     def slabs_in(room: int) -> int:
         return min(gradient_slabs, room // gradients) if gradients else gradient_slabs

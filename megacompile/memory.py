@@ -5,6 +5,7 @@ holds what `cost.peak_bytes` says.
 """
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise, zip_longest
 
@@ -33,9 +34,9 @@ class Estimate:
         return self.slots + values + values // ROUNDING
 
 
-def checkpoint_bytes(captured: CapturedModel, plan: Plan) -> list[int]:
+def checkpoint_bytes(captured: CapturedModel, tiling: Tiling, plan: Plan) -> list[int]:
     """Of the checkpoints in host memory of one forward, in the order in which they are stashed."""
-    layers = captured.calls[1:-1]
+    layers = tiling.differentiated(captured.calls)
     begins = plan.from_host([call.name for call in layers])
     sizes = [cost.checkpoint_bytes(captured.templates[before.template], plan.length)
              for before, layer in pairwise(layers) if layer.name in begins]
@@ -44,38 +45,43 @@ def checkpoint_bytes(captured: CapturedModel, plan: Plan) -> list[int]:
 
 def host_parts(captured: CapturedModel, tiling: Tiling, plan: Plan) -> dict[str, int]:
     """Host memory that a plan takes beside tiles and slabs, by purpose."""
-    return {"checkpoints": sum(checkpoint_bytes(captured, plan)),
+    return {"checkpoints": sum(checkpoint_bytes(captured, tiling, plan)),
             "sums": sum(tiling.layouts[tile].sum_bytes for tile in plan.host_sums)}
 
 
 def slot_bytes(captured: CapturedModel, tiling: Tiling, plan: Plan) -> int:
     """Slots of weights, gradients and fetched checkpoints. They are made once and stay, so that an evaluation counts all of
     them too."""
-    layouts, border = tiling.layouts, border_tiles(captured, tiling)
-    layers = [layout for tile, layout in layouts.items() if tile not in border]
-    streamed = [x for x in layers if x.name not in plan.resident]
+    layouts, border = tiling.layouts, tiling.border(captured.calls)
     kept = plan.resident_state if plan.update == "step" else ()  # gradients that have slots of their own
-    trained = [x for x in layers if x.trainable and x.name not in kept]
-    sent = len(trained) + (plan.waves - 1) * sum(x.name in plan.host_sums for x in trained)
     ranked = [sorted((layouts[t].weight_bytes for t in tiling.tiles_of[call.name] if t not in plan.resident), reverse=True)
               for call in (captured.calls[0], captured.calls[-1])]
-    fetched = checkpoint_bytes(captured, plan)
+    fetched = checkpoint_bytes(captured, tiling, plan)
     # A section takes a slot that was never used before it uses one again; a whole step has a forward and a backward a wave.
     return (min(plan.checkpoint_slots, plan.waves * len(fetched)) * max(fetched, default=0)
-            + min(plan.weight_slots, 2 * plan.waves * len(streamed)) * max((x.weight_bytes for x in streamed), default=0)
+            + sum(_turns(layers, plan, kept) for layers in tiling.ranked(captured.calls))
             + sum(max(sizes) for sizes in zip_longest(*ranked, fillvalue=0))
             + sum(layouts[t].weight_bytes for t in plan.resident)
             + sum(layouts[t].state_bytes for t in plan.resident_state) + sum(layouts[t].gradient_bytes for t in kept)
-            + min(plan.gradient_slots, sent) * max((x.gradient_bytes for x in trained), default=0)
             + max((layouts[t].gradient_bytes for t in border if layouts[t].trainable and t not in kept), default=0))
+
+
+def _turns(layers: list[TileLayout], plan: Plan, kept: Sequence[str]) -> int:
+    """Of the slots that tiles of one rank take turns in: of weights and gradients, those `kept` aside."""
+    streamed = [x for x in layers if x.name not in plan.resident]
+    trained = [x for x in layers if x.trainable and x.name not in kept]
+    sent = len(trained) + (plan.waves - 1) * sum(x.name in plan.host_sums for x in trained)
+    return (min(plan.weight_slots, 2 * plan.waves * len(streamed)) * max((x.weight_bytes for x in streamed), default=0)
+            + min(plan.gradient_slots, sent) * max((x.gradient_bytes for x in trained), default=0))
 
 
 def training_bytes(captured: CapturedModel, tiling: Tiling, plan: Plan, fused: bool = False) -> Estimate:
     """A forward and its backward at their busiest moment: the last forwards, the loss (or the outputs that the caller gets, and
     the epilogue's backward), the first block's backward, or the prologue's. `fused`: templates run compiled."""
     length, largest = plan.length, plan.micro_batches[0]
-    templates, layer_calls = captured.templates, captured.calls[1:-1]
-    kinds = {call.template: templates[call.template] for call in layer_calls}
+    templates, layer_calls = captured.templates, tiling.differentiated(captured.calls)
+    below = captured.calls[1:len(captured.calls) - 1 - len(layer_calls)]  # what has no backward
+    kinds = {call.template: templates[call.template] for call in (*below, *layer_calls)}
     there = [plan.micro_batches[mb] for mb in plan.wave(0)]  # the first wave is the largest
     hidden = {name: sum(cost.output_bytes(layer, rows, length) for rows in there) for name, layer in kinds.items()}
     residuals = {name: sum(cost.residual_bytes(layer, rows, length) for rows in there) for name, layer in kinds.items()}
@@ -90,9 +96,11 @@ def training_bytes(captured: CapturedModel, tiling: Tiling, plan: Plan, fused: b
     kept += sum(residuals[name] + hidden[name] for name in names[recomputing:])
     if 0 < recomputing < len(names):  # what the first of those layers begins with
         kept += hidden[names[recomputing - 1]]
+    if below:  # what the first block begins with
+        kept += hidden[below[-1].template]
     outputs = [] if plan.output == "loss" else _outputs(captured, plan)
     if outputs and recomputing == len(names):  # what the epilogue begins with
-        kept += hidden[names[-1]]
+        kept += hidden[captured.calls[-2].template]
 
     first, last = (set(tiling.tiles_of[call.name]) for call in (captured.calls[0], captured.calls[-1]))
     # Of tiles that are added up on the device every accumulator lives until the last wave has added to it.
@@ -111,9 +119,11 @@ def training_bytes(captured: CapturedModel, tiling: Tiling, plan: Plan, fused: b
     inside = max(cost.residual_bytes(t, largest, length) + cost.output_bytes(t, largest, length) for t in kinds.values())
     workspace = {
         "forward": max([*(peak(name, "forward_saving") for name in {*saving}),
-                        *(peak(name, "forward") for name in {*recomputed}), peak("prologue", "forward")]),
+                        *(peak(name, "forward") for name in {*recomputed, *(call.template for call in below)}),
+                        peak("prologue", "forward")]),
         "backward": max([*(peak(name, "backward") for name in {*saving}), *((block - 1) * inside + max(
-            peak(name, "recompute_backward"), peak(name, "backward") if block > 1 else 0) for name in {*recomputed})]),
+            peak(name, "recompute_backward"), peak(name, "backward") if block > 1 else 0) for name in {*recomputed})],
+            default=0),
         "prologue": peak("prologue", "recompute_backward")}
     epilogue = captured.calls_for(plan.output)[-1].template
     if outputs:
@@ -151,11 +161,6 @@ def _outputs(captured: CapturedModel, plan: Plan) -> list[int]:
 def _joined(outputs: list[int]) -> int:
     """What is held beside all but the last of them while they are put together."""
     return outputs[-1] + sum(outputs) if len(outputs) > 1 else 0
-
-
-def border_tiles(captured: CapturedModel, tiling: Tiling) -> set[str]:
-    """The tiles that the prologue or the epilogue reads."""
-    return {tile for call in (captured.calls[0], captured.calls[-1]) for tile in tiling.tiles_of[call.name]}
 
 
 def _elements(layout: TileLayout) -> int:

@@ -1,8 +1,11 @@
 """AdamW on the host, in full precision, beside the next step's forward."""
 from __future__ import annotations
 
+import functools
+import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,8 +13,9 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from megacompile.errors import MegacompileError, UnsupportedError
+from megacompile.nonfinite import NonFinite
 from megacompile.runtime.adam import AdamSegment, join_fp32, split_fp32
-from megacompile.runtime.operations import Update
+from megacompile.runtime.update import Update, counting
 from megacompile.streamed import Streamed
 
 #: Which streamed model a parameter belongs to.
@@ -80,12 +84,20 @@ class AdamW(torch.optim.Optimizer):
     backward reads the hyper-parameters; `step()` ends the step, for schedulers' sake, and does nothing without a backward.
     The optimizer that was made last decides whether a model's backward updates.
 
+    Gradients whose norm is not finite update nothing, moments and step counts included, whether gradients are clipped or not.
+    `non_finite` says what then: "raise" (a `NonFiniteError` from the next call that waits for the update), "skip" (training
+    goes on; `model.megacompile.stats["skipped_steps"]` counts), or "dump" (the batch, and the norm of each gradient, are
+    written to a folder in `dump_folder`, and the error is raised). With `overlap="backward"` each tile is looked at when its
+    gradients arrive: those before it may have been updated (`TornError` until a checkpoint is loaded), so there is no "skip";
+    tiles that are updated on the device (`resident_state`) are not looked at.
+
     Raises `MegacompileError` for parameters that belong to no streamed model, or to several.
     """
 
     def __init__(self, params: Iterable[Any], lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999),
                  eps: float = 1e-8, weight_decay: float = 1e-2, *, max_grad_norm: float | None = None,
-                 overlap: str | None = None) -> None:
+                 overlap: str | None = None, non_finite: str = "raise",
+                 dump_folder: str | os.PathLike[str] = "non-finite") -> None:
         _check_options(dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
         if max_grad_norm is not None and not (_is_number(max_grad_norm) and max_grad_norm > 0):
             raise MegacompileError(f"max_grad_norm={max_grad_norm!r} is out of range: give a number above 0, or None")
@@ -94,6 +106,7 @@ class AdamW(torch.optim.Optimizer):
                                    "gradients arrive)")
         if overlap is not None and max_grad_norm is not None:
             raise MegacompileError("overlap='backward' updates before the global norm is known: leave max_grad_norm out")
+        self.non_finite = NonFinite(non_finite, Path(dump_folder), on_arrival=overlap is not None)
         self.max_grad_norm, self.overlap = max_grad_norm, overlap
         self._update: Update | None = None
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
@@ -204,26 +217,27 @@ class AdamW(torch.optim.Optimizer):
     def _request(self, wanted: Callable[[Tensor], bool]) -> Update:
         """What the lanes need to know of a step: hyper-parameters as they are now, of the parameters that are wanted."""
         streamed = self.streamed
-        # An update that failed before its first tile, or never began, was counted as a step, and is no step.
-        repeating = self._update is not None and self._update.failed and not self._update.done
         segments: dict[str, list[AdamSegment]] = {}
         counted: dict[str, list[int]] = {}
-        for group, parameter in ((g, p) for g in self.param_groups for p in g["params"] if wanted(p) and self.state[p]):
-            _, name = self._owner(parameter)
-            tile, position = streamed.tiling.position[name]
-            part = streamed.store[tile].layout.slices[position]
-            state = self.state[parameter]
-            if not repeating:
-                state["step"] += 1
-            segments.setdefault(tile, []).append(AdamSegment(
-                part.start, part.stop, float(group["lr"]), group["betas"][0], group["betas"][1], group["eps"],
-                group["weight_decay"], int(state["step"])))
-            counted.setdefault(tile, []).append(position)
+        states: list[dict[str, Any]] = []
+        with counting:
+            before = self._update if self._update is not None and self._update.open else None
+            for group, parameter in ((g, p) for g in self.param_groups for p in g["params"] if wanted(p) and self.state[p]):
+                _, name = self._owner(parameter)
+                tile, position = streamed.tiling.position[name]
+                part = streamed.store[tile].layout.slices[position]
+                state = self.state[parameter]
+                segments.setdefault(tile, []).append(AdamSegment(
+                    part.start, part.stop, float(group["lr"]), group["betas"][0], group["betas"][1], group["eps"],
+                    group["weight_decay"], int(state["step"]) + 1))
+                counted.setdefault(tile, []).append(position)
+                states.append(state)
         for each in segments.values():
             each.sort(key=lambda s: s.start)
         for positions in counted.values():
             positions.sort()
-        return Update(segments, counted, self.max_grad_norm)
+        return Update(segments, counted, self.max_grad_norm, on_arrival=self.overlap is not None, states=states, before=before,
+                      report=functools.partial(self.non_finite.report, streamed.skipped))
 
     @property
     def grad_norm(self) -> float | None:

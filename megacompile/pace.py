@@ -87,7 +87,8 @@ class Pace:
     def at_least(self, plan: Plan) -> float:
         """Seconds that a step's templates take by themselves."""
         captured = self.durations.captured
-        layers = captured.calls[1:-1]
+        layers = self.tiling.differentiated(captured.calls)
+        below = captured.calls[1:len(captured.calls) - 1 - len(layers)]  # what has no backward
         recomputed = len(layers) - min(plan.saved_layers, len(layers))
         total = 0.0
         for rows in plan.micro_batches:
@@ -98,6 +99,7 @@ class Pace:
             epilogue = captured.calls_for(plan.output)[-1].template
             variants = ("loss",) if plan.output == "loss" else ("outputs", "recompute_backward")
             total += seconds("prologue", "forward") + sum(seconds(epilogue, variant) for variant in variants)
+            total += sum(seconds(call.template, "forward") for call in below)
             for position, call in enumerate(layers):
                 block_end = (position + 1) % plan.checkpoint_interval == 0 or position == recomputed - 1
                 if position >= recomputed:

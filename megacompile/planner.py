@@ -8,6 +8,7 @@ checkpoints on the device or else on the host: attention alone needs all tokens 
 """
 from __future__ import annotations
 
+import functools
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -57,6 +58,11 @@ class Planner:
     stateful: tuple[str, ...] | None = None  # tiles that are updated on the device; None: not chosen yet
     host_bytes: int = 1 << 62  # budget of host memory, tiles and all
     output: str = "loss"  # of the plans (see `Shape`)
+
+    @functools.cached_property
+    def layers(self) -> list[str]:
+        """Those that have a backward."""
+        return [call.name for call in self.tiling.differentiated(self.captured.calls)]
 
     @property
     def device_bytes(self) -> int:
@@ -214,7 +220,7 @@ class Planner:
 
     def _candidates(self, batch: int, length: int, update: str = "step") -> Iterator[Plan]:
         """Plans of a loop, in the order of preference: large micro-batches (up to full kernels) first, for each K from 1."""
-        depth = len(self.captured.layer_names)
+        depth = len(self.layers)
         config = self.config
         sizes = [config.micro_batch_size] if config.micro_batch_size else self._sizes(batch, length)
         intervals = [config.checkpoint_interval] if config.checkpoint_interval else self._intervals(depth)
@@ -235,16 +241,17 @@ class Planner:
 
     def _fewest_on_the_host(self, plan: Plan) -> Plan:
         """The plan, with as few checkpoints in host memory as let it fit, or all if none do."""
-        borders = len(plan.blocks(self.captured.layer_names)) - 1
+        borders = len(plan.blocks(self.layers)) - 1
         if self.config.host_checkpoints is not None or borders < 1 or self._fits_device(plan):
             return plan
         others = [replace(plan, host_checkpoints=count) for count in range(1, borders + 1)]
         return others[min(bisect_left(others, True, key=self._fits_device), borders - 1)]
 
     def _candidate(self, batch: int, length: int, update: str, size: int, interval: int, chunk: int) -> Plan:
-        config, depth = self.config, len(self.captured.layer_names)
-        wanted = depth - 1 if config.host_checkpoints is True else min(config.host_checkpoints or 0, depth - 1)
-        slots, locked = config.weight_slots or min(depth, max(2, interval + 1)), self.locked()
+        config, depth, locked = self.config, len(self.layers), self.locked()
+        most = max(0, depth - 1)
+        wanted = most if config.host_checkpoints is True else min(config.host_checkpoints or 0, most)
+        slots = config.weight_slots or min(len(self.captured.layer_names), max(2, interval + 1))
         return Plan(
             batch, length, split(batch, min(size, batch)), interval, min(config.saved_layers or 0, depth), slots,
             config.gradient_slots, self.resident(), self.resident_state(), locked.tiles, locked.staging_slabs,
@@ -255,7 +262,7 @@ class Planner:
         nothing is recomputed, and the link carries the weights once more for each further wave. Gradients, which it would carry
         too, are added up on the device."""
         plans = self._step_plans(batch, length, update)
-        return next((p for p in plans if p.saved_layers == len(self.captured.layer_names) and self.fits(p)
+        return next((p for p in plans if p.saved_layers == len(self.layers) and self.fits(p)
                      and (self.config.host_sums is not None or not p.host_sums)), plans[0])
 
     def _step_plans(self, batch: int, length: int, update: str) -> list[Plan]:
@@ -269,7 +276,7 @@ class Planner:
         if config.host_checkpoints is None:
             plan = replace(plan, host_checkpoints=0)  # waves may need fewer
         if config.saved_layers is not None or not self.keep_residuals:
-            plan = replace(plan, saved_layers=min(config.saved_layers or 0, len(self.captured.layer_names)))
+            plan = replace(plan, saved_layers=min(config.saved_layers or 0, len(self.layers)))
             return [self._fitting(self._fewest_on_the_host(self._fewest_sums(plan)), batch, length)]
         waves = [plan.waves] if config.waves else range(1, max(1, min(count, batch * length // WAVE_TOKENS)) + 1)
         found = [each for n in waves for each in dict.fromkeys(self._in_waves(replace(plan, waves=n)))]
@@ -328,7 +335,7 @@ class Planner:
         def need(saved: int) -> int:
             return self.estimate(replace(plan, saved_layers=saved), plan.length).total
 
-        saved = bisect_right(range(len(self.captured.layer_names) + 1), room, key=need) - 1
+        saved = bisect_right(range(len(self.layers) + 1), room, key=need) - 1
         return replace(plan, saved_layers=max(0, saved))
 
     def _sizes(self, batch: int, length: int) -> list[int]:

@@ -14,7 +14,8 @@ a part of a tile in host memory ("weights/layers.0", "gradients/layers.0"), or t
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import itertools
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -28,10 +29,11 @@ from megacompile.ops import Op as Op
 TILE_PARTS = ("weights", "gradients", "sums")
 #: What is read in the stead of a part of a tile, where a node has it.
 _INSTEAD = {"weights": "staging", "gradients": "slab"}
-#: Families of slots, by the letters of a slot's name ("B" behind them: for border tiles), and what kind of values each
-#: holds. R: weights that stay on the device; RW, RS, RG: weights, optimizer state and gradients of a tile that is updated
-#: there; S, D: page-locked host slabs for weights on their way out and gradients on their way home; H: page-locked host
-#: buffers of checkpoints, a set of them for each open forward; C: checkpoints that have come back.
+#: Families of slots, by the capital letters of a slot's name ("B" behind them: for border tiles; "b", "c", ...: for the
+#: second, third, ... tile of a layer), and what kind of values each holds. R: weights that stay on the device; RW, RS, RG:
+#: weights, optimizer state and gradients of a tile that is updated there; S, D: page-locked host slabs for weights on their way
+#: out and gradients on their way home; H: page-locked host buffers of checkpoints, a set of them for each open forward; C:
+#: checkpoints that have come back.
 SLOT_KINDS = {"W": ("weights",), "G": ("reduced",), "S": ("staging",), "D": ("slab",),
               "H": ("stashed",), "C": ("checkpoint", "inputs"),
               "R": ("weights",), "RW": ("weights", "resident"), "RS": ("state",), "RG": ("gradients", "reduced")}
@@ -126,8 +128,25 @@ def place_kind(place: str) -> str | None:
 
 
 def slot_family(slot: str) -> str:
-    """"W" for "W0" and "WB0"."""
-    return slot.rstrip("0123456789").removesuffix("B")
+    """"W" for "W0", "WB0" and "Wb0"."""
+    return slot.rstrip("0123456789").rstrip("bcdefghijklmnopqrstuvwxyz").removesuffix("B")
+
+
+def slot_ranks(layers: Iterable[Sequence[str]], border: Collection[str], weight_bytes: Callable[[str], int]) -> dict[str, int]:
+    """Of each tile that `layers` (the tiles of each) read, those in `border` aside: its rank among the tiles of its layer, the
+    largest first. All of a layer's are there at once, and those of one rank take turns in slots that fit them."""
+    ranks: dict[str, int] = {}
+    for tiles in layers:
+        new = sorted((t for t in tiles if t not in ranks and t not in border), key=lambda t: -weight_bytes(t))
+        taken = {ranks[t] for t in tiles if t in ranks}
+        ranks |= zip(new, (rank for rank in itertools.count() if rank not in taken), strict=False)
+    return ranks
+
+
+def rank_letter(rank: int) -> str:
+    """What stands behind the letters of a slot's family: nothing for the first rank, then b, c, ..."""
+    assert rank < 26, f"{rank + 1} tiles in one layer"
+    return "" if rank == 0 else chr(ord("a") + rank)
 
 
 def stays(place: str) -> bool:
@@ -279,6 +298,13 @@ def find(graph: fx.Graph, *ops: str) -> Iterator[fx.Node]:
 def gives_outputs(program: Program) -> bool:
     """Whether training gives the caller the epilogue's outputs, whose gradient then comes from the caller, and not a loss."""
     return "forward" in program.sections and any(find(program.section("forward"), "outputs"))
+
+
+def differentiated(program: Program) -> list[str]:
+    """The layers that a backward goes through: those below the first call that trains anything have none."""
+    first = next((i for i, call in enumerate(program.calls) if any(program.tiles[t].trainable for t in call.tiles)),
+                 len(program.calls))
+    return [call.name for call in program.calls[first:] if call.role == "layer"]
 
 
 def copy_section(graph: fx.Graph) -> fx.Graph:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from megacompile.api import analyse, check_module
 from megacompile.config import StreamConfig
 from megacompile.durations import Durations
-from megacompile.errors import MegacompileError
+from megacompile.errors import MegacompileError, UnsupportedError
 from megacompile.explain import Outlook, outlook
 from megacompile.frontend.attention_kernels import fused_kernel
 from megacompile.frontend.capture import CapturedModel
@@ -112,6 +112,9 @@ def schedule(model: nn.Module, *, batch: int, length: int, layers: str | None = 
     device_type = device.type
     captured, tiling = analyse(model, config, device_type, layers, example,
                                hardware.fused_attention if hardware is not None else fused_kernel(device))
+    if not tiling.trains:
+        raise UnsupportedError(f"no parameter of {type(model).__name__} is trained, so that there is no training step to plan: "
+                               "leave some requires_grad=True")
     budget = parse_bytes(config.device_memory) or _default_budget(device_type, hardware)
     fused = config.compile if config.compile is not None else device_type == "cuda"
     there = hardware.host_memory if hardware is not None else available_host_bytes()

@@ -10,9 +10,10 @@ from torch import Tensor
 from trl.trainer import sft_trainer
 
 from megacompile import trainer
+from megacompile.adapters import add_adapter
 from megacompile.errors import UnsupportedError
 from megacompile.fused_head import streamed_heads
-from megacompile.trainer_arguments import refuse_adapters
+from megacompile.trainer_arguments import check_model
 
 
 class SFTTrainer(trainer.Trainer, trl.SFTTrainer):
@@ -20,12 +21,17 @@ class SFTTrainer(trainer.Trainer, trl.SFTTrainer):
     log-likelihood of a step's tokens, which is what TRL computes from log-probabilities: a step is one program. `num_tokens` is
     logged; `entropy` and `mean_token_accuracy`, which would take a second pass, are not. Other losses are TRL's, and all is.
 
-    Raises `UnsupportedError` for packing without padding, router losses and adapters."""
+    With a `peft_config` the streamed model is closed, gets the adapter, and is streamed again as it was: `trainer.model` is
+    that.
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        refuse_adapters(kwargs.get("peft_config") is not None)  # before TRL changes the model
+    Raises `UnsupportedError` for packing without padding, and router losses."""
+
+    def __init__(self, model: Any, *args: Any, peft_config: Any = None, **kwargs: Any) -> None:
+        if peft_config is not None:
+            check_model(model)
+            model = add_adapter(model, peft_config)
         with streamed_heads(sft_trainer):
-            super().__init__(*args, **kwargs)
+            super().__init__(model, *args, **kwargs)
         if self.losses_are_models:
             self.model.__dict__.pop("forward", None)
         if getattr(self.data_collator, "padding_free", False):

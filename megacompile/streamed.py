@@ -7,12 +7,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from megacompile.arrival import Arrival
 from megacompile.binding import Binder
+from megacompile.closing import give_back
 from megacompile.config import StreamConfig
 from megacompile.errors import InsufficientMemoryError, LaneError, LeaseError, MegacompileError, TornError
+from megacompile.exhaustion import exhausted, explained
 from megacompile.frontend.capture import CapturedModel
 from megacompile.handover import batch_of, evaluation_of, loss_of, outputs_of, send_gradients
 from megacompile.hardware import Hardware
@@ -26,9 +29,10 @@ from megacompile.runtime.checkpoints import HostCheckpoints
 from megacompile.runtime.executor import Executor
 from megacompile.runtime.kernels import Batch
 from megacompile.runtime.lanes import Backend
-from megacompile.runtime.operations import Frame, Update
+from megacompile.runtime.operations import Frame
 from megacompile.runtime.reference import ReferenceExecutor
 from megacompile.runtime.store import Store
+from megacompile.runtime.update import Update
 from megacompile.shapes import CompiledShape, Shape, Shapes
 from megacompile.sizes import format_bytes, parse_bytes
 from megacompile.tiling import Tiling, named_gradients
@@ -45,7 +49,7 @@ class Streamed:
         self.backend, self.config = backend, config
         self.arena, self.checkpoints = Arena(backend), HostCheckpoints(backend)
         self.executor: Executor | ReferenceExecutor = (
-            ReferenceExecutor(backend) if config.reference else Executor(backend))
+            ReferenceExecutor(backend) if config.reference else Executor(backend, stall_timeout_s=config.stall_timeout))
         compiling = config.compile if config.compile is not None else backend.device.type == "cuda"
         self.binder = Binder(captured, tiling, backend.device, compiling)
         self.parameters = {n: p for n, p in model.named_parameters() if n in tiling.position}
@@ -61,12 +65,15 @@ class Streamed:
         self.shapes = Shapes(captured, tiling, self.planner, self.binder)
         self.leases: weakref.WeakSet[Lease] = weakref.WeakSet()
         self.trained: CompiledShape | None = None  # that of the last backward, whose program also updates
+        self.running: CompiledShape | None = None  # that of the last section
         self.residency, self.arrival = Residency(self), Arrival(self)
         self.version = self.steps = 0
+        self.skipped: list[int] = []  # numbers of steps whose gradients were not finite
+        self.batches: list[Batch] = []  # those that the gradients are of
         self.updating: Update | None = None
         self.unfinished: Update | None = None
         # Runs when the model is closed, and when it is forgotten: threads end, and no page stays locked.
-        self._give_back = weakref.finalize(self, _give_back, self.executor, self.arena, self.checkpoints, store, backend)
+        self._give_back = weakref.finalize(self, give_back, self.executor, self.arena, self.checkpoints, store, backend)
         if self.planner.locked().tiles:
             for tile in store.tiles.values():
                 for part in (tile.weights, tile.gradients):
@@ -108,6 +115,7 @@ class Streamed:
                update: Update | None = None) -> Any:
         if section not in shape.kernels:
             shape.kernels[section] = self.binder.bind(shape.program, section, shape.plan, shape.shape.labels)
+        self.running = shape
         held = (lease.values, lease.host) if lease is not None else ({}, {})
         frame = Frame(self.backend, self.store, self.arena, shape.kernels[section], batch, *held, update)
         return self.executor.submit(shape.program.section(section), frame, section)
@@ -163,7 +171,7 @@ class Streamed:
             self.store.allocate_sums(shape.plan.host_sums)
             self.enter(shape, "train_step", "update")
             batch = batch_of(self.backend, shape.plan, self.constants.on_device, inputs, normaliser)
-            self.trained, self.unfinished = shape, None
+            self.trained, self.unfinished, self.batches = shape, None, [batch]
             if overlap:
                 self.begin_update(shape, update)
             # Compute comes to its end only after every tile's weights were sent, so after the update before this one.
@@ -179,8 +187,9 @@ class Streamed:
         self.residency.updated(shape)
         self.version += 1
         self.steps += 1
-        update.failed = False
+        update.batches = self.batches
         self.updating, self.unfinished = update, None
+        update.begin()
 
     def evaluate(self, inputs: Mapping[str, Tensor], normaliser: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         """(loss or None, logits) without gradients."""
@@ -218,10 +227,13 @@ class Streamed:
             raise LeaseError("the weights have changed since this loss was computed: run backward before optimizer.step(), "
                              "or the forward again")
         self.arrival.check(lease)
-        section = "backward_accumulate" if self._gather_gradients() else "backward"
-        self._reserve(lease.shape, section)
+        added = self._gather_gradients()
+        section = "backward_accumulate" if added else "backward"
+        with self.guarded():
+            self._reserve(lease.shape, section)
         self.residency.enter(lease.shape)
         lease.closed, self.trained, self.unfinished = True, lease.shape, None
+        self.batches = [*(self.batches if added else ()), lease.batch]
         send_gradients(self.backend, lease.shape.plan, lease.batch, gradients)
         try:
             with self.guarded():
@@ -262,7 +274,8 @@ class Streamed:
         """Hands an optimizer step to the cpu lane and returns. Raises what the one before it failed with."""
         self.settle()  # the step before it is over, or `recover` would take this one for the one that failed
         assert self.trained is not None, "no backward has stored gradients"
-        self._reserve(self.trained, "update")
+        with self.guarded():
+            self._reserve(self.trained, "update")
         self.residency.enter(self.trained)
         with self.guarded():
             self.residency.refresh_gradients(self.trained)
@@ -282,11 +295,13 @@ class Streamed:
     # ---------------------------------------------------------------- waiting and failing
     @contextlib.contextmanager
     def guarded(self) -> Iterator[None]:
-        """Around lane work: whatever it raises leaves the lanes ready for the next step."""
+        """Around lane work: whatever it raises leaves the lanes ready for the next step. Out of memory is explained."""
         try:
             yield
-        except (LaneError, KeyboardInterrupt, SystemExit):
+        except (LaneError, KeyboardInterrupt, SystemExit, torch.OutOfMemoryError) as error:
             self.recover()
+            if (cause := exhausted(error)) is not None:
+                raise explained(self, error, cause) from cause
             raise
 
     def raise_pending(self) -> None:
@@ -340,8 +355,8 @@ class Streamed:
         self.executor.recover()
         update, self.updating = self.updating, None
         self.residency.failed(done=update is not None and bool(update.done))
-        if update is not None and update.done != set(update.segments):
-            update.failed = True
+        if update is not None and not update.refused and update.done != set(update.segments):
+            update.withdraw()
             self.unfinished = update
 
     # ---------------------------------------------------------------- batches
@@ -360,18 +375,3 @@ class Streamed:
             self.check_whole()
         finally:
             self._give_back()
-
-
-def _give_back(executor: Executor | ReferenceExecutor, arena: Arena, checkpoints: HostCheckpoints, store: Store,
-               backend: Backend) -> None:
-    def memory() -> None:
-        backend.synchronize()  # a forgotten model may have copies in flight
-        arena.close()
-        checkpoints.close()
-        store.drop_sums()
-        for tile in store.tiles.values():
-            for part in (tile.weights, tile.gradients):
-                if part is not None:
-                    backend.unlock(part)
-
-    executor.close(then=memory)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from megacompile.adapters import base_calls_streamed
 from megacompile.errors import UnsupportedError
 from megacompile.saving import save_whole
 
@@ -108,6 +109,9 @@ class StreamedPretrained(StreamedModule):
 
     activation_checkpointing_enable = gradient_checkpointing_enable
 
+    def enable_input_require_grads(self) -> None:
+        """Changes nothing: trainers ask for it where parameters are frozen, so that PyTorch's checkpointing has a gradient."""
+
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Layers are streamed for every token, without a cache: right, and slow."""
         config = kwargs.get("generation_config")
@@ -116,18 +120,21 @@ class StreamedPretrained(StreamedModule):
         else:  # transformers wants one or the other
             kwargs["generation_config"] = copy.deepcopy(config)
             kwargs["generation_config"].use_cache = False
-        with torch.no_grad():
+        with torch.no_grad(), base_calls_streamed(self, _for_generation):
             return super().generate(*args, **kwargs)  # type: ignore[misc]
 
     def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
-        """Without positions that count from 0, which the model has by itself (others are refused where it is called), and
-        without a wish for the last token's logits alone: all come, and generation reads the last."""
-        inputs = super().prepare_inputs_for_generation(*args, **kwargs)  # type: ignore[misc]
-        inputs.pop("logits_to_keep", None)
-        given = inputs.get("position_ids")
-        if given is not None and torch.equal(given, torch.arange(given.shape[-1], device=given.device).expand_as(given)):
-            del inputs["position_ids"]
-        return inputs
+        return _for_generation(super().prepare_inputs_for_generation(*args, **kwargs))  # type: ignore[misc]
+
+
+def _for_generation(inputs: dict[str, Any]) -> dict[str, Any]:
+    """Without positions that count from 0, which the model has by itself (others are refused where it is called), and
+    without a wish for the last token's logits alone: all come, and generation reads the last."""
+    inputs.pop("logits_to_keep", None)
+    given = inputs.get("position_ids")
+    if given is not None and torch.equal(given, torch.arange(given.shape[-1], device=given.device).expand_as(given)):
+        del inputs["position_ids"]
+    return inputs
 
 
 def original_class(model: nn.Module) -> type[nn.Module]:

@@ -1,7 +1,8 @@
 """Parameters -> tiles: which parameter lies in which tile, and moving a model's weights there.
 
 A parameter belongs to the tile of the one call that reads it. One that several calls read (tied weights) belongs to a tile
-with all of them as readers, so that it has one gradient and one update.
+with all of them as readers, so that it has one gradient and one update. What is frozen lies in a tile apart from what is
+trained, which alone has gradients and optimizer state; and so does what has another dtype.
 """
 from __future__ import annotations
 
@@ -13,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from megacompile import cost
-from megacompile.errors import InsufficientMemoryError, UnsupportedError
+from megacompile.errors import InsufficientMemoryError
 from megacompile.frontend.template import Call, Template
-from megacompile.program import CallSpec, Tile
+from megacompile.program import CallSpec, Tile, slot_ranks
 from megacompile.runtime.adam import split_fp32
 from megacompile.runtime.store import HostTile, Store, TileLayout, available_host_bytes, give_back_freed_memory
 from megacompile.sizes import format_bytes
@@ -34,35 +35,65 @@ class Tiling:
 
     @classmethod
     def of(cls, model: nn.Module, calls: Sequence[Call], dtype: torch.dtype | None) -> Tiling:
-        """Raises `UnsupportedError` where one tile would need two dtypes."""
+        """`dtype`: of all parameters; None: each its own."""
         readers: dict[str, list[str]] = {}
         for call in calls:
             for source in call.sources:
                 if source.kind == "parameter" and call.name not in readers.setdefault(source.name, []):
                     readers[source.name].append(call.name)
-        names: dict[tuple[str, ...], str] = {}
+        groups: dict[tuple[str, ...], str] = {}
         for group in map(tuple, readers.values()):
-            tied = sum(len(g) > 1 for g in names)
-            names.setdefault(group, group[0] if len(group) == 1 else f"tied.{tied}" if tied else "tied")
-        parameters = dict(model.named_parameters())
-        members: dict[str, list[str]] = {}
-        for parameter in parameters:  # in the model's own order
-            if parameter in readers:
-                members.setdefault(names[tuple(readers[parameter])], []).append(parameter)
-        layouts = {}
-        for tile, inside in members.items():
-            dtypes = {dtype or parameters[p].dtype for p in inside}
-            if len(dtypes) > 1:
-                raise UnsupportedError(
-                    f"the parameters of {tile} have several dtypes ({', '.join(sorted(map(str, dtypes)))}): "
-                    "cast the model to one dtype before stream(), or pass dtype=")
-            layouts[tile] = TileLayout.of(tile, dtypes.pop(), [
-                (p, parameters[p].shape, parameters[p].requires_grad) for p in inside])
-        own = {call.name: [t for g, t in names.items() if call.name in g] for call in calls}
-        tiles_of = {c: tuple(sorted(tiles, key=lambda t: t != c)) for c, tiles in own.items()}
+            tied = sum(len(g) > 1 for g in groups)
+            groups.setdefault(group, group[0] if len(group) == 1 else f"tied.{tied}" if tied else "tied")
+        parameters = {name: p for name, p in model.named_parameters() if name in readers}  # in the model's own order
+        members: dict[str, dict[tuple[bool, torch.dtype], list[str]]] = {}
+        for name, p in parameters.items():
+            kind = p.requires_grad, dtype or p.dtype
+            members.setdefault(groups[tuple(readers[name])], {}).setdefault(kind, []).append(name)
+        for tile, kinds in members.items():  # the most elements first
+            members[tile] = dict(sorted(kinds.items(), key=lambda kind: -sum(parameters[p].numel() for p in kind[1])))
+        layouts = {
+            name: TileLayout.of(name, kind[1], [(p, parameters[p].shape, kind[0]) for p in inside])
+            for tile, kinds in members.items()
+            for name, (kind, inside) in zip(_names(tile, list(kinds)), kinds.items(), strict=True)}
+        readers_of = {tile: readers[layout.slices[0].name] for tile, layout in layouts.items()}
+        tiles_of = {call.name: tuple(sorted((t for t, by in readers_of.items() if call.name in by),
+                                            key=lambda tile: len(readers_of[tile]))) for call in calls}
         position = {s.name: (tile, i) for tile, layout in layouts.items() for i, s in enumerate(layout.slices)}
         ordered = dict.fromkeys(tile for call in calls for tile in tiles_of[call.name])
         return cls({tile: layouts[tile] for tile in ordered}, tiles_of, position)
+
+    @property
+    def trains(self) -> bool:
+        """Whether anything is trained at all."""
+        return any(layout.trainable for layout in self.layouts.values())
+
+    def _reached(self, calls: Sequence[Call]) -> Sequence[Call]:
+        """The calls from the first one on that trains anything."""
+        first = next((i for i, call in enumerate(calls) if any(self.layouts[t].trainable for t in self.tiles_of[call.name])),
+                     len(calls))
+        return calls[first:]
+
+    def differentiated(self, calls: Sequence[Call]) -> list[Call]:
+        """The layers that a backward goes through: those below the first call that trains anything have none."""
+        return [call for call in self._reached(calls) if call in calls[1:-1]]
+
+    def operations(self, calls: Sequence[Call]) -> int:
+        """FLOPs that a token's step takes by its products with parameters, recomputation not counted: 2 a parameter forward, 2
+        for the gradient of what is multiplied where there is a backward, 2 for the parameter's own where it is trained."""
+        reached = {tile for call in self._reached(calls) for tile in self.tiles_of[call.name]}
+        return sum(layout.parameters * (6 if layout.trainable else 4 if tile in reached else 2)
+                   for tile, layout in self.layouts.items())
+
+    def border(self, calls: Sequence[Call]) -> set[str]:
+        """The tiles that the prologue or the epilogue reads."""
+        return {tile for call in (calls[0], calls[-1]) for tile in self.tiles_of[call.name]}
+
+    def ranked(self, calls: Sequence[Call]) -> list[list[TileLayout]]:
+        """The tiles of layers alone, by their ranks (see `slot_ranks`): those of one rank take turns in slots."""
+        ranks = slot_ranks([self.tiles_of[call.name] for call in calls[1:-1]], self.border(calls),
+                           lambda tile: self.layouts[tile].weight_bytes)
+        return [[self.layouts[tile] for tile, rank in ranks.items() if rank == each] for each in sorted(set(ranks.values()))]
 
     def host_parts(self) -> dict[str, int]:
         """Bytes of host memory that training with AdamW takes, by part of the tiles."""
@@ -87,6 +118,17 @@ class Tiling:
         roles = {calls[0].name: "prologue", calls[-1].name: "epilogue"}
         return tuple(CallSpec(c.name, roles.get(c.name, "layer"), c.template, self.tiles_of[c.name],
                               _weightless(templates[c.template]), handed_on.get(c.template, 0)) for c in calls)
+
+
+def _names(group: str, kinds: Sequence[tuple[bool, torch.dtype]]) -> list[str]:
+    """Of the tiles that hold a group's (trained, dtype) kinds of parameters: the group's own where there is one kind, else
+    "layers.3" of what is trained, "layers.3.frozen", and "layers.3.float32" of another dtype than that of most elements."""
+    names = []
+    for trained, dtype in kinds:
+        alike = [other for also, other in kinds if also == trained]
+        frozen = ".frozen" if not trained and len(alike) < len(kinds) else ""
+        names.append(f"{group}{frozen}" + (f".{str(dtype).removeprefix('torch.')}" if dtype != alike[0] else ""))
+    return names
 
 
 def _weightless(template: Template) -> tuple[str, ...]:

@@ -55,9 +55,10 @@ def check_arguments(args: Any, streamed: Streamed) -> None:
 def check_model(model: Any) -> Streamed:
     """The streamed model behind a trainer's. Raises `MegacompileError` for one that is not streamed, or that is wrapped."""
     if isinstance(model, StreamedModule):
-        refuse_adapters(getattr(model, "_hf_peft_config_loaded", False))
         return model.megacompile.streamed
-    refuse_adapters(hasattr(model, "peft_config"))
+    if hasattr(model, "get_base_model") and isinstance(model.get_base_model(), StreamedModule):
+        raise UnsupportedError("an adapter was put on a model that is streamed: call peft.get_peft_model before "
+                               "megacompile.stream, on the plain model (or close() it first)")
     what = "wrapped" if isinstance(model, nn.Module) and hasattr(model, "megacompile") else "not streamed"
     raise MegacompileError(f"the {type(model).__name__} to be trained is {what}: call model = megacompile.stream(model) and "
                            "give that to the trainer")

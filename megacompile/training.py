@@ -1,16 +1,18 @@
 """The loop behind `megacompile train`: load a model, train it on batches, show how it goes, stop where asked.
 
-The loop itself is the one that any user would write (forward, backward, step, zero_grad); it takes any model whose
-forward gives a loss and any optimizer, streamed or not.
+A streamed model takes whole steps (`train_step`); the loop takes any other model whose forward gives a loss, too, and any
+optimizer, by forward, backward, step and zero_grad.
 """
 from __future__ import annotations
 
+import enum
 import math
+import os
 import re
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -22,6 +24,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor, nn
 
 from megacompile.errors import ArgumentError, MegacompileError
+from megacompile.joining import IGNORED
 
 GIB = 2**30
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
@@ -81,84 +84,146 @@ def parameter_count(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def warmup_then_linear(optimizer: torch.optim.Optimizer, steps: int, warmup: int) -> torch.optim.lr_scheduler.LambdaLR:
-    """The learning rate rises linearly over the first `warmup` steps, then falls linearly to a tenth at the last."""
+class Decay(enum.StrEnum):
+    """How the learning rate falls after the warm-up."""
+
+    COSINE = "cosine"
+    LINEAR = "linear"
+    CONSTANT = "constant"
+
+    def height(self, progress: float) -> float:
+        """1 at `progress` 0, 0 at 1, unless constant."""
+        match self:
+            case Decay.COSINE:
+                return 0.5 * (1.0 + math.cos(math.pi * progress))
+            case Decay.LINEAR:
+                return 1.0 - progress
+            case Decay.CONSTANT:
+                return 1.0
+
+
+def warmup_then_decay(optimizer: torch.optim.Optimizer, steps: int, warmup: int, decay: Decay = Decay.LINEAR,
+                      final: float = 0.1) -> torch.optim.lr_scheduler.LambdaLR:
+    """The learning rate rises linearly over the first `warmup` steps, then falls to the share `final` of it at the last."""
 
     def factor(step: int) -> float:
         if step < warmup:
             return (step + 1) / warmup
-        return 1.0 - 0.9 * min(1.0, (step - warmup) / max(1, steps - 1 - warmup))  # the schedule is asked once too often
+        progress = min(1.0, (step - warmup) / max(1, steps - 1 - warmup))  # the schedule is asked once too often
+        return final + (1.0 - final) * decay.height(progress)
 
     return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
 
 
 @dataclass(frozen=True)
 class Step:
-    """What one step did. `loss` is in nats a token, `rate` in tokens a second, `tflops` is 6 x parameters x tokens a
-    second (recomputation not counted); for memory see `memory`."""
+    """What one step did. `loss` is in nats a token, `lr` the learning rate that it had, `rate` in tokens a second (padding
+    is computed, and counted), `tflops` is 6 x parameters x tokens a second (recomputation not counted)."""
 
     number: int
     loss: float
+    lr: float
     rate: float
     tflops: float
     device_bytes: int
     host_bytes: int
 
     def line(self, steps: int) -> str:
-        return (f"step {self.number:>{len(str(steps))}}/{steps}  loss {self.loss:.4f}  {self.rate:,.0f} tokens/s  "
-                f"{self.tflops:.3g} TFLOPS  device {self.device_bytes / GIB:.2f} GiB  "
+        return (f"step {self.number:>{len(str(steps))}}/{steps}  loss {self.loss:.4f}  lr {self.lr:.2e}  "
+                f"{self.rate:,.0f} tokens/s  {self.tflops:.3g} TFLOPS  device {self.device_bytes / GIB:.2f} GiB  "
                 f"host {self.host_bytes / GIB:.2f} GiB")
 
 
-class Interruption:
-    """While entered, a first Ctrl-C asks for a stop at the next step boundary; a second one is a KeyboardInterrupt."""
+def _write_at_once(text: str) -> None:
+    """To stderr, past all buffers: a print within a print would repeat what the outer one has begun, or fail."""
+    os.write(2, f"{text}\n".encode())
 
-    def __init__(self, announce: Callable[[str], None]) -> None:
-        self.asked = False
+
+class Interruption:
+    """While entered, a first Ctrl-C or SIGTERM asks for a stop at the next step boundary; a second one is a KeyboardInterrupt.
+
+    `signal`: the one that asked, None if none did. `announce` may be called in the midst of any other print."""
+
+    SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+    def __init__(self, announce: Callable[[str], None] = _write_at_once) -> None:
+        self.signal: signal.Signals | None = None
         self._announce = announce
 
+    @property
+    def asked(self) -> bool:
+        return self.signal is not None
+
+    @property
+    def name(self) -> str:
+        return "Ctrl-C" if self.signal is signal.SIGINT else "SIGTERM"
+
     def __enter__(self) -> Interruption:
-        self._previous = signal.signal(signal.SIGINT, self._handle)
+        self._previous = {each: signal.signal(each, self._handle) for each in self.SIGNALS}
         return self
 
     def __exit__(self, *_: object) -> None:
-        signal.signal(signal.SIGINT, self._previous)
+        for each, handler in self._previous.items():
+            signal.signal(each, handler)
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
         if self.asked:
             raise KeyboardInterrupt
-        self.asked = True
-        self._announce("Ctrl-C: stopping after this step (once more to stop at once)")
+        self.signal = signal.Signals(signum)
+        self._announce(f"{self.name}: stopping after this step (once more to stop at once)")
 
 
-def train(model: Any, optimizer: torch.optim.Optimizer, batches: Iterator[Mapping[str, Tensor]], steps: int, *,
+def train(model: Any, optimizer: torch.optim.Optimizer, batches: Iterator[Mapping[str, Tensor]], steps: int, *, done: int = 0,
           schedule: torch.optim.lr_scheduler.LRScheduler | None = None,
           on_step: Callable[[Step], None] = lambda _: None, stop: Callable[[], bool] = lambda: False) -> list[float]:
-    """Trains for `steps` steps, or until `stop()`, asked between steps; returns the loss of each step taken.
+    """Trains until `steps` steps are done, of which `done` were before, or until `stop()`, asked between steps; returns the
+    loss of each step taken. `on_step` is called between steps too: it may evaluate and save.
 
     Raises MegacompileError when a loss is not finite: the weights have had one bad update and should not be kept.
     """
     parameters, losses = parameter_count(model), []
-    for number in range(1, steps + 1):
+    for number in range(done + 1, steps + 1):
         if stop():
             break
-        begin = time.perf_counter()
+        begin, lr = time.perf_counter(), float(optimizer.param_groups[0]["lr"])
         batch = next(batches)
-        output = model(**batch)
-        output.loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        found = _step(model, optimizer, batch)
         if schedule is not None:
             schedule.step()
-        loss = float(output.loss.detach())  # waits for the device, not for the update, which runs beside the next step
+        loss = float(found)  # waits for the device, not for the update, which runs beside the next step
         if not math.isfinite(loss):
             raise MegacompileError(
                 f"the loss of step {number} is {loss}: lower the learning rate or clip the gradients")
         losses.append(loss)
         rate = batch["input_ids"].numel() / (time.perf_counter() - begin)
         device_bytes, host_bytes = memory(model)
-        on_step(Step(number, loss, rate, 6e-12 * parameters * rate, device_bytes, host_bytes))
+        on_step(Step(number, loss, lr, rate, 6e-12 * parameters * rate, device_bytes, host_bytes))
     return losses
+
+
+def _step(model: Any, optimizer: torch.optim.Optimizer, batch: Mapping[str, Tensor]) -> Tensor:
+    """One step; its loss."""
+    if hasattr(model, "megacompile"):
+        loss = model.megacompile.train_step(batch, optimizer)
+        optimizer.step()  # there is nothing left to do, but schedulers want to see it
+        return loss
+    output = model(**batch)
+    output.loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return output.loss.detach()
+
+
+@torch.no_grad()
+def evaluate(model: Any, batches: Iterable[Mapping[str, Tensor]]) -> float:
+    """The mean loss of all labels that are predicted, nats a token; leaves the model in the mode that it was in."""
+    training, total, count = model.training, 0.0, 0
+    model.eval()
+    for batch in batches:
+        labels = int((batch["labels"][:, 1:] != IGNORED).sum())
+        total, count = total + labels * float(model(**batch).loss), count + labels
+    model.train(training)
+    return total / max(1, count)
 
 
 def memory(model: Any) -> tuple[int, int]:
@@ -176,12 +241,12 @@ def memory(model: Any) -> tuple[int, int]:
 class ProgressDisplay:
     """A live bar on a terminal; and a line every `interval` steps, which is all that a log file gets."""
 
-    def __init__(self, console: Console, steps: int, interval: int) -> None:
+    def __init__(self, console: Console, steps: int, interval: int, done: int = 0) -> None:
         self._console, self._steps, self._interval = console, steps, interval
         self._progress = Progress(
             TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=None), TextColumn("{task.description}"),
             TimeRemainingColumn(), console=console, transient=True, disable=not console.is_terminal)
-        self._task = self._progress.add_task("", total=steps)
+        self._task = self._progress.add_task("", total=steps, completed=done)
 
     def __enter__(self) -> ProgressDisplay:
         self._progress.start()

@@ -19,13 +19,14 @@ from typing import Any, Generic, TypeVar
 
 from torch import fx
 
-from megacompile.errors import LaneError
+from megacompile.errors import LaneError, StallError
 from megacompile.listing import excerpt
 from megacompile.program import Access, Lane, argument, lane_of, nodes, op_of, operands
 
 from .lanes import Backend
 from .operations import OPERATIONS, Frame
 from .recorder import Recorder
+from .watchdog import Watchdog
 
 _POLL_S = 0.05  # how soon a waiting lane notices that another has failed
 _LOWERED = "_megacompile_instructions"  # attribute of a section
@@ -94,22 +95,25 @@ class Run:
 @dataclass
 class Failure:
     """The first failure. Runs before it go on to their end (an update in flight is not torn by a forward that fails);
-    it and all after it stop."""
+    it and all after it stop. What the failed one has made is let go at `recover`: tracebacks may keep the run."""
 
     run: int
     error: BaseException
     node: fx.Node | None
     lane: Lane | None
+    frame: Frame | None = None
 
 
 class Executor:
     """Runs sections on the lanes of a backend. `delay` is called before every instruction (tests make lanes late)."""
 
-    def __init__(self, backend: Backend, delay: Callable[[Lane], None] | None = None) -> None:
+    def __init__(self, backend: Backend, delay: Callable[[Lane], None] | None = None,
+                 stall_timeout_s: float | None = None) -> None:
         self.backend, self.delay = backend, delay
+        self.watchdog = Watchdog(stall_timeout_s)
         self.carried: CarriedEvents[Event] = CarriedEvents()
         self.failure: Failure | None = None
-        self.lost: LaneError | None = None  # the device: no lane can work any more
+        self.lost: LaneError | None = None  # the device, or a lane that hangs: none can work any more
         self.probe: Callable[[fx.Node], None] | None = None  # called before each instruction; tests raise from it
         self.recorder: Recorder | None = None
         self._queues: dict[Lane, queue.SimpleQueue[tuple[Run, list[fx.Node]] | None]] = {}
@@ -167,6 +171,7 @@ class Executor:
         try:
             for event in events:
                 while not event.wait(_POLL_S):
+                    self._look()
                     self.check()
         except BaseException as error:
             if self.failure is None:  # Ctrl-C: stop the section that the caller waits for
@@ -175,7 +180,8 @@ class Executor:
         self.check()
 
     def idle(self) -> None:
-        """Waits until every lane has executed everything submitted so far, failed or not. Raises nothing."""
+        """Waits until every lane has executed everything submitted so far, failed or not, or until they hang. Raises
+        nothing."""
         if os.getpid() != self._process:
             return  # a forked process has the queues, and no thread that empties them
         marks = []
@@ -185,7 +191,19 @@ class Executor:
             self._queues[lane].put((run, []))
             marks.append(run.pending[lane])
         for mark in marks:
-            mark.wait()
+            while not self.hangs and not mark.wait(_POLL_S):
+                self._look()
+        self.watchdog.forget()
+
+    @property
+    def hangs(self) -> bool:
+        return isinstance(self.lost, StallError)
+
+    def _look(self) -> None:
+        """By whoever waits: if nothing moves, nothing ever will."""
+        if not self.hangs and self.watchdog.look(_POLL_S):
+            self.lost = self.watchdog.error(self._queues)
+            self.failure = Failure(0, self.lost, None, None)  # a lane that wakes up after all stops there
 
     def check(self) -> None:
         """Raises the failure of the earliest run that failed, or that the device is lost."""
@@ -193,11 +211,13 @@ class Executor:
             raise LaneError("this process was forked from the one that trains the model, whose lanes do not run here: use the "
                             "model there alone")
         if self.lost is not None:
-            raise LaneError(str(self.lost)) from self.lost.__cause__
+            raise type(self.lost)(str(self.lost)) from self.lost.__cause__
         if self.failure is None:
             return
         self.idle()  # runs before the one that failed go on, and may fail yet
         failure = self.failure
+        if isinstance(failure.error, LaneError):  # says all there is to say
+            raise failure.error
         if failure.node is None:
             raise LaneError(f"the step was stopped by {type(failure.error).__name__}") from failure.error
         raise LaneError(
@@ -212,6 +232,10 @@ class Executor:
 
         A device that cannot be settled is lost: from here on `check` raises why."""
         self.idle()
+        if self.hangs:
+            return
+        if self.failure is not None and self.failure.frame is not None:
+            self.failure.frame.values.clear()
         try:
             self.backend.synchronize()
         except LaneError as error:
@@ -223,7 +247,11 @@ class Executor:
         """Ends the lanes when they have executed everything; then calls `then`, which may give back what they worked on.
 
         Returns when that is done, except in one of its own lanes, where a garbage collection may find the forgotten model.
-        That lane cannot wait for lanes that wait for it: another thread does all of this."""
+        That lane cannot wait for lanes that wait for it: another thread does all of this.
+
+        Does nothing in a forked process, which has neither the lanes nor their memory. Lanes that hang keep theirs."""
+        if os.getpid() != self._process or self.hangs:
+            return
         if threading.current_thread() in self._threads.values():
             threading.Thread(target=self.close, args=(then,), daemon=True, name="megacompile close").start()
             return
@@ -251,6 +279,7 @@ class Executor:
         for node in instructions:
             if self.stopped(run):
                 return
+            self.watchdog.begun[lane] = run, node
             try:
                 if self.probe is not None:
                     self.probe(node)
@@ -277,7 +306,7 @@ class Executor:
 
     def fail(self, run: Run, lane: Lane, node: fx.Node, error: BaseException) -> None:
         if self.failure is None or run.number < self.failure.run:
-            self.failure = Failure(run.number, error, node, lane)
+            self.failure = Failure(run.number, error, node, lane, run.frame)
 
     def _wait(self, run: Run, lane: Lane, event: Event | None) -> None:
         if event is None:
@@ -306,5 +335,7 @@ def _work(executor: weakref.ref[Executor], backend: Backend, lane: Lane,
                 assert alive is not None
                 alive.fail(run, lane, instructions[0], error)
             finally:
+                if alive is not None:
+                    alive.watchdog.begun.pop(lane, None)
                 run.pending[lane].set()
             del job, run, instructions, alive

@@ -20,6 +20,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megacompile.cache import CacheError, cache_directory
+from megacompile.runtime.control_groups import cores
+from megacompile.seal import is_sealed_library, seal_library
 
 SOURCE = Path(__file__).parent / "csrc" / "adam.cpp"
 HEADER = SOURCE.with_name("adamw.h")
@@ -103,7 +105,7 @@ def compiler_command(environment: Mapping[str, str] = os.environ) -> list[str]:
 
 
 def build(directory: Path, compiler: Sequence[str], source: Path = SOURCE) -> Path:
-    """Path of the shared library in `directory`, compiled unless a build of the same inputs is there.
+    """Path of the shared library in `directory`, compiled unless our own build of the same inputs is there, unchanged.
 
     The name is a hash of source, compiler, version and flags, and a finished file is renamed into place: processes
     may build at the same time, and nobody sees half a file. Raises BuildError with the compiler's own words.
@@ -116,7 +118,7 @@ def build(directory: Path, compiler: Sequence[str], source: Path = SOURCE) -> Pa
     inputs = (text, version.encode(), repr((*compiler, *FLAGS)).encode(), platform.machine().encode())
     key = hashlib.sha256(b"\0".join(hashlib.sha256(part).digest() for part in inputs)).hexdigest()[:32]
     built = directory / f"adam-{key}.so"
-    if built.exists():
+    if is_sealed_library(built):
         return built
     try:
         descriptor, name = tempfile.mkstemp(prefix=f"adam-{key}.", suffix=".tmp", dir=directory)
@@ -126,7 +128,10 @@ def build(directory: Path, compiler: Sequence[str], source: Path = SOURCE) -> Pa
     temporary = Path(name)
     try:
         _run([*compiler, *FLAGS, "-I", str(HEADER.parent), "-o", name, str(source)])
+        seal_library(temporary, built.name)
         temporary.replace(built)
+    except OSError as error:
+        raise BuildError(f"the library cannot be kept ({error}); set MEGACOMPILE_CACHE") from error
     finally:
         temporary.unlink(missing_ok=True)
     return built
@@ -150,11 +155,11 @@ def instruction_sets(loaded: ctypes.CDLL) -> tuple[str, ...]:
 
 
 def default_threads() -> int:
-    """`$OMP_NUM_THREADS` where it is a number (the first of a list), else the cores this process may run on."""
+    """`$OMP_NUM_THREADS` where it is a number (the first of a list), else the cores that this process may use."""
     wanted = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
     if wanted.isdecimal() and int(wanted) > 0:
         return int(wanted)
-    return len(os.sched_getaffinity(0))
+    return cores()
 
 
 def _run(command: Sequence[str]) -> str:

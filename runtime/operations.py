@@ -20,20 +20,7 @@ from .kernels import Activation, Batch, Kernel, bind
 from .kernels import accumulate as accumulate_gradients
 from .lanes import Backend
 from .store import HostTile, Store
-
-
-@dataclass
-class Update:
-    """What one optimizer step asks for. `segments`: per tile, the runs of elements to update with their hyper-parameters;
-    `counted`: per tile, the positions of the parameters whose gradients count. `done` tiles were updated already: a step
-    that failed half-way is completed by running it again. `failed`, too, until it begins: what updates no tile is no step."""
-
-    segments: Mapping[str, list[host.AdamSegment]]
-    counted: Mapping[str, list[int]]
-    max_grad_norm: float | None = None
-    done: set[str] = field(default_factory=set)
-    norm: float | None = None
-    failed: bool = True
+from .update import Update
 
 
 @dataclass
@@ -189,23 +176,25 @@ def _clip(frame: Frame, node: fx.Node) -> float:
     update = frame.update
     assert update is not None, "an update without an optimizer"
     if update.norm is None:  # else a step is being completed: gradients of finished tiles may be gone
-        squares = 0.0
-        for name in argument(node, "tiles"):
-            tile = frame.store[name]
-            assert tile.gradients is not None, f"{name} has nothing to train"
-            norms = tile.layout.norms(tile.gradients)
-            for position in update.counted.get(name, ()):
-                squares += float(norms[position]) ** 2
-        update.norm = squares ** 0.5
-    if update.max_grad_norm is None:
-        return 1.0
-    factor = update.max_grad_norm / (update.norm + 1e-6)
-    return factor if not factor > 1.0 else 1.0  # a NaN passes, as it does in torch
+        update.judge({name: _norms(frame, update, name) for name in argument(node, "tiles")})
+    assert update.norm is not None
+    return 1.0 if update.max_grad_norm is None else min(1.0, update.max_grad_norm / (update.norm + 1e-6))
+
+
+def _norms(frame: Frame, update: Update, name: str, memory: Tensor | None = None) -> dict[str, float]:
+    """Of the gradients of a tile's parameters that count: those behind the tile's own, or behind those in `memory`."""
+    tile = frame.store[name]
+    memory = tile.gradients if memory is None else memory
+    assert memory is not None, f"{name} has nothing to train"
+    norms = tile.layout.norms(memory).tolist()
+    return {tile.layout.slices[position].name: norms[position] for position in update.counted.get(name, ())}
 
 
 def _add_to_sum(frame: Frame, node: fx.Node) -> None:
     tile, slab = frame.store[argument(node, "tile")], frame.read(node, "slab")
     assert tile.gradients is not None and tile.sums is not None, f"{tile.layout.name} has no sum"
+    if frame.update is not None and frame.update.on_arrival:  # the sum has no norms, and its update comes before the global one
+        frame.update.judge_tile(tile.layout.name, _norms(frame, frame.update, tile.layout.name, slab and slab.memory))
     host.accumulate(tile.sums, tile.layout.flat(tile.gradients) if slab is None else slab.flat, argument(node, "overwrite"))
 
 
@@ -234,8 +223,10 @@ def _update(frame: Frame, node: fx.Node, tile: HostTile, gradients: Tensor) -> N
     update = frame.update
     assert update is not None, "an update without an optimizer"
     segments = update.segments.get(tile.layout.name)
-    if not segments or tile.layout.name in update.done:
+    if not segments or tile.layout.name in update.done or update.refused:
         return
+    if update.on_arrival and gradients is not tile.sums:
+        update.judge_tile(tile.layout.name, _norms(frame, update, tile.layout.name))
     assert tile.m is not None and tile.v is not None, "the optimizer made no state"
     frame.store.preserve(tile.layout.name)
     host.adamw(tile.layout.flat(tile.weights), tile.remainder, gradients, tile.m, tile.v, segments,
@@ -248,7 +239,7 @@ def _adam_resident(frame: Frame, node: fx.Node) -> None:
     update, tile = frame.update, frame.store[argument(node, "tile")]
     assert update is not None, "an update without an optimizer"
     segments = update.segments.get(tile.layout.name)
-    if not segments or tile.layout.name in update.done:
+    if not segments or tile.layout.name in update.done or update.refused:
         return
     weights, state = frame.read(node, "resident"), frame.read(node, "state")
     frame.backend.adamw(tile.layout.flat(weights.memory), state.remainder, frame.read(node, "reduced").flat, state.m, state.v,

@@ -45,6 +45,8 @@ class ReferenceExecutor:
                         self._free(frame, node)
                     else:
                         frame.values[node] = OPERATIONS[op](frame, node)
+                except LaneError:
+                    raise
                 except Exception as error:
                     self.backend.synchronize()
                     raise LaneError(f"{op} failed: {type(error).__name__}: {error}") from error

@@ -13,7 +13,7 @@ from __future__ import annotations
 import ctypes
 import math
 import mmap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,6 +22,8 @@ import torch
 from torch import Tensor
 
 from megacompile.errors import InsufficientMemoryError
+
+from .control_groups import group_rooms
 
 if TYPE_CHECKING:
     from .snapshot import Snapshot
@@ -60,33 +62,6 @@ def available_host_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/
     lines = (proc / "meminfo").read_text(encoding="ascii").splitlines()
     available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
     return max(0, min([available, *group_rooms(proc, cgroups)]))
-
-
-def group_rooms(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> Iterator[int]:
-    """What each limited control group around this process has left. Cached file pages give way, so they count as free."""
-    try:
-        memberships = (proc / "self/cgroup").read_text(encoding="ascii").splitlines()
-    except OSError:  # a kernel without control groups
-        return
-    for _, controllers, path in (line.split(":", 2) for line in memberships):
-        if controllers == "":  # version 2
-            root, limit, usage, cached = cgroups, "memory.max", "memory.current", "inactive_file"
-        elif "memory" in controllers.split(","):
-            root, limit, usage, cached = (
-                cgroups / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-        else:
-            continue
-        inside = root / path.lstrip("/")
-        for group in (inside, *inside.parents):
-            if not group.is_relative_to(root):
-                break
-            try:  # a container may see its own group as the root, and the root group has no limit
-                most, used = (group / limit).read_text(encoding="ascii").strip(), int((group / usage).read_text())
-                stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-            except OSError:
-                continue
-            if most != "max":
-                yield int(most) - used + int(stat.get(cached, 0))
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -13,6 +14,7 @@ from megacompile.program import Lane
 
 from . import adam as host
 from .clock import Clock, HostClock
+from .control_groups import cores
 from .store import available_host_bytes, host_memory
 
 
@@ -21,6 +23,9 @@ class ThreadBackend:
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
+        if torch.get_num_threads() > cores():
+            warnings.warn(f"torch computes with {torch.get_num_threads()} threads on {cores()} cores, which is slower than "
+                          f"with as many as there are: set OMP_NUM_THREADS={cores()}", RuntimeWarning, stacklevel=4)
 
     def lane(self, lane: Lane) -> AbstractContextManager[object]:
         return torch.no_grad()

@@ -3,10 +3,15 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import pytest
+
+# Inductor tries out six instruction sets in each fresh cache, for longer than a small test takes: scalar code serves here.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
+
 from torch import nn
 
 from megacompile import api
@@ -23,9 +28,11 @@ LAYER_BYTES, BORDER_BYTES, OUTPUT_BYTES = 2048, 8192, 512
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="rewrite tests/golden/*.txt; read the diff")
     parser.addoption("--all-families", action="store_true", help="judge every causal language model of transformers, not a few")
+    parser.addoption("--curve-steps", type=int, default=0, help="how many steps tests/parity/test_curves.py trains each family")
     parser.addoption("--sabotage-programs", type=int, default=40, help="how many random programs tests/sabotage breaks; "
                      "from 500 on it also breaks goldens in many more ways")
     parser.addoption("--kill-moments", type=int, default=5, help="at how many random moments a training process is killed")
+    parser.addoption("--interrupts", type=int, default=5, help="at how many lines Ctrl-C comes, in each kind of step")
 
 
 @functools.cache

@@ -3,7 +3,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -16,7 +15,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from megacompile.errors import CaptureError, UnsupportedError
+from megacompile.frontend.adapters import forward_signature
 from megacompile.frontend.build import Renaming, build_template, with_results
+from megacompile.frontend.experts import refuse_router_losses
 from megacompile.frontend.heads import Head, Heads
 from megacompile.frontend.layers import find_layers
 from megacompile.frontend.loss import normalise_loss
@@ -127,6 +128,7 @@ def capture(
     started = time.perf_counter()
     target = target or CpuTarget()
     name = type(model).__name__
+    refuse_router_losses(model)
     stack = find_layers(model, layers)
     taken = () if loss is None else taken_by_loss(loss, example or {})
     if loss is not None:
@@ -184,7 +186,7 @@ def _without_loss(model: nn.Module, example: Mapping[str, Tensor] | None, taken:
     given = {name: tensor for name, tensor in (example or {}).items() if name not in names}
     tokens = next(iter(given.values()), torch.empty(CAPTURE_SHAPE, dtype=torch.long, device="meta"))
     return (given or {"input_ids": tokens}) | (
-        {"labels": tokens} if "labels" in inspect.signature(model.forward).parameters else {})
+        {"labels": tokens} if "labels" in forward_signature(model).parameters else {})
 
 
 def _trace(
@@ -200,7 +202,7 @@ def _trace(
         fakes = FakeTensorMode(shape_env=ShapeEnv())
         twin = fake_twin(model, fakes, own_attention, training)
         batch = fake_batch(model, dict(example) if example is not None else None, fakes, size)
-        options = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
+        options = {"use_cache": False} if "use_cache" in forward_signature(model).parameters else {}
         stack = find_layers(twin, layers)
         try:
             graph = capture_model_graph(twin, batch, stack, fakes, options)

@@ -11,8 +11,8 @@ import dataclasses
 import itertools
 import logging
 import types
-from collections.abc import Hashable, Iterator
-from typing import Any
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any, TypeVar
 
 import torch
 import torch._dynamo
@@ -20,6 +20,8 @@ from torch import nn
 from torch._dynamo.utils import get_metrics_context
 
 from megacompile.errors import CaptureError
+
+M = TypeVar("M", bound=nn.Module)
 
 # `warning_once` and `info_once` are transformers'.
 _LOGGING = ("debug", "info", "warning", "error", "warning_once", "info_once")
@@ -51,6 +53,16 @@ def register_layers(model_class: type[nn.Module], layers: str) -> None:
     _REGISTERED[model_class] = layers
 
 
+def layer_stack(layers: str) -> Callable[[type[M]], type[M]]:
+    """`register_layers` as a decorator of the class: `@megacompile.layer_stack("decoder.blocks")`."""
+
+    def declare(model_class: type[M]) -> type[M]:
+        register_layers(model_class, layers)
+        return model_class
+
+    return declare
+
+
 def find_layers(model: nn.Module, layers: str | None = None) -> LayerStack:
     """The stack named by `layers`, else the one registered for the model's class, else the list of most parameters.
 
@@ -58,7 +70,7 @@ def find_layers(model: nn.Module, layers: str | None = None) -> LayerStack:
     """
     registered = (_REGISTERED[cls] for cls in type(model).__mro__ if cls in _REGISTERED)
     path = layers or next(registered, None)
-    candidates = _candidates(model)
+    candidates = stack_candidates(model)
     if path is None:
         if not candidates:
             raise CaptureError(
@@ -82,7 +94,7 @@ def find_layers(model: nn.Module, layers: str | None = None) -> LayerStack:
     return LayerStack(path, tuple(stack))
 
 
-def _candidates(model: nn.Module) -> dict[str, int]:
+def stack_candidates(model: nn.Module) -> dict[str, int]:
     """Qualified name -> number of parameters of every list that could be the stack, outermost first."""
     found = {}
     for name, module in model.named_modules():

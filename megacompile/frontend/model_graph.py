@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from megacompile.errors import CaptureError, MegacompileError, UnsupportedError
+from megacompile.frontend.adapters import traceable_adapters
 from megacompile.frontend.layers import LayerStack, layers_as_regions
 from megacompile.frontend.template import Source
 
@@ -70,7 +71,7 @@ def capture_model_graph(
         return model(**dict(zip(names, inputs, strict=True)), **options)
 
     torch._dynamo.reset()
-    with fakes, warnings.catch_warnings(), layers_as_regions(stack):
+    with fakes, warnings.catch_warnings(), traceable_adapters(), layers_as_regions(stack):
         warnings.simplefilter("ignore")  # "side effects happened": transformers' output collectors
         try:
             graph = dynamo_graph_capture_for_export(step)(*tensors)

@@ -38,10 +38,12 @@ class OutputStructure:
 def output_structure(model: ModelGraph, name: str, other_loss: bool = False) -> tuple[OutputStructure, list[int]]:
     """The structure, and which of the graph's results are the loss and, if the model returns them, the logits.
 
-    Raises `UnsupportedError` unless the model returns one scalar with a gradient and at most one other tensor, which
-    has batch and length in front. With `other_loss`, one that is not the model's, it must return logits, and may do so alone.
+    Raises `UnsupportedError` unless the model returns one scalar, with a gradient if anything in the model has one, and at
+    most one other tensor, which has batch and length in front. With `other_loss`, one that is not the model's, it must return
+    logits, and may do so alone.
     """
     returned = model.returned
+    trained = any(getattr(n.meta["example_value"], "requires_grad", False) for n in model.sources)
     if isinstance(returned, Tensor):
         items: Sequence[tuple[Any, Any]] = [(0, returned)]
     elif isinstance(returned, (tuple, list)) and not hasattr(returned, "_fields"):
@@ -55,7 +57,7 @@ def output_structure(model: ModelGraph, name: str, other_loss: bool = False) -> 
     for key, value in items:
         role = ""
         if isinstance(value, Tensor):
-            scalar = value.dim() == 0 and value.requires_grad
+            scalar = value.dim() == 0 and value.is_floating_point() and value.requires_grad == trained
             role = "loss" if scalar else "logits" if value.dim() >= 3 and value.is_floating_point() else "other"
             if role in found or role == "other" or id(value) not in position:
                 raise UnsupportedError(
@@ -70,6 +72,6 @@ def output_structure(model: ModelGraph, name: str, other_loss: bool = False) -> 
                                "alone, or in a structure that has a loss as well")
     if "loss" not in found and not other_loss:
         raise UnsupportedError(
-            f"{name} returns no scalar loss that needs a gradient: return the loss when labels are given, and leave "
-            "some parameter requires_grad=True")
+            f"{name} returns no scalar loss that depends on what is trained: return the loss when labels are given, and "
+            "compute it with some parameter that has requires_grad=True")
     return OutputStructure(type(returned), tuple(fields)), [found[r] for r in ("loss", "logits") if r in found]

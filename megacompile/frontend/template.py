@@ -213,6 +213,10 @@ class Template:
         memory = dict.fromkeys(map(base_of, self._joint.residuals))
         return sum((self.bytes_of(n.meta["val"]) for n in memory), sympy.Integer(0))
 
+    def output_values(self) -> list[Any]:
+        """The fakes of what it returns, the epilogue's loss and logits."""
+        return [n.meta["val"] for n in (self._inference or self._joint).outputs]
+
     def output_bytes(self) -> sympy.Expr:
         """Bytes of all outputs, in B and T."""
         return sum((self.bytes_of(n.meta["val"]) for n in self._joint.outputs), sympy.Integer(0))

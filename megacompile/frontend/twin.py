@@ -6,7 +6,6 @@ on the CPU: fakes on "cuda" need a GPU, and a plan for a GPU must be possible wi
 from __future__ import annotations
 
 import copy
-import inspect
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megacompile.errors import CaptureError
+from megacompile.frontend.adapters import forward_signature
 from megacompile.frontend.attention import ATTENTION_NAME, register_with_transformers
 
 CAPTURE_SHAPE = (3, 17)  # batch, length. 0 and 1 would be specialised, and equal sizes could share one symbol.
@@ -69,8 +69,7 @@ def fake_batch(
     Raises `CaptureError` if the model's forward does not take them, needs more, or an input is no [batch, length, ...]
     integer tensor of the same shape as the first.
     """
-    signature = inspect.signature(model.forward)
-    parameters = signature.parameters
+    parameters = forward_signature(model).parameters
     name = type(model).__name__
     if example is None:
         if not {"input_ids", "labels"} <= parameters.keys():

@@ -6,8 +6,9 @@
     g5_0 = backward("decoder", "layers.4", mb=0, saved=r0_0, ...)
 
 Two forwards and one backward of each layer in all, never three forwards, and the last layer of a block drops what its
-backward does not need. With K = 1 every layer is a last one. The epilogue's gradients are made with the loss, in the
-forward, for a unit loss (the paper's loss anchoring); the backward begins by scaling them with what the caller sends.
+backward does not need. With K = 1 every layer is a last one. The backward ends at the first call that trains anything. The
+epilogue's gradients are made with the loss, in the forward, for a unit loss (the paper's loss anchoring); the backward begins
+by scaling them with what the caller sends.
 
 Where the caller gets the epilogue's outputs, the epilogue is a block of its own, whose gradient comes from the caller:
 
@@ -22,9 +23,19 @@ from typing import Any
 from torch import fx
 
 from megacompile.plan import Plan
-from megacompile.program import Builder, CallSpec, Program, argument, find, gives_outputs, nodes, op_of, operands, rebuild
-
-from .partition import layers
+from megacompile.program import (
+    Builder,
+    CallSpec,
+    Program,
+    argument,
+    differentiated,
+    find,
+    gives_outputs,
+    nodes,
+    op_of,
+    operands,
+    rebuild,
+)
 
 name, requires, provides = "differentiate", "partition", "differentiate"
 
@@ -152,7 +163,7 @@ class _Backward:
             self.step("recompute_backward", epilogue, mb, self.kept(self.input_of(epilogue, mb)))
 
     def run(self, micro_batches: list[int]) -> None:
-        stack = layers(self.program)
+        stack = differentiated(self.program)
         blocks = self.plan.blocks(stack)
         for layer in reversed(stack[sum(map(len, blocks)):]):
             for mb in micro_batches:

@@ -6,7 +6,8 @@
     h9_0 = forward_saving("decoder", "layers.8", mb=0)     # a layer whose residuals the plan keeps
     lease("h9_0", h9_0)
 
-The prologue's outputs are kept too: every layer shares them, and the first block begins with them. Where the caller gets the
+The prologue's outputs are kept too: every layer shares them, and the first block begins with them. Layers below the first call
+that trains anything have no backward: they belong to no block, and nothing of theirs is kept. Where the caller gets the
 epilogue's outputs, the last layer's are kept, with which the epilogue's own backward begins. A checkpoint that the plan has in
 host memory is on its way there as soon as it is made:
 
@@ -19,7 +20,7 @@ from typing import Any
 from torch import fx
 
 from megacompile.plan import Plan
-from megacompile.program import Builder, Program, argument, gives_outputs, op_of, rebuild
+from megacompile.program import Builder, Program, argument, differentiated, gives_outputs, op_of, rebuild
 
 name, requires, provides = "partition", "micro_batch", "partition"
 
@@ -28,20 +29,16 @@ name, requires, provides = "partition", "micro_batch", "partition"
 TRAINING = ("forward", "train_step")
 
 
-def layers(program: Program) -> list[str]:
-    return [c.name for c in program.calls if c.role == "layer"]
-
-
 def run(program: Program, plan: Plan) -> Program:
-    stack = layers(program)
+    stack = differentiated(program)
     recomputed = [layer for block in plan.blocks(stack) for layer in block]
     saved = set(stack) - set(recomputed)
     begins = {block[0] for block in plan.blocks(stack)} | saved
     chain = [c.name for c in program.calls]
     on_host = {chain[chain.index(layer) - 1] for layer in plan.from_host(stack)}
-    feeds = {chain[chain.index(layer) - 1] for layer in begins} | saved | {chain[0]}  # calls whose outputs are kept
+    feeds = {chain[chain.index(layer) - 1] for layer in begins} | saved | set(chain[:1] if stack else ())  # outputs are kept
     if gives_outputs(program):
-        feeds.add(chain[-2])
+        feeds |= {chain[0], chain[-2]}
 
     def visit(node: fx.Node, arguments: dict[str, Any], build: Builder) -> fx.Node:
         op = op_of(node).name

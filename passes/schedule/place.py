@@ -7,7 +7,8 @@
 
 A value lives from its node to its last use. Slots are given out in turn, the one that has been free for longest first:
 two values that follow each other then sit in different slots, which is what lets a copy run beside a kernel. Border
-tiles (the largest) have slots of their own, so that a slot of a layer is no larger than a layer.
+tiles (the largest) have slots of their own, so that a slot of a layer is no larger than a layer; and so has each rank of the
+tiles of a layer (`Wb0` for the second largest), so that a slot is no larger than what takes turns there.
 """
 from __future__ import annotations
 
@@ -16,10 +17,21 @@ from collections import defaultdict
 from torch import fx
 
 from megacompile.plan import Plan
-from megacompile.program import Builder, Program, Slot, argument, copy_section, find, nodes, op_of, operands
+from megacompile.program import (
+    Builder,
+    Program,
+    Slot,
+    argument,
+    copy_section,
+    differentiated,
+    find,
+    nodes,
+    op_of,
+    operands,
+    rank_letter,
+)
 
-from .partition import layers
-from .prefetch import border_tiles
+from .prefetch import border_tiles, layer_ranks
 
 name, requires, provides = "place", "optimizer", "place"
 
@@ -73,12 +85,12 @@ class _Places:
 
     def __init__(self, program: Program, plan: Plan, sizes: dict[str, int], stashes: dict[tuple[str, int], str]) -> None:
         self.program, self.plan, self.sizes, self.stashes = program, plan, sizes, stashes
-        self.border = border_tiles(program)
+        self.border, self.ranks = border_tiles(program), layer_ranks(program)
         self.free: dict[str, list[str]] = defaultdict(list)
         self.made: dict[str, int] = defaultdict(int)
         self.counts = {"W": plan.weight_slots, "G": plan.gradient_slots, "S": plan.staging_slabs,
                        "D": plan.gradient_slabs, "C": plan.checkpoint_slots,
-                       "H": len(plan.from_host(layers(program))) * len(plan.wave(0))}
+                       "H": len(plan.from_host(differentiated(program))) * len(plan.wave(0))}
 
     def assign(self, graph: fx.Graph) -> None:
         for node in list(nodes(graph)):
@@ -104,7 +116,7 @@ class _Places:
             return self.stashes[argument(node, "call"), argument(node, "mb")]
         letter = {"weights": "W", "reduced": "G", "staging": "S", "slab": "D", "stashed": "H", "checkpoint": "C"}[kind or ""]
         if tile not in self.border:
-            return self._take(letter, self.counts[letter])
+            return self._take(letter + rank_letter(self.ranks.get(tile, 0)), self.counts[letter])
         return self._take_ranked(node) if kind == "weights" else self._take(f"{letter}B", 1)
 
     def _take(self, family: str, count: int) -> str:

@@ -8,8 +8,9 @@ checkpoints that wait in host memory.
     h2_0 = forward("decoder", "layers.1", mb=0, weights=(w1,))
 
 A *stay* is one arrival of a tile and all its uses: those of one call in a forward, of one block in a backward, whose
-micro-batches all use the block's weights while they are there. Layers share `plan.weight_slots` slots. The border tiles
-(prologue, epilogue, tied weights: the largest) are held for one call at a time.
+micro-batches all use the block's weights while they are there. Layers share `plan.weight_slots` slots; where a layer has
+several tiles, those of each rank in size have as many. The border tiles (prologue, epilogue, tied weights: the largest) are
+held for one call at a time.
 
     c4_1 = fetch("layers.3", mb=1, stashed=x4_1)           # while micro-batch 0 is computed
     g5_0 = recompute_backward("decoder", "layers.4", mb=0, inputs=(c4_0, s_0), ...)
@@ -20,15 +21,14 @@ begins with.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from torch import fx
 
 from megacompile.errors import MegacompileError
 from megacompile.plan import Plan
-from megacompile.program import Builder, Program, argument, copy_section, nodes, op_of, operands
-
-from .partition import layers
+from megacompile.program import Builder, Program, argument, copy_section, differentiated, nodes, op_of, operands, slot_ranks
 
 name, requires, provides = "prefetch", "differentiate", "prefetch"
 
@@ -63,8 +63,14 @@ def border_tiles(program: Program) -> set[str]:
     return {tile for call in program.calls if call.role != "layer" for tile in call.tiles}
 
 
+def layer_ranks(program: Program) -> dict[str, int]:
+    """The rank of each tile of a layer, which says in which slots it takes turns."""
+    return slot_ranks([call.tiles for call in program.calls if call.role == "layer"], border_tiles(program),
+                      lambda tile: program.tiles[tile].weight_bytes)
+
+
 def _stays(program: Program, plan: Plan, graph: fx.Graph) -> list[_Stay]:
-    block_of = {layer: block[0] for block in plan.blocks(layers(program)) for layer in block}
+    block_of = {layer: block[0] for block in plan.blocks(differentiated(program)) for layer in block}
     border = border_tiles(program)
     found: dict[tuple[str, int], _Stay] = {}
     latest, group = None, 0
@@ -120,6 +126,7 @@ def _insert(program: Program, plan: Plan, graph: fx.Graph) -> fx.Graph:
     stays = _stays(program, plan, graph)
     pending = deque(s for s in stays if s.tile not in plan.resident)
     present: list[_Stay] = []
+    ranks = layer_ranks(program)
     first = next(iter(nodes(graph)), None)
     for stay in stays:
         if stay.tile in plan.resident and first is not None:
@@ -128,7 +135,7 @@ def _insert(program: Program, plan: Plan, graph: fx.Graph) -> fx.Graph:
     def fits(stay: _Stay) -> bool:
         if stay.border:
             return all(other.group == stay.group for other in present if other.border)
-        return sum(not other.border for other in present) < plan.weight_slots
+        return sum(ranks.get(other.tile) == ranks[stay.tile] for other in present) < plan.weight_slots
 
     def issue(place_next: fx.Node) -> None:
         """Everything that fits now, in order of first use, right before `place_next`."""
@@ -147,7 +154,7 @@ def _insert(program: Program, plan: Plan, graph: fx.Graph) -> fx.Graph:
             if stay.weights is None:
                 raise MegacompileError(
                     f"{plan.weight_slots} weight slots do not hold the weights that {argument(node, 'call')} needs at once; "
-                    f"plan at least {_needed(stays)} (checkpoint_interval layers are resident together in the backward)")
+                    f"plan at least {_needed(stays, ranks)} (checkpoint_interval layers are resident together in the backward)")
             if node is stay.uses[-1] and stay in present:
                 present.remove(stay)
         if here:
@@ -158,6 +165,6 @@ def _insert(program: Program, plan: Plan, graph: fx.Graph) -> fx.Graph:
     return graph
 
 
-def _needed(stays: list[_Stay]) -> int:
-    groups = [s.group for s in stays if not s.border]
-    return max(map(groups.count, groups))
+def _needed(stays: list[_Stay], ranks: Mapping[str, int]) -> int:
+    together = [(s.group, ranks[s.tile]) for s in stays if not s.border]
+    return max(map(together.count, together))

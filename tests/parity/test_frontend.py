@@ -1,25 +1,18 @@
 """Captured models train exactly as native PyTorch does, by every route, at shapes other than the captured one."""
 from __future__ import annotations
 
-import functools
-
 import pytest
 import torch
+from captured import CPU, captured
 from layerwise import Layerwise
 from models import FAMILIES, batch, build
 from torch import Tensor, nn
 
-from megacompile.frontend import CapturedModel, capture, compile_variant
+from megacompile.frontend import capture, compile_variant
+from megacompile.passes import TEMPLATE_PIPELINE
 from megacompile.passes.template import Target, accumulate_in_gemm, attention, fuse_loss
 
-PIPELINE = (attention, fuse_loss, accumulate_in_gemm)
-CPU = Target("cpu", torch.float32)
 ROUTES = pytest.mark.parametrize("saving", [False, True], ids=["recompute", "saving"])
-
-
-@functools.cache
-def captured(family: str, **overrides: object) -> CapturedModel:
-    return capture(build(family, **overrides), pipeline=PIPELINE, target=CPU)
 
 
 def native(model: nn.Module, inputs: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
@@ -102,7 +95,7 @@ def test_a_layer_that_lacks_a_module_gets_a_template_of_its_own_and_the_others_a
     model.blocks[0].norm = torch.nn.Identity()
     model.blocks[1].up = torch.nn.Linear(32, 48)  # wider than the others'
     model.blocks[1].down = torch.nn.Linear(48, 32)
-    result = capture(model, pipeline=PIPELINE, target=CPU)
+    result = capture(model, pipeline=TEMPLATE_PIPELINE, target=CPU)
     assert [call.template for call in result.calls[1:-1]] == ["decoder", "decoder_1", "decoder_2", "decoder_3"]
     assert_same_training(Layerwise(result, model).loss_and_gradients(inputs, False), native(model, inputs))
 
@@ -123,7 +116,7 @@ def test_bf16_gradients_are_as_close_to_fp32_as_native_bf16_is() -> None:
     _, reference = native(exact, inputs)
     _, theirs = native(half, inputs)
     target = Target("cpu", torch.bfloat16)
-    _, ours = Layerwise(capture(half, pipeline=PIPELINE, target=target), half).loss_and_gradients(inputs, False)
+    _, ours = Layerwise(capture(half, pipeline=TEMPLATE_PIPELINE, target=target), half).loss_and_gradients(inputs, False)
 
     def error(gradients: dict[str, Tensor]) -> float:
         return sum(float((gradients[n].float() - g).norm() ** 2 / g.norm() ** 2) for n, g in reference.items()) ** 0.5

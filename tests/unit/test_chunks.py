@@ -1,7 +1,6 @@
 """Templates a chunk of tokens at a time: the same training, fewer bytes, and chosen only where nothing else fits."""
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import models
@@ -10,6 +9,7 @@ import sympy
 import tiny_models
 import torch
 import torch.nn.functional as F
+from captured import CPU, captured
 from layerwise import Layerwise
 from torch import Tensor, fx, nn
 
@@ -18,7 +18,7 @@ from megacompile import api, cost, planner
 from megacompile.config import StreamConfig
 from megacompile.errors import InsufficientMemoryError, MegacompileError
 from megacompile.flops import variant_work
-from megacompile.frontend import CapturedModel, Template, Variant, capture, compile_variant
+from megacompile.frontend import Template, Variant, capture, compile_variant
 from megacompile.frontend.template import BATCH, LENGTH
 from megacompile.passes import TEMPLATE_PIPELINE
 from megacompile.passes.template import Target
@@ -26,14 +26,8 @@ from megacompile.planner import Planner
 from megacompile.token_loop import TokenLoop, Tokens, Total, token_loops
 
 aten = torch.ops.aten
-CPU = Target("cpu", torch.float32)
 GEMMS = {aten.mm.default, aten.addmm.default, aten.bmm.default}
 Training = tuple[Tensor, dict[str, Tensor]]
-
-
-@functools.cache
-def captured(family: str, **overrides: Any) -> CapturedModel:
-    return capture(models.build(family, **overrides), pipeline=TEMPLATE_PIPELINE, target=CPU)
 
 
 def native(model: nn.Module, inputs: dict[str, Tensor]) -> Training:
@@ -236,7 +230,7 @@ def test_a_chunk_of_either_layout_is_taken_dense_and_put_back() -> None:
 
 def test_an_unchunked_variant_is_what_it_was() -> None:
     without = tuple(p for p in TEMPLATE_PIPELINE if p.name != "chunk_tokens")
-    before = capture(models.build("llama"), pipeline=without, target=CPU)
+    before = captured("llama", without)
     for name, template in captured("llama").templates.items():
         for variant in template.variant_names:
             assert template.variant(variant).graph.code == before.templates[name].variant(variant).graph.code

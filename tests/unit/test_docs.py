@@ -1,4 +1,4 @@
-"""docs/passes.md is what the code makes."""
+"""docs/passes.md is what the code makes; every fault of docs/faults.md has its test."""
 from __future__ import annotations
 
 import re
@@ -29,3 +29,15 @@ def test_the_page_shows_every_pass_before_and_after() -> None:
         blocks = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
         assert 1 <= len(blocks) <= 2 and all(3 <= len(block.splitlines()) <= 12 for block in blocks), section
         assert len(blocks) == 1 or blocks[0] != blocks[1]
+
+
+def test_every_row_of_the_fault_table_names_tests_that_exist() -> None:
+    page = (ROOT / "docs" / "faults.md").read_text(encoding="utf-8")
+    rows = [line for line in page.splitlines() if line.startswith("| ")][1:]
+    tests = set(re.findall(r"^def (test_\w+)", "".join(
+        path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py")), re.MULTILINE))
+    assert len(rows) > 20
+    for row in rows:
+        *_, last = row.strip("| ").split(" | ")
+        named = re.findall(r"`(test_\w+)`", last)
+        assert named and set(named) <= tests, row

@@ -169,6 +169,65 @@ def test_the_programs_of_these_tests_hold_every_op_that_is_executed(slab_model: 
     assert set(OPS) - never - found <= elsewhere, "ops without a test"
 
 
+@pytest.mark.parametrize("overlap", [None, "backward"])
+def test_a_fault_at_every_kind_of_instruction_of_a_whole_step_leaves_it_undone_completed_or_torn(
+        slab_model: Any, slabs: tiny_models.Shared, overlap: str | None) -> None:
+    """With updates beside the next step, what has begun is completed by `step()`; on arrival a checkpoint is needed."""
+    model, streamed = slab_model, slab_model.megacompile.streamed
+    update = "step" if overlap is None else "arrival"
+    program = model.megacompile.compiled(batch(0, **SHAPE), update=update, whole_step=True).program
+
+    def step(optimizer: Any) -> None:
+        model.megacompile.train_step(batch(0, **SHAPE), optimizer)
+        model.megacompile.synchronize()
+
+    def make() -> Any:
+        slabs.fresh()
+        return megacompile.AdamW(model.parameters(), lr=1e-2, overlap=overlap)
+
+    optimizer = make()
+    step(optimizer)
+    expected, threads, outcomes = weights(model), lane_threads(), set()
+    for section in [s for s in ("train_step", "update") if s in program.sections]:
+        victims = one_of_each_op([n for n in nodes(program.section(section)) if lane_of(n) is not None
+                                  and op_of(n).name not in ("enter", "leave")])
+        for kind, node in victims.items():
+            optimizer = make()
+            start = weights(model)
+            throw_at(model, node)
+            raises_fault_soon(lambda: step(optimizer), node)  # noqa: B023  (called at once)
+            assert lane_threads() == threads, f"{kind}: a thread died or was left behind"
+            if streamed.torn and overlap is None:
+                outcomes.add("completed")
+                optimizer.step()
+            elif streamed.torn:
+                outcomes.add("torn")
+                with pytest.raises(TornError, match="load a checkpoint"):
+                    step(optimizer)
+                continue
+            elif same_bits(weights(model), start):
+                outcomes.add("undone")
+                step(optimizer)
+            assert same_bits(weights(model), expected), f"{kind}: other weights than those of one step"
+            assert all(state["step"] == 1 for state in optimizer.state_dict()["state"].values()), kind
+    assert outcomes == {"undone", "completed" if overlap is None else "torn"}  # or done: the fault came after the last tile
+
+
+def test_a_fault_while_a_checkpoint_is_written_spoils_neither(slab_model: Any, tmp_path: Path) -> None:
+    model = slab_model
+    optimizer = megacompile.AdamW(model.parameters(), lr=1e-2)
+    train_step(model, optimizer, **SHAPE)
+    saved = weights(model)
+    with megacompile.CheckpointWriter(tmp_path, model, optimizer, bandwidth="40KiB") as writer:
+        writer.save()
+        tear(model, optimizer)  # two tiles of the next step are updated, while the writer is at work
+        optimizer.step()
+        assert not same_bits(weights(model), saved)
+    megacompile.load_checkpoint(tmp_path, model, optimizer)
+    assert same_bits(weights(model), saved)
+    assert all(state["step"] == 1 for state in optimizer.state_dict()["state"].values())
+
+
 @pytest.mark.parametrize("labels", [True, False])
 def test_an_evaluation_that_fails_is_not_left_half_done(slab_model: Any, labels: bool) -> None:
     inputs = {k: v for k, v in batch(0, **SHAPE).items() if labels or k != "labels"}

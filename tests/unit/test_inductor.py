@@ -38,7 +38,7 @@ import test_inductor as tests
 with warnings.catch_warnings(record=True) as said:
     warnings.simplefilter("always")
     print(json.dumps([*tests.compile_once(lambda x: x.sin() * 2 + 1),
-                      [str(w.message) for w in said if "could not be used" in str(w.message)]]))
+                      [str(w.message) for w in said if "compiled anew" in str(w.message)]]))
 """
 
 
@@ -85,12 +85,9 @@ def test_a_damaged_cache_is_compiled_anew_and_then_serves_again(tmp_path: Path) 
         return len(files)
 
     assert fresh_process(GRAPH, cache) == [True, 1, 0, []]
-    assert damage(lambda f: f.suffix == "")  # entries of inductor's own caches, which it overlooks by itself
-    agrees, compiled, found, _ = fresh_process(GRAPH, cache)
-    assert agrees and compiled + found == 1
     assert damage(lambda f: f.suffix == ".so")
     agrees, compiled, found, said = fresh_process(GRAPH, cache)
-    assert (agrees, compiled, found) == (True, 1, 0) and len(said) == 1
+    assert (agrees, compiled, found) == (True, 1, 0) and len(said) == 1 and "was changed since megacompile wrote it" in said[0]
     assert fresh_process(GRAPH, cache) == [True, 0, 1, []]
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import subprocess
 import sys
 import warnings
@@ -12,6 +13,8 @@ import torch
 
 from megacompile import cache
 from megacompile.runtime import adam, native
+from megacompile.runtime.control_groups import cores
+from megacompile.runtime.threads import ThreadBackend
 
 needs_library = pytest.mark.skipif(native.library() is None, reason="no compiler: the PyTorch path is all there is")
 
@@ -84,6 +87,29 @@ def test_default_threads_follow_the_environment(monkeypatch: pytest.MonkeyPatch)
     assert native.default_threads() == 5
     monkeypatch.setenv("OMP_NUM_THREADS", "0")
     assert native.default_threads() >= 1
+
+
+@pytest.mark.parametrize(("files", "expected"), [
+    ({}, None), ({"job/cpu.max": "max 100000"}, None), ({"job/cpu.max": "100000 100000"}, 1),
+    ({"job/cpu.max": "max 100000", "cpu.max": "50000 100000"}, 1), ({"job/cpu.max": "99900000 100000"}, None),
+    ({"cpu/step/cpu.cfs_quota_us": "100000", "cpu/step/cpu.cfs_period_us": "100000"}, 1),
+    ({"cpu/step/cpu.cfs_quota_us": "-1", "cpu/step/cpu.cfs_period_us": "100000"}, None),
+], ids=["none", "unlimited", "one", "half, of a group around", "more than there are", "version 1", "version 1, unlimited"])
+def test_threads_are_no_more_than_a_container_s_share_of_the_processors(
+        files: dict[str, str], expected: int | None, tmp_path: Path) -> None:
+    """A share above what there is, or none, leaves all processors that the process may run on."""
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text("4:memory:/step\n1:cpu,cpuacct:/step\n0::/job\n")
+    for name, text in files.items():
+        (tmp_path / "groups" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "groups" / name).write_text(text + "\n")
+    assert cores(tmp_path / "proc", tmp_path / "groups") == (expected or len(os.sched_getaffinity(0)))
+
+
+def test_more_threads_than_cores_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1 + cores())
+    with pytest.warns(RuntimeWarning, match="torch computes with .* threads on .* cores.*set OMP_NUM_THREADS="):
+        ThreadBackend()
 
 
 def test_segment_has_the_layout_of_the_source() -> None:

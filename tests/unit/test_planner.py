@@ -23,7 +23,7 @@ from megacompile.config import StreamConfig
 from megacompile.errors import InsufficientMemoryError
 from megacompile.frontend import attention, linear_cross_entropy
 from megacompile.lowering import model_program
-from megacompile.memory import Estimate, border_tiles
+from megacompile.memory import Estimate
 from megacompile.passes import PIPELINE
 from megacompile.passes.manager import compile_program
 from megacompile.plan import Plan, split
@@ -347,7 +347,7 @@ def test_a_loss_that_cannot_be_split_is_not_split(analysis: Analysis) -> None:
 def test_what_is_page_locked_is_within_its_budget(analysis: Analysis) -> None:
     """Tiles are locked where they fit, with a slab for gradients that are added to; else as many slabs as fit."""
     captured, tiling = analysis
-    layouts, border = tiling.layouts.values(), border_tiles(captured, tiling)
+    layouts, border = tiling.layouts.values(), tiling.border(captured.calls)
     tiles = sum(x.weight_bytes + x.gradient_bytes for x in layouts)
     layer, edge = (max(x.gradient_bytes for x in layouts if (x.name in border) == at_border) for at_border in (False, True))
     slab = max(x.weight_bytes for x in layouts if x.name not in border)
@@ -370,7 +370,7 @@ def test_what_is_page_locked_is_within_its_budget(analysis: Analysis) -> None:
 @pytest.mark.parametrize("staging", [1, 2])
 def test_slabs_take_no_more_than_the_budget_of_locked_memory(staging: int) -> None:
     captured, tiling = api.analyse(tiny_models.build(), StreamConfig.of(device="cpu"), "cpu", None, None)
-    border = border_tiles(captured, tiling)
+    border = tiling.border(captured.calls)
     at_border, layers = ([x for x in tiling.layouts.values() if (x.name in border) == there] for there in (True, False))
     least = sum(max(x.weight_bytes for x in tiles) + max(x.gradient_bytes for x in tiles) for tiles in (at_border, layers))
     least += (staging - 1) * max(x.weight_bytes for x in layers)
@@ -432,6 +432,9 @@ GROUPS = {
     "version 2, of a group around": (
         {"job/memory.max": "9000", "job/memory.current": "3000", "job/memory.stat": "inactive_file 0",
          "memory.max": "4000", "memory.current": "3500", "memory.stat": "inactive_file 0"}, 500),
+    "version 2, held up before its limit": (
+        {"job/memory.max": "9000", "job/memory.high": "3500", "job/memory.current": "3000",
+         "job/memory.stat": "inactive_file 0"}, 500),
     "version 1": (
         {"memory/step/memory.limit_in_bytes": "5000", "memory/step/memory.usage_in_bytes": "4900",
          "memory/step/memory.stat": "inactive_file 7\ntotal_inactive_file 50"}, 150),

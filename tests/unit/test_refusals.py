@@ -84,15 +84,6 @@ class Drops(Layer):
         return self.drop(self.linear(x))
 
 
-class TwoDtypes(Layer):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(x) * self.scale.float()
-
-
 class Lossless(Model):
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         return self.head(self.stack(self.embed(input_ids)))
@@ -126,16 +117,12 @@ STREAM_REFUSALS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], type[M
         with_layer(ReadsOnTheHost), {}, CaptureError, "keep it a tensor|let no Python control flow"),
     "active dropout": (
         with_layer(Drops), {}, UnsupportedError, r"drop .*draws random numbers.*set its dropout probability p to 0"),
-    "two dtypes in a tile": (
-        with_layer(TwoDtypes), {}, UnsupportedError, "blocks.0 have several dtypes .*cast the model to one dtype"),
     "no loss": (Lossless, {}, UnsupportedError, "returns no scalar loss.*return the loss when labels are given"),
     "an argument without default": (NeedsMore, {}, CaptureError, "needs pixels: give it a default, or a tensor in example="),
     "half precision": (lambda: Model().half(), {}, UnsupportedError, "float16: megacompile trains float32 and bfloat16"),
     "no weights": (lambda: Model().to("meta"), {}, UnsupportedError, "meta device .*load them first"),
     "a parameter's hook": (lambda: hooked(Model()), {}, UnsupportedError, "embed.weight has a gradient hook.*remove it"),
     "a module's hook": (lambda: module_hooked(Model()), {}, UnsupportedError, "blocks.1 has a hook.*remove it"),
-    "nothing trains": (
-        lambda: Model().requires_grad_(False), {}, UnsupportedError, "no parameter of Model is trained.*leave requires_grad="),
     "a stack that is not there": (Model, {"layers": "layers"}, CaptureError, r'layers="layers" does not exist .*found: blocks'),
     "a tile that is not there": (Model, {"resident": ("block",)}, MegacompileError, "resident names block.*it has prologue"),
     "device memory below a layer": (

@@ -102,12 +102,30 @@ def test_what_cannot_be_honoured_is_refused_at_once(changes: Any, remedy: str, m
         make(SFTTrainer, tmp_path, model, tokenizer, **changes)
 
 
-def test_adapters_are_refused_before_the_model_has_changed(model: Any, tokenizer: Any, tmp_path: Path) -> None:
+def test_an_adapter_is_trained_as_it_is_by_an_unstreamed_trainer(tokenizer: Any, tmp_path: Path) -> None:
+    """With a `peft_config`; and a checkpoint of the adapter is loaded when training is resumed."""
     peft = pytest.importorskip("peft")
-    names = [name for name, _ in model.named_modules()]
-    with pytest.raises(UnsupportedError, match="adapters"):
-        make(SFTTrainer, tmp_path, model, tokenizer, given=dict(peft_config=peft.LoraConfig(target_modules=["q_proj"])))
-    assert [name for name, _ in model.named_modules()] == names
+    curves = []
+    for trainer in (trl.SFTTrainer, SFTTrainer):
+        model = tiny_models.build(num_hidden_layers=2)
+        if trainer is SFTTrainer:
+            megacompile.stream(model, device="cpu")
+        config = peft.LoraConfig(r=4, target_modules=["v_proj", "down_proj"])
+        folder = tmp_path / trainer.__module__
+        made = make(trainer, folder, model, tokenizer, dict(peft_config=config), max_steps=4, learning_rate=1e-2,
+                    save_strategy="steps", save_steps=2)
+        generator = torch.Generator().manual_seed(0)
+        for parameter in made.model.parameters():
+            if parameter.requires_grad:
+                torch.nn.init.normal_(parameter, 0, 0.3, generator)
+        made.train()
+        curves.append(trained.curve(made, "loss", "grad_norm"))
+    torch.testing.assert_close(curves[1], curves[0], rtol=0, atol=1e-4)
+    assert (folder / "checkpoint-2" / "adapter_model.safetensors").exists()
+    final = [p.detach().clone() for p in made.model.parameters()]
+    made.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
+    assert all(torch.equal(p, q) for p, q in zip(made.model.parameters(), final, strict=True))
+    made.model.megacompile.close()
 
 
 def test_a_trainer_that_replaces_the_forward_is_refused(model: Any, tokenizer: Any, tmp_path: Path) -> None:

@@ -1,31 +1,24 @@
 """Templates: what is shared, what variants compute, what stays saved, and what the template passes change."""
 from __future__ import annotations
 
-import functools
-
 import models
 import pytest
 import sympy
 import torch
 import torch.nn.functional as F
+from captured import CPU, captured
 from torch import Tensor, fx, nn
 
 from megacompile.errors import CaptureError, UnsupportedError
-from megacompile.frontend import CapturedModel, Template, capture, compile_variant
+from megacompile.frontend import Template, capture, compile_variant
 from megacompile.frontend import attention as ours
 from megacompile.frontend.attention_kernels import fused_kernel
 from megacompile.frontend.joint import base_of
-from megacompile.passes.template import Target, accumulate_in_gemm, attention, fuse_loss
+from megacompile.passes import TEMPLATE_PIPELINE
+from megacompile.passes.template import Target, accumulate_in_gemm, attention
 
-PIPELINE = (attention, fuse_loss, accumulate_in_gemm)
-CPU = Target("cpu", torch.float32)
 GEMMS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default}
 ATTENTION = {torch.ops.megacompile.attention.default, torch.ops.megacompile.attention_backward.default}
-
-
-@functools.cache
-def captured(family: str, pipeline: tuple = PIPELINE, target: Target = CPU) -> CapturedModel:
-    return capture(models.build(family), pipeline=pipeline, target=target)
 
 
 def count(graph: fx.GraphModule, targets: set) -> int:
@@ -88,7 +81,7 @@ def test_dynamo_logs_its_settings_without_those_of_a_capture(monkeypatch: pytest
 def test_a_meta_model_is_captured() -> None:
     with torch.device("meta"):
         model = models.HandWritten()
-    assert len(capture(model, pipeline=PIPELINE, target=CPU).calls) == 6
+    assert len(capture(model, pipeline=TEMPLATE_PIPELINE, target=CPU).calls) == 6
 
 
 # ------------------------------------------------------------------ variants
@@ -172,7 +165,7 @@ class SumOverOwnCount(models.HandWritten):
 
 
 def test_a_sum_divided_by_something_of_the_batch_is_normalised_by_it() -> None:
-    result = capture(SumOverOwnCount(), pipeline=PIPELINE, target=CPU)
+    result = capture(SumOverOwnCount(), pipeline=TEMPLATE_PIPELINE, target=CPU)
     batch = models.batch(4, 12, ignored=0.2)
     counted = (batch["labels"][:, 1:] != -100) & (batch["labels"][:, 1:] != 5)
     assert result.has_normaliser and result.fused_loss
@@ -197,7 +190,7 @@ class WeightedLoss(models.HandWritten):
 
 @pytest.mark.parametrize("model", [SquaredLoss, AddedLoss, WeightedLoss])
 def test_a_loss_that_is_no_mean_over_targets_is_kept_as_it_is(model: type[nn.Module]) -> None:
-    result = capture(model(), pipeline=PIPELINE, target=CPU)
+    result = capture(model(), pipeline=TEMPLATE_PIPELINE, target=CPU)
     assert not result.has_normaliser and not result.fused_loss and result.count_targets is None
 
 
@@ -206,7 +199,7 @@ def test_labels_smoothing_is_normalised_but_not_fused() -> None:
         def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
             return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), label_smoothing=0.1)
 
-    result = capture(Smoothed(), pipeline=PIPELINE, target=CPU)
+    result = capture(Smoothed(), pipeline=TEMPLATE_PIPELINE, target=CPU)
     assert result.has_normaliser and not result.fused_loss
 
 
@@ -293,12 +286,12 @@ def test_a_models_own_causal_attention_becomes_ours_and_a_masked_one_stays() -> 
             return x + F.scaled_dot_product_attention(q, q, q, attn_mask=mask)[:, 0]
 
     model = type("Model", (models.HandWritten,), {"layer_class": Masked})()
-    graph = capture(model, pipeline=PIPELINE, target=CPU).templates["decoder"].variant("forward").graph
+    graph = capture(model, pipeline=TEMPLATE_PIPELINE, target=CPU).templates["decoder"].variant("forward").graph
     assert count(graph, ATTENTION) == 0
 
 
 def test_a_template_for_cuda_is_made_without_one_and_names_no_cpu() -> None:
-    result = captured("llama", PIPELINE, Target("cuda", torch.bfloat16))
+    result = captured("llama", target=Target("cuda", torch.bfloat16))
     text = "".join(t.variant(n).graph.code for t in result.templates.values() for n in t.variant_names)
     assert "device(type='cuda')" in text and "type='cpu'" not in text and "for_cpu" not in text
 
@@ -413,7 +406,7 @@ def test_an_unfused_head_leaves_as_operands_and_a_fused_one_in_float32() -> None
     unfused = captured("qwen2", (attention, accumulate_in_gemm)).templates["epilogue"]
     assert products(unfused, "loss") == {"lm_head.weight"}
     model = models.build("qwen2", num_hidden_layers=1).bfloat16()
-    fused = capture(model, pipeline=PIPELINE, target=Target("cpu", torch.bfloat16)).templates["epilogue"]
+    fused = capture(model, pipeline=TEMPLATE_PIPELINE, target=Target("cpu", torch.bfloat16)).templates["epilogue"]
     results = fused.variant("loss").graph.graph.output_node().args[0]
     dtypes = {fused.inputs[g.input].role.name: results[g.results[0]].meta["val"].dtype
               for g in fused.variant("loss").gradients}

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import os
 import signal
 from collections.abc import Iterator
@@ -53,7 +54,7 @@ def test_training_lowers_the_loss_and_reports_each_step() -> None:
     losses = training.train(model, torch.optim.AdamW(model.parameters(), lr=0.1), cycles(), 30, on_step=reports.append)
     assert losses[-1] < 0.5 * losses[0]
     assert [report.loss for report in reports] == losses
-    assert [report.number for report in reports] == list(range(1, 31))
+    assert [report.number for report in reports] == list(range(1, 31)) and {report.lr for report in reports} == {0.1}
     last = reports[-1]
     assert last.tflops == pytest.approx(6 * 64 * last.rate / 1e12) and last.rate > 0
     assert (last.device_bytes, last.host_bytes) == (0, 64 * 4)
@@ -80,38 +81,61 @@ def test_memory_of_a_streamed_model_is_what_its_handle_says(peak: int, slots: in
     assert training.memory(SimpleNamespace(megacompile=handle)) == (device, 7)
 
 
-def test_the_learning_rate_rises_then_falls_to_a_tenth() -> None:
+def learning_rates(**options: Any) -> list[float]:
     optimizer = torch.optim.SGD(Bigrams().parameters(), lr=1.0)
-    schedule, rates = training.warmup_then_linear(optimizer, steps=20, warmup=4), []
+    schedule, rates = training.warmup_then_decay(optimizer, steps=20, warmup=4, **options), []
     for _ in range(21):
         rates.append(optimizer.param_groups[0]["lr"])
         optimizer.step()
         schedule.step()
+    return rates
+
+
+@pytest.mark.parametrize("decay", [training.Decay.LINEAR, training.Decay.COSINE])
+def test_the_learning_rate_rises_then_falls_to_a_tenth(decay: training.Decay) -> None:
+    rates = learning_rates(decay=decay)
     assert rates[:4] == pytest.approx([0.25, 0.5, 0.75, 1.0])
     assert rates[4] == pytest.approx(1.0) and rates[19] == rates[20] == pytest.approx(0.1)
     assert all(before > after for before, after in pairwise(rates[4:20]))
 
 
-def test_ctrl_c_asks_once_and_interrupts_the_second_time() -> None:
+def test_the_learning_rate_falls_in_a_cosine_to_where_it_is_told_or_stays() -> None:
+    rates = learning_rates(decay=training.Decay.COSINE, final=0.0)
+    assert rates[9] == pytest.approx(0.5 * (1 + math.cos(math.pi / 3))) and rates[19] == pytest.approx(0.0, abs=1e-12)
+    assert learning_rates(decay=training.Decay.CONSTANT)[4:] == [1.0] * 17
+
+
+@pytest.mark.parametrize(("number", "name"), [(signal.SIGINT, "Ctrl-C"), (signal.SIGTERM, "SIGTERM")])
+def test_a_signal_asks_once_and_interrupts_the_second_time(number: signal.Signals, name: str) -> None:
     said: list[str] = []
-    before = signal.getsignal(signal.SIGINT)
+    before = signal.getsignal(number)
     with training.Interruption(said.append) as interruption:
         assert not interruption.asked
-        os.kill(os.getpid(), signal.SIGINT)
-        assert interruption.asked and len(said) == 1
+        os.kill(os.getpid(), number)
+        assert interruption.signal is number and said == [f"{name}: stopping after this step (once more to stop at once)"]
         with pytest.raises(KeyboardInterrupt):
-            os.kill(os.getpid(), signal.SIGINT)
-    assert signal.getsignal(signal.SIGINT) is before
+            os.kill(os.getpid(), number)
+    assert signal.getsignal(number) is before
+
+
+def test_an_evaluation_is_the_mean_over_labels_and_not_over_batches() -> None:
+    model, tokens = Bigrams().train(), torch.randint(8, (3, 6), generator=torch.Generator().manual_seed(0))
+    labels = tokens.clone()
+    labels[1, 2:], labels[2, :4] = -100, -100
+    with torch.no_grad():
+        expected = nn.functional.cross_entropy(model.table(tokens[:, :-1]).flatten(0, 1), labels[:, 1:].flatten())
+    batches = [{"input_ids": tokens[part], "labels": labels[part]} for part in (slice(0, 1), slice(1, 3))]
+    assert training.evaluate(model, batches) == pytest.approx(float(expected)) and model.training
 
 
 def test_a_log_file_gets_the_first_the_last_and_every_nth_line() -> None:
     out = io.StringIO()
     with training.ProgressDisplay(Console(file=out, width=200), steps=7, interval=3) as display:
         for number in range(1, 8):
-            display(training.Step(number, 2.5, 1000.0, 0.125, 2**30, 3 * 2**30))
+            display(training.Step(number, 2.5, 1e-4, 1000.0, 0.125, 2**30, 3 * 2**30))
     lines = out.getvalue().splitlines()
     assert [line.split("  ")[0] for line in lines] == ["step 1/7", "step 3/7", "step 6/7", "step 7/7"]
-    assert lines[0] == "step 1/7  loss 2.5000  1,000 tokens/s  0.125 TFLOPS  device 1.00 GiB  host 3.00 GiB"
+    assert lines[0] == "step 1/7  loss 2.5000  lr 1.00e-04  1,000 tokens/s  0.125 TFLOPS  device 1.00 GiB  host 3.00 GiB"
 
 
 def test_a_config_gives_random_weights_and_its_saved_directory_gives_them_back(config: Path, tmp_path: Path) -> None:

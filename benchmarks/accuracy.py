@@ -1,0 +1,141 @@
+"""Does a streamed model learn as well as a plain one? Word problems, 70% to learn from and 30% to answer, over several seeds.
+
+    python benchmarks/accuracy.py                 # some CPU minutes
+    python benchmarks/accuracy.py --seeds 5 --device cuda
+
+For each seed a small Qwen2 is made, and trained from the same weights on the same batches, once by PyTorch alone
+(torch.optim.AdamW) and once streamed (whole steps, updates on the host). Counted is the share of held-out problems to which
+the generated answer is exactly right. Exit code 1 if the two differ by more than the seeds do.
+"""
+from __future__ import annotations
+
+import argparse
+import copy
+import itertools
+import statistics
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from tabulate import tabulate
+from transformers import AutoModelForCausalLM, Qwen2Config
+
+import megacompile
+from megacompile import training
+from megacompile.finetuning.chat import Encoded
+from megacompile.finetuning.rows import Order, Rows, collate
+
+BATCH, LENGTH, LARGEST = 64, 32, 12
+NAMES, THINGS = ("Ada", "Ben", "Eva", "Tom"), ("apples", "books", "coins", "pens")#: Each with what it asks for.
+STORIES = (
+    ("{n} has {a} {t} and buys {b} more . how many {t} does {n} have ?", lambda a, b: a + b),
+    ("{n} has {a} {t} and gives {b} away . how many {t} are left ?", lambda a, b: a - b),
+    ("{n} buys {a} boxes of {b} {t} . how many {t} are there ?", lambda a, b: a * b))
+END = "<end>"
+
+
+#: (question in words, answer).
+Problem = tuple[list[str], str]
+
+
+def problems() -> list[Problem]:
+    """All whose answer is not negative."""
+    numbers = range(1, LARGEST + 1)
+    return [(story.format(n=n, t=t, a=a, b=b).split(), str(answer(a, b))) for (story, answer), n, t, a, b in itertools.product(
+        STORIES, NAMES, THINGS, numbers, numbers) if answer(a, b) >= 0]
+
+
+def split(seed: int) -> tuple[list[Problem], list[Problem]]:
+    """(70% of the problems, the rest)."""
+    found = problems()
+    order = torch.randperm(len(found), generator=torch.Generator().manual_seed(seed)).tolist()
+    chosen, border = [found[i] for i in order], round(0.7 * len(found))
+    return chosen[:border], chosen[border:]
+
+
+VOCABULARY = {word: number for number, word in enumerate(
+    [END, *sorted({word for question, answer in problems() for word in [*question, answer]})])}
+
+
+def encode(problem: Problem) -> Encoded:
+    """The answer and the end are learnt, the question is not."""
+    question, answer = problem
+    tokens = [VOCABULARY[word] for word in [*question, answer, END]]
+    return Encoded(tokens, [False] * len(question) + [True, True])
+
+
+def small_qwen2(seed: int) -> Any:
+    torch.manual_seed(seed)
+    return AutoModelForCausalLM.from_config(Qwen2Config(
+        vocab_size=len(VOCABULARY), hidden_size=96, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=LENGTH, initializer_range=0.05, bos_token_id=0, eos_token_id=0,
+        pad_token_id=0))
+
+
+@torch.no_grad()
+def exact_match(model: Any, held_out: Sequence[Problem]) -> float:
+    """The share of problems to which `model`, a plain one, generates the answer, and then ends."""
+    model.eval()
+    alike = defaultdict(list)  # questions of one length need no padding
+    for problem in held_out:
+        alike[len(problem[0])].append(encode(problem).tokens)
+    right = 0
+    for length, rows in alike.items():
+        tokens = torch.tensor(rows, device=model.device)
+        made = model.generate(input_ids=tokens[:, :length], attention_mask=torch.ones_like(tokens[:, :length]),
+                              max_new_tokens=2, do_sample=False)
+        right += int((made[:, length:length + 2] == tokens[:, length:]).all(dim=1).sum()) if made.shape[1] > length + 1 else 0
+    return right / len(held_out)
+
+
+def train(model: Any, optimizer: Any, learn: Rows, steps: int, seed: int) -> None:
+    batches = ({name: each.to(model.device) for name, each in collate(learn, rows, BATCH, LENGTH).items()}
+               for rows in Order(len(learn), BATCH, seed).batches())
+    schedule = training.warmup_then_decay(optimizer, steps, warmup=20, decay=training.Decay.COSINE, final=0.0)
+    training.train(model.train(), optimizer, batches, steps, schedule=schedule)
+
+
+def compare(seed: int, steps: int, device: str) -> tuple[float, float, float]:
+    """(untrained, native, streamed) accuracy, of one seed."""
+    learn, held_out = split(seed)
+    rows, plain = Rows.of(map(encode, learn)), small_qwen2(seed)
+    streamed = copy.deepcopy(plain)
+    plain.to(device)
+    untrained = exact_match(plain, held_out)
+    options: dict[str, Any] = dict(lr=2e-3, betas=(0.9, 0.98), weight_decay=0.1)
+    train(plain, torch.optim.AdamW(plain.parameters(), **options), rows, steps, seed)
+    streamed = megacompile.stream(streamed, device=device)
+    train(streamed, megacompile.AdamW(streamed.parameters(), **options), rows, steps, seed)
+    streamed.megacompile.close()  # a plain model again
+    return untrained, exact_match(plain, held_out), exact_match(streamed, held_out)
+
+
+def agree(native: Sequence[float], streamed: Sequence[float]) -> bool:
+    """Whether the means are no further apart than one standard deviation over seeds of native training, or half a percent."""
+    return abs(statistics.mean(native) - statistics.mean(streamed)) <= max(statistics.stdev(native), 0.005)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--device", default="cpu")
+    options = parser.parse_args()
+    begin, found = time.perf_counter(), []
+    for seed in range(options.seeds):
+        found.append(compare(seed, options.steps, options.device))
+        print(f"seed {seed}: untrained {found[-1][0]:.1%}, native {found[-1][1]:.1%}, streamed {found[-1][2]:.1%} "
+              f"({time.perf_counter() - begin:.0f} s)", flush=True)
+    columns = list(zip(*found, strict=True))
+    table = [(name, f"{statistics.mean(each):.1%}", f"{statistics.stdev(each):.1%}", *(f"{x:.1%}" for x in each))
+             for name, each in zip(("untrained", "native PyTorch", "streamed"), columns, strict=True)]
+    headers = ["exact match", "mean", "deviation", *(f"seed {seed}" for seed in range(options.seeds))]
+    print(tabulate(table, headers, tablefmt="github"))
+    return 0 if agree(columns[1], columns[2]) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

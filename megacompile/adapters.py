@@ -1,0 +1,83 @@
+"""Adapters (PEFT) on a streamed model: what a capture has taken as constant, and calls that pass by the wrapper."""
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import nn
+
+from megacompile.errors import UnsupportedError
+
+
+def adapter_layers(model: nn.Module) -> dict[str, Any]:
+    """The layers that PEFT has put into a model, by name."""
+    if "peft" not in sys.modules:
+        return {}
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    return {name: module for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)}
+
+
+class AdapterStates:
+    """Which adapters are active, merged and disabled, and how they are scaled: Python values, which are constants of the
+    captured graphs. State: the layers of a model that have any, and their values at its capture."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.captured = [(name, layer, _values(layer)) for name, layer in adapter_layers(model).items()]
+
+    def check(self) -> None:
+        """Raises `UnsupportedError` if any has changed."""
+        for name, layer, before in self.captured:
+            now = _values(layer)
+            if now != before:
+                what = next(key for key in before if now[key] != before[key])
+                raise UnsupportedError(
+                    f"{what} of {name} is {now[what]!r} and was {before[what]!r} when the model was streamed: put it back "
+                    "(a second model, streamed without adapters, serves as a reference), or close() the model, change it, and "
+                    "stream() it again")
+
+
+def _values(layer: Any) -> dict[str, Any]:
+    return {"active_adapters": list(layer.active_adapters), "disable_adapters": bool(layer.disable_adapters),
+            "merged_adapters": list(layer.merged_adapters), "scaling": dict(getattr(layer, "scaling", {}))}
+
+
+@contextlib.contextmanager
+def base_calls_streamed(model: nn.Module, prepare: Callable[[dict[str, Any]], dict[str, Any]]) -> Iterator[None]:
+    """Within, a call of the model inside of PEFT's wrapper is one of the wrapper, which streams, with what `prepare` makes of
+    its keywords: PEFT lets the inner one generate."""
+    if not hasattr(model, "get_base_model"):
+        yield
+        return
+    inner: Any = model.get_base_model()  # type: ignore[operator]
+
+    @functools.wraps(inner.forward)  # generation reads the signature
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return model(*args, **prepare(kwargs))
+
+    inner.forward = forward
+    try:
+        yield
+    finally:
+        del inner.forward
+
+
+def add_adapter(model: Any, adapter: Any) -> Any:
+    """PEFT's wrapper, with an adapter of this configuration, around the model of a streamed one, and streamed as that was."""
+    from peft import get_peft_model
+
+    from megacompile.api import attach
+    from megacompile.tiling import build_store
+
+    captured, config = model.megacompile.streamed.captured, model.megacompile.streamed.config
+    stack = captured.layer_names[0].rpartition(".")[0]
+    if set(captured.batch_inputs) != {"input_ids", "labels"}:
+        raise UnsupportedError("an adapter is put on a model that takes input_ids and labels: call peft.get_peft_model before "
+                               "megacompile.stream(model, example=...)")
+    model.megacompile.close()
+    gc.collect()  # gradients and optimizer state as they were
+    return attach(get_peft_model(model, adapter), build_store, config, f"base_model.model.{stack}", None)

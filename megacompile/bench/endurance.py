@@ -1,0 +1,130 @@
+"""Does anything grow, or slow down, over many steps? Memory of host and device, threads, open files and step times are sampled.
+
+    python benchmarks/endurance.py --shape tiny --layers 2 --batch 4 --length 32 --steps 1000 --uncompiled
+    python benchmarks/endurance.py --shape qwen2-7b --batch 64 --length 1024 --minutes 8 --train-step
+
+The samples of the first third are warm-up: caches fill, and allocators find their size. Of the rest, the median of the last
+half is compared with that of the first. More than 1% of growth in memory, one more thread or file, or steps that are 1% slower
+(of a GPU; a shared CPU's clock wanders more than that, hence `--step-tolerance`) make the row an error. Every 100th step is an
+evaluation as well, every 250th of another length, as in a real run.
+"""
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import megacompile
+from megacompile.bench import rows
+from megacompile.bench.shapes import random_model
+from megacompile.bench.step import gib, resident_bytes
+
+_EVALUATION, _OTHER_LENGTH = 100, 250
+_WARM_UP = 1 / 3
+
+
+@dataclass(frozen=True)
+class Sample:
+    """After a step. `step_s`: median of the steps since the sample before."""
+
+    host_bytes: int
+    device_bytes: int
+    threads: int
+    files: int
+    step_s: float
+
+    @classmethod
+    def now(cls, device: str, times: list[float]) -> Sample:
+        reserved = torch.cuda.memory_reserved() if device == "cuda" else 0
+        return cls(resident_bytes(), reserved, len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd")),
+                   statistics.median(times))
+
+
+def options() -> argparse.ArgumentParser:
+    parser = rows.parser(__doc__)
+    parser.add_argument("--minutes", type=float, help="instead of --steps")
+    parser.add_argument("--samples", type=int, default=30, help="at least")
+    parser.add_argument("--train-step", action="store_true", help="each step as one program")
+    parser.add_argument("--overlap", action="store_true", help="update as gradients arrive, unclipped")
+    parser.add_argument("--uncompiled", action="store_true", help="templates op by op")
+    parser.add_argument("--tolerance", type=float, default=0.01, help="growth of memory, as a share")
+    parser.add_argument("--step-tolerance", type=float, help="default: --tolerance")
+    return parser
+
+
+def growth(before: float, after: float) -> float:
+    return after / before - 1 if before else float(after > 0)
+
+
+def drift(samples: list[Sample]) -> dict[str, float]:
+    """Of each quantity after the warm-up: the growth from the first half's median to the last half's, as a share."""
+    kept = samples[int(len(samples) * _WARM_UP):]
+    halves = kept[:len(kept) // 2], kept[len(kept) // 2:]
+    return {name: growth(*(statistics.median(getattr(sample, name) for sample in half) for half in halves))
+            for name in Sample.__dataclass_fields__}
+
+
+def grown(found: dict[str, float], tolerance: float, step_tolerance: float) -> str | None:
+    """What has grown too much, in words; None if nothing has. Threads and files may not grow at all."""
+    allowed = dict(host_bytes=tolerance, device_bytes=tolerance, threads=0.0, files=0.0, step_s=step_tolerance)
+    over = [f"{name} by {found[name]:.2%}" for name, most in allowed.items() if found[name] > most]
+    return f"grown: {', '.join(over)}" if over else None
+
+
+def measure(given: argparse.Namespace) -> rows.Row:
+    model = megacompile.stream(random_model(given.shape, rows.layer_count(given), given.device), device=given.device,
+                               micro_batch_size=given.micro_batch_size, compile=False if given.uncompiled else None)
+    optimizer = megacompile.AdamW(model.parameters(), lr=1e-5, overlap="backward" if given.overlap else None,
+                                  max_grad_norm=None if given.no_clipping or given.overlap else given.max_grad_norm)
+    generator = torch.Generator().manual_seed(0)
+    samples: list[Sample] = []
+    losses: list[float] = []
+    times: list[float] = []
+    begin = time.monotonic()
+    done = 0
+    while (time.monotonic() - begin < 60 * given.minutes) if given.minutes else done < given.steps:
+        done += 1
+        length = given.length // 2 if done % _OTHER_LENGTH == 0 else given.length
+        ids = torch.randint(0, model.config.vocab_size, (given.batch, length), generator=generator)
+        start = time.perf_counter()
+        losses.append(step(model, optimizer, ids, given.train_step))
+        if length == given.length:
+            times.append(time.perf_counter() - start)
+        if done % _EVALUATION == 0:
+            with torch.no_grad():
+                model(input_ids=ids, labels=ids)
+        if len(times) >= max(1, given.steps // given.samples if not given.minutes else 1):
+            samples.append(Sample.now(given.device, times))
+            times.clear()
+    model.megacompile.close()
+    found = drift(samples)
+    error = grown(found, given.tolerance, given.tolerance if given.step_tolerance is None else given.step_tolerance)
+    last = samples[-1]
+    return dict(
+        steps=done, minutes=round((time.monotonic() - begin) / 60, 2), samples=len(samples),
+        drift={name: round(value, 5) for name, value in found.items()}, host_gib=gib(last.host_bytes),
+        device_gib=gib(last.device_bytes), threads=last.threads, files=last.files, step_s=round(last.step_s, 5),
+        losses=[losses[0], losses[-1]], **({"error": error} if error else {}))
+
+
+def step(model: Any, optimizer: megacompile.AdamW, ids: torch.Tensor, whole: bool) -> float:
+    if whole:
+        return float(model.megacompile.train_step(dict(input_ids=ids, labels=ids), optimizer))
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return float(loss.detach())
+
+
+def main() -> None:
+    rows.main("endurance", options(), measure)
+
+
+if __name__ == "__main__":
+    main()

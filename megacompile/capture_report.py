@@ -1,0 +1,152 @@
+"""What a capture has found in a model, as text: the first thing to read where a model streams otherwise than expected."""
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from tabulate import tabulate
+from torch import Tensor, nn
+
+from megacompile.api import analyse, check_module
+from megacompile.config import StreamConfig
+from megacompile.frontend.capture import CapturedModel
+from megacompile.frontend.layers import stack_candidates
+from megacompile.frontend.template import Call, Template
+from megacompile.sizes import format_bytes
+from megacompile.streamed_module import StreamedModule
+from megacompile.tiling import Tiling
+
+
+def explain_capture(model: nn.Module, *, layers: str | None = None, example: Mapping[str, Tensor] | None = None,
+                    **options: Any) -> str:
+    """What was found in a model, as text to print: its stack and those beside it, calls, templates, tiles, ties, what is
+    frozen, what the loss is, and the conditions that the graphs assume.
+
+    Of a streamed model: what runs. Of any other, on the meta device too: what `stream` with these arguments would find; nothing
+    is changed, and what it would raise is raised."""
+    check_module(model)
+    if isinstance(model, StreamedModule):
+        streamed = model.megacompile.streamed
+        return report(model, streamed.captured, streamed.tiling)
+    config = StreamConfig.of(**options)
+    device = torch.device(config.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    return report(model, *analyse(model, config, device.type, layers, example))
+
+
+def report(model: nn.Module, captured: CapturedModel, tiling: Tiling) -> str:
+    """The sections of `explain_capture`, a blank line between them."""
+    return "\n\n".join([_summary(model, captured, tiling), _calls(captured, tiling), _templates(captured),
+                        _tiles(captured, tiling), "\n".join(_remarks(model, captured, tiling))])
+
+
+def _summary(model: nn.Module, captured: CapturedModel, tiling: Tiling) -> str:
+    stack = captured.layer_names[0].rpartition(".")[0]
+    lines = [f"{type(model).__name__}: {len(captured.layer_names)} layers in {stack}, "
+             f"{sum(x.parameters for x in tiling.layouts.values()):,} parameters, captured in {captured.seconds:.1f} s"]
+    others = [f"{path} ({count:,} parameters)" for path, count in stack_candidates(model).items()
+              if path != stack and not path.startswith(f"{stack}.")]  # in layers there may be lists of experts
+    if others:
+        lines.append(f"other lists of modules: {_some(others)}")
+    labels = ", ".join(captured.labels) or "none of them"
+    lines.append(f"batch: {', '.join(captured.batch_inputs)}; only the loss reads {labels}")
+    return "\n".join(lines)
+
+
+def _some(names: Sequence[str], most: int = 5) -> str:
+    return ", ".join(names[:most]) + ", ..." * (len(names) > most)
+
+
+def _runs(calls: Sequence[Call], tiling: Tiling) -> Iterator[list[Call]]:
+    """Calls that follow each other with one template and tiles of the same sizes."""
+
+    def kind(call: Call) -> Any:
+        return call.template, [(x.weight_bytes, x.trainable) for x in _layouts(call, tiling)]
+
+    for _, run in itertools.groupby(calls, kind):
+        yield list(run)
+
+
+def _layouts(call: Call, tiling: Tiling) -> list[Any]:
+    return [tiling.layouts[tile] for tile in tiling.tiles_of[call.name]]
+
+
+def _calls(captured: CapturedModel, tiling: Tiling) -> str:
+    differentiated = {call.name for call in tiling.differentiated(captured.calls)}
+    rows = []
+    for run in _runs(captured.calls, tiling):
+        first, last = run[0], run[-1]
+        name = first.name if len(run) == 1 else f"{first.name} .. {last.name.rpartition('.')[2]}"
+        layouts = _layouts(first, tiling)
+        trained = sum(x.parameters for x in layouts if x.trainable)
+        backward = trained > 0 if first in (captured.calls[0], captured.calls[-1]) else first.name in differentiated
+        rows.append((name, first.template, f"{sum(x.parameters for x in layouts):,}", f"{trained:,}",
+                     format_bytes(sum(x.weight_bytes for x in layouts)), len(layouts), "yes" if backward else "none"))
+    return str(tabulate(rows, ["call", "template", "parameters each", "trained", "weights", "tiles", "backward"],
+                        disable_numparse=True, colalign=("left", "left", "right", "right", "right", "right", "left")))
+
+
+def _templates(captured: CapturedModel) -> str:
+    uses = [call.template for call in captured.calls]
+    return str(tabulate([(name, uses.count(name), *_of_template(t)) for name, t in captured.templates.items()],
+                        ["template", "calls", "ops", "reads", "hands on"], disable_numparse=True,
+                        colalign=("left", "right", "right", "left", "left")))
+
+
+def _of_template(template: Template) -> tuple[int, str, str]:
+    variant = template.variant(template.variant_names[0])
+    ops = sum(node.op == "call_function" for node in variant.graph.graph.nodes)
+    reads = [f"{kind}: {', '.join(map(_shape, found))}" for kind, found in itertools.groupby(
+        sorted((x for x in template.inputs if x.role.kind not in ("parameter", "size")), key=lambda x: x.role.kind),
+        lambda x: x.role.kind)]
+    outputs = [_dimensions([template.symbolic(size) for size in value.shape]) for value in template.output_values()]
+    return ops, "; ".join(reads), ", ".join(outputs)
+
+
+def _shape(x: Any) -> str:
+    return f"{x.role.name} {_dimensions(x.shape)}".strip()
+
+
+def _dimensions(sizes: Sequence[Any]) -> str:
+    return f"[{', '.join(map(str, sizes))}]"
+
+
+def _tiles(captured: CapturedModel, tiling: Tiling) -> str:
+    rows: dict[str, tuple[str, ...]] = {}  # by tile: one that several calls read is listed once
+    for run in _runs(captured.calls, tiling):
+        for position, tile in enumerate(_layouts(run[0], tiling)):
+            last = _layouts(run[-1], tiling)[position].name
+            inside = [part.name.removeprefix(f"{run[0].name}.") for part in tile.slices]
+            rows.setdefault(tile.name, (
+                tile.name if last == tile.name else f"{tile.name} .. {last}", str(tile.dtype).removeprefix("torch."),
+                "trained" if tile.trainable else "frozen", f"{tile.host_bytes() / tile.parameters:.1f}",
+                f"{len(inside)}: {_some(inside, 3)}"))
+    return str(tabulate(list(rows.values()), ["tile", "dtype", "", "host bytes/parameter", "parameters"], disable_numparse=True,
+                        colalign=("left", "left", "left", "right", "left")))
+
+
+def _remarks(model: nn.Module, captured: CapturedModel, tiling: Tiling) -> Iterator[str]:
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    for tied in (each for each in names.values() if len(each) > 1):
+        yield f"tied: {' = '.join(tied)}"
+    for tile in tiling.layouts:
+        readers = [call for call, tiles in tiling.tiles_of.items() if tile in tiles]
+        if len(readers) > 1:
+            yield f"tile {tile} is read by {', '.join(readers)}: one gradient, one update"
+    unread = [each[0] for each in names.values() if each[0] not in tiling.position]
+    if unread:
+        yield f"no call reads {_some(unread)}: left as they are"
+    below = [call for call in captured.calls[1:-1] if call not in tiling.differentiated(captured.calls)]
+    if not tiling.trains:
+        yield "nothing is trained: forwards alone"
+    elif below:
+        yield f"frozen below: the backward ends above {below[-1].name}"
+    yield ("attention: megacompile's kernels in every layer" if captured.fused_attention else
+           "attention: the model's own code in some layer, whose masks take batch x length x length bytes")
+    yield (f"loss: a sum over target tokens{', which never holds all logits' if captured.fused_loss else ''}: micro-batches"
+           " change nothing" if captured.has_normaliser else
+           "loss: no cross entropy over tokens that is recognised: one micro-batch a step")
+    yield f"assumed of a batch of B x T: {'; '.join(captured.guards) or 'nothing'}"

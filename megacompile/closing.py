@@ -1,0 +1,26 @@
+"""What a streamed model gives back when it is closed, when it is forgotten, and when the interpreter ends."""
+from __future__ import annotations
+
+from megacompile.runtime.arena import Arena
+from megacompile.runtime.checkpoints import HostCheckpoints
+from megacompile.runtime.executor import Executor
+from megacompile.runtime.lanes import Backend
+from megacompile.runtime.reference import ReferenceExecutor
+from megacompile.runtime.store import Store
+
+
+def give_back(executor: Executor | ReferenceExecutor, arena: Arena, checkpoints: HostCheckpoints, store: Store,
+              backend: Backend) -> None:
+    """Ends the lanes, when they have executed what they have, and then frees the memory that they worked on."""
+
+    def memory() -> None:
+        backend.synchronize()  # a forgotten model may have copies in flight
+        arena.close()
+        checkpoints.close()
+        store.drop_sums()
+        for tile in store.tiles.values():
+            for part in (tile.weights, tile.gradients):
+                if part is not None:
+                    backend.unlock(part)
+
+    executor.close(then=memory)

@@ -1,0 +1,94 @@
+"""What `--data` names -> the rows that a model is trained on."""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from megacompile.corpus import ByteTokenizer, PretrainedTokenizer, check_vocabulary, read_text
+from megacompile.errors import ArgumentError, MegacompileError
+from megacompile.finetuning.chat import ChatEncoder, Encoded
+from megacompile.finetuning.files import is_text, placed, read_rows
+from megacompile.finetuning.formats import Format, Row, detect, messages_of, text_of
+from megacompile.finetuning.packing import join, pack, together
+from megacompile.finetuning.rows import Rows
+
+Say = Callable[[str], None]
+
+
+def check_sources(sources: Sequence[str], format: Format | None) -> None:
+    """Raises `ArgumentError` for what is not there, and for sources that do not go together."""
+    texts = [source for source in sources if is_text(source)]
+    if texts and len(texts) < len(sources):
+        raise ArgumentError("text files and rows cannot be trained on together: give one kind of --data")
+    if texts and format is not None:
+        raise ArgumentError(f"--format {format} is of rows, and {texts[0]} is a text: name it .jsonl, .json, .csv or .parquet")
+
+
+def read(sources: Sequence[str], tokenizer: ByteTokenizer | PretrainedTokenizer, format: Format | None, length: int,
+         packed: bool, vocabulary_size: int, say: Say) -> Rows:
+    """Of sources that were checked. Texts are packed into sequences of `length`; conversations are one each, or
+    `packed`, and those that are longer are left out, which is said.
+
+    Raises `MegacompileError` for rows that are none, with file, number and reason; `ArgumentError` for formats that do not go
+    together, or a tokenizer that is missing."""
+    if is_text(sources[0]):
+        rows = pack(read_text([Path(source) for source in sources], tokenizer), length)
+    else:
+        rows = _of_rows(sources, tokenizer, format, length, packed, say)
+    check_vocabulary(rows.tokens, tokenizer, vocabulary_size)
+    return rows
+
+
+def _of_rows(sources: Sequence[str], tokenizer: Any, format: Format | None, length: int, packed: bool,
+             say: Say) -> Rows:
+    if isinstance(tokenizer, ByteTokenizer):
+        raise ArgumentError("rows need a tokenizer with a token that ends them, and this model has none: give --tokenizer")
+    formats = [format or _detected(source) for source in sources]
+    if len({each is Format.TEXT for each in formats}) > 1:
+        raise ArgumentError("texts and conversations cannot be trained on together: give one kind of --data, or --format")
+    if formats[0] is Format.TEXT:
+        return pack(join(_texts(sources, tokenizer.pretrained), _end_of(tokenizer.pretrained)), length)
+    found = Rows.of(_conversations(sources, formats, ChatEncoder(tokenizer.pretrained)))
+    short = found.lengths <= length
+    if left_out := len(found) - int(short.sum()):
+        say(f"{left_out:,} of {len(found):,} conversations are longer than {length} tokens and left out")
+    if left_out == len(found):
+        raise MegacompileError(f"no conversation is left to train on: give a larger --length than {length}, or more data")
+    return together(found.select(short), length) if packed else found.select(short)
+
+
+def _detected(source: str) -> Format:
+    """By the first row."""
+    row = next(iter(read_rows(source)), None)
+    if row is None:
+        raise MegacompileError(f"{source} holds no row: give data")
+    with placed(source):
+        return detect(row)
+
+
+def _numbered(sources: Sequence[str]) -> Iterator[tuple[int, str, int, Row]]:
+    """(which source, its name, which row of it from 1, the row)."""
+    for which, source in enumerate(sources):
+        for number, row in enumerate(read_rows(source), start=1):
+            yield which, source, number, row
+
+
+def _conversations(sources: Sequence[str], formats: Sequence[Format], encoder: ChatEncoder) -> Iterator[Encoded]:
+    for which, source, number, row in _numbered(sources):
+        with placed(source, number):
+            encoded = encoder.encode(messages_of(row, formats[which]))
+        yield from encoded
+
+
+def _texts(sources: Sequence[str], tokenizer: Any) -> Iterator[list[int]]:
+    for _, source, number, row in _numbered(sources):
+        with placed(source, number):
+            text = text_of(row)
+        yield list(tokenizer(text, verbose=False)["input_ids"])  # with the special tokens that it begins texts with
+
+
+def _end_of(tokenizer: Any) -> int:
+    if tokenizer.eos_token_id is None:
+        raise MegacompileError("the tokenizer has no end-of-sequence token to join texts by: set eos_token, and save it again")
+    return int(tokenizer.eos_token_id)

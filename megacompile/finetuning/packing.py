@@ -1,0 +1,74 @@
+"""Several documents in one sequence, so that little is padding.
+
+Texts are joined by the end token and cut: tokens of one text see those of the text before it, as is usual where a model learns
+to continue text. Conversations are packed whole and do not see each other: their positions begin anew.
+"""
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from megacompile.errors import MegacompileError
+from megacompile.finetuning.rows import Rows
+
+
+def pack(tokens: Tensor, length: int) -> Rows:
+    """Cuts one run of tokens, 1-D, into sequences of `length`; what is left at the end, less than one, goes.
+
+    Raises `MegacompileError` if that is all there is."""
+    count = tokens.numel() // length
+    if count == 0:
+        raise MegacompileError(f"the data holds {tokens.numel()} tokens, fewer than one sequence of {length}: give more text "
+                               "or a smaller --length")
+    starts = torch.arange(count) * length
+    return Rows(tokens, torch.stack([starts, starts + length], dim=1))
+
+
+def join(documents: Iterable[list[int]], end: int) -> Tensor:
+    """The documents in their order, int32, each with the token `end` behind it."""
+    parts = [torch.tensor(each if each[-1:] == [end] else [*each, end], dtype=torch.int32) for each in documents]
+    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int32)
+
+
+def together(rows: Rows, length: int) -> Rows:
+    """Conversations, none longer than `length`, in sequences of at most `length`: the longest first, each where the least room
+    is left that is enough."""
+    members = _fitted(rows.lengths.tolist(), length)
+    order = torch.tensor([row for each in members for row in each], dtype=torch.int64)
+    sizes = rows.lengths[order]
+    starts = sizes.cumsum(0) - sizes
+    where = torch.arange(int(sizes.sum())) + (rows.spans[order, 0] - starts).repeat_interleave(sizes)
+    begins = torch.zeros(where.numel(), dtype=torch.bool)
+    begins[starts] = True
+    filled = torch.tensor([sum(int(rows.lengths[row]) for row in each) for each in members], dtype=torch.int64)
+    ends = filled.cumsum(0)
+    learnt = torch.ones_like(begins) if rows.learnt is None else rows.learnt[where]
+    # The first token of a conversation would be predicted from the last one's end.
+    return Rows(rows.tokens[where], torch.stack([ends - filled, ends], dim=1), learnt & ~begins, begins)
+
+
+def _fitted(sizes: Sequence[int], room: int) -> list[list[int]]:
+    """Numbers of what fits together into `room`."""
+    members: list[list[int]] = []
+    with_space: defaultdict[int, list[int]] = defaultdict(list)
+    spaces: list[int] = []  # the keys of those that are not empty, in order
+    for number in sorted(range(len(sizes)), key=lambda each: -sizes[each]):
+        place = bisect_left(spaces, sizes[number])
+        if place == len(spaces):
+            members.append([])
+            which, space = len(members) - 1, room
+        else:
+            space = spaces[place]
+            which = with_space[space].pop()
+            if not with_space[space]:
+                del spaces[place]
+        members[which].append(number)
+        left = space - sizes[number]
+        if not with_space[left]:
+            insort(spaces, left)
+        with_space[left].append(which)
+    return members

@@ -1,0 +1,97 @@
+"""What is written of a run: a line of JSON for each step, TensorBoard where it is wanted, and at the end the curve."""
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from megacompile.errors import MegacompileError
+from megacompile.training import Step
+
+LOG, CURVE, TENSORBOARD = "log.jsonl", "loss.svg", "tensorboard"
+
+
+class Reports:
+    """Of a run in `folder`, or nowhere. State: the open files. Raises `MegacompileError` where nothing can be written; a log
+    that cannot be written any more is said, and ends no training.
+
+    `done`: steps that were trained before; what an interrupted run has logged of later ones goes, since they come again."""
+
+    def __init__(self, folder: Path | None, done: int, tensorboard: bool, say: Callable[[str], None] = print) -> None:
+        self._log = self._board = None
+        self._say = say
+        if folder is None:
+            return
+        try:
+            kept = [json.dumps(entry) + "\n" for entry in read_log(folder / LOG) if entry["step"] <= done] if done else []
+            self._log = (folder / LOG).open("w", encoding="utf-8", buffering=1)  # by lines: a kill loses none
+            self._log.writelines(kept)
+        except OSError as error:
+            raise MegacompileError(f"{folder / LOG} cannot be written ({error.strerror}): give an --output that can") from error
+        if tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+            self._board = SummaryWriter(str(folder / TENSORBOARD), purge_step=done + 1)
+
+    def step(self, step: Step) -> None:
+        self._write(step.number, loss=step.loss, lr=step.lr, tokens_per_second=step.rate, tflops=step.tflops,
+                    device_bytes=step.device_bytes, host_bytes=step.host_bytes)
+
+    def evaluation(self, number: int, loss: float) -> None:
+        self._write(number, eval_loss=loss)
+
+    def _write(self, number: int, **values: float) -> None:
+        if self._log is not None:
+            try:
+                self._log.write(json.dumps({"step": number, **values, "time": time.time()}) + "\n")
+            except OSError as error:
+                self._say(f"{self._log.name} ends at step {number} ({error.strerror}): training goes on")
+                self._log = None
+        if self._board is not None:
+            for name, value in values.items():
+                self._board.add_scalar(name, value, number)
+
+    def __enter__(self) -> Reports:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for each in (self._log, self._board):
+            if each is not None:
+                each.close()
+
+
+def read_log(path: Path) -> list[dict[str, Any]]:
+    """The entries of a log, but for a last line that a kill has cut off."""
+    found = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+        try:
+            found.append(json.loads(line))
+        except ValueError:
+            break
+    return found
+
+
+def draw_curve(folder: Path) -> str | None:
+    """Draws the losses that a run's log has. Why it could not, or None."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return "for want of matplotlib: pip install 'megacompile[train]'"
+    entries = read_log(folder / LOG)
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.subplots()
+    for key, name, style in (("loss", "training", "-"), ("eval_loss", "evaluation", "o-")):
+        points = [(entry["step"], entry[key]) for entry in entries if key in entry]
+        if points:
+            axes.plot(*zip(*points, strict=True), style, label=name, linewidth=1, markersize=4)
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss, nats a token")
+    if entries:
+        axes.legend()
+    try:
+        figure.savefig(folder / CURVE)
+    except OSError as error:
+        return f"since {folder / CURVE} cannot be written: {error.strerror}"
+    return None

@@ -1,0 +1,160 @@
+"""The sequences that a model is trained on, and batches of them in an order that only a seed decides."""
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megacompile.errors import MegacompileError
+from megacompile.finetuning.chat import Encoded
+from megacompile.joining import IGNORED
+
+#: Batches are padded to the length, or to this many halves of it: each width is a program of its own.
+_HALVINGS = 3
+
+Batch = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """`tokens`: of all sequences, 1-D, of any integer dtype; `spans`: int64 [rows, 2], where in them each begins and ends;
+    `learnt`: bool as `tokens`, or None for all; `begins`: bool as `tokens`, where a conversation begins, if a sequence has
+    several that must not see each other."""
+
+    tokens: Tensor
+    spans: Tensor
+    learnt: Tensor | None = None
+    begins: Tensor | None = None
+
+    @classmethod
+    def of(cls, encoded: Iterable[Encoded]) -> Rows:
+        tokens, learnt, ends = [np.empty(0, np.int32)], [np.empty(0, bool)], [0]
+        for each in encoded:
+            tokens.append(np.asarray(each.tokens, np.int32))
+            learnt.append(np.asarray(each.learnt, bool))
+            ends.append(ends[-1] + len(each.tokens))
+        borders = torch.tensor(ends)
+        return cls(torch.from_numpy(np.concatenate(tokens)), torch.stack([borders[:-1], borders[1:]], dim=1),
+                   torch.from_numpy(np.concatenate(learnt)))
+
+    def __len__(self) -> int:
+        return self.spans.shape[0]
+
+    @property
+    def lengths(self) -> Tensor:
+        """int64 [rows]."""
+        return self.spans[:, 1] - self.spans[:, 0]
+
+    def row(self, index: int) -> tuple[Tensor, Tensor]:
+        """(tokens, labels) of one sequence, int64; the model itself shifts labels."""
+        where = slice(*self.spans[index].tolist())
+        tokens = self.tokens[where].long()
+        return tokens, tokens if self.learnt is None else tokens.where(self.learnt[where], IGNORED)
+
+    def positions(self, index: int) -> Tensor:
+        """int64, as `row`: each token's place in its conversation."""
+        assert self.begins is not None, "a sequence is one conversation"
+        places = torch.arange(int(self.lengths[index]))
+        begins = self.begins[slice(*self.spans[index].tolist())]
+        return places - places.where(begins, 0).cummax(0).values
+
+    def select(self, which: Tensor) -> Rows:
+        """Some rows, by a mask or by their numbers in the order given; in the same memory."""
+        return replace(self, spans=self.spans[which])
+
+    def fingerprint(self) -> str:
+        """A hash of all that the rows are: another data set, order or tokenizer has another."""
+        found = hashlib.blake2b(digest_size=16)
+        for tensor in (self.tokens, self.spans, self.learnt, self.begins):
+            if tensor is not None:
+                found.update(tensor.contiguous().numpy().data)
+        return found.hexdigest()
+
+
+def split(rows: Rows, share: float, seed: int) -> tuple[Rows, Rows]:
+    """(rows to train on, `share` of all rows to evaluate on), each in their old order; at least one of each.
+
+    Raises `MegacompileError` where there are too few."""
+    count = max(1, round(len(rows) * share)) if share else 0
+    if count >= len(rows):
+        raise MegacompileError(f"of {len(rows)} rows none is left to train on: give more data or a smaller --eval-share")
+    held = torch.zeros(len(rows), dtype=torch.bool)
+    held[torch.from_numpy(_permutation(len(rows), seed, 0)[:count])] = True
+    return rows.select(~held), rows.select(held)
+
+
+def _permutation(count: int, seed: int, number: int) -> np.ndarray[Any, Any]:
+    return np.random.default_rng([seed, number]).permutation(count)
+
+
+@dataclass(frozen=True)
+class Order:
+    """Which rows are in which step: every epoch has all of them, in an order of its own. Steps take `batch` rows at a time,
+    across the borders of epochs. State: none, so that a run goes on at any step.
+
+    `epochs` None: as many as are asked for."""
+
+    rows: int
+    batch: int
+    seed: int
+    epochs: float | None = None
+
+    @property
+    def total(self) -> int | None:
+        """Rows of all steps together."""
+        return None if self.epochs is None else math.ceil(self.rows * self.epochs)
+
+    @property
+    def steps(self) -> int:
+        """Of all epochs."""
+        assert self.total is not None, "endless"
+        return -(-self.total // self.batch)
+
+    def batches(self, done: int = 0) -> Iterator[list[int]]:
+        """The rows of each step after the first `done`; fewer than `batch` in the last step of all."""
+        place, epoch, order = done * self.batch, -1, np.empty(0, np.int64)
+        while self.total is None or place < self.total:
+            end = place + self.batch if self.total is None else min(place + self.batch, self.total)
+            step = []
+            for each in range(place, end):
+                if each // self.rows != epoch:
+                    epoch = each // self.rows
+                    order = _permutation(self.rows, self.seed, epoch + 1)
+                step.append(int(order[each % self.rows]))
+            yield step
+            place = end
+
+
+def collate(rows: Rows, indices: Sequence[int], batch: int, length: int) -> Batch:
+    """`{"input_ids", "labels"}`, int64 [batch, width]: these rows, padded on the right with labels of -100, which changes no
+    loss; and rows of nothing else for those that are missing, so that all batches are of few shapes. Where sequences have
+    several conversations, `position_ids` begin again with each, and with padding: so models and kernels know them apart."""
+    found = [rows.row(index) for index in indices]
+    shape = batch, _width(max(tokens.numel() for tokens, _ in found), length)
+    tokens, labels = torch.zeros(shape, dtype=torch.int64), torch.full(shape, IGNORED)
+    for number, (row, learnt) in enumerate(found):
+        tokens[number, :row.numel()], labels[number, :row.numel()] = row, learnt
+    batch_of = {"input_ids": tokens, "labels": labels}
+    if rows.begins is not None:
+        batch_of["position_ids"] = torch.arange(shape[1]).repeat(batch, 1)
+        for number, index in enumerate(indices):
+            known = rows.positions(index)
+            batch_of["position_ids"][number] = torch.cat([known, torch.arange(shape[1] - known.numel())])
+    return batch_of
+
+
+def _width(longest: int, length: int) -> int:
+    """The least of `length`, its half, ... that is enough."""
+    return min(width for width in (-(-length // 2**halvings) for halvings in range(_HALVINGS + 1)) if width >= longest)
+
+
+def in_turn(rows: Rows, batch: int, length: int) -> Iterator[Batch]:
+    """All rows once, in their order."""
+    for start in range(0, len(rows), batch):
+        yield collate(rows, range(start, min(start + batch, len(rows))), batch, length)

@@ -1,0 +1,156 @@
+"""`megacompile train`: data, model, loop, checkpoints and reports, put together."""
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from rich.console import Console
+
+import megacompile
+from megacompile import training
+from megacompile.checkpoint import latest_checkpoint
+from megacompile.corpus import PretrainedTokenizer, load_tokenizer
+from megacompile.errors import ArgumentError, CheckpointError
+from megacompile.finetuning.data import check_sources, read
+from megacompile.finetuning.reports import Reports, draw_curve
+from megacompile.finetuning.rows import Order, collate, in_turn, split
+from megacompile.finetuning.saves import CHECKPOINTS, Saves
+from megacompile.finetuning.settings import Settings
+from megacompile.options import Knobs
+
+#: In the folder of a run, beside checkpoints and reports.
+MODEL, SETTINGS = "model", "settings.yaml"
+#: What decides the order of the data, and what a checkpoint puts back: a run goes on with what it began with.
+FIXED = ("batch", "length", "seed", "lr", "beta1", "beta2", "eps", "weight_decay")
+
+
+def run(source: str, data: Sequence[str], settings: Settings, knobs: Knobs, console: Console) -> int:
+    """Trains, and returns the exit code: 0, or 128 and the number of the signal that has stopped it.
+
+    What can be refused is refused before weights are loaded. Raises `MegacompileError` and its children."""
+    settings.check()
+    torch.manual_seed(settings.seed)
+    target = settings.save or (settings.output / MODEL if settings.output else None)
+    for folder in (settings.output, target):
+        if folder is not None:
+            training.make_directory(folder)  # now: what cannot be saved should not be trained first
+    start = _start(settings, console)
+    check_sources(data, settings.format)
+    outline = training.load_model(source, meta=True)
+    training.check_length(outline.config, settings.length)
+    tokenizer = load_tokenizer(settings.tokenizer or source)
+    with console.status("reading the data"):
+        found = read(data, tokenizer, settings.format, settings.length, settings.pack, outline.config.vocab_size, console.print)
+    rows, held_out = split(found, settings.eval_share, settings.seed)
+    order = Order(len(rows), settings.batch, settings.seed, None if settings.steps else settings.epochs)
+    steps = settings.steps or order.steps
+    console.print(f"{training.parameter_count(outline):,} parameters; {len(rows):,} sequences, {int(rows.lengths.sum()):,} "
+                  f"tokens, to train on, and {len(held_out):,} to evaluate on; {steps:,} steps of {settings.batch}")
+    if settings.output is not None:
+        _write_settings(settings.output / SETTINGS, source, data, settings, knobs)
+
+    model = _open(source, settings, knobs).train()
+    optimizer = _optimizer(model, settings)
+    schedule = training.warmup_then_decay(optimizer, steps, settings.warmup, settings.decay, settings.final_lr)
+    fixed = {name: getattr(settings, name) for name in FIXED} | {"data": rows.fingerprint()}
+    done = 0 if start is None else _go_on(start, fixed, model, optimizer, schedule)
+    if start is not None:
+        console.print(f"goes on after step {done}, from {start}")
+    with ExitStack() as stack:
+        stop = stack.enter_context(training.Interruption())
+        saves = stack.enter_context(Saves(settings, model, optimizer, schedule, fixed, done, console.print))
+        reports = stack.enter_context(Reports(settings.output, done, settings.tensorboard, console.print))
+        display = stack.enter_context(training.ProgressDisplay(console, steps, settings.log_interval, done))
+
+        def on_step(step: training.Step) -> None:
+            reports.step(step)
+            display(step)
+            if len(held_out) and (step.number % settings.eval_interval == 0 or step.number == steps):
+                loss = training.evaluate(model, in_turn(held_out, settings.batch, settings.length))
+                reports.evaluation(step.number, loss)
+                console.print(f"step {step.number}/{steps}  evaluation loss {loss:.4f}")
+            saves.after(step.number)
+
+        batches = (collate(rows, each, settings.batch, settings.length) for each in order.batches(done))
+        trained = done + len(training.train(model, optimizer, batches, steps, done=done, schedule=schedule, on_step=on_step,
+                                            stop=lambda: stop.asked))
+        saves.last(trained)
+        stopped = stop.asked and trained < steps
+        if target is not None and (settings.save or not stopped):  # what goes on later has its checkpoint
+            model.save_pretrained(target)
+            if isinstance(tokenizer, PretrainedTokenizer):
+                tokenizer.pretrained.save_pretrained(target)
+            console.print(f"saved in {target} after {trained} steps")
+    model.megacompile.close()
+    if settings.output is not None and (reason := draw_curve(settings.output)):
+        console.print(f"no loss curve was drawn, {reason}")
+    if not stopped:
+        return 0
+    console.print(f"stopped by {stop.name} after {trained} of {steps} steps" + (
+        "; --resume latest goes on from there" if settings.output else "" if settings.save else
+        "; nothing saved, for want of --output"))
+    assert stop.signal is not None, "stopped by nothing"
+    return 128 + stop.signal
+
+
+def _start(settings: Settings, console: Console) -> Path | None:
+    """The checkpoint to go on from. Raises `ArgumentError` if there is none, or one that nobody asked for."""
+    folder = settings.output / CHECKPOINTS if settings.output else None
+    if settings.resume == "latest":
+        assert folder is not None, "settings were not checked"
+        latest = latest_checkpoint(folder)
+        if latest is None:
+            console.print(f"there is no checkpoint in {folder} yet: starts from the beginning")
+        return latest
+    if settings.resume is not None:
+        given = Path(settings.resume)
+        if not given.is_dir():
+            raise ArgumentError(f"there is no folder {given} to go on from: give a checkpoint, a folder of such, or latest")
+        return given / CHECKPOINTS if (given / CHECKPOINTS).is_dir() else given
+    if folder is not None and latest_checkpoint(folder) is not None:
+        raise ArgumentError(f"{settings.output} has checkpoints of an earlier run: give --resume latest to go on with it, or "
+                            "another --output")
+    return None
+
+
+def _open(source: str, settings: Settings, knobs: Knobs) -> Any:
+    """The streamed model: from safetensors if there are any, else from a config (random weights) or pickles."""
+    path, dtype = Path(source), settings.dtype.resolve()
+    if path.is_file() or (path.is_dir() and not any(path.glob("*.safetensors"))):
+        return megacompile.stream(training.load_model(source, dtype=dtype), **knobs.given())
+    return megacompile.from_pretrained(source, dtype=dtype, **knobs.given())
+
+
+def _optimizer(model: Any, settings: Settings) -> megacompile.AdamW:
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    rest = [p for p in model.parameters() if p.dim() <= 1]
+    groups: list[dict[str, Any]] = [{"params": matrices}, {"params": rest, "weight_decay": 0.0}]
+    return megacompile.AdamW([group for group in groups if group["params"]], lr=settings.lr,
+                             betas=(settings.beta1, settings.beta2), eps=settings.eps, weight_decay=settings.weight_decay,
+                             max_grad_norm=settings.max_grad_norm or None, overlap="backward" if settings.overlap else None)
+
+
+def _go_on(start: Path, fixed: Mapping[str, Any], model: Any, optimizer: Any, schedule: Any) -> int:
+    """Loads a checkpoint; the steps that were done. Raises `CheckpointError` for one of another run."""
+    extra = megacompile.load_checkpoint(start, model, optimizer, scheduler=schedule)
+    if not isinstance(extra, dict) or set(extra) != {"done", "fixed"}:
+        raise CheckpointError(f"{start} was not saved by megacompile train: it does not say how far the data was read")
+    then = extra["fixed"]
+    if changed := [f"{name} ({then.get(name)} then, {value} now)" for name, value in fixed.items() if then.get(name) != value]:
+        raise CheckpointError(f"{start} is of a run that began otherwise: {', '.join(changed)}; go on with what it began with, "
+                              "or begin anew with the model that it has saved")
+    return int(extra["done"])
+
+
+def _write_settings(path: Path, source: str, data: Sequence[str], settings: Settings, knobs: Knobs) -> None:
+    """What was asked for, all of it, so that `--config` repeats it."""
+    given = {"model": source, "data": list(data), **asdict(settings), **asdict(knobs)}
+    del given["resume"]
+    words = {name: str(value) if isinstance(value, Path | enum.Enum) else value for name, value in given.items()}
+    path.write_text(yaml.safe_dump({k: v for k, v in words.items() if v is not None}, sort_keys=False), encoding="utf-8")

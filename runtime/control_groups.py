@@ -1,0 +1,69 @@
+"""What the control groups around this process (a container's limits) leave it: memory and processor time."""
+from __future__ import annotations
+
+import functools
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+_PROC, _GROUPS = Path("/proc"), Path("/sys/fs/cgroup")
+
+
+def _groups(controller: str, proc: Path, cgroups: Path) -> Iterator[tuple[int, Path]]:
+    """(version, folder) of each group around this process that this controller may limit, the innermost first."""
+    try:
+        memberships = (proc / "self/cgroup").read_text(encoding="ascii").splitlines()
+    except OSError:  # a kernel without control groups
+        return
+    for _, controllers, path in (line.split(":", 2) for line in memberships):
+        if controllers == "":
+            version, root = 2, cgroups
+        elif controller in controllers.split(","):
+            version, root = 1, cgroups / controller
+        else:
+            continue
+        inside = root / path.lstrip("/")
+        for group in (inside, *inside.parents):
+            if not group.is_relative_to(root):
+                break
+            yield version, group
+
+
+def group_rooms(proc: Path = _PROC, cgroups: Path = _GROUPS) -> Iterator[int]:
+    """Bytes that each limited group has left. Cached file pages give way, so they count as free. Above `memory.high` a group is
+    not killed but held up, which is no better for training: it counts as a limit."""
+    for version, group in _groups("memory", proc, cgroups):
+        limits, usage, cached = (("memory.max", "memory.high"), "memory.current", "inactive_file") if version == 2 else (
+            ("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file")
+        try:  # a container may see its own group as the root, and the root group has no limit
+            used = int((group / usage).read_text())
+            stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        except OSError:
+            continue
+        for limit in limits:
+            try:
+                most = (group / limit).read_text(encoding="ascii").strip()
+            except OSError:
+                continue
+            if most != "max":
+                yield int(most) - used + int(stat.get(cached, 0))
+
+
+@functools.cache
+def cores(proc: Path = _PROC, cgroups: Path = _GROUPS) -> int:
+    """On how many processors this process may compute at a time. A container of two processors' time on a machine of 64 may run
+    on any of them: 64 threads would use that time up at once, and then all wait for the rest of each period."""
+    quotas = []
+    for version, group in _groups("cpu", proc, cgroups):
+        try:
+            if version == 2:
+                quota, period = (group / "cpu.max").read_text(encoding="ascii").split()
+            else:
+                quota, period = ((group / f"cpu.cfs_{each}_us").read_text(encoding="ascii").strip()
+                                 for each in ("quota", "period"))
+        except OSError:
+            continue
+        if quota not in ("max", "-1"):
+            quotas.append(math.ceil(int(quota) / int(period)))
+    return max(1, min([len(os.sched_getaffinity(0)), *quotas]))

@@ -1,0 +1,105 @@
+"""One optimizer step on its way through the lanes: what it asks for, and how far it came.
+
+A step counts from the moment when it begins, and no more if it fails, or is refused, before its first tile: what updates
+nothing is no step. Where gradients are not finite, the lane that finds out takes the count back; a step that was numbered
+meanwhile is numbered one too high, and finds out when it comes to its own clip.
+"""
+from __future__ import annotations
+
+import math
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import repeat
+from typing import Any
+
+from .adam import AdamSegment
+from .kernels import Batch
+
+#: Held by whoever numbers a step, counts it or takes its count back: callers and lanes.
+counting = threading.Lock()
+
+#: Per tile, the norm of each parameter's gradient by name.
+Norms = Mapping[str, Mapping[str, float]]
+
+
+@dataclass(eq=False)
+class Update:
+    """`segments`: per tile, the runs of elements to update with their hyper-parameters; `counted`: per tile, the positions of
+    the parameters whose gradients count. `done` tiles were updated already: a step that failed half-way is completed by running
+    it again. `begun`: its parameters' step counts include it. `on_arrival`: tiles are updated before the global norm is known.
+    `batches`: what the gradients are of.
+
+    `refused`: its gradients were not finite. `report` is then called in the lane, with their norms; it may raise."""
+
+    segments: Mapping[str, list[AdamSegment]]
+    counted: Mapping[str, list[int]]
+    max_grad_norm: float | None = None
+    done: set[str] = field(default_factory=set)
+    norm: float | None = None
+    begun: bool = False
+    on_arrival: bool = False
+    batches: Sequence[Batch] = ()
+    refused: bool = False
+    report: Callable[[Update, Norms], None] = lambda update, norms: None
+    states: Sequence[dict[str, Any]] = ()  # of the parameters that are counted: each has its "step"
+    before: Update | None = None  # the step before it, if it may yet be refused
+
+    @property
+    def step(self) -> int:
+        """The largest of its parameters' step counts."""
+        return max((s.step for segments in self.segments.values() for s in segments), default=0)
+
+    @property
+    def open(self) -> bool:
+        """Whether it may yet be refused, by its clip, without an error."""
+        return self.norm is None and self.begun and not self.on_arrival
+
+    def begin(self) -> None:
+        """Counts the step, unless it is one that is being completed."""
+        with counting:
+            if not self.begun:
+                self._count(1)
+
+    def withdraw(self) -> None:
+        """After a failure: what has updated no tile is no step."""
+        with counting:
+            if self.begun and not self.done and not self.refused:
+                self._count(-1)
+                self._renumber()
+
+    def _count(self, by: int) -> None:
+        counts = [state["step"] + by for state in self.states]
+        # One call into C, which Ctrl-C does not divide: no parameter is counted and another not, or without `begun`.
+        deque(map(dict.__setitem__, [*self.states, vars(self)], [*repeat("step", len(counts)), "begun"], [*counts, by > 0]),
+              maxlen=0)
+
+    def judge(self, norms: Norms) -> None:
+        """In the lane that knows all norms, before the first tile is updated: takes the global norm, and refuses the step if
+        that is not finite. Raises what `report` raises."""
+        squares = 0.0  # one after the other: `sum` compensates from Python 3.12 on, and gives other bits
+        for norm in (norm for of_tile in norms.values() for norm in of_tile.values()):
+            squares += norm ** 2
+        with counting:
+            self._renumber()
+            self.norm = squares ** 0.5
+            if not math.isfinite(self.norm):
+                self._count(-1)
+                self.refused = True
+        if self.refused:
+            self.report(self, norms)
+
+    def judge_tile(self, tile: str, norms: Mapping[str, float]) -> None:
+        """On arrival, before this tile is updated. Raises what `report` raises if its gradients are not finite."""
+        if not all(map(math.isfinite, norms.values())):
+            self.report(self, {tile: norms})
+
+    def _renumber(self) -> None:
+        """If the step before was refused after this one was numbered, its parameters have had one step less."""
+        before, self.before = self.before, None
+        if before is None or not before.refused:
+            return
+        taken = {(tile, s.start) for tile, segments in before.segments.items() for s in segments}
+        self.segments = {tile: [replace(s, step=s.step - 1) if (tile, s.start) in taken else s for s in segments]
+                         for tile, segments in self.segments.items()}

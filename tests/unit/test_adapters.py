@@ -1,0 +1,107 @@
+"""PEFT's adapters on a streamed model, beside the same unstreamed."""
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_models
+import torch
+from tiny_models import assert_same_gradients, assert_same_weights, batch
+
+import megacompile
+from megacompile.errors import UnsupportedError
+
+peft = pytest.importorskip("peft")
+
+
+def adapted(bf16: bool = False, **options: Any) -> Any:
+    """A model of two layers with LoRA whose second matrix is not zero, so that all gradients say something."""
+    torch.manual_seed(1)
+    config = peft.LoraConfig(**{**dict(r=4, lora_alpha=8, target_modules=["v_proj", "down_proj"], init_lora_weights=False,
+                                       task_type="CAUSAL_LM"), **options})
+    return peft.get_peft_model(tiny_models.build(bf16, num_hidden_layers=2), config).train()
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[tuple[Any, Any]]:
+    """A streamed model with DoRA, and its plain twin; a test that changes weights changes those of both."""
+    native = adapted(use_dora=True)
+    model = megacompile.stream(copy.deepcopy(native), device="cpu")
+    yield model, native
+    if hasattr(model, "megacompile"):
+        model.megacompile.close()
+
+
+def test_adapters_train_as_they_do_natively_and_nothing_else_has_state(pair: tuple[Any, Any]) -> None:
+    optimizers = [cls(m.parameters(), lr=1e-2, eps=1e-4) for cls, m in zip((megacompile.AdamW, torch.optim.AdamW), pair,
+                                                                            strict=True)]
+    for each in pair:
+        each(**batch(0)).loss.backward()
+    assert_same_gradients(*pair)
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_same_weights(*pair)
+    tiles = pair[0].megacompile.streamed.tiling.layouts.values()
+    assert all("lora_" in part.name for layout in tiles if layout.trainable for part in layout.slices)
+    parts, elements = pair[0].megacompile.stats["host_parts"], sum(x.elements for x in tiles if x.trainable)
+    assert parts["gradients"] < 4.2 * elements + 1000 and parts["m"] == 4 * elements
+
+
+def test_a_saved_adapter_is_that_of_peft(pair: tuple[Any, Any], tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    saved = []
+    for each, name in zip(pair, ("streamed", "native"), strict=True):
+        each.save_pretrained(tmp_path / name)
+        saved.append(load_file(tmp_path / name / "adapter_model.safetensors"))
+    assert saved[0].keys() == saved[1].keys() and len(saved[0]) == 12
+    for name, tensor in saved[0].items():
+        torch.testing.assert_close(tensor, saved[1][name], rtol=1e-4, atol=1e-5)
+
+
+def test_generation_is_streamed_and_greedy_tokens_are_peft_s(pair: tuple[Any, Any]) -> None:
+    prompt = batch(5)["input_ids"]
+    before = len(pair[0].megacompile.streamed.shapes)
+    ours, theirs = (each.generate(input_ids=prompt, max_new_tokens=3, do_sample=False) for each in pair)
+    assert torch.equal(ours, theirs)
+    assert len(pair[0].megacompile.streamed.shapes) > before, "a length of generation has a program of its own"
+
+
+def test_a_changed_state_of_adapters_is_refused_until_it_is_put_back(pair: tuple[Any, Any]) -> None:
+    model = pair[0]
+    with torch.no_grad():
+        with model.disable_adapter(), pytest.raises(UnsupportedError, match=r"disable_adapters of .* is True and was False"):
+            model(**batch(0))
+        model.merge_adapter()
+        with pytest.raises(UnsupportedError, match=r"merged_adapters of .* is \['default'\] and was \[\]"):
+            model(**batch(0))
+        model.unmerge_adapter()
+        ours, theirs = (each(**batch(0)).loss.item() for each in pair)
+    assert ours == pytest.approx(theirs, rel=1e-5)
+
+
+def test_an_adapter_is_merged_after_close(pair: tuple[Any, Any]) -> None:
+    pair[0].megacompile.close()
+    ours, theirs = (each.merge_and_unload() for each in pair)
+    assert not any("lora" in name for name, _ in ours.named_parameters())
+    assert ours(**batch(0)).loss.item() == pytest.approx(theirs(**batch(0)).loss.item(), rel=1e-5)
+
+
+def test_adapters_in_float32_train_beside_bf16_weights() -> None:
+    """As PEFT makes them: they lie in tiles of their own."""
+    native = adapted(bf16=True)
+    model = megacompile.stream(copy.deepcopy(native), device="cpu")
+    tiles = model.megacompile.streamed.tiling.layouts.values()
+    assert {(layout.trainable, layout.dtype) for layout in tiles} == {(True, torch.float32), (False, torch.bfloat16)}
+    losses = []
+    for each in (model, native):
+        loss = each(**batch(0)).loss
+        loss.backward()
+        losses.append(loss.item())
+    assert losses[0] == pytest.approx(losses[1], rel=5e-3)
+    assert_same_gradients(model, native, tolerance=0.05)
+    model.megacompile.close()

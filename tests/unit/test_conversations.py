@@ -1,0 +1,141 @@
+"""Rows -> conversations -> tokens, and which of them are learnt."""
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from tiny_tokenizer import CHATML, MARKED, THINKING, UNLIKE, build
+from tokenizers import processors
+
+from megacompile.errors import MegacompileError
+from megacompile.finetuning.chat import ChatEncoder
+from megacompile.finetuning.formats import Format, detect, messages_of
+
+USER, HELLO = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}
+MORE, BYE = {"role": "user", "content": "go"}, {"role": "assistant", "content": "bye"}
+LONG = [{"role": "system", "content": "be brief"}, USER, HELLO, MORE, BYE]
+
+
+def shown(tokenizer: Any, messages: list[dict[str, str]]) -> list[str]:
+    """Each sequence as text, with what is learnt in brackets."""
+    found = []
+    for encoded in ChatEncoder(tokenizer).encode(messages):
+        assert len(encoded.tokens) == len(encoded.learnt)
+        text, before = "", False
+        for token, learnt in zip([*encoded.tokens, None], [*encoded.learnt, False], strict=True):
+            text += "]" if before and not learnt else "[" if learnt and not before else ""
+            text += tokenizer.decode([token]) if token is not None else ""
+            before = learnt
+        found.append(text)
+    return found
+
+
+# ---------------------------------------------------------------- formats
+@pytest.mark.parametrize(("format", "row", "expected"), [
+    (Format.ALPACA, {"instruction": "hi", "output": "hello"}, [USER, HELLO]),
+    (Format.ALPACA, {"instruction": "hi", "input": "", "output": "hello"}, [USER, HELLO]),
+    (Format.ALPACA, {"instruction": "add", "input": "1, 2", "output": "hello"},
+     [{"role": "user", "content": "add\n\n1, 2"}, HELLO]),
+    (Format.SHAREGPT, {"conversations": [{"from": "system", "value": "be brief"}, {"from": "human", "value": "hi"},
+                                         {"from": "gpt", "value": "hello"}]}, [LONG[0], USER, HELLO]),
+    (Format.MESSAGES, {"messages": [USER | {"name": None}, HELLO | {"thought": "well"}]}, [USER, HELLO | {"thought": "well"}]),
+], ids=str)
+def test_each_format_is_a_conversation(format: Format, row: dict[str, Any], expected: list[dict[str, str]]) -> None:
+    assert messages_of(row, format) == expected
+    assert detect(row) is format
+
+
+@pytest.mark.parametrize(("columns", "format"), [
+    (("id", "text"), Format.TEXT), (("instruction", "input", "output", "text"), Format.ALPACA),
+    (("messages", "text"), Format.MESSAGES)])
+def test_conversations_go_before_texts_and_other_columns_are_not_read(columns: tuple[str, ...], format: Format) -> None:
+    assert detect(columns) is format
+
+
+def test_columns_of_no_format_or_of_two_are_refused() -> None:
+    with pytest.raises(MegacompileError, match=r"the columns answer, question fit no format: rename them to those of messages"):
+        detect(["question", "answer"])
+    with pytest.raises(MegacompileError, match=r"fit messages and sharegpt: say which with --format"):
+        detect(["messages", "conversations"])
+
+
+@pytest.mark.parametrize(("format", "row", "reason"), [
+    (Format.ALPACA, {"instruction": "hi"}, "output is missing"),
+    (Format.ALPACA, {"instruction": "hi", "output": 3}, "output is a int, not text"),
+    (Format.SHAREGPT, {"conversations": "hi"}, "conversations is a str, not a list of messages"),
+    (Format.SHAREGPT, {"conversations": []}, "conversations is empty"),
+    (Format.SHAREGPT, {"conversations": [{"from": "human", "value": "hi"}, {"from": "bot", "value": "x"}]},
+     "message 2: from is 'bot', which is none of human"),
+    (Format.SHAREGPT, {"conversations": [{"from": "human", "value": "hi"}]}, "no message is the assistant's"),
+    (Format.MESSAGES, {"messages": [USER, "hello"]}, "message 2: is a str, not an object with role"),
+    (Format.MESSAGES, {"messages": [USER, {"role": "assistant", "content": None}]}, "message 2: content is missing"),
+], ids=str)
+def test_a_row_that_is_none_is_refused_with_the_reason(format: Format, row: dict[str, Any], reason: str) -> None:
+    with pytest.raises(MegacompileError, match=reason):
+        messages_of(row, format)
+
+
+# ---------------------------------------------------------------- tokens
+ALL_ANSWERS = ("<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n"
+               "<|im_start|>assistant\n[hello<|im_end|>]\n<|im_start|>user\ngo<|im_end|>\n<|im_start|>assistant\n[bye<|im_end|>]\n")
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED], ids=["prefixes", "marks"])
+def test_every_answer_and_its_end_are_learnt_and_nothing_else(template: str) -> None:
+    assert shown(build(template), LONG) == [ALL_ANSWERS]
+
+
+def test_a_mark_that_ends_in_a_space_ends_there() -> None:
+    """Offsets of some tokenizers leave spaces out; the token behind the mark is not learnt for that."""
+    tokenizer = build("{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}"
+                      "{% else %}{{ m.content }}{% endif %}{% endfor %}")
+    tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
+    assert shown(tokenizer, [USER, {"role": "assistant", "content": "well "}, MORE, BYE]) == ["hi[well] go[bye]"]
+
+
+def test_what_follows_the_last_answer_is_left_out_where_nothing_is_marked() -> None:
+    assert shown(build(), [USER, HELLO, MORE]) == ["<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n[hello<|im_end|>]\n"]
+
+
+def test_an_answer_that_is_rendered_otherwise_once_more_follows_is_learnt_as_it_was_given() -> None:
+    assert shown(build(THINKING), [USER, HELLO, MORE, BYE]) == [
+        "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n[<think>hello<|im_end|>]\n",
+        "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nhello<|im_end|>\n<|im_start|>user\ngo<|im_end|>\n"
+        "<|im_start|>assistant\n[<think>bye<|im_end|>]\n"]
+
+
+def test_a_prompt_has_the_tokens_of_generation_where_the_answer_would_join_them() -> None:
+    """Two line ends are one token: the answer's must not become one with the prompt's."""
+    tokenizer = build(merges=(("\u010a", "\u010a"),))
+    answer = {"role": "assistant", "content": "\nhello"}
+    (encoded,) = ChatEncoder(tokenizer).encode([USER, answer])
+    prompt = tokenizer.apply_chat_template([USER], add_generation_prompt=True)["input_ids"]
+    assert encoded.tokens[:len(prompt)] == prompt and not any(encoded.learnt[:len(prompt)])
+    assert tokenizer.decode([t for t, learnt in zip(encoded.tokens, encoded.learnt, strict=True) if learnt]) == (
+        "\nhello<|im_end|>")
+    joined = tokenizer.apply_chat_template([USER, answer])["input_ids"]
+    assert joined[:len(prompt)] != prompt, "the tokenizer of this test joins nothing"
+
+
+def test_a_tokenizer_without_a_template_gets_one() -> None:
+    tokenizer = build(template=None)
+    assert shown(tokenizer, LONG) == ["be brief\n\n### User:\nhi\n\n### Assistant:\n[hello<|im_end|>]\n\n### User:\ngo\n\n"
+                                      "### Assistant:\n[bye<|im_end|>]\n\n"]
+    assert tokenizer.apply_chat_template([USER], tokenize=False, add_generation_prompt=True) == (
+        "### User:\nhi\n\n### Assistant:\n")
+
+
+@pytest.mark.parametrize(("template", "messages", "reason"), [
+    (UNLIKE, [USER, HELLO], r"does not begin an answered conversation with its prompt.*mark them in it"),
+    ("{{ raise_exception('roles must alternate') }}", [USER, HELLO], r"the chat template refuses it \(roles must alternate\)"),
+    ("{{ messages[0].content }}{% generation %}{% endgeneration %}", [USER, HELLO], "marks nothing of it as generated"),
+    (CHATML, [HELLO, USER, BYE], "the first message is the assistant's"),
+])
+def test_what_a_template_cannot_do_is_refused(template: str, messages: list[dict[str, str]], reason: str) -> None:
+    with pytest.raises(MegacompileError, match=reason):
+        ChatEncoder(build(template)).encode(messages)
+
+
+def test_a_tokenizer_that_cannot_end_an_answer_is_refused() -> None:
+    with pytest.raises(MegacompileError, match="neither a chat template nor an end-of-sequence token: set"):
+        ChatEncoder(build(template=None, end=None))

@@ -1,0 +1,127 @@
+"""Out of device memory in the middle of a step: nothing has changed, the error says what to do, and a smaller batch runs."""
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import batch, same_bits, train_step, weights
+
+import megacompile
+from megacompile.errors import DeviceMemoryError, InsufficientMemoryError, LaneError
+from megacompile.program import argument, op_of
+from megacompile.runtime import operations
+from megacompile.runtime.kernels import Activation
+
+
+class Allocator:
+    """What a device's allocator does, for the results of templates: counts the bytes that are alive, and gives no more than
+    `limit`."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit, self.used, self.peak = limit, 0, 0
+        self._lock = threading.Lock()
+
+    def take(self, tensor: torch.Tensor) -> None:
+        with self._lock:
+            if self.used + tensor.nbytes > self.limit:
+                raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {tensor.nbytes} bytes.\nmore lines")
+            self.used += tensor.nbytes
+            self.peak = max(self.peak, self.used)
+        weakref.finalize(tensor, self.give, tensor.nbytes)
+
+    def give(self, size: int) -> None:
+        with self._lock:
+            self.used -= size
+
+
+@pytest.fixture
+def allocator(monkeypatch: pytest.MonkeyPatch) -> Allocator:
+    found = Allocator(1 << 40)
+
+    def counted(op: Callable[..., Any]) -> Callable[..., Any]:
+        def run(frame: Any, node: Any) -> Any:
+            result = op(frame, node)
+            if isinstance(result, Activation):
+                for tensor in result.outputs:
+                    found.take(tensor)
+            return result
+        return run
+
+    for name in ("forward", "forward_saving", "loss", "recompute_backward", "backward"):
+        monkeypatch.setitem(operations.OPERATIONS, name, counted(operations.OPERATIONS[name]))
+    return found
+
+
+@pytest.mark.parametrize("kind", ["loop", "whole step"])
+def test_a_step_that_does_not_fit_changes_nothing_and_a_smaller_one_runs(model: Any, allocator: Allocator, kind: str) -> None:
+    optimizer = megacompile.AdamW(model.parameters(), lr=1e-2)
+
+    def step(seed: int, rows: int) -> None:
+        if kind == "loop":
+            train_step(model, optimizer, seed, rows=rows)
+        else:
+            model.megacompile.train_step(batch(seed, rows=rows), optimizer)
+
+    step(0, 2)
+    model.megacompile.synchronize()
+    small, allocator.peak = allocator.peak, 0
+    step(0, 6)
+    model.megacompile.synchronize()
+    assert allocator.peak > 1.5 * small
+    before, allocator.limit = weights(model), int(1.2 * small)
+    with pytest.raises(DeviceMemoryError) as caught:
+        step(1, 6)
+    text = str(caught.value).splitlines()
+    assert "out of device memory" in text[0] and "no weight has changed: run a smaller batch" in text[0]
+    assert "foresaw" in text[0] and "of a budget of" in text[0] and "the allocator said: CUDA out of memory." in text[1]
+    assert isinstance(caught.value, InsufficientMemoryError) and isinstance(caught.value, LaneError)
+    assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
+    assert same_bits(weights(model), before)
+    optimizer.zero_grad()
+    step(1, 2)  # though the error, with its traceback, is still in somebody's hands
+    assert all(state["step"] == 3 for state in optimizer.state_dict()["state"].values())
+    assert not same_bits(weights(model), before)
+
+
+def test_a_slot_that_cannot_be_made_is_an_error_and_no_end(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    streamed = model.megacompile.streamed
+    train_step(model, megacompile.AdamW(model.parameters()))
+    before = weights(model)
+
+    def full(size: int) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(streamed.backend, "memory", full)
+        streamed.arena.forget(next(iter(streamed.arena.slots)))
+        with pytest.raises(DeviceMemoryError, match="a slot could not be made"):
+            model(**batch())
+    assert same_bits(weights(model), before)
+    model(**batch()).loss.backward()
+
+
+def test_an_update_on_the_device_that_runs_out_of_memory_says_whether_weights_are_torn(model: Any) -> None:
+    """On arrival, after the first tile: then they are."""
+    optimizer = megacompile.AdamW(model.parameters(), lr=1e-2, overlap="backward")
+    train_step(model, optimizer)
+    start = weights(model)
+    seen: list[str] = []
+
+    def probe(node: Any) -> None:
+        if op_of(node).name == "adam":
+            seen.append(argument(node, "tile"))
+            if len(seen) == 2:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    def step() -> None:
+        train_step(model, optimizer)
+        model.megacompile.synchronize()  # the update may be on its way yet
+
+    model.megacompile.streamed.executor.probe = probe
+    with pytest.raises(DeviceMemoryError, match="the weights are torn"):
+        step()
+    model.load_state_dict(start)

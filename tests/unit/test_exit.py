@@ -1,0 +1,16 @@
+"""The interpreter ends while lanes are at work: no hang, no abort, nothing on stderr; nor in a forked child."""
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+
+
+def test_a_program_and_its_forked_child_end_with_work_in_flight() -> None:
+    environment = {**os.environ, "PYTHONPATH": str(HERE.parents[1]), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-X", "faulthandler", str(HERE / "exiting.py")], capture_output=True, text=True,
+                          timeout=120, env=environment, check=False)
+    assert (done.returncode, done.stderr, done.stdout) == (0, "", "ending True\n")

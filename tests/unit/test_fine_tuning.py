@@ -1,0 +1,305 @@
+"""`megacompile train` on rows: what is trained, what is written, and going on after a stop."""
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_tokenizer
+import torch
+import yaml
+from tiny_models import build
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner, Result
+
+import megacompile
+from megacompile import cli, training
+from megacompile.corpus import load_tokenizer
+from megacompile.errors import CheckpointError, MegacompileError
+from megacompile.finetuning import run as runs
+from megacompile.finetuning import saves
+from megacompile.finetuning.data import read
+from megacompile.finetuning.reports import Reports, read_log
+from megacompile.finetuning.rows import Order, Rows, collate, in_turn, split
+from megacompile.finetuning.settings import Settings
+from megacompile.options import Knobs
+
+LENGTH, BATCH, STEPS = 64, 4, 6
+FLAGS = ("--length", LENGTH, "--batch", BATCH, "--device", "cpu", "--lr", "1e-2", "--log-interval", 1)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A saved model with a tokenizer and a chat template."""
+    folder = tmp_path_factory.mktemp("model")
+    tokenizer = tiny_tokenizer.build()
+    build(vocab_size=len(tokenizer)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("data") / "sums.jsonl"
+    path.write_text("".join(json.dumps({"instruction": f"{a} + {b}", "output": str(a + b)}) + "\n"
+                            for a in range(5) for b in range(4)))
+    return path
+
+
+def command(*arguments: object) -> Result:
+    return CliRunner().invoke(cli.app, [str(argument) for argument in arguments])
+
+
+def losses(output: Path) -> dict[int, float]:
+    return {entry["step"]: entry["loss"] for entry in read_log(output / "log.jsonl") if "loss" in entry}
+
+
+def native(model: Path, rows: Rows, held_out: Rows) -> tuple[list[float], float]:
+    """The same training by PyTorch alone: the losses, and that of the held-out rows after it, over each of their labels."""
+    plain = AutoModelForCausalLM.from_pretrained(model, attn_implementation="eager").train()
+    groups = [{"params": [p for p in plain.parameters() if p.dim() > 1]},
+              {"params": [p for p in plain.parameters() if p.dim() == 1], "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-2, weight_decay=0.1)
+    schedule = training.warmup_then_decay(optimizer, STEPS, 2, training.Decay.COSINE)
+    found = []
+    for _, indices in zip(range(STEPS), Order(len(rows), BATCH, seed=5).batches(), strict=False):
+        loss = plain(**collate(rows, indices, BATCH, LENGTH)).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+        found.append(float(loss.detach()))
+    with torch.no_grad():
+        return found, float(plain.eval()(**collate(held_out, range(len(held_out)), len(held_out), LENGTH)).loss)
+
+
+def test_a_run_has_the_losses_of_native_pytorch_and_leaves_all_it_says(
+        model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[tuple[Rows, Rows]] = []
+
+    def kept_split(*arguments: Any) -> tuple[Rows, Rows]:
+        kept.append(split(*arguments))
+        return kept[0]
+
+    monkeypatch.setattr(runs, "split", kept_split)
+    output = tmp_path / "run"
+    result = command("train", model, "--data", data, *FLAGS, "--steps", STEPS, "--warmup", 2, "--weight-decay", 0.1, "--seed",
+                     5, "--eval-share", 0.25, "--eval-interval", 4, "--save-interval", 4, "--output", output)
+    assert result.exit_code == 0, result.output
+    expected, evaluated = native(model, *kept[0])
+    assert list(losses(output).values()) == pytest.approx(expected, rel=1e-4)
+    evaluations = [(e["step"], e["eval_loss"]) for e in read_log(output / "log.jsonl") if "eval_loss" in e]
+    assert [step for step, _ in evaluations] == [4, 6] and evaluations[-1][1] == pytest.approx(evaluated, rel=1e-3)
+    assert {path.name for path in output.iterdir()} == {"checkpoints", "log.jsonl", "loss.svg", "model", "settings.yaml"}
+    assert [path.name for path in sorted((output / "checkpoints").iterdir())] == ["000001-step-4", "000002-step-6"]
+    assert "</svg>" in (output / "loss.svg").read_text()
+    saved = AutoModelForCausalLM.from_pretrained(output / "model")
+    with torch.no_grad():
+        assert float(saved(**collate(kept[0][1], range(5), 5, LENGTH)).loss) == pytest.approx(evaluations[-1][1], rel=1e-3)
+    assert AutoTokenizer.from_pretrained(output / "model").chat_template == tiny_tokenizer.CHATML
+
+
+def test_packed_conversations_are_learnt_as_if_they_were_alone(model: Path, data: Path, tmp_path: Path) -> None:
+    """Two to a sequence have the loss that they have one by one."""
+    pytest.importorskip("megacompile.packing", reason="positions that begin anew are refused")
+    result = command("train", model, "--data", data, *FLAGS, "--pack", "--steps", 1, "--batch", 10, "--output", tmp_path)
+    assert result.exit_code == 0 and "parameters; 10 sequences" in result.output, result.output
+    plain = AutoModelForCausalLM.from_pretrained(model, attn_implementation="eager")
+    rows = read([str(data)], load_tokenizer(model), None, LENGTH, False, plain.config.vocab_size, print)
+    assert losses(tmp_path)[1] == pytest.approx(training.evaluate(plain, in_turn(rows, 20, LENGTH)), rel=1e-5)
+
+
+def test_a_run_that_sigterm_stops_goes_on_to_the_bit(model: Path, data: Path, tmp_path: Path) -> None:
+    """It is stopped from outside, wherever it is then."""
+    arguments = [str(each) for each in ("train", model, "--data", data, *FLAGS, "--decay", "constant", "--warmup", 5)]
+    stopped, whole = tmp_path / "stopped", tmp_path / "whole"
+    process = subprocess.Popen([sys.executable, "-c", "from megacompile.cli import app; app()", *arguments, "--steps", "100000",
+                                "--output", str(stopped)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert process.stdout is not None
+    printed = ""
+    for line in process.stdout:
+        printed += line
+        if line.startswith("step") and re.match(r"step +2/", line):
+            process.send_signal(signal.SIGTERM)
+    assert process.wait() == 143, printed
+    done = max(losses(stopped))
+    assert f"stopped by SIGTERM after {done} of 100000 steps; --resume latest goes on from there" in printed
+    assert not (stopped / "model" / "model.safetensors").exists()
+    assert megacompile.latest_checkpoint(stopped / "checkpoints") == stopped / "checkpoints" / f"000001-step-{done}"
+
+    refused = command(*arguments, "--steps", done + 4, "--output", stopped)
+    assert refused.exit_code == 2 and "has checkpoints of an earlier run: give --resume latest to go on" in refused.stderr
+    for changed, reason in ((("--lr", "1e-3"), r"lr \(0.01 then, 0.001 now\)"), (("--eval-share", "0.5"), r"data \(\w+ then")):
+        other = command(*arguments, *changed, "--steps", done + 4, "--output", stopped, "--resume", "latest")
+        assert other.exit_code == 1 and re.search(f"is of a run that began otherwise: {reason}", other.stderr), other.output
+    assert command(*arguments, "--steps", done + 4, "--output", stopped, "--resume", "latest").exit_code == 0
+    assert command(*arguments, "--steps", done + 4, "--output", whole).exit_code == 0
+    assert losses(stopped) == losses(whole) and list(losses(whole)) == list(range(1, done + 5))
+    assert (stopped / "model" / "model.safetensors").read_bytes() == (whole / "model" / "model.safetensors").read_bytes()
+
+    again = command(*arguments, "--steps", done + 4, "--output", tmp_path / "again", "--resume", whole)
+    assert again.exit_code == 0 and f"goes on after step {done + 4}" in again.output
+    assert f"saved in {tmp_path / 'again' / 'model'} after {done + 4} steps" in again.output
+
+
+def test_ctrl_c_saves_a_checkpoint_and_says_how_to_go_on(
+        model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    show = training.ProgressDisplay.__call__
+
+    def show_then_interrupt(display: training.ProgressDisplay, step: training.Step) -> None:
+        show(display, step)
+        if step.number == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(training.ProgressDisplay, "__call__", show_then_interrupt)
+    result = command("train", model, "--data", data, *FLAGS, "--output", tmp_path, "--resume", "latest")
+    assert result.exit_code == cli.EXIT_INTERRUPTED, result.output
+    assert "there is no checkpoint" in result.output
+    assert "stopped by Ctrl-C after 2 of 5 steps; --resume latest goes on from there" in result.output
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["000001-step-2"]
+
+
+# ---------------------------------------------------------------- what is asked for
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What the command line would run."""
+    found: list[Any] = []
+
+    def record(*arguments: Any) -> int:
+        found.append(arguments[:4])
+        return 0
+
+    monkeypatch.setattr(runs, "run", record)
+    return found
+
+
+def test_flags_win_over_the_file_and_the_file_over_defaults(asked: list[Any], tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("model: m\ndata: d.jsonl\nlr: 1e-3\nsave-interval: 7\noverlap: true\nmax_grad_norm: 0\n"
+                                     "resident_state: [a, b]\nsteps: null\ndecay: linear\n")
+    result = command("train", "--config", tmp_path / "a.yaml", "--lr", 2, "--resident-state", "c")
+    assert result.exit_code == 0, result.output
+    expected = Settings(lr=2.0, save_interval=7, overlap=True, max_grad_norm=0.0, decay=training.Decay.LINEAR)
+    assert asked == [("m", ["d.jsonl"], expected, Knobs(resident_state=["c"]))]
+
+
+def test_the_file_of_the_page_is_one_that_runs(asked: list[Any], tmp_path: Path) -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "fine-tuning.md").read_text(encoding="utf-8")
+    (tmp_path / "run.yaml").write_text(re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)[0])
+    assert command("train", "--config", tmp_path / "run.yaml").exit_code == 0
+    assert asked[0][2].warmup == 100 and asked[0][3] == Knobs(device_memory="24GiB")
+
+
+def test_the_settings_that_are_written_ask_for_the_same_again(asked: list[Any], tmp_path: Path) -> None:
+    settings = Settings(lr=1e-5, output=tmp_path / "run", overlap=True, max_grad_norm=0.0, resume="latest", tokenizer="t")
+    knobs = Knobs(resident_state=["none"], device="cpu")
+    runs._write_settings(tmp_path / "settings.yaml", "m", ["a", "b"], settings, knobs)
+    assert command("train", "--config", tmp_path / "settings.yaml").exit_code == 0
+    assert asked == [("m", ["a", "b"], dataclasses.replace(settings, resume=None), knobs)]
+
+
+@pytest.mark.parametrize(("text", "reason"), [
+    ("warm_up: 3", "has the key warm_up, which there is not: is it warmup?"), ("x_y: 3", "has the key x_y, which there is not"),
+    ("steps: [1, 2]", "steps is a list, and takes one value"), ("data: [{a: 1}]", "data must be a number, a word"),
+    ("- steps", "holds no keys and values"), ("a: [", "is no YAML: mend it"),
+    ("steps: 1.5", "Invalid value for '--steps'"), ("lr: -1", "Invalid value for '--lr'"), ("overlap: 3", "'--overlap'")])
+def test_a_file_that_cannot_be_honoured_is_refused(asked: list[Any], tmp_path: Path, text: str, reason: str) -> None:
+    (tmp_path / "a.yaml").write_text(text)
+    result = command("train", "m", "--data", "d", "--config", tmp_path / "a.yaml")
+    assert result.exit_code == 2 and reason in result.stderr and not asked, result.output
+
+
+@pytest.mark.parametrize(("settings", "reason"), [
+    ({"resume": "latest"}, "--resume latest needs --output"), ({"tensorboard": True}, "--tensorboard needs --output"),
+    ({"overlap": True}, "give --max-grad-norm 0 with it"), ({"epochs": 0.0}, "--epochs 0 trains nothing"),
+    ({"beta2": 1.0}, "must be below 1")])
+def test_settings_that_do_not_go_together_are_refused(settings: dict[str, Any], reason: str) -> None:
+    with pytest.raises(MegacompileError, match=reason):
+        Settings(**settings).check()
+
+
+# ---------------------------------------------------------------- reports and saves
+def test_a_log_that_goes_on_has_each_step_once_and_tensorboard_the_same(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    step = training.Step(1, 2.0, 1e-3, 100.0, 0.5, 10, 20)
+    with Reports(tmp_path, 0, tensorboard=True) as reports:
+        for number in (1, 2, 3):
+            reports.step(dataclasses.replace(step, number=number))
+        reports.evaluation(3, 1.5)
+    with (tmp_path / "log.jsonl").open("a") as file:
+        file.write('{"step": 4, "lo')  # cut off by a kill
+    with Reports(tmp_path, 2, tensorboard=False) as reports:
+        reports.step(dataclasses.replace(step, number=3, loss=1.0))
+    entries = read_log(tmp_path / "log.jsonl")
+    assert [(entry["step"], entry["loss"]) for entry in entries] == [(1, 2.0), (2, 2.0), (3, 1.0)]
+    assert entries[0].items() >= {"lr": 1e-3, "tokens_per_second": 100.0, "device_bytes": 10, "host_bytes": 20}.items()
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    board = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [(event.step, event.value) for event in board.Scalars("loss")] == [(1, 2.0), (2, 2.0), (3, 2.0)]
+    assert [event.value for event in board.Scalars("eval_loss")] == [1.5]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no device that is always full")
+def test_a_log_on_a_full_disk_is_said_once_and_ends_nothing(tmp_path: Path) -> None:
+    heard: list[str] = []
+    with Reports(tmp_path, 0, tensorboard=False, say=heard.append) as reports:
+        reports._log = open("/dev/full", "w", buffering=1)  # noqa: SIM115
+        reports.evaluation(1, 1.5)
+        reports.evaluation(2, 1.5)
+    assert heard == ["/dev/full ends at step 1 (No space left on device): training goes on"]
+
+
+class Disk:
+    """A checkpoint writer whose saves fail when they are waited for, as often as it is told."""
+
+    def __init__(self, failures: int) -> None:
+        self.failures, self.begun, self.saved = failures, None, []
+
+    def save(self, extra: Any) -> None:
+        self.wait()
+        self.begun = extra["done"]
+
+    def wait(self) -> None:
+        begun, self.begun = self.begun, None
+        if begun is not None and self.failures:
+            self.failures -= 1
+            raise CheckpointError("the disk is full")
+        if begun is not None:
+            self.saved.append(begun)
+
+    close = wait
+
+
+@pytest.mark.parametrize(("failures", "saved", "said"), [(0, [2, 4], 0), (1, [4], 1), (2, None, 1)])
+def test_a_save_that_fails_is_said_and_only_the_last_ends_the_run(
+        failures: int, saved: list[int] | None, said: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk, heard = Disk(failures), []
+    monkeypatch.setattr(saves, "CheckpointWriter", lambda *arguments, **options: disk)
+    found = saves.Saves(Settings(output=tmp_path, save_interval=2), None, None, None, {}, 0, heard.append)
+    for step in range(1, 5):
+        found.after(step)
+    if saved is None:
+        with pytest.raises(CheckpointError, match="the disk is full"):
+            found.last(4)
+    else:
+        found.last(4)
+        assert disk.saved == saved
+    assert heard == ["the disk is full"] * said
+
+
+def test_a_checkpoint_of_something_else_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(megacompile, "load_checkpoint", lambda *arguments, **options: {"batch": 3})
+    with pytest.raises(CheckpointError, match="was not saved by megacompile train"):
+        runs._go_on(tmp_path, {}, None, None, None)
+
+
+def test_the_settings_of_a_run_are_yaml_that_people_can_read(tmp_path: Path) -> None:
+    runs._write_settings(tmp_path / "a.yaml", "m", ["d"], Settings(output=tmp_path), Knobs())
+    assert yaml.safe_load((tmp_path / "a.yaml").read_text()).items() >= {"model": "m", "data": ["d"], "decay": "cosine"}.items()

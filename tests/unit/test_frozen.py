@@ -1,0 +1,148 @@
+"""Frozen parameters: weights alone in host memory, no gradients, no backward below the first layer that trains."""
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import tiny_models
+import torch
+from tiny_models import assert_same_gradients, assert_same_weights, batch
+from torch import Tensor, nn
+
+import megacompile
+from megacompile.errors import UnsupportedError
+from megacompile.program import argument, find, slot_ranks
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.RMSNorm(16), nn.Linear(16, 24), nn.Linear(24, 16)
+        self.scale = nn.Parameter(torch.full((16,), 0.7, dtype=torch.bfloat16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(nn.functional.silu(self.up(self.norm(x)))) * self.scale.float()
+
+
+class Decoder(nn.Module):
+    """Three layers of two dtypes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(tiny_models.VOCABULARY, 16), nn.Linear(16, tiny_models.VOCABULARY)
+        self.layers = nn.ModuleList(Layer() for _ in range(3))
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.embedding(input_ids)
+        for layer in self.layers:
+            x = layer(x)
+        logits = self.head(x)
+        return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), logits
+
+
+def decoder(*trained: str) -> Any:
+    """A model that trains what has one of these in its name."""
+    torch.manual_seed(0)
+    model = Decoder()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(any(part in name for part in trained))
+    return model
+
+
+@pytest.fixture(scope="module")
+def norms() -> Iterator[Any]:
+    model = megacompile.stream(decoder("norm"), device="cpu")
+    model(**batch(0))[0].backward()
+    yield model
+    model.megacompile.close()
+
+
+@pytest.mark.parametrize(("trained", "options"), [
+    (("norm",), dict(checkpoint_interval=2, micro_batch_size=2, saved_layers=1)),
+    (("layers.1.up", "layers.2.scale", "head"), dict(locked_memory="1MiB", host_checkpoints=True)),
+    (("head",), {})])
+def test_any_part_alone_trains_as_it_does_natively(trained: tuple[str, ...], options: dict[str, Any]) -> None:
+    models = [decoder(*trained), decoder(*trained)]
+    model, native = models
+    megacompile.stream(model, device="cpu", **options)
+    for each in models:
+        for seed in range(2):
+            each(**batch(seed))[0].backward()
+    assert_same_gradients(model, native)
+    ours, theirs = (cls([p for p in m.parameters() if p.requires_grad and p.dtype == torch.float32], lr=1e-2, eps=1e-4)
+                    for cls, m in ((megacompile.AdamW, model), (torch.optim.AdamW, native)))
+    for optimizer in (ours, theirs):
+        optimizer.step()
+        optimizer.zero_grad()
+    native.zero_grad()
+    model.zero_grad()
+    loss = native(**batch(3))[0]
+    loss.backward()
+    theirs.step()
+    assert model.megacompile.train_step(batch(3), ours).item() == pytest.approx(loss.item(), rel=1e-6)
+    assert_same_weights(model, native)
+    model.megacompile.close()
+
+
+def test_what_is_frozen_has_weights_alone_in_host_memory(norms: Any) -> None:
+    tiles = norms.megacompile.streamed.store.tiles
+    frozen = [name for name in tiles if not tiles[name].layout.trainable]
+    assert frozen == ["prologue", *(f"layers.{i}.frozen{rest}" for i in range(3) for rest in ("", ".bfloat16")), "epilogue"]
+    for name in frozen:
+        tile = tiles[name]
+        assert [tile.gradients, tile.remainder, tile.m, tile.v] == [None] * 4
+        assert tile.layout.host_bytes() == tile.layout.weight_bytes
+    assert all("norm" in part.name for tile in tiles.values() if tile.layout.trainable for part in tile.layout.slices)
+
+
+def test_tiles_of_one_rank_take_turns_in_slots_that_fit_them(norms: Any) -> None:
+    program = norms.megacompile.program()
+    slots = {tile: {argument(node, "into") for node in find(program.section("forward"), "prefetch")
+                    if argument(node, "tile") == tile} for tile in program.tiles}
+    assert slots["layers.0.frozen"] == {"W0"} and slots["layers.0"] == {"Wb0"}
+    assert slots["layers.0.frozen.bfloat16"] == {"Wc0"}
+    assert program.slots["W0"].bytes == program.tiles["layers.0.frozen"].weight_bytes
+    assert program.slots["Wb0"].bytes == program.tiles["layers.0"].weight_bytes
+
+
+def test_ranks_of_one_layer_are_distinct_and_go_by_size() -> None:
+    sizes = {"a": 5, "b": 9, "shared": 7, "head": 100, "c": 1}
+    assert slot_ranks([("a", "shared", "b"), ("shared", "c", "head")], {"head"}, sizes.__getitem__) == {
+        "b": 0, "shared": 1, "a": 2, "c": 0}
+
+
+def test_below_the_first_trained_call_there_is_no_backward_and_nothing_is_kept() -> None:
+    model = megacompile.stream(decoder("layers.2.up"), device="cpu")
+    model(**batch(0))[0].backward()
+    program = model.megacompile.program()
+    backward = program.section("backward")
+    visited = [argument(node, "call") for node in find(backward, "backward", "recompute_backward", "forward_saving")]
+    assert visited == ["layers.2"]
+    kept = {argument(node, "key") for node in find(program.section("forward"), "lease")}
+    assert not kept & {"h1_0"} and "h2_0" in kept, "the input of the last layer alone is a checkpoint"
+    fetched = [argument(node, "tile") for node in find(backward, "prefetch")]
+    assert sorted(fetched) == ["layers.2", "layers.2.frozen", "layers.2.frozen.bfloat16"]
+    model.megacompile.close()
+
+
+def test_no_gradient_of_a_frozen_weight_is_computed(norms: Any) -> None:
+    captured = norms.megacompile.streamed.captured
+    for name in {call.template for call in captured.calls[1:-1]}:
+        template = captured.templates[name]
+        inputs = [template.inputs[g.input].role for g in template.variant("recompute_backward").gradients]
+        assert all(role.kind == "carried" or "norm" in role.name for role in inputs)
+
+
+def test_a_model_of_which_nothing_trains_gives_losses_and_logits() -> None:
+    model, native = decoder(), decoder()
+    megacompile.stream(model, device="cpu")
+    for ours, theirs in zip(model(**batch(1)), native(**batch(1)), strict=True):
+        assert not ours.requires_grad
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+    assert set(model.megacompile.stats["host_parts"]) == {"weights"}
+    with pytest.raises(UnsupportedError, match="no parameter of the model is trained"):
+        model.megacompile.train_step(batch(1), megacompile.AdamW(model.parameters()))
+    with pytest.raises(UnsupportedError, match="no parameter of Decoder is trained"):
+        megacompile.schedule(native, batch=2, length=8)
+    model.megacompile.close()

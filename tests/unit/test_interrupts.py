@@ -1,0 +1,100 @@
+"""Ctrl-C at any line of ours that the caller's thread comes to: a step has happened or it has not, and the next one runs."""
+from __future__ import annotations
+
+import pathlib
+import sys
+import time
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import pytest
+import tiny_models
+from tiny_models import batch, same_bits, weights
+
+import megacompile
+from megacompile.errors import TornError
+from megacompile.runtime import executor
+
+OURS = {str(pathlib.Path(module.__file__ or "").parent) for module in (megacompile, executor)}
+SOON_S = 5.0
+
+
+class Interrupter:
+    """Raises KeyboardInterrupt at the `moment`-th line of ours; counts the lines otherwise."""
+
+    def __init__(self, moment: int | None) -> None:
+        self.moment, self.lines, self.where = moment, 0, ""
+
+    def __call__(self, frame: FrameType, event: str, argument: object) -> Any:
+        if str(pathlib.Path(frame.f_code.co_filename).parent) not in OURS:
+            return None
+        if event == "line":
+            self.lines += 1
+            if self.lines - 1 == self.moment:
+                self.where = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+                raise KeyboardInterrupt
+        return self
+
+
+def interrupted(step: Callable[[], object], moment: int | None) -> Interrupter:
+    """Runs a step, and swallows the interrupt if it comes."""
+    interrupter = Interrupter(moment)
+    sys.settrace(interrupter)
+    try:
+        step()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.settrace(None)
+    return interrupter
+
+
+def loop(model: Any, optimizer: Any) -> None:
+    model(**batch(0)).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def whole(model: Any, optimizer: Any) -> None:
+    model.megacompile.train_step(batch(0), optimizer)
+
+
+@pytest.fixture(scope="module")
+def shared(_shared_fp32: tiny_models.Shared) -> tiny_models.Shared:
+    return _shared_fp32
+
+
+@pytest.mark.parametrize(("step", "overlap"), [(loop, None), (loop, "backward"), (whole, None), (whole, "backward")],
+                         ids=["loop", "loop on arrival", "whole step", "whole step on arrival"])
+def test_an_interrupt_at_any_line_leaves_a_step_done_or_undone_or_says_torn(
+        step: Callable[[Any, Any], None], overlap: str | None, shared: tiny_models.Shared, pytestconfig: pytest.Config) -> None:
+    def fresh() -> tuple[Any, Any]:
+        model = shared.fresh()
+        return model, megacompile.AdamW(model.parameters(), lr=1e-2, overlap=overlap)
+
+    model, optimizer = fresh()
+    step(model, optimizer)
+    once = weights(model)
+    step(model, optimizer)
+    twice = weights(model)
+    model, optimizer = fresh()
+    lines = interrupted(lambda: step(model, optimizer), None).lines
+    outcomes = set()
+    for moment in (*range(0, lines, max(1, lines // pytestconfig.getoption("interrupts"))), lines - 1):
+        model, optimizer = fresh()
+        begin = time.monotonic()
+        where = interrupted(lambda: step(model, optimizer), moment).where  # noqa: B023  (called at once)
+        model.zero_grad()
+        if model.megacompile.streamed.arrival.updated:  # the backward is over: what is left of the step is its end
+            optimizer.step()
+        try:
+            step(model, optimizer)
+            after = weights(model)
+        except TornError:
+            outcomes.add("torn")
+            continue
+        assert time.monotonic() - begin < SOON_S, where
+        outcomes.add("undone" if same_bits(after, once) else "done")
+        assert same_bits(after, once) or same_bits(after, twice), f"neither one step nor two after an interrupt at {where}"
+    assert {"undone", "done"} <= outcomes, outcomes

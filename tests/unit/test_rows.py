@@ -1,0 +1,243 @@
+"""Files -> rows -> sequences -> batches."""
+from __future__ import annotations
+
+import itertools
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_tokenizer
+import torch
+
+from megacompile.corpus import ByteTokenizer, PretrainedTokenizer
+from megacompile.errors import ArgumentError, MegacompileError
+from megacompile.finetuning.chat import Encoded
+from megacompile.finetuning.data import check_sources, read
+from megacompile.finetuning.files import is_text, read_rows
+from megacompile.finetuning.formats import Format
+from megacompile.finetuning.packing import join, pack, together
+from megacompile.finetuning.rows import Order, Rows, collate, in_turn, split
+
+ALPACA = [{"instruction": "one", "input": "", "output": "1"}, {"instruction": "two", "input": "NA", "output": "2"}]
+
+
+def write(path: Path, content: str) -> str:
+    path.write_text(content, encoding="utf-8")
+    return str(path)
+
+
+def lines(rows: list[Any]) -> str:
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+# ---------------------------------------------------------------- files
+@pytest.mark.parametrize(("name", "content"), [
+    ("a.jsonl", lines(ALPACA)), ("a.jsonl", "\ufeff" + lines(ALPACA).replace("\n", "\r\n\r\n")),
+    ("a.json", json.dumps(ALPACA, indent=1)), ("a.json", lines(ALPACA)),
+    ("a.csv", "instruction,input,output\none,,1\n\"two\",NA,2\n")])
+def test_every_kind_of_file_gives_the_same_rows(tmp_path: Path, name: str, content: str) -> None:
+    assert list(read_rows(write(tmp_path / name, content))) == ALPACA
+
+
+def test_parquet_files_and_folders_of_them_give_the_same_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    from pyarrow import Table
+    (tmp_path / "set").mkdir()
+    parquet.write_table(Table.from_pylist(ALPACA), tmp_path / "set" / "train.parquet")
+    assert list(read_rows(str(tmp_path / "set" / "train.parquet"))) == ALPACA
+    assert list(read_rows(str(tmp_path / "set"))) == ALPACA
+
+
+@pytest.mark.parametrize(("name", "content", "reason"), [
+    ("a.jsonl", lines(ALPACA) + '{"instruction": "three"', r"a\.jsonl, row 3 cannot be read \(Expecting"),
+    ("a.jsonl", lines([*ALPACA, [1]]), r"a\.jsonl, row 3: is a list, not an object"),
+    ("a.jsonl", lines([None]), r"a\.jsonl, row 1: is a NoneType, not an object"),
+    ("a.json", "[{}", r"a\.json, row 1 cannot be read \(Expecting"),
+    ("a.jsonl", "[" * 100_000, r"a\.jsonl, row 1 cannot be read"),
+    ("a.csv", "instruction,output\none,1\ntwo,2,3\n", r"a\.csv, row 2 cannot be read \(it has more fields than"),
+    ("a.csv", "instruction,output\none\n", r"a\.csv, row 1 cannot be read \(it has fewer fields than"),
+    ("a.parquet", "no", r"a\.parquet, row 1 cannot be read"),
+])
+def test_a_row_that_cannot_be_read_is_refused_with_its_place(tmp_path: Path, name: str, content: str, reason: str) -> None:
+    if name.endswith("parquet"):
+        pytest.importorskip("pyarrow")
+    with pytest.raises(MegacompileError, match=reason):
+        list(read_rows(write(tmp_path / name, content)))
+
+
+def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "\xff"}\n')
+    with pytest.raises(MegacompileError, match=r"row 1 cannot be read \('utf-8' codec"):
+        list(read_rows(str(tmp_path / "a.jsonl")))
+
+
+def test_what_is_not_there_is_no_data_set_either(tmp_path: Path) -> None:
+    for absent in (str(tmp_path / "absent"), "absent", "data/absent.jsonl"):
+        with pytest.raises(ArgumentError, match="there is no file or folder"):
+            is_text(absent)
+    assert not is_text("owner/name")
+
+
+# ---------------------------------------------------------------- data
+def tokenizer_of(template: str | None = tiny_tokenizer.CHATML) -> PretrainedTokenizer:
+    found = PretrainedTokenizer.__new__(PretrainedTokenizer)
+    found.pretrained = tiny_tokenizer.build(template)
+    return found
+
+
+def data(*sources: str, length: int = 60, format: Format | None = None, packed: bool = False, vocabulary: int = 300,
+         tokenizer: Any = None) -> Rows:
+    check_sources(sources, format)
+    said.clear()
+    return read(sources, tokenizer or tokenizer_of(), format, length, packed, vocabulary, said.append)
+
+
+said: list[str] = []
+
+
+def texts(rows: Rows) -> list[str]:
+    return [tokenizer_of().pretrained.decode(rows.row(index)[0]) for index in range(len(rows))]
+
+
+def test_conversations_of_several_files_and_formats_are_a_sequence_each(tmp_path: Path) -> None:
+    first = write(tmp_path / "a.jsonl", lines(ALPACA[:1]))
+    second = write(tmp_path / "b.jsonl", lines([{"messages": [{"role": "user", "content": "x"},
+                                                              {"role": "assistant", "content": "y"}]}]))
+    rows = data(first, second)
+    assert texts(rows) == [f"<|im_start|>user\n{asked}<|im_end|>\n<|im_start|>assistant\n{answer}<|im_end|>\n"
+                           for asked, answer in (("one", "1"), ("x", "y"))]
+    tokens, labels = rows.row(1)
+    assert tokens.dtype == labels.dtype == torch.int64
+    assert tokenizer_of().pretrained.decode(labels[labels != -100]) == "y<|im_end|>"
+    assert torch.equal(tokens[labels != -100], labels[labels != -100]) and not said
+
+
+def test_longer_conversations_are_left_out_and_counted(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", lines([*ALPACA, {"instruction": "x" * 100, "output": "3"}]))
+    assert len(data(path)) == 2
+    assert said == ["1 of 3 conversations are longer than 60 tokens and left out"]
+    with pytest.raises(MegacompileError, match="no conversation is left to train on: give a larger --length than 9"):
+        data(path, length=9)
+
+
+def test_packed_conversations_lose_nothing_and_know_where_they_begin() -> None:
+    rows = together(Rows.of([Encoded([1, 2], [True, True]), Encoded([3, 4, 5, 6], [False, False, True, True]),
+                             Encoded([7, 8, 9], [False, True, True]), Encoded([10], [True])]), length=6)
+    assert [rows.row(index)[0].tolist() for index in range(len(rows))] == [[3, 4, 5, 6, 1, 2], [7, 8, 9, 10]]
+    batch = collate(rows, [1, 0], batch=3, length=6)
+    assert batch["input_ids"].tolist() == [[7, 8, 9, 10, 0, 0], [3, 4, 5, 6, 1, 2], [0] * 6]
+    assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 0, 1], [0, 1, 2, 3, 0, 1], [0, 1, 2, 3, 4, 5]]
+    # Nothing learns to begin from what stands before it.
+    assert batch["labels"].tolist() == [[-100, 8, 9, -100, -100, -100], [-100, -100, 5, 6, -100, 2], [-100] * 6]
+
+
+def test_packing_leaves_little_room_and_is_decided_by_the_rows() -> None:
+    sizes = torch.randint(1, 50, (400,), generator=torch.Generator().manual_seed(0)).tolist()
+    rows = Rows.of(Encoded([number] * size, [True] * size) for number, size in enumerate(sizes))
+    packed = together(rows, 64)
+    assert int(packed.lengths.max()) <= 64 and len(packed) <= 1.02 * sum(sizes) / 64 + 1
+    assert Counter(packed.tokens.tolist()) == Counter(rows.tokens.tolist()) and int(packed.begins.sum()) == 400
+    assert together(rows, 64).fingerprint() == packed.fingerprint() != rows.fingerprint()
+
+
+def test_texts_are_joined_by_the_end_token_and_cut(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", lines([{"text": "abcde"}, {"text": "fg"}, {"text": "hijkl"}]))
+    rows = data(path, length=7)
+    assert texts(rows) == ["abcde<|im_end|>f", "g<|im_end|>hijkl"]
+    assert torch.equal(*rows.row(1))
+
+
+def test_text_files_are_cut_into_sequences(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.txt", "abcdefgh")
+    assert [bytes(tokens.tolist()) for tokens, _ in map(data(path, length=3, tokenizer=ByteTokenizer()).row, range(2))] == [
+        b"abc", b"def"]
+
+
+@pytest.mark.parametrize(("files", "options", "reason"), [
+    ({"a.jsonl": lines([*ALPACA, {"instruction": "x", "output": None}])}, {}, r"a\.jsonl, row 3: output is missing"),
+    ({"a.jsonl": lines([*ALPACA, {"text": "x"}])}, {}, r"a\.jsonl, row 3: instruction is missing"),
+    ({"a.jsonl": lines([{"question": "x"}])}, {}, r"a\.jsonl: the columns question fit no format"),
+    ({"a.jsonl": ""}, {}, r"a\.jsonl holds no row"),
+    ({"a.jsonl": lines(ALPACA), "b.jsonl": lines([{"text": "x"}])}, {}, "texts and conversations cannot be trained on"),
+    ({"a.jsonl": lines(ALPACA), "b.txt": "x"}, {}, "text files and rows cannot be trained on together"),
+    ({"b.txt": "x"}, {"format": Format.TEXT}, r"--format text is of rows, and .*b\.txt is a text"),
+    ({"a.jsonl": lines(ALPACA)}, {"format": Format.TEXT}, r"a\.jsonl, row 1: text is missing"),
+    ({"a.jsonl": lines(ALPACA)}, {"tokenizer": ByteTokenizer()}, "rows need a tokenizer with a token that ends them"),
+    ({"a.jsonl": lines(ALPACA)}, {"vocabulary": 100}, "the tokenizer gives token 2.., but the model's vocabulary ends at 99"),
+])
+def test_data_that_cannot_be_trained_on_is_refused(
+        tmp_path: Path, files: dict[str, str], options: dict[str, Any], reason: str) -> None:
+    with pytest.raises(MegacompileError, match=reason):
+        data(*(write(tmp_path / name, content) for name, content in files.items()), **options)
+
+
+# ---------------------------------------------------------------- batches
+ROWS = Rows.of([Encoded([1, 2, 3], [False, True, True]), Encoded([4, 5], [False, True]), Encoded([6] * 9, [True] * 9)])
+
+
+def test_a_batch_is_padded_on_the_right_and_its_padding_is_not_learnt() -> None:
+    batch = collate(ROWS, [1, 0], batch=3, length=16)
+    assert batch["input_ids"].tolist() == [[4, 5, 0, 0], [1, 2, 3, 0], [0, 0, 0, 0]]
+    assert batch["labels"].tolist() == [[-100, 5, -100, -100], [-100, 2, 3, -100], [-100] * 4]
+
+
+@pytest.mark.parametrize(("which", "length", "width"), [(0, 16, 4), (2, 16, 16), (2, 9, 9), (1, 100, 13), (2, 100, 13)])
+def test_batches_have_one_of_few_widths(which: int, length: int, width: int) -> None:
+    assert collate(ROWS, [which], 1, length)["input_ids"].shape == (1, width)
+
+
+@pytest.mark.parametrize(("rows", "batch", "epochs"), [(10, 4, 2), (10, 4, 2.5), (3, 8, 3), (8, 4, 1)])
+def test_an_epoch_has_every_row_once_in_an_order_of_its_own(rows: int, batch: int, epochs: float) -> None:
+    order = Order(rows, batch, seed=1, epochs=epochs)
+    steps = list(order.batches())
+    assert len(steps) == order.steps and all(len(step) == batch for step in steps[:-1]) and 0 < len(steps[-1]) <= batch
+    seen = list(itertools.chain(*steps))
+    assert len(seen) == rows * epochs
+    whole = [tuple(seen[start:start + rows]) for start in range(0, len(seen) - rows + 1, rows)]
+    assert all(sorted(epoch) == list(range(rows)) for epoch in whole) and (rows < 10 or len(set(whole)) == len(whole))
+    assert set(Counter(seen).values()) <= {int(epochs), int(epochs) + 1}
+
+
+@pytest.mark.parametrize("done", [0, 1, 4, 9])
+def test_an_order_goes_on_at_any_step_and_a_seed_decides_it(done: int) -> None:
+    def first(seed: int, done: int = 0) -> list[list[int]]:
+        return list(itertools.islice(Order(7, 3, seed).batches(done), 12 - done))
+
+    assert first(1, done) == first(1)[done:] and first(1) != first(2)
+
+
+def test_a_split_is_decided_by_the_seed_and_loses_no_row() -> None:
+    rows = pack(torch.arange(40), 2)
+    kept, held = split(rows, 0.25, seed=3)
+    assert len(kept) == 15 and len(held) == 5
+    starts = [int(part.row(i)[0][0]) for part in (kept, held) for i in range(len(part))]
+    assert sorted(starts) == list(range(0, 40, 2)) and starts[:15] == sorted(starts[:15])
+    assert torch.equal(split(rows, 0.25, seed=3)[1].spans, held.spans)
+    assert not torch.equal(split(rows, 0.25, seed=4)[1].spans, held.spans)
+    assert [len(part) for part in split(rows, 0.0, seed=0)] == [20, 0]
+    with pytest.raises(MegacompileError, match="of 1 rows none is left to train on"):
+        split(rows.select(torch.tensor([0])), 0.1, seed=0)
+
+
+def test_rows_in_turn_are_all_there_once() -> None:
+    batches = list(in_turn(ROWS, 2, 16))
+    assert [batch["input_ids"].shape for batch in batches] == [(2, 4), (2, 16)]
+    assert sum(int((batch["labels"] != -100).sum()) for batch in batches) == 12
+
+
+def test_a_fingerprint_is_of_tokens_masks_and_rows() -> None:
+    def changed(**what: Any) -> str:
+        return Rows(**({"tokens": ROWS.tokens, "spans": ROWS.spans, "learnt": ROWS.learnt} | what)).fingerprint()
+
+    assert ROWS.fingerprint() == changed()
+    assert ROWS.learnt is not None
+    others = [changed(tokens=ROWS.tokens + 1), changed(learnt=~ROWS.learnt), changed(spans=ROWS.spans.flip(0))]
+    assert len({changed(), *others}) == 4
+
+
+def test_documents_end_once() -> None:
+    assert join([[1, 2, 9], [3]], end=9).tolist() == [1, 2, 9, 3, 9]

@@ -1,0 +1,101 @@
+"""A lane that hangs is told, with the instruction at which each one stands; nothing waits for it afterwards, not even exit."""
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from tiny_models import batch
+
+from megacompile.config import StreamConfig
+from megacompile.errors import MegacompileError, StallError
+from megacompile.program import Lane, lane_of, nodes, op_of
+from megacompile.runtime.executor import Executor
+from megacompile.runtime.watchdog import Watchdog
+
+SOON_S = 5.0
+
+
+@pytest.fixture
+def hanging(model: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Executor]:
+    """The model's lanes, of which h2d hangs at its first instruction until the test is over."""
+    released = threading.Event()
+    streamed = model.megacompile.streamed
+    model(**batch())  # planned, and bound
+    executor = Executor(streamed.backend, stall_timeout_s=0.5)
+    executor.probe = lambda node: released.wait(60.0) if op_of(node).name == "prefetch" else None
+    with monkeypatch.context() as patch:
+        patch.setattr(streamed, "executor", executor)
+        yield executor
+    released.set()  # it stops at once, whatever its section has left
+    deadline = time.monotonic() + SOON_S
+    while executor.watchdog.begun and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not executor.watchdog.begun
+
+
+def test_a_lane_that_hangs_is_raised_with_the_line_of_each_lane(model: Any, hanging: Executor) -> None:
+    begin = time.monotonic()
+    with pytest.raises(StallError, match=r"no lane has begun an instruction for 0.5 s.*start a new process") as caught:
+        model(**batch())
+    assert time.monotonic() - begin < SOON_S
+    lines = str(caught.value).splitlines()
+    assert any(line.startswith("h2d") and 'p.prefetch("' in line and "of forward" in line for line in lines), lines
+    assert any(line.startswith("compute") and "p.wait(" in line for line in lines), lines
+    assert any("waits for" in line and "p.record(" in line and "in h2d" in line for line in lines), lines
+    for use in (lambda: model(**batch()), model.state_dict, model.megacompile.synchronize):
+        with pytest.raises(StallError, match="the model cannot be used any more"):
+            use()
+    begin, freed = time.monotonic(), []
+    hanging.close(then=lambda: freed.append("memory that a lane may yet write to"))
+    assert time.monotonic() - begin < SOON_S and not freed
+    assert all(thread.daemon for thread in hanging._threads.values()), "the interpreter's end would wait for it"
+
+
+def test_a_slow_lane_is_none_that_hangs(model: Any) -> None:
+    """What counts is how long nothing begins, not how long a step takes."""
+    executor = model.megacompile.streamed.executor
+    executor.watchdog.timeout_s, executor.delay = 0.4, lambda lane: time.sleep(0.02)
+    try:
+        begin = time.monotonic()
+        model(**batch()).loss.backward()
+        assert time.monotonic() - begin > 0.4
+    finally:
+        executor.watchdog.timeout_s = 1800.0
+
+
+def begun(snapshot: object = None) -> dict[Lane, Any]:
+    return {Lane.CPU: (SimpleNamespace(frame=SimpleNamespace(store=SimpleNamespace(snapshot=snapshot))), object())}
+
+
+def test_time_in_which_nobody_looks_does_not_count() -> None:
+    """A process that was stopped, or stood in a debugger, was not looked at."""
+    watchdog = Watchdog(1.0)
+    watchdog.begun = begun()
+    assert not watchdog.look(0.5)  # it has moved since the look before
+    assert not watchdog.look(0.5) and not watchdog.look(0.5) and watchdog.look(0.5)
+
+
+def test_an_update_may_wait_for_a_checkpoint_s_disk_and_for_ever_if_asked() -> None:
+    writing, patient = Watchdog(1.0), Watchdog(None)
+    writing.begun, patient.begun = begun(snapshot=object()), begun()
+    assert not any(watchdog.look(0.5) for _ in range(10) for watchdog in (writing, patient))
+
+
+@pytest.mark.parametrize("value", [0, -1, "soon", True])
+def test_a_timeout_out_of_range_is_refused(value: Any) -> None:
+    with pytest.raises(MegacompileError, match="stall_timeout must be a number of seconds above 0, or None"):
+        StreamConfig(stall_timeout=value)
+
+
+def test_every_lane_that_a_program_has_can_be_told(model: Any) -> None:
+    watchdog = Watchdog(1.0)
+    program = model.megacompile.program(batch())
+    for name, section in program.sections.items():
+        for node in nodes(section):
+            if (lane := lane_of(node)) is not None:
+                watchdog.begun = {lane: (SimpleNamespace(section=name), node)}
+                assert str(lane) in str(watchdog.error([lane, Lane.PACK]))
