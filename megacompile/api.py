@@ -95,7 +95,7 @@ def analyse(model: nn.Module, config: StreamConfig, device_type: str, layers: st
     dtype = torch.bfloat16 if torch.bfloat16 in dtypes else torch.float32
     subject = model if config.dtype is None else _meta_twin(model, config.dtype)
     captured = capture(subject, layers=layers, example=example, pipeline=config.template_passes,
-                       target=Target(device_type, dtype, fused_attention))
+                       target=Target(device_type, dtype, fused_attention), loss=config.loss)
     tiling = Tiling.of(model, captured.calls, config.dtype)
     for option in NAMES_OF_TILES:
         names = getattr(config, option)

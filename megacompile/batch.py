@@ -21,18 +21,20 @@ if TYPE_CHECKING:
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "use_cache": (None, False, True), "return_dict": (None, True), "output_attentions": (None, False),
     "output_hidden_states": (None, False), "output_router_logits": (None, False), "past_key_values": (None,),
-    "logits_to_keep": (0,), "cache_position": (None,),
+    "cache_position": (None,),
 }
 
 
 @dataclass(frozen=True)
 class Arguments:
     """A call of the model, taken apart. `inputs`: the batch arguments that were given, in the model's order, tensors of
-    [batch, length, ...]; `normaliser`: the number of target tokens to divide by, or None if there are no labels."""
+    [batch, length, ...]; `normaliser`: the number of target tokens to divide by, or None if there are no labels; `kept`:
+    of how many last positions logits are, 0 for all."""
 
     inputs: dict[str, Tensor]
     normaliser: Tensor | None
     has_labels: bool
+    kept: int = 0
 
 
 def batch_types(captured: CapturedModel) -> dict[str, TemplateInput]:
@@ -46,14 +48,19 @@ def read_arguments(model: nn.Module, forward: Callable[..., Any], forms: Forms, 
                    kwargs: Mapping[str, Any]) -> Arguments:
     """Raises `UnsupportedError` for an argument that cannot be honoured. Without all labels a forward gives logits."""
     name, plain = type(model).__name__, forms.first.captured
+    # Of a loss of the user's own: the model's forward may not know these.
+    of_loss = {key: kwargs[key] for key in (*plain.labels, "num_items_in_batch") if plain.token_loss and key in kwargs}
     try:
-        given = dict(inspect.signature(forward).bind(*args, **kwargs).arguments)
+        given = dict(inspect.signature(forward).bind(*args, **{k: v for k, v in kwargs.items() if k not in of_loss}).arguments)
     except TypeError as error:
         raise UnsupportedError(f"{name}: {error}; a streamed model takes {', '.join(plain.batch_inputs)}") from error
     for parameter in inspect.signature(forward).parameters.values():
         if parameter.kind is parameter.VAR_KEYWORD:
             given |= given.pop(parameter.name, {})
+    given |= of_loss
     items = None if "num_items_in_batch" in plain.batch_inputs else given.pop("num_items_in_batch", None)
+    kept = given.pop("logits_to_keep", None)
+    kept = 0 if kept is None else kept
     inputs = _inputs(name, plain, forms.first.types, given)
     others = {key: value for key, value in given.items() if key not in plain.batch_inputs and not _neutral(key, value)}
     further = further_arguments(name, plain, others, inputs, forms.parameters)
@@ -61,6 +68,8 @@ def read_arguments(model: nn.Module, forward: Callable[..., Any], forms: Forms, 
     captured, types = forms.serve(form).captured, forms.serve(form).types
     inputs |= {key: _checked(name, key, value, types.get(key)) for key, value in further.items()}
     has_labels = all(key in inputs for key in captured.labels)
+    if not isinstance(kept, int) or kept < 0 or (kept and has_labels):
+        raise UnsupportedError(f"{name}: logits_to_keep must be a whole number, of a batch without labels: leave it out")
     inputs = {key: inputs[key] for key in captured.batch_inputs if key in inputs and (has_labels or key not in captured.labels)}
     normaliser = None
     if items is not None and has_labels and not captured.has_normaliser:
@@ -69,7 +78,7 @@ def read_arguments(model: nn.Module, forward: Callable[..., Any], forms: Forms, 
     if has_labels and captured.has_normaliser:
         assert captured.count_targets is not None
         normaliser = captured.count_targets(inputs) if items is None else torch.as_tensor(items, dtype=torch.float32)
-    return Arguments(inputs, normaliser, has_labels)
+    return Arguments(inputs, normaliser, has_labels, kept)
 
 
 def _inputs(name: str, captured: CapturedModel, types: Mapping[str, TemplateInput],
@@ -108,12 +117,16 @@ def _checked(name: str, key: str, value: Any, expected: TemplateInput | None) ->
                                f"not {what}")
     shape = expected.shape[2:] if expected is not None else ()
     dtype = expected.dtype if expected is not None else None
-    if not isinstance(value, Tensor) or value.dim() < 2 or tuple(value.shape[2:]) != shape or value.is_floating_point():
+    if not isinstance(value, Tensor) or value.dim() < 2 or tuple(value.shape[2:]) != shape or (
+            value.is_floating_point() and not (dtype is not None and dtype.is_floating_point)):
         what = f"{value.dtype} of shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-        raise UnsupportedError(f"{name}: {key} must be an integer tensor [{', '.join(map(str, ('batch', 'length', *shape)))}], "
+        kind = "a" if dtype is not None and dtype.is_floating_point else "an integer"
+        raise UnsupportedError(f"{name}: {key} must be {kind} tensor [{', '.join(map(str, ('batch', 'length', *shape)))}], "
                                f"not {what}")
     if dtype is not None and torch.promote_types(value.dtype, dtype) != dtype:
         raise UnsupportedError(f"{name}: {key} is {value.dtype}, which {dtype} does not hold: cast it to {dtype}")
+    if value.requires_grad:
+        raise UnsupportedError(f"{name}: {key} requires a gradient, and gets none from here: pass {key}.detach()")
     return value.to(dtype=dtype).contiguous()
 
 
@@ -121,3 +134,25 @@ def _neutral(key: str, value: Any) -> bool:
     if value is None:
         return True
     return any(value is v or (not isinstance(value, Tensor) and value == v) for v in _NEUTRAL.get(key, ()))
+
+
+def check_token_tensors(tensors: Mapping[str, Any], given: Arguments, labels: tuple[str, ...]) -> None:
+    """Raises `UnsupportedError` unless each is a tensor [batch, length, ...] without a gradient, and there are no labels."""
+    if labels and given.has_labels:
+        raise UnsupportedError(f"per_token computes no loss: leave {', '.join(labels)} out of the batch, and pass what the "
+                               "function takes by its name")
+    if given.kept:
+        raise UnsupportedError("per_token gives values of all positions: leave logits_to_keep out, and take the last of them")
+    size = tuple(next(iter(given.inputs.values())).shape[:2])
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor) or tuple(tensor.shape[:2]) != size:
+            what = f"of shape {list(tensor.shape)}" if isinstance(tensor, Tensor) else f"a {type(tensor).__name__}"
+            raise UnsupportedError(f"per_token: {name} must be a tensor {[*size]} or with more dimensions behind, not {what}")
+        if tensor.requires_grad:
+            raise UnsupportedError(f"per_token: {name} requires a gradient, and gets none from here: pass {name}.detach(), or "
+                                   "compute with it outside of the function")
+
+
+def logits_of(logits: Tensor, given: Arguments) -> Tensor:
+    """Of the logits of all positions, [batch, length, vocabulary], what the caller is to see."""
+    return logits[:, -given.kept:] if given.kept else logits

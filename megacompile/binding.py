@@ -17,7 +17,7 @@ from megacompile.runtime.kernels import Input, Kernel, ParameterGradient
 from megacompile.tiling import Tiling
 
 #: Ops that run a template; the variant has the op's name.
-TEMPLATE_OPS = frozenset({"forward", "forward_saving", "loss", "evaluate", "logits", "recompute_backward", "backward"})
+TEMPLATE_OPS = frozenset({"forward", "forward_saving", "loss", "evaluate", "outputs", "recompute_backward", "backward"})
 
 
 @dataclass
@@ -36,7 +36,7 @@ class Binder:
         """The kernels of a section, by (call, op, micro-batch). Shapes that do not come again (`steady` false: a
         generation's, each one token longer) run uncompiled."""
         mode = "inductor" if self.compiling and steady else "eager"
-        calls = {c.name: c for c in self.captured.calls}
+        calls = {c.name: c for c in self.captured.calls_for(plan.output)}
         kernels = {}
         for node in nodes(program.section(section)):
             op = op_of(node).name
@@ -48,6 +48,7 @@ class Binder:
 
     def _kernel(self, program: Program, call: Call, op: str, batch: int, length: int, mode: str, chunk: int) -> Kernel:
         template = self.captured.templates[call.template]
+        chunk = template.chunk(batch, chunk)
         variant = template.variant(op, chunk)
         tiles = program.call(call.name).tiles
         trainable = [t for t in tiles if program.tiles[t].trainable]

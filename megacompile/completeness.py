@@ -7,14 +7,14 @@ from torch import fx
 
 from megacompile.fault import Fault
 from megacompile.listing import describe
-from megacompile.program import Program, argument, find, nodes, op_of, operands, reached
+from megacompile.program import Program, argument, find, gives_outputs, nodes, op_of, operands, reached
 from megacompile.sums import UPDATE_OPS, summed_tiles
 
-_FORWARD = ("forward", "forward_saving", "loss", "evaluate", "logits")
+_FORWARD = ("forward", "forward_saving", "loss", "evaluate", "outputs")
 _BACKWARD = ("backward", "recompute_backward")
 #: Ops that make what a parameter takes.
 _MAKERS = {"inputs": ("forward", "forward_saving", "stash", "stashed", "fetch"), "saved": ("forward_saving",),
-           "gradient": ("loss", *_BACKWARD)}
+           "gradient": ("loss", *_BACKWARD), "output gradient": ("output_gradient",)}
 #: What the sections that run between steps do for each tile that is updated on the device.
 _MOVES = {"load": "fetch_state", "store": "store_state", "rescue": "offload_weights", "refresh": "fetch_gradients"}
 _BACKWARD_SECTIONS = {"backward": True, "backward_accumulate": False, "train_step": True}  # does it overwrite gradients
@@ -98,7 +98,7 @@ def _forward(program: Program, name: str, graph: fx.Graph) -> Iterator[Fault]:
 
 
 def _backward_visits(program: Program, name: str, graph: fx.Graph) -> Iterator[Fault]:
-    stack = [call for call in reversed(program.calls) if call.role != "epilogue"]
+    stack = [call for call in reversed(program.calls) if call.role != "epilogue" or gives_outputs(program)]
     required = [call.name for call in stack if trainable(program, call.tiles)]
     yield from _visits(program, name, list(find(graph, *_BACKWARD)), [call.name for call in stack], required)
 
@@ -155,7 +155,8 @@ def _values(program: Program, graph: fx.Graph, origins: _Origins) -> Iterator[Fa
         wanted = [("inputs", value, order[at - 1] if i == 0 else order[0])
                   for i, value in enumerate(operands(node, "inputs"))]
         wanted += [("saved", value, call) for value in operands(node, "saved")]
-        wanted += [("gradient", value, order[at + 1]) for value in operands(node, "gradient") if at + 1 < len(order)]
+        wanted += [("gradient", value, order[at + 1]) if at + 1 < len(order) else ("output gradient", value, call)
+                   for value in operands(node, "gradient")]
         for parameter, value, source in wanted:
             made = origins.made(value)  # what a lease holds, no rule about kinds of values has seen
             if made is not None and op_of(made).name not in _MAKERS[parameter]:

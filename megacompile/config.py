@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -45,6 +46,9 @@ class StreamConfig:
         weight_slots, gradient_slots, gradient_slabs: sizes of the pools.
         passes: the pipeline over programs, made from `megacompile.passes.PIPELINE` by `insert_after` and its like.
         template_passes: that over the graphs of templates, made from `TEMPLATE_PIPELINE`.
+        loss: in the place of the model's own loss, a function of the logits of some tokens, [N, vocabulary], and of rows of
+            further batch arguments for the same tokens, by parameter name, that returns a value for each, [N]; the loss is
+            their sum over `num_items_in_batch` (1, if that is not passed). Nothing is shifted.
         stall_timeout: seconds for which the lanes that a call waits for may all stand still, before it raises `StallError`
             with what each is at; None: for ever. Half an hour is longer than any instruction takes, and shorter than a night.
         reference: run the reference interpreter (one thread, program order), for checking.
@@ -70,6 +74,7 @@ class StreamConfig:
     gradient_slabs: int = 12
     passes: tuple[Any, ...] = PIPELINE
     template_passes: tuple[Any, ...] = TEMPLATE_PIPELINE
+    loss: Callable[..., Any] | None = None
     stall_timeout: float | None = 1800.0
     reference: bool = False
 
@@ -105,6 +110,8 @@ class StreamConfig:
         for name in ("compile", "reference"):
             if getattr(self, name) not in (None, True, False):
                 raise MegacompileError(f"{name} must be True or False, not {getattr(self, name)!r}")
+        if self.loss is not None and not callable(self.loss):
+            raise MegacompileError(f"loss must be a function of logits and of what it names beside them, not {self.loss!r}")
         if self.device is not None and not re.fullmatch(r"(cpu|cuda)(:\d+)?", str(self.device)):
             raise MegacompileError(f"device must be 'cpu' or 'cuda', not {self.device!r}")
 

@@ -81,6 +81,7 @@ class Durations:
 
     def seconds(self, template: str, variant: str, batch: int, length: int, chunk: int = 0) -> float:
         """One run of a variant."""
+        chunk = self.captured.templates[template].chunk(batch, chunk)
         key = template, variant, batch, length, chunk
         if key not in self._seconds:
             _, numbers = self._known(template, variant, chunk)

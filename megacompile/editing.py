@@ -68,6 +68,8 @@ def _unedited(shapes: Shapes, shape: Shape, plan: Plan) -> Program:
     """What the passes make of the plan: the measure of what an edit must keep."""
     if plan.update != shape.update:
         raise ProgramError(f'the plan says update="{plan.update}", but the shape "{shape.update}": say the same in both')
+    if plan.output != shape.output:
+        raise ProgramError(f'the plan says output="{plan.output}", but the shape "{shape.output}": say the same in both')
     layers, tiles = len(shapes.captured.layer_names), set(shapes.tiling.layouts)
     if unknown := sorted({*plan.resident, *plan.resident_state} - tiles):
         raise ProgramError(f"the plan keeps {', '.join(unknown)} on the device, which are no tiles of this model: it has "

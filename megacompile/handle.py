@@ -7,16 +7,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from megacompile.adapters import AdapterStates
-from megacompile.batch import Arguments, read_arguments
+from megacompile.batch import Arguments, check_token_tensors, logits_of, read_arguments
 from megacompile.durations import Durations
 from megacompile.editing import editable_text, load
 from megacompile.errors import MegacompileError, UnsupportedError
 from megacompile.explain import outlook
+from megacompile.frontend.capture import CapturedModel
+from megacompile.frontend.heads import LOGITS, batch_name
+from megacompile.frontend.token_functions import described
 from megacompile.hardware import Hardware
-from megacompile.lease import LogitsWithoutLoss, StreamedLoss, refuse_hooks
+from megacompile.lease import StreamedResults, refuse_hooks
 from megacompile.optim import AdamW, disclaim
 from megacompile.pace import pace_of
 from megacompile.packing import further_arguments
@@ -42,16 +46,58 @@ class Handle:
         streamed = self.streamed
         given = self._arguments(model, forward, args, kwargs)
         rebuild = streamed.captured.output.rebuild
-        training = torch.is_grad_enabled() and streamed.tiling.trains
-        if not (training and given.has_labels):
+        if not self._differentiates():
             with torch.inference_mode(False), torch.no_grad():  # slots outlive the call: no inference tensors
                 loss, logits = streamed.evaluate(given.inputs, given.normaliser)
-            if training and logits is not None:
-                logits = LogitsWithoutLoss.apply(self.anchor, logits)
-            return rebuild(loss, logits)
-        loss, lease = streamed.forward(given.inputs, given.normaliser)
-        anchor = self.anchor.view_as(self.anchor)
-        return rebuild(StreamedLoss.apply(anchor, loss, streamed, lease, *streamed.parameters.values()), None)
+            return rebuild(loss, None if logits is None else logits_of(logits, given))
+        if given.has_labels:
+            (loss,) = self._differentiable(given.inputs, given.normaliser, "loss", (True,))
+            return rebuild(loss, None)
+        head = self._captured(given.inputs).head(LOGITS)
+        (logits,) = self._differentiable(given.inputs, None, LOGITS, head.has_gradient)
+        return rebuild(None, logits_of(logits, given))
+
+    def _differentiates(self) -> bool:
+        return torch.is_grad_enabled() and self.streamed.tiling.trains
+
+    def _differentiable(self, inputs: Mapping[str, Tensor], normaliser: Tensor | None, output: str,
+                        has_gradient: tuple[bool, ...]) -> tuple[Tensor, ...]:
+        results, lease = self.streamed.forward(inputs, normaliser, output)
+        return StreamedResults.apply(self.anchor.view_as(self.anchor), results, has_gradient, self.streamed, lease,
+                                     *self.streamed.parameters.values())
+
+    def per_token(self, function: Callable[..., Any], batch: Mapping[str, Any], **tensors: Tensor) -> Any:
+        """Values of each token, differentiable, without all logits at once: what `function(logits, **tensors)` returns for the
+        tokens of `batch`, the model's arguments without labels.
+
+        `function` gets logits [N, vocabulary] of some tokens and the rows of `tensors` ([B, T, ...] here, [N, ...] there) of
+        the same tokens; it returns a tensor [N, ...], or several in any structure, and is traced: make it once, and pass what
+        changes as tensors. Returned are [B, T, ...]. Nothing is shifted: logits tell the next position's token.
+
+        Raises `UnsupportedError` for what cannot be traced or honoured."""
+        streamed = self.streamed
+        if not isinstance(batch, Mapping):
+            raise MegacompileError(f"per_token takes the model's arguments by name, such as {{'input_ids': ids}}, not a "
+                                   f"{type(batch).__name__}")
+        given = self._arguments(streamed.model, original_class(streamed.model).forward.__get__(streamed.model), (), batch)
+        check_token_tensors(tensors, given, streamed.captured.labels)
+        inputs = given.inputs | {batch_name(name): tensor.contiguous() for name, tensor in tensors.items()}
+        heads = self._captured(inputs).require_heads()
+        output = heads.of_function(function, described(tensors))
+        head = heads.head(output)
+        assert head.structure is not None, "a function's head has one"
+        if not self._differentiates():
+            with torch.inference_mode(False), torch.no_grad():
+                values = streamed.evaluate_outputs(inputs, output)
+        elif any(head.has_gradient):
+            values = self._differentiable(inputs, None, output, head.has_gradient)
+        else:
+            raise UnsupportedError(f"the function {output} returns nothing that has a gradient: call it under torch.no_grad()")
+        return pytree.tree_unflatten(values, head.structure)
+
+    def _captured(self, inputs: Mapping[str, Tensor]) -> CapturedModel:
+        """The capture that serves a batch."""
+        return self.streamed.forms.serve(self.streamed.form_of(inputs)).captured
 
     def _arguments(self, model: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Arguments:
         """What the user passes, once nothing of the model or its surroundings forbids honouring it."""
@@ -181,7 +227,7 @@ class Handle:
         served = streamed.forms.serve(shape.shape.form)
         pace = pace_of(served.captured, streamed.tiling, self._hardware(hardware), streamed.binder.compiling,
                        streamed.planner.config.passes)
-        planner = replace(served.planner, pace=pace)
+        planner = replace(served.planner, pace=pace, output=shape.plan.output)
         return outlook(planner, shape.plan, planner.host_bytes, shape.shape.whole_step).text()
 
     def _hardware(self, hardware: str | Path | Hardware | None) -> Hardware:

@@ -1,10 +1,11 @@
-"""What an open forward holds, and the one autograd function: a loss whose backward runs the schedule.
+"""What an open forward holds, and the one autograd function: results whose backward runs the schedule.
 
 It is anchored on a dummy scalar, since the runtime itself writes parameters' gradients. The parameters are its inputs all the
-same, so that autograd knows that the loss depends on them, and a request for their gradients reaches us and is refused.
+same, so that autograd knows that the results depend on them, and a request for their gradients reaches us and is refused.
 """
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -55,15 +56,18 @@ class Lease:
         return sum(storages.values())
 
 
-class StreamedLoss(torch.autograd.Function):
-    """loss, with a gradient function that needs its lease. The lease dies with the graph.
+class StreamedResults(torch.autograd.Function):
+    """A loss, or a head's outputs, with a gradient function that needs its lease. The lease dies with the graph.
 
-    `anchor` is no leaf: autograd computes its gradient in every `backward()`, and in none that asks for others' alone."""
+    `anchor` is no leaf: autograd computes its gradient in every `backward()`, and in none that asks for others' alone. Of
+    `results`, which nobody else has, those whose place in `has_gradient` is True get a gradient."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, loss: Tensor, streamed: Streamed, lease: Lease, *parameters: Tensor) -> Tensor:
-        ctx.streamed, ctx.lease, ctx.anchor = streamed, lease, anchor.grad_fn
-        return loss.clone()  # no view: trainers scale a loss in place
+    def forward(ctx: Any, anchor: Tensor, results: tuple[Tensor, ...], has_gradient: tuple[bool, ...], streamed: Streamed,
+                lease: Lease, *parameters: Tensor) -> tuple[Tensor, ...]:
+        ctx.streamed, ctx.lease, ctx.anchor, ctx.has_gradient = streamed, lease, anchor.grad_fn, has_gradient
+        ctx.mark_non_differentiable(*itertools.compress(results, [not each for each in has_gradient]))
+        return results
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
@@ -77,20 +81,8 @@ class StreamedLoss(torch.autograd.Function):
                              "a streamed backward makes all of them; call loss.backward() and read .grad")
         streamed: Streamed = ctx.streamed
         refuse_hooks(streamed.model)
-        streamed.backward(ctx.lease, gradients[0])
+        streamed.backward(ctx.lease, tuple(itertools.compress(gradients, ctx.has_gradient)))
         return (None,) * len(ctx.needs_input_grad)
-
-
-class LogitsWithoutLoss(torch.autograd.Function):
-    """Logits of a forward without labels. Their backward is refused with the reason, not ignored."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, logits: Tensor) -> Tensor:
-        return logits.view_as(logits)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        raise LeaseError("logits of a streamed model carry no gradient yet: pass labels to the model and use its loss")
 
 
 def refuse_hooks(model: nn.Module) -> None:

@@ -9,14 +9,15 @@ from megacompile.program import Builder, CallSpec, Program, Tile
 
 
 def model_program(calls: Sequence[CallSpec], tiles: Mapping[str, Tile], batch: int, labels: bool,
-                  whole_step: bool = False) -> Program:
-    """Stage "model". With labels: sections `forward` (training) and `evaluate`; without: `evaluate` gives logits only. A
-    whole step is one section, `train_step`."""
-    sections = {"evaluate": _chain(calls, "evaluate" if labels else "logits")}
+                  whole_step: bool = False, differentiable: bool = False) -> Program:
+    """Stage "model". With labels: sections `forward` (training) and `evaluate`. Without: the epilogue's outputs alone, of
+    `evaluate`, or of a `forward` if they are `differentiable`. A whole step is one section, `train_step`."""
     if whole_step:
         sections = {"train_step": _chain(calls, "loss")}
     elif labels:
-        sections = {"forward": _chain(calls, "loss"), **sections}
+        sections = {"forward": _chain(calls, "loss"), "evaluate": _chain(calls, "evaluate")}
+    else:
+        sections = {"forward" if differentiable else "evaluate": _chain(calls, "outputs")}
     return Program("model", (batch,), dict(tiles), tuple(calls), {}, sections)
 
 

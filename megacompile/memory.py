@@ -76,8 +76,8 @@ def _turns(layers: list[TileLayout], plan: Plan, kept: Sequence[str]) -> int:
 
 
 def training_bytes(captured: CapturedModel, tiling: Tiling, plan: Plan, fused: bool = False) -> Estimate:
-    """A forward and its backward at their busiest moment: the last forwards, the loss, the first block's backward, or the
-    prologue's. `fused`: templates run compiled."""
+    """A forward and its backward at their busiest moment: the last forwards, the loss (or the outputs that the caller gets, and
+    the epilogue's backward), the first block's backward, or the prologue's. `fused`: templates run compiled."""
     length, largest = plan.length, plan.micro_batches[0]
     templates, layer_calls = captured.templates, tiling.differentiated(captured.calls)
     below = captured.calls[1:len(captured.calls) - 1 - len(layer_calls)]  # what has no backward
@@ -98,12 +98,16 @@ def training_bytes(captured: CapturedModel, tiling: Tiling, plan: Plan, fused: b
         kept += hidden[names[recomputing - 1]]
     if below:  # what the first block begins with
         kept += hidden[below[-1].template]
+    outputs = [] if plan.output == "loss" else _outputs(captured, plan)
+    if outputs and recomputing == len(names):  # what the epilogue begins with
+        kept += hidden[captured.calls[-2].template]
 
     first, last = (set(tiling.tiles_of[call.name]) for call in (captured.calls[0], captured.calls[-1]))
     # Of tiles that are added up on the device every accumulator lives until the last wave has added to it.
     passing = set(tiling.layouts) if plan.waves == 1 else set(plan.host_sums)
     layer = max((_sum(tiling, {tile}) for tile in passing - first - last), default=0)
-    accumulators = {"forward": 0, "loss": _sum(tiling, last & passing), "prologue": _sum(tiling, first & passing),
+    accumulators = {"forward": 0, "outputs": 0, **dict.fromkeys(("loss", "epilogue"), _sum(tiling, last & passing)),
+                    "prologue": _sum(tiling, first & passing),
                     "backward": _sum(tiling, first & last & passing) + block * layer}
     staying = _sum(tiling, set(tiling.layouts) - passing)
     accumulators = {moment: staying + live for moment, live in accumulators.items()}
@@ -117,26 +121,46 @@ def training_bytes(captured: CapturedModel, tiling: Tiling, plan: Plan, fused: b
         "forward": max([*(peak(name, "forward_saving") for name in {*saving}),
                         *(peak(name, "forward") for name in {*recomputed, *(call.template for call in below)}),
                         peak("prologue", "forward")]),
-        "loss": peak("epilogue", "loss"),
         "backward": max([*(peak(name, "backward") for name in {*saving}), *((block - 1) * inside + max(
             peak(name, "recompute_backward"), peak(name, "backward") if block > 1 else 0) for name in {*recomputed})],
             default=0),
         "prologue": peak("prologue", "recompute_backward")}
+    epilogue = captured.calls_for(plan.output)[-1].template
+    if outputs:
+        workspace["outputs"] = sum(outputs[:-1]) + max(peak(epilogue, "outputs"), _joined(outputs))
+        workspace["epilogue"] = peak(epilogue, "recompute_backward")
+    else:
+        workspace["loss"] = peak(epilogue, "loss")
     activations = {**dict.fromkeys(workspace, kept), "prologue": shared + on_the_way}
+    for moment in ("epilogue", "backward", "prologue") if outputs else ():
+        activations[moment] += 2 * sum(outputs)  # the caller's, and their gradient
     slots = slot_bytes(captured, tiling, plan)
     moments = (Estimate(slots, accumulators[at], activations[at], workspace[at]) for at in workspace)
     return max(moments, key=lambda moment: moment.total)
 
 
 def evaluation_bytes(captured: CapturedModel, tiling: Tiling, plan: Plan, fused: bool = False) -> Estimate:
-    """A forward without gradients. Logits of the whole batch are its result, put together from micro-batches."""
-    templates, epilogue = captured.templates, captured.templates["epilogue"]
-    hidden = sum(cost.output_bytes(templates["prologue"], rows, plan.length) for rows in plan.micro_batches)
-    logits = [cost.result_bytes(epilogue, epilogue.variant("logits"), rows, plan.length) for rows in plan.micro_batches]
+    """A forward without gradients. Logits (or values of tokens) of the whole batch are its result."""
+    prologue, epilogue = captured.templates["prologue"], captured.calls_for(plan.output)[-1].template
+    hidden = sum(cost.output_bytes(prologue, rows, plan.length) for rows in plan.micro_batches)
+    outputs = _outputs(captured, plan)
     layers = max(_peak(captured, call.template, "forward", plan, fused) for call in captured.calls[1:-1])
-    joined = logits[-1] + sum(logits) if len(logits) > 1 else 0
-    workspace = max(layers, _peak(captured, "epilogue", "evaluate", plan, fused), joined)
-    return Estimate(slot_bytes(captured, tiling, plan), 0, 3 * hidden + sum(logits[:-1]), workspace)
+    last = _peak(captured, epilogue, "evaluate" if plan.output == "loss" else "outputs", plan, fused)
+    return Estimate(slot_bytes(captured, tiling, plan), 0, 3 * hidden + sum(outputs[:-1]), max(layers, last, _joined(outputs)))
+
+
+def _outputs(captured: CapturedModel, plan: Plan) -> list[int]:
+    """Bytes of the epilogue's outputs, of each micro-batch."""
+    template = captured.templates[captured.calls_for(plan.output)[-1].template]
+    if plan.output != "loss":
+        return [cost.output_bytes(template, rows, plan.length) for rows in plan.micro_batches]
+    variant = template.variant("outputs" if "outputs" in template.variant_names else "evaluate")
+    return [cost.result_bytes(template, variant, rows, plan.length) for rows in plan.micro_batches]
+
+
+def _joined(outputs: list[int]) -> int:
+    """What is held beside all but the last of them while they are put together."""
+    return outputs[-1] + sum(outputs) if len(outputs) > 1 else 0
 
 
 def _elements(layout: TileLayout) -> int:
@@ -150,5 +174,5 @@ def _sum(tiling: Tiling, tiles: set[str]) -> int:
 
 def _peak(captured: CapturedModel, template: str, variant: str, plan: Plan, fused: bool) -> int:
     """Of the largest micro-batch, the first."""
-    found = captured.templates[template]
-    return cost.peak_bytes(found, found.variant(variant, plan.token_chunk), plan.micro_batches[0], plan.length, fused)
+    found, rows = captured.templates[template], plan.micro_batches[0]
+    return cost.peak_bytes(found, found.variant(variant, found.chunk(rows, plan.token_chunk)), rows, plan.length, fused)

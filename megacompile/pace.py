@@ -76,8 +76,9 @@ class Pace:
     def program(self, plan: Plan, whole_step: bool) -> Program:
         """As `compile_program` makes it, unverified: what is chosen is verified when it is compiled."""
         captured = self.durations.captured
-        specs = self.tiling.call_specs(captured.calls, captured.templates, plan.length)
-        program = model_program(specs, self.tiling.tiles(), plan.batch, labels=True, whole_step=whole_step)
+        specs = self.tiling.call_specs(captured.calls_for(plan.output), captured.templates, plan.length)
+        of_loss = plan.output == "loss"
+        program = model_program(specs, self.tiling.tiles(), plan.batch, of_loss, whole_step, differentiable=not of_loss)
         program = program.evolve(sections={key: graph for key, graph in program.sections.items() if key != "evaluate"})
         for each in self.passes:
             program = run_pass(each, program, plan)
@@ -95,7 +96,9 @@ class Pace:
             def seconds(template: str, variant: str, rows: int = rows) -> float:
                 return self.durations.seconds(template, variant, rows, plan.length, plan.token_chunk)
 
-            total += seconds("prologue", "forward") + seconds("epilogue", "loss")
+            epilogue = captured.calls_for(plan.output)[-1].template
+            variants = ("loss",) if plan.output == "loss" else ("outputs", "recompute_backward")
+            total += seconds("prologue", "forward") + sum(seconds(epilogue, variant) for variant in variants)
             total += sum(seconds(call.template, "forward") for call in below)
             for position, call in enumerate(layers):
                 block_end = (position + 1) % plan.checkpoint_interval == 0 or position == recomputed - 1

@@ -27,8 +27,9 @@ PLAIN = Form()
 class Shape:
     """What a program is compiled for: sequences, tokens a sequence, whether there are labels, whether it trains; and whether
     it must be `lean`, without the residuals that a plan keeps where memory is left. `update` is "step" or "arrival" (see
-    `Plan`); `whole_step` is one program for a step, otherwise there are sections of their own. `further` and `evaluating` say
-    which of the model's captures serves it (`Form`)."""
+    `Plan`); `whole_step` is one program for a step, otherwise there are sections of their own. `output` is what the epilogue
+    gives: the model's "loss" (without labels its logits alone), or a head's outputs, which the caller differentiates: "logits",
+    or the name of a function of tokens. `further` and `evaluating` say which of the model's captures serves it (`Form`)."""
 
     batch: int
     length: int
@@ -37,6 +38,7 @@ class Shape:
     lean: bool = False
     update: str = "step"
     whole_step: bool = False
+    output: str = "loss"
     further: tuple[str, ...] = ()
     evaluating: bool = False
 
@@ -59,7 +61,7 @@ class Plan:
     what treats each token alone `token_chunk` positions of a micro-batch at a time; 0: all at once. The checkpoints of the
     lowest `host_checkpoints` borders between blocks, whose backward comes last, wait for it in host memory, and come back
     into `checkpoint_slots` device slots. Between waves gradients are added up on the device, in FP32 accumulators, but those of
-    `host_sums` tiles in FP32 in host memory, to which each wave's come in link precision."""
+    `host_sums` tiles in FP32 in host memory, to which each wave's come in link precision. `output`: see `Shape`."""
 
     batch: int
     length: int
@@ -80,6 +82,7 @@ class Plan:
     host_checkpoints: int = 0
     checkpoint_slots: int = 2
     host_sums: tuple[str, ...] = ()
+    output: str = "loss"
 
     def __post_init__(self) -> None:
         """Raises `MegacompileError` for a plan that cannot be: a person may have written it."""

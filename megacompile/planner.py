@@ -57,6 +57,7 @@ class Planner:
     pace: Pace | None = None  # None: nothing is known of the machine, and rules of thumb decide
     stateful: tuple[str, ...] | None = None  # tiles that are updated on the device; None: not chosen yet
     host_bytes: int = 1 << 62  # budget of host memory, tiles and all
+    output: str = "loss"  # of the plans (see `Shape`)
 
     @functools.cached_property
     def layers(self) -> list[str]:
@@ -76,12 +77,17 @@ class Planner:
         return max(0, self.host_bytes - fixed)
 
     def choose(self, batch: int, length: int, training: bool = True, update: str = "step",
-               whole_step: bool = False) -> Plan:
+               whole_step: bool = False, output: str = "loss") -> Plan:
         """The fastest plan that fits, for a loop or for a whole step as one program, that updates at "step" or on "arrival".
         What the first training step updates on the device all later plans do too, or less where they must: moving optimizer
         state takes longer than any of them would gain.
 
         Raises as `plan`."""
+        if output != self.output:
+            other = replace(self, output=output)
+            chosen = other.choose(batch, length, training, update, whole_step, output)
+            self.stateful = other.stateful
+            return chosen
         counts = self._state_counts(training)
         if self.pace is None or not training or not self.keep_residuals:
             for count in counts:  # the most that fits
@@ -249,7 +255,7 @@ class Planner:
         return Plan(
             batch, length, split(batch, min(size, batch)), interval, min(config.saved_layers or 0, depth), slots,
             config.gradient_slots, self.resident(), self.resident_state(), locked.tiles, locked.staging_slabs,
-            locked.gradient_slabs, update=update, token_chunk=chunk, host_checkpoints=wanted)
+            locked.gradient_slabs, update=update, token_chunk=chunk, host_checkpoints=wanted, output=self.output)
 
     def plan_step(self, batch: int, length: int, update: str) -> Plan:
         """The plan of a whole step. Where memory allows it, the fewest waves that let every layer keep its residuals: then
@@ -333,7 +339,7 @@ class Planner:
         return replace(plan, saved_layers=max(0, saved))
 
     def _sizes(self, batch: int, length: int) -> list[int]:
-        if not self.captured.has_normaliser:
+        if self.output == "loss" and not self.captured.has_normaliser:
             return [batch]  # a loss that is no sum over tokens cannot be split
         largest = max(1, min(batch, FULL_TOKENS // length))
         sizes = [largest]

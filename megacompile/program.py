@@ -295,6 +295,11 @@ def find(graph: fx.Graph, *ops: str) -> Iterator[fx.Node]:
     return (n for n in nodes(graph) if op_of(n).name in ops)
 
 
+def gives_outputs(program: Program) -> bool:
+    """Whether training gives the caller the epilogue's outputs, whose gradient then comes from the caller, and not a loss."""
+    return "forward" in program.sections and any(find(program.section("forward"), "outputs"))
+
+
 def differentiated(program: Program) -> list[str]:
     """The layers that a backward goes through: those below the first call that trains anything have none."""
     first = next((i for i, call in enumerate(program.calls) if any(program.tiles[t].trainable for t in call.tiles)),

@@ -17,15 +17,15 @@ _BACKWARDS = ("backward", "backward_accumulate", "train_step")
 _UPDATES = ("update", "backward", "train_step")
 #: Where an op has a meaning; an op that is not named here has one everywhere.
 _SECTIONS: dict[str, tuple[str, ...]] = {
-    "loss": ("forward", "train_step"), **dict.fromkeys(("evaluate", "logits"), ("evaluate",)),
-    "lease": ("forward",), **dict.fromkeys(("leased", "scale"), ("backward", "backward_accumulate")),
+    "loss": ("forward", "train_step"), "evaluate": ("evaluate",), "outputs": ("forward", "evaluate"),
+    "lease": ("forward",), **dict.fromkeys(("leased", "scale", "output_gradient"), ("backward", "backward_accumulate")),
     **dict.fromkeys(("backward", "recompute_backward", "reduce", "offload", "accumulate"), _BACKWARDS),
     "stash": ("forward", "train_step"), "fetch": _BACKWARDS, "stashed": ("backward", "backward_accumulate"),
     **dict.fromkeys(("offload_norms", "add_to_sum", "norms_of_sum"), ("train_step",)),
     "clip": ("update",), **dict.fromkeys(("adam", "adam_resident"), _UPDATES), "adam_of_sum": ("update", "train_step"),
     "offload_weights": (*_UPDATES, "rescue"), "fetch_gradients": ("backward_accumulate", "refresh"),
     "fetch_state": ("load",), "store_state": ("store",)}
-_RESULTS = ("loss", "evaluate", "logits")
+_RESULTS = ("loss", "evaluate", "outputs")
 _GRADIENTS = ("gradient", "accumulators")
 
 
@@ -39,7 +39,7 @@ def belongs(program: Program) -> Iterator[Fault]:
 
 
 def returned(program: Program) -> Iterator[Fault]:
-    """The caller gets the loss (or logits) of every micro-batch, each once and in order, under the name of the op."""
+    """The caller gets the loss (or outputs) of every micro-batch, each once and in order, under the name of the op."""
     for name, graph in program.sections.items():
         made = sorted(find(graph, *_RESULTS), key=lambda node: int(argument(node, "mb")))
         given = []

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from megacompile.errors import UnsupportedError
 from megacompile.forms import Forms
+from megacompile.frontend.heads import LOGITS
 from megacompile.lowering import model_program
 from megacompile.memory import Estimate
 from megacompile.passes.manager import Compiled, compile_program
@@ -120,22 +121,23 @@ class Shapes:
     def model_program(self, shape: Shape, plan: Plan) -> Program:
         """What a shape's passes begin with. Raises `UnsupportedError` if the model cannot be run so."""
         captured = self.forms.serve(shape.form).captured
-        if not shape.labels and not captured.same_logits_without_labels:
+        if not shape.labels and shape.output in ("loss", LOGITS) and not captured.same_logits_without_labels:
             raise UnsupportedError("without labels the model computes other logits than with them (the last position's, say), "
                                    f"and only those with labels were captured: pass {', '.join(captured.labels)}")
         for rows in set(plan.micro_batches):
-            captured.check_shape(rows, shape.length)
+            captured.check_shape(rows, shape.length, shape.output)
         if len(plan.micro_batches) > 1 and shape.labels and not captured.has_normaliser:
             raise UnsupportedError(
                 "the model's loss is not a cross entropy over tokens, so that it cannot be split into micro-batches: "
                 f"give micro_batch_size={shape.batch} or smaller batches")
-        specs = self.tiling.call_specs(captured.calls, captured.templates, shape.length)
-        return model_program(specs, self.tiling.tiles(), shape.batch, shape.labels, whole_step=shape.whole_step)
+        specs = self.tiling.call_specs(captured.calls_for(shape.output), captured.templates, shape.length)
+        return model_program(specs, self.tiling.tiles(), shape.batch, shape.labels, shape.whole_step,
+                             differentiable=shape.training and shape.output != "loss")
 
     def _compile(self, shape: Shape) -> CompiledShape:
         planner = self.forms.serve(shape.form).planner
         planner.stateful = self.planner.stateful  # one device for all forms
-        plan = planner.choose(shape.batch, shape.length, shape.training, shape.update, shape.whole_step)
+        plan = planner.choose(shape.batch, shape.length, shape.training, shape.update, shape.whole_step, shape.output)
         self.planner.stateful = planner.stateful
         if shape.lean:
             plan = replace(plan, saved_layers=self.planner.config.saved_layers or 0)

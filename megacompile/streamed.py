@@ -2,9 +2,8 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,18 +13,20 @@ from torch import Tensor, nn
 from megacompile.arrival import Arrival
 from megacompile.closing import give_back
 from megacompile.config import StreamConfig
-from megacompile.draws import draw
 from megacompile.errors import InsufficientMemoryError, LaneError, LeaseError, MegacompileError, TornError
 from megacompile.exhaustion import exhausted, explained
 from megacompile.forms import Forms
 from megacompile.frontend.capture import CapturedModel
+from megacompile.frontend.heads import of_tokens
+from megacompile.handover import batch_of, evaluation_of, loss_of, outputs_of, send_gradients
 from megacompile.lease import Lease
+from megacompile.plan import Form
 from megacompile.program import Lane
 from megacompile.residency import Residency
 from megacompile.runtime.arena import Arena
 from megacompile.runtime.checkpoints import HostCheckpoints
 from megacompile.runtime.executor import Executor
-from megacompile.runtime.kernels import Activation, Batch
+from megacompile.runtime.kernels import Batch
 from megacompile.runtime.lanes import Backend
 from megacompile.runtime.operations import Frame
 from megacompile.runtime.reference import ReferenceExecutor
@@ -131,11 +132,12 @@ class Streamed:
             self.constants.refresh()
             self.version += 1
 
-    def forward(self, inputs: Mapping[str, Tensor], normaliser: Tensor | None) -> tuple[Tensor, Lease]:
-        """The loss of a batch (0-d, on the compute device) and the lease that its backward needs."""
+    def forward(self, inputs: Mapping[str, Tensor], normaliser: Tensor | None,
+                output: str = "loss") -> tuple[tuple[Tensor, ...], Lease]:
+        """The loss of a batch (0-d), or a head's outputs, on the compute device; and the lease that its backward needs."""
         with self.guarded():
             self.executor.check()
-            wanted = self.shape_of(inputs, training=True)
+            wanted = self.shape_of(inputs, training=True, output=output)
             shape = self.compiled(wanted)
             if shape.plan.saved_layers and not self._fits(shape):  # beside the forwards that are open
                 shape = self.compiled(replace(wanted, lean=True))
@@ -148,19 +150,12 @@ class Streamed:
                 lease.end()  # though whoever catches this may keep the traceback
                 raise
         self.leases.add(lease)
-        return self._total_loss(batch), lease
+        return (loss_of(self.backend, batch),) if output == "loss" else outputs_of(self.backend, batch), lease
 
     def _open(self, shape: CompiledShape, batch: Batch) -> Lease:
         lease = Lease(shape, batch, self.version)
         lease.host, lease.give_back = self.checkpoints.lend(lease, shape.host_slots, self.settle)
         return lease
-
-    def _total_loss(self, batch: Batch) -> Tensor:
-        with self.backend.lane(Lane.COMPUTE):
-            losses = [value.loss for value in batch.results["loss"] if value.loss is not None]
-            loss = torch.stack(losses).sum(dim=0) if len(losses) > 1 else losses[0].clone()
-        self.backend.exit([loss])
-        return loss
 
     def train_step(self, inputs: Mapping[str, Tensor], normaliser: Tensor | None, update: Update, overlap: bool) -> Tensor:
         """The loss of a batch whose forward, backward and update run as one program. Returns once compute has been issued;
@@ -182,7 +177,7 @@ class Streamed:
             if not overlap:
                 self.begin_update(shape, update)
                 self.submit(shape, "update", Batch([], self.constants.on_device), update=update)
-        return self._total_loss(batch)
+        return loss_of(self.backend, batch)
 
     def begin_update(self, shape: CompiledShape, update: Update) -> None:
         self.residency.updated(shape)
@@ -194,28 +189,28 @@ class Streamed:
 
     def evaluate(self, inputs: Mapping[str, Tensor], normaliser: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         """(loss or None, logits) without gradients."""
+        batch = self._evaluate(inputs, normaliser, "loss")
+        if "outputs" not in batch.results:
+            return evaluation_of(self.backend, batch)
+        (logits,) = outputs_of(self.backend, batch)
+        return None, logits
+
+    def evaluate_outputs(self, inputs: Mapping[str, Tensor], output: str) -> tuple[Tensor, ...]:
+        """A head's outputs, without gradients."""
+        return outputs_of(self.backend, self._evaluate(inputs, None, output))
+
+    def _evaluate(self, inputs: Mapping[str, Tensor], normaliser: Tensor | None, output: str) -> Batch:
         with self.guarded():
             self.executor.check()
-            shape = self.compiled(self.shape_of(inputs, training=False))
+            shape = self.compiled(self.shape_of(inputs, training=False, output=output))
             self.enter(shape, "evaluate")
             batch = self._batch(shape, inputs, normaliser)
             self.submit(shape, "evaluate", batch).wait((Lane.COMPUTE,))
-            (values,) = batch.results.values()
-            loss, logits = self._collect(values, labels="logits" not in batch.results)
-        self.backend.exit([t for t in (loss, logits) if t is not None])
-        return loss, logits
+        return batch
 
-    def _collect(self, values: list[Activation], labels: bool) -> tuple[Tensor | None, Tensor | None]:
-        columns = list(zip(*(v.outputs for v in values), strict=True))
-        with self.backend.lane(Lane.COMPUTE):
-            loss = torch.stack(columns[0]).sum(dim=0) if labels else None
-            tensors = columns[1 if labels else 0:]
-            logits = (tensors[0][0] if len(tensors[0]) == 1 else torch.cat(tensors[0])) if tensors else None
-        return loss, logits
-
-    def backward(self, lease: Lease, gradient: Tensor) -> None:
-        """Runs a lease's backward and sets `.grad` of every trained parameter. Returns when gradients are home; where it
-        updates on their arrival, once compute has been issued, and there are none.
+    def backward(self, lease: Lease, gradients: Sequence[Tensor]) -> None:
+        """Runs a lease's backward, given the gradients of what its forward gave, and sets `.grad` of every trained parameter.
+        Returns when gradients are home; where it updates on their arrival, once compute has been issued, and there are none.
 
         Whatever stops it, no parameter has a `.grad` afterwards: some would hold this batch's gradients, others not."""
         self.raise_pending()
@@ -235,8 +230,7 @@ class Streamed:
         self.residency.enter(lease.shape)
         lease.closed, self.trained, self.unfinished = True, lease.shape, None
         self.batches = [*(self.batches if added else ()), lease.batch]
-        lease.batch.scale = gradient.to(self.backend.device)
-        self.backend.enter([lease.batch.scale])
+        send_gradients(self.backend, lease.shape.plan, lease.batch, gradients)
         try:
             with self.guarded():
                 update = self.arrival.begin(lease)
@@ -362,26 +356,23 @@ class Streamed:
             self.unfinished = update
 
     # ---------------------------------------------------------------- batches
-    def shape_of(self, inputs: Mapping[str, Tensor], training: bool) -> Shape:
+    def shape_of(self, inputs: Mapping[str, Tensor], training: bool, output: str = "loss") -> Shape:
         """Of a batch in the user's loop, with the optimizer that it has now."""
         first = next(iter(inputs.values()))
         plain = self.captured.batch_inputs
-        form = self.forms.form_of(tuple(sorted(inputs.keys() - set(plain))), self.model.training)
-        return Shape(first.shape[0], first.shape[1], set(plain) <= inputs.keys(), training,
-                     update=self.arrival.update_at if training else "step", further=form.further, evaluating=form.evaluating)
+        form = self.form_of(inputs)
+        return Shape(first.shape[0], first.shape[1], output == "loss" and set(plain) <= inputs.keys(), training,
+                     update=self.arrival.update_at if training else "step", output=output, further=form.further,
+                     evaluating=form.evaluating)
+
+    def form_of(self, inputs: Mapping[str, Tensor]) -> Form:
+        """Which of the model's captures serves a batch in the model's mode."""
+        further = (name for name in inputs if name not in self.captured.batch_inputs and not of_tokens(name))
+        return self.forms.form_of(tuple(sorted(further)), self.model.training)
 
     def _batch(self, shape: CompiledShape, inputs: Mapping[str, Tensor], normaliser: Tensor | None) -> Batch:
-        """The border: the batch goes to the device here, outside the program (it is a few kilobytes a step)."""
-        device = self.backend.device
-        # Copies, even where they are on the device already: the caller may refill its batch before the backward.
-        moved = {name: tensor.to(device, copy=True) for name, tensor in inputs.items()}
-        if normaliser is not None:
-            normaliser = normaliser.to(device=device, dtype=torch.float32, copy=True)
-        random = draw(self.forms.serve(shape.shape.form).captured, shape.plan.micro_batches, device)
-        self.backend.enter([*moved.values(), *(t for t in (normaliser, random) if t is not None)])
-        cuts = list(itertools.accumulate(shape.plan.micro_batches, initial=0))
-        micro_batches = [{name: tensor[a:b] for name, tensor in moved.items()} for a, b in itertools.pairwise(cuts)]
-        return Batch(micro_batches, self.constants.on_device, normaliser, random)
+        captured = self.forms.serve(shape.shape.form).captured
+        return batch_of(self.backend, captured, shape.plan, self.constants.on_device, inputs, normaliser)
 
     def close(self) -> None:
         """Gives everything back, and only then raises what an update in flight failed with (`LaneError`, `TornError`)."""

@@ -114,7 +114,12 @@ class StreamedPretrained(StreamedModule):
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Layers are streamed for every token, without a cache: right, and slow."""
-        kwargs["use_cache"] = False
+        config = kwargs.get("generation_config")
+        if config is None:
+            kwargs["use_cache"] = False
+        else:  # transformers wants one or the other
+            kwargs["generation_config"] = copy.deepcopy(config)
+            kwargs["generation_config"].use_cache = False
         with torch.no_grad(), base_calls_streamed(self, _for_generation):
             return super().generate(*args, **kwargs)  # type: ignore[misc]
 

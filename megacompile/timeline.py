@@ -25,7 +25,7 @@ LANES = (Lane.PACK, Lane.H2D, Lane.COMPUTE, Lane.D2H, Lane.CPU)
 #: What an instruction is for, by op. Ops that are not here order or keep values and take no time worth showing.
 KINDS: dict[str, str] = {
     "pack": "weights to the device", "prefetch": "weights to the device",
-    "forward": "forward", "forward_saving": "forward, residuals kept", "evaluate": "forward", "logits": "forward",
+    "forward": "forward", "forward_saving": "forward, residuals kept", "evaluate": "forward", "outputs": "forward",
     "loss": "loss and its gradient",
     "recompute_backward": "recompute and backward", "backward": "backward",
     "zeros": "gradients summed", "scale": "gradients summed", "reduce": "gradients summed", "accumulate": "gradients summed",
@@ -37,7 +37,7 @@ KINDS: dict[str, str] = {
     "offload_weights": "updated weights to the host"}
 #: Ops that are no work.
 MARKS = frozenset({"record", "wait", "enter", "leave", "release", "lease", "leased", "result", "resident", "resident_state",
-                   "resident_gradients", "stashed"})
+                   "resident_gradients", "stashed", "output_gradient"})
 
 
 def kind_of(item: Item) -> str | None:

@@ -23,7 +23,7 @@ from megacompile.errors import MegacompileError
 from megacompile.joining import join
 from megacompile.optim import AdamW
 from megacompile.streamed_module import StreamedModule
-from megacompile.trainer_arguments import check_arguments, check_model, refuse_losses_of_logits
+from megacompile.trainer_arguments import check_arguments, check_model, refuse_other_forwards
 
 #: The folder of the training state in one of Trainer's checkpoints.
 STATE = "megacompile"
@@ -71,7 +71,7 @@ class Trainer(transformers.Trainer):
         """As Trainer does it, or what was given to it. Raises `MegacompileError` for one that is no `megacompile.AdamW`, and
         where it and `max_grad_norm` do not go together."""
         check_arguments(self.args, check_model(self.model))
-        refuse_losses_of_logits(self.model, self.compute_loss_func, type(self).__name__)
+        refuse_other_forwards(self.model, type(self).__name__)
         optimizer = super().create_optimizer(*args, **kwargs)
         self._adamw.max_grad_norm = _max_grad_norm(self._adamw, self.args.max_grad_norm)
         return optimizer

@@ -11,8 +11,6 @@ from megacompile.errors import MegacompileError, UnsupportedError
 from megacompile.streamed import Streamed
 from megacompile.streamed_module import StreamedModule
 
-_DIFFERENTIABLE_LOGITS = "needs gradients through the logits, which a streamed model does not give yet"
-
 
 def _asks(name: str) -> Callable[[Any, Streamed], bool]:
     return lambda args, streamed: bool(getattr(args, name, None))
@@ -41,7 +39,6 @@ _REFUSED: tuple[tuple[Callable[[Any, Streamed], bool], str], ...] = (
     (_asks("use_liger_kernel"), "use_liger_kernel replaces modules that were captured: leave it out"),
     (_asks("neftune_noise_alpha"), "neftune_noise_alpha works by a hook on the embedding, which a streamed model does not "
                                    "call: leave it out"),
-    (_asks("label_smoothing_factor"), f"label_smoothing_factor {_DIFFERENTIABLE_LOGITS}: leave it out"),
     (_asks("activation_offloading"), "activation_offloading is the plan's choice (host_checkpoints of stream()): leave it out"),
     (lambda args, streamed: str(getattr(args.optim, "value", args.optim)) not in ("adamw_torch", "adamw_torch_fused"),
      "optim must be adamw_torch or adamw_torch_fused, in whose place megacompile.AdamW stands"),
@@ -67,11 +64,17 @@ def check_model(model: Any) -> Streamed:
                            "give that to the trainer")
 
 
-def refuse_losses_of_logits(model: nn.Module, loss: Any, trainer: str) -> None:
-    """Raises `UnsupportedError` for a `loss` function of the model's outputs, and if the model got a forward of its own since
-    it was streamed: that would not stream."""
-    if callable(loss):
-        raise UnsupportedError(f"compute_loss_func {_DIFFERENTIABLE_LOGITS}: leave it out, and train with the model's own loss")
-    if "forward" in vars(model):
-        raise UnsupportedError(f"{trainer} replaces the model's forward, for a loss that {_DIFFERENTIABLE_LOGITS}: train with "
-                               "the model's own loss (megacompile.trainer.Trainer, megacompile.sft.SFTTrainer)")
+def refuse_other_forwards(model: nn.Module, trainer: str) -> None:
+    """Raises `UnsupportedError` if the model got a forward of its own since it was streamed: that would not stream."""
+    forward = vars(model).get("forward")
+    if forward is not None and not hasattr(forward, "streams"):
+        raise UnsupportedError(f"{trainer} replaces the model's forward by one that would not stream: train with "
+                               "megacompile.trainer.Trainer, megacompile.sft.SFTTrainer, megacompile.dpo.DPOTrainer or "
+                               "megacompile.grpo.GRPOTrainer, or compute the loss outside of the model")
+
+
+def refuse_adapters(wanted: bool) -> None:
+    """Raises `UnsupportedError` where adapters (PEFT) are wanted."""
+    if wanted:
+        raise UnsupportedError("adapters (PEFT) cannot be trained beside streamed weights yet, since they change layers that "
+                               "were captured: train all weights, without a peft_config, or do not stream the model")

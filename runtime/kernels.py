@@ -63,6 +63,7 @@ class Batch:
     normaliser: Tensor | None = None
     random: Tensor | None = None  # by micro-batch and call, what dropout is drawn from
     scale: Tensor | None = None  # the gradient of the loss that the caller sent
+    output_gradients: Sequence[tuple[Tensor, ...]] = ()  # or of the outputs, by micro-batch
     results: dict[str, list[Activation]] = field(default_factory=dict)
 
 

@@ -103,6 +103,10 @@ def _backward(frame: Frame, node: fx.Node) -> Activation:
     return Activation(tuple(results[i] for i in kernel.carried_gradients))
 
 
+def _output_gradient(frame: Frame, node: fx.Node) -> Activation:
+    return Activation(frame.batch.output_gradients[argument(node, "mb")])
+
+
 def _zeros(frame: Frame, node: fx.Node) -> Accumulators:
     return frame.arena.accumulators(frame.store[argument(node, "tile")].layout)
 
@@ -305,7 +309,8 @@ def _release(frame: Frame, node: fx.Node) -> None:
 
 OPERATIONS: dict[str, Callable[[Frame, fx.Node], Any]] = dict(
     pack=_pack, prefetch=_prefetch, resident=_resident, forward=_forward, forward_saving=_forward, evaluate=_forward,
-    logits=_forward, loss=_loss, recompute_backward=_backward, backward=_backward, zeros=_zeros, scale=_scale,
+    outputs=_forward, output_gradient=_output_gradient,
+    loss=_loss, recompute_backward=_backward, backward=_backward, zeros=_zeros, scale=_scale,
     reduce=_reduce, offload=_offload, accumulate=_accumulate, clip=_clip, adam=_adam, result=_result, lease=_lease,
     add_to_sum=_add_to_sum, norms_of_sum=_norms_of_sum, adam_of_sum=_adam_of_sum,
     leased=_leased, release=_release, stash=_stash, stashed=_stashed, fetch=_fetch,

@@ -37,9 +37,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @functools.cache
 def compiled_schedule(layers: int = 4, micro_batches: tuple[int, ...] = (1,), frozen: tuple[str, ...] = (),
-                      tied: bool = False, whole_step: bool = False, **plan: Any) -> Compiled:
+                      tied: bool = False, whole_step: bool = False, outputs: bool = False, **plan: Any) -> Compiled:
     """All stages of a model of one prologue, `layers` equal layers and one epilogue; `tied`: the epilogue reads the
-    prologue's tile too. Cached: programs are immutable."""
+    prologue's tile too; `outputs`: training gives outputs, no loss. Cached: programs are immutable."""
     names = ["prologue", *(f"layers.{i}" for i in range(layers)), "epilogue"]
     tiles, calls = {}, []
     for name in names:
@@ -51,7 +51,7 @@ def compiled_schedule(layers: int = 4, micro_batches: tuple[int, ...] = (1,), fr
                               ("recompute_backward",) if name == "prologue" else (),
                               OUTPUT_BYTES if role == "layer" and "host_checkpoints" in plan else 0))
     batch = sum(micro_batches)
-    model = model_program(calls, tiles, batch, labels=True, whole_step=whole_step)
+    model = model_program(calls, tiles, batch, labels=not outputs, whole_step=whole_step, differentiable=outputs)
     return compile_program(model, Plan(batch, 8, micro_batches, **plan), PIPELINE)
 
 

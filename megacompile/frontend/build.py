@@ -2,12 +2,14 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import sympy
 import torch
 from torch import Tensor, fx
+from torch._decomp import get_decompositions
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -18,27 +20,31 @@ from megacompile.frontend.refused_ops import refuse_ops
 from megacompile.frontend.split import Section, relative
 from megacompile.frontend.template import TargetLike, Template, TemplateInput, TemplatePass, run_template_pass
 
+#: Losses of each token, as ops that are known to treat each token alone.
+LOSSES_OF_TOKENS = get_decompositions([torch.ops.aten.nll_loss_forward, torch.ops.aten.nll_loss_backward])
 Renaming = dict[sympy.Symbol, sympy.Symbol]  # the graph's symbols -> B and T
 
 
 def build_template(
     name: str, section: Section, fakes: FakeTensorMode, renaming: Renaming, target: TargetLike,
-    pipeline: Sequence[TemplatePass],
+    pipeline: Sequence[TemplatePass], head: bool = False, tokens_at_once: int = 0,
 ) -> Template:
-    """The template of `section`; the epilogue's, whose first result is the loss, has the epilogue's variants.
+    """The template of `section`; the epilogue's, whose first result is the loss, has the epilogue's variants, and a `head`'s
+    is differentiated by whoever gets its results.
 
     Raises `UnsupportedError` for random ops, `CaptureError` for what cannot be differentiated or reads on the host.
     """
     epilogue = section.name == "epilogue"
     stages = {"captured": section.graph.code}
-    trained = _first_result_only(section.graph) if epilogue else section.graph
+    trained = with_results(section, [0]).graph if epilogue else section.graph
     trained = _run_model_passes(trained, target, pipeline, stages)
     has_gradient = section.has_gradient[:1] if epilogue else section.has_gradient
     carried = [index for index, source in enumerate(section.sources) if source.kind == "carried"]
     inference = None
     try:
         with _portable_attention(target):
-            joint = joint_graph(trained, fakes, has_gradient, partition=not epilogue, awaited=carried)
+            joint = joint_graph(trained, fakes, has_gradient, partition=not (epilogue or head), awaited=carried,
+                                decompositions=LOSSES_OF_TOKENS if tokens_at_once else None)
             if epilogue:  # with logits as a result, no loss can be fused
                 inference = forward_graph(_run_model_passes(section.graph, target, pipeline, {}), fakes)
     except Exception as reason:
@@ -59,7 +65,8 @@ def build_template(
         shape = tuple(map(symbolic, value.shape)) if isinstance(value, Tensor) else ()
         dtype = value.dtype if isinstance(value, Tensor) else None
         inputs.append(TemplateInput(relative(source, section.name), shape, dtype, index in joint.gradients))
-    return Template(name, inputs, has_gradient, section.carried, joint, inference, renaming, target, pipeline, stages)
+    return Template(name, inputs, has_gradient, section.carried, joint, inference, renaming, target, pipeline, stages, head,
+                    tokens_at_once)
 
 
 def _run_model_passes(
@@ -72,14 +79,16 @@ def _run_model_passes(
     return graph
 
 
-def _first_result_only(module: fx.GraphModule) -> fx.GraphModule:
-    """The section without its other results; what only they need stays, in-place ops included, until AOT."""
+def with_results(section: Section, positions: Sequence[int]) -> Section:
+    """A section with some of its results alone; what only the others need stays, in-place ops included, until AOT."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
-    (results,) = (module.graph.output_node().args)
-    graph.graph_copy(module.graph, copies)
-    graph.output((copies[results[0]],))  # type: ignore[index]
-    return fx.GraphModule(module, graph)
+    (results,) = (section.graph.graph.output_node().args)
+    graph.graph_copy(section.graph.graph, copies)
+    graph.output(tuple(copies[results[i]] for i in positions))  # type: ignore[index]
+    return dataclasses.replace(section, graph=fx.GraphModule(section.graph, graph), sources=list(section.sources),
+                               has_gradient=[section.has_gradient[i] for i in positions],
+                               carried=[section.carried[i] for i in positions])
 
 
 @contextlib.contextmanager

@@ -17,8 +17,9 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from megacompile.errors import CaptureError, UnsupportedError
 from megacompile.frontend.adapters import forward_signature
 from megacompile.frontend.attention import implementation_for
-from megacompile.frontend.build import Renaming, build_template
+from megacompile.frontend.build import Renaming, build_template, with_results
 from megacompile.frontend.experts import refuse_router_losses
+from megacompile.frontend.heads import Head, Heads
 from megacompile.frontend.layers import find_layers
 from megacompile.frontend.loss import normalise_loss
 from megacompile.frontend.model_graph import FIXED_SIZES_REMEDY, ModelGraph, capture_model_graph
@@ -27,6 +28,7 @@ from megacompile.frontend.output import OutputStructure, output_structure
 from megacompile.frontend.randomness import draw_functionally, number_draws
 from megacompile.frontend.split import split_at_layers, structural_key
 from megacompile.frontend.template import BATCH, LENGTH, Call, TargetLike, Template, TemplatePass
+from megacompile.frontend.token_functions import CHUNK_TOKENS, Described, taken_by_loss, with_loss
 from megacompile.frontend.twin import CAPTURE_SHAPE, fake_batch, fake_twin, is_transformers_model
 from megacompile.plan import PLAIN, Form
 
@@ -53,7 +55,9 @@ class CapturedModel:
     `fused_loss`: the epilogue's `loss` never holds the micro-batch's logits.
     `has_normaliser`: the loss is a sum over the "normaliser" input, so that micro-batches add up; then
     `count_targets(batch on the host)` gives a batch's normaliser, a 0-d float32 tensor.
-    `output.rebuild(loss, logits)`: the model's own return value, around these.
+    `output.rebuild(loss, logits)`: the model's own return value, around these. `heads`: what stands in the epilogue's place
+    where the caller differentiates; None of a model that returns no logits. `token_loss`: the loss is a function of tokens that
+    the user gave.
     `conditions`: sympy conditions on B and T under which the graphs hold; `guards`: the same as text.
     `seconds`: what capturing took.
     """
@@ -72,6 +76,8 @@ class CapturedModel:
     has_normaliser: bool
     count_targets: Callable[[Mapping[str, Tensor]], Tensor] | None
     output: OutputStructure
+    heads: Heads | None
+    token_loss: bool
     conditions: tuple[Any, ...]
     seconds: float
 
@@ -79,18 +85,32 @@ class CapturedModel:
     def guards(self) -> list[str]:
         return [str(condition) for condition in self.conditions]
 
+    def calls_for(self, output: str) -> tuple[Call, ...]:
+        """The calls of a program that gives the "loss", or a head's outputs. Raises `UnsupportedError` where there is none."""
+        return self.calls if output == "loss" else (*self.calls[:-1], self.head(output).call)
+
+    def head(self, output: str) -> Head:
+        return self.require_heads().head(output)
+
+    def require_heads(self) -> Heads:
+        """Raises `UnsupportedError` for a model that returns its loss alone."""
+        if self.heads is None:
+            raise UnsupportedError("the model returns its loss alone: let its forward return logits [batch, length, "
+                                   "vocabulary] as well, and they can be differentiated")
+        return self.heads
+
     def same_in_evaluation(self) -> bool:
         """Whether the model computes the same in evaluation mode. The first time traces the model once more."""
         return self.holds(False, CAPTURE_SHAPE)
 
-    def check_shape(self, batch: int, length: int) -> None:
-        """Raise `UnsupportedError` if the captured graphs do not hold at this batch size and length. The first check of a
-        size of 1 traces the model once more."""
+    def check_shape(self, batch: int, length: int, output: str = "loss") -> None:
+        """Raise `UnsupportedError` if the captured graphs do not hold at this batch size and length, those of an `output` among
+        them. The first check of a size of 1 traces the model once more."""
         size = tuple(1 if n == 1 else captured for n, captured in zip((batch, length), CAPTURE_SHAPE, strict=True))
         if 1 in size and not self.holds(not self.form.evaluating, size):  # type: ignore[arg-type]
             raise UnsupportedError(f"at {batch} x {length} the model performs other operations than at larger sizes, which "
                                    "were captured: remove the branch on a size of 1 from the model's forward, or avoid it")
-        for condition in self.conditions:
+        for condition in (*self.conditions, *(() if output == "loss" or self.heads is None else self.heads.conditions)):
             if condition.subs({BATCH: batch, LENGTH: length}) == sympy.false:
                 raise UnsupportedError(
                     f"a batch of {batch} x {length} breaks {condition}, which the captured graph assumes: keep batches "
@@ -100,11 +120,13 @@ class CapturedModel:
 def capture(
     model: nn.Module, *, layers: str | None = None, example: Mapping[str, Tensor] | None = None,
     pipeline: Sequence[TemplatePass] = (), target: TargetLike | None = None, form: Form = PLAIN,
+    loss: Callable[..., Any] | None = None,
 ) -> CapturedModel:
     """Capture `model` for batches of one `form`, once, on fakes: no weight is read or copied, and `meta` models work too.
 
     `layers` names the decoder stack (see `find_layers`); `example` gives the batch arguments where they are not
-    `input_ids` and `labels`; `pipeline` and `target` are the template passes and what they lower to.
+    `input_ids` and `labels`; `pipeline` and `target` are the template passes and what they lower to; `loss`, a function of
+    tokens, stands in the place of the model's own loss.
     Raises `CaptureError` or `UnsupportedError`, naming the module, for what cannot be streamed faithfully.
     """
     started = time.perf_counter()
@@ -113,34 +135,46 @@ def capture(
     refuse_router_losses(model)
     stack = find_layers(model, layers)
     plain = fake_twin(model, FakeTensorMode())  # as it is now: `model` may be streamed when it is captured again
-    graph, twin, batch = _trace(plain, layers, example, form)
+    taken = () if loss is None else taken_by_loss(loss, example or {})
+    traced = example if loss is None else _without_loss(plain, example, taken)
+    graph, twin, batch = _trace(plain, layers, traced, form)
     performed = operations(graph)
 
     def holds(training: bool, size: tuple[int, int]) -> bool:
-        return operations(_trace(plain, layers, example, Form(form.further, not training), size)[0]) == performed
+        return operations(_trace(plain, layers, traced, Form(form.further, not training), size)[0]) == performed
 
     def in_form(other: Form) -> CapturedModel:
         with torch.inference_mode(False), torch.enable_grad():  # whatever the batch is computed under that needs it first
-            return capture(plain, layers=layers, example=example, pipeline=pipeline, target=target, form=other)
+            return capture(plain, layers=layers, example=example, pipeline=pipeline, target=target, form=other,
+                           loss=loss)
 
-    batch_inputs = tuple(batch)
-    structure, positions = output_structure(graph, name)
-    count = normalise_loss(graph, graph.results[positions[0]])
+    structure, positions = output_structure(graph, name, other_loss=loss is not None)
+    count = normalise_loss(graph, graph.results[positions[0]]) if loss is None else _one
     draw_functionally(graph)
     sections = split_at_layers(graph, stack, [graph.results[p] for p in positions])
-    renaming, conditions = _batch_symbols(graph, name)
+    for section in sections:
+        number_draws(section)
+    renaming, _ = _batch_symbols(graph, name)
+    to_logits = with_results(sections[-1], [len(positions) - 1]) if structure.has_logits else None
+    if loss is not None:
+        assert to_logits is not None, "refused above"
+        sections[-1] = with_loss(graph, renaming, to_logits, loss, taken)
+    _, conditions = _batch_symbols(graph, name)  # what a loss asks of sizes among them
 
+    build = functools.partial(build_template, fakes=graph.fakes, renaming=renaming, target=target, pipeline=pipeline)
     templates: dict[str, Template] = {}
     names: dict[str, str] = {}  # structural key -> template
     calls = []
     for section in sections:
-        number_draws(section)
         key = structural_key(section)
         if key not in names:
             names[key] = section.name if section.name in ("prologue", "epilogue") else _next_layer_name(templates)
-            templates[names[key]] = build_template(names[key], section, graph.fakes, renaming, target, pipeline)
+            own_loss = loss is not None and section.name == "epilogue"
+            templates[names[key]] = build(names[key], section, tokens_at_once=CHUNK_TOKENS if own_loss else 0)
         calls.append(Call(section.name, names[key], tuple(section.sources)))
     read_early = {s.name for call in calls[:-1] for s in call.sources if s.kind == "batch"}
+    batch_inputs = tuple(n for n in batch if loss is None or n in read_early)
+    batch_inputs += tuple(n for n, _, _ in taken if n not in batch_inputs)
     labels = tuple(n for n in batch_inputs if n not in read_early and n not in form.further)
     return CapturedModel(
         calls=tuple(calls), templates=templates, batch_inputs=batch_inputs, labels=labels, layer_names=stack.names,
@@ -149,7 +183,22 @@ def capture(
         fused_loss="linear_cross_entropy" in templates["epilogue"].stages["joint"],
         form=form, holds=functools.cache(holds), in_form=functools.cache(in_form), has_normaliser=count is not None,
         count_targets=count, output=structure,
-        conditions=conditions, seconds=time.perf_counter() - started)
+        heads=Heads(graph, to_logits, build, templates, renaming) if to_logits is not None else None,
+        token_loss=loss is not None, conditions=conditions, seconds=time.perf_counter() - started)
+
+
+def _one(batch: Mapping[str, Tensor]) -> Tensor:
+    """What a user's loss is divided by, unless the caller says `num_items_in_batch`."""
+    return torch.ones(())
+
+
+def _without_loss(model: nn.Module, example: Mapping[str, Tensor] | None, taken: Described) -> dict[str, Tensor] | None:
+    """The example of what the model itself takes, labels included if it has such a parameter: it returns a loss to replace."""
+    names = {name for name, _, _ in taken}
+    given = {name: tensor for name, tensor in (example or {}).items() if name not in names}
+    tokens = next(iter(given.values()), torch.empty(CAPTURE_SHAPE, dtype=torch.long, device="meta"))
+    return (given or {"input_ids": tokens}) | (
+        {"labels": tokens} if "labels" in forward_signature(model).parameters else {})
 
 
 def _trace(

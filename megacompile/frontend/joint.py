@@ -42,16 +42,19 @@ def example_values(graph: fx.GraphModule) -> list[Any]:
     return [n.meta["example_value"] for n in graph.graph.find_nodes(op="placeholder")]
 
 
-def forward_graph(graph: fx.GraphModule, fakes: FakeTensorMode) -> JointGraph:
+def forward_graph(
+    graph: fx.GraphModule, fakes: FakeTensorMode, decompositions: dict[Any, Any] | None = None,
+) -> JointGraph:
     """The forward alone, functional, of a Dynamo-level section."""
     with fakes, torch.no_grad():
-        traced: Any = aot_export_joint_simple(graph, tuple(example_values(graph)), trace_joint=False)
+        traced: Any = aot_export_joint_simple(
+            graph, tuple(example_values(graph)), trace_joint=False, decompositions=decompositions)
     return JointGraph(traced, traced.graph.find_nodes(op="placeholder"), [], _results(traced), {}, [])
 
 
 def joint_graph(
     graph: fx.GraphModule, fakes: FakeTensorMode, has_gradient: Sequence[bool], partition: bool,
-    awaited: Sequence[int] = (),
+    awaited: Sequence[int] = (), decompositions: dict[Any, Any] | None = None,
 ) -> JointGraph:
     """Forward and backward of a Dynamo-level section; residuals are chosen if `partition`. The inputs `awaited` that require
     a gradient have one, zero where they are read but not differentiated."""
@@ -59,7 +62,7 @@ def joint_graph(
         return forward_graph(graph, fakes)
     examples = example_values(graph)
     with fakes:
-        joint: Any = aot_export_joint_simple(graph, tuple(examples), trace_joint=True)
+        joint: Any = aot_export_joint_simple(graph, tuple(examples), trace_joint=True, decompositions=decompositions)
     saved: set[str] = set()
     if partition:
         with fakes, torch._functorch.config.patch(_LEAN):

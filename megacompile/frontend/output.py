@@ -30,17 +30,18 @@ class OutputStructure:
         """The model's return value around `loss` and `logits`; what it returned as None stays None."""
         values = {key: {"loss": loss, "logits": logits}.get(role) for key, role in self.fields}
         if issubclass(self.cls, Tensor):
-            return loss
+            return loss if loss is not None else logits
         if issubclass(self.cls, (tuple, list)):
             return self.cls(values.values())
         return self.cls(**values)
 
 
-def output_structure(model: ModelGraph, name: str) -> tuple[OutputStructure, list[int]]:
+def output_structure(model: ModelGraph, name: str, other_loss: bool = False) -> tuple[OutputStructure, list[int]]:
     """The structure, and which of the graph's results are the loss and, if the model returns them, the logits.
 
-    Raises `UnsupportedError` unless the model returns one scalar, with a gradient if anything in the model has one, and at most
-    one other tensor, which has batch and length in front.
+    Raises `UnsupportedError` unless the model returns one scalar, with a gradient if anything in the model has one, and at
+    most one other tensor, which has batch and length in front. With `other_loss`, one that is not the model's, it must return
+    logits, and may do so alone.
     """
     returned = model.returned
     trained = any(getattr(n.meta["example_value"], "requires_grad", False) for n in model.sources)
@@ -68,7 +69,10 @@ def output_structure(model: ModelGraph, name: str) -> tuple[OutputStructure, lis
         elif value is not None:
             raise UnsupportedError(f"{name} returns {key}={type(value).__name__}: return loss and logits only")
         fields.append((key, role))
-    if "loss" not in found:
+    if other_loss and ("logits" not in found or ("loss" not in found and not isinstance(returned, Tensor))):
+        raise UnsupportedError(f"{name} returns no logits for a loss of your own, or has no place for the loss: return logits "
+                               "alone, or in a structure that has a loss as well")
+    if "loss" not in found and not other_loss:
         raise UnsupportedError(
             f"{name} returns no scalar loss that depends on what is trained: return the loss when labels are given, and "
             "compute it with some parameter that has requires_grad=True")

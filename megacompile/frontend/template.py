@@ -7,8 +7,9 @@ A template's variants are all cut out of one joint forward and backward graph:
     backward            inputs, residuals, tangents  -> gradients
     recompute_backward  inputs, tangents             -> gradients
 
-The epilogue's are `loss` (inputs -> loss, gradients for a unit loss), `evaluate` (inputs -> loss, logits) and `logits`
-(inputs -> logits). Everything is positional, and to run another layer is to pass other tensors.
+The epilogue's are `loss` (inputs -> loss, gradients for a unit loss), `evaluate` (inputs -> loss, logits) and `outputs`
+(inputs -> logits); a head's, whose outputs the caller differentiates, `outputs` and `recompute_backward`. Everything is
+positional, and to run another layer is to pass other tensors.
 """
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ from megacompile.token_loop import token_loops
 
 BATCH, LENGTH = sympy.symbols("B T", integer=True, positive=True)
 #: Variants that can run a chunk of tokens at a time; others keep, or begin with, residuals of all tokens.
-CHUNKED = frozenset({"forward", "recompute_backward", "loss"})
+CHUNKED = frozenset({"forward", "recompute_backward", "loss", "outputs"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,29 +149,32 @@ class Template:
     """One joint graph and the variants cut from it.
 
     Attributes: `name`; `inputs`; `outputs`, how many; `carried_outputs` and `has_gradient`, a bool for each output;
-    `symbols`, (B, T); `variant_names`; `stages`, the graph as Python text after each pass, by name.
+    `symbols`, (B, T); `variant_names`; `stages`, the graph as Python text after each pass, by name; `tokens_at_once`, the
+    most tokens of which values are to exist at a time, whatever the plan says; 0: as the plan says.
     Thread-compatible: cut variants before sharing a template between threads.
     """
 
     def __init__(
         self, name: str, inputs: Sequence[TemplateInput], has_gradient: Sequence[bool], carried_outputs: Sequence[bool],
         joint: JointGraph, inference: JointGraph | None, symbols: dict[sympy.Symbol, sympy.Symbol],
-        target: TargetLike, pipeline: Sequence[TemplatePass], stages: dict[str, str],
+        target: TargetLike, pipeline: Sequence[TemplatePass], stages: dict[str, str], head: bool = False,
+        tokens_at_once: int = 0,
     ) -> None:
         self.name, self.inputs, self.outputs = name, tuple(inputs), len(has_gradient)
         self.has_gradient, self.carried_outputs = tuple(has_gradient), tuple(carried_outputs)
-        self.symbols, self.stages = (BATCH, LENGTH), stages
+        self.symbols, self.stages, self.tokens_at_once = (BATCH, LENGTH), stages, tokens_at_once
         self._joint, self._inference, self._renaming = joint, inference, symbols
         self._target, self._pipeline = target, tuple(p for p in pipeline if p.level == "variant")
         self._variants: dict[tuple[str, int], Variant] = {}
-        if inference is None:
-            self._recipes: dict[str, Callable[[str, int], Variant]] = {
-                "forward": self._forward, "forward_saving": self._forward,
-                "backward": self._backward, "recompute_backward": self._backward}
-        else:
+        self._recipes: dict[str, Callable[[str, int], Variant]] = {
+            "forward": self._forward, "forward_saving": self._forward,
+            "backward": self._backward, "recompute_backward": self._backward}
+        if head:
+            self._recipes = {"outputs": self._forward, "recompute_backward": self._backward}
+        elif inference is not None:
             self._recipes = {"loss": self._loss, "evaluate": self._evaluate}
             if len(inference.outputs) > 1:
-                self._recipes["logits"] = self._evaluate
+                self._recipes["outputs"] = self._evaluate
 
     @property
     def variant_names(self) -> tuple[str, ...]:
@@ -190,6 +194,11 @@ class Template:
         if key not in self._variants:
             self._variants[key] = self._recipes[name](*key)
         return self._variants[key]
+
+    def chunk(self, rows: int, planned: int) -> int:
+        """Positions at a time of a micro-batch of `rows` sequences, where the plan says `planned`; 0: all at once."""
+        limit = max(1, self.tokens_at_once // rows) if self.tokens_at_once else 0
+        return min(planned, limit) if planned and limit else planned or limit
 
     def symbolic(self, size: int | torch.SymInt) -> sympy.Expr:
         """A size of a graph's `meta["val"]` as an expression in B and T."""
@@ -230,7 +239,7 @@ class Template:
 
     def _evaluate(self, name: str, chunk: int) -> Variant:
         assert self._inference is not None
-        outputs = self._inference.outputs[1:] if name == "logits" else self._inference.outputs
+        outputs = self._inference.outputs[1:] if name == "outputs" else self._inference.outputs
         return self._lower(name, chunk, self._inference, self._inference.inputs, outputs, [], {})
 
     def _lower(

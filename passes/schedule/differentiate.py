@@ -9,6 +9,11 @@ Two forwards and one backward of each layer in all, never three forwards, and th
 backward does not need. With K = 1 every layer is a last one. The backward ends at the first call that trains anything. The
 epilogue's gradients are made with the loss, in the forward, for a unit loss (the paper's loss anchoring); the backward begins
 by scaling them with what the caller sends.
+
+Where the caller gets the epilogue's outputs, the epilogue is a block of its own, whose gradient comes from the caller:
+
+    t_0 = output_gradient("epilogue", mb=0)
+    g7_0 = recompute_backward("head", "epilogue", mb=0, inputs=(h6_0, s_0), gradient=t_0)
 """
 from __future__ import annotations
 
@@ -25,6 +30,7 @@ from megacompile.program import (
     argument,
     differentiated,
     find,
+    gives_outputs,
     nodes,
     op_of,
     operands,
@@ -37,7 +43,8 @@ name, requires, provides = "differentiate", "partition", "differentiate"
 def run(program: Program, plan: Plan) -> Program:
     sections = dict(program.sections)
     if "forward" in sections:
-        sections["forward"] = _anchor_loss(program, sections["forward"])
+        if not gives_outputs(program):
+            sections["forward"] = _anchor_loss(program, sections["forward"])
         sections["backward"] = _leased_backward(program, plan, sections["forward"])
     if "train_step" in sections:
         sections["train_step"] = _whole_step(program, plan, _anchor_loss(program, sections["train_step"]))
@@ -92,8 +99,11 @@ def _leased_backward(program: Program, plan: Plan, forward: fx.Graph) -> fx.Grap
 
     backward = _Backward(program, plan, build, leased, set(kept))
     micro_batches = list(range(len(plan.micro_batches)))
-    for value in backward.begin(micro_batches):
-        build.add("scale", value=value)
+    if gives_outputs(program):
+        backward.receive(micro_batches)
+    else:
+        for value in backward.begin(micro_batches):
+            build.add("scale", value=value)
     backward.run(micro_batches)
     return graph
 
@@ -144,6 +154,13 @@ class _Backward:
         epilogue = self.program.calls[-1]
         self.gradients = {mb: self.kept(self.output_of(epilogue.name, mb)) for mb in micro_batches}
         return [*self.gradients.values(), *self.accumulators_of(epilogue)]
+
+    def receive(self, micro_batches: list[int]) -> None:
+        """The gradients that the caller sends, and the epilogue's backward."""
+        epilogue = self.chain[-1]
+        for mb in micro_batches:
+            self.gradients[mb] = self.build.add("output_gradient", f"t_{mb}", call=epilogue, mb=mb)
+            self.step("recompute_backward", epilogue, mb, self.kept(self.input_of(epilogue, mb)))
 
     def run(self, micro_batches: list[int]) -> None:
         stack = differentiated(self.program)

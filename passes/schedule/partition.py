@@ -7,8 +7,9 @@
     lease("h9_0", h9_0)
 
 The prologue's outputs are kept too: every layer shares them, and the first block begins with them. Layers below the first call
-that trains anything have no backward: they belong to no block, and nothing of theirs is kept. A checkpoint that the plan
-has in host memory is on its way there as soon as it is made:
+that trains anything have no backward: they belong to no block, and nothing of theirs is kept. Where the caller gets the
+epilogue's outputs, the last layer's are kept, with which the epilogue's own backward begins. A checkpoint that the plan has in
+host memory is on its way there as soon as it is made:
 
     x4_0 = stash("layers.3", mb=0, value=h4_0)
 """
@@ -19,7 +20,7 @@ from typing import Any
 from torch import fx
 
 from megacompile.plan import Plan
-from megacompile.program import Builder, Program, argument, differentiated, op_of, rebuild
+from megacompile.program import Builder, Program, argument, differentiated, gives_outputs, op_of, rebuild
 
 name, requires, provides = "partition", "micro_batch", "partition"
 
@@ -36,6 +37,8 @@ def run(program: Program, plan: Plan) -> Program:
     chain = [c.name for c in program.calls]
     on_host = {chain[chain.index(layer) - 1] for layer in plan.from_host(stack)}
     feeds = {chain[chain.index(layer) - 1] for layer in begins} | saved | set(chain[:1] if stack else ())  # outputs are kept
+    if gives_outputs(program):
+        feeds |= {chain[0], chain[-2]}
 
     def visit(node: fx.Node, arguments: dict[str, Any], build: Builder) -> fx.Node:
         op = op_of(node).name

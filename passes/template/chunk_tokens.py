@@ -21,8 +21,8 @@ from torch import Tensor, fx
 
 from megacompile.passes.template import Target
 from megacompile.passes.template.stretches import Stretches
-from megacompile.passes.template.tokenwise import TAKING_SIZES, Layout, is_size, is_view, packet, tensors
 from megacompile.token_loop import TokenLoop, Tokens, Total, total_dtype
+from megacompile.tokenwise import TAKING_SIZES, Layout, is_size, is_view, packet, tensors
 
 name = "chunk_tokens"
 level = "variant"

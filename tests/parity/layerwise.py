@@ -103,5 +103,5 @@ class Layerwise:
             outputs = self.run(call, "forward", self.bind(call, batch, outputs, shared, None))
             shared = outputs if call.name == "prologue" else shared
         count = self.captured.count_targets
-        normaliser = count(batch) if count is not None and variant_name != "logits" else None
+        normaliser = count(batch) if count is not None and variant_name != "outputs" else None
         return self.run(epilogue, variant_name, self.bind(epilogue, batch, outputs, shared, normaliser))

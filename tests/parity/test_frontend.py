@@ -133,7 +133,7 @@ def test_evaluate_and_logits_equal_the_model(family: str) -> None:
     loss, logits = layerwise.evaluate(inputs, "evaluate")
     torch.testing.assert_close(loss, reference.loss, rtol=1e-6, atol=0)
     torch.testing.assert_close(logits, reference.logits, rtol=1e-4, atol=1e-5)
-    (alone,) = layerwise.evaluate({"input_ids": inputs["input_ids"]}, "logits")
+    (alone,) = layerwise.evaluate({"input_ids": inputs["input_ids"]}, "outputs")
     assert torch.equal(alone, logits)
     rebuilt = captured(family).output.rebuild(loss, logits)
     assert type(rebuilt) is type(reference) and rebuilt.loss is loss and rebuilt.logits is logits

@@ -16,7 +16,7 @@ from torch import fx
 LANES = ("compute", "h2d", "d2h", "cpu", "pack")
 READ, WRITE = "read", "write"
 _OF_KERNELS = ("weights", "inputs", "saved", "gradient", "accumulators")
-_KERNELS = ("forward", "forward_saving", "loss", "evaluate", "logits", "recompute_backward", "backward")
+_KERNELS = ("forward", "forward_saving", "loss", "evaluate", "outputs", "recompute_backward", "backward")
 
 #: op -> (lane, what it reads, what it writes): a parameter, "result", or a part of its tiles in host memory.
 _TOUCHES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
@@ -42,6 +42,7 @@ _TOUCHES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "result": ("compute", ("values",), ()),
     "lease": ("compute", (), ()),
     "leased": ("compute", (), ()),
+    "output_gradient": ("compute", (), ("result",)),
     "stash": ("d2h", ("value",), ("result",)),
     "fetch": ("h2d", ("stashed",), ("result",)),
 }
@@ -248,7 +249,7 @@ def effect(step: Step, look: Look) -> dict[str, Content]:
             made = mix("residuals of another forward", made, one("saved"))
         if op in ("recompute_backward", "backward"):
             made = mix("backward", made, one("gradient"))
-        elif op in ("loss", "evaluate", "logits"):
+        elif op in ("loss", "evaluate", "outputs"):
             made = mix(op, made)
         return {result: made, **{place: total(look(place), mix("part", number, made))
                                  for number, place in enumerate(at.get("accumulators", ()))}}
@@ -269,6 +270,8 @@ def effect(step: Step, look: Look) -> dict[str, Content]:
             return {at["gradients/"][0]: ("norms", one("reduced"))}
         case "zeros":
             return {result: 0}
+        case "output_gradient":
+            return {result: mix("sent", says["call"], says["mb"])}
         case "scale":
             return {at["value"][0]: mix("scaled", one("value"))}
         case "reduce":

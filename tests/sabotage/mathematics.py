@@ -7,9 +7,9 @@ from machine import mix, total
 from oracle import Loop
 
 from megacompile.plan import Plan
-from megacompile.program import CallSpec, Program
+from megacompile.program import CallSpec, Program, gives_outputs
 
-#: (call, micro-batch) -> what its forward made; and what the loss made, by micro-batch.
+#: (call, micro-batch) -> what its forward made; and what the loss, or the epilogue's outputs, made, by micro-batch.
 Forward = tuple[dict[tuple[str, int], int], dict[int, int]]
 
 
@@ -25,6 +25,7 @@ class Training:
     def __post_init__(self) -> None:
         for tile in self.program.tiles:
             self.host |= {f"{part}/{tile}": hash(f"{part}/{tile}") for part in ("weights", "state")}
+        self.given = "outputs" if gives_outputs(self.program) else "loss"
         self.trained = [name for name, tile in self.program.tiles.items() if tile.trainable]
 
     def run(self, loop: Loop) -> None:
@@ -33,13 +34,14 @@ class Training:
             match line:
                 case "forward":
                     open_forwards[lease] = forward = self.forward()
-                    self.results.append(("loss", *forward[1].values()))
+                    self.results.append((self.given, *forward[1].values()))
                 case "evaluate":
                     made, _ = self.forward()
                     last = self.program.calls[-1].name
                     self.results.append(("evaluate", *(mix("evaluate", made[last, mb]) for mb in self.micro_batches)))
                 case "backward" | "backward_accumulate":
-                    self.gather(self.backward(open_forwards.pop(lease), scaled=True), line == "backward_accumulate")
+                    gradients = self.backward(open_forwards.pop(lease), scaled=self.given == "loss")
+                    self.gather(gradients, line == "backward_accumulate")
                     self.arrived()
                 case "train_step":
                     made, losses = self.forward()
@@ -74,7 +76,7 @@ class Training:
             shared = carried = made[first.name, mb] = self.visit(first, mb)
             for call in others:
                 carried = made[call.name, mb] = self.visit(call, mb, carried, shared)
-        return made, {mb: mix("loss", made[self.program.calls[-1].name, mb]) for mb in self.micro_batches}
+        return made, {mb: mix(self.given, made[self.program.calls[-1].name, mb]) for mb in self.micro_batches}
 
     def backward(self, forward: Forward, scaled: bool) -> dict[str, int]:
         """The gradients of every tile."""
@@ -86,6 +88,8 @@ class Training:
                 sums[tile] = total(sums[tile], mix("part", number, gradient))
 
         first, *stack, last = self.program.calls
+        if self.given == "outputs":  # the caller sends their gradients
+            losses = {mb: mix("backward", made[last.name, mb], mix("sent", last.name, mb)) for mb in self.micro_batches}
         for loss in losses.values():
             add(last, loss)
         if scaled:

@@ -21,6 +21,8 @@ NAMED: dict[str, dict[str, Any]] = {
     "waves on the host through slabs, updates on arrival": {
         "whole_step": True, "micro_batches": (1, 1), "waves": 2, "locked": False, "update": "arrival",
         "host_sums": ("layers.0", "epilogue"), "resident": ("layers.0",)},
+    "outputs, two micro-batches": {"outputs": True, "micro_batches": (2, 1), "checkpoint_interval": 2, "weight_slots": 3},
+    "outputs, tied, updates on arrival": {"outputs": True, "tied": True, "update": "arrival", "saved_layers": 1},
     "tied, residuals kept, a frozen layer": {"tied": True, "saved_layers": 2, "frozen": ("layers.0",)},
 }
 
@@ -42,6 +44,7 @@ def schedules(draw: st.DrawFn, layers: int | None = None) -> dict[str, Any]:
     summed = tuple(tile for tile in tiles if waves > 1 and tile not in stateful and draw(st.booleans()))
     return {
         "layers": layers, "micro_batches": micro_batches, "frozen": frozen, "tied": tied, "whole_step": whole_step,
+        "outputs": not whole_step and draw(st.booleans()),
         "checkpoint_interval": interval, "saved_layers": draw(st.integers(0, layers)),
         "weight_slots": interval + draw(st.integers(0, 2)), "gradient_slots": draw(st.integers(1, 2)),
         "resident": tuple(resident),
@@ -53,6 +56,6 @@ def schedules(draw: st.DrawFn, layers: int | None = None) -> dict[str, Any]:
 
 def plan_of(schedule: dict[str, Any]) -> Plan:
     options = {"micro_batches": (1,), **schedule}
-    for name in ("layers", "frozen", "tied", "whole_step"):
+    for name in ("layers", "frozen", "tied", "whole_step", "outputs"):
         options.pop(name, None)
     return Plan(sum(options["micro_batches"]), 8, **options)

@@ -97,8 +97,9 @@ def model() -> Schedule:
 
 
 def compiled(model: Schedule, plan: Plan, whole_step: bool) -> Program:
-    specs = model.tiling.call_specs(model.captured.calls, model.captured.templates, plan.length)
-    program = model_program(specs, model.tiling.tiles(), plan.batch, labels=True, whole_step=whole_step)
+    specs = model.tiling.call_specs(model.captured.calls_for(plan.output), model.captured.templates, plan.length)
+    outputs = plan.output != "loss"
+    program = model_program(specs, model.tiling.tiles(), plan.batch, not outputs, whole_step, differentiable=outputs)
     for each in PIPELINE:
         program = run_pass(each, program, plan)
     return program
@@ -114,10 +115,12 @@ def values_needed(model: Schedule, plan: Plan, program: Program) -> int:
     def size(each: Instruction) -> int:
         if each.op == "zeros":
             return 4 * tiling.layouts[each.says["tile"]].elements
+        if each.op == "output_gradient":
+            return cost.output_bytes(templates[plan.output], rows(each), LENGTH)
         if "template" not in each.says:
             return 0
         template = templates[each.says["template"]]
-        if each.op in ("forward", "forward_saving"):
+        if each.op in ("forward", "forward_saving", "outputs"):
             kept = cost.residual_bytes(template, rows(each), LENGTH) if each.op == "forward_saving" else 0
             return cost.output_bytes(template, rows(each), LENGTH) + kept
         layer = model.captured.calls[1].template  # the gradient of hidden states
@@ -143,7 +146,7 @@ def test_predictions_are_never_under_what_a_walk_finds(model: Schedule) -> None:
               suppress_health_check=list(HealthCheck))
     @given(schedules(layers=4))
     def of_any_plan(schedule: dict[str, Any]) -> None:
-        plan = replace(plan_of(schedule), **{key: tuple(dict.fromkeys(
+        plan = replace(plan_of(schedule), output="logits" if schedule["outputs"] else "loss", **{key: tuple(dict.fromkeys(
             tile for tile in (names.get(t, t) for t in schedule[key]) if tile in model.tiling.layouts))
             for key in ("resident", "resident_state", "update_order", "host_sums")})
         program = compiled(model, plan, schedule["whole_step"])

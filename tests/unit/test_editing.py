@@ -198,9 +198,10 @@ REFUSED: dict[str, tuple[str, tuple[tuple[str, str], ...], str]] = {
                                            'w2 = p.prefetch("model.layers.1", into="W0")'),),
                              "write of W0 by prefetch model.layers.1 is not behind the release of w1"),
     "no result": ("forward", (('    p.result("loss", values=(l_0, l_1))\n', ""),), "never handed to the caller"),
-    "another op": ("evaluate", (("l_0 = p.evaluate(", "l_0 = p.logits("),), "hands over l_0, which is of logits"),
+    "another op": ("evaluate", (("l_0 = p.evaluate(", "l_0 = p.outputs("),), "hands over l_0, which is of outputs"),
     "no head": ("", (("program.shape(batch=3, length=9, labels=True, training=True, lean=False, "
-                     'update="step", whole_step=False, further=(), evaluating=False)\n', ""),), "a plan without a shape"),
+                     'update="step", whole_step=False, output="loss", further=(), evaluating=False)\n', ""),),
+                "a plan without a shape"),
     "another tile": ("", (('"model.layers.1", parameters=1984', '"model.layers.1", parameters=1985'),),
                      "the program is of another model: tile model.layers.1 is Tile"),
     "a tile more": ("", (('program.tile("epilogue"', 'program.tile("extra", parameters=1, weight_bytes=1, gradient_bytes=1, '

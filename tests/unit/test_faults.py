@@ -165,7 +165,7 @@ def test_the_programs_of_these_tests_hold_every_op_that_is_executed(slab_model: 
     found = {op_of(n).name for s in SECTIONS for n in executed(slab_model, s)}
     # looked up when a section is submitted
     never = {"enter", "leave", "resident", "resident_state", "resident_gradients", "stashed"}
-    elsewhere = {"evaluate", "logits", "offload_norms", "add_to_sum", "norms_of_sum", "adam_of_sum"}  # (test_sums.py)
+    elsewhere = {"evaluate", "outputs", "offload_norms", "add_to_sum", "norms_of_sum", "adam_of_sum"}  # (test_sums.py)
     assert set(OPS) - never - found <= elsewhere, "ops without a test"
 
 
@@ -233,8 +233,8 @@ def test_an_evaluation_that_fails_is_not_left_half_done(slab_model: Any, labels:
     inputs = {k: v for k, v in batch(0, **SHAPE).items() if labels or k != "labels"}
     with torch.no_grad():
         expected = slab_model(**inputs).logits
-        throw_at(slab_model, lambda node: op_of(node).name in ("evaluate", "logits"))
-        with pytest.raises(LaneError, match="evaluate failed" if labels else "logits failed"):
+        throw_at(slab_model, lambda node: op_of(node).name in ("evaluate", "outputs"))
+        with pytest.raises(LaneError, match="evaluate failed" if labels else "outputs failed"):
             slab_model(**inputs)
         assert torch.equal(slab_model(**inputs).logits, expected)
 

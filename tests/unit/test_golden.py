@@ -46,6 +46,7 @@ GOLDENS: dict[str, dict[str, Any]] = {
         "host_checkpoints": 1},
     "whole_step_two_waves_added_up_on_the_host": {
         "micro_batches": (1, 1), "waves": 2, "whole_step": True, "host_sums": ("layers.1", "epilogue")},
+    "outputs_k2_two_micro_batches": {"outputs": True, "checkpoint_interval": 2, "weight_slots": 3, "micro_batches": (1, 1)},
     "whole_step_k1_two_waves": {"checkpoint_interval": 1, "micro_batches": (1, 1), "waves": 2, "whole_step": True},
 }
 
@@ -55,7 +56,8 @@ Schedules = Callable[..., Compiled]
 def plan_of(name: str) -> Plan:
     """The plan behind `make_schedule(**GOLDENS[name])`."""
     options = {"micro_batches": (1,), **GOLDENS[name]}
-    options.pop("whole_step", None)
+    for name in ("whole_step", "outputs"):
+        options.pop(name, None)
     return Plan(sum(options["micro_batches"]), 8, **options)
 
 

@@ -71,6 +71,17 @@ def test_curves_are_those_of_an_unstreamed_trainer(model: Any, native: Any, toke
     assert "forward" not in vars(model)
 
 
+def test_losses_of_trls_own_are_trained_alike(model: Any, native: Any, tokenizer: Any, tmp_path: Path) -> None:
+    """With what TRL logs of each step."""
+    curves = []
+    for trainer, each in ((trl.SFTTrainer, native), (SFTTrainer, model)):
+        made = make(trainer, tmp_path, each, tokenizer, loss_type="dft", max_steps=4)
+        made.train()
+        curves.append(trained.curve(made, "loss", "grad_norm", "num_tokens", "entropy", "mean_token_accuracy"))
+    torch.testing.assert_close(curves[1], curves[0], rtol=0, atol=1e-4)
+    del model.forward
+
+
 @pytest.mark.parametrize("strategy", ["wrapped", "bfd"])
 def test_packed_rows_are_trained_alike(strategy: str, model: Any, native: Any, tokenizer: Any, tmp_path: Path) -> None:
     """Rows cut from a stream of tokens; and whole sequences behind one another, each of which sees itself alone."""
@@ -84,9 +95,7 @@ def test_packed_rows_are_trained_alike(strategy: str, model: Any, native: Any, t
 
 
 @pytest.mark.parametrize(("changes", "remedy"), [
-    (dict(loss_type="dft"), "give loss_type='nll'"),
     (dict(bf16=True), "bf16=False"),
-    (dict(label_smoothing_factor=0.1), "leave it out"),
 ])
 def test_what_cannot_be_honoured_is_refused_at_once(changes: Any, remedy: str, model: Any, tokenizer: Any,
                                                      tmp_path: Path) -> None:

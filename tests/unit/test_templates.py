@@ -131,7 +131,7 @@ def test_residual_and_output_bytes_are_those_of_real_tensors() -> None:
 
 def test_logits_read_neither_labels_nor_normaliser() -> None:
     template = captured("qwen2").templates["epilogue"]
-    roles = [template.inputs[i].role for i in template.variant("logits").reads]
+    roles = [template.inputs[i].role for i in template.variant("outputs").reads]
     assert not {("batch", "labels"), ("normaliser", "")} & {(r.kind, r.name) for r in roles}
 
 

@@ -42,7 +42,8 @@ def forward(p):
     a = p.zeros("layers.0")                                                            # compute
     l = p.loss("head", "head", mb=0, inputs=(h,), accumulators=(a,))                   # compute
     v_1 = p.evaluate("head", "head", mb=0, inputs=(h,))                                # compute
-    v_2 = p.logits("head", "head", mb=0, inputs=(h,))                                  # compute
+    v_2 = p.outputs("head", "head", mb=0, inputs=(h,))                                 # compute
+    t = p.output_gradient("head", mb=0)                                                # compute
     p.scale(l)                                                                         # compute
     g = p.recompute_backward("decoder", "layers.0", mb=0, inputs=(h, h), gradient=l)   # compute
     g_1 = p.backward("decoder", "layers.0", mb=0, inputs=(h, h), saved=r, gradient=l)  # compute
@@ -83,6 +84,7 @@ CASES: dict[str, dict[str, Any]] = {
     "blocks, slabs": {"micro_batches": (1, 1), "checkpoint_interval": 2, "weight_slots": 3, "locked": False},
     "resident": {"resident": ("layers.1", "epilogue")},
     "tied": {"tied": True, "saved_layers": 1},
+    "outputs": {"outputs": True, "micro_batches": (1, 1)},
     "checkpoints on the host": {"micro_batches": (2, 1), "host_checkpoints": 2},
     "updated on the device": {"resident": ("prologue", "layers.1"), "resident_state": ("prologue", "layers.1")},
 }
@@ -428,7 +430,8 @@ def test_the_page_lists_every_op_and_every_rule() -> None:
 
 def test_the_ops_that_cost_something_are_those_that_do_work() -> None:
     """Others mark, order and hand over, or move a few bytes."""
-    marks = {"result", "lease", "leased", "release", "record", "wait", "enter", "leave", "clip", "offload_norms"}
+    marks = {"result", "lease", "leased", "release", "record", "wait", "enter", "leave", "clip", "offload_norms",
+             "output_gradient"}
     assert set(COSTS) == {op.name for op in OPS.values() if op.lane is not None} - marks
 
 

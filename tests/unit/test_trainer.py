@@ -177,12 +177,17 @@ def test_optimizers_that_contradict_the_arguments_are_refused(of_optimizer: Any,
         trained.run(Trainer, tmp_path, model, given=dict(optimizers=(optimizer, None)))
 
 
-def test_a_loss_function_of_the_outputs_is_refused(model: Any, tmp_path: Path) -> None:
-    def loss(outputs: Any, labels: Any, **kwargs: Any) -> Tensor:
-        return outputs.logits.sum()
+def _focal(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+    """A loss of logits."""
+    known = torch.nn.functional.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="none")
+    return ((1 - (-known).exp()).square() * known).sum() / num_items_in_batch
 
-    with pytest.raises(UnsupportedError, match="gradients through the logits"):
-        trained.run(Trainer, tmp_path, model, given=dict(compute_loss_func=loss))
+
+@pytest.mark.parametrize("how", [dict(label_smoothing_factor=0.2), dict(given=dict(compute_loss_func=_focal))])
+def test_losses_of_logits_are_trained_alike(how: dict[str, Any], model: Any, native: Any, tmp_path: Path) -> None:
+    curves = [trained.curve(trained.run(trainer, tmp_path, each, **how), *LOGGED)
+              for trainer, each in ((transformers.Trainer, native), (Trainer, model))]
+    torch.testing.assert_close(*curves, rtol=0, atol=1e-4)
 
 
 def test_an_optimizer_of_torch_is_refused(model: Any, tmp_path: Path) -> None:
@@ -192,7 +197,6 @@ def test_an_optimizer_of_torch_is_refused(model: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("changes", "remedy"), [
     (dict(bf16=True), "stream.model, dtype=torch.bfloat16"),
-    (dict(label_smoothing_factor=0.1), "leave it out"),
     (dict(neftune_noise_alpha=5.0), "leave it out"),
     (dict(torch_compile=True), "leave it out"),
     (dict(optim="adafactor"), "optim must be adamw_torch"),

@@ -138,6 +138,30 @@ def role(node: fx.Node, roles: dict[fx.Node, str], layout: Layout) -> str | None
         return None
 
 
+def across_tokens(graph: fx.Graph, symbols: dict[sympy.Symbol, sympy.Symbol]) -> fx.Node | None:
+    """The first op of a functional graph that is not known to treat each token alone, or computes with the number of tokens.
+    None: what the graph computes of a token depends on that token."""
+    layout, roles = Layout(symbols), dict[fx.Node, str]()
+    for node in graph.nodes:
+        if found := role(node, roles, layout):
+            roles[node] = found
+        if node.op != "call_function" or is_size(node):
+            continue
+        counts = packet(node) not in TAKING_SIZES and any(_counts(used, layout) for used in node.all_input_nodes)
+        sees = any(_counts_in(value, layout) for each in (*node.all_input_nodes, node) for value in tensors(each))
+        if counts or roles.get(node) == SUM or (sees and node not in roles and not is_view(node)):
+            return node  # type: ignore[no-any-return]
+    return None
+
+
+def _counts(node: fx.Node, layout: Layout) -> bool:
+    return is_size(node) and bool({layout.batch, layout.length} & layout.size(node.meta["val"]).free_symbols)
+
+
+def _counts_in(value: Tensor, layout: Layout) -> bool:
+    return any(layout.length in layout.size(size).free_symbols for size in value.shape)
+
+
 def _role(node: fx.Node, layout: Layout, made: Sequence[int | None]) -> str | None:
     op, args = packet(node), node.args
     first = args[0] if args and isinstance(args[0], fx.Node) else None

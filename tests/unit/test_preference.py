@@ -1,0 +1,148 @@
+"""TRL's DPOTrainer and GRPOTrainer on streamed models, beside themselves on the same models unstreamed."""
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("datasets")
+pytest.importorskip("trl")
+
+import tiny_models
+import trained
+import trl
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+import megacompile
+from megacompile.dpo import DPOTrainer
+from megacompile.errors import UnsupportedError
+from megacompile.grpo import GRPOTrainer
+
+NUMBERS = tiny_models.VOCABULARY - 3
+SHARED = {**trained.ARGUMENTS, "bf16": False, "learning_rate": 5e-3}
+#: What is measured of time; and how often a reward is the larger one, which rounding decides before the first update.
+_OTHERWISE = ("time", "runtime", "per_second", "rewards/accuracies")
+
+
+@pytest.fixture(autouse=True)
+def _offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("CI", "1")
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    """Of words that are numbers."""
+    words = ["<pad>", "<eos>", "<unk>", *map(str, range(NUMBERS))]
+    tokens = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>"))
+    tokens.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=tokens, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
+
+
+@pytest.fixture
+def policy(model: Any) -> Iterator[Any]:
+    """A streamed model, as it was before trainers gave it a head."""
+    yield model
+    vars(model).pop("forward", None)
+
+
+def count(*span: int) -> str:
+    return " ".join(str(n % NUMBERS) for n in range(*span))
+
+
+def preferences(rows: int) -> Any:
+    """Prompts of 3 to 5 numbers, and completions of 3 to 6: those that count on are chosen."""
+    from datasets import Dataset
+
+    return Dataset.from_list([{"prompt": count(a, a + 3 + a % 3), "chosen": " " + count(a + 3, a + 6 + a % 4),
+                               "rejected": " " + count(a + 20, a + 24)} for a in range(rows)])
+
+
+def logged(trainer: Any) -> list[dict[str, float]]:
+    """What was logged and must be equal."""
+    return [{key: value for key, value in entry.items() if not any(name in key for name in _OTHERWISE)}
+            for entry in trainer.state.log_history]
+
+
+def assert_alike(ours: Any, theirs: Any) -> None:
+    assert len(logged(ours)) == len(logged(theirs)) > 3
+    for ours_now, theirs_now in zip(logged(ours), logged(theirs), strict=True):
+        assert ours_now == pytest.approx(theirs_now, abs=2e-4)
+
+
+def dpo(trainer: type, folder: Path, model: Any, tokenizer: Any, reference: Any = None, **changes: Any) -> Any:
+    settings = trl.DPOConfig(str(folder), **{**SHARED, "max_steps": 3, **changes})
+    made = trainer(model=model, ref_model=reference, args=settings, train_dataset=preferences(24), eval_dataset=preferences(4),
+                   processing_class=tokenizer)
+    made.train()
+    return made
+
+
+def test_dpo_trains_as_it_does_unstreamed(policy: Any, native: Any, tokenizer: Any, tmp_path: Path) -> None:
+    """With padding, accumulation, clipping and all of TRL's metrics; the reference is the policy before training."""
+    theirs, ours = (dpo(trainer, tmp_path, each, tokenizer, precompute_ref_log_probs=True)
+                    for trainer, each in ((trl.DPOTrainer, native), (DPOTrainer, policy)))
+    theirs.evaluate(), ours.evaluate()
+    assert_alike(ours, theirs)
+    tiny_models.assert_same_weights(policy, native, tolerance=1e-3)
+
+
+def test_a_reference_model_is_streamed_beside_the_policy(policy: Any, native: Any, tokenizer: Any, tmp_path: Path) -> None:
+    """And losses with weights and lengths of their own."""
+    options: dict[str, Any] = dict(loss_type=["sigmoid", "ipo"], use_weighting=True, ld_alpha=0.5)
+    reference = tiny_models.build()
+    with torch.no_grad():
+        reference.model.norm.weight.mul_(1.5)  # another model
+    theirs = dpo(trl.DPOTrainer, tmp_path, native, tokenizer, copy.deepcopy(reference), **options)
+    streamed = megacompile.stream(reference, device="cpu")
+    try:
+        assert_alike(dpo(DPOTrainer, tmp_path, policy, tokenizer, streamed, **options), theirs)
+    finally:
+        streamed.megacompile.close()
+
+
+def test_grpo_samples_and_trains_as_it_does_unstreamed(policy: Any, native: Any, tokenizer: Any, tmp_path: Path) -> None:
+    """Rewards are of what was sampled: the same completions, token by token. Each is trained on twice, with ratios clipped."""
+    from datasets import Dataset
+
+    def even(completions: list[str], **kwargs: Any) -> list[float]:
+        return [float(sum(int(word) % 2 == 0 for word in text.split() if word.isdigit())) for text in completions]
+
+    prompts = Dataset.from_list([{"prompt": count(a, a + 4)} for a in range(24)])
+    runs = []
+    for trainer, each in ((trl.GRPOTrainer, native), (GRPOTrainer, policy)):
+        settings = trl.GRPOConfig(str(tmp_path), **{
+            **SHARED, "max_steps": 3, "per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": 3,
+            "num_iterations": 2})
+        runs.append(trainer(model=each, reward_funcs=even, args=settings, train_dataset=prompts, processing_class=tokenizer))
+        runs[-1].train()
+    assert_alike(runs[1], runs[0])
+    assert any(entry.get("reward_std", 0) > 0 for entry in logged(runs[1])), "nothing was rewarded that could differ"
+
+
+def test_references_that_trl_would_load_are_refused(policy: Any, tokenizer: Any, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match="precompute_ref_log_probs=True"):
+        dpo(DPOTrainer, tmp_path, policy, tokenizer)
+    with pytest.raises(UnsupportedError, match=r"beta=0\.0"):
+        GRPOTrainer(model=policy, reward_funcs=len, args=trl.GRPOConfig(str(tmp_path), beta=0.1, bf16=False, use_cpu=True),
+                    processing_class=tokenizer)
+    assert "forward" not in vars(policy), "TRL has not touched the model"
+
+
+def test_adapters_and_dropout_are_refused(policy: Any, tokenizer: Any, tmp_path: Path) -> None:
+    """TRL switches dropout off, which comes too late for a model that was captured."""
+    given = dict(model=policy, args=trl.DPOConfig(str(tmp_path), use_cpu=True, bf16=False, precompute_ref_log_probs=True),
+                 train_dataset=preferences(4), processing_class=tokenizer)
+    with pytest.raises(UnsupportedError, match="adapters"):
+        DPOTrainer(**given, peft_config=object())
+    policy.add_module("late", torch.nn.Dropout(0.1))
+    try:
+        with pytest.raises(UnsupportedError, match="set its dropout to 0 before"):
+            DPOTrainer(**given)
+    finally:
+        del policy.late
