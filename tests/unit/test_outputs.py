@@ -141,10 +141,11 @@ def test_a_function_that_looks_at_sizes_holds_where_it_was_traced(model: Any) ->
         model.megacompile.per_token(by_size, {"input_ids": ids(rows=2, length=4)})
 
 
-@pytest.mark.parametrize("of_tokens", [False, True])
-def test_outputs_of_padded_rows_are_the_models(of_tokens: bool, model: Any, native: Any) -> None:
+@pytest.mark.parametrize(("of_tokens", "side"), [(False, "left"), (True, "left"), (True, "right")])
+def test_outputs_of_padded_rows_are_the_models(of_tokens: bool, side: str, model: Any, native: Any) -> None:
     lengths = torch.tensor([[9], [4], [6]])
     mask = (torch.arange(9) < lengths).long()
+    mask = mask.flip(1) if side == "left" else mask
     batch = {"input_ids": ids() * mask, "attention_mask": mask}
     targets = next_tokens(ids().masked_fill(mask == 0, -100))
     if of_tokens:
