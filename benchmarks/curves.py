@@ -21,7 +21,7 @@ from torch import Tensor
 
 import megacompile
 from megacompile.bench.rows import append, commit, machine
-from megacompile.corpus import ByteTokenizer, Corpus
+from megacompile.corpus import ByteTokenizer, read_text
 
 ROOT = Path(__file__).resolve().parent.parent
 SIZES: dict[str, Any] = dict(vocab_size=256, hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
@@ -48,7 +48,13 @@ def build(family: str) -> Any:
 
 
 def batches(files: list[Path]) -> Iterator[dict[str, Tensor]]:
-    return Corpus.from_files(files, ByteTokenizer(), SIZES["vocab_size"]).windows(batch=4, length=64, seed=0)
+    """Windows of 64 bytes at random places, four a batch."""
+    tokens = read_text(files, ByteTokenizer()).long()
+    generator = torch.Generator().manual_seed(0)
+    while True:
+        begins = torch.randint(len(tokens) - 64, (4,), generator=generator).tolist()
+        ids = torch.stack([tokens[begin:begin + 64] for begin in begins])
+        yield {"input_ids": ids, "labels": ids.clone()}
 
 
 def losses(model: Any, optimizer: torch.optim.Optimizer, data: Iterator[dict[str, Tensor]], steps: int) -> list[float]:

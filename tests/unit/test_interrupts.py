@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import tiny_models
+import torch
 from tiny_models import batch, same_bits, weights
 
 import megacompile
@@ -38,7 +39,8 @@ class Interrupter:
 
 
 def interrupted(step: Callable[[], object], moment: int | None) -> Interrupter:
-    """Runs a step, and swallows the interrupt if it comes."""
+    """Runs a step, and swallows the interrupt if it comes. It may come between the last line within a `with torch.no_grad()` and
+    its exit, which is then left out: nobody but PyTorch could prevent that, and the next test would have no gradients."""
     interrupter = Interrupter(moment)
     sys.settrace(interrupter)
     try:
@@ -47,6 +49,7 @@ def interrupted(step: Callable[[], object], moment: int | None) -> Interrupter:
         pass
     finally:
         sys.settrace(None)
+        torch.set_grad_enabled(True)
     return interrupter
 
 

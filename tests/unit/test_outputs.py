@@ -10,12 +10,13 @@ import pytest
 import tiny_models
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, fx
 
 import megacompile
 from megacompile import cost
-from megacompile.errors import LeaseError, UnsupportedError
+from megacompile.errors import LaneError, LeaseError, UnsupportedError
 from megacompile.losses import log_probabilities, next_tokens
+from megacompile.program import op_of
 from megacompile.token_loop import token_loops
 
 V = tiny_models.VOCABULARY
@@ -157,6 +158,23 @@ def test_outputs_of_padded_rows_are_the_models(of_tokens: bool, side: str, model
     torch.testing.assert_close(ours, theirs)
     ours.sum(1).exp().sum().backward()
     theirs.sum(1).exp().sum().backward()
+    tiny_models.assert_same_gradients(model, native)
+
+
+@pytest.mark.parametrize("op", ["outputs", "output_gradient"])
+def test_a_fault_at_an_output_reaches_the_caller_and_the_next_step_runs(op: str, model: Any, native: Any) -> None:
+    def fail(node: fx.Node) -> None:
+        if op_of(node).name == op:
+            raise ValueError("planted")
+
+    executor = model.megacompile.streamed.executor
+    executor.probe = fail
+    with pytest.raises(LaneError, match="planted"):
+        model(input_ids=ids()).logits.sum().backward()
+    executor.probe = None
+    assert all(p.grad is None for p in model.parameters())
+    for each in (model, native):
+        each(input_ids=ids()).logits.square().sum().backward()
     tiny_models.assert_same_gradients(model, native)
 
 

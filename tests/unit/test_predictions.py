@@ -12,6 +12,7 @@ from torch import fx
 
 import megacompile
 from megacompile.bench.shapes import config
+from megacompile.bench.step import left_out
 from megacompile.hardware import PROFILES, Hardware
 from megacompile.plan import Plan, split
 from megacompile.program import Program, op_of
@@ -20,8 +21,6 @@ from megacompile.simulate import simulate
 
 ROOT = Path(__file__).resolve().parents[2]
 SHAPE, LAYERS = "qwen2-7b", 28
-#: What a compute-only row leaves out.
-LEFT_OUT = ("prefetch", "offload", "adam")
 
 
 def steady(row: dict[str, Any]) -> bool:
@@ -57,7 +56,7 @@ def program(model: Schedule, row: dict[str, Any]) -> tuple[Program, Plan]:
                 row["saved_layers"], row["weight_slots"], resident=tuple(row["resident"]), waves=row.get("waves", 1),
                 resident_state=tuple(row.get("resident_state", ())), update="arrival" if row.get("overlap") else "step",
                 host_checkpoints=row.get("host_checkpoints", 0), update_order=tuple(row.get("update_order", ())),
-                token_chunk=row.get("token_chunk", 0))
+                token_chunk=row.get("token_chunk", 0), host_sums=tuple(row.get("host_sums", ())))
     assert model.planner.pace is not None
     return model.planner.pace.program(plan, whole_step=row.get("train_step", False)), plan
 
@@ -72,7 +71,7 @@ def test_predicted_steps_are_within_a_tenth_of_what_was_measured(row: dict[str, 
     seconds = model.durations().of(compiled, plan.length)
 
     def duration(node: fx.Node) -> float:
-        return 0.0 if row.get("compute_only") and op_of(node).name in LEFT_OUT else seconds(node)
+        return 0.0 if row.get("compute_only") and left_out(op_of(node)) else seconds(node)
 
     predicted = simulate(compiled, duration, model.durations().hardware.speeds).step_s
     assert predicted == pytest.approx(row["step_s"], rel=0.1), f"{label(row)}: predicted {predicted:.3f} s"

@@ -73,7 +73,8 @@ def test_an_optimizer_of_some_parameters_keeps_the_remainders_of_the_others(one:
     optimizer = megacompile.AdamW([one.model.head.weight])
 
     def remainders() -> list[torch.Tensor]:
-        return [tile.remainder.clone() for tile in one.model.megacompile.streamed.store.tiles.values()]
+        tiles = one.model.megacompile.streamed.store.tiles.values()
+        return [tile.remainder.clone() for tile in tiles if tile.remainder is not None]  # what is frozen has none
 
     expected = remainders()
     save_checkpoint(tmp_path, one.model, optimizer)
