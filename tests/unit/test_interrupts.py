@@ -39,7 +39,7 @@ class Interrupter:
 
 
 def interrupted(step: Callable[[], object], moment: int | None) -> Interrupter:
-    """Runs a step, and swallows the interrupt if it comes. It may come between the last line within a `with torch.no_grad()` and
+    """Runs a step, and swallows the interrupt if it comes. It may come between the last line of a `with torch.no_grad()` and
     its exit, which is then left out: nobody but PyTorch could prevent that, and the next test would have no gradients."""
     interrupter = Interrupter(moment)
     sys.settrace(interrupter)
