@@ -41,6 +41,7 @@ class Lease:
     def end(self) -> None:
         """After its backward: nothing is held any more."""
         self.values.clear()
+        self.batch.output_gradients = ()  # of logits, gigabytes: the batch itself is kept until the update, for a dump
         self.give_back()
 
     @property

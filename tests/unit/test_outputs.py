@@ -178,6 +178,13 @@ def test_a_fault_at_an_output_reaches_the_caller_and_the_next_step_runs(op: str,
     tiny_models.assert_same_gradients(model, native)
 
 
+def test_gradients_of_outputs_are_let_go_with_the_backward(model: Any) -> None:
+    """The batch stays until the update, so that it can be dumped."""
+    model(input_ids=ids()).logits.sum().backward()
+    (kept,) = model.megacompile.streamed.batches
+    assert kept.micro_batches and not kept.output_gradients
+
+
 def test_the_last_positions_alone_may_be_asked_for(model: Any, native: Any) -> None:
     for each in (model, native):
         logits = each(input_ids=ids(), logits_to_keep=4).logits
