@@ -64,8 +64,8 @@ def read_arguments(model: nn.Module, forward: Callable[..., Any], forms: Forms, 
     inputs = _inputs(name, plain, forms.first.types, given)
     others = {key: value for key, value in given.items() if key not in plain.batch_inputs and not _neutral(key, value)}
     further = further_arguments(name, plain, others, inputs, forms.parameters)
-    form = forms.form_of(tuple(sorted(further)), model.training)
-    captured, types = forms.serve(form).captured, forms.serve(form).types
+    served = forms.serve(forms.form_of(tuple(sorted(further)), model.training))
+    captured, types = served.captured, served.types
     inputs |= {key: _checked(name, key, value, types.get(key)) for key, value in further.items()}
     has_labels = all(key in inputs for key in captured.labels)
     if not isinstance(kept, int) or kept < 0 or (kept and has_labels):

@@ -1,7 +1,9 @@
 """Streamed models that tests share: a capture takes seconds, putting back a model's weights takes none."""
 from __future__ import annotations
 
+import os
 import pathlib
+import signal
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -12,6 +14,8 @@ HERE = pathlib.Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "parity")]  # tests are no package; the parity models serve too
 
 import tiny_models  # noqa: E402  (after the path is complete)
+
+from megacompile import training  # noqa: E402
 
 
 @pytest.fixture(scope="session")
@@ -44,3 +48,16 @@ def native(_shared_fp32: tiny_models.Shared) -> Any:
 def bf16_model(_shared_bf16: tiny_models.Shared) -> Any:
     """A streamed bf16 model of three layers, as it was made: K = 1, all weights resident."""
     return _shared_bf16.fresh()
+
+
+@pytest.fixture
+def ctrl_c_after_two_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`megacompile train` gets SIGINT when its second step has been shown."""
+    show = training.ProgressDisplay.__call__
+
+    def show_then_interrupt(display: training.ProgressDisplay, step: training.Step) -> None:
+        show(display, step)
+        if step.number == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(training.ProgressDisplay, "__call__", show_then_interrupt)

@@ -2,9 +2,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -63,16 +61,8 @@ def test_a_seed_fixes_the_training(config: Path, text: Path) -> None:
     assert len(losses[0]) == 3 and losses[0] == losses[1] != losses[2]
 
 
-def test_ctrl_c_stops_after_the_step_saves_and_says_so(
-        config: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    show = training.ProgressDisplay.__call__
-
-    def show_then_interrupt(display: training.ProgressDisplay, step: training.Step) -> None:
-        show(display, step)
-        if step.number == 2:
-            os.kill(os.getpid(), signal.SIGINT)
-
-    monkeypatch.setattr(training.ProgressDisplay, "__call__", show_then_interrupt)
+@pytest.mark.usefixtures("ctrl_c_after_two_steps")
+def test_ctrl_c_stops_after_the_step_saves_and_says_so(config: Path, text: Path, tmp_path: Path) -> None:
     result = train(config, text, "--steps", 50, "--save", tmp_path / "saved")
     assert result.exit_code == cli.EXIT_INTERRUPTED, result.output
     assert "stopped by Ctrl-C after 2 of 50 steps" in result.output

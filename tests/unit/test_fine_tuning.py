@@ -3,7 +3,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import re
 import signal
 import subprocess
@@ -150,16 +149,8 @@ def test_a_run_that_sigterm_stops_goes_on_to_the_bit(model: Path, data: Path, tm
     assert f"saved in {tmp_path / 'again' / 'model'} after {done + 4} steps" in again.output
 
 
-def test_ctrl_c_saves_a_checkpoint_and_says_how_to_go_on(
-        model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    show = training.ProgressDisplay.__call__
-
-    def show_then_interrupt(display: training.ProgressDisplay, step: training.Step) -> None:
-        show(display, step)
-        if step.number == 2:
-            os.kill(os.getpid(), signal.SIGINT)
-
-    monkeypatch.setattr(training.ProgressDisplay, "__call__", show_then_interrupt)
+@pytest.mark.usefixtures("ctrl_c_after_two_steps")
+def test_ctrl_c_saves_a_checkpoint_and_says_how_to_go_on(model: Path, data: Path, tmp_path: Path) -> None:
     result = command("train", model, "--data", data, *FLAGS, "--output", tmp_path, "--resume", "latest")
     assert result.exit_code == cli.EXIT_INTERRUPTED, result.output
     assert "there is no checkpoint" in result.output
