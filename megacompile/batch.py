@@ -67,7 +67,7 @@ def read_arguments(model: nn.Module, forward: Callable[..., Any], forms: Forms, 
     served = forms.serve(forms.form_of(tuple(sorted(further)), model.training))
     captured, types = served.captured, served.types
     inputs |= {key: _checked(name, key, value, types.get(key)) for key, value in further.items()}
-    has_labels = all(key in inputs for key in captured.labels)
+    has_labels = captured.has_loss and all(key in inputs for key in captured.labels)
     if not isinstance(kept, int) or kept < 0 or (kept and has_labels):
         raise UnsupportedError(f"{name}: logits_to_keep must be a whole number, of a batch without labels: leave it out")
     inputs = {key: inputs[key] for key in captured.batch_inputs if key in inputs and (has_labels or key not in captured.labels)}

@@ -124,6 +124,9 @@ class Handle:
                                    "set requires_grad where it should train, and stream() it again")
         given = self._arguments(streamed.model, original_class(streamed.model).forward.__get__(streamed.model), (), batch)
         if not given.has_labels:
+            if not streamed.captured.has_loss:
+                raise UnsupportedError("train_step needs a loss, and the model has none: give stream(model, loss=...), or "
+                                       "train in a loop by a loss of the model's output")
             raise UnsupportedError(f"train_step needs labels ({', '.join(streamed.captured.labels)}): pass them in the batch")
         if optimizer.streamed is not streamed:
             raise MegacompileError("the optimizer belongs to another model: make one of this model's parameters")

@@ -361,6 +361,7 @@ class Streamed:
         first = next(iter(inputs.values()))
         plain = self.captured.batch_inputs
         form = self.form_of(inputs)
+        output = self.captured.main_output if output == "loss" else output
         return Shape(first.shape[0], first.shape[1], output == "loss" and set(plain) <= inputs.keys(), training,
                      update=self.arrival.update_at if training else "step", output=output, further=form.further,
                      evaluating=form.evaluating)
