@@ -18,7 +18,8 @@ from megacompile.exhaustion import exhausted, explained
 from megacompile.forms import Forms
 from megacompile.frontend.capture import CapturedModel
 from megacompile.frontend.heads import of_tokens
-from megacompile.handover import batch_of, evaluation_of, loss_of, outputs_of, send_gradients
+from megacompile.frontend.hidden_states import ALL
+from megacompile.handover import batch_of, evaluation_of, hidden_states_of, loss_of, outputs_of, send_gradients
 from megacompile.lease import Lease
 from megacompile.plan import Form
 from megacompile.program import Lane
@@ -198,6 +199,11 @@ class Streamed:
     def evaluate_outputs(self, inputs: Mapping[str, Tensor], output: str) -> tuple[Tensor, ...]:
         """A head's outputs, without gradients."""
         return outputs_of(self.backend, self._evaluate(inputs, None, output))
+
+    def evaluate_hidden_states(self, inputs: Mapping[str, Tensor]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """(logits and the last hidden state, or of a model without a head this alone; all states before it)."""
+        batch = self._evaluate(inputs, None, ALL)
+        return outputs_of(self.backend, batch), hidden_states_of(self.backend, batch)
 
     def _evaluate(self, inputs: Mapping[str, Tensor], normaliser: Tensor | None, output: str) -> Batch:
         with self.guarded():

@@ -20,6 +20,7 @@ from megacompile.frontend.attention import implementation_for
 from megacompile.frontend.build import Renaming, build_template, with_results
 from megacompile.frontend.experts import refuse_router_losses
 from megacompile.frontend.heads import LOGITS, Head, Heads
+from megacompile.frontend.hidden_states import HiddenStates
 from megacompile.frontend.layers import find_layers
 from megacompile.frontend.loss import normalise_loss
 from megacompile.frontend.model_graph import FIXED_SIZES_REMEDY, ModelGraph, capture_model_graph
@@ -95,6 +96,12 @@ class CapturedModel:
     def calls_for(self, output: str) -> tuple[Call, ...]:
         """The calls of a program that gives the "loss", or a head's outputs. Raises `UnsupportedError` where there is none."""
         return self.calls if output == "loss" else (*self.calls[:-1], self.head(output).call)
+
+    def left_out_of(self, output: str) -> set[str]:
+        """Parameters that the model reads, and not for this output."""
+        def read(calls: Sequence[Call]) -> set[str]:
+            return {source.name for call in calls for source in call.sources if source.kind == "parameter"}
+        return read(self.calls) - read(self.calls_for(output))
 
     def head(self, output: str) -> Head:
         return self.require_heads().head(output)
@@ -180,7 +187,10 @@ def capture(
             own_loss = loss is not None and section.name == "epilogue"
             templates[names[key]] = build(names[key], section, tokens_at_once=CHUNK_TOKENS if own_loss else 0)
         calls.append(Call(section.name, names[key], tuple(section.sources)))
-    heads = Heads(graph, to_logits, build, templates, renaming) if to_logits is not None else None
+    heads = None
+    if to_logits is not None:
+        hidden = HiddenStates(name, twin, stack, batch, sections[:-1], to_logits)
+        heads = Heads(graph, to_logits, hidden, build, templates, renaming)
     if not has_loss:
         assert heads is not None, "refused above"
         calls.append(heads.head(LOGITS).call)

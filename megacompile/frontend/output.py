@@ -30,14 +30,15 @@ class OutputStructure:
     def has_logits(self) -> bool:
         return any(role == "logits" for _, role in self.fields)
 
-    def rebuild(self, loss: Tensor | None, logits: Tensor | None) -> Any:
-        """The model's return value around `loss` and `logits`; what it returned as None stays None."""
+    def rebuild(self, loss: Tensor | None, logits: Tensor | None, **further: Any) -> Any:
+        """The model's return value around `loss` and `logits`; what it returned as None stays None. `further` fields are of a
+        mapping class alone."""
         values = {key: {"loss": loss, "logits": logits}.get(role) for key, role in self.fields}
         if issubclass(self.cls, Tensor):
             return loss if loss is not None else logits
         if issubclass(self.cls, (tuple, list)):
             return self.cls(values.values())
-        return self.cls(**values)
+        return self.cls(**values, **further)
 
 
 def output_structure(model: ModelGraph, name: str, other_loss: bool = False) -> tuple[OutputStructure, list[int]]:
