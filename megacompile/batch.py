@@ -139,14 +139,14 @@ def _neutral(key: str, value: Any) -> bool:
 
 
 def check_token_tensors(caller: str, tensors: Mapping[str, Any], given: Arguments, labels: tuple[str, ...]) -> None:
-    """Raises `UnsupportedError` unless each is a tensor [batch, length, ...] without a gradient, and the batch that `caller` was
-    given has no labels and asks for no choice of outputs."""
+    """Raises `UnsupportedError` unless each is a tensor [batch, length, ...] without a gradient, and the batch that `caller`
+    was given has no labels and asks for no choice of outputs."""
     if labels and given.has_labels:
-        raise UnsupportedError(f"{caller} computes no loss: leave {', '.join(labels)} out of the batch; what a function takes is "
-                               "passed by its name")
+        raise UnsupportedError(f"{caller} computes no loss: leave {', '.join(labels)} out of the batch; what a function takes "
+                               "is passed by its name")
     if given.kept or given.hidden_states:
-        raise UnsupportedError(f"{caller} gives values of all positions: leave logits_to_keep and output_hidden_states out of the "
-                               "batch")
+        raise UnsupportedError(f"{caller} gives values of all positions: leave logits_to_keep and output_hidden_states out of "
+                               "the batch")
     size = tuple(next(iter(given.inputs.values())).shape[:2])
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor) or tuple(tensor.shape[:2]) != size:

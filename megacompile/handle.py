@@ -48,8 +48,8 @@ class Handle:
         given = self._arguments(model, forward, args, kwargs)
         rebuild = streamed.captured.output.rebuild
         if given.hidden_states:
-            logits, states = self._hidden_states(given)
-            return rebuild(None, logits_of(logits, given), hidden_states=states)
+            made, states = self._hidden_states(given)
+            return rebuild(None, logits_of(made, given), hidden_states=states)
         if not self._differentiates():
             with torch.inference_mode(False), torch.no_grad():  # slots outlive the call: no inference tensors
                 loss, logits = streamed.evaluate(given.inputs, given.normaliser)
@@ -80,9 +80,9 @@ class Handle:
         captured = self._captured(given.inputs)
         left_out = sorted(captured.left_out_of(LAST) & self.streamed.gradients.keys())
         if left_out and self._differentiates():
-            raise UnsupportedError(f"{left_out[0]} is trained, and no gradient comes to it from the last hidden state: stream the "
-                                   "model without its head (AutoModel), set requires_grad_(False) of it before stream(), or call "
-                                   "under torch.no_grad()")
+            raise UnsupportedError(f"{left_out[0]} is trained, and no gradient comes to it from the last hidden state: stream "
+                                   "the model without its head (AutoModel), freeze it before stream(), or call under "
+                                   "torch.no_grad()")
         (hidden,) = self._outputs(given.inputs, LAST)
         return hidden
 

@@ -99,6 +99,6 @@ def refuse_hooks(model: nn.Module) -> None:
 
 
 def _acts(hook: Callable[..., Any]) -> bool:
-    """Whether a module's hook does anything. transformers leaves hooks behind once it was asked for hidden states, which collect
-    them only while a model of its own is asked again."""
+    """Whether a module's hook does anything. transformers leaves hooks behind once it was asked for hidden states, which
+    collect them only while a model of its own is asked again."""
     return getattr(hook, "__module__", "") != "transformers.utils.output_capturing"

@@ -11,8 +11,8 @@ from megacompile.program import Builder, CallSpec, Program, Tile
 def model_program(calls: Sequence[CallSpec], tiles: Mapping[str, Tile], batch: int, labels: bool,
                   whole_step: bool = False, differentiable: bool = False, hidden_states: bool = False) -> Program:
     """Stage "model". With labels: sections `forward` (training) and `evaluate`. Without: the epilogue's outputs alone, of
-    `evaluate`, or of a `forward` if they are `differentiable`; with `hidden_states`, what every call but the last layer hands on
-    as well. A whole step is one section, `train_step`."""
+    `evaluate`, or of a `forward` if they are `differentiable`; with `hidden_states`, what every call but the last layer hands
+    on as well. A whole step is one section, `train_step`."""
     if whole_step:
         sections = {"train_step": _chain(calls, "loss")}
     elif labels:

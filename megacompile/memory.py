@@ -148,7 +148,8 @@ def evaluation_bytes(captured: CapturedModel, tiling: Tiling, plan: Plan, fused:
     kept = len(captured.calls) + 1 if plan.output == ALL else 3  # all of them, and one beside its parts
     layers = max(_peak(captured, call.template, "forward", plan, fused) for call in captured.calls[1:-1])
     last = _peak(captured, epilogue, "evaluate" if plan.output == "loss" else "outputs", plan, fused)
-    return Estimate(slot_bytes(captured, tiling, plan), 0, kept * hidden + sum(outputs[:-1]), max(layers, last, _joined(outputs)))
+    activations = kept * hidden + sum(outputs[:-1])
+    return Estimate(slot_bytes(captured, tiling, plan), 0, activations, max(layers, last, _joined(outputs)))
 
 
 def _outputs(captured: CapturedModel, plan: Plan) -> list[int]:

@@ -65,6 +65,7 @@ class Heads:
     def __init__(self, model: ModelGraph, to_logits: Section, hidden: HiddenStates, build: BuildTemplate,
                  templates: dict[str, Template], renaming: Renaming) -> None:
         self._model, self._section, self._build, self._templates = model, to_logits, build, templates
+        self.hidden = hidden
         self._own = {LOGITS: lambda: to_logits, LAST: hidden.last, ALL: hidden.beside_logits}
         self._renaming, self._known_guards = renaming, len(model.shape_env.guards)
         self._heads: dict[str, Head] = {}

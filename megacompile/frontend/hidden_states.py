@@ -24,8 +24,8 @@ _PRODUCTS = (F.linear, torch._C._nn.linear)
 
 @dataclasses.dataclass(frozen=True)
 class HiddenStates:
-    """Of one captured model. `sections`: prologue and layers; `to_logits`: the epilogue that returns logits alone, or of a model
-    without a head its last hidden states; `twin`, `batch`: its fakes."""
+    """Of one captured model. `sections`: prologue and layers; `to_logits`: the epilogue that returns logits alone, or of a
+    model without a head its last hidden states; `twin`, `batch`: its fakes."""
 
     name: str
     twin: nn.Module
@@ -63,8 +63,8 @@ class HiddenStates:
                    if source.kind == "parameter" and source.name == names.get(id(getattr(head, "weight", None)))]
         products = [user for weight in weights for user in weight.users if user.target in _PRODUCTS and user.args[1] is weight]
         if len(products) != 1:
-            raise UnsupportedError(f"{self.name} makes its logits by something else than one product with its output embeddings: "
-                                   "stream the model without its head (AutoModel) for its hidden states")
+            raise UnsupportedError(f"{self.name} makes its logits by something else than one product with its output "
+                                   "embeddings: stream the model without its head (AutoModel) for its hidden states")
         return products[0].args[0]  # type: ignore[return-value]
 
     def _check(self) -> None:
@@ -72,12 +72,12 @@ class HiddenStates:
         prologue, *layers = self.sections
         alone = sum(prologue.carried) == 1 and all(len(layer.has_gradient) == 1 for layer in layers)
         if not alone or not self._are_meant():
-            raise UnsupportedError(f"{self.name} means other hidden states than its layers hand on, one each, or has none: read "
-                                   "them of the model before it is streamed")
+            raise UnsupportedError(f"{self.name} means other hidden states than its layers hand on, one each, or has none: "
+                                   "read them of the model before it is streamed")
 
     def _are_meant(self) -> bool:
-        """Runs the twin on fakes: whether it returns the very tensors that go into its first layer, come out of all but the last,
-        and go into its head."""
+        """Runs the twin on fakes: whether it returns the very tensors that go into its first layer, come out of all but the
+        last, and go into its head."""
         found: list[Tensor] = []
         layers = [self.twin.get_submodule(name) for name in self.stack.names]
         head = self._head()

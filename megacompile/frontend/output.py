@@ -89,4 +89,5 @@ def _whole_batch_makes(model: ModelGraph, position: int | None, trained: bool) -
     """Whether a result is what the model is for: labels that nothing reads would be a loss that was forgotten."""
     if position is None or model.results[position].meta["example_value"].requires_grad != trained:
         return False
-    return all(node.users for node, source in model.sources.items() if node.op == "placeholder" and source.kind == "batch")
+    return all(any(user not in model.sources for user in node.users)  # not its sizes alone
+               for node, source in model.sources.items() if node.op == "placeholder" and source.kind == "batch")
