@@ -226,12 +226,13 @@ class Handle:
 
     @property
     def stats(self) -> dict[str, Any]:
-        """Counters, sizes in bytes and times in seconds. `skipped_steps`: those of `steps` whose gradients were not finite.
+        """Counters, sizes in bytes and times in seconds. `skipped_steps`: those of `steps` whose gradients were not finite;
+        `kept_tiles`: with updates on arrival, tiles whose gradients were not, one for each step (known after `synchronize`).
         `compiled`: graphs that inductor compiled, `compiled_from_cache` that an earlier process had; `compile_s`, what both
         took; `capture_s`, the model's capture and templates."""
         streamed = self.streamed
         return dict(
-            steps=streamed.steps, skipped_steps=len(streamed.skipped),
+            steps=streamed.steps, skipped_steps=len(streamed.skipped), kept_tiles=len(streamed.kept),
             shapes=len(streamed.shapes), templates=len(streamed.captured.templates),
             compiled_variants=sum(len(served.binder.compiled) for served in streamed.forms),
             capture_s=sum(served.captured.seconds for served in streamed.forms),

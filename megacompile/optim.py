@@ -89,8 +89,8 @@ class AdamW(torch.optim.Optimizer):
     `non_finite` says what then: "raise" (a `NonFiniteError` from the next call that waits for the update), "skip" (training
     goes on; `model.megacompile.stats["skipped_steps"]` counts), or "dump" (the batch, and the norm of each gradient, are
     written to a folder in `dump_folder`, and the error is raised). With `overlap="backward"` each tile is looked at when its
-    gradients arrive: those before it may have been updated (`TornError` until a checkpoint is loaded), so there is no "skip";
-    tiles that are updated on the device (`resident_state`) are not looked at.
+    gradients arrive, and one whose gradients are not finite keeps weights and moments, whatever becomes of the others
+    (`stats["kept_tiles"]` counts). A step in which nothing was updated is none.
 
     Raises `MegacompileError` for parameters that belong to no streamed model, or to several.
     """
@@ -107,7 +107,7 @@ class AdamW(torch.optim.Optimizer):
                                    "gradients arrive)")
         if overlap is not None and max_grad_norm is not None:
             raise MegacompileError("overlap='backward' updates before the global norm is known: leave max_grad_norm out")
-        self.non_finite = NonFinite(non_finite, Path(dump_folder), on_arrival=overlap is not None)
+        self.non_finite = NonFinite(non_finite, Path(dump_folder))
         self.max_grad_norm, self.overlap = max_grad_norm, overlap
         self._update: Update | None = None
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
@@ -245,7 +245,7 @@ class AdamW(torch.optim.Optimizer):
         for positions in counted.values():
             positions.sort()
         return Update(segments, counted, self.max_grad_norm, on_arrival=self.overlap is not None, states=states, before=before,
-                      report=functools.partial(self.non_finite.report, streamed.skipped))
+                      report=functools.partial(self.non_finite.report, streamed.skipped, streamed.kept))
 
     @property
     def grad_norm(self) -> float | None:

@@ -21,6 +21,7 @@ from megacompile.frontend.heads import of_tokens
 from megacompile.frontend.hidden_states import ALL
 from megacompile.handover import batch_of, evaluation_of, hidden_states_of, loss_of, outputs_of, send_gradients
 from megacompile.lease import Lease
+from megacompile.nonfinite import report_late
 from megacompile.plan import Form
 from megacompile.program import Lane
 from megacompile.residency import Residency
@@ -64,6 +65,7 @@ class Streamed:
         self.residency, self.arrival = Residency(self), Arrival(self)
         self.version = self.steps = 0
         self.skipped: list[int] = []  # numbers of steps whose gradients were not finite
+        self.kept: list[str] = []  # tiles that were not updated on arrival, since their gradients were not finite
         self.batches: list[Batch] = []  # those that the gradients are of
         self.updating: Update | None = None
         self.unfinished: Update | None = None
@@ -323,6 +325,7 @@ class Streamed:
         with self.guarded():
             self.drain()
         self.residency.rescue()
+        report_late(self)
 
     @property
     def torn(self) -> bool:
