@@ -32,8 +32,8 @@ class Update:
     `kept`: tiles that were not updated then, since their own gradients were not finite, with their norms; they are `done` too.
     `batches`: what the gradients are of.
 
-    `refused`: its gradients were not finite, and nothing was updated. `report` is called in the lane where any were not, with their
-    norms; it may raise."""
+    `refused`: its gradients were not finite, and nothing was updated. `report` is called in the lane where any were not, with
+    their norms; it may raise."""
 
     segments: Mapping[str, list[AdamSegment]]
     counted: Mapping[str, list[int]]
