@@ -149,5 +149,6 @@ def _remarks(model: nn.Module, captured: CapturedModel, tiling: Tiling) -> Itera
            "attention: the model's own code in some layer, whose masks take batch x length x length bytes")
     yield (f"loss: a sum over target tokens{', which never holds all logits' if captured.fused_loss else ''}: micro-batches"
            " change nothing" if captured.has_normaliser else
+           "loss: none, it is made outside, of the model's output" if not captured.has_loss else
            "loss: no cross entropy over tokens that is recognised: one micro-batch a step")
     yield f"assumed of a batch of B x T: {'; '.join(captured.guards) or 'nothing'}"

@@ -93,6 +93,12 @@ def refuse_hooks(model: nn.Module) -> None:
             raise UnsupportedError(f"{name} has a gradient hook, which a streamed backward does not call: remove it, "
                                    "and read .grad after backward()")
     for name, module in model.named_modules():
-        if module is not model and any(getattr(module, hooks) for hooks in _MODULE_HOOKS):
+        if module is not model and any(_acts(hook) for hooks in _MODULE_HOOKS for hook in getattr(module, hooks).values()):
             raise UnsupportedError(f"{name} has a hook, which a streamed model does not call: remove it "
                                    "(hooks of the model as a whole work)")
+
+
+def _acts(hook: Callable[..., Any]) -> bool:
+    """Whether a module's hook does anything. transformers leaves hooks behind once it was asked for hidden states, which
+    collect them only while a model of its own is asked again."""
+    return getattr(hook, "__module__", "") != "transformers.utils.output_capturing"

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from megacompile.errors import UnsupportedError
 from megacompile.forms import Forms
 from megacompile.frontend.heads import LOGITS
+from megacompile.frontend.hidden_states import ALL
 from megacompile.lowering import model_program
 from megacompile.memory import Estimate
 from megacompile.passes.manager import Compiled, compile_program
@@ -137,7 +138,7 @@ class Shapes:
                 f"give micro_batch_size={shape.batch} or smaller batches")
         specs = self.tiling.call_specs(captured.calls_for(shape.output), captured.templates, shape.length)
         return model_program(specs, self.tiling.tiles(), shape.batch, shape.labels, shape.whole_step,
-                             differentiable=shape.training and shape.output != "loss")
+                             differentiable=shape.training and shape.output != "loss", hidden_states=shape.output == ALL)
 
     def _compile(self, shape: Shape) -> CompiledShape:
         planner = self.forms.serve(shape.form).planner

@@ -19,7 +19,8 @@ from megacompile.frontend.adapters import forward_signature
 from megacompile.frontend.attention import implementation_for
 from megacompile.frontend.build import Renaming, build_template, with_results
 from megacompile.frontend.experts import refuse_router_losses
-from megacompile.frontend.heads import Head, Heads
+from megacompile.frontend.heads import LOGITS, Head, Heads
+from megacompile.frontend.hidden_states import HiddenStates
 from megacompile.frontend.layers import find_layers
 from megacompile.frontend.loss import normalise_loss
 from megacompile.frontend.model_graph import FIXED_SIZES_REMEDY, ModelGraph, capture_model_graph
@@ -55,6 +56,7 @@ class CapturedModel:
     `fused_loss`: the epilogue's `loss` never holds the micro-batch's logits.
     `has_normaliser`: the loss is a sum over the "normaliser" input, so that micro-batches add up; then
     `count_targets(batch on the host)` gives a batch's normaliser, a 0-d float32 tensor.
+    `has_loss`: else the model has no head, its calls end with that of its output ("logits"), of which losses are made outside.
     `output.rebuild(loss, logits)`: the model's own return value, around these. `heads`: what stands in the epilogue's place
     where the caller differentiates; None of a model that returns no logits. `token_loss`: the loss is a function of tokens that
     the user gave.
@@ -73,6 +75,7 @@ class CapturedModel:
     holds: Callable[[bool, tuple[int, int]], bool]
     in_form: Callable[[Form], CapturedModel]
     fused_loss: bool
+    has_loss: bool
     has_normaliser: bool
     count_targets: Callable[[Mapping[str, Tensor]], Tensor] | None
     output: OutputStructure
@@ -85,9 +88,20 @@ class CapturedModel:
     def guards(self) -> list[str]:
         return [str(condition) for condition in self.conditions]
 
+    @property
+    def main_output(self) -> str:
+        """What a model is trained by: its "loss", or its output if it has none."""
+        return "loss" if self.has_loss else LOGITS
+
     def calls_for(self, output: str) -> tuple[Call, ...]:
         """The calls of a program that gives the "loss", or a head's outputs. Raises `UnsupportedError` where there is none."""
         return self.calls if output == "loss" else (*self.calls[:-1], self.head(output).call)
+
+    def left_out_of(self, output: str) -> set[str]:
+        """Parameters that the model reads, and not for this output."""
+        def read(calls: Sequence[Call]) -> set[str]:
+            return {source.name for call in calls for source in call.sources if source.kind == "parameter"}
+        return read(self.calls) - read(self.calls_for(output))
 
     def head(self, output: str) -> Head:
         return self.require_heads().head(output)
@@ -149,7 +163,8 @@ def capture(
                            loss=loss)
 
     structure, positions = output_structure(graph, name, other_loss=loss is not None)
-    count = normalise_loss(graph, graph.results[positions[0]]) if loss is None else _one
+    has_loss = loss is not None or structure.has_loss
+    count = _one if loss is not None else normalise_loss(graph, graph.results[positions[0]]) if has_loss else None
     draw_functionally(graph)
     sections = split_at_layers(graph, stack, [graph.results[p] for p in positions])
     for section in sections:
@@ -165,26 +180,32 @@ def capture(
     templates: dict[str, Template] = {}
     names: dict[str, str] = {}  # structural key -> template
     calls = []
-    for section in sections:
+    for section in sections if has_loss else sections[:-1]:
         key = structural_key(section)
         if key not in names:
             names[key] = section.name if section.name in ("prologue", "epilogue") else _next_layer_name(templates)
             own_loss = loss is not None and section.name == "epilogue"
             templates[names[key]] = build(names[key], section, tokens_at_once=CHUNK_TOKENS if own_loss else 0)
         calls.append(Call(section.name, names[key], tuple(section.sources)))
+    heads = None
+    if to_logits is not None:
+        hidden = HiddenStates(name, twin, stack, batch, sections[:-1], to_logits)
+        heads = Heads(graph, to_logits, hidden, build, templates, renaming)
+    if not has_loss:
+        assert heads is not None, "refused above"
+        calls.append(heads.head(LOGITS).call)
     read_early = {s.name for call in calls[:-1] for s in call.sources if s.kind == "batch"}
     batch_inputs = tuple(n for n in batch if loss is None or n in read_early)
     batch_inputs += tuple(n for n, _, _ in taken if n not in batch_inputs)
-    labels = tuple(n for n in batch_inputs if n not in read_early and n not in form.further)
+    labels = tuple(n for n in batch_inputs if has_loss and n not in read_early and n not in form.further)
     return CapturedModel(
         calls=tuple(calls), templates=templates, batch_inputs=batch_inputs, labels=labels, layer_names=stack.names,
         same_logits_without_labels=_same_logits_without_labels(twin, graph, positions, batch, labels),
         fused_attention=_all_layers_call_attention(graph),
-        fused_loss="linear_cross_entropy" in templates["epilogue"].stages["joint"],
+        fused_loss="linear_cross_entropy" in templates[calls[-1].template].stages["joint"], has_loss=has_loss,
         form=form, holds=functools.cache(holds), in_form=functools.cache(in_form), has_normaliser=count is not None,
         count_targets=count, output=structure,
-        heads=Heads(graph, to_logits, build, templates, renaming) if to_logits is not None else None,
-        token_loss=loss is not None, conditions=conditions, seconds=time.perf_counter() - started)
+        heads=heads, token_loss=loss is not None, conditions=conditions, seconds=time.perf_counter() - started)
 
 
 def _one(batch: Mapping[str, Tensor]) -> Tensor:
