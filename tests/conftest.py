@@ -2,8 +2,10 @@
 from __future__ import annotations
 
 import functools
+import gc
 import json
 import os
+import sys
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
@@ -33,6 +35,24 @@ def pytest_addoption(parser: pytest.Parser) -> None:
                      "from 500 on it also breaks goldens in many more ways")
     parser.addoption("--kill-moments", type=int, default=5, help="at how many random moments a training process is killed")
     parser.addoption("--interrupts", type=int, default=5, help="at how many lines Ctrl-C comes, in each kind of step")
+
+
+_lasting: dict[Hashable, CapturedModel] = {}  # see `shared_captures`
+_frozen = [0, 0]  # how many modules and captures there were when the heap was frozen
+
+
+def pytest_sessionstart() -> None:
+    gc.set_threshold(20_000, 20, 50)
+
+
+def pytest_runtest_setup() -> None:
+    """Modules and captures stay to the end, half a million objects and more: the collector, which would read them all each time
+    (a tenth of the tests' time), need not look at them. Done between tests, so that no test's own objects are among them."""
+    now = [len(sys.modules), len(_lasting)]
+    if now != _frozen:
+        gc.collect()
+        gc.freeze()
+        _frozen[:] = now
 
 
 @functools.cache
@@ -79,16 +99,16 @@ def _alike(model: nn.Module) -> Hashable | None:
 def shared_captures() -> Iterator[None]:
     """Most of the time of a test that streams a tiny model is its capture, and most are captures of the same few models. What
     is captured depends on no weight: one serves all models that are built alike."""
-    capture, known = api.capture, {}
+    capture = api.capture
 
     def shared(model: nn.Module, **options: Any) -> CapturedModel:
         alike = _alike(model)
         if alike is None or options.get("example") is not None:
             return capture(model, **options)
         key = alike, *(options[name] for name in sorted(options))
-        if key not in known:
-            known[key] = capture(model, **options)
-        return known[key]
+        if key not in _lasting:
+            _lasting[key] = capture(model, **options)
+        return _lasting[key]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(api, "capture", shared)
