@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import inspect
 import json
 import os
 import sys
@@ -16,13 +17,13 @@ os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 
 from torch import nn
 
-from megacompile import api
+from megacompile import api, shapes
 from megacompile.frontend.capture import CapturedModel
 from megacompile.lowering import model_program
 from megacompile.passes import PIPELINE
 from megacompile.passes.manager import Compiled, compile_program
 from megacompile.plan import Plan
-from megacompile.program import CallSpec, Tile
+from megacompile.program import CallSpec, Program, Tile
 
 LAYER_BYTES, BORDER_BYTES, OUTPUT_BYTES = 2048, 8192, 512
 
@@ -99,17 +100,36 @@ def _alike(model: nn.Module) -> Hashable | None:
 def shared_captures() -> Iterator[None]:
     """Most of the time of a test that streams a tiny model is its capture, and most are captures of the same few models. What
     is captured depends on no weight: one serves all models that are built alike."""
-    capture = api.capture
+    capture, signature = api.capture, inspect.signature(api.capture)
 
     def shared(model: nn.Module, **options: Any) -> CapturedModel:
+        bound = signature.bind(model, **options)
+        bound.apply_defaults()
         alike = _alike(model)
         if alike is None or options.get("example") is not None:
             return capture(model, **options)
-        key = alike, *(options[name] for name in sorted(options))
+        key = alike, *bound.args[1:], *bound.kwargs.values()
         if key not in _lasting:
             _lasting[key] = capture(model, **options)
         return _lasting[key]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(api, "capture", shared)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def shared_schedules() -> Iterator[None]:
+    """A streamed model's program is a pure function of its calls, its plan and the passes, and programs are immutable: models
+    that are built and planned alike share it. (Stages may be exchanged by hand: each model has its own table of them.)"""
+    @functools.lru_cache(maxsize=256)
+    def compiled(model: Program, plan: Plan, passes: tuple[Any, ...], runs: tuple[Any, ...]) -> Compiled:
+        return compile_program(model, plan, passes)
+
+    def shared(model: Program, plan: Plan, passes: tuple[Any, ...]) -> Compiled:
+        found = compiled(model, plan, passes, tuple(each.run for each in passes))
+        return Compiled(dict(found.stages), list(found.log))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shapes, "compile_program", shared)
         yield
