@@ -15,6 +15,7 @@ import pytest
 # Inductor tries out six instruction sets in each fresh cache, for longer than a small test takes: scalar code serves here.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 
+import torch
 from torch import nn
 
 from megacompile import api, shapes
@@ -82,18 +83,29 @@ def make_schedule() -> Callable[..., Compiled]:
 
 
 def _alike(model: nn.Module) -> Hashable | None:
-    """The same for models of transformers that are built alike; None for one that has something of its own."""
+    """The same for models that are built alike; None for one of which that cannot be said."""
     modules = list(model.modules())
-    from_libraries = all(type(each).__module__.startswith(("transformers.", "torch.")) for each in modules)
-    if not from_libraries or not hasattr(model, "config") or any("forward" in vars(each) for each in modules):
+    if any("forward" in vars(each) for each in modules):
         return None
+    if all(type(each).__module__.startswith(("transformers.", "torch.")) for each in modules) and hasattr(model, "config"):
+        config = {key: value for key, value in model.config.to_dict().items() if key != "_name_or_path"}
+        settings: Hashable = json.dumps(config, default=str, sort_keys=True)
+    else:
+        held = [(name, value) for each in modules for name, value in vars(each).items() if not name.startswith("_")]
+        if not all(_is_plain(value) for _, value in held):
+            return None
+        settings = repr(held)
     first: dict[int, str] = {}
     parameters = [(name, first.setdefault(id(p), name), tuple(p.shape), p.dtype, p.requires_grad, p.device.type)
                   for name, p in model.named_parameters(remove_duplicate=False)]
     buffers = [(name, tuple(b.shape), b.dtype) for name, b in model.named_buffers()]
-    config = {key: value for key, value in model.config.to_dict().items() if key != "_name_or_path"}
-    return (type(model), json.dumps(config, default=str, sort_keys=True), *parameters, *buffers,
-            *((type(each), each.training) for each in modules))
+    return settings, *parameters, *buffers, *((name, type(each), each.training) for name, each in model.named_modules())
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, tuple | list):
+        return all(_is_plain(item) for item in value)
+    return value is None or isinstance(value, str | int | float | torch.dtype)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -105,10 +117,10 @@ def shared_captures() -> Iterator[None]:
     def shared(model: nn.Module, **options: Any) -> CapturedModel:
         bound = signature.bind(model, **options)
         bound.apply_defaults()
-        alike = _alike(model)
-        if alike is None or options.get("example") is not None:
+        alike, example = _alike(model), bound.arguments.pop("example") or {}
+        if alike is None:
             return capture(model, **options)
-        key = alike, *bound.args[1:], *bound.kwargs.values()
+        key = (alike, *((name, tensor.shape, tensor.dtype) for name, tensor in example.items()), *bound.kwargs.values())
         if key not in _lasting:
             _lasting[key] = capture(model, **options)
         return _lasting[key]
