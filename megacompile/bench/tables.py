@@ -39,6 +39,12 @@ class Spec:
         parser = importlib.import_module(MODULES[self.system]).options()
         return rows.identifying(parser, parser.parse_args(self.arguments()))
 
+    @property
+    def model(self) -> tuple[Any, ...]:
+        """Equal for rows that one process can measure on one model."""
+        shared = getattr(importlib.import_module(MODULES[self.system]), "MODEL", None)
+        return self.system, *([self.label] if shared is None else map(self.options.get, shared))
+
     def identity(self, device: str) -> str:
         """That of the row which it becomes on a device of this name."""
         return rows.identity(self.system, self.identifying(), device)
