@@ -142,9 +142,9 @@ def capture(
 
     @functools.cache
     def called(where: Form, size: tuple[int, int]) -> tuple[str, ...] | None:
-        fakes, *subject = _subject(plain, traced, where, size, attention)
+        fakes, tried, given, options = _subject(plain, traced, where, size, attention)
         with fakes:
-            return torch_calls(*subject)
+            return torch_calls(tried, given, options)
 
     def holds(training: bool, size: tuple[int, int]) -> bool:
         where = Form(form.further, not training)
