@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from tiny_models import Shared, same_bits, train_step, weights
+from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 import megacompile
@@ -24,6 +25,7 @@ from megacompile.bench.table import markdown, measured
 from megacompile.bench.tables import TABLES, Spec, Table
 from megacompile.errors import MegacompileError
 from megacompile.hardware import Hardware
+from megacompile.loading import parameters_on_meta
 from megacompile.program import OPS
 from megacompile.runtime.operations import OPERATIONS
 
@@ -156,6 +158,21 @@ def test_as_many_layers_are_made_as_the_host_holds() -> None:
     needs = [shapes.BYTES_PER_PARAMETER * shapes.parameters("qwen2-14b", n) for n in (fitting, fitting + 1)]
     assert needs[0] <= room - 2**30 < needs[1]
     assert shapes.layers_that_fit("qwen2-14b", 2**40) == 48 and shapes.layers_that_fit("qwen2-14b", 2**30) == 1
+
+
+def test_of_experts_those_count_that_a_token_is_sent_to() -> None:
+    with parameters_on_meta():
+        model = AutoModelForCausalLM.from_config(shapes.config("qwen3-moe-30b", 2))
+    experts = 2 * 128 * 3 * 2048 * 768
+    assert sum(p.numel() for p in model.parameters()) - shapes.active_parameters(model) == experts * 120 // 128
+
+
+def test_a_window_bounds_what_attention_costs() -> None:
+    with parameters_on_meta():
+        whole, window = (AutoModelForCausalLM.from_config(shapes.config(shape, 2)) for shape in ("qwen2-7b", "mistral-7b"))
+    assert shapes.attention_flops(whole, 1024) == 6 * 2 * 3584 * 1024
+    assert shapes.attention_flops(window, 4096) == 6 * 2 * 4096 * 4096
+    assert shapes.attention_flops(window, 1 << 20) == pytest.approx(12 * 2 * 4096 * 4096, rel=0.01)
 
 
 # ---------------------------------------------------------------- clock and power
