@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -66,7 +65,6 @@ def attach(model: M, fill: Callable[[nn.Module, Tiling], Store], config: StreamC
     handle = Handle(streamed)
     model.__dict__["megacompile"] = handle
     model.__class__ = streamed_class(type(model))
-    gc.collect()  # the weights as they were
     return model
 
 

@@ -16,7 +16,7 @@ from megacompile.passes.manager import Compiled, compile_program
 from megacompile.plan import Plan, Shape
 from megacompile.program import Program, Slot, places, slot_family
 from megacompile.runtime.kernels import Kernel
-from megacompile.verify import verify
+from megacompile.verify import check_agreement
 
 #: A generation brings a new length with every token: without a bound, its programs would never go away.
 MAX_SHAPES = 32
@@ -149,7 +149,7 @@ class Shapes:
             plan = replace(plan, saved_layers=self.planner.config.saved_layers or 0)
         model = self.model_program(shape, plan)
         compiled = compile_program(model, plan, self.planner.config.passes)
-        verify(compiled.program, [s.program for s in self.table.values()])
+        check_agreement(compiled.program, [s.program for s in self.table.values()])
         estimate = planner.estimate(plan, shape.length, shape.training)
         self._note(estimate)
         return CompiledShape(shape, plan, estimate, compiled)

@@ -24,7 +24,7 @@ from megacompile.frontend.hidden_states import HiddenStates
 from megacompile.frontend.layers import find_layers
 from megacompile.frontend.loss import normalise_loss
 from megacompile.frontend.model_graph import FIXED_SIZES_REMEDY, ModelGraph, capture_model_graph
-from megacompile.frontend.modes import operations
+from megacompile.frontend.modes import operations, torch_calls
 from megacompile.frontend.output import OutputStructure, output_structure
 from megacompile.frontend.randomness import draw_functionally, number_draws
 from megacompile.frontend.split import split_at_layers, structural_key
@@ -114,12 +114,12 @@ class CapturedModel:
         return self.heads
 
     def same_in_evaluation(self) -> bool:
-        """Whether the model computes the same in evaluation mode. The first time traces the model once more."""
+        """Whether the model computes the same in evaluation mode. The first time runs the model on fakes."""
         return self.holds(False, CAPTURE_SHAPE)
 
     def check_shape(self, batch: int, length: int, output: str = "loss") -> None:
         """Raise `UnsupportedError` if the captured graphs do not hold at this batch size and length, those of an `output` among
-        them. The first check of a size of 1 traces the model once more."""
+        them. The first check of a size of 1 runs the model on fakes."""
         size = tuple(1 if n == 1 else captured for n, captured in zip((batch, length), CAPTURE_SHAPE, strict=True))
         if 1 in size and not self.holds(not self.form.evaluating, size):  # type: ignore[arg-type]
             raise UnsupportedError(f"at {batch} x {length} the model performs other operations than at larger sizes, which "
@@ -151,11 +151,21 @@ def capture(
     plain = fake_twin(model, FakeTensorMode())  # as it is now: `model` may be streamed when it is captured again
     taken = () if loss is None else taken_by_loss(loss, example or {})
     traced = example if loss is None else _without_loss(plain, example, taken)
-    graph, twin, batch = _trace(plain, layers, traced, form)
+    graph, twin, batch, attention = _trace(plain, layers, traced, form)
     performed = operations(graph)
 
+    @functools.cache
+    def called(where: Form, size: tuple[int, int]) -> tuple[str, ...] | None:
+        fakes, tried, given, options = _subject(plain, traced, where, size, attention)
+        with fakes:
+            return torch_calls(tried, given, options)
+
     def holds(training: bool, size: tuple[int, int]) -> bool:
-        return operations(_trace(plain, layers, traced, Form(form.further, not training), size)[0]) == performed
+        where = Form(form.further, not training)
+        expected = called(form, CAPTURE_SHAPE)
+        if expected is not None and called(where, size) == expected:
+            return True
+        return operations(_trace(plain, layers, traced, where, size)[0]) == performed
 
     def in_form(other: Form) -> CapturedModel:
         with torch.inference_mode(False), torch.enable_grad():  # whatever the batch is computed under that needs it first
@@ -225,8 +235,9 @@ def _without_loss(model: nn.Module, example: Mapping[str, Tensor] | None, taken:
 def _trace(
     model: nn.Module, layers: str | None, example: Mapping[str, Tensor] | None, form: Form,
     size: tuple[int, int] = CAPTURE_SHAPE,
-) -> tuple[ModelGraph, nn.Module, dict[str, Tensor]]:
-    """The model's graph, its fake twin and the fake batch; with our attention if its layers call it, else with their own.
+) -> tuple[ModelGraph, nn.Module, dict[str, Tensor], str | None]:
+    """The model's graph, its fake twin, the fake batch and which attention it has: ours if its layers call it (its name), else
+    their own (None).
 
     A transformers model that asks for a mask but has attention code of its own would get none, and silently see the
     future: such a model is captured again with the attention implementation it came with.
@@ -235,10 +246,7 @@ def _trace(
     if is_transformers_model(model):
         ours = implementation_for(form.further, model.config._attn_implementation)  # type: ignore[union-attr, arg-type]
     for attention in dict.fromkeys((ours, None)):
-        fakes = FakeTensorMode(shape_env=ShapeEnv())
-        twin = fake_twin(model, fakes, attention, training=not form.evaluating)
-        batch = fake_batch(model, dict(example) if example is not None else None, fakes, size, form.further)
-        options = {"use_cache": False} if "use_cache" in forward_signature(model).parameters else {}
+        fakes, twin, batch, options = _subject(model, example, form, size, attention)
         stack = find_layers(twin, layers)
         try:
             graph = capture_model_graph(twin, batch, stack, fakes, options)
@@ -247,8 +255,18 @@ def _trace(
                 continue
             raise
         if attention is None or _all_layers_call_attention(graph):
-            return graph, twin, batch
+            return graph, twin, batch, attention
     raise AssertionError("the last trace is always returned")
+
+
+def _subject(
+    model: nn.Module, example: Mapping[str, Tensor] | None, form: Form, size: tuple[int, int], attention: str | None,
+) -> tuple[FakeTensorMode, nn.Module, dict[str, Tensor], dict[str, Any]]:
+    """What a trace runs: the fakes' mode, the twin, its batch and further arguments."""
+    fakes = FakeTensorMode(shape_env=ShapeEnv())
+    twin = fake_twin(model, fakes, attention, training=not form.evaluating)
+    batch = fake_batch(model, dict(example) if example is not None else None, fakes, size, form.further)
+    return fakes, twin, batch, {"use_cache": False} if "use_cache" in forward_signature(model).parameters else {}
 
 
 def _same_logits_without_labels(
