@@ -2,12 +2,13 @@
 from __future__ import annotations
 
 import builtins
+import contextlib
 import dataclasses
 import itertools
 import re
 import textwrap
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -15,10 +16,12 @@ import torch._dynamo
 from torch import Tensor, fx, nn
 from torch._dynamo.functional_export import dynamo_graph_capture_for_export
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributions import Distribution
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from megacompile.errors import CaptureError, MegacompileError, UnsupportedError
 from megacompile.frontend.adapters import traceable_adapters
+from megacompile.frontend.buffers import own_rewritten_buffers
 from megacompile.frontend.layers import LayerStack, layers_as_regions
 from megacompile.frontend.template import Source
 from megacompile.frontend.twin import of_rows
@@ -74,7 +77,7 @@ def capture_model_graph(
         return model(**dict(zip(names, inputs, strict=True)), **options)
 
     torch._dynamo.reset()
-    with fakes, warnings.catch_warnings(), traceable_adapters(), layers_as_regions(stack):
+    with fakes, warnings.catch_warnings(), traceable_adapters(), unchecked_distributions(), layers_as_regions(stack):
         warnings.simplefilter("ignore")  # "side effects happened": transformers' output collectors
         try:
             graph = dynamo_graph_capture_for_export(step)(*tensors)
@@ -93,8 +96,20 @@ def capture_model_graph(
     for module in (graph, *(m for m in graph.modules() if isinstance(m, fx.GraphModule))):
         _name_squeezed(module)
     sources = _sources(model, graph, flat, dict(batch))
+    own_rewritten_buffers(graph.graph, sources)
     traced: Any = next(n.meta["example_value"] for n in sources if isinstance(n.meta["example_value"], Tensor))
     return ModelGraph(graph, sources, returned, traced.fake_mode)
+
+
+@contextlib.contextmanager
+def unchecked_distributions() -> Iterator[None]:
+    """Within, `torch.distributions` do not look at the values of their parameters, which fakes do not have."""
+    checked = Distribution._validate_args
+    Distribution.set_default_validate_args(False)
+    try:
+        yield
+    finally:
+        Distribution.set_default_validate_args(checked)
 
 
 def _name_squeezed(module: fx.GraphModule) -> None:

@@ -2,15 +2,22 @@
 reads of device values by the host, which would stall every layer."""
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from megacompile.errors import CaptureError, UnsupportedError
 from megacompile.frontend.split import Section, source_line
 
 _RANDOM = ("dropout", "rand", "bernoulli", "normal", "multinomial", "exponential", "rrelu", "uniform")
+
+
+#: Of other tensors, whose memory is the same though autograd knows nothing of it.
+_SAME_MEMORY = ("detach", "detach_", torch.detach, torch._C._autograd._get_data_attr, getattr)
 
 
 def refuse_ops(joint: fx.GraphModule, section: Section) -> None:
@@ -27,6 +34,42 @@ def refuse_ops(joint: fx.GraphModule, section: Section) -> None:
             raise CaptureError(
                 f"{module} reads a tensor's value on the host (.item()): keep it a tensor, the host would wait for the "
                 f"device in every layer{line}")
+
+
+def refuse_unknown_sizes(section: Section) -> None:
+    """Raise `CaptureError` if `section` makes a tensor whose size depends on values (boolean indices do): what it costs could
+    not be known beforehand. Names the module and the line."""
+    for node in section.graph.graph.nodes:
+        if _unknown_size(node) and not any(map(_unknown_size, node.all_input_nodes)):
+            name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
+            raise CaptureError(
+                f"{_module_of(node, section.name)} makes a tensor whose size depends on values ({name}): let all sizes be "
+                f"those of the inputs, with masks and torch.where in place of selections{source_line(node)}")
+
+
+def _unknown_size(node: fx.Node) -> bool:
+    value = node.meta.get("example_value")
+    return any(isinstance(v, Tensor | torch.SymInt) and bool(free_unbacked_symbols(v))
+               for v in (value if isinstance(value, tuple | list) else (value,)))
+
+
+def line_of_mutation(section: Section) -> str:
+    """The source line that changes an input of `section` in place, a parameter's `.data` among them; "" if none does."""
+    for node in section.graph.graph.nodes:
+        name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+        if node.op in ("call_function", "call_method") and re.fullmatch(r"\w*[a-z]_", name) and _is_input(node.args[0]):
+            return source_line(node)
+    return ""
+
+
+def _is_input(node: Any) -> bool:
+    """Whether a node's value is an input's memory."""
+    while isinstance(node, fx.Node) and node.op != "placeholder":
+        value = node.meta.get("example_value")
+        if not (isinstance(value, Tensor) and (value._is_view() or node.target in _SAME_MEMORY) and node.all_input_nodes):
+            return False
+        node = node.all_input_nodes[0]
+    return isinstance(node, fx.Node)
 
 
 def _draws(node: fx.Node) -> bool:

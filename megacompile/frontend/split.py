@@ -213,8 +213,12 @@ def _check_calls(model: ModelGraph, stack: LayerStack, calls: Sequence[fx.Node])
     called = []
     for call in calls:
         names = [model.sources[n].name for n in call.args[2:] if isinstance(n, fx.Node) and n in model.sources]
-        owners = {layer for layer in stack.names for name in names if name.startswith(layer + ".")}
-        called.append(" and ".join(sorted(owners)) or "no layer")
+        owners = {layer: name for name in names for layer in stack.names if name.startswith(layer + ".")}
+        if len(owners) > 1:
+            (first, weight), (second, _) = list(owners.items())[:2]
+            raise CaptureError(f"{first} and {second} share {weight}, which one layer's tile alone can hold: give each layer "
+                               "weights of its own")
+        called.append(next(iter(owners), "no layer"))
     if called != list(stack.names):
         raise CaptureError(
             f"the layers of {stack.path} are not called once each, in order (called: {', '.join(called) or 'none'}): "
