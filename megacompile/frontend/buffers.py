@@ -4,7 +4,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from megacompile.frontend.template import Source
 
@@ -25,7 +25,7 @@ def own_rewritten_buffers(graph: fx.Graph, sources: Mapping[fx.Node, Source]) ->
         with graph.inserting_before(first):
             written = graph.call_function(torch.ops.aten.copy.default, first.args[:2])
         written.meta = dict(first.meta)
-        assert isinstance(buffer.meta["example_value"], Tensor)
-        for node in (first, buffer):
-            node.replace_all_uses_with(written, delete_user_cb=lambda user, made=written: user is not made)
+        first.replace_all_uses_with(written)
         graph.erase_node(first)
+        for reader in [user for user in buffer.users if user is not written]:
+            reader.replace_input_with(buffer, written)
