@@ -170,21 +170,22 @@ def _explained(model: nn.Module, reason: Exception) -> MegacompileError:
     if refused:
         return UnsupportedError(refused[2])
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    name, source = type(model).__name__, _user_line(lines)
+    name, source = type(model).__name__, _user_line(reason, lines)
     if "onstraint" in type(reason).__name__ or "ConstraintViolation" in text:
         return CaptureError(f"{name} fixes the batch size or the length{source}: {FIXED_SIZES_REMEDY}\n{text}")
     explanation = next((line.removeprefix("Explanation: ") for line in lines if line.startswith("Explanation: ")), "")
-    cause = textwrap.shorten(explanation or (lines[0] if lines else type(reason).__name__), 200, placeholder=" ...")
+    cause = re.sub(r"<(\S+) object at 0x\w+>", r"\1", explanation or (lines[0] if lines else type(reason).__name__))
+    cause = textwrap.shorten(cause, 200, placeholder=" ...")
     return CaptureError(
         f"{name} cannot be captured as one graph{source}: {cause.rstrip('.')}; let no Python control flow depend on "
         f"tensor values, and change no Python state in forward\n{text}")
 
 
-def _user_line(lines: list[str]) -> str:
-    """' at file:line (code)' of the innermost frame that is not torch's own, if Dynamo gives one."""
-    found = ""
+def _user_line(reason: Exception, lines: list[str]) -> str:
+    """' at file:line (code)' of the innermost frame that is neither torch's nor ours, if Dynamo gives one."""
+    frames = [(frame.filename, frame.lineno, frame.line) for frame in getattr(reason, "real_stack", None) or ()]
     for line, code in itertools.pairwise(lines):
-        if line.startswith('File "') and "/torch/" not in line.split('"')[1]:
-            path, number = line.split('"')[1], line.split("line ")[1].split(",")[0]
-            found = f" at {path}:{number} ({code})"
-    return found
+        if line.startswith('File "'):
+            frames.append((line.split('"')[1], line.split("line ")[1].split(",")[0], code))
+    theirs = [frame for frame in frames if "/torch/" not in frame[0] and "/megacompile/frontend/" not in frame[0]]
+    return " at {}:{} ({})".format(*theirs[-1]) if theirs else ""
