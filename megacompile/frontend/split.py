@@ -214,9 +214,10 @@ def _check_calls(model: ModelGraph, stack: LayerStack, calls: Sequence[fx.Node])
     for call in calls:
         names = [model.sources[n].name for n in call.args[2:] if isinstance(n, fx.Node) and n in model.sources]
         owners = {layer: name for name in names for layer in stack.names if name.startswith(layer + ".")}
-        if len(owners) > 1:
-            (first, weight), (second, _) = list(owners.items())[:2]
-            raise CaptureError(f"{first} and {second} share {weight}, which one layer's tile alone can hold: give each layer "
+        own = stack.names[min(len(called), len(stack.names) - 1)]
+        if own in owners and len(owners) > 1:
+            other = next(layer for layer in owners if layer != own)
+            raise CaptureError(f"{own} shares {owners[other]} with {other}, and a weight is in one layer's tile: give each layer "
                                "weights of its own")
         called.append(next(iter(owners), "no layer"))
     if called != list(stack.names):
