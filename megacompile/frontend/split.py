@@ -217,7 +217,7 @@ def _check_calls(model: ModelGraph, stack: LayerStack, calls: Sequence[fx.Node])
         own = stack.names[min(len(called), len(stack.names) - 1)]
         if own in owners and len(owners) > 1:
             other = next(layer for layer in owners if layer != own)
-            raise CaptureError(f"{own} shares {owners[other]} with {other}, and a weight is in one layer's tile: give each layer "
+            raise CaptureError(f"{own} shares {owners[other]} with {other}, and a weight is in one tile: give each layer "
                                "weights of its own")
         called.append(next(iter(owners), "no layer"))
     if called != list(stack.names):
