@@ -184,7 +184,7 @@ def test_a_refusal_shows_the_line_of_the_users_code(layer: type[nn.Module], code
 
 @pytest.mark.parametrize(("example", "message"), [
     ({"tokens": IDS}, "no parameter tokens"),
-    ({"input_ids": IDS, "labels": IDS[:, :3]}, r"labels is torch.int64 of shape \[2, 3\]"),
+    ({"input_ids": IDS, "labels": IDS[:, :3]}, r"labels is torch.int64 of shape \[2, 3\]: batch inputs must be integer"),
     ({"input_ids": IDS.float(), "labels": IDS}, "input_ids is torch.float32"),
     ({"input_ids": IDS, "attention_mask": IDS}, "attention_mask"),
 ])
@@ -195,7 +195,7 @@ def test_a_wrong_example_is_refused(example: dict[str, Tensor], message: str) ->
 
 @pytest.mark.parametrize(("layers", "message"), [
     ("nothing.here", r'layers="nothing.here" does not exist in HandWritten.*found: blocks'),
-    ("norm", r'layers="norm" is a LayerNorm of 0 modules'),
+    ("norm", r'layers="norm" is a LayerNorm of 0 modules in HandWritten: name a non-empty'),
 ])
 def test_a_wrong_stack_is_refused_with_the_candidates(layers: str, message: str) -> None:
     with pytest.raises(CaptureError, match=message):
