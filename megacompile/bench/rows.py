@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from megacompile.bench import clocks
-from megacompile.bench.shapes import SHAPES, layers_that_fit
+from megacompile.bench.shapes import SHAPES, active_parameters, attention_flops, layers_that_fit
 from megacompile.errors import MegacompileError
 from megacompile.hardware import device_name
 
@@ -31,7 +31,7 @@ Row = dict[str, Any]
 Measure = Callable[[argparse.Namespace], Row]
 
 #: Options that say how to measure, or where to put it, not what.
-NOT_IDENTITY = ("append", "commit", "device", "profile", "recorded_steps", "steps", "timeline", "warm_up")
+NOT_IDENTITY = ("append", "commit", "device", "folder", "profile", "recorded_steps", "steps", "timeline", "warm_up")
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
@@ -88,13 +88,14 @@ def timed(step: Callable[[Tensor], float], given: argparse.Namespace, before: Ca
 
 
 def rates(model: Any, given: argparse.Namespace, step_s: float) -> Row:
-    """TFLOPS count 6 FLOPs a parameter and token, recomputation not; `tflops_with_attention` adds causal attention's."""
-    sizes = model.config
-    count = sum(p.numel() for p in model.parameters())
+    """TFLOPS count 6 FLOPs a parameter and token, of experts those that a token is sent to, recomputation not;
+    `tflops_with_attention` adds causal attention's."""
+    active = active_parameters(model)
     tokens = given.batch * given.length
-    attention = 6 * sizes.num_hidden_layers * sizes.hidden_size * given.length
-    return dict(parameters=count, tflops=_significant(6 * count * tokens / step_s / 1e12),
-                tflops_with_attention=_significant((6 * count + attention) * tokens / step_s / 1e12))
+    return dict(parameters=sum(p.numel() for p in model.parameters()), active_parameters=active,
+                tflops=_significant(6 * active * tokens / step_s / 1e12),
+                tflops_with_attention=_significant(
+                    (6 * active + attention_flops(model, given.length)) * tokens / step_s / 1e12))
 
 
 def _significant(value: float) -> float:
@@ -107,9 +108,32 @@ def finished(row: Row) -> Row:
     return row | dict(error=f"the loss of step {wrong[0] + 1} is {row['losses'][wrong[0]]}") if wrong else row
 
 
+#: Begins the options of another row.
+THEN = "--then"
+
+
 def main(system: str, options: argparse.ArgumentParser, measure: Measure) -> None:
-    """Measures one row, prints it, and appends it to a file if asked. A row that failed is printed alone; exit code 1."""
-    given = options.parse_args()
+    """Measures the rows of a command line, and prints each and appends it to a file if asked. A row that failed is printed
+    alone; exit code 1 then, at the end."""
+    given = [options.parse_args(arguments) for arguments in command_lines(sys.argv[1:])]
+    failed = ["error" in one(system, options, each, measure) for each in given]
+    if any(failed):
+        sys.exit(1)
+
+
+def command_lines(arguments: list[str]) -> list[list[str]]:
+    """Those of each row."""
+    found: list[list[str]] = [[]]
+    for argument in arguments:
+        if argument == THEN:
+            found.append([])
+        else:
+            found[-1].append(argument)
+    return found
+
+
+def one(system: str, options: argparse.ArgumentParser, given: argparse.Namespace, measure: Measure) -> Row:
+    """Measures a row, prints it, and appends it to a file if it should be kept."""
     head = dict(system=system, options=identifying(options, given), shape=given.shape, batch=given.batch, length=given.length)
     try:
         row = finished(measure(given))
@@ -117,11 +141,10 @@ def main(system: str, options: argparse.ArgumentParser, measure: Measure) -> Non
         traceback.print_exc()
         row = dict(error=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}".rstrip(": "))
     row = head | row | machine(given.device) | dict(commit=given.commit or commit(), date=time.strftime("%Y-%m-%d"))
-    print(json.dumps(row))
-    if "error" in row:
-        sys.exit(1)
-    if given.append:
+    print(json.dumps(row), flush=True)
+    if given.append and "error" not in row:
         append(given.append, row)
+    return row
 
 
 # ---------------------------------------------------------------- what was measured, and where
