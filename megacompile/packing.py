@@ -43,7 +43,8 @@ def further_arguments(name: str, captured: CapturedModel, given: Mapping[str, An
                                    f"{list(first.shape[:2])}, or none")
         # Beside positions that start again, transformers takes any mask to say that rows hold one sequence.
         labels = () if captured.token_loss else captured.labels  # a loss of the user's own may count what is labelled -100
-        if further or not _changes_nothing(mask, [inputs[key] for key in labels if key in inputs]):
+        right = captured.causal or "attention_mask" not in known  # a model without such a parameter sees padding anyway
+        if further or not _changes_nothing(mask, [inputs[key] for key in labels if key in inputs] if right else []):
             further["attention_mask"] = (mask != 0).long()
     return further
 
@@ -63,8 +64,8 @@ def _rows(name: str, captured: CapturedModel, key: str, value: Any, first: Tenso
 
 
 def _changes_nothing(mask: Tensor, labels: Collection[Tensor]) -> bool:
-    """Whether a mask can be left out: it hides nothing; or padding on the right whose labels are -100, since no real token sees
-    it and no loss counts it."""
+    """Whether a mask can be left out: it hides nothing; or padding on the right whose `labels` are -100, since no real token of
+    a causal model sees it and no loss counts it."""
     present = mask != 0
     if bool(present.all()):
         return True

@@ -46,8 +46,9 @@ def fake_twin(model: nn.Module, fakes: FakeTensorMode, attention: str | None = N
     twin.train(training)
     module: Any
     if is_transformers_model(twin):
-        twin.config.use_cache = False  # type: ignore[union-attr]
         for module in twin.modules():
+            if hasattr(module, "config"):  # of a model beside others, whose own may say otherwise
+                module.config.use_cache = False
             if getattr(module, "gradient_checkpointing", False):
                 module.gradient_checkpointing = False  # recomputation is the plan's choice
         if attention is not None:
