@@ -210,7 +210,7 @@ def owned(graph: fx.Graph, results: Sequence[fx.Node]) -> tuple[fx.Node, ...]:
 
 def _check_calls(model: ModelGraph, stack: LayerStack, calls: Sequence[fx.Node]) -> None:
     """Each layer of the stack was called once, in order."""
-    called = []
+    called: list[str] = []
     for call in calls:
         names = [model.sources[n].name for n in call.args[2:] if isinstance(n, fx.Node) and n in model.sources]
         owners = {layer: name for name in names for layer in stack.names if name.startswith(layer + ".")}
