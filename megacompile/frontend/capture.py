@@ -18,7 +18,7 @@ from megacompile.errors import CaptureError, UnsupportedError
 from megacompile.frontend.adapters import forward_signature
 from megacompile.frontend.attention import implementation_for
 from megacompile.frontend.build import Renaming, build_template, with_results
-from megacompile.frontend.experts import refuse_router_losses
+from megacompile.frontend.experts import record_router_logits
 from megacompile.frontend.heads import Head, Heads
 from megacompile.frontend.layers import find_layers
 from megacompile.frontend.loss import normalise_loss
@@ -132,7 +132,6 @@ def capture(
     started = time.perf_counter()
     target = target or CpuTarget()
     name = type(model).__name__
-    refuse_router_losses(model)
     stack = find_layers(model, layers)
     plain = fake_twin(model, FakeTensorMode())  # as it is now: `model` may be streamed when it is captured again
     taken = () if loss is None else taken_by_loss(loss, example or {})
@@ -216,6 +215,7 @@ def _trace(
     for attention in dict.fromkeys((ours, None)):
         fakes = FakeTensorMode(shape_env=ShapeEnv())
         twin = fake_twin(model, fakes, attention, training=not form.evaluating)
+        record_router_logits(twin)
         batch = fake_batch(model, dict(example) if example is not None else None, fakes, size, form.further)
         options = {"use_cache": False} if "use_cache" in forward_signature(model).parameters else {}
         stack = find_layers(twin, layers)

@@ -1,19 +1,21 @@
-"""Mixtures of experts: what of them is not captured."""
+"""Mixtures of experts: how a model's layers hand their routers' logits to its auxiliary loss."""
 from __future__ import annotations
 
 from typing import Any
 
 from torch import nn
 
-from megacompile.errors import UnsupportedError
 
+def record_router_logits(model: nn.Module) -> None:
+    """Puts transformers' own hooks into a model that is to add its routers' auxiliary loss (`config.output_router_logits`).
+    transformers would do so in the first forward, under a lock, which Dynamo cannot follow."""
+    if not any(getattr(getattr(each, "config", None), "output_router_logits", False) is True for each in model.modules()):
+        return
+    from transformers.utils import output_capturing
 
-def refuse_router_losses(model: nn.Module) -> None:
-    """Raises `UnsupportedError` if a model of transformers would add its routers' auxiliary loss. That is a product of means
-    over all tokens of a batch and all layers: no sum over micro-batches, and no output of a layer."""
-    config: Any = getattr(model, "config", None)
-    nested = [config, *(value for value in vars(config).values() if hasattr(value, "to_dict"))] if config is not None else []
-    if any(getattr(each, "output_router_logits", False) is True for each in nested):
-        raise UnsupportedError(
-            f"{type(model).__name__} is to add its routers' auxiliary loss (config.output_router_logits), which is made of all "
-            "layers' and all tokens' router logits at once and cannot be streamed yet: set config.output_router_logits=False")
+    hooked: list[Any] = []
+    for each in reversed(list(model.modules())):  # the innermost is the one that records; those around it would do so again
+        records = getattr(each, "_can_record_outputs", None) or {}
+        if "router_logits" in records and not any(inner in hooked for inner in each.modules()):
+            output_capturing.maybe_install_capturing_hooks(each)  # type: ignore[arg-type]
+            hooked.append(each)

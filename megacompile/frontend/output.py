@@ -12,6 +12,10 @@ from megacompile.errors import UnsupportedError
 from megacompile.frontend.model_graph import ModelGraph
 
 
+#: What is made on the way to the loss, and is not given back: the caller gets None.
+_PARTS_OF_LOSSES = frozenset({"aux_loss", "router_logits"})
+
+
 @dataclasses.dataclass(frozen=True)
 class OutputStructure:
     """How a model packs its loss and logits: `cls` is Tensor, tuple, list, or a mapping class built from keywords.
@@ -57,6 +61,8 @@ def output_structure(model: ModelGraph, name: str, other_loss: bool = False) -> 
     fields, found = [], {}
     for key, value in items:
         role = ""
+        if key in _PARTS_OF_LOSSES:
+            value = None
         if isinstance(value, Tensor):
             scalar = value.dim() == 0 and value.is_floating_point() and value.requires_grad == trained
             rows = value.dim() >= 3 or (value.dim() == 2 and isinstance(value.shape[0], torch.SymInt))  # of a classifier
