@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 #: Arguments whose value changes nothing that a streamed model does, when they have one of these values.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "use_cache": (None, False, True), "return_dict": (None, True), "output_attentions": (None, False),
-    "output_hidden_states": (None, False), "output_router_logits": (None, False), "past_key_values": (None,),
-    "cache_position": (None,),
+    "output_hidden_states": (None, False), "past_key_values": (None,), "cache_position": (None,),
 }
 
 
@@ -62,6 +61,8 @@ def read_arguments(model: nn.Module, forward: Callable[..., Any], forms: Forms, 
     kept = given.pop("logits_to_keep", None)
     kept = 0 if kept is None else kept
     inputs = _inputs(name, plain, forms.first.types, given)
+    if given.get("output_router_logits") is plain.output.has_parts:
+        del given["output_router_logits"]
     others = {key: value for key, value in given.items() if key not in plain.batch_inputs and not _neutral(key, value)}
     further = further_arguments(name, plain, others, inputs, forms.parameters)
     served = forms.serve(forms.form_of(tuple(sorted(further)), model.training))

@@ -21,7 +21,7 @@ from megacompile.frontend.build import Renaming, build_template, with_results
 from megacompile.frontend.experts import record_router_logits
 from megacompile.frontend.heads import Head, Heads
 from megacompile.frontend.layers import find_layers
-from megacompile.frontend.loss import normalise_loss
+from megacompile.frontend.loss import is_averaged, normalise_loss
 from megacompile.frontend.model_graph import FIXED_SIZES_REMEDY, ModelGraph, capture_model_graph
 from megacompile.frontend.modes import operations
 from megacompile.frontend.output import OutputStructure, output_structure
@@ -54,7 +54,8 @@ class CapturedModel:
     `fused_attention`: every layer's attention is our op; else the model's own code, whose masks take B x T x T bytes.
     `fused_loss`: the epilogue's `loss` never holds the micro-batch's logits.
     `has_normaliser`: the loss is a sum over the "normaliser" input, so that micro-batches add up; then
-    `count_targets(batch on the host)` gives a batch's normaliser, a 0-d float32 tensor.
+    `count_targets(batch on the host)` gives a batch's normaliser, a 0-d float32 tensor. `is_averaged`: beside that sum the loss
+    has a part that is none, and is the mean over micro-batches of each one's, weighted by rows.
     `output.rebuild(loss, logits)`: the model's own return value, around these. `heads`: what stands in the epilogue's place
     where the caller differentiates; None of a model that returns no logits. `token_loss`: the loss is a function of tokens that
     the user gave.
@@ -74,6 +75,7 @@ class CapturedModel:
     in_form: Callable[[Form], CapturedModel]
     fused_loss: bool
     has_normaliser: bool
+    is_averaged: bool
     count_targets: Callable[[Mapping[str, Tensor]], Tensor] | None
     output: OutputStructure
     heads: Heads | None
@@ -181,7 +183,7 @@ def capture(
         fused_attention=_all_layers_call_attention(graph),
         fused_loss="linear_cross_entropy" in templates["epilogue"].stages["joint"],
         form=form, holds=functools.cache(holds), in_form=functools.cache(in_form), has_normaliser=count is not None,
-        count_targets=count, output=structure,
+        is_averaged=is_averaged(graph), count_targets=count, output=structure,
         heads=Heads(graph, to_logits, build, templates, renaming) if to_logits is not None else None,
         token_loss=loss is not None, conditions=conditions, seconds=time.perf_counter() - started)
 

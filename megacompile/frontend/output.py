@@ -12,7 +12,7 @@ from megacompile.errors import UnsupportedError
 from megacompile.frontend.model_graph import ModelGraph
 
 
-#: What is made on the way to the loss, and is not given back: the caller gets None.
+#: What models of transformers give back of what their loss is made of.
 _PARTS_OF_LOSSES = frozenset({"aux_loss", "router_logits"})
 
 
@@ -20,7 +20,8 @@ _PARTS_OF_LOSSES = frozenset({"aux_loss", "router_logits"})
 class OutputStructure:
     """How a model packs its loss and logits: `cls` is Tensor, tuple, list, or a mapping class built from keywords.
 
-    `fields` are (key or position, "loss" | "logits" | "") in the model's own order.
+    `fields` are (key or position, "loss" | "logits" | "part" | "") in the model's own order; a part of the loss is not given
+    back.
     """
 
     cls: type
@@ -29,6 +30,11 @@ class OutputStructure:
     @property
     def has_logits(self) -> bool:
         return any(role == "logits" for _, role in self.fields)
+
+    @property
+    def has_parts(self) -> bool:
+        """Whether routers' logits were asked for when the model was captured."""
+        return any(role == "part" for _, role in self.fields)
 
     def rebuild(self, loss: Tensor | None, logits: Tensor | None) -> Any:
         """The model's return value around `loss` and `logits`; what it returned as None stays None."""
@@ -60,10 +66,8 @@ def output_structure(model: ModelGraph, name: str, other_loss: bool = False) -> 
     position = {id(n.meta["example_value"]): i for i, n in enumerate(model.results) if isinstance(n, fx.Node)}
     fields, found = [], {}
     for key, value in items:
-        role = ""
-        if key in _PARTS_OF_LOSSES:
-            value = None
-        if isinstance(value, Tensor):
+        role = "part" if key in _PARTS_OF_LOSSES and value is not None else ""
+        if isinstance(value, Tensor) and not role:
             scalar = value.dim() == 0 and value.is_floating_point() and value.requires_grad == trained
             rows = value.dim() >= 3 or (value.dim() == 2 and isinstance(value.shape[0], torch.SymInt))  # of a classifier
             role = "loss" if scalar else "logits" if rows and value.is_floating_point() else "other"
@@ -72,7 +76,7 @@ def output_structure(model: ModelGraph, name: str, other_loss: bool = False) -> 
                     f"{name} returns {key} of shape {list(value.shape)} besides a scalar loss and [batch, length, "
                     "vocabulary] logits: switch such outputs off in its config, or return loss and logits only")
             found[role] = position[id(value)]
-        elif value is not None:
+        elif value is not None and not role:
             raise UnsupportedError(f"{name} returns {key}={type(value).__name__}: return loss and logits only")
         fields.append((key, role))
     if other_loss and ("logits" not in found or ("loss" not in found and not isinstance(returned, Tensor))):
