@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from megacompile.config import NAMES_OF_TILES, StreamConfig
+from megacompile.config import StreamConfig
 from megacompile.errors import MegacompileError, UnsupportedError
 from megacompile.frontend.attention_kernels import fused_kernel
 from megacompile.frontend.capture import CapturedModel, capture
@@ -97,11 +97,7 @@ def analyse(model: nn.Module, config: StreamConfig, device_type: str, layers: st
     captured = capture(subject, layers=layers, example=example, pipeline=config.template_passes,
                        target=Target(device_type, dtype, fused_attention), loss=config.loss)
     tiling = Tiling.of(model, captured.calls, config.dtype)
-    for option in NAMES_OF_TILES:
-        names = getattr(config, option)
-        if names not in ("all", None) and (unknown := set(names) - set(tiling.layouts)):
-            raise MegacompileError(f"{option} names {', '.join(sorted(unknown))}, which are no tiles of "
-                                   f"{type(model).__name__}: it has {', '.join(tiling.layouts)}")
+    config.check_tiles(tiling.layouts, type(model).__name__)
     return captured, tiling
 
 

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -114,6 +114,14 @@ class StreamConfig:
             raise MegacompileError(f"loss must be a function of logits and of what it names beside them, not {self.loss!r}")
         if self.device is not None and not re.fullmatch(r"(cpu|cuda)(:\d+)?", str(self.device)):
             raise MegacompileError(f"device must be 'cpu' or 'cuda', not {self.device!r}")
+
+    def check_tiles(self, tiles: Collection[str], model: str) -> None:
+        """Raises `MegacompileError` for an option that names a tile which a model of this class has not."""
+        for option in NAMES_OF_TILES:
+            names = getattr(self, option)
+            if names not in ("all", None) and (unknown := set(names) - set(tiles)):
+                raise MegacompileError(f"{option} names {', '.join(sorted(unknown))}, which are no tiles of {model}: it has "
+                                       f"{', '.join(tiles)}")
 
     @classmethod
     def of(cls, **options: Any) -> StreamConfig:

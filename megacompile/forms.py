@@ -21,7 +21,7 @@ from megacompile.frontend.template import TemplateInput
 from megacompile.hardware import Hardware
 from megacompile.pace import pace_of
 from megacompile.plan import PLAIN, Form
-from megacompile.planner import Planner, margins
+from megacompile.planner import Planner, device_budget, margins
 from megacompile.runtime.lanes import Backend
 from megacompile.sizes import parse_bytes
 from megacompile.tiling import Tiling
@@ -49,7 +49,7 @@ class Forms:
         self.model, self.tiling = model, tiling
         self.parameters = frozenset(forward_signature(model).parameters)  # of the model's forward, by name
         compiling = config.compile if config.compile is not None else backend.device.type == "cuda"
-        budget = parse_bytes(config.device_memory) or int(backend.free_bytes() * 0.95)
+        budget = device_budget(config, backend.free_bytes())
         planner = Planner(captured, tiling, config, budget, parse_bytes(config.locked_memory), *margins(backend.device.type),
                           fused=compiling, host_bytes=host_bytes)
         planner.pace = pace_of(captured, tiling, Hardware.known(backend.device), compiling, config.passes)

@@ -27,6 +27,7 @@ from megacompile.packing import further_arguments
 from megacompile.plan import Plan, Shape
 from megacompile.program import Op, Program
 from megacompile.recording import Recording
+from megacompile.replanning import replan
 from megacompile.shapes import CompiledShape
 from megacompile.simulate import Timeline
 from megacompile.streamed import Streamed
@@ -255,6 +256,13 @@ class Handle:
         if not self.streamed.shapes.drop(shape):
             raise MegacompileError("no edited program is loaded" + (f" for {shape}" if shape is not None else "")
                                    + ": there is nothing to go back from")
+
+    def replan(self, **options: Any) -> None:
+        """Other options of `stream` from the next step on, where plans alone know them (`device_memory`,
+        `checkpoint_interval`, `micro_batch_size`, ...; see `megacompile.replanning.OPTIONS`): weights, optimizers and compiled
+        kernels stay. Edited programs are unloaded. Raises `MegacompileError`, and nothing has changed, for other options, and
+        between a forward and the end of its step."""
+        replan(self.streamed, **options)
 
     def synchronize(self) -> None:
         """Waits for updates in flight. Afterwards parameters, gradients and optimizer state that you hold are current."""

@@ -79,6 +79,11 @@ class Shapes:
         return sum(s.planned - self._not_free.get(s, 0)
                    for s in _live if s is not self and s.binder.device == self.binder.device)
 
+    def clear(self) -> None:
+        """Forgets every program, those edited by hand too."""
+        self.table.clear()
+        self.planned = self.slot_bytes = 0
+
     def close(self) -> None:
         """Leaves the device's memory to other models."""
         _live.discard(self)

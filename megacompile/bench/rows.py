@@ -107,9 +107,32 @@ def finished(row: Row) -> Row:
     return row | dict(error=f"the loss of step {wrong[0] + 1} is {row['losses'][wrong[0]]}") if wrong else row
 
 
+#: Begins the options of another row.
+THEN = "--then"
+
+
 def main(system: str, options: argparse.ArgumentParser, measure: Measure) -> None:
-    """Measures one row, prints it, and appends it to a file if asked. A row that failed is printed alone; exit code 1."""
-    given = options.parse_args()
+    """Measures the rows of a command line, and prints each and appends it to a file if asked. A row that failed is printed
+    alone; exit code 1 then, at the end."""
+    given = [options.parse_args(arguments) for arguments in command_lines(sys.argv[1:])]
+    failed = ["error" in one(system, options, each, measure) for each in given]
+    if any(failed):
+        sys.exit(1)
+
+
+def command_lines(arguments: list[str]) -> list[list[str]]:
+    """Those of each row."""
+    found: list[list[str]] = [[]]
+    for argument in arguments:
+        if argument == THEN:
+            found.append([])
+        else:
+            found[-1].append(argument)
+    return found
+
+
+def one(system: str, options: argparse.ArgumentParser, given: argparse.Namespace, measure: Measure) -> Row:
+    """Measures a row, prints it, and appends it to a file if it should be kept."""
     head = dict(system=system, options=identifying(options, given), shape=given.shape, batch=given.batch, length=given.length)
     try:
         row = finished(measure(given))
@@ -117,11 +140,10 @@ def main(system: str, options: argparse.ArgumentParser, measure: Measure) -> Non
         traceback.print_exc()
         row = dict(error=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}".rstrip(": "))
     row = head | row | machine(given.device) | dict(commit=given.commit or commit(), date=time.strftime("%Y-%m-%d"))
-    print(json.dumps(row))
-    if "error" in row:
-        sys.exit(1)
-    if given.append:
+    print(json.dumps(row), flush=True)
+    if given.append and "error" not in row:
         append(given.append, row)
+    return row
 
 
 # ---------------------------------------------------------------- what was measured, and where

@@ -4,12 +4,14 @@
 
 Prints one JSON line: machine, versions, commit, every step's time, TFLOPS (6 x parameters x tokens / step time, recompute
 not counted), predicted time, how busy each lane was, device peak, host bytes, and the loss. `--append FILE` adds the line
-to a file.
+to a file. `--then` begins the options of another row, measured by the same process; where only plans and batches differ, of the
+same model.
 """
 from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import os
 import time
 from collections.abc import Iterator
@@ -60,22 +62,69 @@ def options() -> argparse.ArgumentParser:
     return parser
 
 
-def measure(given: argparse.Namespace) -> rows.Row:
+#: Options of a row that are options of `stream`: those that a new plan honours, and those that need the model anew.
+_PLANNED = ("checkpoint_interval", "micro_batch_size", "weight_slots", "resident", "resident_state", "saved_layers",
+            "device_memory", "waves")
+_STREAMED = ("device", "locked_memory")
+
+
+class Models:
+    """Streams a row's model; rows one behind the other that differ in nothing but their plans and batches share it.
+
+    State: the model of the last row, and what it was `made` for."""
+
+    def __init__(self) -> None:
+        self.model: Any = None
+        self.made: tuple[Any, ...] = ()
+        self.before = 0  # bytes of the process, before the model was streamed
+
+    def of(self, given: argparse.Namespace) -> Any:
+        """The model, streamed, under the plan of a row."""
+        planned = {name: getattr(given, name) for name in _PLANNED}
+        planned["resident"] = tuple(given.resident)
+        planned["resident_state"] = "all" if given.resident_state == ["all"] else given.resident_state
+        made = given.shape, given.layers, given.uncompiled, *(getattr(given, name) for name in _STREAMED)
+        if self.model is not None and made == self.made:
+            self.model.megacompile.replan(**planned)
+            return self.model
+        self.close()
+        self.made = made
+        model = random_model(given.shape, rows.layer_count(given), given.device)
+        if given.device == "cuda":
+            torch.cuda.empty_cache()
+        self.before = resident_bytes()
+        self.model = megacompile.stream(model, **planned, **{name: getattr(given, name) for name in _STREAMED},
+                                        compile=False if given.uncompiled else None)
+        return self.model
+
+    def close(self) -> None:
+        """Gives the model back, if there is one."""
+        model, self.model = self.model, None
+        if model is not None:
+            model.megacompile.close()
+
+    def __enter__(self) -> Models:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def measure(given: argparse.Namespace, models: Models) -> rows.Row:
     if given.timeline is not None:  # now, not after an hour
         picture.check_matplotlib()
         if not given.recorded_steps:
             raise MegacompileError("without recorded steps there is no timeline: leave out --recorded-steps 0, or --timeline")
+    try:
+        return _measure(given, models)
+    except BaseException:
+        models.close()  # whatever it is, it is no model for another row
+        raise
+
+
+def _measure(given: argparse.Namespace, models: Models) -> rows.Row:
     started = time.perf_counter()
-    model = random_model(given.shape, rows.layer_count(given), given.device)
-    if given.device == "cuda":
-        torch.cuda.empty_cache()
-    before = resident_bytes()
-    model = megacompile.stream(
-        model, device=given.device, checkpoint_interval=given.checkpoint_interval, micro_batch_size=given.micro_batch_size,
-        weight_slots=given.weight_slots, resident=tuple(given.resident), saved_layers=given.saved_layers,
-        resident_state="all" if given.resident_state == ["all"] else given.resident_state,
-        device_memory=given.device_memory, locked_memory=given.locked_memory, waves=given.waves,
-        compile=False if given.uncompiled else None)
+    model = models.of(given)
     clip = None if given.no_clipping or given.overlap else given.max_grad_norm
     optimizer = megacompile.AdamW(model.parameters(), lr=1e-5, max_grad_norm=clip,
                                   overlap="backward" if given.overlap else None)
@@ -90,6 +139,7 @@ def measure(given: argparse.Namespace) -> rows.Row:
             if given.compute_only:  # else the last step's update goes on beside the first that is timed, as beside all others
                 model.megacompile.streamed.settle()
                 patches.enter_context(compute_alone(model.megacompile.streamed.backend))
+                patches.callback(model.megacompile.streamed.settle)
 
         found = rows.timed(step, given, before_timing)
         norm = optimizer.grad_norm
@@ -101,7 +151,7 @@ def measure(given: argparse.Namespace) -> rows.Row:
             profile(model, step, given)
     model.megacompile.synchronize()
     stats, plan = model.megacompile.stats, model.megacompile.plan
-    row = dict(
+    return dict(
         layers=model.config.num_hidden_layers, checkpoint_interval=plan.checkpoint_interval,
         micro_batch=plan.micro_batches[0], weight_slots=plan.weight_slots,
         resident=list(plan.resident), resident_state=list(plan.resident_state), saved_layers=plan.saved_layers,
@@ -114,9 +164,8 @@ def measure(given: argparse.Namespace) -> rows.Row:
         phases_s=[[round(p, 3) for p in phase] for phase in step.phases[:len(found["times_s"])]],
         grad_norm=norm, peak_device_gib=gib(stats["peak_device_bytes"]), host_gib=gib(stats["host_bytes"]),
         host_bytes_per_parameter=round(stats["host_bytes"] / stats["parameters"], 3), resident_set_gib=gib(resident_bytes()),
-        resident_set_before_gib=gib(before), checkpoint_gib=gib(checkpoint_bytes(model, plan)), setup_s=round(setup_s, 1))
-    model.megacompile.close()
-    return row
+        resident_set_before_gib=gib(models.before), checkpoint_gib=gib(checkpoint_bytes(model, plan)),
+        setup_s=round(setup_s, 1))
 
 
 class Step:
@@ -228,7 +277,8 @@ def gib(count: int) -> float:
 
 
 def main() -> None:
-    rows.main("megacompile", options(), measure)
+    with Models() as models:
+        rows.main("megacompile", options(), functools.partial(measure, models=models))
 
 
 if __name__ == "__main__":

@@ -31,7 +31,11 @@ TINY = ["--shape", "tiny", "--batch", "2", "--length", "32", "--steps", "2", "--
 
 
 def row_of(module: Any, *arguments: str) -> dict[str, Any]:
-    return dict(rows.finished(module.measure(module.options().parse_args([*TINY, *arguments]))))
+    given = module.options().parse_args([*TINY, *arguments])
+    if module is native:
+        return dict(rows.finished(native.measure(given)))
+    with step.Models() as models:
+        return dict(rows.finished(step.measure(given, models)))
 
 
 # ---------------------------------------------------------------- rows
@@ -110,6 +114,26 @@ def test_compute_alone_goes_on_from_checkpoints_that_wait_on_the_host() -> None:
         train_step(model, optimizer)
     assert same_bits(weights(model), before)
     shared.close()
+
+
+def test_rows_that_differ_in_their_plans_alone_share_a_model() -> None:
+    def given(*arguments: str) -> argparse.Namespace:
+        return step.options().parse_args([*TINY, "--steps", "1", "--recorded-steps", "0", *arguments])
+
+    with step.Models() as models:
+        first = step.measure(given("--layers", "2"), models)
+        model = models.model
+        second = step.measure(given("--layers", "2", "--batch", "4", "--checkpoint-interval", "2"), models)
+        assert models.model is model and (first["checkpoint_interval"], second["checkpoint_interval"]) == (1, 2)
+        with pytest.raises(MegacompileError, match="no tiles"):
+            step.measure(given("--layers", "2", "--resident", "nothing"), models)
+        assert models.model is None, "what a row has failed with is no model for another"
+        step.measure(given("--layers", "1"), models)
+        assert models.model is not model and len(models.model.model.layers) == 1
+
+
+def test_options_behind_then_are_another_row() -> None:
+    assert rows.command_lines(["--batch", "8", "--then", "--overlap"]) == [["--batch", "8"], ["--overlap"]]
 
 
 def test_a_loss_that_is_not_finite_is_an_error() -> None:
@@ -414,4 +438,4 @@ def test_a_row_writes_its_measured_and_simulated_steps(tmp_path: Path, monkeypat
 def test_a_timeline_without_recorded_steps_is_refused() -> None:
     given = step.options().parse_args([*TINY, "--timeline", "step", "--recorded-steps", "0"])
     with pytest.raises(MegacompileError, match="leave out --recorded-steps 0"):
-        step.measure(given)
+        step.measure(given, step.Models())

@@ -1,0 +1,94 @@
+"""Other plans between two steps: nothing but the plan changes, and what the last plan took is given back."""
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import Shared, same_bits, train_step, weights
+
+import megacompile
+from megacompile.errors import MegacompileError
+
+#: Each step under another plan: options, and a field of the plan with the value that they give it.
+PLANS: tuple[tuple[dict[str, Any], str, Any], ...] = (
+    (dict(checkpoint_interval=2), "checkpoint_interval", 2), (dict(resident="all"), "resident_state", ()),
+    (dict(resident=(), resident_state="all", saved_layers=2), "saved_layers", 2),
+    (dict(resident_state=None, saved_layers=None, host_checkpoints=True), "host_checkpoints", 2),
+    (dict(checkpoint_interval=1, weight_slots=1), "weight_slots", 1))
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Shared]:
+    shared = Shared(micro_batch_size=2)
+    yield shared
+    shared.close()
+
+
+def test_training_under_one_plan_after_another_gives_the_bits_of_training_under_one(shared: Shared) -> None:
+    found = []
+    for changing in (False, True):
+        model = shared.fresh()
+        optimizer = megacompile.AdamW(model.parameters(), lr=1e-2, max_grad_norm=0.5)
+        train_step(model, optimizer)
+        for options, name, value in PLANS:
+            if changing:
+                model.megacompile.replan(**options)
+            train_step(model, optimizer)
+            assert not changing or getattr(model.megacompile.plan, name) == value
+        model.megacompile.synchronize()
+        found.append(weights(model))
+    assert same_bits(*found)
+    shared.model.megacompile.replan(checkpoint_interval=None, weight_slots=None, host_checkpoints=None)
+
+
+def test_what_the_last_plan_took_is_given_back(shared: Shared) -> None:
+    model = shared.fresh()
+    model.megacompile.replan(resident_state="all", host_checkpoints=True)
+    train_step(model, megacompile.AdamW(model.parameters()))
+    handle = model.megacompile
+    before = handle.stats
+    assert before["slot_bytes"] and before["checkpoint_bytes"] and before["shapes"]
+    handle.replan(resident_state=None, host_checkpoints=None)
+    after = handle.stats
+    assert (after["slot_bytes"], after["checkpoint_bytes"], after["shapes"]) == (0, 0, 0)
+    train_step(model, megacompile.AdamW(model.parameters()))
+    assert 0 < handle.stats["slot_bytes"] < before["slot_bytes"] and not handle.stats["checkpoint_bytes"]
+
+
+def test_a_plan_stays_within_the_memory_that_it_is_given_last(shared: Shared) -> None:
+    model = shared.fresh()
+    model.megacompile.replan(device_memory="1KiB")
+    with pytest.raises(MegacompileError, match="device_memory"):
+        train_step(model, megacompile.AdamW(model.parameters()))
+    model.megacompile.replan(device_memory=None)
+    train_step(model, megacompile.AdamW(model.parameters()))
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    (dict(dtype=torch.bfloat16), "cannot change dtype: it changes checkpoint_interval"),
+    (dict(checkpoint_interval=0), "checkpoint_interval must be"),
+    (dict(resident=("no",)), "resident names no, which are no tiles")])
+def test_what_no_plan_knows_is_refused_and_changes_nothing(shared: Shared, options: dict[str, Any], message: str) -> None:
+    model = shared.fresh()
+    before = model.megacompile.streamed.config
+    with pytest.raises(MegacompileError, match=message):
+        model.megacompile.replan(**options)
+    assert model.megacompile.streamed.config is before
+
+
+def test_between_a_forward_and_the_end_of_its_step_plans_stay(shared: Shared) -> None:
+    model = shared.fresh()
+    optimizer = megacompile.AdamW(model.parameters())
+    ids = torch.randint(0, 64, (2, 8))
+    loss = model(input_ids=ids, labels=ids).loss
+    with pytest.raises(MegacompileError, match="a loss waits for its backward"):
+        model.megacompile.replan(checkpoint_interval=2)
+    loss.backward()
+    with pytest.raises(MegacompileError, match="gradients wait for their step"):
+        model.megacompile.replan(checkpoint_interval=2)
+    optimizer.step()
+    optimizer.zero_grad()
+    model.megacompile.replan(checkpoint_interval=2)
+    model.megacompile.replan(checkpoint_interval=None)
