@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from megacompile.errors import CaptureError, UnsupportedError
-from megacompile.frontend.adapters import forward_signature
+from megacompile.frontend.adapters import forward_signature, switch_off_adapters
 from megacompile.frontend.attention import implementation_for
 from megacompile.frontend.build import Renaming, build_template, with_results
 from megacompile.frontend.experts import record_router_logits
@@ -142,7 +142,7 @@ def capture(
     performed = operations(graph)
 
     def holds(training: bool, size: tuple[int, int]) -> bool:
-        return operations(_trace(plain, layers, traced, Form(form.further, not training), size)[0]) == performed
+        return operations(_trace(plain, layers, traced, dataclasses.replace(form, evaluating=not training), size)[0]) == performed
 
     def in_form(other: Form) -> CapturedModel:
         with torch.inference_mode(False), torch.enable_grad():  # whatever the batch is computed under that needs it first
@@ -218,6 +218,8 @@ def _trace(
         fakes = FakeTensorMode(shape_env=ShapeEnv())
         twin = fake_twin(model, fakes, attention, training=not form.evaluating)
         record_router_logits(twin)
+        if form.without_adapters:
+            switch_off_adapters(twin)
         batch = fake_batch(model, dict(example) if example is not None else None, fakes, size, form.further)
         options = {"use_cache": False} if "use_cache" in forward_signature(model).parameters else {}
         stack = find_layers(twin, layers)
