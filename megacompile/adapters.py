@@ -75,8 +75,9 @@ def base_calls_streamed(model: nn.Module, prepare: Callable[[dict[str, Any]], di
         del inner.forward
 
 
-def add_adapter(model: Any, adapter: Any) -> Any:
-    """PEFT's wrapper, with an adapter of this configuration, around the model of a streamed one, and streamed as that was."""
+def add_adapter(model: Any, adapter: Any, **options: Any) -> Any:
+    """PEFT's wrapper, with an adapter of this configuration, around the model of a streamed one, and streamed as that was.
+    `options`: those of `peft.get_peft_model`."""
     from peft import get_peft_model
 
     from megacompile.api import attach
@@ -89,4 +90,4 @@ def add_adapter(model: Any, adapter: Any) -> Any:
                                "megacompile.stream(model, example=...)")
     model.megacompile.close()
     gc.collect()  # gradients and optimizer state as they were
-    return attach(get_peft_model(model, adapter), build_store, config, f"base_model.model.{stack}", None)
+    return attach(get_peft_model(model, adapter, **options), build_store, config, f"base_model.model.{stack}", None)
