@@ -132,14 +132,16 @@ def test_grpo_samples_and_trains_as_it_does_unstreamed(policy: Any, native: Any,
 
 
 @pytest.mark.parametrize(("run", "trainers", "changes"), [(dpo, (trl.DPOTrainer, DPOTrainer), {}),
-                                                          (grpo, (trl.GRPOTrainer, GRPOTrainer), {"beta": 0.1, "max_steps": 2})])
+                                                          (grpo, (trl.GRPOTrainer, GRPOTrainer), {"beta": 0.1})])
 def test_adapters_train_against_their_base(run: Any, trainers: tuple[type, type], changes: dict[str, Any], tokenizer: Any,
-                                           tmp_path: Path) -> None:
+                                           tmp_path: Path, request: pytest.FixtureRequest) -> None:
     """The reference is the model without its adapter: no second copy of the weights."""
+    if run is grpo and not request.config.getoption("--all-families"):
+        pytest.skip("ten seconds: with --all-families")
     peft = pytest.importorskip("peft")
     logs, adapters = [], []
     for trainer in trainers:
-        model = tiny_models.build(num_hidden_layers=2)
+        model = tiny_models.build()
         if trainer in (DPOTrainer, GRPOTrainer):
             model = megacompile.stream(model, device="cpu")
         adapter = peft.LoraConfig(r=4, target_modules=["v_proj", "down_proj"], task_type="CAUSAL_LM")
@@ -148,7 +150,7 @@ def test_adapters_train_against_their_base(run: Any, trainers: tuple[type, type]
         trained = logs[-1].model
         adapters.append({name: p.detach().clone() for name, p in trained.named_parameters() if "lora_" in name})
     assert_alike(logs[1], logs[0])
-    assert sum(float(b.norm()) for name, b in adapters[1].items() if "lora_B" in name) > 0.1, "the adapter has trained"
+    assert sum(float(b.norm()) for name, b in adapters[1].items() if "lora_B" in name) > 0.01, "the adapter has trained"
     for name, theirs in adapters[0].items():
         assert (adapters[1][name] - theirs).norm() <= 1e-3 * theirs.norm(), name
     trained.megacompile.close()
