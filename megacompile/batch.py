@@ -61,7 +61,7 @@ def read_arguments(model: nn.Module, forward: Callable[..., Any], forms: Forms, 
     kept = given.pop("logits_to_keep", None)
     kept = 0 if kept is None else kept
     inputs = _inputs(name, plain, forms.first.types, given)
-    if given.get("output_router_logits") is plain.output.has_parts:
+    if given.get("output_router_logits") is plain.output.records_routers:
         del given["output_router_logits"]
     others = {key: value for key, value in given.items() if key not in plain.batch_inputs and not _neutral(key, value)}
     further = further_arguments(name, plain, others, inputs, forms.parameters)

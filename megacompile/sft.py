@@ -70,4 +70,4 @@ class SFTTrainer(trainer.Trainer, trl.SFTTrainer):
 def _router_coefficient(model: Any) -> float:
     """The weight of the routers' auxiliary loss in the loss that a streamed model was captured with."""
     config = model.config.get_text_config()
-    return float(config.router_aux_loss_coef) if check_model(model).captured.output.has_parts else 0.0
+    return float(config.router_aux_loss_coef) if check_model(model).captured.output.records_routers else 0.0

@@ -18,7 +18,6 @@ from megacompile.errors import CaptureError, UnsupportedError
 from megacompile.frontend.adapters import forward_signature, switch_off_adapters
 from megacompile.frontend.attention import implementation_for
 from megacompile.frontend.build import Renaming, build_template, with_results
-from megacompile.frontend.experts import record_router_logits
 from megacompile.frontend.heads import Head, Heads
 from megacompile.frontend.layers import find_layers
 from megacompile.frontend.loss import is_averaged, normalise_loss
@@ -26,6 +25,8 @@ from megacompile.frontend.model_graph import FIXED_SIZES_REMEDY, ModelGraph, cap
 from megacompile.frontend.modes import operations
 from megacompile.frontend.output import OutputStructure, output_structure
 from megacompile.frontend.randomness import draw_functionally, number_draws
+from megacompile.frontend.recorders import install_recorders
+from megacompile.frontend.rows import fixes_rows, images_of, join_rows, traced_apart
 from megacompile.frontend.split import split_at_layers, structural_key
 from megacompile.frontend.template import BATCH, LENGTH, Call, TargetLike, Template, TemplatePass
 from megacompile.frontend.token_functions import CHUNK_TOKENS, Described, taken_by_loss, with_loss
@@ -139,10 +140,14 @@ def capture(
     taken = () if loss is None else taken_by_loss(loss, example or {})
     traced = example if loss is None else _without_loss(plain, example, taken)
     graph, twin, batch = _trace(plain, layers, traced, form)
+    apart = fixes_rows(graph) and bool(images_of(batch))
+    if apart:
+        graph, twin, batch = _trace(plain, layers, traced, form, images_apart=True)
     performed = operations(graph)
 
     def holds(training: bool, size: tuple[int, int]) -> bool:
-        return operations(_trace(plain, layers, traced, dataclasses.replace(form, evaluating=not training), size)[0]) == performed
+        other = dataclasses.replace(form, evaluating=not training)
+        return operations(_trace(plain, layers, traced, other, size, apart)[0]) == performed
 
     def in_form(other: Form) -> CapturedModel:
         with torch.inference_mode(False), torch.enable_grad():  # whatever the batch is computed under that needs it first
@@ -204,31 +209,38 @@ def _without_loss(model: nn.Module, example: Mapping[str, Tensor] | None, taken:
 
 def _trace(
     model: nn.Module, layers: str | None, example: Mapping[str, Tensor] | None, form: Form,
-    size: tuple[int, int] = CAPTURE_SHAPE,
+    size: tuple[int, int] = CAPTURE_SHAPE, images_apart: bool = False,
 ) -> tuple[ModelGraph, nn.Module, dict[str, Tensor]]:
     """The model's graph, its fake twin and the fake batch; with our attention if its layers call it, else with their own.
 
     A transformers model that asks for a mask but has attention code of its own would get none, and silently see the
-    future: such a model is captured again with the attention implementation it came with.
+    future: such a model is captured again with the attention implementation it came with. `images_apart`: images are traced as a
+    number of their own (see `rows.py`).
     """
     ours = None
     if is_transformers_model(model):
         ours = implementation_for(form.further, model.config._attn_implementation)  # type: ignore[union-attr, arg-type]
     for attention in dict.fromkeys((ours, None)):
         fakes = FakeTensorMode(shape_env=ShapeEnv())
-        twin = fake_twin(model, fakes, attention, training=not form.evaluating)
-        record_router_logits(twin)
+        twin = fake_twin(model, fakes, attention, training=not form.evaluating, layers=layers)
         if form.without_adapters:
             switch_off_adapters(twin)
         batch = fake_batch(model, dict(example) if example is not None else None, fakes, size, form.further)
         options = {"use_cache": False} if "use_cache" in forward_signature(model).parameters else {}
+        if images_apart:
+            batch |= traced_apart(batch, fakes)
         stack = find_layers(twin, layers)
+        install_recorders(twin, stack)
         try:
             graph = capture_model_graph(twin, batch, stack, fakes, options)
         except (UnsupportedError, CaptureError):
             if attention is not None:  # sinks, biases, a mask that layers index: what our op lacks, the model's own has
                 continue
             raise
+        if images_apart and not join_rows(graph, images_of(batch)):
+            raise CaptureError(f"{type(model).__name__} does more with the list of its images' features than to join it, so that a "
+                               f"graph would hold for one number of images: compute {', '.join(images_of(batch))} as one tensor "
+                               "[batch, ...], without a list")
         if attention is None or _all_layers_call_attention(graph):
             return graph, twin, batch
     raise AssertionError("the last trace is always returned")

@@ -65,14 +65,15 @@ def capture_model_graph(
     Raises `CaptureError` with Dynamo's reason and the line of the model that caused it.
     """
     names, tensors = tuple(batch), tuple(batch.values())
-    dimensions = [(0,) if of_rows(tensor, tensors[0].shape) else (0, 1) for tensor in tensors]
+    dimensions = [(0, 1) if tensor.shape[:2] == tensors[0].shape[:2] else (0,) for tensor in tensors]
+    tied = [tensor.shape[0] == tensors[0].shape[0] for tensor in tensors]  # images may be traced apart
     for tensor, dynamic in zip(tensors, dimensions, strict=True):
         for dimension in dynamic:
             if tensor.shape[dimension] > 1:  # a size of 1 is a constant to Dynamo, whatever it is told
                 torch._dynamo.mark_dynamic(tensor, dimension)
 
     def step(*inputs: Tensor) -> Any:
-        for other, dynamic in zip(inputs, dimensions, strict=True):
+        for other, dynamic in itertools.compress(zip(inputs, dimensions, strict=True), tied):
             for dimension in dynamic:  # each marked one has a symbol of its own: say that they are equal
                 torch._check(other.shape[dimension] == inputs[0].shape[dimension])
         return model(**dict(zip(names, inputs, strict=True)), **options)

@@ -12,16 +12,17 @@ from megacompile.errors import UnsupportedError
 from megacompile.frontend.model_graph import ModelGraph
 
 
-#: What models of transformers give back of what their loss is made of.
-_PARTS_OF_LOSSES = frozenset({"aux_loss", "router_logits"})
+_OF_ROUTERS = ("aux_loss", "router_logits")
+#: What models of transformers give back of what loss and logits are made of.
+_PARTS = frozenset({*_OF_ROUTERS, "image_hidden_states"})
 
 
 @dataclasses.dataclass(frozen=True)
 class OutputStructure:
     """How a model packs its loss and logits: `cls` is Tensor, tuple, list, or a mapping class built from keywords.
 
-    `fields` are (key or position, "loss" | "logits" | "part" | "") in the model's own order; a part of the loss is not given
-    back.
+    `fields` are (key or position, "loss" | "logits" | "part" | "") in the model's own order; a part of what these are made of is
+    not given back.
     """
 
     cls: type
@@ -32,9 +33,9 @@ class OutputStructure:
         return any(role == "logits" for _, role in self.fields)
 
     @property
-    def has_parts(self) -> bool:
+    def records_routers(self) -> bool:
         """Whether routers' logits were asked for when the model was captured."""
-        return any(role == "part" for _, role in self.fields)
+        return any(role == "part" and key in _OF_ROUTERS for key, role in self.fields)
 
     def rebuild(self, loss: Tensor | None, logits: Tensor | None) -> Any:
         """The model's return value around `loss` and `logits`; what it returned as None stays None."""
@@ -66,7 +67,7 @@ def output_structure(model: ModelGraph, name: str, other_loss: bool = False) -> 
     position = {id(n.meta["example_value"]): i for i, n in enumerate(model.results) if isinstance(n, fx.Node)}
     fields, found = [], {}
     for key, value in items:
-        role = "part" if key in _PARTS_OF_LOSSES and value is not None else ""
+        role = "part" if key in _PARTS and value is not None else ""
         if isinstance(value, Tensor) and not role:
             scalar = value.dim() == 0 and value.is_floating_point() and value.requires_grad == trained
             rows = value.dim() >= 3 or (value.dim() == 2 and isinstance(value.shape[0], torch.SymInt))  # of a classifier

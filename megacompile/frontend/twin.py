@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from megacompile.errors import CaptureError
 from megacompile.frontend.adapters import forward_signature
 from megacompile.frontend.attention import register_with_transformers
+from megacompile.frontend.layers import encoders, find_layers
 
 CAPTURE_SHAPE = (3, 17)  # batch, length. 0 and 1 would be specialised, and equal sizes could share one symbol.
 
@@ -25,10 +26,12 @@ def is_transformers_model(model: nn.Module) -> bool:
     return hasattr(model, "set_attn_implementation") and hasattr(model, "config")
 
 
-def fake_twin(model: nn.Module, fakes: FakeTensorMode, attention: str | None = None, training: bool = True) -> nn.Module:
+def fake_twin(model: nn.Module, fakes: FakeTensorMode, attention: str | None = None, training: bool = True,
+              layers: str | None = None) -> nn.Module:
     """A copy of `model` in training mode (or not) with fake parameters and buffers of the same shapes, strides and dtypes.
 
-    A transformers model is switched to the `attention` implementation, one of ours. Ties between parameters survive.
+    A transformers model is switched to the `attention` implementation, one of ours; encoders beside its stack of `layers` keep
+    theirs, which is not causal. Ties between parameters survive.
     """
     memo: dict[int, object] = {}
     with fakes:
@@ -46,13 +49,17 @@ def fake_twin(model: nn.Module, fakes: FakeTensorMode, attention: str | None = N
     twin.train(training)
     module: Any
     if is_transformers_model(twin):
-        twin.config.use_cache = False  # type: ignore[union-attr]
         for module in twin.modules():
+            if hasattr(getattr(module, "config", None), "use_cache"):  # of a model inside of another as well
+                module.config.use_cache = False
             if getattr(module, "gradient_checkpointing", False):
                 module.gradient_checkpointing = False  # recomputation is the plan's choice
         if attention is not None:
             register_with_transformers()
+            kept = [(m, m.config._attn_implementation) for m in encoders(twin, find_layers(twin, layers))]
             twin.set_attn_implementation(attention)  # type: ignore[operator]
+            for module, own in kept:
+                module.set_attn_implementation(own)
     return twin
 
 
