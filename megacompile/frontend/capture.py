@@ -24,6 +24,7 @@ from megacompile.frontend.loss import is_averaged, normalise_loss
 from megacompile.frontend.model_graph import FIXED_SIZES_REMEDY, ModelGraph, capture_model_graph
 from megacompile.frontend.modes import operations
 from megacompile.frontend.output import OutputStructure, output_structure
+from megacompile.frontend.places import Places, places_of
 from megacompile.frontend.randomness import draw_functionally, number_draws
 from megacompile.frontend.recorders import install_recorders
 from megacompile.frontend.rows import fixes_rows, images_of, join_rows, traced_apart
@@ -57,6 +58,7 @@ class CapturedModel:
     `has_normaliser`: the loss is a sum over the "normaliser" input, so that micro-batches add up; then
     `count_targets(batch on the host)` gives a batch's normaliser, a 0-d float32 tensor. `is_averaged`: beside that sum the loss
     has a part that is none, and is the mean over micro-batches of each one's, weighted by rows.
+    `places`: where features, of images say, are put among tokens; each checks a batch.
     `output.rebuild(loss, logits)`: the model's own return value, around these. `heads`: what stands in the epilogue's place
     where the caller differentiates; None of a model that returns no logits. `token_loss`: the loss is a function of tokens that
     the user gave.
@@ -78,6 +80,7 @@ class CapturedModel:
     has_normaliser: bool
     is_averaged: bool
     count_targets: Callable[[Mapping[str, Tensor]], Tensor] | None
+    places: tuple[Places, ...]
     output: OutputStructure
     heads: Heads | None
     token_loss: bool
@@ -155,6 +158,7 @@ def capture(
                            loss=loss)
 
     structure, positions = output_structure(graph, name, other_loss=loss is not None)
+    places = places_of(graph, name)
     count = normalise_loss(graph, graph.results[positions[0]]) if loss is None else _one
     draw_functionally(graph)
     sections = split_at_layers(graph, stack, [graph.results[p] for p in positions])
@@ -188,7 +192,7 @@ def capture(
         fused_attention=_all_layers_call_attention(graph),
         fused_loss="linear_cross_entropy" in templates["epilogue"].stages["joint"],
         form=form, holds=functools.cache(holds), in_form=functools.cache(in_form), has_normaliser=count is not None,
-        is_averaged=is_averaged(graph), count_targets=count, output=structure,
+        is_averaged=is_averaged(graph), count_targets=count, places=places, output=structure,
         heads=Heads(graph, to_logits, build, templates, renaming) if to_logits is not None else None,
         token_loss=loss is not None, conditions=conditions, seconds=time.perf_counter() - started)
 

@@ -28,7 +28,8 @@ _OF_ELEMENTS = frozenset({F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss,
 
 @dataclasses.dataclass(frozen=True)
 class TargetCount:
-    """Counts the target tokens of a batch on the host: called with {name: tensor}, returns a 0-d float32 tensor."""
+    """Counts the target tokens of a batch on the host: called with {name: tensor}, returns a 0-d float32 tensor (or what else
+    was asked to be counted)."""
 
     graph: fx.GraphModule
     sources: tuple[Source, ...]
@@ -113,7 +114,7 @@ def _normalise_elements(model: ModelGraph, node: fx.Node) -> TargetCount | None:
     if given["reduction"] != "mean" or not alike or any(given[key] is not None for key in ("size_average", "reduce", "weight")
                                                        if key in given):
         return None
-    count = _count(model, given["target"], lambda g, t: g.call_method("numel", (t,)))
+    count = count_batch(model, given["target"], lambda g, t: g.call_method("numel", (t,)))
     if count is None:
         return None
     node.args, node.kwargs = (), {**given, "reduction": "sum"}
@@ -162,7 +163,7 @@ def _normalise_mean(model: ModelGraph, node: fx.Node) -> TargetCount | None:
     if not _sums_over_targets(arguments, "mean"):
         return None
     graph, target = model.graph.graph, arguments["target"]
-    count = _count(model, target, lambda g, t: g.call_function(
+    count = count_batch(model, target, lambda g, t: g.call_function(
         torch.sum, (g.call_function(operator.ne, (t, arguments["ignore_index"])),)))
     if count is None:
         return None
@@ -180,7 +181,7 @@ def _normalise_mean(model: ModelGraph, node: fx.Node) -> TargetCount | None:
 def _normalise_sum(model: ModelGraph, total: fx.Node, divisor: fx.Node) -> TargetCount | None:
     if total.target is not F.cross_entropy or not _sums_over_targets(cross_entropy_arguments(total), "sum"):
         return None
-    count = _count(model, divisor, lambda g, t: t)
+    count = count_batch(model, divisor, lambda g, t: t)
     if count is None:
         return None
     division = next(iter(total.users))
@@ -200,7 +201,7 @@ def _scalar(model: ModelGraph, name: str, source: Source) -> fx.Node:
     return node
 
 
-def _count(model: ModelGraph, counted: fx.Node, finish: Any) -> TargetCount | None:
+def count_batch(model: ModelGraph, counted: fx.Node, finish: Any) -> TargetCount | None:
     """`finish(graph, counted)` as a function of the batch; None if `counted` is computed from anything else.
 
     All nodes computed from the batch alone come along, in order, in-place ops among them (labels[mask] = -100); what
@@ -226,4 +227,10 @@ def _count(model: ModelGraph, counted: fx.Node, finish: Any) -> TargetCount | No
         output.args = ((finish(graph, output.args[0][0]),),)  # type: ignore[index]
     section.graph.recompile()
     functional = forward_graph(section.graph, model.fakes)
-    return TargetCount(cut_graph(functional.graph, functional.inputs, functional.outputs), tuple(section.sources))
+    counting = cut_graph(functional.graph, functional.inputs, functional.outputs)
+    read = [(node, s) for node, s in zip(counting.graph.find_nodes(op="placeholder"), section.sources, strict=True) if node.users]
+    for node in counting.graph.find_nodes(op="placeholder"):
+        if not node.users:
+            counting.graph.erase_node(node)
+    counting.recompile()
+    return TargetCount(counting, tuple(s for _, s in read))
