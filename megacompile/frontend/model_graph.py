@@ -24,7 +24,6 @@ from megacompile.errors import CaptureError, MegacompileError, UnsupportedError
 from megacompile.frontend.adapters import traceable_adapters
 from megacompile.frontend.layers import LayerStack, layers_as_regions
 from megacompile.frontend.template import Source
-from megacompile.frontend.twin import of_rows
 
 INVOKE = torch.ops.higher_order.invoke_subgraph
 FIXED_SIZES_REMEDY = "compute with the sizes of the inputs, not with constants"

@@ -11,7 +11,6 @@ from torch import Tensor, fx
 from megacompile.errors import UnsupportedError
 from megacompile.frontend.model_graph import ModelGraph
 
-
 _OF_ROUTERS = ("aux_loss", "router_logits")
 #: What models of transformers give back of what loss and logits are made of.
 _PARTS = frozenset({*_OF_ROUTERS, "image_hidden_states"})

@@ -102,7 +102,8 @@ def fake_batch(
         if not of_rows(tensor, shape) and (tensor.shape != shape or tensor.is_floating_point() or tensor.is_complex()):
             raise CaptureError(
                 f"batch input {key} is {tensor.dtype} of shape {list(tensor.shape)}: batch inputs must be integer "
-                f"tensors [batch, length, ...] of one shape; compute everything else in the model"
+                f"tensors [batch, length, ...] of one shape, or floats with one row for each sequence, such as one image "
+                f"[batch, ...]; leave others out of example= and compute them in the model"
             )
     order = [key for key in parameters if key in example] + [key for key in example if key not in parameters]
     with fakes:
