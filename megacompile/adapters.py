@@ -24,8 +24,8 @@ def adapter_layers(model: nn.Module) -> dict[str, Any]:
 
 class AdapterStates:
     """Which adapters are active and merged, how they are scaled, and whether they are switched off: Python values, which are
-    constants of the captured graphs. There are graphs without adapters, made when they are first switched off. State: the layers
-    of a model that have any, and their values at its capture."""
+    constants of the captured graphs. There are graphs without adapters, made when they are first switched off. State: the
+    layers of a model that have any, and their values at its capture."""
 
     def __init__(self, model: nn.Module) -> None:
         self.captured = [(name, layer, _values(layer)) for name, layer in adapter_layers(model).items()]
@@ -39,8 +39,8 @@ class AdapterStates:
         """Raises `UnsupportedError` if any has changed; all may be switched off for an evaluation."""
         disabled = self.disabled()
         if disabled and differentiating:
-            raise UnsupportedError("adapters are switched off (disable_adapter), and a loss without them has no gradient here: call "
-                                   "the model under torch.no_grad(), or leave disable_adapter first")
+            raise UnsupportedError("adapters are switched off (disable_adapter), and a loss without them has no gradient here: "
+                                   "call the model under torch.no_grad(), or leave disable_adapter first")
         for name, layer, before in self.captured:
             now = _values(layer) | ({"disable_adapters": False} if disabled else {})
             if now != before:

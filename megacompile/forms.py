@@ -90,8 +90,8 @@ class Forms:
         return Served(captured, replace(planner, captured=captured, pace=pace), replace(binder, captured=captured, compiled={}))
 
     def _reads_as_planned(self, captured: CapturedModel, form: Form) -> bool:
-        """Whether every call reads parameters of its own tiles, of each of them; where adapters are off, and nothing is trained, of
-        some."""
+        """Whether every call reads parameters of its own tiles, of each of them; where adapters are off, and nothing is
+        trained, of some."""
         for call in captured.calls:
             places = [self.tiling.position.get(source.name) for source in call.sources if source.kind == "parameter"]
             read, own = {place[0] if place is not None else None for place in places}, set(self.tiling.tiles_of[call.name])

@@ -65,9 +65,9 @@ def token_fields(logits: Tensor, targets: Tensor, temperature: float, fields: tu
 
 @contextlib.contextmanager
 def streamed_heads(trainer: ModuleType, policy: Any = None) -> Iterator[None]:
-    """Within, what one of TRL's trainer modules adds to streamed models is our head, and an adapter that it puts on one is streamed
-    as well. (TRL has no hook for either, and some trainers use them before their constructor returns.) `policy`: the model that
-    the trainer is given."""
+    """Within, what one of TRL's trainer modules adds to streamed models is our head, and an adapter that it puts on one is
+    streamed as well. (TRL has no hook for either, and some trainers use them before their constructor returns.) `policy`: the
+    model that the trainer is given."""
     theirs, their_adapter = trainer.add_fused_lm_head, getattr(trainer, "get_peft_model", None)  # without peft there is none
     wrappers = [policy]
 
@@ -96,14 +96,14 @@ def streamed_heads(trainer: ModuleType, policy: Any = None) -> Iterator[None]:
 def refuse_copied_adapter(model: Any, wanted: bool) -> None:
     """Raises `UnsupportedError` where TRL would put a copy of a streamed model's adapter beside it, for a reference."""
     if wanted and hasattr(model, "get_base_model"):
-        raise UnsupportedError("TRL would copy the adapter of a model that is streamed already, for a reference: give the model "
-                               "without its adapter, streamed, and peft_config=..., which makes the base the reference, or "
+        raise UnsupportedError("TRL would copy the adapter of a model that is streamed already, for a reference: give the "
+                               "model without its adapter, streamed, and peft_config=..., which makes the base the reference, or "
                                "ref_model=megacompile.stream(...) (DPO)")
 
 
 def refuse_dropout(model: Any, adapter: Any = None) -> None:
-    """Raises `UnsupportedError` for a streamed model with dropout, or one that gets it with an `adapter`: TRL would switch it off
-    after it was captured."""
+    """Raises `UnsupportedError` for a streamed model with dropout, or one that gets it with an `adapter`: TRL would switch it
+    off after it was captured."""
     if getattr(adapter, "lora_dropout", 0):
         raise UnsupportedError("disable_dropout comes too late for an adapter that is streamed: give lora_dropout=0, or "
                                "disable_dropout=False")

@@ -182,8 +182,8 @@ class Planner:
     def _averaging(self) -> str:
         """What else helps where a batch is split at the user's wish alone."""
         asked = self.config.micro_batch_size or not self.captured.is_averaged
-        return "" if asked else ("; or give micro_batch_size, and the auxiliary loss is the mean of those of micro-batches, as with "
-                                 "gradient accumulation")
+        return "" if asked else ("; or give micro_batch_size, and the auxiliary loss is the mean of those of micro-batches, as "
+                                 "with gradient accumulation")
 
     def _others(self) -> str:
         taken = self.taken_bytes()
@@ -351,7 +351,7 @@ class Planner:
 
     def _sizes(self, batch: int, length: int) -> list[int]:
         if self.output == "loss" and (not self.captured.has_normaliser or self.captured.is_averaged):
-            return [batch]  # a loss that is no sum over tokens cannot be split, or is another if it is: that is the user's choice
+            return [batch]  # a loss that is no sum over tokens cannot be split, or is another if it is: the user's choice
         largest = max(1, min(batch, FULL_TOKENS // length))
         sizes = [largest]
         while sizes[-1] > 1:

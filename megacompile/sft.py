@@ -38,8 +38,8 @@ class SFTTrainer(trainer.Trainer, trl.SFTTrainer):
         wanted = self.router_aux_loss_coef if self.aux_loss_enabled else 0.0
         if wanted != streamed_with or (wanted and not self.losses_are_models):
             raise UnsupportedError(
-                f"the model was streamed with a router's auxiliary loss of weight {streamed_with}, and {wanted} is asked for: set "
-                "config.output_router_logits and config.router_aux_loss_coef before stream(), or give router_aux_loss_coef="
+                f"the model was streamed with a router's auxiliary loss of weight {streamed_with}, and {wanted} is asked for: "
+                "set config.output_router_logits and config.router_aux_loss_coef before stream(), or give router_aux_loss_coef="
                 f"{streamed_with}{'' if self.losses_are_models else '; of losses other than nll, TRL needs 0'}")
 
     @property

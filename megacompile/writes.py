@@ -64,8 +64,8 @@ class ForeignWrites:
                           "lost to rounding: megacompile.AdamW keeps an FP32 master", stacklevel=2)
 
     def check_model(self, model: nn.Module, differentiating: bool) -> None:
-        """Raises `UnsupportedError` if the model has other parameters than those that were captured; or trains others, where that
-        says anything."""
+        """Raises `UnsupportedError` if the model has other parameters than those that were captured; or trains others, where
+        that says anything."""
         now = {name: id(p) for name, p in nn.Module.named_parameters(model)}
         if changed := sorted(name for name in now.keys() | self.objects.keys() if now.get(name) != self.objects.get(name)):
             raise UnsupportedError(f"{changed[0]} was added, removed or replaced after stream(): close() the model, change it, "

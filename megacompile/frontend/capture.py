@@ -218,8 +218,8 @@ def _trace(
     """The model's graph, its fake twin and the fake batch; with our attention if its layers call it, else with their own.
 
     A transformers model that asks for a mask but has attention code of its own would get none, and silently see the
-    future: such a model is captured again with the attention implementation it came with. `images_apart`: images are traced as a
-    number of their own (see `rows.py`).
+    future: such a model is captured again with the attention implementation it came with. `images_apart`: images are traced as
+    a number of their own (see `rows.py`).
     """
     ours = None
     if is_transformers_model(model):
@@ -242,9 +242,9 @@ def _trace(
                 continue
             raise
         if images_apart and not join_rows(graph, images_of(batch)):
-            raise CaptureError(f"{type(model).__name__} does more with the list of its images' features than to join it, so that a "
-                               f"graph would hold for one number of images: compute {', '.join(images_of(batch))} as one tensor "
-                               "[batch, ...], without a list")
+            raise CaptureError(f"{type(model).__name__} does more with the list of its images' features than to join it, so that "
+                               "a graph would hold for one number of images: compute with "
+                               f"{', '.join(sorted(images_of(batch)))} as one tensor [batch, ...], without a list")
         if attention is None or _all_layers_call_attention(graph):
             return graph, twin, batch
     raise AssertionError("the last trace is always returned")

@@ -45,11 +45,12 @@ def normalise_loss(model: ModelGraph, loss: fx.Node) -> TargetCount | None:
     """Rewrite `model` so that `loss` is a cross entropy's sum over the normaliser, a new last placeholder.
 
     Recognised: a mean over target tokens or over elements of targets, and a sum divided by something computed from the
-    batch alone; all may be cast, and multiplied or divided by numbers, afterwards. Where such a loss and others are added up, the
-    others, which are no sums over tokens (an auxiliary loss of routers), are weighted with the micro-batch's share of the batch.
-    Returns how to count, or None, with the graph unchanged.
+    batch alone; all may be cast, and multiplied or divided by numbers, afterwards. Where such a loss and others are added up,
+    the others, which are no sums over tokens (an auxiliary loss of routers), are weighted with the micro-batch's share of the
+    batch. Returns how to count, or None, with the graph unchanged.
     """
-    node, others = loss, []
+    node = loss
+    others: list[tuple[fx.Node, fx.Node]] = []
     while (inner := _scaled(node) or _addend(node, others)) is not None:
         node = inner
     count = _normalise(model, node)
@@ -228,9 +229,11 @@ def count_batch(model: ModelGraph, counted: fx.Node, finish: Any) -> TargetCount
     section.graph.recompile()
     functional = forward_graph(section.graph, model.fakes)
     counting = cut_graph(functional.graph, functional.inputs, functional.outputs)
-    read = [(node, s) for node, s in zip(counting.graph.find_nodes(op="placeholder"), section.sources, strict=True) if node.users]
-    for node in counting.graph.find_nodes(op="placeholder"):
-        if not node.users:
+    read = []
+    for node, source in zip(counting.graph.find_nodes(op="placeholder"), section.sources, strict=True):
+        if node.users:
+            read.append(source)
+        else:
             counting.graph.erase_node(node)
     counting.recompile()
-    return TargetCount(counting, tuple(s for _, s in read))
+    return TargetCount(counting, tuple(read))

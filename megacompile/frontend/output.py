@@ -20,8 +20,8 @@ _PARTS = frozenset({*_OF_ROUTERS, "image_hidden_states"})
 class OutputStructure:
     """How a model packs its loss and logits: `cls` is Tensor, tuple, list, or a mapping class built from keywords.
 
-    `fields` are (key or position, "loss" | "logits" | "part" | "") in the model's own order; a part of what these are made of is
-    not given back.
+    `fields` are (key or position, "loss" | "logits" | "part" | "") in the model's own order; a part of what these are made of
+    is not given back.
     """
 
     cls: type

@@ -1,8 +1,9 @@
-"""Features that a model puts in the place of tokens, by `masked_scatter`: of images, in the places that its processor left for them.
+"""Features that a model puts in the place of tokens, by `masked_scatter`: of images, in the places that its processor left for
+them.
 
 A batch is split by rows, and features go to places in the order of both, so every row must have as many places as its image has
-features. The model's own check is of whole batches, and on a device it is no error that anybody could catch: rows are checked on
-the host instead, before anything runs.
+features. The model's own check is of whole batches, and on a device it is no error that anybody could catch: rows are checked
+on the host instead, before anything runs.
 """
 from __future__ import annotations
 
@@ -34,13 +35,13 @@ class Places:
             found = int(self.count(given)[wrong[0]])
             raise UnsupportedError(
                 f"{name}: sequence {wrong[0]} of the batch has {found} places for an image's features, and an image has "
-                f"{self.features}: give every sequence exactly one image (those without one go into batches of a model streamed "
-                "without pixel_values in its example)")
+                f"{self.features}: give every sequence exactly one image (a model streamed without images in its example trains "
+                "on text alone)")
 
 
 def places_of(graph: ModelGraph, name: str) -> tuple[Places, ...]:
-    """Every `masked_scatter` of a model. Raises `UnsupportedError` where the number of features is not the same for all rows, or
-    the places are not to be read off the batch."""
+    """Every `masked_scatter` of a model. Raises `UnsupportedError` where the number of features is not the same for all rows,
+    or the places are not to be read off the batch."""
     return tuple(_place(graph, node, name) for node in graph.graph.graph.nodes
                  if node.target in ("masked_scatter", torch.masked_scatter))
 
@@ -53,8 +54,8 @@ def _place(graph: ModelGraph, node: fx.Node, name: str) -> Places:
     count = count_batch(graph, places, lambda g, t: g.call_method("sum", (g.call_method("flatten", (t, 1)), 1)))
     if count is None or not isinstance(each, sympy.Integer):
         raise UnsupportedError(
-            f"{name} puts features among its tokens that are not as many for each sequence, or in places that its arguments do not "
-            f"say: stream it for text alone, without pixel_values in the example{source_line(node)}")
+            f"{name} puts features among its tokens that are not as many for each sequence, or in places that its arguments "
+            f"do not say: stream it for text alone, without images in the example{source_line(node)}")
     return Places(count, int(each))
 
 

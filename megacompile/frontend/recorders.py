@@ -9,9 +9,9 @@ from megacompile.frontend.layers import LayerStack, encoders
 
 
 def install_recorders(model: nn.Module, stack: LayerStack) -> None:
-    """Puts the hooks into the modules of a model that will collect something: encoders, and a decoder that is to add its routers'
-    auxiliary loss (`config.output_router_logits`). transformers would do so in the first forward, under a lock, which Dynamo
-    cannot follow."""
+    """Puts the hooks into the modules of a model that will collect something: encoders, and a decoder that is to add its
+    routers' auxiliary loss (`config.output_router_logits`). transformers would do so in the first forward, under a lock, which
+    Dynamo cannot follow."""
     beside = {id(module) for module in encoders(model, stack)}
     for module in model.modules():  # from the outside in, as forwards go
         routers = getattr(getattr(module, "config", None), "output_router_logits", False) is True

@@ -1,8 +1,8 @@
 """Rows that a model takes apart and puts together again: `torch.cat(list(features))`, with one tensor for each image.
 
-The list has as many items as there were images, so that a graph of it holds for one number of them. Images are therefore traced as a
-number of their own, and where the graph does nothing with the items but to join them, `join_rows` writes that without a list:
-then the graph holds for as many images as a batch has rows.
+The list has as many items as there were images, so that a graph of it holds for one number of them. Images are therefore traced
+as a number of their own, and where the graph does nothing with the items but to join them, `join_rows` writes that without a
+list: then the graph holds for as many images as a batch has rows.
 """
 from __future__ import annotations
 
@@ -118,5 +118,6 @@ def _computed(node: fx.Node) -> Any:
 
 
 def _alike(a: Any, b: Any) -> bool:
-    """Whether two tensors have the same shape, as it is written: to compare the numbers would be to assume something of them."""
+    """Whether two tensors have the same shape, as it is written: to compare the numbers would be to assume something of
+    them."""
     return isinstance(a, Tensor) and isinstance(b, Tensor) and str((a.shape, a.stride())) == str((b.shape, b.stride()))

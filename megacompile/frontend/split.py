@@ -37,10 +37,10 @@ def needs_gradient(node: fx.Node) -> bool:
 def split_at_layers(model: ModelGraph, stack: LayerStack, results: Sequence[fx.Node]) -> list[Section]:
     """Prologue, layers in order, epilogue; the epilogue computes `results`.
 
-    What is computed between two layers from an earlier one's output goes to the front of the second; totals over tokens that the
-    model makes behind the last layer, of every layer's values, are made in the layers (`totals.py`). Only the call that follows
-    is handed a call's outputs: a value that is read further on (an early layer's keys, an embedding added at the end) is one
-    more output of every call on its way. Prologue values without a gradient, which all calls may read, need no such way.
+    What is computed between two layers from an earlier one's output goes to the front of the second; totals over tokens that
+    the model makes behind the last layer, of every layer's values, are made in the layers (`totals.py`). Only the call that
+    follows is handed a call's outputs: a value that is read further on (an early layer's keys, an embedding added at the end)
+    is one more output of every call on its way. Prologue values without a gradient, which all calls may read, need no such way.
 
     Raises `CaptureError` where a layer reads nothing that an earlier call hands on. No dead-code elimination here: Dynamo's
     graph still has in-place ops whose results nobody reads. After AOT, which makes it functional, it is safe.
@@ -119,8 +119,8 @@ def _layer_section(
     name: str, model: ModelGraph, call: fx.Node, around: Sequence[fx.Node], passing: Sequence[fx.Node],
     results: Sequence[fx.Node], source_of: Callable[[fx.Node], Source],
 ) -> Section:
-    """The region that `call` invokes with the nodes `around` it, before and behind, in one graph that returns `results`: outputs
-    of either, or values `passing` through."""
+    """The region that `call` invokes with the nodes `around` it, before and behind, in one graph that returns `results`:
+    outputs of either, or values `passing` through."""
     passed_on = [n for n in results if n in passing]
     graph, copies, sources = _copied(model, around, passed_on, source_of, call)
     modules: dict[str, Any] = {n.target: getattr(model.graph, n.target, None) for n in graph.find_nodes(op="get_attr")}
@@ -170,8 +170,8 @@ def _copied(
     model: ModelGraph, nodes: Sequence[fx.Node], results: Sequence[Any], source_of: Callable[[fx.Node], Source],
     call: fx.Node | None = None,
 ) -> tuple[fx.Graph, dict[fx.Node, fx.Node], list[Source]]:
-    """A graph that computes `nodes`, and the region that `call` invokes among them, and has `results`, those that are nodes; the
-    copies; the sources of its placeholders."""
+    """A graph that computes `nodes`, and the region that `call` invokes among them, and has `results`, those that are nodes;
+    the copies; the sources of its placeholders."""
     outside, along = _outside(model, nodes, results, call)
     inside = set(nodes)
     graph, copies = fx.Graph(), {}

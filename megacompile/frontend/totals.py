@@ -21,8 +21,8 @@ _FROM_ANYWHERE = ("batch", "size")
 
 def made_in_layers(epilogue: Sequence[fx.Node], made_by: Mapping[fx.Node, int], sources: Mapping[fx.Node, Source],
                    results: Collection[fx.Node], layers: int) -> dict[fx.Node, int]:
-    """The nodes of the epilogue, in program order, that earlier calls are to compute, and the call that does (0 is the prologue).
-    `made_by`: the call that makes each value as the model is written; the epilogue is call `layers` + 1.
+    """The nodes of the epilogue, in program order, that earlier calls are to compute, and the call that does (0 is the
+    prologue). `made_by`: the call that makes each value as the model is written; the epilogue is call `layers` + 1.
 
     The last layer makes what the one before it makes, so that one template serves both, and leaves the rest."""
     if any(getattr(node.target, "__name__", "") in _MODES for node in epilogue):

@@ -173,7 +173,7 @@ def test_adapters_and_dropout_are_refused(policy: Any, tokenizer: Any, tmp_path:
     with pytest.raises(UnsupportedError, match="give lora_dropout=0"):
         DPOTrainer(**given, peft_config=peft.LoraConfig(lora_dropout=0.1))
     policy.get_base_model = lambda: None
-    with pytest.raises(UnsupportedError, match="copy the adapter .* peft_config="):
+    with pytest.raises(UnsupportedError, match=r"copy the adapter .* peft_config="):
         DPOTrainer(**given)
     del policy.get_base_model
     policy.add_module("late", torch.nn.Dropout(0.1))
