@@ -148,8 +148,8 @@ def _remarks(model: nn.Module, captured: CapturedModel, tiling: Tiling) -> Itera
     yield ("attention: megacompile's kernels in every layer" if captured.fused_attention else
            "attention: the model's own code in some layer, whose masks take batch x length x length bytes")
     fused = ", which never holds all logits" if captured.fused_loss else ""
-    yield (f"loss: a sum over target tokens{fused}, and a part that is none (an auxiliary loss): one micro-batch a step, or the "
-           "mean over those of a micro_batch_size" if captured.is_averaged else
+    yield (f"loss: a sum over target tokens{fused}, and a part that is none (an auxiliary loss): one micro-batch a step, or "
+           "the mean over those of a micro_batch_size" if captured.is_averaged else
            f"loss: a sum over target tokens{fused}: micro-batches change nothing" if captured.has_normaliser else
            "loss: no cross entropy over tokens that is recognised: one micro-batch a step")
     yield f"assumed of a batch of B x T: {'; '.join(captured.guards) or 'nothing'}"

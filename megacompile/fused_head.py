@@ -97,8 +97,8 @@ def refuse_copied_adapter(model: Any, wanted: bool) -> None:
     """Raises `UnsupportedError` where TRL would put a copy of a streamed model's adapter beside it, for a reference."""
     if wanted and hasattr(model, "get_base_model"):
         raise UnsupportedError("TRL would copy the adapter of a model that is streamed already, for a reference: give the "
-                               "model without its adapter, streamed, and peft_config=..., which makes the base the reference, or "
-                               "ref_model=megacompile.stream(...) (DPO)")
+                               "model without its adapter, streamed, and peft_config=..., which makes the base the reference, "
+                               "or ref_model=megacompile.stream(...) (DPO)")
 
 
 def refuse_dropout(model: Any, adapter: Any = None) -> None:

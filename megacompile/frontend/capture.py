@@ -242,8 +242,8 @@ def _trace(
                 continue
             raise
         if images_apart and not join_rows(graph, images_of(batch)):
-            raise CaptureError(f"{type(model).__name__} does more with the list of its images' features than to join it, so that "
-                               "a graph would hold for one number of images: compute with "
+            raise CaptureError(f"{type(model).__name__} does more with the list of its images' features than to join it, so "
+                               "that a graph would hold for one number of images: compute with "
                                f"{', '.join(sorted(images_of(batch)))} as one tensor [batch, ...], without a list")
         if attention is None or _all_layers_call_attention(graph):
             return graph, twin, batch

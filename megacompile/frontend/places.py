@@ -35,8 +35,8 @@ class Places:
             found = int(self.count(given)[wrong[0]])
             raise UnsupportedError(
                 f"{name}: sequence {wrong[0]} of the batch has {found} places for an image's features, and an image has "
-                f"{self.features}: give every sequence exactly one image (a model streamed without images in its example trains "
-                "on text alone)")
+                f"{self.features}: give every sequence exactly one image (a model streamed without images in its example "
+                "trains on text alone)")
 
 
 def places_of(graph: ModelGraph, name: str) -> tuple[Places, ...]:
