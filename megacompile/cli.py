@@ -211,7 +211,7 @@ def bench(
     retry: Annotated[bool, typer.Option("--retry", help="Measure rows again that failed.")] = False,
     plot: Annotated[Path | None, typer.Option(dir_okay=False, help="Draw the table here (SVG).")] = None,
 ) -> None:
-    """Measure a table's rows that are not in a file yet, each in a process of its own, and print the table."""
+    """Measure a table's rows that are not in a file yet, those of one model in one process, and print the table."""
     from megacompile.bench import plots, rows
     from megacompile.bench.run import run
     from megacompile.bench.shapes import SHAPES

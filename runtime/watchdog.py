@@ -27,7 +27,7 @@ class Watchdog:
     def __init__(self, timeout_s: float | None) -> None:
         self.timeout_s = timeout_s
         self.begun: dict[Lane, tuple[Run, fx.Node]] = {}
-        self._seen: list[tuple[Run, fx.Node]] = []
+        self._seen: list[tuple[int, fx.Node]] = []  # runs by number: a run that is over must not be kept, it has gigabytes
         self._still_s = 0.0
 
     def look(self, passed_s: float) -> bool:
@@ -35,9 +35,9 @@ class Watchdog:
         if self.timeout_s is None:
             return False
         begun = list(self.begun.values())
-        moved = len(begun) != len(self._seen) or any(a is not b for a, b in zip(begun, self._seen, strict=True))
+        stands = [(run.number, node) for run, node in begun]
         waiting_for_disk = any(run.frame.store.snapshot is not None for run, _ in begun)
-        self._seen = begun
+        moved, self._seen = stands != self._seen, stands
         self._still_s = 0.0 if moved or waiting_for_disk else self._still_s + passed_s
         return self._still_s > self.timeout_s
 

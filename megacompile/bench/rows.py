@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from megacompile.bench import clocks
-from megacompile.bench.shapes import SHAPES, layers_that_fit
+from megacompile.bench.shapes import SHAPES, active_parameters, attention_flops, layers_that_fit
 from megacompile.errors import MegacompileError
 from megacompile.hardware import device_name
 
@@ -31,7 +31,7 @@ Row = dict[str, Any]
 Measure = Callable[[argparse.Namespace], Row]
 
 #: Options that say how to measure, or where to put it, not what.
-NOT_IDENTITY = ("append", "commit", "device", "profile", "recorded_steps", "steps", "timeline", "warm_up")
+NOT_IDENTITY = ("append", "commit", "device", "folder", "profile", "recorded_steps", "steps", "timeline", "warm_up")
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
@@ -88,13 +88,14 @@ def timed(step: Callable[[Tensor], float], given: argparse.Namespace, before: Ca
 
 
 def rates(model: Any, given: argparse.Namespace, step_s: float) -> Row:
-    """TFLOPS count 6 FLOPs a parameter and token, recomputation not; `tflops_with_attention` adds causal attention's."""
-    sizes = model.config
-    count = sum(p.numel() for p in model.parameters())
+    """TFLOPS count 6 FLOPs a parameter and token, of experts those that a token is sent to, recomputation not;
+    `tflops_with_attention` adds causal attention's."""
+    active = active_parameters(model)
     tokens = given.batch * given.length
-    attention = 6 * sizes.num_hidden_layers * sizes.hidden_size * given.length
-    return dict(parameters=count, tflops=_significant(6 * count * tokens / step_s / 1e12),
-                tflops_with_attention=_significant((6 * count + attention) * tokens / step_s / 1e12))
+    return dict(parameters=sum(p.numel() for p in model.parameters()), active_parameters=active,
+                tflops=_significant(6 * active * tokens / step_s / 1e12),
+                tflops_with_attention=_significant(
+                    (6 * active + attention_flops(model, given.length)) * tokens / step_s / 1e12))
 
 
 def _significant(value: float) -> float:

@@ -1,4 +1,5 @@
-"""Measures the rows of a table that a file has not, each in a process of its own: what breaks one leaves the others alone."""
+"""Measures the rows of a table that a file has not. Rows of one model share a process, and the model; what breaks one takes no
+other with it, since a new process measures those behind it."""
 from __future__ import annotations
 
 import json
@@ -6,9 +7,12 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
+import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
+from typing import IO, Any
 
 import megacompile
 from megacompile.bench import rows
@@ -32,45 +36,88 @@ def run(table: Table, output: Path, *, limit_s: float | None = None, retry: bool
     machine = described_machine()
     wanted = missing(table, rows.read(output), machine["device"], retry)
     report(f"{table.title}: {len(table.rows) - len(wanted)} of {len(table.rows)} rows are in {output}")
-    for number, spec in enumerate(wanted):
-        left = end - time.monotonic()
-        row = measured(spec, min(left, ROW_LIMIT_S)) if left > 0 else None
-        if row is None and left < ROW_LIMIT_S:
-            report(f"time is up, and {len(wanted) - number} rows are missing yet: run the same again")
-            return len(wanted) - number
-        if row is None:
-            row = dict(error=f"took more than {ROW_LIMIT_S / 60:.0f} minutes")
-        if "options" not in row:  # it could not even say what it was
-            row = dict(system=spec.system, options=spec.identifying(), commit=rows.commit()) | row | machine
-        rows.append(output, row)
-        report(f"{spec.label}: {row['error'] if 'error' in row else str(row['tflops']) + ' TFLOPS'}")
-    return 0
+    while wanted and time.monotonic() < end:
+        together = [spec for spec in wanted if spec.model == wanted[0].model]
+        for spec, row in zip(together, measured(together, end), strict=False):
+            wanted.remove(spec)
+            if "options" not in row:  # it could not even say what it was
+                row = dict(system=spec.system, options=spec.identifying(), commit=rows.commit()) | row | machine
+            rows.append(output, row)
+            report(f"{spec.label}: {row['error'] if 'error' in row else str(row['tflops']) + ' TFLOPS'}")
+    if wanted:
+        report(f"time is up, and {len(wanted)} rows are missing yet: run the same again")
+    return len(wanted)
 
 
-def measured(spec: Spec, limit_s: float) -> rows.Row | None:
-    """The row that a process of its own prints at last, or how that process ended; None if it took longer."""
-    command = [sys.executable, "-m", MODULES[spec.system], *spec.arguments()]
+def measured(specs: Sequence[Spec], end: float) -> Iterator[rows.Row]:
+    """The rows of one process, as they come: no more after one that it does not survive, which has an `error`, and none after
+    `end` (of `time.monotonic`)."""
+    command = [sys.executable, "-m", MODULES[specs[0].system]]
+    for number, spec in enumerate(specs):
+        command += [*([rows.THEN] if number else []), *spec.arguments()]
+    with tempfile.TemporaryFile("w+") as said, subprocess.Popen(
+            command, env=_environment(), stdout=subprocess.PIPE, stderr=said, text=True) as process:
+        try:
+            for _ in specs:
+                row = _next(process, min(end - time.monotonic(), ROW_LIMIT_S))
+                if row is None and time.monotonic() >= end:
+                    return
+                yield _end(process, said) if row is None else row
+                if row is None:
+                    return
+        finally:
+            process.kill()
+            _repeat(process, said)
+
+
+def _next(process: subprocess.Popen[str], limit_s: float) -> rows.Row | None:
+    """The next row that a process prints; None if it ends before, or is ended since that takes too long."""
+    assert process.stdout is not None, "its output is a pipe"
+    timer = threading.Timer(max(0.0, limit_s), process.kill)
+    timer.start()
     try:
-        done = _python(command, limit_s)
-    except subprocess.TimeoutExpired:
+        for line in process.stdout:
+            if (row := _row(line)) is not None:
+                return row
         return None
-    if done.returncode != 0:
-        print(done.stderr, file=sys.stderr)
+    finally:
+        timer.cancel()
+
+
+def _row(line: str) -> rows.Row | None:
+    """A printed row; None for a line that is something else."""
     try:
-        return dict(json.loads(done.stdout.splitlines()[-1]))
-    except (IndexError, ValueError, TypeError):
-        why = signal.Signals(-done.returncode).name if done.returncode < 0 else f"exit code {done.returncode}"
-        said = done.stderr.strip().splitlines()
-        return dict(error=f"the process ended with {why}" + (f": {said[-1]}" if said else ""))
+        found: Any = json.loads(line)
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _end(process: subprocess.Popen[str], said: IO[str]) -> rows.Row:
+    """What became of a row whose process has ended."""
+    code = process.wait()
+    if code == -signal.SIGKILL:
+        return dict(error=f"took more than {ROW_LIMIT_S / 60:.0f} minutes, or was killed")
+    why = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+    said.seek(0)
+    lines = said.read().strip().splitlines()
+    return dict(error=f"the process ended with {why}" + (f": {lines[-1]}" if lines else ""))
+
+
+def _repeat(process: subprocess.Popen[str], said: IO[str]) -> None:
+    """Prints what a process that failed has said."""
+    if process.wait() not in (0, -signal.SIGKILL):
+        said.seek(0)
+        print(said.read(), file=sys.stderr)
 
 
 def described_machine() -> rows.Row:
     """As a row has it. In a process of its own: CUDA, once used, keeps half a gigabyte of device memory."""
-    return dict(json.loads(_python([sys.executable, "-m", "megacompile.bench.rows"], check=True).stdout))
+    done = subprocess.run([sys.executable, "-m", "megacompile.bench.rows"], env=_environment(), capture_output=True, text=True,
+                          check=True)
+    return dict(json.loads(done.stdout))
 
 
-def _python(command: list[str], limit_s: float | None = None, check: bool = False) -> subprocess.CompletedProcess[str]:
+def _environment() -> dict[str, str]:
     root = str(Path(megacompile.__file__).parents[1])  # the same megacompile, wherever this one was imported from
-    path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
-    return subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=limit_s,
-                          check=check)
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])}

@@ -1,23 +1,30 @@
 """Decoder shapes with random weights, made on the device that is fast at it."""
 from __future__ import annotations
 
-import copy
+import re
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, Qwen2Config
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from megacompile.loading import parameters_on_meta
 from megacompile.runtime.store import available_host_bytes
 from megacompile.tiling import HOST_MARGIN_BYTES
 
-SHAPES: dict[str, dict[str, int]] = {
+#: Fields of a config of transformers, Qwen2's unless it names another `model_type`.
+SHAPES: dict[str, dict[str, Any]] = {
     "qwen2-7b": dict(vocab_size=152064, hidden_size=3584, intermediate_size=18944, num_hidden_layers=28,
                      num_attention_heads=28, num_key_value_heads=4),
     "qwen2-14b": dict(vocab_size=152064, hidden_size=5120, intermediate_size=13824, num_hidden_layers=48,
                       num_attention_heads=40, num_key_value_heads=8),
     "qwen2-32b": dict(vocab_size=152064, hidden_size=5120, intermediate_size=27648, num_hidden_layers=64,
                       num_attention_heads=40, num_key_value_heads=8),
+    "qwen3-moe-30b": dict(model_type="qwen3_moe", vocab_size=151936, hidden_size=2048, intermediate_size=6144,
+                          moe_intermediate_size=768, num_experts=128, num_experts_per_tok=8, norm_topk_prob=True,
+                          num_hidden_layers=48, num_attention_heads=32, num_key_value_heads=4, head_dim=128),
+    "mistral-7b": dict(model_type="mistral", vocab_size=32000, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32,
+                       num_attention_heads=32, num_key_value_heads=8, sliding_window=4096),
     "tiny": dict(vocab_size=512, hidden_size=64, intermediate_size=192, num_hidden_layers=4, num_attention_heads=4,
                  num_key_value_heads=2),
     # Layers of the 7B shape, wider and wider. A small vocabulary: it is the layers that are to be seen.
@@ -28,9 +35,10 @@ SHAPES: dict[str, dict[str, int]] = {
 BYTES_PER_PARAMETER = 16
 
 
-def config(shape: str, layers: int | None = None) -> Qwen2Config:
-    sizes = SHAPES[shape] | ({"num_hidden_layers": layers} if layers else {})
-    return Qwen2Config(**sizes, max_position_embeddings=2**20, tie_word_embeddings=False)
+def config(shape: str, layers: int | None = None) -> Any:
+    sizes = dict(SHAPES[shape]) | ({"num_hidden_layers": layers} if layers else {})
+    return AutoConfig.for_model(sizes.pop("model_type", "qwen2"), **sizes, max_position_embeddings=2**20,
+                                tie_word_embeddings=False)
 
 
 def parameters(shape: str, layers: int) -> int:
@@ -47,17 +55,9 @@ def layers_that_fit(shape: str, host_bytes: int | None = None) -> int:
 
 
 def random_model(shape: str, layers: int | None, device: str) -> Any:
-    """A bf16 Qwen2 model on the host with weights of standard deviation 0.02, norms of one."""
-    whole = config(shape, layers)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(whole, dtype=torch.bfloat16)
-    small = copy.deepcopy(whole)
-    small.num_hidden_layers, small.vocab_size = 1, 8
-    buffers = dict(AutoModelForCausalLM.from_config(small, dtype=torch.bfloat16).named_buffers())
-    for name, buffer in list(model.named_buffers()):
-        if buffer.is_meta:
-            owner, _, leaf = name.rpartition(".")
-            model.get_submodule(owner)._buffers[leaf] = buffers[name]
+    """A bf16 model on the host with weights of standard deviation 0.02, norms of one."""
+    with parameters_on_meta():
+        model = AutoModelForCausalLM.from_config(config(shape, layers), dtype=torch.bfloat16)
     torch.manual_seed(0)
     for name, parameter in list(model.named_parameters()):
         value = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
@@ -65,3 +65,17 @@ def random_model(shape: str, layers: int | None, device: str) -> Any:
         owner, _, leaf = name.rpartition(".")
         model.get_submodule(owner)._parameters[leaf] = nn.Parameter(value.cpu())
     return model.train()
+
+
+def active_parameters(model: Any) -> int:
+    """Those that a token goes through: of experts, as many as it is sent to."""
+    share = getattr(model.config, "num_experts_per_tok", 1) / getattr(model.config, "num_experts", 1)
+    return round(sum(p.numel() * (share if re.search(r"\.experts\.", name) else 1) for name, p in model.named_parameters()))
+
+
+def attention_flops(model: Any, length: int) -> float:
+    """FLOPs of causal attention for a token, forward and backward: with a window no more keys than it has."""
+    sizes = model.config
+    width = sizes.num_attention_heads * (getattr(sizes, "head_dim", None) or sizes.hidden_size // sizes.num_attention_heads)
+    window = min(getattr(sizes, "sliding_window", None) or length, length)
+    return 12 * sizes.num_hidden_layers * width * (window - window**2 / (2 * length))

@@ -62,10 +62,11 @@ def options() -> argparse.ArgumentParser:
     return parser
 
 
-#: Options of a row that are options of `stream`: those that a new plan honours, and those that need the model anew.
+#: Rows that have these in common are measured on one model.
+MODEL = ("shape", "layers", "device", "locked_memory", "uncompiled")
+#: Options of a row that a new plan honours.
 _PLANNED = ("checkpoint_interval", "micro_batch_size", "weight_slots", "resident", "resident_state", "saved_layers",
             "device_memory", "waves")
-_STREAMED = ("device", "locked_memory")
 
 
 class Models:
@@ -83,7 +84,7 @@ class Models:
         planned = {name: getattr(given, name) for name in _PLANNED}
         planned["resident"] = tuple(given.resident)
         planned["resident_state"] = "all" if given.resident_state == ["all"] else given.resident_state
-        made = given.shape, given.layers, given.uncompiled, *(getattr(given, name) for name in _STREAMED)
+        made = tuple(getattr(given, name) for name in MODEL)
         if self.model is not None and made == self.made:
             self.model.megacompile.replan(**planned)
             return self.model
@@ -93,8 +94,8 @@ class Models:
         if given.device == "cuda":
             torch.cuda.empty_cache()
         self.before = resident_bytes()
-        self.model = megacompile.stream(model, **planned, **{name: getattr(given, name) for name in _STREAMED},
-                                        compile=False if given.uncompiled else None)
+        self.model = megacompile.stream(model, device=given.device, locked_memory=given.locked_memory,
+                                        compile=False if given.uncompiled else None, **planned)
         return self.model
 
     def close(self) -> None:

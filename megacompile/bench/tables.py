@@ -39,6 +39,12 @@ class Spec:
         parser = importlib.import_module(MODULES[self.system]).options()
         return rows.identifying(parser, parser.parse_args(self.arguments()))
 
+    @property
+    def model(self) -> tuple[Any, ...]:
+        """Equal for rows that one process can measure on one model."""
+        shared = getattr(importlib.import_module(MODULES[self.system]), "MODEL", None)
+        return self.system, *([self.label] if shared is None else map(self.options.get, shared))
+
     def identity(self, device: str) -> str:
         """That of the row which it becomes on a device of this name."""
         return rows.identity(self.system, self.identifying(), device)
@@ -97,6 +103,8 @@ _GATES: tuple[tuple[_Options, _Options, tuple[_Options, ...]], ...] = (  # batch
     (dict(batch=8, length=1024), {}, (STEP, ARRIVAL)),
     (dict(batch=8, length=8192), {}, (STEP, ARRIVAL)),
 )
+EXPERTS: _Options = dict(shape="qwen3-moe-30b", layers="fit")
+WINDOW: _Options = dict(shape="mistral-7b", layers="fit", batch=8, length=8192)
 _CONTEXTS = [1024 * 2**i for i in range(8)]
 _FEW_STEPS = dict(steps=2, recorded_steps=1)
 _ONE_STEP = dict(warm_up=1, steps=1, recorded_steps=1)
@@ -121,6 +129,8 @@ TABLES = {
     "context": Table("Tokens a sequence, with as many a step; at last half a million", (
         *(replace(ours(batch=_CONTEXTS[-1] // length, length=length, **STEP), how=_FEW_STEPS) for length in _CONTEXTS),
         replace(ours(batch=1, length=2**19, layers=8, **STEP), how=_ONE_STEP)), x="length"),
+    "kinds": Table("Mixture of experts and a sliding window: TFLOPS over active parameters", (
+        *with_compute(ours(**shape, **STEP) for shape in (EXPERTS, WINDOW)), *native(**EXPERTS), *native(**WINDOW))),
     "width": Table("Layers 1 to 5 times as wide as those of the 7B shape, as many as the host holds, at most 4", tuple(
         with_compute(ours(shape=f"wide-{times}", layers="fit", **STEP) for times in range(1, 6))), x="shape"),
     "large": Table("Larger shapes, of as many layers as the host holds", tuple(with_compute(

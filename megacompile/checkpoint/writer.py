@@ -73,6 +73,11 @@ class CheckpointWriter:
         self.wait()
         self._save = _Save(self.subject, self.directory, self.keep, extra, self.bandwidth, self.copy_memory)
 
+    @property
+    def saving(self) -> bool:
+        """Whether a save is being written."""
+        return self._save is not None and any(thread.is_alive() for thread in self._save.threads)
+
     def wait(self) -> Path | None:
         """Until the save in flight is complete and on the disk. The folder of the last complete one that this writer made."""
         save = self._save

@@ -45,13 +45,14 @@ def test_kernels_are_explicit_scores(kernel: str, segments: torch.Tensor, window
 
 @pytest.mark.parametrize("what", ["packed", "padded", "dropout"])
 def test_a_model_trains_as_native_pytorch_does(what: str) -> None:
-    """In bf16, compiled; with dropout the loss alone, since native PyTorch draws other masks."""
+    """In bf16, compiled, beside float32: bf16 kernels of PyTorch give a query that sees nothing, padding on the left, values of
+    their own, where those of float32 give zeros. With dropout the loss alone, since native PyTorch draws other masks."""
     torch.manual_seed(0)
     config = Qwen2Config(vocab_size=512, hidden_size=256, intermediate_size=512, num_hidden_layers=3, num_attention_heads=4,
                          num_key_value_heads=2, attention_dropout=0.1 * (what == "dropout"))
     native: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
     model = megacompile.stream(copy.deepcopy(native), micro_batch_size=2)
-    native.cuda()
+    native.float().cuda()
     ids = torch.randint(0, 512, (3, LENGTH))
     positions = torch.stack([torch.arange(LENGTH) % n for n in (200, 64, 7)])
     further = {"packed": {"position_ids": positions}, "padded": {"attention_mask": (PADDED >= 0).long()}, "dropout": {}}[what]
@@ -64,6 +65,6 @@ def test_a_model_trains_as_native_pytorch_does(what: str) -> None:
     for name, parameter in model.named_parameters():
         assert torch.isfinite(parameter.grad).all()
         if what != "dropout":
-            gradient = theirs[name].grad.cpu().float()
-            assert (parameter.grad.cpu().float() - gradient).norm() <= 0.1 * gradient.norm()
+            gradient = theirs[name].grad.cpu()
+            assert (parameter.grad.cpu().float() - gradient).norm() <= 0.05 * gradient.norm()
     model.megacompile.close()

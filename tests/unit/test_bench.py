@@ -6,7 +6,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from tiny_models import Shared, same_bits, train_step, weights
+from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 import megacompile
@@ -24,6 +25,7 @@ from megacompile.bench.table import markdown, measured
 from megacompile.bench.tables import TABLES, Spec, Table
 from megacompile.errors import MegacompileError
 from megacompile.hardware import Hardware
+from megacompile.loading import parameters_on_meta
 from megacompile.program import OPS
 from megacompile.runtime.operations import OPERATIONS
 
@@ -158,6 +160,21 @@ def test_as_many_layers_are_made_as_the_host_holds() -> None:
     assert shapes.layers_that_fit("qwen2-14b", 2**40) == 48 and shapes.layers_that_fit("qwen2-14b", 2**30) == 1
 
 
+def test_of_experts_those_count_that_a_token_is_sent_to() -> None:
+    with parameters_on_meta():
+        model = AutoModelForCausalLM.from_config(shapes.config("qwen3-moe-30b", 2))
+    experts = 2 * 128 * 3 * 2048 * 768
+    assert sum(p.numel() for p in model.parameters()) - shapes.active_parameters(model) == experts * 120 // 128
+
+
+def test_a_window_bounds_what_attention_costs() -> None:
+    with parameters_on_meta():
+        whole, window = (AutoModelForCausalLM.from_config(shapes.config(shape, 2)) for shape in ("qwen2-7b", "mistral-7b"))
+    assert shapes.attention_flops(whole, 1024) == 6 * 2 * 3584 * 1024
+    assert shapes.attention_flops(window, 4096) == 6 * 2 * 4096 * 4096
+    assert shapes.attention_flops(window, 1 << 20) == pytest.approx(12 * 2 * 4096 * 4096, rel=0.01)
+
+
 # ---------------------------------------------------------------- clock and power
 
 def test_medians_of_clock_and_power_leave_out_what_is_no_number() -> None:
@@ -192,18 +209,21 @@ def options():
     parser = argparse.ArgumentParser()
     parser.add_argument("--mode", default="good")
     parser.add_argument("--size", type=int, default=0)
+    parser.add_argument("--model", default="")
     return parser
-if __name__ == "__main__":
-    given = options().parse_args()
-    open(os.environ["FAKE_LOG"], "a").write(f"{given.mode} {given.size}\\n")
+MODEL = ("model",)
+def row(given):
+    open(os.environ["FAKE_LOG"], "a").write(f"{given.mode} {given.size} {os.getpid()}\\n")
     if given.mode == "aborts":
         print("out of luck", file=sys.stderr); os.abort()
     if given.mode == "hangs":
         time.sleep(60)
     row = {"error": "LaneError: broken"} if given.mode == "fails" else {"tflops": 1.0 + given.size}
-    options = {k: v for k, v in (("mode", given.mode), ("size", given.size)) if v != options().get_default(k)}
-    print(json.dumps({"system": "fake", "options": options, "device": "d", **row}))
-    sys.exit("error" in row)
+    differing = {k: v for k, v in vars(given).items() if v != options().get_default(k)}
+    print("something else"); print(json.dumps({"system": "fake", "options": differing, "device": "d", **row}), flush=True)
+if __name__ == "__main__":
+    for arguments in " ".join(sys.argv[1:]).split(" --then "):
+        row(options().parse_args(arguments.split()))
 """
 
 
@@ -221,7 +241,12 @@ def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[st
     monkeypatch.setitem(tables.MODULES, "fake", "fake_row")
     monkeypatch.setattr(run, "described_machine", lambda: {"device": "d"})
     monkeypatch.delitem(sys.modules, "fake_row", raising=False)
-    return lambda: (tmp_path / "log").read_text().splitlines() if (tmp_path / "log").exists() else []
+    return lambda: [line.rsplit(" ", 1)[0] for line in processes(tmp_path)]
+
+
+def processes(folder: Path) -> list[str]:
+    """Each row that was measured, with its process."""
+    return (folder / "log").read_text().splitlines() if (folder / "log").exists() else []
 
 
 def test_rows_that_are_in_the_file_are_not_measured_again(tmp_path: Path, log: Callable[[], list[str]]) -> None:
@@ -252,20 +277,21 @@ def test_a_row_that_fails_is_kept_with_its_error_and_stops_no_other(
     assert len(rows.read(output)) == 5 and len(rows.latest(rows.read(output))) == 3
 
 
-def test_rows_that_time_did_not_suffice_for_are_missing_yet(
-        tmp_path: Path, log: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
-    table, output = Table("t", (fake(size=1), fake(size=2), fake(size=3))), tmp_path / "rows.jsonl"
+def test_rows_of_one_model_share_a_process_and_no_other_does(tmp_path: Path, log: Callable[[], list[str]]) -> None:
+    table = Table("t", (fake(size=1), fake(size=2, model="b"), fake(size=3), fake("aborts", size=4), fake(size=5)))
+    assert run.run(table, tmp_path / "rows.jsonl") == 0
+    measured = [line.split() for line in processes(tmp_path)]
+    assert [size for _, size, _ in measured] == ["1", "3", "4", "2", "5"]
+    one, three, aborted, other, five = (process for *_, process in measured)
+    assert one == three == aborted and len({one, five, other}) == 3
+    assert ["error" in row for row in rows.read(tmp_path / "rows.jsonl")] == [False, False, True, False, False]
+
+
+def test_rows_that_time_did_not_suffice_for_are_missing_yet(tmp_path: Path, log: Callable[[], list[str]]) -> None:
+    table, output = Table("t", (fake(size=1), fake("hangs", size=2), fake(size=3))), tmp_path / "rows.jsonl"
     assert run.run(table, output, limit_s=0.0) == 3 and log() == []
-    true, limits = run.measured, []
-
-    def measured(spec: Spec, limit_s: float) -> rows.Row | None:
-        limits.append(limit_s)
-        return true(spec, 60.0) if spec.options["size"] == 1 else None  # the second is cut short
-
-    monkeypatch.setattr(run, "measured", measured)
-    assert run.run(table, output, limit_s=100.0) == 2
-    assert log() == ["good 1"] and [row["tflops"] for row in rows.read(output)] == [2.0]
-    assert 100 >= limits[0] > limits[1] > 0
+    assert run.run(table, output, limit_s=1.0) == 2
+    assert log() == ["good 1", "hangs 2"] and [row["tflops"] for row in rows.read(output)] == [2.0]
 
 
 def test_a_row_that_hangs_is_given_up(
@@ -281,10 +307,9 @@ def test_ctrl_c_leaves_whole_rows(tmp_path: Path, log: Callable[[], list[str]], 
     monkeypatch.setitem(TABLES, "some", Table("t", (fake(size=1), fake(size=2))))
     true = run.measured
 
-    def stopped(spec: Spec, limit_s: float) -> rows.Row | None:
-        if spec.options["size"] == 2:
-            raise KeyboardInterrupt
-        return true(spec, limit_s)
+    def stopped(specs: Sequence[Spec], end: float) -> Iterator[rows.Row]:
+        yield next(true(specs, end))
+        raise KeyboardInterrupt
 
     monkeypatch.setattr(run, "measured", stopped)
     result = CliRunner().invoke(cli.app, ["bench", "some", "--output", str(tmp_path / "rows.jsonl")])
@@ -303,8 +328,8 @@ def test_the_command_measures_a_table_and_prints_it(tmp_path: Path, monkeypatch:
     monkeypatch.setitem(TABLES, "small", Table("Small", (
         Spec("native", dict(size, micro_batch_size=1), how), Spec("megacompile", dict(size, layers=1000)))))
     command = ["bench", "small", "--shape", "tiny", "--output", str(tmp_path / "rows.jsonl")]
-    monkeypatch.setattr(run, "measured", lambda spec, limit_s, true=run.measured: (
-        true(spec, limit_s) if spec.system == "native" else dict(error="too deep")))
+    monkeypatch.setattr(run, "measured", lambda specs, end, true=run.measured: (
+        true(specs, end) if specs[0].system == "native" else iter([dict(error="too deep")])))
     result = CliRunner().invoke(cli.app, command)
     assert result.exit_code == 0, result.output
     row, failed = rows.read(tmp_path / "rows.jsonl")

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -68,7 +69,7 @@ def test_a_slow_lane_is_none_that_hangs(model: Any) -> None:
 
 
 def begun(snapshot: object = None) -> dict[Lane, Any]:
-    return {Lane.CPU: (SimpleNamespace(frame=SimpleNamespace(store=SimpleNamespace(snapshot=snapshot))), object())}
+    return {Lane.CPU: (SimpleNamespace(number=1, frame=SimpleNamespace(store=SimpleNamespace(snapshot=snapshot))), object())}
 
 
 def test_time_in_which_nobody_looks_does_not_count() -> None:
@@ -99,3 +100,25 @@ def test_every_lane_that_a_program_has_can_be_told(model: Any) -> None:
             if (lane := lane_of(node)) is not None:
                 watchdog.begun = {lane: (SimpleNamespace(section=name), node)}
                 assert str(lane) in str(watchdog.error([lane, Lane.PACK]))
+
+
+def test_a_section_that_is_over_is_kept_by_nobody(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has the activations that its backward needs: kept until the next look, they are there beside the backward's own."""
+    executor = model.megacompile.streamed.executor
+    model(**batch())  # planned, and bound
+    runs: list[weakref.ref[Any]] = []
+    submit = executor.submit
+
+    def noted(*arguments: Any) -> Any:
+        run = submit(*arguments)
+        runs.append(weakref.ref(run))
+        return run
+
+    monkeypatch.setattr(executor, "submit", noted)
+    monkeypatch.setattr(executor, "delay", lambda lane: time.sleep(0.005))  # whoever waits looks several times
+    loss = model(**batch()).loss
+    deadline = time.monotonic() + SOON_S
+    while executor.watchdog.begun and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert executor.watchdog._seen and [run() for run in runs] == [None]
+    loss.backward()

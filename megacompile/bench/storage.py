@@ -1,0 +1,138 @@
+"""Reading a model from the disk, and saving its training state beside training.
+
+    python benchmarks/storage.py --shape qwen2-7b --folder /scratch                      # loading: 15 GB, cold
+    python benchmarks/storage.py --shape qwen2-7b --layers 8 --folder /scratch --save    # and saving: 12 bytes a parameter
+
+Writes a model with random weights as safetensors, empties the system's cache of those files, reads them as they are (the
+disk's own rate, with as many threads), empties it again and loads them with `megacompile.from_pretrained`; its rate leaves the
+model's capture out. With `--save`, it then times steps alone, and steps beside a `CheckpointWriter`, until that is done.
+"""
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import megacompile
+from megacompile.bench import rows
+from megacompile.bench.shapes import random_model
+from megacompile.bench.step import gib, resident_bytes
+from megacompile.checkpoint.writer import CheckpointWriter
+from megacompile.filling import READERS
+
+_CHUNK_BYTES = 16 << 20
+
+
+def options() -> argparse.ArgumentParser:
+    parser = rows.parser(__doc__)
+    parser.add_argument("--folder", type=Path, help="on the disk that is measured; default: that of temporary files")
+    parser.add_argument("--save", action="store_true", help="also save beside training")
+    parser.add_argument("--uncompiled", action="store_true", help="templates op by op")
+    return parser
+
+
+def measure(given: argparse.Namespace) -> rows.Row:
+    with tempfile.TemporaryDirectory(dir=given.folder) as folder:
+        weights = Path(folder, "model")
+        random_model(given.shape, rows.layer_count(given), given.device).save_pretrained(weights, max_shard_size="2GB")
+        files = sorted(weights.glob("*.safetensors"))
+        size = sum(file.stat().st_size for file in files)
+        empty_cache(files)
+        disk_s = seconds(lambda: read(files))
+        empty_cache(files)
+        before = resident_bytes()
+        begun = time.perf_counter()
+        model = megacompile.from_pretrained(weights, device=given.device, micro_batch_size=given.micro_batch_size,
+                                            compile=False if given.uncompiled else None).train()
+        load_s = time.perf_counter() - begun
+        capture_s = model.megacompile.stats["capture_s"]
+        row = dict(
+            layers=model.config.num_hidden_layers, parameters=sum(p.numel() for p in model.parameters()),
+            files_gib=gib(size), disk_s=round(disk_s, 2), load_s=round(load_s, 2),
+            capture_s=round(capture_s, 2), disk_gb_per_s=rate(size, disk_s), load_gb_per_s=rate(size, load_s - capture_s),
+            resident_set_gib=gib(resident_bytes() - before), losses=[])
+        row |= saving(model, Path(folder, "checkpoints"), given) if given.save else {}
+        model.megacompile.close()
+    return row
+
+
+def seconds(action: Any) -> float:
+    begun = time.perf_counter()
+    action()
+    return time.perf_counter() - begun
+
+
+def rate(size: int, taken_s: float) -> float:
+    return round(size / taken_s / 1e9, 3)
+
+
+def empty_cache(files: list[Path]) -> None:
+    """The next read of these files comes from the disk."""
+    for file in files:
+        handle = os.open(file, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+            os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(handle)
+
+
+def read(files: list[Path]) -> None:
+    """All bytes of the files, and nothing done with them."""
+    def chunks(file: Path, start: int) -> None:
+        buffer = bytearray(_CHUNK_BYTES)
+        with file.open("rb", buffering=0) as handle:
+            handle.seek(start)
+            handle.readinto(buffer)
+
+    with ThreadPoolExecutor(READERS) as pool:
+        for done in [pool.submit(chunks, file, start) for file in files
+                     for start in range(0, file.stat().st_size, _CHUNK_BYTES)]:
+            done.result()
+
+
+def saving(model: Any, folder: Path, given: argparse.Namespace) -> rows.Row:
+    """Times of steps alone and beside a save."""
+    optimizer = megacompile.AdamW(model.parameters(), lr=1e-5, max_grad_norm=given.max_grad_norm)
+    generator = torch.Generator().manual_seed(0)
+    losses: list[float] = []
+
+    def step() -> float:
+        ids = torch.randint(0, model.config.vocab_size, (given.batch, given.length), generator=generator)
+        return seconds(lambda: losses.append(float(
+            model.megacompile.train_step(dict(input_ids=ids, labels=ids), optimizer))))
+
+    for _ in range(given.warm_up):
+        step()
+    alone = [step() for _ in range(given.steps)]
+    with CheckpointWriter(folder, model, optimizer) as writer:
+        begun = time.perf_counter()
+        writer.save()
+        fixed_s = time.perf_counter() - begun
+        beside = [step()]
+        while writer.saving:
+            beside.append(step())
+        saved = writer.wait()
+        assert saved is not None, "close() would have raised"
+    size = sum(file.stat().st_size for file in saved.rglob("*") if file.is_file())
+    took_s = time.perf_counter() - begun
+    return dict(
+        losses=losses, times_s=[round(t, 4) for t in alone], times_beside_s=[round(t, 4) for t in beside],
+        step_s=round(statistics.median(alone), 4), step_beside_s=round(statistics.mean(beside), 4),
+        slow_down=round(statistics.mean(beside) / statistics.median(alone), 4), save_returned_s=round(fixed_s, 3),
+        checkpoint_gib=gib(size), save_s=round(took_s, 2), save_gb_per_s=rate(size, took_s))
+
+
+def main() -> None:
+    rows.main("storage", options(), measure)
+
+
+if __name__ == "__main__":
+    main()
