@@ -10,7 +10,7 @@ from test_frozen import Decoder, decoder
 from torch import nn
 
 import megacompile
-from megacompile.errors import CaptureError, UnsupportedError
+from megacompile.errors import CaptureError
 
 
 def test_a_report_names_what_was_found_and_changes_nothing() -> None:
