@@ -50,6 +50,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Train a small model on the Python standard library.")
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--target", type=float, default=2.6, help="held-out loss to reach, nats a byte")
+    parser.add_argument("--sample", type=int, default=100, help="bytes to write at the end")
     parser.add_argument("--save", type=Path, default=Path("runs/demo"))
     arguments = parser.parse_args()
     begin, console = time.perf_counter(), Console(highlight=False)
@@ -70,7 +71,7 @@ def main() -> int:
     loss = training.evaluate(model, examination)
 
     prompt = ByteTokenizer().encode(b"    def ").long()[None]
-    sample = model.generate(input_ids=prompt, max_new_tokens=100, do_sample=True, temperature=0.7, top_k=20)
+    sample = model.generate(input_ids=prompt, max_new_tokens=arguments.sample, do_sample=True, temperature=0.7, top_k=20)
     print(f"\n{'-' * 30} sample\n{ByteTokenizer().decode(sample[0].cpu())}\n{'-' * 37}")
 
     model.save_pretrained(arguments.save)

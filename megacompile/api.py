@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -34,10 +33,11 @@ def stream(model: M, *, layers: str | None = None, example: Mapping[str, Tensor]
     """Moves a model's weights into host tiles and trains it layer by layer from there. Returns the same object.
 
     Args:
-        model: a causal language model of transformers, or any decoder `nn.Module` whose forward returns its loss.
+        model: a causal language model of transformers, or any decoder `nn.Module` whose forward returns its loss;
+            or one without a head (`AutoModel`), whose output losses are made of.
         layers: qualified name of the `nn.ModuleList` of layers, where it is not found.
         example: batch arguments, integer tensors [batch, length] or values for rows, [batch] or floats [batch, n], where they
-            are not `input_ids` and `labels`.
+            are not `input_ids` and, where the model takes them, `labels`.
         options: the fields of `StreamConfig`.
 
     Raises, before anything of the model has changed: `CaptureError`, `UnsupportedError`, `InsufficientMemoryError`,
@@ -65,7 +65,6 @@ def attach(model: M, fill: Callable[[nn.Module, Tiling], Store], config: StreamC
     handle = Handle(streamed)
     model.__dict__["megacompile"] = handle
     model.__class__ = streamed_class(type(model))
-    gc.collect()  # the weights as they were
     return model
 
 

@@ -28,12 +28,13 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 class Arguments:
     """A call of the model, taken apart. `inputs`: the batch arguments that were given, in the model's order, tensors of
     [batch, length, ...]; `normaliser`: the number of target tokens to divide by, or None if there are no labels; `kept`:
-    of how many last positions logits are, 0 for all."""
+    of how many last positions logits are, 0 for all; `hidden_states`: whether those of all layers are wanted."""
 
     inputs: dict[str, Tensor]
     normaliser: Tensor | None
     has_labels: bool
     kept: int = 0
+    hidden_states: bool = False
 
 
 def batch_types(captured: CapturedModel) -> dict[str, TemplateInput]:
@@ -60,6 +61,7 @@ def read_arguments(model: nn.Module, forward: Callable[..., Any], forms: Forms, 
     items = None if "num_items_in_batch" in plain.batch_inputs else given.pop("num_items_in_batch", None)
     kept = given.pop("logits_to_keep", None)
     kept = 0 if kept is None else kept
+    hidden_states = given.get("output_hidden_states") is True and bool(given.pop("output_hidden_states"))
     inputs = _inputs(name, plain, forms.first.types, given)
     if given.get("output_router_logits") is plain.output.records_routers:
         del given["output_router_logits"]
@@ -68,7 +70,7 @@ def read_arguments(model: nn.Module, forward: Callable[..., Any], forms: Forms, 
     served = forms.serve(forms.form_of(tuple(sorted(further)), model.training))
     captured, types = served.captured, served.types
     inputs |= {key: _checked(name, key, value, types.get(key)) for key, value in further.items()}
-    has_labels = all(key in inputs for key in captured.labels)
+    has_labels = captured.has_loss and all(key in inputs for key in captured.labels)
     if not isinstance(kept, int) or kept < 0 or (kept and has_labels):
         raise UnsupportedError(f"{name}: logits_to_keep must be a whole number, of a batch without labels: leave it out")
     inputs = {key: inputs[key] for key in captured.batch_inputs if key in inputs and (has_labels or key not in captured.labels)}
@@ -81,7 +83,7 @@ def read_arguments(model: nn.Module, forward: Callable[..., Any], forms: Forms, 
     if has_labels and captured.has_normaliser:
         assert captured.count_targets is not None
         normaliser = captured.count_targets(inputs) if items is None else torch.as_tensor(items, dtype=torch.float32)
-    return Arguments(inputs, normaliser, has_labels, kept)
+    return Arguments(inputs, normaliser, has_labels, kept, hidden_states)
 
 
 def _inputs(name: str, captured: CapturedModel, types: Mapping[str, TemplateInput],
@@ -139,13 +141,15 @@ def _neutral(key: str, value: Any) -> bool:
     return any(value is v or (not isinstance(value, Tensor) and value == v) for v in _NEUTRAL.get(key, ()))
 
 
-def check_token_tensors(tensors: Mapping[str, Any], given: Arguments, labels: tuple[str, ...]) -> None:
-    """Raises `UnsupportedError` unless each is a tensor [batch, length, ...] without a gradient, and there are no labels."""
+def check_token_tensors(caller: str, tensors: Mapping[str, Any], given: Arguments, labels: tuple[str, ...]) -> None:
+    """Raises `UnsupportedError` unless each is a tensor [batch, length, ...] without a gradient, and the batch that `caller`
+    was given has no labels and asks for no choice of outputs."""
     if labels and given.has_labels:
-        raise UnsupportedError(f"per_token computes no loss: leave {', '.join(labels)} out of the batch, and pass what the "
-                               "function takes by its name")
-    if given.kept:
-        raise UnsupportedError("per_token gives values of all positions: leave logits_to_keep out, and take the last of them")
+        raise UnsupportedError(f"{caller} computes no loss: leave {', '.join(labels)} out of the batch; what a function takes "
+                               "is passed by its name")
+    if given.kept or given.hidden_states:
+        raise UnsupportedError(f"{caller} gives values of all positions: leave logits_to_keep and output_hidden_states out of "
+                               "the batch")
     size = tuple(next(iter(given.inputs.values())).shape[:2])
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor) or tuple(tensor.shape[:2]) != size:

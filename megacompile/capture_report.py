@@ -151,5 +151,6 @@ def _remarks(model: nn.Module, captured: CapturedModel, tiling: Tiling) -> Itera
     yield (f"loss: a sum over target tokens{fused}, and a part that is none (an auxiliary loss): one micro-batch a step, or "
            "the mean over those of a micro_batch_size" if captured.is_averaged else
            f"loss: a sum over target tokens{fused}: micro-batches change nothing" if captured.has_normaliser else
+           "loss: none, it is made outside, of the model's output" if not captured.has_loss else
            "loss: no cross entropy over tokens that is recognised: one micro-batch a step")
     yield f"assumed of a batch of B x T: {'; '.join(captured.guards) or 'nothing'}"

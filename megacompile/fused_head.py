@@ -112,6 +112,8 @@ def refuse_dropout(model: Any, adapter: Any = None) -> None:
                                "stream(), or give disable_dropout=False")
 
 
-def refuse_unstreamed_reference(wanted: bool, remedy: str) -> None:
-    if wanted:
-        raise UnsupportedError(f"TRL would load a reference model that is not streamed: {remedy}")
+def refuse_moving_reference(settings: Any) -> None:
+    """Raises `UnsupportedError` where the reference model is to follow the policy."""
+    if getattr(settings, "sync_ref_model", False):
+        raise UnsupportedError("sync_ref_model writes the reference model's weights past its tiles, where copies on the device "
+                               "would not see it: leave it out")

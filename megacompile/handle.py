@@ -17,6 +17,7 @@ from megacompile.errors import MegacompileError, UnsupportedError
 from megacompile.explain import outlook
 from megacompile.frontend.capture import CapturedModel
 from megacompile.frontend.heads import LOGITS, batch_name
+from megacompile.frontend.hidden_states import LAST
 from megacompile.frontend.token_functions import described
 from megacompile.hardware import Hardware
 from megacompile.lease import StreamedResults, refuse_hooks
@@ -45,6 +46,9 @@ class Handle:
         streamed = self.streamed
         given = self._arguments(model, forward, args, kwargs)
         rebuild = streamed.captured.output.rebuild
+        if given.hidden_states:
+            made, states = self._hidden_states(given)
+            return rebuild(None, logits_of(made, given), hidden_states=states)
         if not self._differentiates():
             with torch.inference_mode(False), torch.no_grad():  # slots outlive the call: no inference tensors
                 loss, logits = streamed.evaluate(given.inputs, given.normaliser)
@@ -52,9 +56,54 @@ class Handle:
         if given.has_labels:
             (loss,) = self._differentiable(given.inputs, given.normaliser, "loss", (True,))
             return rebuild(loss, None)
-        head = self._captured(given.inputs).head(LOGITS)
-        (logits,) = self._differentiable(given.inputs, None, LOGITS, head.has_gradient)
+        (logits,) = self._outputs(given.inputs, LOGITS)
         return rebuild(None, logits_of(logits, given))
+
+    def _hidden_states(self, given: Arguments) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Logits, or of a model without a head what it returns, and the hidden states of all layers."""
+        if self._differentiates() or given.has_labels:
+            raise UnsupportedError("output_hidden_states gives those of all layers without a loss and without gradients: leave "
+                                   "labels out and call under torch.no_grad(), or differentiate "
+                                   "model.megacompile.last_hidden_state(batch)")
+        with torch.inference_mode(False), torch.no_grad():
+            outputs, before = self.streamed.evaluate_hidden_states(given.inputs)
+        return outputs[0], (*before, outputs[-1])
+
+    def last_hidden_state(self, batch: Mapping[str, Any]) -> Tensor:
+        """What the model would make logits of, [B, T, hidden], without these: of `batch`, the model's arguments without labels.
+        Differentiable.
+
+        Raises `UnsupportedError` where the gradient of a parameter would be missing: of a head that is trained and used for
+        nothing else."""
+        given = self._of_mapping("last_hidden_state", batch, {})
+        captured = self._captured(given.inputs)
+        left_out = sorted(captured.left_out_of(LAST) & self.streamed.gradients.keys())
+        if left_out and self._differentiates():
+            raise UnsupportedError(f"{left_out[0]} is trained, and no gradient comes to it from the last hidden state: stream "
+                                   "the model without its head (AutoModel), freeze it before stream(), or call under "
+                                   "torch.no_grad()")
+        (hidden,) = self._outputs(given.inputs, LAST)
+        return hidden
+
+    def _of_mapping(self, caller: str, batch: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Arguments:
+        """Arguments of a method that takes the model's by name, without labels; and `tensors` of the same tokens."""
+        if not isinstance(batch, Mapping):
+            raise MegacompileError(f"{caller} takes the model's arguments by name, such as {{'input_ids': ids}}, not a "
+                                   f"{type(batch).__name__}")
+        model = self.streamed.model
+        given = self._arguments(model, original_class(model).forward.__get__(model), (), batch)
+        check_token_tensors(caller, tensors, given, self.streamed.captured.labels)
+        return given
+
+    def _outputs(self, inputs: Mapping[str, Tensor], output: str) -> tuple[Tensor, ...]:
+        """A head's, differentiable where gradients are wanted."""
+        if not self._differentiates():
+            with torch.inference_mode(False), torch.no_grad():
+                return self.streamed.evaluate_outputs(inputs, output)
+        head = self._captured(inputs).head(output)
+        if not any(head.has_gradient):
+            raise UnsupportedError(f"the function {output} returns nothing that has a gradient: call it under torch.no_grad()")
+        return self._differentiable(inputs, None, output, head.has_gradient)
 
     def _differentiates(self) -> bool:
         return torch.is_grad_enabled() and self.streamed.tiling.trains
@@ -74,25 +123,13 @@ class Handle:
         changes as tensors. Returned are [B, T, ...]. Nothing is shifted: logits tell the next position's token.
 
         Raises `UnsupportedError` for what cannot be traced or honoured."""
-        streamed = self.streamed
-        if not isinstance(batch, Mapping):
-            raise MegacompileError(f"per_token takes the model's arguments by name, such as {{'input_ids': ids}}, not a "
-                                   f"{type(batch).__name__}")
-        given = self._arguments(streamed.model, original_class(streamed.model).forward.__get__(streamed.model), (), batch)
-        check_token_tensors(tensors, given, streamed.captured.labels)
+        given = self._of_mapping("per_token", batch, tensors)
         inputs = given.inputs | {batch_name(name): tensor.contiguous() for name, tensor in tensors.items()}
         heads = self._captured(inputs).require_heads()
         output = heads.of_function(function, described(tensors))
         head = heads.head(output)
         assert head.structure is not None, "a function's head has one"
-        if not self._differentiates():
-            with torch.inference_mode(False), torch.no_grad():
-                values = streamed.evaluate_outputs(inputs, output)
-        elif any(head.has_gradient):
-            values = self._differentiable(inputs, None, output, head.has_gradient)
-        else:
-            raise UnsupportedError(f"the function {output} returns nothing that has a gradient: call it under torch.no_grad()")
-        return pytree.tree_unflatten(values, head.structure)
+        return pytree.tree_unflatten(self._outputs(inputs, output), head.structure)
 
     def _captured(self, inputs: Mapping[str, Tensor]) -> CapturedModel:
         """The capture that serves a batch."""
@@ -127,6 +164,9 @@ class Handle:
         given = self._arguments(streamed.model, original_class(streamed.model).forward.__get__(streamed.model), (), batch,
                                 training=True)
         if not given.has_labels:
+            if not streamed.captured.has_loss:
+                raise UnsupportedError("train_step needs a loss, and the model has none: give stream(model, loss=...), or "
+                                       "train in a loop by a loss of the model's output")
             raise UnsupportedError(f"train_step needs labels ({', '.join(streamed.captured.labels)}): pass them in the batch")
         if optimizer.streamed is not streamed:
             raise MegacompileError("the optimizer belongs to another model: make one of this model's parameters")
@@ -189,12 +229,13 @@ class Handle:
 
     @property
     def stats(self) -> dict[str, Any]:
-        """Counters, sizes in bytes and times in seconds. `skipped_steps`: those of `steps` whose gradients were not finite.
+        """Counters, sizes in bytes and times in seconds. `skipped_steps`: those of `steps` whose gradients were not finite;
+        `kept_tiles`: with updates on arrival, tiles whose gradients were not, one for each step (known after `synchronize`).
         `compiled`: graphs that inductor compiled, `compiled_from_cache` that an earlier process had; `compile_s`, what both
         took; `capture_s`, the model's capture and templates."""
         streamed = self.streamed
         return dict(
-            steps=streamed.steps, skipped_steps=len(streamed.skipped),
+            steps=streamed.steps, skipped_steps=len(streamed.skipped), kept_tiles=len(streamed.kept),
             shapes=len(streamed.shapes), templates=len(streamed.captured.templates),
             compiled_variants=sum(len(served.binder.compiled) for served in streamed.forms),
             capture_s=sum(served.captured.seconds for served in streamed.forms),

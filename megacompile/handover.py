@@ -46,6 +46,17 @@ def outputs_of(backend: Backend, batch: Batch) -> tuple[Tensor, ...]:
     return outputs
 
 
+def hidden_states_of(backend: Backend, batch: Batch) -> tuple[Tensor, ...]:
+    """What each call but the last layer's hands on, of all sequences, where the program returns it."""
+    found, count, states = batch.results.pop("forward"), len(batch.micro_batches), []
+    with backend.lane(Lane.COMPUTE):
+        while found:
+            states.append(_joined([value.outputs[0] for value in found[:count]]))
+            del found[:count]  # parts go as the whole comes
+    backend.exit(states)
+    return tuple(states)
+
+
 def evaluation_of(backend: Backend, batch: Batch) -> tuple[Tensor, Tensor | None]:
     """The loss, and logits where the model returns them."""
     losses, *logits = _columns(batch.results.pop("evaluate"))

@@ -86,11 +86,6 @@ class StreamedResults(torch.autograd.Function):
         return (None,) * len(ctx.needs_input_grad)
 
 
-def _unknown(hook: Callable[..., Any]) -> bool:
-    """Whether a hook is any but those of transformers that collect what was asked for, routers' logits: they are captured."""
-    return getattr(hook, "__module__", "") != "transformers.utils.output_capturing"
-
-
 def refuse_hooks(model: nn.Module) -> None:
     """Raises `UnsupportedError` if a parameter or a module inside the model has hooks, which nothing would call."""
     for name, parameter in nn.Module.named_parameters(model):
@@ -98,6 +93,12 @@ def refuse_hooks(model: nn.Module) -> None:
             raise UnsupportedError(f"{name} has a gradient hook, which a streamed backward does not call: remove it, "
                                    "and read .grad after backward()")
     for name, module in model.named_modules():
-        if module is not model and any(map(_unknown, itertools.chain(*(getattr(module, h).values() for h in _MODULE_HOOKS)))):
+        if module is not model and any(_acts(hook) for hooks in _MODULE_HOOKS for hook in getattr(module, hooks).values()):
             raise UnsupportedError(f"{name} has a hook, which a streamed model does not call: remove it "
                                    "(hooks of the model as a whole work)")
+
+
+def _acts(hook: Callable[..., Any]) -> bool:
+    """Whether a module's hook does anything. transformers leaves hooks behind once it was asked for hidden states, which
+    collect them only while a model of its own is asked again."""
+    return getattr(hook, "__module__", "") != "transformers.utils.output_capturing"

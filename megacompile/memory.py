@@ -11,6 +11,7 @@ from itertools import pairwise, zip_longest
 
 from megacompile import cost
 from megacompile.frontend.capture import CapturedModel
+from megacompile.frontend.hidden_states import ALL
 from megacompile.plan import Plan
 from megacompile.runtime.store import TileLayout
 from megacompile.tiling import Tiling
@@ -144,9 +145,11 @@ def evaluation_bytes(captured: CapturedModel, tiling: Tiling, plan: Plan, fused:
     prologue, epilogue = captured.templates["prologue"], captured.calls_for(plan.output)[-1].template
     hidden = sum(cost.output_bytes(prologue, rows, plan.length) for rows in plan.micro_batches)
     outputs = _outputs(captured, plan)
+    kept = len(captured.calls) + 1 if plan.output == ALL else 3  # all of them, and one beside its parts
     layers = max(_peak(captured, call.template, "forward", plan, fused) for call in captured.calls[1:-1])
     last = _peak(captured, epilogue, "evaluate" if plan.output == "loss" else "outputs", plan, fused)
-    return Estimate(slot_bytes(captured, tiling, plan), 0, 3 * hidden + sum(outputs[:-1]), max(layers, last, _joined(outputs)))
+    activations = kept * hidden + sum(outputs[:-1])
+    return Estimate(slot_bytes(captured, tiling, plan), 0, activations, max(layers, last, _joined(outputs)))
 
 
 def _outputs(captured: CapturedModel, plan: Plan) -> list[int]:

@@ -6,7 +6,9 @@ has what is needed to look into it.
     AdamW(parameters, non_finite="dump", dump_folder="non-finite")
 
 The norm is known on the host before the first tile is updated; nothing else is asked of the device, and no lane waits for it.
-Updates on arrival come before the norm of all gradients: there each tile's own is looked at.
+Updates on arrival come before the norm of all gradients: there each tile's own is looked at, and a tile whose gradients are not
+finite keeps its weights and moments. Others are updated, and the step is reported once all tiles are done. What is updated on
+the device is looked at there, and reported when the host next waits for the device.
 """
 from __future__ import annotations
 
@@ -15,13 +17,16 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from safetensors.torch import save_file
 
 from megacompile.errors import MegacompileError, NonFiniteError
 from megacompile.runtime.kernels import Batch
 from megacompile.runtime.update import Norms, Update
+
+if TYPE_CHECKING:
+    from megacompile.streamed import Streamed
 
 POLICIES = ("raise", "skip", "dump")
 _NAMED = 8  # tiles in a message
@@ -33,25 +38,26 @@ class NonFinite:
 
     policy: str
     folder: Path
-    on_arrival: bool
 
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:
             raise MegacompileError(f"non_finite={self.policy!r} must be one of {', '.join(map(repr, POLICIES))}")
-        if self.policy == "skip" and self.on_arrival:
-            raise MegacompileError("non_finite='skip' cannot be honoured with overlap='backward', which has updated some tiles "
-                                   "when it finds others' gradients not finite: leave overlap out, or take 'raise'")
 
-    def report(self, skipped: list[int], update: Update, norms: Norms) -> None:
-        """Called in a lane. Adds the step's number to `skipped`, or raises `NonFiniteError`."""
-        if self.policy == "skip":
+    def report(self, skipped: list[int], kept: list[str], update: Update, norms: Norms) -> None:
+        """Called in a lane. Adds the step's number to `skipped`, or on arrival the tiles to `kept`; or raises
+        `NonFiniteError`."""
+        if update.on_arrival:
+            kept.extend(norms)
+        elif self.policy == "skip":
             skipped.append(update.step)
+        if self.policy == "skip":
             return
         tiles = tuple(tile for tile, of_tile in norms.items() if not all(map(math.isfinite, of_tile.values())))
         loss = sum(map(_loss, update.batches))
         norm = math.nan if update.norm is None else update.norm
-        lines = [f"the gradients of step {update.step} are not finite (loss {loss:.4g}, norm {norm:.4g}) and "
-                 f"{_changed(update)}: {_remedy(update)}",
+        found = f"loss {loss:.4g}" if update.on_arrival else f"loss {loss:.4g}, norm {norm:.4g}"
+        lines = [f"the gradients of step {update.step} are not finite ({found}) and {_changed(update, len(tiles))}: leave the "
+                 "batch out (zero_grad() and go on), lower the learning rate, or skip what is not finite (non_finite='skip')",
                  f"not finite: {', '.join(tiles[:_NAMED])}{f' and {len(tiles) - _NAMED} more' if len(tiles) > _NAMED else ''}"]
         folder = None
         if self.policy == "dump":
@@ -65,16 +71,22 @@ class NonFinite:
         raise NonFiniteError("\n".join(lines), update.step, loss, norm, tiles, folder)
 
 
-def _changed(update: Update) -> str:
-    return f"{len(update.done)} of {len(update.segments)} tiles were updated before it was seen" if update.done else (
-        "nothing was updated")
+def report_late(streamed: Streamed) -> None:
+    """Reports tiles that updates on the device have kept, each step once. The device must be idle. Raises `NonFiniteError`."""
+    found = streamed.arena.take_verdicts()
+    for update in dict.fromkeys(found.values()):
+        tiles = [tile for tile, of in found.items() if of is update]
+        if update.kept:  # on the host too: that was said
+            streamed.kept.extend(tiles)
+        else:
+            update.report(update, {tile: {"some": math.nan} for tile in tiles})
 
 
-def _remedy(update: Update) -> str:
-    if update.done:
-        return "load a checkpoint, and lower the learning rate or leave overlap='backward' out"
-    skip = "" if update.on_arrival else ", or skip such steps (non_finite='skip')"
-    return f"leave the batch out (zero_grad() and go on), lower the learning rate{skip}"
+def _changed(update: Update, kept: int) -> str:
+    """`kept`: tiles whose gradients are not finite."""
+    if not update.on_arrival or kept == len(update.segments):
+        return "nothing was updated"
+    return f"{kept} of {len(update.segments)} tiles kept weights and moments; the others were updated"
 
 
 def _loss(batch: Batch) -> float:

@@ -6,6 +6,7 @@ words make a program is `program.py`'s, which most readers of a program import.
 from __future__ import annotations
 
 import enum
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +48,11 @@ class Op:
     @property
     def __name__(self) -> str:  # fx prints and hashes targets by name
         return self.name
+
+    @functools.cached_property
+    def required(self) -> tuple[str, ...]:
+        """The parameters that no node may lack."""
+        return tuple(name for name in self.parameters if name not in self.optional)
 
     def __call__(self, **_: Any) -> Any:
         raise AssertionError(f"{self.name} is a word of a schedule; an executor gives it its meaning")

@@ -14,6 +14,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from megacompile.errors import MegacompileError, UnsupportedError
 from megacompile.nonfinite import NonFinite
+from megacompile.optimizer_state import OptimizerState
 from megacompile.runtime.adam import AdamSegment, join_fp32, split_fp32
 from megacompile.runtime.update import Update, counting
 from megacompile.streamed import Streamed
@@ -88,8 +89,8 @@ class AdamW(torch.optim.Optimizer):
     `non_finite` says what then: "raise" (a `NonFiniteError` from the next call that waits for the update), "skip" (training
     goes on; `model.megacompile.stats["skipped_steps"]` counts), or "dump" (the batch, and the norm of each gradient, are
     written to a folder in `dump_folder`, and the error is raised). With `overlap="backward"` each tile is looked at when its
-    gradients arrive: those before it may have been updated (`TornError` until a checkpoint is loaded), so there is no "skip";
-    tiles that are updated on the device (`resident_state`) are not looked at.
+    gradients arrive, and one whose gradients are not finite keeps weights and moments, whatever becomes of the others
+    (`stats["kept_tiles"]` counts). A step in which nothing was updated is none.
 
     Raises `MegacompileError` for parameters that belong to no streamed model, or to several.
     """
@@ -106,10 +107,11 @@ class AdamW(torch.optim.Optimizer):
                                    "gradients arrive)")
         if overlap is not None and max_grad_norm is not None:
             raise MegacompileError("overlap='backward' updates before the global norm is known: leave max_grad_norm out")
-        self.non_finite = NonFinite(non_finite, Path(dump_folder), on_arrival=overlap is not None)
+        self.non_finite = NonFinite(non_finite, Path(dump_folder))
         self.max_grad_norm, self.overlap = max_grad_norm, overlap
         self._update: Update | None = None
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
+        self.state = OptimizerState(self.state)
         for streamed in self._models():
             streamed.arrival.attach(self if overlap is not None else None)
 
@@ -169,23 +171,25 @@ class AdamW(torch.optim.Optimizer):
         with (`LaneError`); called again, it completes that update: the tiles that are missing, from the gradients that it
         had (setting `.grad` to None since does no harm), with the hyper-parameters that it had.
 
-        After a backward that has updated (`overlap`), and after `train_step`, nothing is left to do."""
+        After a backward that has updated (`overlap`), and after `train_step`, nothing is left to do. A `closure` is called
+        first, beside the update before, as the plain loop runs its forward and backward; its loss is returned."""
         streamed = self.streamed
         streamed.arrival.check_step(self)
-        updated = streamed.arrival.end() or (closure is None and self._ended())
-        if updated:
-            streamed.raise_pending()
-        else:
-            streamed.settle()
-            if self._update is not None and self._update is streamed.unfinished and streamed.complete():
-                return None
-        streamed.check_whole()
-        loss = None
+        updated, loss = streamed.arrival.end(), None
         if closure is not None:
+            if self._completes():
+                return None
+            streamed.check_whole()
             with torch.enable_grad():
                 loss = closure()
-        if streamed.arrival.end() or updated:
+        if streamed.arrival.end() or updated or self._ended():
+            streamed.raise_pending()
+            streamed.check_whole()
             return loss
+        streamed.settle()
+        if self._completes():
+            return loss
+        streamed.check_whole()
         trained = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
         if not trained:
             return loss
@@ -199,6 +203,10 @@ class AdamW(torch.optim.Optimizer):
         self._update = self._request(lambda parameter: parameter.grad is not None)
         streamed.update(self._update)
         return loss
+
+    def _completes(self) -> bool:
+        """Completes an update of ours that has failed; whether there was one, with its gradients as they were."""
+        return self._update is not None and self._update is self.streamed.unfinished and self.streamed.complete()
 
     def _ended(self) -> bool:
         """Whether the update in flight is the one that is asked for: it is ours, and no gradient has come since."""
@@ -237,7 +245,7 @@ class AdamW(torch.optim.Optimizer):
         for positions in counted.values():
             positions.sort()
         return Update(segments, counted, self.max_grad_norm, on_arrival=self.overlap is not None, states=states, before=before,
-                      report=functools.partial(self.non_finite.report, streamed.skipped))
+                      report=functools.partial(self.non_finite.report, streamed.skipped, streamed.kept))
 
     @property
     def grad_norm(self) -> float | None:
@@ -262,7 +270,9 @@ class AdamW(torch.optim.Optimizer):
                 streamed.residency.bring_home()
                 streamed.check_whole()
                 streamed.adopt_writes()  # a remainder is of the weight that was there before
-        return super().state_dict()
+        saved = super().state_dict()
+        saved["state"] = {index: dict(state) for index, state in saved["state"].items()}  # of types that are unpickled
+        return saved
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

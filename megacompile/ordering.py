@@ -23,7 +23,8 @@ from torch import fx
 
 from megacompile.program import Access, Lane, accesses, argument, lane_of, lanes_that, op_of, operands, place_kind
 
-_INDEX = {lane: i for i, lane in enumerate(Lane)}
+_LANES = tuple(Lane)
+_INDEX = {lane: i for i, lane in enumerate(_LANES)}
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ class Clocks:
         known = self._lanes[lane]
         for place, access in accesses(node):
             for earlier_access in (Access.WRITE,) if access == Access.READ else (Access.WRITE, Access.READ):
-                for other in Lane:
+                for other in _LANES:
                     if other == lane:
                         continue
                     earlier = self._accesses.get(place, {}).get((other, earlier_access))

@@ -51,9 +51,9 @@ def argument(node: fx.Node, name: str) -> Any:
 def operands(node: fx.Node, name: str) -> tuple[fx.Node, ...]:
     """The nodes that a parameter holds: none, one or several."""
     value = node.kwargs.get(name)
-    if value is None:
-        return ()
-    return tuple(v for v in (value if isinstance(value, tuple | list) else (value,)) if isinstance(v, fx.Node))
+    if isinstance(value, fx.Node):
+        return (value,)
+    return tuple(v for v in value if isinstance(v, fx.Node)) if isinstance(value, (tuple, list)) else ()
 
 
 def lane_of(node: fx.Node) -> Lane | None:
@@ -121,8 +121,11 @@ def lanes_against(access: Access, kind: str) -> frozenset[Lane]:
 def place_kind(place: str) -> str | None:
     """"W" for "W0", "host weights" for "weights/layers.0": the family of places that ops treat alike. None: memory of a
     value's own, which no other section knows."""
-    if place.startswith("%"):
-        return None
+    return None if place.startswith("%") else _kind_of_known(place)
+
+
+@functools.lru_cache(maxsize=4096)
+def _kind_of_known(place: str) -> str:
     part = place.split("/")[0]
     return f"host {part}" if part in TILE_PARTS else slot_family(place)
 
@@ -269,9 +272,9 @@ class Builder:
 
     def add(self, op: str, name: str | None = None, **arguments: Any) -> fx.Node:
         spec = OPS[op]
-        unknown = set(arguments) - set(spec.parameters)
-        missing = [p for p in spec.parameters if p not in spec.optional and arguments.get(p) is None]
-        assert not unknown and not missing, f"{op}: unknown {sorted(unknown)}, missing {missing}"
+        unknown = [p for p in arguments if p not in spec.parameters]
+        missing = [p for p in spec.required if arguments.get(p) is None]
+        assert not unknown and not missing, f"{op}: unknown {unknown}, missing {missing}"
         given = {p: arguments[p] for p in spec.parameters if arguments.get(p) is not None}
         node = self.graph.create_node("call_function", spec, (), given, name=name)
         node.meta["pass"] = self.source

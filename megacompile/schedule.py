@@ -119,11 +119,14 @@ def schedule(model: nn.Module, *, batch: int, length: int, layers: str | None = 
     fused = config.compile if config.compile is not None else device_type == "cuda"
     there = hardware.host_memory if hardware is not None else available_host_bytes()
     planner = Planner(captured, tiling, config, budget, parse_bytes(config.locked_memory), *margins(device_type), fused=fused,
-                      host_bytes=parse_bytes(config.host_memory) or there)
+                      host_bytes=parse_bytes(config.host_memory) or there, output=captured.main_output)
     planner.pace = pace_of(captured, tiling, hardware or Hardware.known(device), fused, config.passes)
-    plan = planner.choose(batch, length, update=update, whole_step=whole_step)
-    program = model_program(tiling.call_specs(captured.calls, captured.templates, length), tiling.tiles(), batch, labels=True,
-                            whole_step=whole_step)
+    if whole_step and not captured.has_loss:
+        raise UnsupportedError(f"{type(model).__name__} has no loss, and a whole step needs one: leave whole_step out, or give "
+                               "loss=...")
+    plan = planner.choose(batch, length, update=update, whole_step=whole_step, output=captured.main_output)
+    program = model_program(tiling.call_specs(captured.calls, captured.templates, length), tiling.tiles(), batch,
+                            labels=captured.has_loss, whole_step=whole_step, differentiable=not captured.has_loss)
     compiled = compile_program(program, plan, config.passes)
     return Schedule(captured, tiling, plan, compiled.stages, compiled.log, planner, device, hardware)
 

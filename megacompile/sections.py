@@ -39,13 +39,15 @@ def belongs(program: Program) -> Iterator[Fault]:
 
 
 def returned(program: Program) -> Iterator[Fault]:
-    """The caller gets the loss (or outputs) of every micro-batch, each once and in order, under the name of the op."""
+    """The caller gets the loss (or outputs) of every micro-batch, each once and in order, under the name of the op; and with
+    outputs perhaps hidden states: those of every call but the last layer's, of every micro-batch, in order."""
     for name, graph in program.sections.items():
         made = sorted(find(graph, *_RESULTS), key=lambda node: int(argument(node, "mb")))
-        given = []
+        given: list[fx.Node] = []
+        hidden: list[fx.Node] = []
         for result in find(graph, "result"):
             for value in operands(result, "values"):
-                given.append(value)
+                (hidden if op_of(value).name == "forward" else given).append(value)
                 if argument(result, "key") != op_of(value).name:
                     yield Fault(f"{describe(result)} hands over {value.name}, which is of {op_of(value).name}",
                                 f'hand it over as "{op_of(value).name}"', result, value)
@@ -55,6 +57,11 @@ def returned(program: Program) -> Iterator[Fault]:
         if given != made:
             yield Fault(f"{name} hands over {', '.join(n.name for n in given)}, not {', '.join(n.name for n in made)}",
                         "hand over each micro-batch's value once, in order", next(find(graph, "result"), None))
+        forwards = {(argument(n, "call"), argument(n, "mb")): n for n in find(graph, "forward")}
+        wanted = [forwards.get((call.name, mb)) for call in program.calls[:-2] for mb in range(len(program.micro_batches))]
+        if hidden and (hidden != wanted or not any(find(graph, "outputs"))):
+            yield Fault(f"{name} hands over hidden states, and not those of every call but the last two",
+                        "hand over each call's, of each micro-batch, in order, or none", next(find(graph, "result"), None))
 
 
 def added_up(program: Program) -> Iterator[Fault]:

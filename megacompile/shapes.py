@@ -9,13 +9,14 @@ from dataclasses import dataclass, field, replace
 from megacompile.errors import UnsupportedError
 from megacompile.forms import Forms
 from megacompile.frontend.heads import LOGITS
+from megacompile.frontend.hidden_states import ALL
 from megacompile.lowering import model_program
 from megacompile.memory import Estimate
 from megacompile.passes.manager import Compiled, compile_program
 from megacompile.plan import Plan, Shape
 from megacompile.program import Program, Slot, places, slot_family
 from megacompile.runtime.kernels import Kernel
-from megacompile.verify import verify
+from megacompile.verify import check_agreement
 
 #: A generation brings a new length with every token: without a bound, its programs would never go away.
 MAX_SHAPES = 32
@@ -137,7 +138,7 @@ class Shapes:
                 f"give micro_batch_size={shape.batch} or smaller batches")
         specs = self.tiling.call_specs(captured.calls_for(shape.output), captured.templates, shape.length)
         return model_program(specs, self.tiling.tiles(), shape.batch, shape.labels, shape.whole_step,
-                             differentiable=shape.training and shape.output != "loss")
+                             differentiable=shape.training and shape.output != "loss", hidden_states=shape.output == ALL)
 
     def _compile(self, shape: Shape) -> CompiledShape:
         planner = self.forms.serve(shape.form).planner
@@ -148,7 +149,7 @@ class Shapes:
             plan = replace(plan, saved_layers=self.planner.config.saved_layers or 0)
         model = self.model_program(shape, plan)
         compiled = compile_program(model, plan, self.planner.config.passes)
-        verify(compiled.program, [s.program for s in self.table.values()])
+        check_agreement(compiled.program, [s.program for s in self.table.values()])
         estimate = planner.estimate(plan, shape.length, shape.training)
         self._note(estimate)
         return CompiledShape(shape, plan, estimate, compiled)

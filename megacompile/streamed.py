@@ -18,8 +18,10 @@ from megacompile.exhaustion import exhausted, explained
 from megacompile.forms import Forms
 from megacompile.frontend.capture import CapturedModel
 from megacompile.frontend.heads import of_tokens
-from megacompile.handover import batch_of, evaluation_of, loss_of, outputs_of, send_gradients
+from megacompile.frontend.hidden_states import ALL
+from megacompile.handover import batch_of, evaluation_of, hidden_states_of, loss_of, outputs_of, send_gradients
 from megacompile.lease import Lease
+from megacompile.nonfinite import report_late
 from megacompile.plan import Form
 from megacompile.program import Lane
 from megacompile.residency import Residency
@@ -63,6 +65,7 @@ class Streamed:
         self.residency, self.arrival = Residency(self), Arrival(self)
         self.version = self.steps = 0
         self.skipped: list[int] = []  # numbers of steps whose gradients were not finite
+        self.kept: list[str] = []  # tiles that were not updated on arrival, since their gradients were not finite
         self.batches: list[Batch] = []  # those that the gradients are of
         self.updating: Update | None = None
         self.unfinished: Update | None = None
@@ -199,6 +202,11 @@ class Streamed:
         """A head's outputs, without gradients."""
         return outputs_of(self.backend, self._evaluate(inputs, None, output))
 
+    def evaluate_hidden_states(self, inputs: Mapping[str, Tensor]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """(logits and the last hidden state, or of a model without a head this alone; all states before it)."""
+        batch = self._evaluate(inputs, None, ALL)
+        return outputs_of(self.backend, batch), hidden_states_of(self.backend, batch)
+
     def _evaluate(self, inputs: Mapping[str, Tensor], normaliser: Tensor | None, output: str) -> Batch:
         with self.guarded():
             self.executor.check()
@@ -317,6 +325,7 @@ class Streamed:
         with self.guarded():
             self.drain()
         self.residency.rescue()
+        report_late(self)
 
     @property
     def torn(self) -> bool:
@@ -361,6 +370,7 @@ class Streamed:
         first = next(iter(inputs.values()))
         plain = self.captured.batch_inputs
         form = self.form_of(inputs)
+        output = self.captured.main_output if output == "loss" else output
         return Shape(first.shape[0], first.shape[1], output == "loss" and set(plain) <= inputs.keys(), training,
                      update=self.arrival.update_at if training else "step", output=output, further=form.further,
                      evaluating=form.evaluating, without_adapters=form.without_adapters)

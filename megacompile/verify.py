@@ -62,6 +62,11 @@ def verify(program: Program, others: Iterable[Program] = ()) -> None:
         if reached(program, stage):
             for fault in rule(program):
                 raise fault.error(program)
+    check_agreement(program, others)
+
+
+def check_agreement(program: Program, others: Iterable[Program]) -> None:
+    """Raises ProgramError where a program and `others` that run on the same memory (all verified by themselves) disagree."""
     for other in others:
         for fault in _agree(program, other):
             raise fault.error(program)

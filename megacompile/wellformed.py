@@ -1,14 +1,14 @@
 """Rule `well_formed`: each node says something that has a meaning, by itself and with its operands."""
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from torch import fx
 
 from megacompile.fault import Fault
 from megacompile.listing import describe
-from megacompile.program import OPS, Access, Lane, Op, Program, argument, lane_of, nodes, op_of, operands
+from megacompile.program import OPS, Access, CallSpec, Lane, Op, Program, argument, lane_of, nodes, op_of, operands
 from megacompile.text import KINDS
 
 #: What kinds of values a parameter takes; a `leased` value may be of any kind. Other parameters take any value.
@@ -18,15 +18,20 @@ _TAKES = {
     "saved": {"activation"}, "reduced": {"reduced", "gradients"}, "resident": {"weights"},
     "state": {"state"}, "slab": {"slab"}, "stashed": {"stashed"}, "staging": {"staging"}, "clip": {"clip"},
     "event": {"event"}, "values": {"activation", "gradient"}}
+_SEVERAL = (tuple, list)
 _TYPES: dict[str, type | tuple[type, ...]] = {
-    "text": str, "number": int, "flag": bool, "value": fx.Node, "value or values": (fx.Node, tuple, list),
-    "values": (tuple, list), "texts": (tuple, list)}
+    "text": str, "number": int, "flag": bool, "value": fx.Node, "value or values": (fx.Node, *_SEVERAL),
+    "values": _SEVERAL, "texts": _SEVERAL}
+_OF_ONE_TILE = frozenset({"reduced", "slab", "staging", "resident", "state"})  # what is passed on stays the same tile's
 
 
 def well_formed(program: Program) -> Iterator[Fault]:
     """Each node is a word of the language with the arguments and the kinds of values that it takes; names are declared;
     nothing is used before it is defined or after its release, and nothing is released twice."""
     yield from _declarations(program)
+    calls = {call.name: call for call in program.calls}
+    known: dict[str, Collection[Any]] = {"tile": program.tiles, "lane": tuple(Lane), "access": tuple(Access),
+                                         "mb": range(len(program.micro_batches)), "call": calls}
     for name, graph in program.sections.items():
         for node in graph.nodes:
             yield from _words(name, node)
@@ -35,7 +40,7 @@ def well_formed(program: Program) -> Iterator[Fault]:
         for node in nodes(graph):
             yield from _order(node, defined, released)
             yield from _operands(node)
-            yield from _names(program, node)
+            yield from _names(known, calls, node)
             defined[node] = len(defined)
 
 
@@ -59,7 +64,7 @@ def _words(section: str, node: fx.Node) -> Iterator[Fault]:
         return
     op = node.target
     unknown = [name for name in node.kwargs if name not in op.parameters]
-    missing = [name for name in op.parameters if name not in op.optional and argument(node, name) is None]
+    missing = [name for name in op.required if argument(node, name) is None]
     if node.args or unknown or missing:
         yield Fault(f"{where}: {op.name} has arguments that it does not take ({[*node.args, *unknown]}) or lacks some "
                     f"({missing})", f"give it {', '.join(op.parameters)}, by name")
@@ -67,10 +72,9 @@ def _words(section: str, node: fx.Node) -> Iterator[Fault]:
         if value is None or name in unknown:
             continue
         kind = KINDS[name]
-        items = value if isinstance(value, tuple | list) else ()
         item_type = str if kind == "texts" else fx.Node
-        if not isinstance(value, _TYPES[kind]) or not all(isinstance(item, item_type) for item in items) or (
-                kind == "number" and isinstance(value, bool)):
+        if not isinstance(value, _TYPES[kind]) or (kind == "number" and isinstance(value, bool)) or (
+                isinstance(value, _SEVERAL) and not all(isinstance(item, item_type) for item in value)):
             yield Fault(f"{where}: argument {name} of {op.name} is {value!r}, not a {kind}", "give it another argument")
 
 
@@ -92,43 +96,40 @@ def _order(node: fx.Node, defined: dict[fx.Node, int], released: dict[fx.Node, f
 
 def _operands(node: fx.Node) -> Iterator[Fault]:
     op = op_of(node)
-    for name, takes in _TAKES.items():
+    for name in node.kwargs:
         for value in operands(node, name):
-            if op_of(value).result not in takes and op_of(value).name != "leased":
-                yield Fault(f"{describe(node)} takes {value.name} as {name}, but {op_of(value).name} makes "
-                            f"{op_of(value).result or 'no value'}", f"give it one of: {', '.join(sorted(takes))}", node,
-                            value)
-    for name in ("value", "saved"):
-        for value in operands(node, name):
-            made = op_of(value)
-            if made.result in (None, "event") or (name == "saved" and made.name not in ("forward_saving", "leased")):
-                yield Fault(f"{describe(node)} takes {value.name}, but {made.name} keeps nothing in memory for it",
-                            "give it a value" if name == "value" else "give it a forward_saving", node, value)
+            yield from _operand(node, name, value, op_of(value))
     if op.name == "record" and lane_of(operands(node, "node")[0]) is None:
         yield Fault(f"{describe(node)} is of a node that no lane executes", "record a node of the lane", node)
     if op.name == "leave" and op_of(operands(node, "event")[0]).name != "record":
         yield Fault(f"{describe(node)} hands on an event of the past", "record an event in this section", node)
-    for name in ("reduced", "slab", "staging", "resident", "state"):  # what is passed on stays the same tile's
-        for value in operands(node, name):
-            if argument(value, "tile") != argument(node, "tile"):
-                yield Fault(f"{describe(node)} takes {value.name}, which is of tile {argument(value, 'tile')}",
-                            "give it the value of its own tile", node, value)
 
 
-def _names(program: Program, node: fx.Node) -> Iterator[Fault]:
+def _operand(node: fx.Node, name: str, value: fx.Node, made: Op) -> Iterator[Fault]:
+    """`made`: the op that makes the value."""
+    takes = _TAKES.get(name)
+    if takes is not None and made.result not in takes and made.name != "leased":
+        yield Fault(f"{describe(node)} takes {value.name} as {name}, but {made.name} makes {made.result or 'no value'}",
+                    f"give it one of: {', '.join(sorted(takes))}", node, value)
+    if name in ("value", "saved") and (
+            made.result in (None, "event") or (name == "saved" and made.name not in ("forward_saving", "leased"))):
+        yield Fault(f"{describe(node)} takes {value.name}, but {made.name} keeps nothing in memory for it",
+                    "give it a value" if name == "value" else "give it a forward_saving", node, value)
+    if name in _OF_ONE_TILE and argument(value, "tile") != argument(node, "tile"):
+        yield Fault(f"{describe(node)} takes {value.name}, which is of tile {argument(value, 'tile')}",
+                    "give it the value of its own tile", node, value)
+
+
+def _names(known: Mapping[str, Collection[Any]], calls: Mapping[str, CallSpec], node: fx.Node) -> Iterator[Fault]:
     """Tiles, calls, templates, lanes, accesses and micro-batches exist."""
-    known: tuple[tuple[str, Any], ...] = (
-        ("tile", program.tiles), ("lane", tuple(Lane)), ("access", tuple(Access)),
-        ("mb", range(len(program.micro_batches))), ("call", {c.name: c for c in program.calls}))
-    for name, declared in known:
-        value = argument(node, name)
-        if value is not None and value not in declared:
+    for name, value in node.kwargs.items():
+        if name in known and value is not None and value not in known[name]:
             yield Fault(f"{describe(node)} names {name} {value}, which the program does not have",
-                        f"name one of: {', '.join(map(str, list(declared)[:8]))}", node)
+                        f"name one of: {', '.join(map(str, list(known[name])[:8]))}", node)
     for tile in argument(node, "tiles") or ():
-        if tile not in program.tiles:
+        if tile not in known["tile"]:
             yield Fault(f"{describe(node)} names tile {tile}, which the program does not have", "declare it", node)
-    call = argument(node, "call")
-    if "template" in op_of(node).parameters and program.call(call).template != argument(node, "template"):
-        yield Fault(f"{describe(node)} runs template {argument(node, 'template')}, but {call} is of template "
-                    f"{program.call(call).template}", "run the template of the call", node)
+    if "template" in op_of(node).parameters and calls[argument(node, "call")].template != argument(node, "template"):
+        call = calls[argument(node, "call")]
+        yield Fault(f"{describe(node)} runs template {argument(node, 'template')}, but {call.name} is of template "
+                    f"{call.template}", "run the template of the call", node)

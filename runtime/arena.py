@@ -3,6 +3,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -11,6 +12,9 @@ from megacompile.program import SLOT_KINDS, Slot, slot_family
 
 from .lanes import Backend
 from .store import TileLayout, host_memory
+
+if TYPE_CHECKING:
+    from .update import Update
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,7 @@ class Arena:
         self._weights: dict[tuple[str, str], Weights] = {}
         self._gradients: dict[tuple[str, str], Gradients] = {}
         self._states: dict[tuple[str, str], State] = {}
+        self._verdicts: dict[str, tuple[Tensor, Update]] = {}
 
     def reserve(self, slots: Mapping[str, Slot]) -> bool:
         """Makes what is missing; True if a slot was made or grew (what lanes hold must be settled by then)."""
@@ -78,6 +83,21 @@ class Arena:
             else:
                 self.slots[slot.name] = self.backend.memory(slot.bytes)
         return bool(grown)
+
+    def verdict(self, tile: str, update: Update) -> Tensor:
+        """int32 [1] on the device: becomes 1 if an update there keeps a tile, whose gradients are not finite."""
+        known = self._verdicts.get(tile)
+        said = torch.zeros(1, dtype=torch.int32, device=self.backend.device) if known is None else known[0]
+        self._verdicts[tile] = said, update
+        return said
+
+    def take_verdicts(self) -> dict[str, Update]:
+        """Tiles that were kept since this was called last, and their last update. The device must be idle, and is asked."""
+        if not self._verdicts or not any(kept := torch.cat([said for said, _ in self._verdicts.values()]).tolist()):
+            return {}
+        found = {tile: update for (tile, (_, update)), each in zip(self._verdicts.items(), kept, strict=True) if each}
+        self._verdicts.clear()
+        return found
 
     @staticmethod
     def is_slab(slot: str) -> bool:

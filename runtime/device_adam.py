@@ -58,16 +58,20 @@ def _kernels(cupy: Any) -> dict[torch.dtype, Any]:
 
 
 def adamw(cupy: Any, stream: Any, weights: Tensor, remainder: Tensor | None, gradient: Tensor, m: Tensor, v: Tensor,
-          segments: Sequence[AdamSegment], gradient_scale: float) -> None:
+          segments: Sequence[AdamSegment], gradient_scale: float, judged: tuple[Tensor, Tensor] | None = None) -> None:
     """Issues the update to a CuPy stream. Tensors are as for `adam.adamw`, on the current device, gradients in the dtype of
-    the weights."""
+    the weights. `judged`: the gradients' norms, fp32 [n], and int32 [1]: where a norm is not finite nothing is changed, and the
+    latter becomes 1."""
     assert weights.dtype == gradient.dtype, f"gradients are {gradient.dtype}, weights {weights.dtype}"
     assert (remainder is not None) == (weights.dtype == torch.bfloat16), "bf16 weights, and only they, have a remainder"
     kernel = _kernels(cupy)[weights.dtype]
     pointers = [numpy.uint64(0 if t is None else t.data_ptr()) for t in (weights, remainder, gradient, m, v)]
+    norms, verdict = judged if judged is not None else (None, None)
+    judging = (numpy.uint64(0 if norms is None else norms.data_ptr()), numpy.int64(0 if norms is None else norms.numel()),
+               numpy.uint64(0 if verdict is None else verdict.data_ptr()))
     for segment in segments:
         fields = native_segment(segment)
         bounds = numpy.int64(fields.start), numpy.int64(fields.stop)
         scalars = (numpy.float32(getattr(fields, name)) for name, _ in fields._fields_[2:])
         blocks = max(1, min(_BLOCKS, -(-(segment.stop - segment.start) // (4 * _THREADS))))
-        kernel((blocks,), (_THREADS,), (*pointers, numpy.float32(gradient_scale), *bounds, *scalars), stream=stream)
+        kernel((blocks,), (_THREADS,), (*pointers, numpy.float32(gradient_scale), *judging, *bounds, *scalars), stream=stream)

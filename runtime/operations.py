@@ -222,17 +222,17 @@ def _update(frame: Frame, node: fx.Node, tile: HostTile, gradients: Tensor) -> N
     """The update of a tile on the host. `gradients`: [elements], in the weights' dtype or FP32."""
     update = frame.update
     assert update is not None, "an update without an optimizer"
+    if update.on_arrival and gradients is not tile.sums and tile.layout.name in update.segments:
+        update.judge_tile(tile.layout.name, _norms(frame, update, tile.layout.name))
     segments = update.segments.get(tile.layout.name)
     if not segments or tile.layout.name in update.done or update.refused:
         return
-    if update.on_arrival and gradients is not tile.sums:
-        update.judge_tile(tile.layout.name, _norms(frame, update, tile.layout.name))
     assert tile.m is not None and tile.v is not None, "the optimizer made no state"
     frame.store.preserve(tile.layout.name)
     host.adamw(tile.layout.flat(tile.weights), tile.remainder, gradients, tile.m, tile.v, segments,
                frame.read(node, "clip") if "clip" in node.kwargs else 1.0)
     tile.moments_written = True
-    update.done.add(tile.layout.name)
+    update.finish(tile.layout.name)
 
 
 def _adam_resident(frame: Frame, node: fx.Node) -> None:
@@ -241,11 +241,13 @@ def _adam_resident(frame: Frame, node: fx.Node) -> None:
     segments = update.segments.get(tile.layout.name)
     if not segments or tile.layout.name in update.done or update.refused:
         return
-    weights, state = frame.read(node, "resident"), frame.read(node, "state")
-    frame.backend.adamw(tile.layout.flat(weights.memory), state.remainder, frame.read(node, "reduced").flat, state.m, state.v,
-                        segments, frame.read(node, "clip") if "clip" in node.kwargs else 1.0)
+    weights, state, gradients = (frame.read(node, name) for name in ("resident", "state", "reduced"))
+    # On arrival the device itself looks at the norms: the host would wait for it in every layer.
+    judged = (gradients.norms, frame.arena.verdict(tile.layout.name, update)) if update.on_arrival else None
+    frame.backend.adamw(tile.layout.flat(weights.memory), state.remainder, gradients.flat, state.m, state.v, segments,
+                        frame.read(node, "clip") if "clip" in node.kwargs else 1.0, judged)
     tile.moments_written = True
-    update.done.add(tile.layout.name)
+    update.finish(tile.layout.name)
 
 
 def _fetch_state(frame: Frame, node: fx.Node) -> State:

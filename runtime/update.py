@@ -29,9 +29,11 @@ class Update:
     """`segments`: per tile, the runs of elements to update with their hyper-parameters; `counted`: per tile, the positions of
     the parameters whose gradients count. `done` tiles were updated already: a step that failed half-way is completed by running
     it again. `begun`: its parameters' step counts include it. `on_arrival`: tiles are updated before the global norm is known.
+    `kept`: tiles that were not updated then, since their own gradients were not finite, with their norms; they are `done` too.
     `batches`: what the gradients are of.
 
-    `refused`: its gradients were not finite. `report` is then called in the lane, with their norms; it may raise."""
+    `refused`: its gradients were not finite, and nothing was updated. `report` is called in the lane where any were not, with
+    their norms; it may raise."""
 
     segments: Mapping[str, list[AdamSegment]]
     counted: Mapping[str, list[int]]
@@ -42,6 +44,7 @@ class Update:
     on_arrival: bool = False
     batches: Sequence[Batch] = ()
     refused: bool = False
+    kept: dict[str, Mapping[str, float]] = field(default_factory=dict)
     report: Callable[[Update, Norms], None] = lambda update, norms: None
     states: Sequence[dict[str, Any]] = ()  # of the parameters that are counted: each has its "step"
     before: Update | None = None  # the step before it, if it may yet be refused
@@ -53,8 +56,8 @@ class Update:
 
     @property
     def open(self) -> bool:
-        """Whether it may yet be refused, by its clip, without an error."""
-        return self.norm is None and self.begun and not self.on_arrival
+        """Whether it may yet be refused: by its clip, or on arrival by the last of its tiles."""
+        return self.begun and (self.done != self.segments.keys() if self.on_arrival else self.norm is None)
 
     def begin(self) -> None:
         """Counts the step, unless it is one that is being completed."""
@@ -91,9 +94,24 @@ class Update:
             self.report(self, norms)
 
     def judge_tile(self, tile: str, norms: Mapping[str, float]) -> None:
-        """On arrival, before this tile is updated. Raises what `report` raises if its gradients are not finite."""
-        if not all(map(math.isfinite, norms.values())):
-            self.report(self, {tile: norms})
+        """On arrival, before this tile is updated: keeps it as it is if its gradients are not finite. Raises as `finish`."""
+        with counting:
+            self._renumber()
+        if tile not in self.done and not all(map(math.isfinite, norms.values())):
+            self.kept[tile] = norms
+            self.finish(tile)
+
+    def finish(self, tile: str) -> None:
+        """Nothing is left to do for a tile. With the last one, takes the step's count back if all were kept on arrival, and
+        raises what `report` raises if any were."""
+        with counting:  # several lanes finish tiles
+            self.done.add(tile)
+            last = self.done == self.segments.keys()
+            if last and self.kept.keys() == self.segments.keys():
+                self._count(-1)
+                self.refused = True
+        if last and self.kept:
+            self.report(self, self.kept)
 
     def _renumber(self) -> None:
         """If the step before was refused after this one was numbered, its parameters have had one step less."""

@@ -2,8 +2,11 @@
 from __future__ import annotations
 
 import functools
+import gc
+import inspect
 import json
 import os
+import sys
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
@@ -12,15 +15,16 @@ import pytest
 # Inductor tries out six instruction sets in each fresh cache, for longer than a small test takes: scalar code serves here.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 
+import torch
 from torch import nn
 
-from megacompile import api
+from megacompile import api, shapes
 from megacompile.frontend.capture import CapturedModel
 from megacompile.lowering import model_program
 from megacompile.passes import PIPELINE
 from megacompile.passes.manager import Compiled, compile_program
 from megacompile.plan import Plan
-from megacompile.program import CallSpec, Tile
+from megacompile.program import CallSpec, Program, Tile
 
 LAYER_BYTES, BORDER_BYTES, OUTPUT_BYTES = 2048, 8192, 512
 
@@ -33,6 +37,24 @@ def pytest_addoption(parser: pytest.Parser) -> None:
                      "from 500 on it also breaks goldens in many more ways")
     parser.addoption("--kill-moments", type=int, default=5, help="at how many random moments a training process is killed")
     parser.addoption("--interrupts", type=int, default=5, help="at how many lines Ctrl-C comes, in each kind of step")
+
+
+_lasting: dict[Hashable, CapturedModel] = {}  # see `shared_captures`
+_frozen = [0, 0]  # how many modules and captures there were when the heap was frozen
+
+
+def pytest_sessionstart() -> None:
+    gc.set_threshold(20_000, 20, 50)
+
+
+def pytest_runtest_setup() -> None:
+    """Modules and captures stay to the end, half a million objects and more: the collector, which would read them all each time
+    (a tenth of the tests' time), need not look at them. Done between tests, so that no test's own objects are among them."""
+    now = [len(sys.modules), len(_lasting)]
+    if now != _frozen:
+        gc.collect()
+        gc.freeze()
+        _frozen[:] = now
 
 
 @functools.cache
@@ -61,35 +83,65 @@ def make_schedule() -> Callable[..., Compiled]:
 
 
 def _alike(model: nn.Module) -> Hashable | None:
-    """The same for models of transformers that are built alike; None for one that has something of its own."""
+    """The same for models that are built alike; None for one of which that cannot be said."""
     modules = list(model.modules())
-    from_libraries = all(type(each).__module__.startswith(("transformers.", "torch.")) for each in modules)
-    if not from_libraries or not hasattr(model, "config") or any("forward" in vars(each) for each in modules):
+    if any("forward" in vars(each) for each in modules):
         return None
+    if all(type(each).__module__.startswith(("transformers.", "torch.")) for each in modules) and hasattr(model, "config"):
+        config = {key: value for key, value in model.config.to_dict().items() if key != "_name_or_path"}
+        settings: Hashable = json.dumps(config, default=str, sort_keys=True)
+    else:
+        held = [(name, value) for each in modules for name, value in vars(each).items() if not name.startswith("_")]
+        if not all(_is_plain(value) for _, value in held):
+            return None
+        settings = repr(held)
     first: dict[int, str] = {}
     parameters = [(name, first.setdefault(id(p), name), tuple(p.shape), p.dtype, p.requires_grad, p.device.type)
                   for name, p in model.named_parameters(remove_duplicate=False)]
     buffers = [(name, tuple(b.shape), b.dtype) for name, b in model.named_buffers()]
-    config = {key: value for key, value in model.config.to_dict().items() if key != "_name_or_path"}
-    return (type(model), json.dumps(config, default=str, sort_keys=True), *parameters, *buffers,
-            *((type(each), each.training) for each in modules))
+    return settings, *parameters, *buffers, *((name, type(each), each.training) for name, each in model.named_modules())
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, tuple | list):
+        return all(_is_plain(item) for item in value)
+    return value is None or isinstance(value, str | int | float | torch.dtype)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def shared_captures() -> Iterator[None]:
     """Most of the time of a test that streams a tiny model is its capture, and most are captures of the same few models. What
     is captured depends on no weight: one serves all models that are built alike."""
-    capture, known = api.capture, {}
+    capture, signature = api.capture, inspect.signature(api.capture)
 
     def shared(model: nn.Module, **options: Any) -> CapturedModel:
-        alike = _alike(model)
-        if alike is None or options.get("example") is not None:
+        bound = signature.bind(model, **options)
+        bound.apply_defaults()
+        alike, example = _alike(model), bound.arguments.pop("example") or {}
+        if alike is None:
             return capture(model, **options)
-        key = alike, *(options[name] for name in sorted(options))
-        if key not in known:
-            known[key] = capture(model, **options)
-        return known[key]
+        key = (alike, *((name, tensor.shape, tensor.dtype) for name, tensor in example.items()), *bound.kwargs.values())
+        if key not in _lasting:
+            _lasting[key] = capture(model, **options)
+        return _lasting[key]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(api, "capture", shared)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def shared_schedules() -> Iterator[None]:
+    """A streamed model's program is a pure function of its calls, its plan and the passes, and programs are immutable: models
+    that are built and planned alike share it. (Stages may be exchanged by hand: each model has its own table of them.)"""
+    @functools.lru_cache(maxsize=256)
+    def compiled(model: Program, plan: Plan, passes: tuple[Any, ...], runs: tuple[Any, ...]) -> Compiled:
+        return compile_program(model, plan, passes)
+
+    def shared(model: Program, plan: Plan, passes: tuple[Any, ...]) -> Compiled:
+        found = compiled(model, plan, passes, tuple(each.run for each in passes))
+        return Compiled(dict(found.stages), list(found.log))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shapes, "compile_program", shared)
         yield

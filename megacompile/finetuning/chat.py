@@ -46,33 +46,50 @@ class ChatEncoder:
         # Marks are characters, which only fast tokenizers can find again.
         self._marked = tokenizer.is_fast and bool(_MARKER.search(tokenizer.get_chat_template()))
 
-    def encode(self, messages: Sequence[Message]) -> list[Encoded]:
+    def encode(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> list[Encoded]:
         """One sequence in which all answers are learnt; or several, where what a template makes of an answer changes once more
         follows (where it leaves out earlier thoughts): then each answer is learnt behind what the model would be given for it.
 
-        Raises `MegacompileError` for a conversation that the template refuses, or whose answers cannot be told from prompts."""
+        `tools` are what the template may tell the model of. Raises `MegacompileError` for a conversation that the template
+        refuses, or of which it says only a part, or whose answers cannot be told from prompts."""
+        self._check_heard(messages, tools)
         if self._marked:
-            return [self._by_marks(messages)]
+            return [self._by_marks(messages, tools)]
         found: list[Encoded] = []
         for number, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
             if number == 0:
                 raise MegacompileError("the first message is the assistant's: an answer needs something before it")
-            last, answer = found[-1] if found else Encoded([], []), self._answer(messages[:number + 1])
+            last, answer = found[-1] if found else Encoded([], []), self._answer(messages[:number + 1], tools)
             if found and answer.tokens[:len(last.tokens)] == last.tokens:
                 answer.learnt[:len(last.learnt)] = last.learnt
                 found.pop()
             found.append(answer)
         return found
 
-    def _by_marks(self, messages: Sequence[Message]) -> Encoded:
+    def _check_heard(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> None:
+        """Raises `MegacompileError` where the template says nothing of tools, or of calls of them."""
+        if not tools and not any("tool_calls" in message for message in messages):
+            return
+        silent = [{key: value for key, value in message.items() if key != "tool_calls"} for message in messages]
+        said = self._text(messages, tools)
+        if tools and said == self._text(messages, None):
+            raise MegacompileError("the chat template says nothing of tools: take a tokenizer whose template does")
+        if silent != list(messages) and said == self._text(silent, tools):
+            raise MegacompileError("the chat template says nothing of tool calls: take a tokenizer whose template does")
+
+    def _text(self, messages: Sequence[Message], tools: Sequence[Any] | None, **options: Any) -> str:
+        with _refusals():
+            return str(self._tokenizer.apply_chat_template(list(messages), tools=tools, tokenize=False, **options))
+
+    def _by_marks(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> Encoded:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         tokenizer = self._tokenizer
         with _refusals():
             (text,), (marks,) = render_jinja_template(
-                conversations=[list(messages)], chat_template=tokenizer.get_chat_template(),
+                conversations=[list(messages)], tools=tools, chat_template=tokenizer.get_chat_template(),
                 return_assistant_tokens_mask=True, **tokenizer.special_tokens_map)
         found = tokenizer(text, add_special_tokens=False, verbose=False, return_offsets_mapping=True)
         # Not the tokenizer's own mask: it runs on to the end of the text where a mark ends in a space that offsets leave out.
@@ -82,11 +99,9 @@ class ChatEncoder:
             raise MegacompileError("the chat template marks nothing of it as generated: mend its {% generation %} blocks")
         return Encoded(list(found["input_ids"]), learnt)
 
-    def _answer(self, messages: Sequence[Message]) -> Encoded:
+    def _answer(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> Encoded:
         """Messages of which the last is learnt. The prompt has the very tokens that it would have in generation."""
-        with _refusals():
-            prompt = self._tokenizer.apply_chat_template(list(messages[:-1]), tokenize=False, add_generation_prompt=True)
-            text = self._tokenizer.apply_chat_template(list(messages), tokenize=False)
+        prompt, text = self._text(messages[:-1], tools, add_generation_prompt=True), self._text(messages, tools)
         if not text.startswith(prompt):
             raise MegacompileError("the chat template does not begin an answered conversation with its prompt, so that answers "
                                    "cannot be told: mark them in it with {% generation %}")

@@ -12,6 +12,7 @@ from megacompile.finetuning.files import is_text, placed, read_rows
 from megacompile.finetuning.formats import Format, Row, detect, messages_of, text_of
 from megacompile.finetuning.packing import join, pack, together
 from megacompile.finetuning.rows import Rows
+from megacompile.finetuning.tools import tools_of
 
 Say = Callable[[str], None]
 
@@ -77,7 +78,7 @@ def _numbered(sources: Sequence[str]) -> Iterator[tuple[int, str, int, Row]]:
 def _conversations(sources: Sequence[str], formats: Sequence[Format], encoder: ChatEncoder) -> Iterator[Encoded]:
     for which, source, number, row in _numbered(sources):
         with placed(source, number):
-            encoded = encoder.encode(messages_of(row, formats[which]))
+            encoded = encoder.encode(messages_of(row, formats[which]), tools_of(row))
         yield from encoded
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from megacompile.errors import MegacompileError
+from megacompile.finetuning.tools import call_of, with_arguments
 
 Row = Mapping[str, Any]
 #: `{"role", "content"}`, and whatever else a chat template may read.
@@ -13,7 +14,11 @@ Message = dict[str, Any]
 
 #: Who speaks, in the words of ShareGPT and in those of chat templates.
 ROLES = {"human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant", "assistant": "assistant",
-         "system": "system", "tool": "tool"}
+         "system": "system", "tool": "tool", "observation": "tool", "function_response": "tool", "tool_response": "tool"}
+#: ShareGPT's speaker whose words are JSON of calls.
+_CALLS = "function_call"
+#: Columns of what a conversation is about, which text alone cannot say: a row that has something there is refused.
+_UNHEARD = ("history", "images", "image", "videos", "audios", "documents")
 
 
 class Format(enum.StrEnum):
@@ -54,8 +59,15 @@ def text_of(row: Row) -> str:
 
 
 def messages_of(row: Row, format: Format) -> list[Message]:
-    """The messages of a conversation, at least one of them by the assistant. Raises `MegacompileError` with the reason."""
+    """The messages of a conversation, at least one of them by the assistant; a column `system` goes before them. Raises
+    `MegacompileError` with the reason."""
+    if lost := next((column for column in _UNHEARD if row.get(column) not in (None, "", [], {})), None):
+        raise MegacompileError(f"{lost} is not empty, and would be lost: write it into messages, or leave the column out")
     messages = _READERS[format](row)
+    if row.get("system"):
+        if messages[0]["role"] == "system":
+            raise MegacompileError("both the column system and the first message are the system's: leave one out")
+        messages.insert(0, {"role": "system", "content": _string(row, "system")})
     if not any(message["role"] == "assistant" for message in messages):
         raise MegacompileError("no message is the assistant's, so that there is nothing to learn")
     return messages
@@ -73,8 +85,11 @@ def _sharegpt(row: Row) -> list[Message]:
     for number, each in enumerate(_list(row, "conversations"), start=1):
         try:
             speaker = _string(each, "from")
+            if speaker == _CALLS:
+                messages.append(call_of(_string(each, "value")))
+                continue
             if speaker not in ROLES:
-                raise MegacompileError(f"from is {speaker!r}, which is none of {', '.join(ROLES)}")
+                raise MegacompileError(f"from is {speaker!r}, which is none of {', '.join((*ROLES, _CALLS))}")
             messages.append({"role": ROLES[speaker], "content": _string(each, "value")})
         except MegacompileError as error:
             raise MegacompileError(f"message {number}: {error}") from error
@@ -85,11 +100,15 @@ def _messages(row: Row) -> list[Message]:
     messages = []
     for number, each in enumerate(_list(row, "messages"), start=1):
         try:
-            named = {"role": _string(each, "role"), "content": _string(each, "content")}
+            named: Message = {"role": _string(each, "role")}
+            calls = each.get("tool_calls")
+            if calls:  # then there may be nothing said
+                named["tool_calls"] = [with_arguments(call) for call in _list(each, "tool_calls")]
+            named["content"] = "" if calls and each.get("content") is None else _string(each, "content")
         except MegacompileError as error:
             raise MegacompileError(f"message {number}: {error}") from error
         # Parquet has every key in every message. What else there is, the chat template may read.
-        messages.append({key: value for key, value in each.items() if value is not None} | named)
+        messages.append({key: value for key, value in each.items() if value not in (None, [])} | named)
     return messages
 
 

@@ -18,11 +18,12 @@ from megacompile.errors import CaptureError, UnsupportedError
 from megacompile.frontend.adapters import forward_signature, switch_off_adapters
 from megacompile.frontend.attention import implementation_for
 from megacompile.frontend.build import Renaming, build_template, with_results
-from megacompile.frontend.heads import Head, Heads
+from megacompile.frontend.heads import LOGITS, Head, Heads
+from megacompile.frontend.hidden_states import HiddenStates
 from megacompile.frontend.layers import find_layers
 from megacompile.frontend.loss import is_averaged, normalise_loss
 from megacompile.frontend.model_graph import FIXED_SIZES_REMEDY, ModelGraph, capture_model_graph
-from megacompile.frontend.modes import operations
+from megacompile.frontend.modes import operations, torch_calls
 from megacompile.frontend.output import OutputStructure, output_structure
 from megacompile.frontend.places import Places, places_of
 from megacompile.frontend.randomness import draw_functionally, number_draws
@@ -59,6 +60,7 @@ class CapturedModel:
     `count_targets(batch on the host)` gives a batch's normaliser, a 0-d float32 tensor. `is_averaged`: beside that sum the loss
     has a part that is none, and is the mean over micro-batches of each one's, weighted by rows.
     `places`: where features, of images say, are put among tokens; each checks a batch.
+    `has_loss`: else the model has no head, its calls end with that of its output ("logits"), of which losses are made outside.
     `output.rebuild(loss, logits)`: the model's own return value, around these. `heads`: what stands in the epilogue's place
     where the caller differentiates; None of a model that returns no logits. `token_loss`: the loss is a function of tokens that
     the user gave.
@@ -77,6 +79,7 @@ class CapturedModel:
     holds: Callable[[bool, tuple[int, int]], bool]
     in_form: Callable[[Form], CapturedModel]
     fused_loss: bool
+    has_loss: bool
     has_normaliser: bool
     is_averaged: bool
     count_targets: Callable[[Mapping[str, Tensor]], Tensor] | None
@@ -91,9 +94,20 @@ class CapturedModel:
     def guards(self) -> list[str]:
         return [str(condition) for condition in self.conditions]
 
+    @property
+    def main_output(self) -> str:
+        """What a model is trained by: its "loss", or its output if it has none."""
+        return "loss" if self.has_loss else LOGITS
+
     def calls_for(self, output: str) -> tuple[Call, ...]:
         """The calls of a program that gives the "loss", or a head's outputs. Raises `UnsupportedError` where there is none."""
         return self.calls if output == "loss" else (*self.calls[:-1], self.head(output).call)
+
+    def left_out_of(self, output: str) -> set[str]:
+        """Parameters that the model reads, and not for this output."""
+        def read(calls: Sequence[Call]) -> set[str]:
+            return {source.name for call in calls for source in call.sources if source.kind == "parameter"}
+        return read(self.calls) - read(self.calls_for(output))
 
     def head(self, output: str) -> Head:
         return self.require_heads().head(output)
@@ -106,12 +120,12 @@ class CapturedModel:
         return self.heads
 
     def same_in_evaluation(self) -> bool:
-        """Whether the model computes the same in evaluation mode. The first time traces the model once more."""
+        """Whether the model computes the same in evaluation mode. The first time runs the model on fakes."""
         return self.holds(False, CAPTURE_SHAPE)
 
     def check_shape(self, batch: int, length: int, output: str = "loss") -> None:
         """Raise `UnsupportedError` if the captured graphs do not hold at this batch size and length, those of an `output` among
-        them. The first check of a size of 1 traces the model once more."""
+        them. The first check of a size of 1 runs the model on fakes."""
         size = tuple(1 if n == 1 else captured for n, captured in zip((batch, length), CAPTURE_SHAPE, strict=True))
         if 1 in size and not self.holds(not self.form.evaluating, size):  # type: ignore[arg-type]
             raise UnsupportedError(f"at {batch} x {length} the model performs other operations than at larger sizes, which "
@@ -142,15 +156,24 @@ def capture(
     plain = fake_twin(model, FakeTensorMode())  # as it is now: `model` may be streamed when it is captured again
     taken = () if loss is None else taken_by_loss(loss, example or {})
     traced = example if loss is None else _without_loss(plain, example, taken)
-    graph, twin, batch = _trace(plain, layers, traced, form)
+    graph, twin, batch, attention = _trace(plain, layers, traced, form)
     apart = fixes_rows(graph) and bool(images_of(batch))
     if apart:
-        graph, twin, batch = _trace(plain, layers, traced, form, images_apart=True)
+        graph, twin, batch, attention = _trace(plain, layers, traced, form, images_apart=True)
     performed = operations(graph)
 
+    @functools.cache
+    def called(where: Form, size: tuple[int, int]) -> tuple[str, ...] | None:
+        fakes, tried, given, options = _subject(plain, layers, traced, where, size, attention)
+        with fakes:
+            return torch_calls(tried, given, options)
+
     def holds(training: bool, size: tuple[int, int]) -> bool:
-        other = dataclasses.replace(form, evaluating=not training)
-        return operations(_trace(plain, layers, traced, other, size, apart)[0]) == performed
+        where = dataclasses.replace(form, evaluating=not training)
+        expected = called(form, CAPTURE_SHAPE)
+        if expected is not None and called(where, size) == expected:
+            return True
+        return operations(_trace(plain, layers, traced, where, size, apart)[0]) == performed
 
     def in_form(other: Form) -> CapturedModel:
         with torch.inference_mode(False), torch.enable_grad():  # whatever the batch is computed under that needs it first
@@ -159,7 +182,8 @@ def capture(
 
     structure, positions = output_structure(graph, name, other_loss=loss is not None)
     places = places_of(graph, name)
-    count = normalise_loss(graph, graph.results[positions[0]]) if loss is None else _one
+    has_loss = loss is not None or structure.has_loss
+    count = _one if loss is not None else normalise_loss(graph, graph.results[positions[0]]) if has_loss else None
     draw_functionally(graph)
     sections = split_at_layers(graph, stack, [graph.results[p] for p in positions])
     for section in sections:
@@ -175,26 +199,32 @@ def capture(
     templates: dict[str, Template] = {}
     names: dict[str, str] = {}  # structural key -> template
     calls = []
-    for section in sections:
+    for section in sections if has_loss else sections[:-1]:
         key = structural_key(section)
         if key not in names:
             names[key] = section.name if section.name in ("prologue", "epilogue") else _next_layer_name(templates)
             own_loss = loss is not None and section.name == "epilogue"
             templates[names[key]] = build(names[key], section, tokens_at_once=CHUNK_TOKENS if own_loss else 0)
         calls.append(Call(section.name, names[key], tuple(section.sources)))
+    heads = None
+    if to_logits is not None:
+        hidden = HiddenStates(name, twin, stack, batch, sections[:-1], to_logits)
+        heads = Heads(graph, to_logits, hidden, build, templates, renaming)
+    if not has_loss:
+        assert heads is not None, "refused above"
+        calls.append(heads.head(LOGITS).call)
     read_early = {s.name for call in calls[:-1] for s in call.sources if s.kind == "batch"}
     batch_inputs = tuple(n for n in batch if loss is None or n in read_early)
     batch_inputs += tuple(n for n, _, _ in taken if n not in batch_inputs)
-    labels = tuple(n for n in batch_inputs if n not in read_early and n not in form.further)
+    labels = tuple(n for n in batch_inputs if has_loss and n not in read_early and n not in form.further)
     return CapturedModel(
         calls=tuple(calls), templates=templates, batch_inputs=batch_inputs, labels=labels, layer_names=stack.names,
         same_logits_without_labels=_same_logits_without_labels(twin, graph, positions, batch, labels),
         fused_attention=_all_layers_call_attention(graph),
-        fused_loss="linear_cross_entropy" in templates["epilogue"].stages["joint"],
+        fused_loss="linear_cross_entropy" in templates[calls[-1].template].stages["joint"], has_loss=has_loss,
         form=form, holds=functools.cache(holds), in_form=functools.cache(in_form), has_normaliser=count is not None,
         is_averaged=is_averaged(graph), count_targets=count, places=places, output=structure,
-        heads=Heads(graph, to_logits, build, templates, renaming) if to_logits is not None else None,
-        token_loss=loss is not None, conditions=conditions, seconds=time.perf_counter() - started)
+        heads=heads, token_loss=loss is not None, conditions=conditions, seconds=time.perf_counter() - started)
 
 
 def _one(batch: Mapping[str, Tensor]) -> Tensor:
@@ -214,8 +244,9 @@ def _without_loss(model: nn.Module, example: Mapping[str, Tensor] | None, taken:
 def _trace(
     model: nn.Module, layers: str | None, example: Mapping[str, Tensor] | None, form: Form,
     size: tuple[int, int] = CAPTURE_SHAPE, images_apart: bool = False,
-) -> tuple[ModelGraph, nn.Module, dict[str, Tensor]]:
-    """The model's graph, its fake twin and the fake batch; with our attention if its layers call it, else with their own.
+) -> tuple[ModelGraph, nn.Module, dict[str, Tensor], str | None]:
+    """The model's graph, its fake twin, the fake batch and which attention it has: ours if its layers call it (its name), else
+    their own (None).
 
     A transformers model that asks for a mask but has attention code of its own would get none, and silently see the
     future: such a model is captured again with the attention implementation it came with. `images_apart`: images are traced as
@@ -225,12 +256,7 @@ def _trace(
     if is_transformers_model(model):
         ours = implementation_for(form.further, model.config._attn_implementation)  # type: ignore[union-attr, arg-type]
     for attention in dict.fromkeys((ours, None)):
-        fakes = FakeTensorMode(shape_env=ShapeEnv())
-        twin = fake_twin(model, fakes, attention, training=not form.evaluating, layers=layers)
-        if form.without_adapters:
-            switch_off_adapters(twin)
-        batch = fake_batch(model, dict(example) if example is not None else None, fakes, size, form.further)
-        options = {"use_cache": False} if "use_cache" in forward_signature(model).parameters else {}
+        fakes, twin, batch, options = _subject(model, layers, example, form, size, attention)
         if images_apart:
             batch |= traced_apart(batch, fakes)
         stack = find_layers(twin, layers)
@@ -246,8 +272,21 @@ def _trace(
                                "that a graph would hold for one number of images: compute with "
                                f"{', '.join(sorted(images_of(batch)))} as one tensor [batch, ...], without a list")
         if attention is None or _all_layers_call_attention(graph):
-            return graph, twin, batch
+            return graph, twin, batch, attention
     raise AssertionError("the last trace is always returned")
+
+
+def _subject(
+    model: nn.Module, layers: str | None, example: Mapping[str, Tensor] | None, form: Form, size: tuple[int, int],
+    attention: str | None,
+) -> tuple[FakeTensorMode, nn.Module, dict[str, Tensor], dict[str, Any]]:
+    """What a trace runs: the fakes' mode, the twin, its batch and further arguments."""
+    fakes = FakeTensorMode(shape_env=ShapeEnv())
+    twin = fake_twin(model, fakes, attention, training=not form.evaluating, layers=layers)
+    if form.without_adapters:
+        switch_off_adapters(twin)
+    batch = fake_batch(model, dict(example) if example is not None else None, fakes, size, form.further)
+    return fakes, twin, batch, {"use_cache": False} if "use_cache" in forward_signature(model).parameters else {}
 
 
 def _same_logits_without_labels(

@@ -1,6 +1,8 @@
 """Heads: what a model's epilogue gives in the place of its loss, to be differentiated by whoever called the model.
 
     logits                           [B, T, V], as the model computes them
+    last_hidden_state                [B, T, H], of which the logits would be made
+    hidden_states                    logits, and the last hidden state beside them: of programs that return those of all layers
     a function's values of tokens    of the logits of some tokens, [N, V], and of further tensors that have a row for each of
                                      these tokens: values of [N, ...], returned as [B, T, ...]
 
@@ -19,6 +21,7 @@ import torch.utils._pytree as pytree
 
 from megacompile.errors import UnsupportedError
 from megacompile.frontend.build import Renaming
+from megacompile.frontend.hidden_states import ALL, LAST, HiddenStates
 from megacompile.frontend.model_graph import ModelGraph
 from megacompile.frontend.split import Section
 from megacompile.frontend.template import Call, Template
@@ -59,9 +62,11 @@ def of_tokens(name: str) -> bool:
 class Heads:
     """Of one captured model. State: those built so far, by name; and the names of functions, by what they take."""
 
-    def __init__(self, model: ModelGraph, to_logits: Section, build: BuildTemplate, templates: dict[str, Template],
-                 renaming: Renaming) -> None:
+    def __init__(self, model: ModelGraph, to_logits: Section, hidden: HiddenStates, build: BuildTemplate,
+                 templates: dict[str, Template], renaming: Renaming) -> None:
         self._model, self._section, self._build, self._templates = model, to_logits, build, templates
+        self.hidden = hidden
+        self._own = {LOGITS: lambda: to_logits, LAST: hidden.last, ALL: hidden.beside_logits}
         self._renaming, self._known_guards = renaming, len(model.shape_env.guards)
         self._heads: dict[str, Head] = {}
         self._functions: dict[tuple[Callable[..., Any], Described], str] = {}
@@ -74,10 +79,10 @@ class Heads:
 
     def head(self, name: str) -> Head:
         """Raises `UnsupportedError` for one that there is not."""
-        if name == LOGITS and name not in self._heads:
-            self._add(name, self._section, 0)
+        if name in self._own and name not in self._heads:
+            self._add(name, self._own[name](), 0)
         if name not in self._heads:
-            there = ", ".join(dict.fromkeys((LOGITS, *self._heads)))
+            there = ", ".join(dict.fromkeys((*self._own, *self._heads)))
             raise UnsupportedError(f"the model has no output {name!r}: it has {there}")
         return self._heads[name]
 
@@ -91,7 +96,7 @@ class Heads:
                 raise UnsupportedError(f"{len(self._functions)} functions of tokens have been compiled for this model: make a "
                                        "function once, outside of the loop, and pass the same one every time")
             label = name_of(function)
-            taken = {LOGITS, "loss", *self._templates}
+            taken = {*self._own, "loss", *self._templates}
             name = next(n for n in (label, *(f"{label}_{i}" for i in range(2, MOST_FUNCTIONS + 2))) if n not in taken)
             section, structure = with_function(
                 self._model, self._renaming, self._section, name, function, described, batch_name)

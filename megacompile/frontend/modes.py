@@ -2,21 +2,63 @@
 
 Models are captured in training mode at sizes of at least 2. A branch on `self.training` leaves no trace in the graph, and
 one on a size of 1 leaves no guard, since symbolic sizes are taken to be 2 or more. So before such a call is first served,
-the model is traced again in that mode or at that size, and must perform the same operations.
+the model runs again in that mode or at that size, on fakes, and must perform the same operations.
+
+There are two ways to know them. `torch_calls` are what a plain run on fakes calls, in a tenth of the time of a trace;
+`operations` are what a trace has. Equal calls settle the question; where they differ, or cannot be known, traces are compared.
 """
 from __future__ import annotations
 
-from collections.abc import Iterator
+import inspect
+import warnings
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
+from torch.overrides import TorchFunctionMode, resolve_name
 
 from megacompile.frontend.model_graph import ModelGraph
 
 #: Broadcasting changes no value, and models leave it out where there is one sequence.
 _BROADCASTS = frozenset({"expand", "expand_as", "broadcast_to", "contiguous"})
+#: Functions of torch that are written in Python, and in which no branch is on a size: what others call is not seen.
+_WITHOUT_BRANCHES = frozenset({
+    "dropout", "embedding", "layer_norm", "rms_norm", "softmax", "log_softmax", "relu", "silu", "cross_entropy", "split",
+    "unflatten", "pad", "__rsub__", "__rpow__", "__pow__"})
+
+
+def torch_calls(model: nn.Module, batch: Mapping[str, Tensor], options: Mapping[str, Any]) -> tuple[str, ...] | None:
+    """What `model(**batch, **options)` calls that makes tensors, in order, as `operations` says it. `model` and `batch` are
+    fakes. None where that cannot be known: the model does not run on fakes, or calls what may look at sizes unseen."""
+    found = _Calls()
+    with torch.inference_mode(False), torch.enable_grad(), warnings.catch_warnings(), found:
+        warnings.simplefilter("ignore")
+        try:
+            model(**batch, **options)
+        except Exception:  # a branch on values, say: whether the model can be traced there, its trace says
+            return None
+    return tuple(found.said) if found.all_seen else None
+
+
+class _Calls(TorchFunctionMode):
+    """State: what was `said` of the calls so far, and whether all of them were seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.said: list[str] = []
+        self.all_seen = True
+
+    def __torch_function__(self, function: Any, types: Any, args: tuple[Any, ...] = (),
+                           kwargs: dict[str, Any] | None = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        name = getattr(function, "__name__", "")
+        if any(isinstance(value, Tensor) for value in _leaves(result)) and name not in _BROADCASTS and not (
+                function is F.dropout and _is_idle(args, kwargs or {})):
+            self.all_seen &= not inspect.isfunction(function) or name in _WITHOUT_BRANCHES
+            self.said.append(_said(resolve_name(function) or str(function), args, kwargs or {}))
+        return result
 
 
 def operations(graph: ModelGraph) -> tuple[str, ...]:
@@ -33,15 +75,19 @@ def _operations(module: fx.GraphModule) -> Iterator[str]:
         elif node.op in ("call_function", "call_method") and _makes_tensors(node):
             if _is_idle_dropout(node) or getattr(node.target, "__name__", node.target) in _BROADCASTS:
                 continue
-            constants = [repr(c) for c in _leaves((node.args, node.kwargs)) if isinstance(c, float | bool | str | torch.dtype)]
-            yield " ".join([str(node.target), *constants])
+            yield _said(str(node.target), node.args, node.kwargs)
+
+
+def _said(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+    constants = [repr(c) for c in _leaves((args, kwargs)) if isinstance(c, float | bool | str | torch.dtype)]
+    return " ".join([name, *constants])
 
 
 def _leaves(value: Any) -> Iterator[Any]:
     if isinstance(value, tuple | list):
         for item in value:
             yield from _leaves(item)
-    elif isinstance(value, dict):
+    elif isinstance(value, Mapping):
         for key, item in value.items():
             yield str(key)
             yield from _leaves(item)
@@ -55,8 +101,10 @@ def _makes_tensors(node: fx.Node) -> bool:
 
 
 def _is_idle_dropout(node: fx.Node) -> bool:
+    return node.target is F.dropout and _is_idle(node.args, node.kwargs)
+
+
+def _is_idle(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Dropout with p = 0 says in its arguments whether it trains, and does nothing either way."""
-    if node.target is not F.dropout:
-        return False
-    p = node.kwargs.get("p", node.args[1] if len(node.args) > 1 else 0.5)
+    p = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
     return isinstance(p, int | float) and p == 0

@@ -28,6 +28,10 @@ class OutputStructure:
     fields: tuple[tuple[Any, str], ...]
 
     @property
+    def has_loss(self) -> bool:
+        return any(role == "loss" for _, role in self.fields)
+
+    @property
     def has_logits(self) -> bool:
         return any(role == "logits" for _, role in self.fields)
 
@@ -36,22 +40,24 @@ class OutputStructure:
         """Whether routers' logits were asked for when the model was captured."""
         return any(role == "part" and key in _OF_ROUTERS for key, role in self.fields)
 
-    def rebuild(self, loss: Tensor | None, logits: Tensor | None) -> Any:
-        """The model's return value around `loss` and `logits`; what it returned as None stays None."""
+    def rebuild(self, loss: Tensor | None, logits: Tensor | None, **further: Any) -> Any:
+        """The model's return value around `loss` and `logits`; what it returned as None stays None. `further` fields are of a
+        mapping class alone."""
         values = {key: {"loss": loss, "logits": logits}.get(role) for key, role in self.fields}
         if issubclass(self.cls, Tensor):
             return loss if loss is not None else logits
         if issubclass(self.cls, (tuple, list)):
             return self.cls(values.values())
-        return self.cls(**values)
+        return self.cls(**values, **further)
 
 
 def output_structure(model: ModelGraph, name: str, other_loss: bool = False) -> tuple[OutputStructure, list[int]]:
     """The structure, and which of the graph's results are the loss and, if the model returns them, the logits.
 
     Raises `UnsupportedError` unless the model returns one scalar, with a gradient if anything in the model has one, and at
-    most one other tensor, which has batch and length in front. With `other_loss`, one that is not the model's, it must return
-    logits, and may do so alone.
+    most one other tensor, which has batch and length in front; or that tensor alone, if all of the batch went into it: a
+    model without a head, of which others make losses. With `other_loss`, one that is not the model's, it must return logits,
+    and may do so alone.
     """
     returned = model.returned
     trained = any(getattr(n.meta["example_value"], "requires_grad", False) for n in model.sources)
@@ -82,8 +88,16 @@ def output_structure(model: ModelGraph, name: str, other_loss: bool = False) -> 
     if other_loss and ("logits" not in found or ("loss" not in found and not isinstance(returned, Tensor))):
         raise UnsupportedError(f"{name} returns no logits for a loss of your own, or has no place for the loss: return logits "
                                "alone, or in a structure that has a loss as well")
-    if "loss" not in found and not other_loss:
+    if "loss" not in found and not other_loss and not _whole_batch_makes(model, found.get("logits"), trained):
         raise UnsupportedError(
             f"{name} returns no scalar loss that depends on what is trained: return the loss when labels are given, and "
             "compute it with some parameter that has requires_grad=True")
     return OutputStructure(type(returned), tuple(fields)), [found[r] for r in ("loss", "logits") if r in found]
+
+
+def _whole_batch_makes(model: ModelGraph, position: int | None, trained: bool) -> bool:
+    """Whether a result is what the model is for: labels that nothing reads would be a loss that was forgotten."""
+    if position is None or model.results[position].meta["example_value"].requires_grad != trained:
+        return False
+    return all(any(user not in model.sources for user in node.users)  # not its sizes alone
+               for node, source in model.sources.items() if node.op == "placeholder" and source.kind == "batch")

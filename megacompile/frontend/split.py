@@ -126,7 +126,7 @@ def _layer_section(
     modules: dict[str, Any] = {n.target: getattr(model.graph, n.target, None) for n in graph.find_nodes(op="get_attr")}
     region = _region(model, call)
     modules |= {f"layer_{n.target}": getattr(region, n.target) for n in region.graph.find_nodes(op="get_attr")}
-    graph.output(_owned(graph, [copies[n] for n in results]))
+    graph.output(owned(graph, [copies[n] for n in results]))
     return Section(name, fx.GraphModule(modules, graph), sources, [needs_gradient(n) for n in results], [True] * len(results))
 
 
@@ -161,7 +161,7 @@ def extract(
 ) -> Section:
     """`nodes` in a graph of their own; what they read from outside becomes a placeholder."""
     graph, copies, sources = _copied(model, nodes, results, source_of)
-    graph.output(_owned(graph, [copies[n] for n in results]))
+    graph.output(owned(graph, [copies[n] for n in results]))
     return Section(name, fx.GraphModule(model.graph, graph), sources,
                    [needs_gradient(n) for n in results], [n in carried for n in results])
 
@@ -220,7 +220,7 @@ def _goes_along(model: ModelGraph, node: fx.Node) -> bool:
         n in weights or _goes_along(model, n) for n in node.all_input_nodes)
 
 
-def _owned(graph: fx.Graph, results: Sequence[fx.Node]) -> tuple[fx.Node, ...]:
+def owned(graph: fx.Graph, results: Sequence[fx.Node]) -> tuple[fx.Node, ...]:
     """The results, those that view other memory cloned: AOT refuses outputs that alias, and the view's base may be gone
     by the time the next call reads it."""
     owned = []

@@ -73,19 +73,21 @@ def fake_batch(
 ) -> dict[str, torch.Tensor]:
     """Fake batch inputs of [batch, length] `size`, in the positional order of the model's `forward`.
 
-    `example` gives their names and dtypes; without it, int64 `input_ids` and `labels`. `further` ones beside it are int64.
+    `example` gives their names and dtypes; without it, int64 `input_ids` and, if there is such a parameter, `labels`. `further`
+    ones beside it are int64.
     Raises `CaptureError` if the model's forward does not take them, needs more, or an input is neither a [batch, length, ...]
     integer tensor of the same shape as the first, nor one value a row ([batch], or floats [batch, ...]).
     """
     parameters = forward_signature(model).parameters
     name = type(model).__name__
     if example is None:
-        if not {"input_ids", "labels"} <= parameters.keys():
+        if "input_ids" not in parameters:
             raise CaptureError(
-                f"{name}.forward has no parameters input_ids and labels: give the batch it is trained on with "
+                f"{name}.forward has no parameter input_ids: give the batch it is trained on with "
                 "example={name: integer tensor of [batch, length], ...}, labels included"
             )
-        example = {"input_ids": torch.empty(CAPTURE_SHAPE, dtype=torch.long, device="meta"), "labels": _labels(model)}
+        example = {"input_ids": torch.empty(CAPTURE_SHAPE, dtype=torch.long, device="meta")}
+        example |= {"labels": _labels(model)} if "labels" in parameters else {}
     example = example | {key: torch.empty(next(iter(example.values())).shape[:2], dtype=torch.long, device="meta")
                          for key in further}
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())

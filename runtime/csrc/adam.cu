@@ -1,4 +1,5 @@
 // AdamW on the device, for tiles that live there. Compiled at run time by device_adam.py, which puts adamw.h before it.
+// Where one of the gradients' norms is not finite, nothing is changed: a flag says so, and the host need not wait to look.
 // Memory decides: a thread takes four elements at a time, in one access per array.
 
 namespace {
@@ -7,6 +8,12 @@ template <class T, int Bytes>
 struct alignas(Bytes) Four {
   T at[4];
 };
+
+__device__ bool all_finite(const float* norms, int64_t count) {
+  for (int64_t i = 0; i < count; ++i)  // of one tile's parameters: a few, and the same for all threads
+    if ((BITS(norms[i]) & 0x7F800000u) == 0x7F800000u) return false;
+  return true;
+}
 
 template <class Weight, class Gradient>
 __device__ void run(Weight* weights, int16_t* remainders, const Gradient* gradients, float* first, float* second,
@@ -42,9 +49,13 @@ __device__ void run(Weight* weights, int16_t* remainders, const Gradient* gradie
 // A segment comes field by field: launches take numbers.
 #define KERNEL(name, Weight, Gradient)                                                                                     \
   extern "C" __global__ void name(Weight* weights, int16_t* remainders, const Gradient* gradients, float* first,           \
-                                  float* second, float scale, int64_t start, int64_t stop, float decay,                    \
-                                  float gradient_weight, float beta2, float square_weight, float root_correction,          \
-                                  float eps, float negative_step) {                                                        \
+                                  float* second, float scale, const float* norms, int64_t norm_count, int32_t* kept,       \
+                                  int64_t start, int64_t stop, float decay, float gradient_weight, float beta2,            \
+                                  float square_weight, float root_correction, float eps, float negative_step) {            \
+    if (!all_finite(norms, norm_count)) {                                                                                  \
+      if (blockIdx.x == 0 && threadIdx.x == 0) *kept = 1;                                                                  \
+      return;                                                                                                              \
+    }                                                                                                                      \
     run(weights, remainders, gradients, first, second,                                                                     \
         Segment{start, stop, decay, gradient_weight, beta2, square_weight, root_correction, eps, negative_step}, scale);   \
   }

@@ -8,6 +8,7 @@ from layerwise import Layerwise
 from models import FAMILIES, batch, build
 from torch import Tensor, nn
 
+from megacompile import api
 from megacompile.frontend import capture, compile_variant
 from megacompile.passes import TEMPLATE_PIPELINE
 from megacompile.passes.template import Target, accumulate_in_gemm, attention, fuse_loss
@@ -84,7 +85,7 @@ def test_both_routes_give_the_same_bits(family: str) -> None:
     ("gemma2", ()), ("qwen2", (attention,)), ("gemma2", (fuse_loss,)), ("qwen2", (accumulate_in_gemm,))])
 def test_every_template_pass_is_optional(family: str, pipeline: tuple) -> None:
     model, inputs = build(family), batch(2, 11, ignored=0.2)
-    without = capture(model, pipeline=pipeline, target=CPU)
+    without = captured(family, pipeline)
     assert without.fused_loss == (fuse_loss in pipeline)
     assert_same_training(Layerwise(without, model).loss_and_gradients(inputs, True), native(model, inputs))
 
@@ -116,7 +117,7 @@ def test_bf16_gradients_are_as_close_to_fp32_as_native_bf16_is() -> None:
     _, reference = native(exact, inputs)
     _, theirs = native(half, inputs)
     target = Target("cpu", torch.bfloat16)
-    _, ours = Layerwise(capture(half, pipeline=TEMPLATE_PIPELINE, target=target), half).loss_and_gradients(inputs, False)
+    _, ours = Layerwise(api.capture(half, pipeline=TEMPLATE_PIPELINE, target=target), half).loss_and_gradients(inputs, False)
 
     def error(gradients: dict[str, Tensor]) -> float:
         return sum(float((gradients[n].float() - g).norm() ** 2 / g.norm() ** 2) for n, g in reference.items()) ** 0.5

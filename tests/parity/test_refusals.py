@@ -122,7 +122,7 @@ REFUSED = [
     (ReturnsMore, UnsupportedError, r"ReturnsMore returns extra of shape \[3\]"),
     (ReturnsNoLoss, UnsupportedError, r"ReturnsNoLoss returns no scalar loss"),
     (NeedsMore, CaptureError, r"NeedsMore.forward needs weights"),
-    (OtherNames, CaptureError, r"OtherNames.forward has no parameters input_ids and labels.*example="),
+    (OtherNames, CaptureError, r"OtherNames.forward has no parameter input_ids.*example="),
 ]
 
 

@@ -4,22 +4,26 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from tiny_tokenizer import CHATML, MARKED, THINKING, UNLIKE, build
+from tiny_tokenizer import CHATML, MARKED, THINKING, TOOLS, UNLIKE, build
 from tokenizers import processors
 
 from megacompile.errors import MegacompileError
 from megacompile.finetuning.chat import ChatEncoder
 from megacompile.finetuning.formats import Format, detect, messages_of
+from megacompile.finetuning.tools import tools_of
 
 USER, HELLO = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}
 MORE, BYE = {"role": "user", "content": "go"}, {"role": "assistant", "content": "bye"}
+CALL = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": {
+    "name": "add", "arguments": {"a": 1}}}]}
+RESULT, TOOL = {"role": "tool", "content": "2"}, {"name": "add"}
 LONG = [{"role": "system", "content": "be brief"}, USER, HELLO, MORE, BYE]
 
 
-def shown(tokenizer: Any, messages: list[dict[str, str]]) -> list[str]:
+def shown(tokenizer: Any, messages: list[dict[str, Any]], tools: Any = None) -> list[str]:
     """Each sequence as text, with what is learnt in brackets."""
     found = []
-    for encoded in ChatEncoder(tokenizer).encode(messages):
+    for encoded in ChatEncoder(tokenizer).encode(messages, tools):
         assert len(encoded.tokens) == len(encoded.learnt)
         text, before = "", False
         for token, learnt in zip([*encoded.tokens, None], [*encoded.learnt, False], strict=True):
@@ -39,6 +43,12 @@ def shown(tokenizer: Any, messages: list[dict[str, str]]) -> list[str]:
     (Format.SHAREGPT, {"conversations": [{"from": "system", "value": "be brief"}, {"from": "human", "value": "hi"},
                                          {"from": "gpt", "value": "hello"}]}, [LONG[0], USER, HELLO]),
     (Format.MESSAGES, {"messages": [USER | {"name": None}, HELLO | {"thought": "well"}]}, [USER, HELLO | {"thought": "well"}]),
+    (Format.ALPACA, {"instruction": "hi", "output": "hello", "system": "be brief", "history": []}, [LONG[0], USER, HELLO]),
+    (Format.SHAREGPT, {"conversations": [
+        {"from": "human", "value": "hi"}, {"from": "function_call", "value": '{"name": "add", "arguments": "{\\"a\\": 1}"}'},
+        {"from": "observation", "value": "2"}]}, [USER, CALL, RESULT]),
+    (Format.MESSAGES, {"messages": [USER | {"tool_calls": []}, {"role": "assistant", "content": None, "tool_calls": [
+        {"type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}]}, RESULT]}, [USER, CALL, RESULT]),
 ], ids=str)
 def test_each_format_is_a_conversation(format: Format, row: dict[str, Any], expected: list[dict[str, str]]) -> None:
     assert messages_of(row, format) == expected
@@ -69,13 +79,43 @@ def test_columns_of_no_format_or_of_two_are_refused() -> None:
     (Format.SHAREGPT, {"conversations": [{"from": "human", "value": "hi"}]}, "no message is the assistant's"),
     (Format.MESSAGES, {"messages": [USER, "hello"]}, "message 2: is a str, not an object with role"),
     (Format.MESSAGES, {"messages": [USER, {"role": "assistant", "content": None}]}, "message 2: content is missing"),
+    (Format.MESSAGES, {"messages": LONG, "system": "be long"}, "both the column system and the first message"),
+    (Format.ALPACA, {"instruction": "hi", "output": "hello", "history": [["a", "b"]]}, "history is not empty"),
+    (Format.SHAREGPT, {"conversations": [{"from": "function_call", "value": "add(1)"}]}, "message 1: the function call"),
+    (Format.MESSAGES, {"messages": [{"role": "assistant", "tool_calls": ["add"]}]}, "message 1: a tool call must be an object"),
 ], ids=str)
 def test_a_row_that_is_none_is_refused_with_the_reason(format: Format, row: dict[str, Any], reason: str) -> None:
     with pytest.raises(MegacompileError, match=reason):
         messages_of(row, format)
 
 
+@pytest.mark.parametrize(("column", "tools"), [
+    (None, None), ([], None), ("", None), ([TOOL], [TOOL]),
+    ('[{"name": "add"}]', [TOOL]), (['{"name": "add"}'], [TOOL])], ids=str)
+def test_tools_are_objects_or_json_of_them(column: Any, tools: Any) -> None:
+    assert tools_of({"tools": column}) == tools
+
+
+@pytest.mark.parametrize("column", ["add", 3, ["add"], [3]])
+def test_tools_that_are_none_are_refused(column: Any) -> None:
+    with pytest.raises(MegacompileError, match="tool"):
+        tools_of({"tools": column})
+
+
 # ---------------------------------------------------------------- tokens
+def test_tools_are_told_and_calls_of_them_are_learnt() -> None:
+    (text,) = shown(build(TOOLS), [USER, CALL, RESULT, BYE], [TOOL])
+    assert text == ("<|im_start|>tools\nadd;<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+                    '[add {"a": 1}<|im_end|>]\n<|im_start|>tool\n2<|im_end|>\n<|im_start|>assistant\n[bye<|im_end|>]\n')
+
+
+def test_a_template_that_says_nothing_of_tools_or_calls_is_refused() -> None:
+    with pytest.raises(MegacompileError, match="says nothing of tools"):
+        ChatEncoder(build()).encode([USER, HELLO], [TOOL])
+    with pytest.raises(MegacompileError, match="says nothing of tool calls"):
+        ChatEncoder(build()).encode([USER, CALL])
+
+
 ALL_ANSWERS = ("<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n"
                "<|im_start|>assistant\n[hello<|im_end|>]\n<|im_start|>user\ngo<|im_end|>\n<|im_start|>assistant\n[bye<|im_end|>]\n")
 

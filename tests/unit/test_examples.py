@@ -5,12 +5,32 @@ import re
 import runpy
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 OWN_TEST = {"custom_layer.py", "custom_pass.py", "demo.py", "inspect_schedule.py", "resume.py", "train.py", "trainer.py"}
+
+
+Run = Callable[..., str]
+
+
+@pytest.fixture
+def run_here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """`run` in this process, which has imported everything."""
+    def run(name: str, *arguments: object) -> str:
+        monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
+        code = None
+        try:
+            runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+        except SystemExit as end:
+            code = end.code
+        assert not code, f"{name} ended with {code}"
+        return capsys.readouterr().out
+
+    return run
 
 
 def run(name: str, *arguments: object) -> str:
@@ -24,21 +44,21 @@ def test_train_lowers_the_loss() -> None:
     assert len(losses) == 4 and losses[-1] < losses[0] - 0.5
 
 
-def test_inspect_schedule_shows_each_stage_the_program_and_a_table() -> None:
-    printed = run("inspect_schedule.py")
+def test_inspect_schedule_shows_each_stage_the_program_and_a_table(run_here: Run) -> None:
+    printed = run_here("inspect_schedule.py")
     assert len(re.findall(r"^after \w+ +\d+ nodes$", printed, re.MULTILINE)) == 9
     assert "prefetch(" in printed and "h2d" in printed
 
 
-def test_custom_layer_learns_to_count() -> None:
-    printed = run("custom_layer.py")
+def test_custom_layer_learns_to_count(run_here: Run) -> None:
+    printed = run_here("custom_layer.py")
     losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", printed)]
     assert len(losses) == 4 and losses[-1] < losses[0] - 0.5
     assert "continues [7, 8, 9] with [10, 11, 12, 13, 14]" in printed
 
 
-def test_custom_passes_show_in_the_schedule_and_change_no_bit() -> None:
-    printed = run("custom_pass.py")
+def test_custom_passes_show_in_the_schedule_and_change_no_bit(run_here: Run) -> None:
+    printed = run_here("custom_pass.py")
     assert "def forward(p):" in printed and "weights are equal to the bit" in printed
     assert len(re.findall(r"^step \d: loss (\S+), with both passes \1$", printed, re.MULTILINE)) == 3
 
@@ -54,21 +74,18 @@ def test_resume_goes_on_from_a_checkpoint_after_a_kill() -> None:
     assert steps[-1][1] < float(repeated["1"]) - 0.5
 
 
-def test_trainer_has_the_curve_of_an_unstreamed_one(monkeypatch: pytest.MonkeyPatch,
-                                                    capsys: pytest.CaptureFixture[str]) -> None:
+def test_trainer_has_the_curve_of_an_unstreamed_one(run_here: Run) -> None:
     pytest.importorskip("accelerate")
-    monkeypatch.setattr(sys, "argv", ["trainer.py", "--steps", "8", "--compare"])
-    runpy.run_path(str(EXAMPLES / "trainer.py"), run_name="__main__")
-    printed = capsys.readouterr().out
+    printed = run_here("trainer.py", "--steps", 8, "--compare")
     assert float(re.findall(r"difference between the curves: (\S+)", printed)[0]) < 1e-4
     first, last = re.findall(r"loss (\d+\.\d+), after 8 steps (\d+\.\d+)", printed)[0]
     assert float(last) < float(first) - 0.3
 
 
 @pytest.mark.slow
-def test_demo_trains_prints_a_sample_and_saves_what_it_says(tmp_path: Path) -> None:
+def test_demo_trains_prints_a_sample_and_saves_what_it_says(run_here: Run, tmp_path: Path) -> None:
     # Two steps reach no interesting loss. The demonstration itself checks that the saved model gives the same one.
-    printed = run("demo.py", "--steps", 2, "--target", 6.2, "--save", tmp_path / "saved")
+    printed = run_here("demo.py", "--steps", 2, "--target", 6.2, "--sample", 8, "--save", tmp_path / "saved")
     assert "prefetch(" in printed and "sample" in printed
     assert (tmp_path / "saved" / "model.safetensors").exists()
     assert float(re.findall(r"held-out loss (\S+) nats", printed)[0]) < 6.2

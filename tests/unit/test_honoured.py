@@ -9,9 +9,15 @@ import torch
 import torch.nn.functional as F
 from tiny_models import batch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import megacompile
 from megacompile.errors import UnsupportedError
+from megacompile.frontend.modes import torch_calls
+from megacompile.frontend.twin import fake_batch, fake_twin
+from megacompile.plan import PLAIN, Form
+
+EVALUATING = Form(evaluating=True)
 
 
 class Moody(nn.Module):
@@ -37,6 +43,14 @@ class Moody(nn.Module):
             return logits, None
         smoothing = self.smoothing if self.training else 0.0
         return logits, F.cross_entropy(logits.flatten(0, 1), labels.flatten(), label_smoothing=smoothing)
+
+
+def called(model: Any, form: Form, size: tuple[int, int]) -> tuple[str, ...] | None:
+    """What a plain run on fakes calls."""
+    fakes = FakeTensorMode()
+    with fakes:
+        twin = fake_twin(model, fakes, training=not form.evaluating)
+        return torch_calls(twin, fake_batch(model, None, fakes, size), {})
 
 
 def streamed(**options: Any) -> Any:
@@ -67,6 +81,24 @@ def test_a_branch_on_one_sequence_is_refused_for_one_sequence() -> None:
 def test_one_sequence_is_served_where_no_branch_depends_on_it() -> None:
     model, native = streamed(), Moody()
     torch.testing.assert_close(model(**batch(0, rows=1))[1].detach(), native(**batch(0, rows=1))[1].detach())
+
+
+@pytest.mark.parametrize(("build", "form", "size", "same"), [
+    (Moody, PLAIN, (1, 17), True), (Moody, PLAIN, (3, 1), True), (Moody, EVALUATING, (3, 17), True),
+    (lambda: Moody(branch=True), PLAIN, (1, 17), False), (lambda: Moody(branch=True), PLAIN, (3, 1), True),
+    (lambda: Moody(smoothing=0.1), EVALUATING, (3, 17), False), (tiny_models.build, PLAIN, (1, 1), True),
+    (lambda: tiny_models.build(attention_dropout=0.1), EVALUATING, (3, 17), False)])
+def test_a_plain_run_on_fakes_tells_what_a_model_does_from_what_it_was_captured_to_do(
+        build: Any, form: Form, size: tuple[int, int], same: bool) -> None:
+    assert (called(build(), form, size) == called(build(), PLAIN, (3, 17)) is not None) == same
+
+
+@pytest.mark.parametrize("hidden", [lambda x: F.normalize(x) if len(x) > 1 else x, lambda x: x * float(x.sum() > 0)],
+                         ids=["a function of torch that may look at sizes", "a branch on values"])
+def test_a_run_that_does_not_show_all_is_no_proof(hidden: Any) -> None:
+    model = Moody()
+    model.head.register_forward_pre_hook(lambda _, given: hidden(given[0]))
+    assert called(model, PLAIN, (3, 17)) is None
 
 
 @pytest.mark.parametrize("write", [lambda m: m.shift.mul_(3), lambda m: setattr(m, "shift", m.shift * 3)],

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import trained
 import trl
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+from trl.trainer import grpo_trainer
 
 import megacompile
 from megacompile.dpo import DPOTrainer
@@ -123,9 +125,12 @@ def grpo(trainer: type, folder: Path, model: Any, tokenizer: Any, adapter: Any =
     return made
 
 
-def test_grpo_samples_and_trains_as_it_does_unstreamed(policy: Any, native: Any, tokenizer: Any, tmp_path: Path) -> None:
-    """Rewards are of what was sampled: the same completions, token by token. Each is trained on twice, with ratios clipped."""
-    theirs, ours = (grpo(trainer, tmp_path, each, tokenizer)
+def test_grpo_samples_and_trains_as_it_does_unstreamed(policy: Any, native: Any, tokenizer: Any, tmp_path: Path,
+                                                       monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rewards are of what was sampled: the same completions, token by token. Each is trained on twice, with ratios clipped, and
+    beside a reference, a copy of the policy."""
+    monkeypatch.setattr(grpo_trainer, "create_model_from_path", lambda *args, **kwargs: copy.deepcopy(native))
+    theirs, ours = (grpo(trainer, tmp_path, each, tokenizer, beta=0.05)
                     for trainer, each in ((trl.GRPOTrainer, native), (GRPOTrainer, policy)))
     assert_alike(ours, theirs)
     assert any(entry.get("reward_std", 0) > 0 for entry in logged(ours)), "nothing was rewarded that could differ"
@@ -156,13 +161,28 @@ def test_adapters_train_against_their_base(run: Any, trainers: tuple[type, type]
     trained.megacompile.close()
 
 
-def test_references_that_trl_would_load_are_refused(policy: Any, tokenizer: Any, tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedError, match="precompute_ref_log_probs=True"):
+def test_where_none_is_given_the_reference_is_a_frozen_copy_of_the_policy(
+        policy: Any, native: Any, tokenizer: Any, tmp_path: Path) -> None:
+    ours, theirs = (dpo(trainer, tmp_path, each, tokenizer, reference) for trainer, each, reference in (
+        (DPOTrainer, policy, None), (trl.DPOTrainer, native, copy.deepcopy(native))))
+    assert_alike(ours, theirs)
+    reference = ours.ref_model
+    layout = reference.megacompile.streamed.tiling.layouts.values()
+    assert not any(each.trainable for each in layout), "weights alone"
+    assert tiny_models.same_bits(tiny_models.weights(reference), tiny_models.weights(tiny_models.build()))
+    reference.megacompile.close()
+
+
+def test_references_that_cannot_be_had_are_refused(policy: Any, tokenizer: Any, tmp_path: Path,
+                                                   monkeypatch: pytest.MonkeyPatch) -> None:
+    streamed = policy.megacompile.streamed
+    monkeypatch.setattr(streamed, "config", dataclasses.replace(streamed.config, device_memory="1GiB"))
+    with pytest.raises(UnsupportedError, match="a share of device_memory, which is yours to divide"):
         dpo(DPOTrainer, tmp_path, policy, tokenizer)
-    with pytest.raises(UnsupportedError, match=r"beta=0\.0"):
-        GRPOTrainer(model=policy, reward_funcs=len, args=trl.GRPOConfig(str(tmp_path), beta=0.1, bf16=False, use_cpu=True),
-                    processing_class=tokenizer)
-    assert "forward" not in vars(policy), "TRL has not touched the model"
+    for trainer, settings, more in ((DPOTrainer, trl.DPOConfig, {}), (GRPOTrainer, trl.GRPOConfig, {"reward_funcs": len})):
+        with pytest.raises(UnsupportedError, match="sync_ref_model writes the reference model's weights"):
+            trainer(model=policy, args=settings(str(tmp_path), sync_ref_model=True, bf16=False, use_cpu=True),
+                    processing_class=tokenizer, **more)
 
 
 def test_adapters_and_dropout_are_refused(policy: Any, tokenizer: Any, tmp_path: Path) -> None:

@@ -257,7 +257,7 @@ CALL_REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     "bounds without positions": ({"cu_seq_lens_q": torch.tensor([0, 2, 8])}, "without position_ids that start again"),
     "inputs_embeds": ({"inputs_embeds": torch.zeros(2, 4, 16)}, "inputs_embeds cannot be honoured yet"),
     "past_key_values": ({"past_key_values": object()}, "past_key_values cannot be honoured yet"),
-    "hidden states": ({"output_hidden_states": True}, "output_hidden_states cannot be honoured yet"),
+    "hidden states": ({"output_hidden_states": True}, "leave labels out and call under"),
     "attentions": ({"output_attentions": True}, "output_attentions cannot be honoured yet"),
     "a tuple": ({"return_dict": False}, "return_dict cannot be honoured yet"),
     "some logits": ({"logits_to_keep": 2}, "logits_to_keep must be a whole number, of a batch without labels"),

@@ -18,6 +18,7 @@ import torch
 from tiny_models import assert_same_gradients, assert_same_weights, batch, same_bits, train_step, weights
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import megacompile
 from megacompile.errors import InsufficientMemoryError
@@ -516,6 +517,20 @@ def test_a_model_that_is_forgotten_leaves_no_thread_behind() -> None:
 
 
 # ---------------------------------------------------------------- shapes and memory
+
+@pytest.mark.parametrize("options", [{}, {"dtype": torch.bfloat16}], ids=["as it is", "cast"])
+def test_the_weights_as_they_were_are_gone_when_a_model_is_streamed_whether_or_not_the_collector_runs(
+        options: dict[str, Any]) -> None:
+    native = tiny_models.build(tie_word_embeddings=True)
+    before = [StorageWeakRef(parameter.untyped_storage()) for parameter in native.parameters()]
+    gc.disable()
+    try:
+        model = megacompile.stream(native, device="cpu", **options)
+        assert before and all(storage.expired() for storage in before)
+    finally:
+        gc.enable()
+    model.megacompile.close()
+
 
 def test_shapes_longest_unused_are_forgotten(model: Any, native: Any) -> None:
     shapes = model.megacompile.streamed.shapes

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from captured import CPU, captured
 from torch import Tensor, fx, nn
 
+from megacompile import api
 from megacompile.errors import CaptureError, UnsupportedError
 from megacompile.frontend import Template, capture, compile_variant
 from megacompile.frontend import attention as ours
@@ -405,8 +406,8 @@ def test_operands_have_the_shape_of_the_parameter() -> None:
 def test_an_unfused_head_leaves_as_operands_and_a_fused_one_in_float32() -> None:
     unfused = captured("qwen2", (attention, accumulate_in_gemm)).templates["epilogue"]
     assert products(unfused, "loss") == {"lm_head.weight"}
-    model = models.build("qwen2", num_hidden_layers=1).bfloat16()
-    fused = capture(model, pipeline=TEMPLATE_PIPELINE, target=Target("cpu", torch.bfloat16)).templates["epilogue"]
+    model = models.build("qwen2").bfloat16()
+    fused = api.capture(model, pipeline=TEMPLATE_PIPELINE, target=Target("cpu", torch.bfloat16)).templates["epilogue"]
     results = fused.variant("loss").graph.graph.output_node().args[0]
     dtypes = {fused.inputs[g.input].role.name: results[g.results[0]].meta["val"].dtype
               for g in fused.variant("loss").gradients}

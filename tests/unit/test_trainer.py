@@ -240,27 +240,6 @@ def test_an_accelerate_loop_trains_as_it_does_unstreamed(steps: int, model: Any,
     tiny_models.assert_same_weights(model, native)
 
 
-def test_a_module_around_a_streamed_model_trains_by_closures(model: Any, native: Any) -> None:
-    """As Lightning does it: the module is sent to the device as a whole, and a closure makes the gradients."""
-    def train(model: Any, kind: Any) -> None:
-        around = torch.nn.ModuleDict({"model": model}).to("cpu")
-        optimizer = kind(around.parameters(), lr=1e-2)
-
-        def closure() -> Tensor:
-            optimizer.zero_grad()
-            loss = model(**tiny_models.batch(len(losses))).loss
-            loss.backward()
-            return loss
-
-        losses: list[Tensor] = []
-        for _ in range(4):
-            losses.append(optimizer.step(closure))
-
-    train(model, megacompile.AdamW)
-    train(native, torch.optim.AdamW)
-    tiny_models.assert_same_weights(model, native)
-
-
 @pytest.mark.parametrize("change", [lambda module: module.half(), lambda module: module.to("meta")])
 def test_a_module_around_a_streamed_model_cannot_cast_or_move_it(change: Any, model: Any) -> None:
     with pytest.raises(UnsupportedError, match="cannot be moved or cast"):

@@ -16,6 +16,11 @@ MARKED = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'ass
 #: As models that think have them: thoughts of all answers but the last are left out.
 THINKING = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' and loop.last %}<think>{% endif %}"
             "{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
+#: Models that call tools are told of them, and shown calls as JSON.
+TOOLS = ("{% if tools %}<|im_start|>tools\n{% for t in tools %}{{ t.name }};{% endfor %}<|im_end|>\n{% endif %}"
+         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls or [] %}"
+         "{{ c.function.name }} {{ c.function.arguments | tojson }}{% endfor %}<|im_end|>\n{% endfor %}"
+         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
 #: Its prompt is no beginning of what is rendered once there is an answer.
 UNLIKE = "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}>{% endif %}"
 
