@@ -19,7 +19,11 @@ import transformers
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE, README = ROOT / "docs" / "families.md", ROOT / "README.md"
-HEADINGS = ("class", "model type", "verdict", "reason")
+sys.path.insert(0, str(ROOT / "tests" / "families"))
+
+from kinds import DECODER, KINDS, kind_of  # noqa: E402
+
+HEADINGS = ("class", "model type", "kind", "verdict", "reason")
 OUTCOMES = {
     "exact": "loss and gradients are native PyTorch's",
     "refused": "`stream` says why, before anything has changed",
@@ -31,12 +35,13 @@ OUTCOMES = {
 HEAD = """# Families
 
 Every causal language model that transformers {transformers} knows ({classes} classes), streamed on the CPU and compared with
-native PyTorch {torch}: a tiny random config (three layers, each kind of layer of the default config, no dropout), float32,
+native PyTorch {torch}: a tiny random config (three or four layers, each kind of layer of the default config, no dropout), float32,
 a batch of 5 x 29 tokens padded on the right, where the captured size was 3 x 17. Exact means that the loss and every gradient
 are within 1e-5 of their norm, or within 8 times what native float32 itself is off native float64. This page is made by
 `python docs/make_families.py`; `pytest tests/families --all-families` judges all classes again.
 
-**{counts} classes that can be trained this way, and have been judged, are exact.**
+**{counts} classes that can be trained this way, and have been judged, are exact; of the decoder-only Transformers among
+them {decoders}.**
 
 """
 
@@ -50,15 +55,24 @@ class Row:
     outcome: str = "not judged"
     reason: str = ""
 
+    @property
+    def kind(self) -> str:
+        return kind_of(self.cls, self.model_type)
+
 
 def page(rows: list[Row]) -> str:
     """The page around `rows`."""
     outcomes = Counter(row.outcome for row in rows)
     head = HEAD.format(transformers=transformers.__version__, torch=torch.__version__.split("+")[0], classes=len(rows),
-                       counts=counts(rows))
+                       counts=counts(rows), decoders=_of_decoders(rows))
     legend = [("verdict", "classes", "meaning"),
               *((outcome, str(outcomes[outcome]), meaning) for outcome, meaning in OUTCOMES.items() if outcomes[outcome])]
-    return head + _table(legend) + "\n" + _table([HEADINGS, *(dataclasses.astuple(row) for row in rows)])
+    shown = [outcome for outcome in OUTCOMES if outcomes[outcome]]
+    by_kind = Counter((row.kind, row.outcome) for row in rows)
+    kinds = [("kind", *shown, "meaning"),
+             *((kind, *(str(by_kind[kind, outcome]) for outcome in shown), meaning) for kind, meaning in KINDS.items())]
+    listed = [(row.cls, row.model_type, row.kind, row.outcome, row.reason) for row in rows]
+    return "\n".join([head + _table(legend), _table(kinds), _table([HEADINGS, *listed])])
 
 
 def write(rows: list[Row]) -> None:
@@ -74,12 +88,19 @@ def counts(rows: list[Row]) -> str:
     return f"{outcomes['exact']} of the {outcomes['exact'] + outcomes['refused'] + outcomes['wrong']}"
 
 
+def _of_decoders(rows: list[Row]) -> str:
+    decoders = [row for row in rows if row.kind == DECODER]
+    exact, judged = (int(number) for number in counts(decoders).split(" of the "))
+    return f"{exact} of {judged} ({exact / max(judged, 1):.0%})"
+
+
 def read_rows() -> dict[str, Row]:
     """Class -> row, of the page as it is."""
     text = PAGE.read_text() if PAGE.exists() else ""
     lines = [[cell.strip().replace("\\|", "|") for cell in line.strip("|").split(" | ")] for line in text.splitlines()
              if line.startswith("| ")]
-    return {cells[0]: Row(*cells) for cells in lines if len(cells) == len(HEADINGS) and tuple(cells) != HEADINGS}
+    return {cells[0]: Row(cells[0], cells[1], *cells[3:]) for cells in lines
+            if len(cells) == len(HEADINGS) and cells[2] in KINDS}
 
 
 def _table(lines: list[tuple[str, ...]]) -> str:
@@ -88,7 +109,6 @@ def _table(lines: list[tuple[str, ...]]) -> str:
 
 
 def main(model_types: list[str]) -> None:
-    sys.path.insert(0, str(ROOT / "tests" / "families"))
     from tiny_configs import classes
     from verdicts import judge_each
 

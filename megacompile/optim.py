@@ -310,7 +310,8 @@ class AdamW(torch.optim.Optimizer):
             if key not in saved and key == "remainder":
                 continue
             if key not in saved or (isinstance(value, Tensor) and value.shape != getattr(saved[key], "shape", None)):
-                raise MegacompileError(f"the saved optimizer state has no {key} of shape {list(parameter.shape)}")
+                raise MegacompileError(f"the saved optimizer state has no {key} of shape {list(parameter.shape)}: load one "
+                                       "that was saved with this model")
             if key == "remainder" and saved[key].dtype != torch.int16:
                 raise UnsupportedError("the saved remainder is not int16: it was cast on the way; save it unchanged")
 

@@ -44,7 +44,8 @@ def further_arguments(name: str, captured: CapturedModel, given: Mapping[str, An
         # Beside positions that start again, transformers takes any mask to say that rows hold one sequence.
         # A loss of the user's own may count what is labelled -100, and an auxiliary one does unless the mask tells it.
         labels = () if captured.token_loss or captured.is_averaged else captured.labels
-        if further or not _changes_nothing(mask, [inputs[key] for key in labels if key in inputs]):
+        right = captured.causal or "attention_mask" not in known  # a model without such a parameter sees padding anyway
+        if further or not _changes_nothing(mask, [inputs[key] for key in labels if key in inputs] if right else []):
             further["attention_mask"] = (mask != 0).long()
     return further
 
@@ -64,8 +65,8 @@ def _rows(name: str, captured: CapturedModel, key: str, value: Any, first: Tenso
 
 
 def _changes_nothing(mask: Tensor, labels: Collection[Tensor]) -> bool:
-    """Whether a mask can be left out: it hides nothing; or padding on the right whose labels are -100, since no real token sees
-    it and no loss counts it."""
+    """Whether a mask can be left out: it hides nothing; or padding on the right whose `labels` are -100, since no real token of
+    a causal model sees it and no loss counts it."""
     present = mask != 0
     if bool(present.all()):
         return True

@@ -97,7 +97,8 @@ class Plan:
         if sum(self.micro_batches) != self.batch or min(self.micro_batches, default=0) < 1:
             raise MegacompileError(f"micro-batches of {self.micro_batches} are no split of {self.batch} sequences")
         if not 1 <= self.waves <= len(self.micro_batches):
-            raise MegacompileError(f"{len(self.micro_batches)} micro-batches cannot go in {self.waves} waves")
+            raise MegacompileError(f"{len(self.micro_batches)} micro-batches cannot go in {self.waves} waves: plan fewer waves "
+                                   "or smaller micro-batches")
         if self.update not in UPDATES:
             raise MegacompileError(f"update is {self.update!r}, and must be one of {', '.join(UPDATES)}")
         if not set(self.resident_state) <= set(self.resident):

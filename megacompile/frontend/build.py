@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from megacompile.errors import CaptureError
 from megacompile.frontend import linear_cross_entropy  # noqa: F401  # registers the op that fuse_loss inserts
 from megacompile.frontend.joint import forward_graph, joint_graph
-from megacompile.frontend.refused_ops import refuse_ops
+from megacompile.frontend.refused_ops import line_of_mutation, refuse_ops, refuse_unknown_sizes
 from megacompile.frontend.split import Section, relative
 from megacompile.frontend.template import TargetLike, Template, TemplateInput, TemplatePass, run_template_pass
 
@@ -35,6 +35,7 @@ def build_template(
     Raises `UnsupportedError` for random ops, `CaptureError` for what cannot be differentiated or reads on the host.
     """
     epilogue = section.name == "epilogue"
+    refuse_unknown_sizes(section)
     stages = {"captured": section.graph.code}
     trained = with_results(section, [0]).graph if epilogue else section.graph
     trained = _run_model_passes(trained, target, pipeline, stages)
@@ -50,8 +51,8 @@ def build_template(
     except Exception as reason:
         cause = next(iter(str(reason).splitlines()), "") or type(reason).__name__
         raise CaptureError(
-            f"{section.name} cannot be differentiated as one graph: {cause}; use differentiable, functional torch ops, "
-            "and change no input in place") from reason
+            f"{section.name} cannot be differentiated as one graph: {cause.rstrip('.')}; use differentiable, functional torch "
+            f"ops, and change no input in place{line_of_mutation(section)}") from reason
     stages["joint"] = joint.graph.code
     refuse_ops(joint.graph, section)
 

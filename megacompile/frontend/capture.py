@@ -17,18 +17,19 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from megacompile.errors import CaptureError, UnsupportedError
 from megacompile.frontend.adapters import forward_signature, switch_off_adapters
 from megacompile.frontend.attention import implementation_for
-from megacompile.frontend.build import Renaming, build_template, with_results
+from megacompile.frontend.build import build_template, with_results
 from megacompile.frontend.heads import LOGITS, Head, Heads
 from megacompile.frontend.hidden_states import HiddenStates
-from megacompile.frontend.layers import find_layers
+from megacompile.frontend.layers import LayerStack, find_layers
 from megacompile.frontend.loss import is_averaged, normalise_loss
-from megacompile.frontend.model_graph import FIXED_SIZES_REMEDY, ModelGraph, capture_model_graph
+from megacompile.frontend.model_graph import ModelGraph, capture_model_graph
 from megacompile.frontend.modes import operations, torch_calls
 from megacompile.frontend.output import OutputStructure, output_structure
 from megacompile.frontend.places import Places, places_of
 from megacompile.frontend.randomness import draw_functionally, number_draws
 from megacompile.frontend.recorders import install_recorders
 from megacompile.frontend.rows import fixes_rows, images_of, join_rows, traced_apart
+from megacompile.frontend.sizes import Condition, batch_symbols, conditions
 from megacompile.frontend.split import split_at_layers, structural_key
 from megacompile.frontend.template import BATCH, LENGTH, Call, TargetLike, Template, TemplatePass
 from megacompile.frontend.token_functions import CHUNK_TOKENS, Described, taken_by_loss, with_loss
@@ -55,6 +56,7 @@ class CapturedModel:
     `holds(training, size)`: whether the graphs hold in a mode and at a size where they were not captured. `in_form(form)`: the
     same model, captured for another form of batch; the first time takes as long as the first capture.
     `fused_attention`: every layer's attention is our op; else the model's own code, whose masks take B x T x T bytes.
+    `causal`: no token sees a later one, by our op or by what the model's attention modules say of themselves (`is_causal`).
     `fused_loss`: the epilogue's `loss` never holds the micro-batch's logits.
     `has_normaliser`: the loss is a sum over the "normaliser" input, so that micro-batches add up; then
     `count_targets(batch on the host)` gives a batch's normaliser, a 0-d float32 tensor. `is_averaged`: beside that sum the loss
@@ -64,7 +66,7 @@ class CapturedModel:
     `output.rebuild(loss, logits)`: the model's own return value, around these. `heads`: what stands in the epilogue's place
     where the caller differentiates; None of a model that returns no logits. `token_loss`: the loss is a function of tokens that
     the user gave.
-    `conditions`: sympy conditions on B and T under which the graphs hold; `guards`: the same as text.
+    `conditions`: on B and T, under which the graphs hold; `guards`: the same as text.
     `seconds`: what capturing took.
     """
 
@@ -75,6 +77,7 @@ class CapturedModel:
     same_logits_without_labels: bool
     layer_names: tuple[str, ...]
     fused_attention: bool
+    causal: bool
     form: Form
     holds: Callable[[bool, tuple[int, int]], bool]
     in_form: Callable[[Form], CapturedModel]
@@ -87,12 +90,12 @@ class CapturedModel:
     output: OutputStructure
     heads: Heads | None
     token_loss: bool
-    conditions: tuple[Any, ...]
+    conditions: tuple[Condition, ...]
     seconds: float
 
     @property
     def guards(self) -> list[str]:
-        return [str(condition) for condition in self.conditions]
+        return [str(condition.expression) for condition in self.conditions]
 
     @property
     def main_output(self) -> str:
@@ -131,10 +134,10 @@ class CapturedModel:
             raise UnsupportedError(f"at {batch} x {length} the model performs other operations than at larger sizes, which "
                                    "were captured: remove the branch on a size of 1 from the model's forward, or avoid it")
         for condition in (*self.conditions, *(() if output == "loss" or self.heads is None else self.heads.conditions)):
-            if condition.subs({BATCH: batch, LENGTH: length}) == sympy.false:
+            if condition.expression.subs({BATCH: batch, LENGTH: length}) == sympy.false:
                 raise UnsupportedError(
-                    f"a batch of {batch} x {length} breaks {condition}, which the captured graph assumes: keep batches "
-                    "within it, or remove the branch on sizes from the model's forward")
+                    f"a batch of {batch} x {length} breaks {condition.expression}, which the captured graph assumes"
+                    f"{condition.line}: keep batches within it, or remove the branch on sizes from the model's forward")
 
 
 def capture(
@@ -188,12 +191,12 @@ def capture(
     sections = split_at_layers(graph, stack, [graph.results[p] for p in positions])
     for section in sections:
         number_draws(section)
-    renaming, _ = _batch_symbols(graph, name)
+    renaming = batch_symbols(graph, name)
     to_logits = with_results(sections[-1], [len(positions) - 1]) if structure.has_logits else None
     if loss is not None:
         assert to_logits is not None, "refused above"
         sections[-1] = with_loss(graph, renaming, to_logits, loss, taken)
-    _, conditions = _batch_symbols(graph, name)  # what a loss asks of sizes among them
+    assumed = conditions(graph.shape_env.guards, renaming)  # what a loss asks of sizes among them
 
     build = functools.partial(build_template, fakes=graph.fakes, renaming=renaming, target=target, pipeline=pipeline)
     templates: dict[str, Template] = {}
@@ -217,14 +220,15 @@ def capture(
     batch_inputs = tuple(n for n in batch if loss is None or n in read_early)
     batch_inputs += tuple(n for n, _, _ in taken if n not in batch_inputs)
     labels = tuple(n for n in batch_inputs if has_loss and n not in read_early and n not in form.further)
+    fused = _all_layers_call_attention(graph)
     return CapturedModel(
         calls=tuple(calls), templates=templates, batch_inputs=batch_inputs, labels=labels, layer_names=stack.names,
         same_logits_without_labels=_same_logits_without_labels(twin, graph, positions, batch, labels),
-        fused_attention=_all_layers_call_attention(graph),
+        fused_attention=fused, causal=fused or _says_causal(stack),
         fused_loss="linear_cross_entropy" in templates[calls[-1].template].stages["joint"], has_loss=has_loss,
         form=form, holds=functools.cache(holds), in_form=functools.cache(in_form), has_normaliser=count is not None,
         is_averaged=is_averaged(graph), count_targets=count, places=places, output=structure,
-        heads=heads, token_loss=loss is not None, conditions=conditions, seconds=time.perf_counter() - started)
+        heads=heads, token_loss=loss is not None, conditions=assumed, seconds=time.perf_counter() - started)
 
 
 def _one(batch: Mapping[str, Tensor]) -> Tensor:
@@ -315,34 +319,12 @@ def _all_layers_call_attention(graph: ModelGraph) -> bool:
     return all(any(n.target in (target, target.default) for n in region.graph.nodes) for region in regions)  # type: ignore[union-attr]
 
 
-def _batch_symbols(graph: ModelGraph, name: str) -> tuple[Renaming, tuple[Any, ...]]:
-    """The graph's symbols of batch and length -> B and T, and the guards in these terms.
-
-    Raises `CaptureError` if a dimension was silently specialised to the captured size.
-    """
-    examples = (n.meta["example_value"] for n, s in graph.sources.items() if s.kind == "batch")
-    example = next(value for value in examples if value.dim() >= 2 and not value.is_floating_point())
-    env = graph.shape_env
-    found = []
-    for dimension in (0, 1):
-        size = example.shape[dimension]
-        expression = env.simplify(size.node.expr) if isinstance(size, torch.SymInt) else sympy.Integer(size)
-        if not isinstance(expression, sympy.Symbol) or expression in found:
-            what = ("batch size", "length")[dimension]
-            raise CaptureError(
-                f"{name} fixes the {what} to {expression}: {FIXED_SIZES_REMEDY}")
-        found.append(expression)
-    renaming: Renaming = dict(zip(found, (BATCH, LENGTH), strict=True))
-    # Symbols of the other inputs were replaced by those of the first.
-    for symbol, value in env.replacements.items():
-        if value in renaming:
-            renaming[symbol] = renaming[value]
-    conditions = [guard.expr.xreplace(renaming) for guard in env.guards]
-    return renaming, tuple(c for c in dict.fromkeys(conditions) if c not in (sympy.true, sympy.false))
+def _says_causal(stack: LayerStack) -> bool:
+    """Whether layers have modules that say whether they are causal, as those of transformers do, and all say yes."""
+    said = [module.is_causal for layer in stack.layers for module in layer.modules() if hasattr(module, "is_causal")]
+    return bool(said) and all(said)
 
 
 def _next_layer_name(templates: Mapping[str, Template]) -> str:
     count = sum(name.startswith("decoder") for name in templates)
     return "decoder" if count == 0 else f"decoder_{count}"
-
-

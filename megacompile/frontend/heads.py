@@ -15,7 +15,6 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, Protocol
 
-import sympy
 import torch
 import torch.utils._pytree as pytree
 
@@ -23,6 +22,7 @@ from megacompile.errors import UnsupportedError
 from megacompile.frontend.build import Renaming
 from megacompile.frontend.hidden_states import ALL, LAST, HiddenStates
 from megacompile.frontend.model_graph import ModelGraph
+from megacompile.frontend.sizes import Condition, conditions
 from megacompile.frontend.split import Section
 from megacompile.frontend.template import Call, Template
 from megacompile.frontend.token_functions import CHUNK_TOKENS, Described, name_of, with_function
@@ -72,10 +72,9 @@ class Heads:
         self._functions: dict[tuple[Callable[..., Any], Described], str] = {}
 
     @property
-    def conditions(self) -> tuple[Any, ...]:
-        """Sympy conditions on B and T under which the heads hold, beside those of the model: a function may look at sizes."""
-        added = (guard.expr.xreplace(self._renaming) for guard in self._model.shape_env.guards[self._known_guards:])
-        return tuple(condition for condition in dict.fromkeys(added) if condition not in (sympy.true, sympy.false))
+    def conditions(self) -> tuple[Condition, ...]:
+        """Under which the heads hold, beside those of the model: a function may look at sizes."""
+        return conditions(self._model.shape_env.guards[self._known_guards:], self._renaming)
 
     def head(self, name: str) -> Head:
         """Raises `UnsupportedError` for one that there is not."""

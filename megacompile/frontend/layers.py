@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import logging
 import types
@@ -16,7 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch._dynamo
-from torch import nn
+from torch import Tensor, nn
 from torch._dynamo.utils import get_metrics_context
 
 from megacompile.errors import CaptureError
@@ -137,9 +138,10 @@ def layers_as_regions(stack: LayerStack) -> Iterator[None]:
     # A forward that is inherited is patched on the subclass, so that the base class keeps its own.
     inherited = {cls for cls in classes if "forward" not in cls.__dict__}
     originals = {cls: cls.forward for cls in classes}
-    with _built_differently(stack):
+    numbers = itertools.count()
+    with _built_differently(stack, numbers):
         for cls, forward in originals.items():
-            cls.forward = torch.compiler.nested_compile_region(forward)  # type: ignore[method-assign]
+            cls.forward = _region(forward, next(numbers))  # type: ignore[method-assign]
         try:
             # Dynamo logs its settings where this ends, with these undone: torch 2.11 cannot write a set of functions as JSON.
             with get_metrics_context(), torch._dynamo.config.patch(settings):  # type: ignore[arg-type]
@@ -153,7 +155,7 @@ def layers_as_regions(stack: LayerStack) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _built_differently(stack: LayerStack) -> Iterator[None]:
+def _built_differently(stack: LayerStack, numbers: Iterator[int]) -> Iterator[None]:
     """Within, layers of one class that are not built alike have forwards of their own. Torch 2.13 traces a region once, and
     takes what it has for each later call whose guards hold; but a module that computes nothing (`nn.Identity` in place of the
     first layer's norm) leaves no guard, and the norms of all other layers would be left out. It looks for regions by code."""
@@ -164,8 +166,8 @@ def _built_differently(stack: LayerStack) -> Iterator[None]:
     for cls, builds in groups.items():
         for number, layers in enumerate(builds.values()):
             if number:
-                forward = torch.compiler.nested_compile_region(_copy(cls.forward, number))
-                own = type(cls.__name__, (cls,), {"forward": forward, "__module__": cls.__module__})
+                own = type(cls.__name__, (cls,), {
+                    "forward": _region(cls.forward, next(numbers)), "__module__": cls.__module__})
                 moved += [(layer, cls) for layer in layers]
                 for layer in layers:
                     layer.__class__ = own
@@ -183,10 +185,17 @@ def _build(layer: nn.Module) -> Hashable:
             tuple((name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors))
 
 
-def _copy(forward: Any, number: int) -> Any:
-    """The same function with code that is not equal, since it has another name."""
-    code = forward.__code__.replace(co_name=f"{forward.__code__.co_name}_{number}")
-    made = types.FunctionType(code, forward.__globals__, forward.__name__, forward.__defaults__, forward.__closure__)
-    made.__kwdefaults__ = forward.__kwdefaults__
-    made.__dict__.update(forward.__dict__)
-    return made
+def _region(forward: Any, number: int) -> Any:
+    """A region that computes `forward`, with code that no other has, and returns tensors that are none of its arguments: a
+    region may not, and layers do hand on what they were given (an earlier layer's choice of keys)."""
+
+    def own(*args: Any, **kwargs: Any) -> Any:
+        results = forward(*args, **kwargs)
+        if type(results) is not tuple:
+            return results
+        given = [*args, *kwargs.values()]
+        return tuple([r.clone() if isinstance(r, Tensor) and any([r is g for g in given]) else r for r in results])  # noqa: C419
+
+    code = own.__code__.replace(co_name=f"{forward.__name__}_{number}")
+    return torch.compiler.nested_compile_region(
+        functools.wraps(forward)(types.FunctionType(code, own.__globals__, forward.__name__, None, own.__closure__)))

@@ -2,13 +2,14 @@
 from __future__ import annotations
 
 import builtins
+import contextlib
 import dataclasses
 import itertools
 import operator
 import re
 import textwrap
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -16,12 +17,14 @@ import torch._dynamo
 from torch import Tensor, fx, nn
 from torch._dynamo.functional_export import dynamo_graph_capture_for_export
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributions import Distribution
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 from megacompile.errors import CaptureError, MegacompileError, UnsupportedError
 from megacompile.frontend.adapters import traceable_adapters
+from megacompile.frontend.buffers import own_rewritten_buffers
 from megacompile.frontend.layers import LayerStack, layers_as_regions
 from megacompile.frontend.template import Source
 
@@ -78,7 +81,7 @@ def capture_model_graph(
         return model(**dict(zip(names, inputs, strict=True)), **options)
 
     torch._dynamo.reset()
-    with fakes, warnings.catch_warnings(), traceable_adapters(), layers_as_regions(stack):
+    with fakes, warnings.catch_warnings(), traceable_adapters(), unchecked_distributions(), layers_as_regions(stack):
         warnings.simplefilter("ignore")  # "side effects happened": transformers' output collectors
         try:
             graph = dynamo_graph_capture_for_export(step)(*tensors)
@@ -98,8 +101,20 @@ def capture_model_graph(
         _name_squeezed(module)
     sources = _sources(model, graph, flat, dict(batch))
     _count_outside(graph, sources)
+    own_rewritten_buffers(graph.graph, sources)
     traced: Any = next(n.meta["example_value"] for n in sources if isinstance(n.meta["example_value"], Tensor))
     return ModelGraph(graph, sources, returned, traced.fake_mode)
+
+
+@contextlib.contextmanager
+def unchecked_distributions() -> Iterator[None]:
+    """Within, `torch.distributions` do not look at the values of their parameters, which fakes do not have."""
+    checked = Distribution._validate_args
+    Distribution.set_default_validate_args(False)
+    try:
+        yield
+    finally:
+        Distribution.set_default_validate_args(checked)
 
 
 def _name_squeezed(module: fx.GraphModule) -> None:
@@ -180,21 +195,22 @@ def _explained(model: nn.Module, reason: Exception) -> MegacompileError:
     if refused:
         return UnsupportedError(refused[2])
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    name, source = type(model).__name__, _user_line(lines)
+    name, source = type(model).__name__, _user_line(reason, lines)
     if "onstraint" in type(reason).__name__ or "ConstraintViolation" in text:
         return CaptureError(f"{name} fixes the batch size or the length{source}: {FIXED_SIZES_REMEDY}\n{text}")
     explanation = next((line.removeprefix("Explanation: ") for line in lines if line.startswith("Explanation: ")), "")
-    cause = textwrap.shorten(explanation or (lines[0] if lines else type(reason).__name__), 200, placeholder=" ...")
+    cause = re.sub(r"<(\S+) object at 0x\w+>", r"\1", explanation or (lines[0] if lines else type(reason).__name__))
+    cause = textwrap.shorten(cause, 200, placeholder=" ...")
     return CaptureError(
         f"{name} cannot be captured as one graph{source}: {cause.rstrip('.')}; let no Python control flow depend on "
         f"tensor values, and change no Python state in forward\n{text}")
 
 
-def _user_line(lines: list[str]) -> str:
-    """' at file:line (code)' of the innermost frame that is not torch's own, if Dynamo gives one."""
-    found = ""
+def _user_line(reason: Exception, lines: list[str]) -> str:
+    """' at file:line (code)' of the innermost frame that is neither torch's nor ours, if Dynamo gives one."""
+    frames = [(frame.filename, frame.lineno, frame.line) for frame in getattr(reason, "real_stack", None) or ()]
     for line, code in itertools.pairwise(lines):
-        if line.startswith('File "') and "/torch/" not in line.split('"')[1]:
-            path, number = line.split('"')[1], line.split("line ")[1].split(",")[0]
-            found = f" at {path}:{number} ({code})"
-    return found
+        if line.startswith('File "'):
+            frames.append((line.split('"')[1], line.split("line ")[1].split(",")[0], code))
+    theirs = [frame for frame in frames if "/torch/" not in frame[0] and "/megacompile/frontend/" not in frame[0]]
+    return " at {}:{} ({})".format(*theirs[-1]) if theirs else ""

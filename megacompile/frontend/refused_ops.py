@@ -2,15 +2,20 @@
 reads of device values by the host, which would stall every layer."""
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from megacompile.errors import CaptureError, UnsupportedError
 from megacompile.frontend.split import Section, source_line
 
 _RANDOM = ("dropout", "rand", "bernoulli", "normal", "multinomial", "exponential", "rrelu", "uniform")
+#: Give a tensor of the same memory, which autograd does not take for a view.
+_SAME_MEMORY = ("detach", "detach_", "_get_data_attr")
 
 
 def refuse_ops(joint: fx.GraphModule, section: Section) -> None:
@@ -29,6 +34,22 @@ def refuse_ops(joint: fx.GraphModule, section: Section) -> None:
                 f"device in every layer{line}")
 
 
+def refuse_unknown_sizes(section: Section) -> None:
+    """Raise `CaptureError` if `section` makes a tensor whose size depends on values (boolean indices do): what it costs could
+    not be known beforehand. Names the module and the line."""
+    for node in section.graph.graph.nodes:
+        if _unknown_size(node) and not any(map(_unknown_size, node.all_input_nodes)):
+            raise CaptureError(
+                f"{_module_of(node, section.name)} makes a tensor whose size depends on values ({_name(node)}): let all sizes "
+                f"be those of the inputs, with masks and torch.where in place of selections{source_line(node)}")
+
+
+def _unknown_size(node: fx.Node) -> bool:
+    value = node.meta.get("example_value")
+    return any(isinstance(v, Tensor) and bool(free_unbacked_symbols(v))
+               for v in (value if isinstance(value, tuple | list) else (value,)))
+
+
 def _draws(node: fx.Node) -> bool:
     """Whether an aten node draws; attention ops are tagged for their dropout argument even where it is 0."""
     if not isinstance(node.target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in node.target.tags:
@@ -44,9 +65,8 @@ def _draws(node: fx.Node) -> bool:
 def _culprit(section: Section, named: Callable[[str], bool]) -> tuple[str, str]:
     """The module whose call of a function so `named` the section holds, and its source line."""
     for node in section.graph.graph.nodes:
-        name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-        inactive = "dropout" in name and 0.0 in (*node.args[1:2], node.kwargs.get("p"))
-        if node.op in ("call_function", "call_method") and named(name) and not inactive:
+        inactive = "dropout" in _name(node) and 0.0 in (*node.args[1:2], node.kwargs.get("p"))
+        if node.op in ("call_function", "call_method") and named(_name(node)) and not inactive:
             return _module_of(node, section.name), source_line(node)
     return section.name, ""
 
@@ -62,3 +82,25 @@ def _module_of(node: fx.Node, section: str) -> str:
         path = path.replace(noise, "." if noise == "[" else "")
     path = ".".join(part for part in path.split(".") if part)
     return f"{path or section} ({cls if isinstance(cls, str) else cls.__name__}, in {section})"
+
+
+def line_of_mutation(section: Section) -> str:
+    """The source line that changes an input of `section` in place, a parameter's `.data` among them; "" if none does."""
+    for node in section.graph.graph.nodes:
+        if node.op in ("call_function", "call_method") and re.fullmatch(r"\w*[a-z]_", _name(node)) and _is_input(node.args[0]):
+            return source_line(node)
+    return ""
+
+
+def _name(node: fx.Node) -> str:
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+
+
+def _is_input(node: Any) -> bool:
+    """Whether a node's value is an input's memory."""
+    while isinstance(node, fx.Node) and node.op != "placeholder":
+        value = node.meta.get("example_value")
+        if not (isinstance(value, Tensor) and (value._is_view() or _name(node) in _SAME_MEMORY) and node.all_input_nodes):
+            return False
+        node = node.all_input_nodes[0]
+    return isinstance(node, fx.Node)

@@ -236,11 +236,16 @@ def owned(graph: fx.Graph, results: Sequence[fx.Node]) -> tuple[fx.Node, ...]:
 
 def _check_calls(model: ModelGraph, stack: LayerStack, calls: Sequence[fx.Node]) -> None:
     """Each layer of the stack was called once, in order."""
-    called = []
+    called: list[str] = []
     for call in calls:
         names = [model.sources[n].name for n in call.args[2:] if isinstance(n, fx.Node) and n in model.sources]
-        owners = {layer for layer in stack.names for name in names if name.startswith(layer + ".")}
-        called.append(" and ".join(sorted(owners)) or "no layer")
+        owners = {layer: name for name in names for layer in stack.names if name.startswith(layer + ".")}
+        own = stack.names[min(len(called), len(stack.names) - 1)]
+        if own in owners and len(owners) > 1:
+            other = next(layer for layer in owners if layer != own)
+            raise CaptureError(f"{own} shares {owners[other]} with {other}, and a weight is in one tile: give each layer "
+                               "weights of its own")
+        called.append(next(iter(owners), "no layer"))
     if called != list(stack.names):
         raise CaptureError(
             f"the layers of {stack.path} are not called once each, in order (called: {', '.join(called) or 'none'}): "

@@ -65,7 +65,7 @@ def with_function(model: ModelGraph, renaming: Renaming, section: Section, name:
     value = logits.meta["example_value"]
     if value.dim() != 3 or tuple(value.shape[:2]) != (rows, length):
         raise UnsupportedError(f"functions of tokens need logits of [batch, length, vocabulary]; the model's are "
-                               f"{list(value.shape)}")
+                               f"{list(value.shape)}: let its forward return those of all tokens")
     given = [_placeholder(model, graph, f"given_{key}", (rows, length, *shape), dtype) for key, dtype, shape in described]
     tokenwise = _OfTokens(name, function, tuple(key for key, _, _ in described))
     values = _trial(model, name, tokenwise, [logits, *given])

@@ -72,7 +72,7 @@ def _fuse(graph: fx.Graph, entropy: fx.Node) -> bool:
     division.replace_all_uses_with(loss)
     dead = division
     while dead is not chain.head.args[0] and not dead.users:
-        following: Any = given["input"] if dead is entropy else dead.args[0]
+        following: Any = given["input"] if dead is entropy else dead.all_input_nodes[0]
         graph.erase_node(dead)
         dead = following
     return True
@@ -99,9 +99,9 @@ def _walk(node: fx.Node, user: fx.Node) -> _Chain | None:
             chain.reshapes.insert(0, node)
         else:
             return None
-        user, node = node, node.args[0]  # type: ignore[assignment]
-        if not isinstance(node, fx.Node):
+        if not node.all_input_nodes:
             return None
+        user, node = node, node.all_input_nodes[0]
     return None
 
 
@@ -120,17 +120,21 @@ def _casts_to_float(node: fx.Node) -> bool:
 
 def _factor(node: fx.Node) -> float | None:
     """The number that `node` multiplies by, if that is what it does."""
-    if len(node.args) != 2 or not isinstance(node.args[1], (int, float)):
+    numbers = [(place, a) for place, a in enumerate(node.args) if isinstance(a, (int, float))]
+    if len(node.args) != 2 or len(numbers) != 1:
         return None
+    ((place, number),) = numbers
     if node.target in (operator.mul, torch.mul) or _is(node, "mul"):
-        return float(node.args[1])
-    if node.target in (operator.truediv, torch.div) or _is(node, "div"):
-        return 1.0 / node.args[1]
+        return float(number)
+    if place == 1 and (node.target in (operator.truediv, torch.div) or _is(node, "div")):
+        return 1.0 / number
     return None
 
 
 def _keeps_last_dimension(node: fx.Node) -> bool:
     """Whether `node` slices or reshapes leading dimensions only, so that it commutes with the head."""
+    if not node.args or not isinstance(node.args[0], fx.Node):
+        return False
     before, after = _value(node.args[0]), _value(node)
     if before.shape[-1] != after.shape[-1]:
         return False

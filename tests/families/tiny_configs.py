@@ -44,7 +44,8 @@ _AT_MOST: tuple[tuple[int, tuple[str, ...]], ...] = (
     (16, ("qk_head_dim", "mamba_d_head", "mamba_head_dim", "mamba_headdim")),
     (32, ("hidden_size", "n_embd", "d_model", "attention_hidden_size", "word_embed_proj_dim", "embedding_size",
          "lru_width", "embedding_dim", "emb_dim", "input_embedding_size", "output_embedding_size", "pronunciation_embed_dim",
-         "shape_embed_dim", "router_hidden_size", "backbone_hidden_size", "moe_latent_size", "attention_head_size")),
+         "shape_embed_dim", "router_hidden_size", "backbone_hidden_size", "moe_latent_size", "attention_head_size",
+         "hidden_size_global")),
     (48, ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size",
          "decoder_ffn_dim", "encoder_ffn_dim", "ffn_dim", "ffn_hidden_size", "d_inner", "dff", "dim_ff",
          "dense_intermediate_size", "intermediate_size_mlp", "expert_ffn_hidden_size", "feed_forward_size",
@@ -76,10 +77,25 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "nemotron": {"num_key_value_heads": 2},
     "qwen4_exp_text": {"indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 8,
                        "indexer_compress_ratio": 4},
-    "reformer": {"axial_pos_embds_dim": [8, 24], "axial_pos_shape": [8, 8]},
+    "reformer": {"axial_pos_embds": False, "lsh_attn_chunk_length": 29, "local_attn_chunk_length": 29},
     "xmod": {"default_language": "en_XX"},
-    "zamba": {"attention_hidden_size": 64, "attention_head_dim": 16},
-    "zamba2": {"attention_hidden_size": 64, "attention_head_dim": 16, "mamba_headdim": 8, "n_mamba_heads": 8},
+    "zamba": {"num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid"] * 2, "attention_hidden_size": 64,
+              "attention_head_dim": 16},
+    "zamba2": {"num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid"] * 2, "attention_hidden_size": 64,
+               "attention_head_dim": 16, "mamba_headdim": 8, "n_mamba_heads": 8},
+}
+
+#: Settings without which a model is refused, by model type; the page says them.
+SETTINGS: dict[str, dict[str, Any]] = {"big_bird": {"attention_type": "original_full"}}
+
+#: Why transformers trains no model of a type on tokens alone, by model type.
+NOT_ALONE = {
+    "gemma3n": "its vision tower needs timm, which is not installed",
+    "gemma4_assistant": "a draft model: it reads another model's keys and values",
+    "gemma4_unified_assistant": "a draft model: it reads another model's keys and values",
+    "git": "its loss needs images",
+    "musicgen": "it reads audio codes of several codebooks, and no text tokens",
+    "musicgen_melody": "it reads audio codes of several codebooks, and no text tokens",
 }
 
 
@@ -96,7 +112,8 @@ def tiny_config(model_type: str) -> PreTrainedConfig:
 
 def _shrunk(cls: type[PreTrainedConfig], model_type: str) -> PreTrainedConfig:
     fields = {key: value for key, value in vars(cls()).items() if not key.startswith("_") or key in _TINY}
-    return cls(**{**dict(_tiny_fields(fields)), **OVERRIDES.get(model_type, {})})
+    return cls(**{**dict(_tiny_fields(fields)), **OVERRIDES.get(model_type, {}),
+                  **SETTINGS.get(model_type, {})})
 
 
 def _tiny_fields(fields: dict[str, Any]) -> Iterator[tuple[str, Any]]:

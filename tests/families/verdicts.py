@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from multiprocessing.connection import Connection
 
 import torch
-from tiny_configs import FIRST_PLAIN_TOKEN, VOCABULARY, tiny_config
+from tiny_configs import FIRST_PLAIN_TOKEN, NOT_ALONE, SETTINGS, VOCABULARY, tiny_config
 from torch import Tensor, nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -45,6 +45,10 @@ def judge(model_type: str) -> Verdict:
     """Builds a tiny random model of `model_type`, and compares loss and all gradients of a right-padded batch in float32."""
     started = time.process_time()
     outcome, reason = _compared(model_type)
+    if outcome == "not built":
+        reason = NOT_ALONE.get(model_type, reason)
+    elif outcome == "exact":
+        reason = ", ".join(f"with {name}={value!r}" for name, value in SETTINGS.get(model_type, {}).items())
     return Verdict(model_type, outcome, reason, time.process_time() - started)
 
 
@@ -149,4 +153,4 @@ def _distances(ours: tuple[Tensor, dict[str, Tensor]], theirs: tuple[Tensor, dic
 def _sentence(reason: BaseException) -> str:
     """The first line of an error, without the folders of files."""
     first = next(iter(str(reason).strip().splitlines()), "") or type(reason).__name__
-    return re.sub(r"/\S*/(?=[\w.]+)", "", first)
+    return re.sub(r"[^\s(]*/(?=\w+\.py\b)", "", first)

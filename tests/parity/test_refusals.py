@@ -66,6 +66,38 @@ class FixesBatch(HandWrittenLayer):
         return super().forward(x.view(3, -1, x.shape[-1]))
 
 
+class Selects(HandWrittenLayer):
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        return x + x[x[..., 0] > 0].mean(0)
+
+
+class ClampsItsWeights(HandWrittenLayer):
+    def forward(self, x: Tensor) -> Tensor:
+        self.out.weight.data.clamp_(-1, 1)
+        return super().forward(x)
+
+
+class RunsMean(HandWritten):
+    """A buffer that a forward reads before it writes it is state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = nn.Buffer(torch.zeros(32))
+
+    def embed(self, input_ids: Tensor) -> Tensor:
+        x = super().embed(input_ids)
+        with torch.no_grad():
+            self.mean.mul_(0.9).add_(x.mean((0, 1)) * 0.1)
+        return x - self.mean
+
+
+class SharesWeights(HandWritten):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[2].out = self.blocks[0].out
+
+
 def stack_of(layer: type[nn.Module]) -> nn.Module:
     return type("Model", (HandWritten,), {"layer_class": layer})()
 
@@ -115,8 +147,12 @@ REFUSED = [
     (lambda: stack_of(AddsNoise), UnsupportedError, r"blocks\.0 \(AddsNoise.*draws random numbers"),
     (lambda: stack_of(HoldsTensor), CaptureError, r"blocks\.0\.table of Model is neither a parameter nor a buffer"),
     (lambda: stack_of(ChangesItsInput), CaptureError, r"blocks\.0 cannot be differentiated .*change no input in place"),
-    (lambda: stack_of(FixesLength), CaptureError, r"Model fixes the length to 17"),
-    (lambda: stack_of(FixesBatch), CaptureError, r"Model fixes the batch size to 3"),
+    (lambda: stack_of(FixesLength), CaptureError, r"Model fixes the length to 17 at .*:\d+ \(assert x.shape.*: compute with"),
+    (lambda: stack_of(FixesBatch), CaptureError, r"Model fixes the batch size to 3 at .*:\d+ \(return super.*: compute with"),
+    (lambda: stack_of(Selects), CaptureError, r"blocks\.0 \(Selects.*size depends on values \(getitem\): let all sizes be"),
+    (lambda: stack_of(ClampsItsWeights), CaptureError, r"blocks\.0 cannot be differentiated .*change no input in place"),
+    (RunsMean, CaptureError, r"prologue cannot be differentiated .*change no input in place"),
+    (SharesWeights, CaptureError, r"blocks\.2 shares blocks\.0\.out\.\w+ with blocks\.0, .*give each layer"),
     (RunsLayersTwice, CaptureError, r"layers of blocks are not called once each, in order"),
     (HasNoStack, CaptureError, r"no repeated layer stack found in HasNoStack"),
     (ReturnsMore, UnsupportedError, r"ReturnsMore returns extra of shape \[3\]"),
@@ -133,9 +169,22 @@ def test_what_cannot_be_streamed_is_refused_with_cause_and_remedy(model, error, 
     assert re.search(message, str(refused.value).splitlines()[0]), str(refused.value)
 
 
+#: What names its line on one of its own, below the cause.
+LINES = [
+    (Selects, r"return x \+ x\[x"), (ClampsItsWeights, r"weight\.data\.clamp_\(-1, 1\)"), (AddsNoise, r"torch\.rand_like\(x\)"),
+    (ReadsOnHost, r"x\.sum\(\)\.item\(\)"), (ChangesItsInput, r"x\.mul_\(2\)"),
+]
+
+
+@pytest.mark.parametrize(("layer", "code"), LINES, ids=[layer.__name__ for layer, _ in LINES])
+def test_a_refusal_shows_the_line_of_the_users_code(layer: type[nn.Module], code: str) -> None:
+    with pytest.raises(MegacompileError, match=rf'from source: File ".*test_refusals\.py", line \d+, in forward .*{code}'):
+        capture(stack_of(layer))
+
+
 @pytest.mark.parametrize(("example", "message"), [
     ({"tokens": IDS}, "no parameter tokens"),
-    ({"input_ids": IDS, "labels": IDS[:, :3]}, r"labels is torch.int64 of shape \[2, 3\]"),
+    ({"input_ids": IDS, "labels": IDS[:, :3]}, r"labels is torch.int64 of shape \[2, 3\]: batch inputs must be integer"),
     ({"input_ids": IDS.float(), "labels": IDS}, "input_ids is torch.float32"),
     ({"input_ids": IDS, "attention_mask": IDS}, "attention_mask"),
 ])
@@ -146,7 +195,7 @@ def test_a_wrong_example_is_refused(example: dict[str, Tensor], message: str) ->
 
 @pytest.mark.parametrize(("layers", "message"), [
     ("nothing.here", r'layers="nothing.here" does not exist in HandWritten.*found: blocks'),
-    ("norm", r'layers="norm" is a LayerNorm of 0 modules'),
+    ("norm", r'layers="norm" is a LayerNorm of 0 modules in HandWritten: name a non-empty'),
 ])
 def test_a_wrong_stack_is_refused_with_the_candidates(layers: str, message: str) -> None:
     with pytest.raises(CaptureError, match=message):
