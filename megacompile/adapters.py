@@ -23,22 +23,31 @@ def adapter_layers(model: nn.Module) -> dict[str, Any]:
 
 
 class AdapterStates:
-    """Which adapters are active, merged and disabled, and how they are scaled: Python values, which are constants of the
-    captured graphs. State: the layers of a model that have any, and their values at its capture."""
+    """Which adapters are active and merged, how they are scaled, and whether they are switched off: Python values, which are
+    constants of the captured graphs. There are graphs without adapters, made when they are first switched off. State: the
+    layers of a model that have any, and their values at its capture."""
 
     def __init__(self, model: nn.Module) -> None:
         self.captured = [(name, layer, _values(layer)) for name, layer in adapter_layers(model).items()]
 
-    def check(self) -> None:
-        """Raises `UnsupportedError` if any has changed."""
+    def disabled(self) -> bool:
+        """Whether all adapters are switched off that were on when the model was streamed (PEFT's `disable_adapter`)."""
+        return bool(self.captured) and all(layer.disable_adapters and not before["disable_adapters"]
+                                           for _, layer, before in self.captured)
+
+    def check(self, differentiating: bool) -> None:
+        """Raises `UnsupportedError` if any has changed; all may be switched off for an evaluation."""
+        disabled = self.disabled()
+        if disabled and differentiating:
+            raise UnsupportedError("adapters are switched off (disable_adapter), and a loss without them has no gradient here: "
+                                   "call the model under torch.no_grad(), or leave disable_adapter first")
         for name, layer, before in self.captured:
-            now = _values(layer)
+            now = _values(layer) | ({"disable_adapters": False} if disabled else {})
             if now != before:
                 what = next(key for key in before if now[key] != before[key])
                 raise UnsupportedError(
-                    f"{what} of {name} is {now[what]!r} and was {before[what]!r} when the model was streamed: put it back "
-                    "(a second model, streamed without adapters, serves as a reference), or close() the model, change it, and "
-                    "stream() it again")
+                    f"{what} of {name} is {now[what]!r} and was {before[what]!r} when the model was streamed: put it back, or "
+                    "close() the model, change it, and stream() it again")
 
 
 def _values(layer: Any) -> dict[str, Any]:
@@ -66,8 +75,9 @@ def base_calls_streamed(model: nn.Module, prepare: Callable[[dict[str, Any]], di
         del inner.forward
 
 
-def add_adapter(model: Any, adapter: Any) -> Any:
-    """PEFT's wrapper, with an adapter of this configuration, around the model of a streamed one, and streamed as that was."""
+def add_adapter(model: Any, adapter: Any, **options: Any) -> Any:
+    """PEFT's wrapper, with an adapter of this configuration, around the model of a streamed one, and streamed as that was.
+    `options`: those of `peft.get_peft_model`."""
     from peft import get_peft_model
 
     from megacompile.api import attach
@@ -80,4 +90,4 @@ def add_adapter(model: Any, adapter: Any) -> Any:
                                "megacompile.stream(model, example=...)")
     model.megacompile.close()
     gc.collect()  # gradients and optimizer state as they were
-    return attach(get_peft_model(model, adapter), build_store, config, f"base_model.model.{stack}", None)
+    return attach(get_peft_model(model, adapter, **options), build_store, config, f"base_model.model.{stack}", None)

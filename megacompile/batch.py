@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 #: Arguments whose value changes nothing that a streamed model does, when they have one of these values.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "use_cache": (None, False, True), "return_dict": (None, True), "output_attentions": (None, False),
-    "output_hidden_states": (None, False), "output_router_logits": (None, False), "past_key_values": (None,),
-    "cache_position": (None,),
+    "output_hidden_states": (None, False), "past_key_values": (None,), "cache_position": (None,),
 }
 
 
@@ -64,6 +63,8 @@ def read_arguments(model: nn.Module, forward: Callable[..., Any], forms: Forms, 
     kept = 0 if kept is None else kept
     hidden_states = given.get("output_hidden_states") is True and bool(given.pop("output_hidden_states"))
     inputs = _inputs(name, plain, forms.first.types, given)
+    if given.get("output_router_logits") is plain.output.records_routers:
+        del given["output_router_logits"]
     others = {key: value for key, value in given.items() if key not in plain.batch_inputs and not _neutral(key, value)}
     further = further_arguments(name, plain, others, inputs, forms.parameters)
     served = forms.serve(forms.form_of(tuple(sorted(further)), model.training))
@@ -73,6 +74,8 @@ def read_arguments(model: nn.Module, forward: Callable[..., Any], forms: Forms, 
     if not isinstance(kept, int) or kept < 0 or (kept and has_labels):
         raise UnsupportedError(f"{name}: logits_to_keep must be a whole number, of a batch without labels: leave it out")
     inputs = {key: inputs[key] for key in captured.batch_inputs if key in inputs and (has_labels or key not in captured.labels)}
+    for places in captured.places:
+        places.check(name, inputs)
     normaliser = None
     if items is not None and has_labels and not captured.has_normaliser:
         raise UnsupportedError(f"{name}: num_items_in_batch cannot be honoured, since the loss is no cross entropy over "

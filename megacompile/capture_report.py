@@ -147,8 +147,10 @@ def _remarks(model: nn.Module, captured: CapturedModel, tiling: Tiling) -> Itera
         yield f"frozen below: the backward ends above {below[-1].name}"
     yield ("attention: megacompile's kernels in every layer" if captured.fused_attention else
            "attention: the model's own code in some layer, whose masks take batch x length x length bytes")
-    yield (f"loss: a sum over target tokens{', which never holds all logits' if captured.fused_loss else ''}: micro-batches"
-           " change nothing" if captured.has_normaliser else
+    fused = ", which never holds all logits" if captured.fused_loss else ""
+    yield (f"loss: a sum over target tokens{fused}, and a part that is none (an auxiliary loss): one micro-batch a step, or "
+           "the mean over those of a micro_batch_size" if captured.is_averaged else
+           f"loss: a sum over target tokens{fused}: micro-batches change nothing" if captured.has_normaliser else
            "loss: none, it is made outside, of the model's output" if not captured.has_loss else
            "loss: no cross entropy over tokens that is recognised: one micro-batch a step")
     yield f"assumed of a batch of B x T: {'; '.join(captured.guards) or 'nothing'}"

@@ -11,6 +11,7 @@ from functools import cached_property
 
 from torch import nn
 
+from megacompile.adapters import AdapterStates
 from megacompile.batch import batch_types
 from megacompile.binding import Binder
 from megacompile.config import StreamConfig
@@ -54,15 +55,17 @@ class Forms:
                           fused=compiling, host_bytes=host_bytes, output=captured.main_output)
         planner.pace = pace_of(captured, tiling, Hardware.known(backend.device), compiling, config.passes)
         self.first = Served(captured, planner, Binder(captured, tiling, backend.device, compiling))
+        self.adapters = AdapterStates(model)
         self._known = {PLAIN: self.first}
 
     def __iter__(self) -> Iterator[Served]:
         return iter(self._known.values())
 
     def form_of(self, further: tuple[str, ...], training: bool) -> Form:
-        """The form of a batch with `further` arguments in a mode; that of training mode where evaluation mode is the same."""
-        form = Form(further)
-        return form if training or self.serve(form).captured.same_in_evaluation() else Form(further, evaluating=True)
+        """The form of a batch with `further` arguments in a mode, with adapters as they are now; that of training mode where
+        evaluation mode is the same."""
+        form = Form(further, without_adapters=self.adapters.disabled())
+        return form if training or self.serve(form).captured.same_in_evaluation() else replace(form, evaluating=True)
 
     def serve(self, form: Form) -> Served:
         """What serves a form, captured at its first use. Raises what capturing raises, and `UnsupportedError` where the model
@@ -77,11 +80,21 @@ class Forms:
         read = {source.name for call in captured.calls for source in call.sources if source.kind == "batch"}
         if ignored := [key for key in form.further if key not in read]:
             raise UnsupportedError(f"{type(self.model).__name__} does nothing with {', '.join(ignored)}: leave it out")
-        dtype = planner.config.dtype
-        if dict(Tiling.of(self.model, captured.calls, dtype).tiles_of) != dict(self.tiling.tiles_of):
-            what = "in evaluation mode" if form.evaluating else f"with {', '.join(form.further)}"
+        if not self._reads_as_planned(captured, form):
+            what = ("without its adapters" if form.without_adapters else "in evaluation mode" if form.evaluating
+                    else f"with {', '.join(form.further)}")
             raise UnsupportedError(f"{what} the model reads its weights in other layers than in training without: a streamed "
                                    "model cannot do both, leave it out")
         pace = planner.pace and pace_of(captured, self.tiling, planner.pace.durations.hardware, binder.compiling,
                                         planner.config.passes)
         return Served(captured, replace(planner, captured=captured, pace=pace), replace(binder, captured=captured, compiled={}))
+
+    def _reads_as_planned(self, captured: CapturedModel, form: Form) -> bool:
+        """Whether every call reads parameters of its own tiles, of each of them; where adapters are off, and nothing is
+        trained, of some."""
+        for call in captured.calls:
+            places = [self.tiling.position.get(source.name) for source in call.sources if source.kind == "parameter"]
+            read, own = {place[0] if place is not None else None for place in places}, set(self.tiling.tiles_of[call.name])
+            if read - own or (read != own and not form.without_adapters):
+                return False
+        return True

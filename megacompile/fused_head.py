@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 from trl.trainer.utils import FusedCausalLMOutput
 
+from megacompile.adapters import add_adapter
 from megacompile.errors import UnsupportedError
 from megacompile.losses import IGNORED, next_tokens
 from megacompile.streamed_module import StreamedModule
@@ -63,13 +64,21 @@ def token_fields(logits: Tensor, targets: Tensor, temperature: float, fields: tu
 
 
 @contextlib.contextmanager
-def streamed_heads(trainer: ModuleType) -> Iterator[None]:
-    """Within, what one of TRL's trainer modules adds to streamed models is our head. (TRL has no hook for it, and some trainers
-    use it before their constructor returns.)"""
-    theirs = trainer.add_fused_lm_head
+def streamed_heads(trainer: ModuleType, policy: Any = None) -> Iterator[None]:
+    """Within, what one of TRL's trainer modules adds to streamed models is our head, and an adapter that it puts on one is
+    streamed as well. (TRL has no hook for either, and some trainers use them before their constructor returns.) `policy`: the
+    model that the trainer is given."""
+    theirs, their_adapter = trainer.add_fused_lm_head, getattr(trainer, "get_peft_model", None)  # without peft there is none
+    wrappers = [policy]
+
+    def adapt(model: nn.Module, adapter: Any, **options: Any) -> Any:
+        wrappers.append(add_adapter(model, adapter, **options))
+        return wrappers[-1]
 
     def add(model: nn.Module, temperature: float = 1.0, cast_lm_head_to_fp32: bool = False,
             outputs: tuple[str, ...] = ("log_probs",)) -> None:
+        # Of an adapted model TRL has the one inside of PEFT's wrapper, and the wrapper is what streams.
+        model = next((each for each in wrappers if hasattr(each, "get_base_model") and each.get_base_model() is model), model)
         if not isinstance(model, StreamedModule):
             theirs(model, temperature, cast_lm_head_to_fp32, outputs)
             return
@@ -77,22 +86,27 @@ def streamed_heads(trainer: ModuleType) -> Iterator[None]:
             raise UnsupportedError("cast_lm_head_to_fp32 changes the head, which was captured: leave it out")
         model.__dict__["forward"] = FusedHead(model, temperature, outputs)
 
-    trainer.add_fused_lm_head = add  # type: ignore[attr-defined]
+    trainer.add_fused_lm_head, trainer.get_peft_model = add, adapt  # type: ignore[attr-defined]
     try:
         yield
     finally:
-        trainer.add_fused_lm_head = theirs  # type: ignore[attr-defined]
+        trainer.add_fused_lm_head, trainer.get_peft_model = theirs, their_adapter  # type: ignore[attr-defined]
 
 
-def refuse_adapters(model: Any, config: Any) -> None:
-    """Raises `UnsupportedError` where adapters (PEFT) are trained, or are to be."""
-    if config is not None or hasattr(model, "get_base_model"):
-        raise UnsupportedError("adapters (PEFT) cannot be trained by preferences yet, since TRL switches them off for the "
-                               "reference model: train all weights, without a peft_config")
+def refuse_copied_adapter(model: Any, wanted: bool) -> None:
+    """Raises `UnsupportedError` where TRL would put a copy of a streamed model's adapter beside it, for a reference."""
+    if wanted and hasattr(model, "get_base_model"):
+        raise UnsupportedError("TRL would copy the adapter of a model that is streamed already, for a reference: give the "
+                               "model without its adapter, streamed, and peft_config=..., which makes the base the reference, "
+                               "or ref_model=megacompile.stream(...) (DPO)")
 
 
-def refuse_dropout(model: Any) -> None:
-    """Raises `UnsupportedError` for a streamed model with dropout, which TRL would switch off after it was captured."""
+def refuse_dropout(model: Any, adapter: Any = None) -> None:
+    """Raises `UnsupportedError` for a streamed model with dropout, or one that gets it with an `adapter`: TRL would switch it
+    off after it was captured."""
+    if getattr(adapter, "lora_dropout", 0):
+        raise UnsupportedError("disable_dropout comes too late for an adapter that is streamed: give lora_dropout=0, or "
+                               "disable_dropout=False")
     if isinstance(model, StreamedModule) and any(isinstance(m, nn.Dropout) and m.p > 0 for m in nn.Module.modules(model)):
         raise UnsupportedError("disable_dropout comes too late for a model that is streamed: set its dropout to 0 before "
                                "stream(), or give disable_dropout=False")

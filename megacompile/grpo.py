@@ -8,7 +8,7 @@ import trl
 from trl.trainer import grpo_trainer
 
 from megacompile import trainer
-from megacompile.fused_head import refuse_adapters, refuse_dropout, refuse_moving_reference, streamed_heads
+from megacompile.fused_head import refuse_copied_adapter, refuse_dropout, refuse_moving_reference, streamed_heads
 from megacompile.reference_model import loaded_as, reference_of
 
 
@@ -17,14 +17,18 @@ class GRPOTrainer(trainer.Trainer, trl.GRPOTrainer):
     token: right, and slow; by vLLM they are not (`use_vllm`). With a `beta` other than 0 the reference model is a frozen
     copy of the policy as it is now, streamed beside it.
 
-    Raises `UnsupportedError` for adapters, router losses, and `sync_ref_model`; and what `reference_of` raises."""
+    With a `peft_config` the streamed model is closed, gets the adapter, and is streamed again as it was (`trainer.model` is
+    that); the reference is then the same without the adapter.
+
+    Raises `UnsupportedError` for router losses, `sync_ref_model`, and where TRL would copy an adapter; and what
+    `reference_of` raises."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         given = inspect.signature(trl.GRPOTrainer.__init__).bind(self, *args, **kwargs).arguments
-        refuse_adapters(given["model"], given.get("peft_config"))  # before TRL changes the model
         settings = given.get("args")
+        refuse_copied_adapter(given["model"], bool(getattr(settings, "beta", 0.0)))  # before TRL changes the model
         refuse_moving_reference(settings)
         if getattr(settings, "disable_dropout", False):
-            refuse_dropout(given["model"])
-        with streamed_heads(grpo_trainer), loaded_as(grpo_trainer, lambda: reference_of(given["model"])):
+            refuse_dropout(given["model"], given.get("peft_config"))
+        with streamed_heads(grpo_trainer, given["model"]), loaded_as(grpo_trainer, lambda: reference_of(given["model"])):
             super().__init__(*args, **kwargs)

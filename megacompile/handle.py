@@ -10,7 +10,6 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
-from megacompile.adapters import AdapterStates
 from megacompile.batch import Arguments, check_token_tensors, logits_of, read_arguments
 from megacompile.durations import Durations
 from megacompile.editing import editable_text, load
@@ -41,7 +40,6 @@ class Handle:
     def __init__(self, streamed: Streamed) -> None:
         self.streamed = streamed
         self.anchor = torch.zeros((), requires_grad=True)
-        self._adapters = AdapterStates(streamed.model)
 
     # ---------------------------------------------------------------- calls of the model
     def call(self, model: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -137,8 +135,10 @@ class Handle:
         """The capture that serves a batch."""
         return self.streamed.forms.serve(self.streamed.form_of(inputs)).captured
 
-    def _arguments(self, model: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Arguments:
-        """What the user passes, once nothing of the model or its surroundings forbids honouring it."""
+    def _arguments(self, model: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any],
+                   training: bool = False) -> Arguments:
+        """What the user passes, once nothing of the model or its surroundings forbids honouring it. `training`: whatever the
+        grad mode is."""
         streamed = self.streamed
         if torch.is_autocast_enabled(streamed.backend.device.type):
             dtype = torch.get_autocast_dtype(streamed.backend.device.type)
@@ -146,8 +146,9 @@ class Handle:
                 raise UnsupportedError(f"autocast to {dtype} differs from the dtype that the model was streamed in: "
                                        f"leave autocast out, or stream(model, dtype={dtype})")
         refuse_hooks(model)
-        self._adapters.check()
-        streamed.writes.check_model(model)
+        differentiating = training or torch.is_grad_enabled()
+        streamed.forms.adapters.check(differentiating)
+        streamed.writes.check_model(model, differentiating)
         return read_arguments(model, forward, streamed.forms, args, kwargs)
 
     def train_step(self, batch: Mapping[str, Any], optimizer: AdamW) -> Tensor:
@@ -160,7 +161,8 @@ class Handle:
         if not streamed.tiling.trains:
             raise UnsupportedError("no parameter of the model is trained, so that train_step has nothing to do: close() it, "
                                    "set requires_grad where it should train, and stream() it again")
-        given = self._arguments(streamed.model, original_class(streamed.model).forward.__get__(streamed.model), (), batch)
+        given = self._arguments(streamed.model, original_class(streamed.model).forward.__get__(streamed.model), (), batch,
+                                training=True)
         if not given.has_labels:
             if not streamed.captured.has_loss:
                 raise UnsupportedError("train_step needs a loss, and the model has none: give stream(model, loss=...), or "

@@ -23,9 +23,10 @@ def batch_of(backend: Backend, captured: CapturedModel, plan: Plan, constants: M
     if normaliser is not None:
         normaliser = normaliser.to(device=backend.device, dtype=torch.float32, copy=True)
     random = draw(captured, plan.micro_batches, backend.device)
-    backend.enter([*moved.values(), *(t for t in (normaliser, random) if t is not None)])
+    shares = torch.tensor([n / plan.batch for n in plan.micro_batches]).to(backend.device) if captured.is_averaged else None
+    backend.enter([*moved.values(), *(t for t in (normaliser, random, shares) if t is not None)])
     micro_batches = [{name: tensor[a:b] for name, tensor in moved.items()} for a, b in _cuts(plan)]
-    return Batch(micro_batches, constants, normaliser, random)
+    return Batch(micro_batches, constants, normaliser, shares, random)
 
 
 def loss_of(backend: Backend, batch: Batch) -> Tensor:

@@ -13,11 +13,12 @@ UPDATES = ("step", "arrival")
 @dataclass(frozen=True)
 class Form:
     """Which graphs of a model a batch needs. `further`: the batch arguments beside those that every batch has, by name (a mask,
-    positions that start again within a row); `evaluating`: those of evaluation mode, if they are others than in training mode.
-    """
+    positions that start again within a row); `evaluating`: those of evaluation mode, if they are others than in training mode;
+    `without_adapters`: with PEFT's adapters switched off."""
 
     further: tuple[str, ...] = ()
     evaluating: bool = False
+    without_adapters: bool = False
 
 
 PLAIN = Form()
@@ -29,7 +30,8 @@ class Shape:
     it must be `lean`, without the residuals that a plan keeps where memory is left. `update` is "step" or "arrival" (see
     `Plan`); `whole_step` is one program for a step, otherwise there are sections of their own. `output` is what the epilogue
     gives: the model's "loss" (without labels its logits alone), or a head's outputs, which the caller differentiates: "logits",
-    or the name of a function of tokens. `further` and `evaluating` say which of the model's captures serves it (`Form`)."""
+    or the name of a function of tokens. `further`, `evaluating` and `without_adapters` say which of the model's captures serves
+    it (`Form`)."""
 
     batch: int
     length: int
@@ -41,10 +43,11 @@ class Shape:
     output: str = "loss"
     further: tuple[str, ...] = ()
     evaluating: bool = False
+    without_adapters: bool = False
 
     @property
     def form(self) -> Form:
-        return Form(self.further, self.evaluating)
+        return Form(self.further, self.evaluating, self.without_adapters)
 
 
 @dataclass(frozen=True)

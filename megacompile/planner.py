@@ -177,7 +177,13 @@ class Planner:
             f"{f', token_chunk={plan.token_chunk}' if plan.token_chunk else ''}"
             f"{f', host_checkpoints={plan.host_checkpoints}' if plan.host_checkpoints else ''}) and "
             f"{format_bytes(self.device_bytes)} are available{self._others()}: use fewer or shorter sequences, or a larger "
-            "device_memory")
+            f"device_memory{self._averaging()}")
+
+    def _averaging(self) -> str:
+        """What else helps where a batch is split at the user's wish alone."""
+        asked = self.config.micro_batch_size or not self.captured.is_averaged
+        return "" if asked else ("; or give micro_batch_size, and the auxiliary loss is the mean of those of micro-batches, as "
+                                 "with gradient accumulation")
 
     def _others(self) -> str:
         taken = self.taken_bytes()
@@ -344,8 +350,8 @@ class Planner:
         return replace(plan, saved_layers=max(0, saved))
 
     def _sizes(self, batch: int, length: int) -> list[int]:
-        if self.output == "loss" and not self.captured.has_normaliser:
-            return [batch]  # a loss that is no sum over tokens cannot be split
+        if self.output == "loss" and (not self.captured.has_normaliser or self.captured.is_averaged):
+            return [batch]  # a loss that is no sum over tokens cannot be split, or is another if it is: the user's choice
         largest = max(1, min(batch, FULL_TOKENS // length))
         sizes = [largest]
         while sizes[-1] > 1:

@@ -24,18 +24,23 @@ class SFTTrainer(trainer.Trainer, trl.SFTTrainer):
     With a `peft_config` the streamed model is closed, gets the adapter, and is streamed again as it was: `trainer.model` is
     that.
 
-    Raises `UnsupportedError` for router losses."""
+    Raises `UnsupportedError` for router losses other than those that the model was streamed with."""
 
     def __init__(self, model: Any, *args: Any, peft_config: Any = None, **kwargs: Any) -> None:
         if peft_config is not None:
             check_model(model)
             model = add_adapter(model, peft_config)
+        streamed_with = _router_coefficient(model)
         with streamed_heads(sft_trainer):
             super().__init__(model, *args, **kwargs)
         if self.losses_are_models:
             self.model.__dict__.pop("forward", None)
-        if self.aux_loss_enabled:
-            raise UnsupportedError("the router's auxiliary loss was not captured with the model: give router_aux_loss_coef=0")
+        wanted = self.router_aux_loss_coef if self.aux_loss_enabled else 0.0
+        if wanted != streamed_with or (wanted and not self.losses_are_models):
+            raise UnsupportedError(
+                f"the model was streamed with a router's auxiliary loss of weight {streamed_with}, and {wanted} is asked for: "
+                "set config.output_router_logits and config.router_aux_loss_coef before stream(), or give router_aux_loss_coef="
+                f"{streamed_with}{'' if self.losses_are_models else '; of losses other than nll, TRL needs 0'}")
 
     @property
     def losses_are_models(self) -> bool:
@@ -60,3 +65,9 @@ class SFTTrainer(trainer.Trainer, trl.SFTTrainer):
         mask = inputs.get("attention_mask")
         self._total_train_tokens += int(mask.sum()) if mask is not None else inputs["input_ids"].numel()
         self._metrics["train"]["num_tokens"] = [self._total_train_tokens]
+
+
+def _router_coefficient(model: Any) -> float:
+    """The weight of the routers' auxiliary loss in the loss that a streamed model was captured with."""
+    config = model.config.get_text_config()
+    return float(config.router_aux_loss_coef) if check_model(model).captured.output.records_routers else 0.0

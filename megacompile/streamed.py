@@ -373,7 +373,7 @@ class Streamed:
         output = self.captured.main_output if output == "loss" else output
         return Shape(first.shape[0], first.shape[1], output == "loss" and set(plain) <= inputs.keys(), training,
                      update=self.arrival.update_at if training else "step", output=output, further=form.further,
-                     evaluating=form.evaluating)
+                     evaluating=form.evaluating, without_adapters=form.without_adapters)
 
     def form_of(self, inputs: Mapping[str, Tensor]) -> Form:
         """Which of the model's captures serves a batch in the model's mode."""

@@ -94,7 +94,9 @@ class Trainer(transformers.Trainer):
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)
         batches, self._gathered = self._gathered, []
-        batch = join(batches, check_model(model).captured.labels)
+        captured = check_model(model).captured
+        # An auxiliary loss is of one batch each, and Trainer adds them up.
+        batch = join(batches, captured.labels) if len(batches) == 1 or not captured.is_averaged else None
         if batch is None:
             losses = [super(Trainer, self).training_step(model, each, num_items_in_batch) for each in batches]
             return torch.stack(losses).sum()

@@ -63,13 +63,14 @@ class ForeignWrites:
             warnings.warn(f"another optimizer updates the parameters in their own {parameter.dtype}, where small updates are "
                           "lost to rounding: megacompile.AdamW keeps an FP32 master", stacklevel=2)
 
-    def check_model(self, model: nn.Module) -> None:
-        """Raises `UnsupportedError` if the model has other parameters than those that were captured, or trains others."""
+    def check_model(self, model: nn.Module, differentiating: bool) -> None:
+        """Raises `UnsupportedError` if the model has other parameters than those that were captured; or trains others, where
+        that says anything."""
         now = {name: id(p) for name, p in nn.Module.named_parameters(model)}
         if changed := sorted(name for name in now.keys() | self.objects.keys() if now.get(name) != self.objects.get(name)):
             raise UnsupportedError(f"{changed[0]} was added, removed or replaced after stream(): close() the model, change it, "
                                    "and stream() it again")
-        for name, parameter in self.parameters.items():
+        for name, parameter in self.parameters.items() if differentiating else ():
             tile, position = self.tiling.position[name]
             if parameter.requires_grad != self.store[tile].layout.slices[position].trainable:
                 raise UnsupportedError(f"requires_grad of {name} was changed after stream(): close() the model, change it, "

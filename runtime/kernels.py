@@ -23,8 +23,8 @@ class Activation:
 @dataclass(frozen=True)
 class Input:
     """Source of one positional input. `kind` "parameter": `position` in tile number `tile` of the call; "constant": a
-    buffer; "batch", "size" (dimension `position`), "carried" and "shared" (output `position`), "normaliser", "random" (of call
-    number `position`)."""
+    buffer; "batch", "size" (dimension `position`), "carried" and "shared" (output `position`), "normaliser", "share" (of a
+    micro-batch in the batch's rows), "random" (of call number `position`)."""
 
     kind: str
     name: str = ""
@@ -61,6 +61,7 @@ class Batch:
     micro_batches: Sequence[Mapping[str, Tensor]]
     constants: Mapping[str, Tensor]
     normaliser: Tensor | None = None
+    shares: Tensor | None = None  # by micro-batch
     random: Tensor | None = None  # by micro-batch and call, what dropout is drawn from
     scale: Tensor | None = None  # the gradient of the loss that the caller sent
     output_gradients: Sequence[tuple[Tensor, ...]] = ()  # or of the outputs, by micro-batch
@@ -86,6 +87,9 @@ def bind(kernel: Kernel, batch: Batch, mb: int, weights: tuple[Weights, ...], in
                 values.append(batch.constants[source.name])
             case "normaliser":
                 values.append(batch.normaliser)
+            case "share":
+                assert batch.shares is not None, "a batch without shares for a loss that is averaged"
+                values.append(batch.shares[mb])
             case "random":
                 assert batch.random is not None, "a batch without random numbers for a model that draws them"
                 values.append(batch.random[mb, source.position])

@@ -36,6 +36,16 @@ def forward_signature(model: nn.Module) -> inspect.Signature:
     return signature
 
 
+def switch_off_adapters(model: nn.Module) -> None:
+    """As PEFT's `disable_adapter` does it."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    for module in model.modules():
+        if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper):
+            module.enable_adapters(enabled=False)
+
+
 def _weight(module: Any) -> Tensor:
     weight: Tensor = module.weight
     return weight

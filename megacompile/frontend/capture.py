@@ -15,18 +15,20 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from megacompile.errors import CaptureError, UnsupportedError
-from megacompile.frontend.adapters import forward_signature
+from megacompile.frontend.adapters import forward_signature, switch_off_adapters
 from megacompile.frontend.attention import implementation_for
 from megacompile.frontend.build import build_template, with_results
-from megacompile.frontend.experts import refuse_router_losses
 from megacompile.frontend.heads import LOGITS, Head, Heads
 from megacompile.frontend.hidden_states import HiddenStates
 from megacompile.frontend.layers import LayerStack, find_layers
-from megacompile.frontend.loss import normalise_loss
+from megacompile.frontend.loss import is_averaged, normalise_loss
 from megacompile.frontend.model_graph import ModelGraph, capture_model_graph
 from megacompile.frontend.modes import operations, torch_calls
 from megacompile.frontend.output import OutputStructure, output_structure
+from megacompile.frontend.places import Places, places_of
 from megacompile.frontend.randomness import draw_functionally, number_draws
+from megacompile.frontend.recorders import install_recorders
+from megacompile.frontend.rows import fixes_rows, images_of, join_rows, traced_apart
 from megacompile.frontend.sizes import Condition, batch_symbols, conditions
 from megacompile.frontend.split import split_at_layers, structural_key
 from megacompile.frontend.template import BATCH, LENGTH, Call, TargetLike, Template, TemplatePass
@@ -57,7 +59,9 @@ class CapturedModel:
     `causal`: no token sees a later one, by our op or by what the model's attention modules say of themselves (`is_causal`).
     `fused_loss`: the epilogue's `loss` never holds the micro-batch's logits.
     `has_normaliser`: the loss is a sum over the "normaliser" input, so that micro-batches add up; then
-    `count_targets(batch on the host)` gives a batch's normaliser, a 0-d float32 tensor.
+    `count_targets(batch on the host)` gives a batch's normaliser, a 0-d float32 tensor. `is_averaged`: beside that sum the loss
+    has a part that is none, and is the mean over micro-batches of each one's, weighted by rows.
+    `places`: where features, of images say, are put among tokens; each checks a batch.
     `has_loss`: else the model has no head, its calls end with that of its output ("logits"), of which losses are made outside.
     `output.rebuild(loss, logits)`: the model's own return value, around these. `heads`: what stands in the epilogue's place
     where the caller differentiates; None of a model that returns no logits. `token_loss`: the loss is a function of tokens that
@@ -80,7 +84,9 @@ class CapturedModel:
     fused_loss: bool
     has_loss: bool
     has_normaliser: bool
+    is_averaged: bool
     count_targets: Callable[[Mapping[str, Tensor]], Tensor] | None
+    places: tuple[Places, ...]
     output: OutputStructure
     heads: Heads | None
     token_loss: bool
@@ -149,26 +155,28 @@ def capture(
     started = time.perf_counter()
     target = target or CpuTarget()
     name = type(model).__name__
-    refuse_router_losses(model)
     stack = find_layers(model, layers)
     plain = fake_twin(model, FakeTensorMode())  # as it is now: `model` may be streamed when it is captured again
     taken = () if loss is None else taken_by_loss(loss, example or {})
     traced = example if loss is None else _without_loss(plain, example, taken)
     graph, twin, batch, attention = _trace(plain, layers, traced, form)
+    apart = fixes_rows(graph) and bool(images_of(batch))
+    if apart:
+        graph, twin, batch, attention = _trace(plain, layers, traced, form, images_apart=True)
     performed = operations(graph)
 
     @functools.cache
     def called(where: Form, size: tuple[int, int]) -> tuple[str, ...] | None:
-        fakes, tried, given, options = _subject(plain, traced, where, size, attention)
+        fakes, tried, given, options = _subject(plain, layers, traced, where, size, attention)
         with fakes:
             return torch_calls(tried, given, options)
 
     def holds(training: bool, size: tuple[int, int]) -> bool:
-        where = Form(form.further, not training)
+        where = dataclasses.replace(form, evaluating=not training)
         expected = called(form, CAPTURE_SHAPE)
         if expected is not None and called(where, size) == expected:
             return True
-        return operations(_trace(plain, layers, traced, where, size)[0]) == performed
+        return operations(_trace(plain, layers, traced, where, size, apart)[0]) == performed
 
     def in_form(other: Form) -> CapturedModel:
         with torch.inference_mode(False), torch.enable_grad():  # whatever the batch is computed under that needs it first
@@ -176,6 +184,7 @@ def capture(
                            loss=loss)
 
     structure, positions = output_structure(graph, name, other_loss=loss is not None)
+    places = places_of(graph, name)
     has_loss = loss is not None or structure.has_loss
     count = _one if loss is not None else normalise_loss(graph, graph.results[positions[0]]) if has_loss else None
     draw_functionally(graph)
@@ -218,7 +227,7 @@ def capture(
         fused_attention=fused, causal=fused or _says_causal(stack),
         fused_loss="linear_cross_entropy" in templates[calls[-1].template].stages["joint"], has_loss=has_loss,
         form=form, holds=functools.cache(holds), in_form=functools.cache(in_form), has_normaliser=count is not None,
-        count_targets=count, output=structure,
+        is_averaged=is_averaged(graph), count_targets=count, places=places, output=structure,
         heads=heads, token_loss=loss is not None, conditions=assumed, seconds=time.perf_counter() - started)
 
 
@@ -238,37 +247,48 @@ def _without_loss(model: nn.Module, example: Mapping[str, Tensor] | None, taken:
 
 def _trace(
     model: nn.Module, layers: str | None, example: Mapping[str, Tensor] | None, form: Form,
-    size: tuple[int, int] = CAPTURE_SHAPE,
+    size: tuple[int, int] = CAPTURE_SHAPE, images_apart: bool = False,
 ) -> tuple[ModelGraph, nn.Module, dict[str, Tensor], str | None]:
     """The model's graph, its fake twin, the fake batch and which attention it has: ours if its layers call it (its name), else
     their own (None).
 
     A transformers model that asks for a mask but has attention code of its own would get none, and silently see the
-    future: such a model is captured again with the attention implementation it came with.
+    future: such a model is captured again with the attention implementation it came with. `images_apart`: images are traced as
+    a number of their own (see `rows.py`).
     """
     ours = None
     if is_transformers_model(model):
         ours = implementation_for(form.further, model.config._attn_implementation)  # type: ignore[union-attr, arg-type]
     for attention in dict.fromkeys((ours, None)):
-        fakes, twin, batch, options = _subject(model, example, form, size, attention)
+        fakes, twin, batch, options = _subject(model, layers, example, form, size, attention)
+        if images_apart:
+            batch |= traced_apart(batch, fakes)
         stack = find_layers(twin, layers)
+        install_recorders(twin, stack)
         try:
             graph = capture_model_graph(twin, batch, stack, fakes, options)
         except (UnsupportedError, CaptureError):
             if attention is not None:  # sinks, biases, a mask that layers index: what our op lacks, the model's own has
                 continue
             raise
+        if images_apart and not join_rows(graph, images_of(batch)):
+            raise CaptureError(f"{type(model).__name__} does more with the list of its images' features than to join it, so "
+                               "that a graph would hold for one number of images: compute with "
+                               f"{', '.join(sorted(images_of(batch)))} as one tensor [batch, ...], without a list")
         if attention is None or _all_layers_call_attention(graph):
             return graph, twin, batch, attention
     raise AssertionError("the last trace is always returned")
 
 
 def _subject(
-    model: nn.Module, example: Mapping[str, Tensor] | None, form: Form, size: tuple[int, int], attention: str | None,
+    model: nn.Module, layers: str | None, example: Mapping[str, Tensor] | None, form: Form, size: tuple[int, int],
+    attention: str | None,
 ) -> tuple[FakeTensorMode, nn.Module, dict[str, Tensor], dict[str, Any]]:
     """What a trace runs: the fakes' mode, the twin, its batch and further arguments."""
     fakes = FakeTensorMode(shape_env=ShapeEnv())
-    twin = fake_twin(model, fakes, attention, training=not form.evaluating)
+    twin = fake_twin(model, fakes, attention, training=not form.evaluating, layers=layers)
+    if form.without_adapters:
+        switch_off_adapters(twin)
     batch = fake_batch(model, dict(example) if example is not None else None, fakes, size, form.further)
     return fakes, twin, batch, {"use_cache": False} if "use_cache" in forward_signature(model).parameters else {}
 

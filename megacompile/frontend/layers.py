@@ -12,7 +12,7 @@ import functools
 import itertools
 import logging
 import types
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -65,7 +65,8 @@ def layer_stack(layers: str) -> Callable[[type[M]], type[M]]:
 
 
 def find_layers(model: nn.Module, layers: str | None = None) -> LayerStack:
-    """The stack named by `layers`, else the one registered for the model's class, else the list of most parameters.
+    """The stack named by `layers`, else the one registered for the model's class, else the list of most parameters: of those in
+    the decoder, where the model says which of its parts that is (an encoder beside it may be the larger one).
 
     Raises `CaptureError`, naming the candidates, if there is no such list or it is empty.
     """
@@ -79,7 +80,7 @@ def find_layers(model: nn.Module, layers: str | None = None) -> LayerStack:
                 'nn.ModuleList, or name the stack with layers="path.to.layers"'
             )
         # Nested lists (experts inside a layer) hold fewer parameters than the list around them; ties go to the outer.
-        path = max(candidates, key=candidates.__getitem__)
+        path = max(_of_decoder(model, candidates) or candidates, key=candidates.__getitem__)
     try:
         stack = model.get_submodule(path)
     except AttributeError:
@@ -93,6 +94,21 @@ def find_layers(model: nn.Module, layers: str | None = None) -> LayerStack:
             f"layers (found: {found})"
         )
     return LayerStack(path, tuple(stack))
+
+
+def _of_decoder(model: nn.Module, candidates: Collection[str]) -> list[str]:
+    """Those of the candidates that are parts of the decoder that models of transformers name."""
+    if not hasattr(model, "get_decoder"):
+        return []
+    inside = {id(module) for module in model.get_decoder().modules()}  # type: ignore[operator]
+    return [path for path in candidates if id(model.get_submodule(path)) in inside]
+
+
+def encoders(model: nn.Module, stack: LayerStack) -> list[Any]:
+    """The models of transformers that a model has beside its stack: what encodes images, say."""
+    within = {id(module) for layer in stack.layers for module in layer.modules()}
+    return [m for m in model.modules() if hasattr(m, "set_attn_implementation") and id(m) not in within
+            and all(stack.layers[0] is not inner for inner in m.modules())]
 
 
 def stack_candidates(model: nn.Module) -> dict[str, int]:

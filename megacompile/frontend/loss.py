@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,14 +21,15 @@ from megacompile.frontend.model_graph import ModelGraph
 from megacompile.frontend.split import Section, extract
 from megacompile.frontend.template import Source
 
-NORMALISER = Source("normaliser")
+NORMALISER, SHARE = Source("normaliser"), Source("share")
 _OF_ELEMENTS = frozenset({F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy,
                           F.binary_cross_entropy_with_logits})
 
 
 @dataclasses.dataclass(frozen=True)
 class TargetCount:
-    """Counts the target tokens of a batch on the host: called with {name: tensor}, returns a 0-d float32 tensor."""
+    """Counts the target tokens of a batch on the host: called with {name: tensor}, returns a 0-d float32 tensor (or what else
+    was asked to be counted)."""
 
     graph: fx.GraphModule
     sources: tuple[Source, ...]
@@ -44,12 +45,26 @@ def normalise_loss(model: ModelGraph, loss: fx.Node) -> TargetCount | None:
     """Rewrite `model` so that `loss` is a cross entropy's sum over the normaliser, a new last placeholder.
 
     Recognised: a mean over target tokens or over elements of targets, and a sum divided by something computed from the
-    batch alone; all may be cast, and multiplied or divided by numbers, afterwards. Returns how to count, or None, with the
-    graph unchanged.
+    batch alone; all may be cast, and multiplied or divided by numbers, afterwards. Where such a loss and others are added up,
+    the others, which are no sums over tokens (an auxiliary loss of routers), are weighted with the micro-batch's share of the
+    batch. Returns how to count, or None, with the graph unchanged.
     """
     node = loss
-    while (scaled := _scaled(node)) is not None:
-        node = scaled
+    others: list[tuple[fx.Node, fx.Node]] = []
+    while (inner := _scaled(node) or _addend(node, others)) is not None:
+        node = inner
+    count = _normalise(model, node)
+    if count is not None:
+        _weigh(model, others)
+    return count
+
+
+def is_averaged(model: ModelGraph) -> bool:
+    """Whether a part of the loss is the mean over micro-batches of what each of them has."""
+    return SHARE in model.sources.values()
+
+
+def _normalise(model: ModelGraph, node: fx.Node) -> TargetCount | None:
     if node.target is F.cross_entropy:
         return _normalise_mean(model, node)
     if node.target in _OF_ELEMENTS:
@@ -57,6 +72,38 @@ def normalise_loss(model: ModelGraph, loss: fx.Node) -> TargetCount | None:
     if node.target in (operator.truediv, torch.div) and isinstance(node.args[1], fx.Node):
         return _normalise_sum(model, *node.args)  # type: ignore[arg-type]
     return None
+
+
+def _addend(node: fx.Node, others: list[tuple[fx.Node, fx.Node]]) -> fx.Node | None:
+    """The addend that a cross entropy is part of, if `node` adds two values; the other one joins `others`, with `node`."""
+    if node.target not in (operator.add, operator.iadd, torch.add) or len(node.args) != 2 or len(node.all_input_nodes) != 2:
+        return None
+    found = [each for each in node.all_input_nodes if _holds_targets(each)]
+    if len(found) != 1:
+        return None
+    others.extend((each, node) for each in node.all_input_nodes if each is not found[0])
+    return found[0]
+
+
+def _holds_targets(node: fx.Node) -> bool:
+    """Whether a loss of targets is, perhaps scaled, one of the values that `node` adds up."""
+    while (scaled := _scaled(node)) is not None:
+        node = scaled
+    if node.target in (operator.add, operator.iadd, torch.add):
+        return any(map(_holds_targets, node.all_input_nodes))
+    divided = node.args[0] if node.target in (operator.truediv, torch.div) and node.all_input_nodes else node
+    return isinstance(divided, fx.Node) and divided.target in {F.cross_entropy, *_OF_ELEMENTS}
+
+
+def _weigh(model: ModelGraph, others: Sequence[tuple[fx.Node, fx.Node]]) -> None:
+    """Lets each sum read its other addend times the micro-batch's share."""
+    share = _scalar(model, "share", SHARE) if others else None
+    for other, total in others:
+        with model.graph.graph.inserting_before(total):
+            weighted = model.graph.graph.call_function(operator.mul, (other, share))
+            weighted.meta = dict(other.meta)
+        total.replace_input_with(other, weighted)
+    model.graph.recompile()
 
 
 def _normalise_elements(model: ModelGraph, node: fx.Node) -> TargetCount | None:
@@ -68,7 +115,7 @@ def _normalise_elements(model: ModelGraph, node: fx.Node) -> TargetCount | None:
     if given["reduction"] != "mean" or not alike or any(given[key] is not None for key in ("size_average", "reduce", "weight")
                                                        if key in given):
         return None
-    count = _count(model, given["target"], lambda g, t: g.call_method("numel", (t,)))
+    count = count_batch(model, given["target"], lambda g, t: g.call_method("numel", (t,)))
     if count is None:
         return None
     node.args, node.kwargs = (), {**given, "reduction": "sum"}
@@ -78,7 +125,7 @@ def _normalise_elements(model: ModelGraph, node: fx.Node) -> TargetCount | None:
 
 def _divided(model: ModelGraph, loss: fx.Node, total: fx.Node) -> None:
     """Lets whoever reads `loss` read `total` over the normaliser."""
-    normaliser = _normaliser(model)
+    normaliser = _scalar(model, "normaliser", NORMALISER)
     with model.graph.graph.inserting_after(total):
         mean = model.graph.graph.call_function(operator.truediv, (total, normaliser))
         mean.meta = dict(loss.meta)
@@ -117,7 +164,7 @@ def _normalise_mean(model: ModelGraph, node: fx.Node) -> TargetCount | None:
     if not _sums_over_targets(arguments, "mean"):
         return None
     graph, target = model.graph.graph, arguments["target"]
-    count = _count(model, target, lambda g, t: g.call_function(
+    count = count_batch(model, target, lambda g, t: g.call_function(
         torch.sum, (g.call_function(operator.ne, (t, arguments["ignore_index"])),)))
     if count is None:
         return None
@@ -135,26 +182,27 @@ def _normalise_mean(model: ModelGraph, node: fx.Node) -> TargetCount | None:
 def _normalise_sum(model: ModelGraph, total: fx.Node, divisor: fx.Node) -> TargetCount | None:
     if total.target is not F.cross_entropy or not _sums_over_targets(cross_entropy_arguments(total), "sum"):
         return None
-    count = _count(model, divisor, lambda g, t: t)
+    count = count_batch(model, divisor, lambda g, t: t)
     if count is None:
         return None
     division = next(iter(total.users))
-    division.replace_input_with(divisor, _normaliser(model))
+    division.replace_input_with(divisor, _scalar(model, "normaliser", NORMALISER))
     model.graph.recompile()
     return count
 
 
-def _normaliser(model: ModelGraph) -> fx.Node:
+def _scalar(model: ModelGraph, name: str, source: Source) -> fx.Node:
+    """A new last placeholder, a 0-d float32 tensor."""
     graph = model.graph.graph
     with graph.inserting_after(graph.find_nodes(op="placeholder")[-1]):
-        node = graph.placeholder("normaliser")
+        node = graph.placeholder(name)
     with model.fakes:
         node.meta["example_value"] = torch.empty((), dtype=torch.float32)
-    model.sources[node] = NORMALISER
+    model.sources[node] = source
     return node
 
 
-def _count(model: ModelGraph, counted: fx.Node, finish: Any) -> TargetCount | None:
+def count_batch(model: ModelGraph, counted: fx.Node, finish: Any) -> TargetCount | None:
     """`finish(graph, counted)` as a function of the batch; None if `counted` is computed from anything else.
 
     All nodes computed from the batch alone come along, in order, in-place ops among them (labels[mask] = -100); what
@@ -180,4 +228,12 @@ def _count(model: ModelGraph, counted: fx.Node, finish: Any) -> TargetCount | No
         output.args = ((finish(graph, output.args[0][0]),),)  # type: ignore[index]
     section.graph.recompile()
     functional = forward_graph(section.graph, model.fakes)
-    return TargetCount(cut_graph(functional.graph, functional.inputs, functional.outputs), tuple(section.sources))
+    counting = cut_graph(functional.graph, functional.inputs, functional.outputs)
+    read = []
+    for node, source in zip(counting.graph.find_nodes(op="placeholder"), section.sources, strict=True):
+        if node.users:
+            read.append(source)
+        else:
+            counting.graph.erase_node(node)
+    counting.recompile()
+    return TargetCount(counting, tuple(read))

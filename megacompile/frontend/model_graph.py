@@ -5,6 +5,7 @@ import builtins
 import contextlib
 import dataclasses
 import itertools
+import operator
 import re
 import textwrap
 import warnings
@@ -18,14 +19,16 @@ from torch._dynamo.functional_export import dynamo_graph_capture_for_export
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributions import Distribution
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils._sympy.interp import sympy_interp
+from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 from megacompile.errors import CaptureError, MegacompileError, UnsupportedError
 from megacompile.frontend.adapters import traceable_adapters
 from megacompile.frontend.buffers import own_rewritten_buffers
 from megacompile.frontend.layers import LayerStack, layers_as_regions
 from megacompile.frontend.template import Source
-from megacompile.frontend.twin import of_rows
 
+INVOKE = torch.ops.higher_order.invoke_subgraph
 FIXED_SIZES_REMEDY = "compute with the sizes of the inputs, not with constants"
 
 
@@ -64,14 +67,15 @@ def capture_model_graph(
     Raises `CaptureError` with Dynamo's reason and the line of the model that caused it.
     """
     names, tensors = tuple(batch), tuple(batch.values())
-    dimensions = [(0,) if of_rows(tensor, tensors[0].shape) else (0, 1) for tensor in tensors]
+    dimensions = [(0, 1) if tensor.shape[:2] == tensors[0].shape[:2] else (0,) for tensor in tensors]
+    tied = [tensor.shape[0] == tensors[0].shape[0] for tensor in tensors]  # images may be traced apart
     for tensor, dynamic in zip(tensors, dimensions, strict=True):
         for dimension in dynamic:
             if tensor.shape[dimension] > 1:  # a size of 1 is a constant to Dynamo, whatever it is told
                 torch._dynamo.mark_dynamic(tensor, dimension)
 
     def step(*inputs: Tensor) -> Any:
-        for other, dynamic in zip(inputs, dimensions, strict=True):
+        for other, dynamic in itertools.compress(zip(inputs, dimensions, strict=True), tied):
             for dimension in dynamic:  # each marked one has a symbol of its own: say that they are equal
                 torch._check(other.shape[dimension] == inputs[0].shape[dimension])
         return model(**dict(zip(names, inputs, strict=True)), **options)
@@ -96,6 +100,7 @@ def capture_model_graph(
     for module in (graph, *(m for m in graph.modules() if isinstance(m, fx.GraphModule))):
         _name_squeezed(module)
     sources = _sources(model, graph, flat, dict(batch))
+    _count_outside(graph, sources)
     own_rewritten_buffers(graph.graph, sources)
     traced: Any = next(n.meta["example_value"] for n in sources if isinstance(n.meta["example_value"], Tensor))
     return ModelGraph(graph, sources, returned, traced.fake_mode)
@@ -153,6 +158,26 @@ def _sources(
             dimension: int = node.args[1]  # type: ignore[assignment]
             sources[node] = Source("size", first if dimension < 2 else source.name, dimension)
     return sources
+
+
+def _count_outside(graph: fx.GraphModule, sources: dict[fx.Node, Source]) -> None:
+    """Numbers that a layer hands out (how many rows its router saw) are computed anew, from the sizes of the batch: no call
+    hands a number to another."""
+    sizes = {n.meta["example_value"].node.expr: n for n, s in sources.items() if s.kind == "size"}
+    for node in list(graph.graph.nodes):
+        value = node.meta.get("example_value")
+        if node.target is operator.getitem and node.args[0].target is INVOKE and isinstance(value, torch.SymInt):
+            before = set(graph.graph.nodes)
+            with graph.graph.inserting_before(node):
+                known = {symbol: fx.Proxy(size) for symbol, size in sizes.items()}
+                number = sympy_interp(PythonReferenceAnalysis, known, value.node.expr).node
+            for made in graph.graph.nodes:
+                if made not in before:
+                    arguments = fx.map_arg(made.args, lambda n: n.meta["example_value"])
+                    made.meta["example_value"] = made.target(*arguments)
+            node.replace_all_uses_with(number)
+            graph.graph.erase_node(node)
+    graph.recompile()
 
 
 def _attribute_of(model: nn.Module, value: Any, node: fx.Node) -> str:

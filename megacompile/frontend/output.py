@@ -11,12 +11,17 @@ from torch import Tensor, fx
 from megacompile.errors import UnsupportedError
 from megacompile.frontend.model_graph import ModelGraph
 
+_OF_ROUTERS = ("aux_loss", "router_logits")
+#: What models of transformers give back of what loss and logits are made of.
+_PARTS = frozenset({*_OF_ROUTERS, "image_hidden_states"})
+
 
 @dataclasses.dataclass(frozen=True)
 class OutputStructure:
     """How a model packs its loss and logits: `cls` is Tensor, tuple, list, or a mapping class built from keywords.
 
-    `fields` are (key or position, "loss" | "logits" | "") in the model's own order.
+    `fields` are (key or position, "loss" | "logits" | "part" | "") in the model's own order; a part of what these are made of
+    is not given back.
     """
 
     cls: type
@@ -29,6 +34,11 @@ class OutputStructure:
     @property
     def has_logits(self) -> bool:
         return any(role == "logits" for _, role in self.fields)
+
+    @property
+    def records_routers(self) -> bool:
+        """Whether routers' logits were asked for when the model was captured."""
+        return any(role == "part" and key in _OF_ROUTERS for key, role in self.fields)
 
     def rebuild(self, loss: Tensor | None, logits: Tensor | None, **further: Any) -> Any:
         """The model's return value around `loss` and `logits`; what it returned as None stays None. `further` fields are of a
@@ -62,8 +72,8 @@ def output_structure(model: ModelGraph, name: str, other_loss: bool = False) -> 
     position = {id(n.meta["example_value"]): i for i, n in enumerate(model.results) if isinstance(n, fx.Node)}
     fields, found = [], {}
     for key, value in items:
-        role = ""
-        if isinstance(value, Tensor):
+        role = "part" if key in _PARTS and value is not None else ""
+        if isinstance(value, Tensor) and not role:
             scalar = value.dim() == 0 and value.is_floating_point() and value.requires_grad == trained
             rows = value.dim() >= 3 or (value.dim() == 2 and isinstance(value.shape[0], torch.SymInt))  # of a classifier
             role = "loss" if scalar else "logits" if rows and value.is_floating_point() else "other"
@@ -72,7 +82,7 @@ def output_structure(model: ModelGraph, name: str, other_loss: bool = False) -> 
                     f"{name} returns {key} of shape {list(value.shape)} besides a scalar loss and [batch, length, "
                     "vocabulary] logits: switch such outputs off in its config, or return loss and logits only")
             found[role] = position[id(value)]
-        elif value is not None:
+        elif value is not None and not role:
             raise UnsupportedError(f"{name} returns {key}={type(value).__name__}: return loss and logits only")
         fields.append((key, role))
     if other_loss and ("logits" not in found or ("loss" not in found and not isinstance(returned, Tensor))):

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,10 +11,10 @@ from torch import Tensor, fx
 
 from megacompile.errors import CaptureError
 from megacompile.frontend.layers import LayerStack
-from megacompile.frontend.model_graph import ModelGraph
+from megacompile.frontend.model_graph import INVOKE, ModelGraph
 from megacompile.frontend.template import Source
+from megacompile.frontend.totals import made_in_layers
 
-INVOKE = torch.ops.higher_order.invoke_subgraph
 _NUMBERS = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
@@ -37,9 +37,10 @@ def needs_gradient(node: fx.Node) -> bool:
 def split_at_layers(model: ModelGraph, stack: LayerStack, results: Sequence[fx.Node]) -> list[Section]:
     """Prologue, layers in order, epilogue; the epilogue computes `results`.
 
-    What is computed between two layers from an earlier one's output goes to the front of the second. Only the call that follows
-    is handed a call's outputs: a value that is read further on (an early layer's keys, an embedding added at the end) is one
-    more output of every call on its way. Prologue values without a gradient, which all calls may read, need no such way.
+    What is computed between two layers from an earlier one's output goes to the front of the second; totals over tokens that
+    the model makes behind the last layer, of every layer's values, are made in the layers (`totals.py`). Only the call that
+    follows is handed a call's outputs: a value that is read further on (an early layer's keys, an embedding added at the end)
+    is one more output of every call on its way. Prologue values without a gradient, which all calls may read, need no such way.
 
     Raises `CaptureError` where a layer reads nothing that an earlier call hands on. No dead-code elimination here: Dynamo's
     graph still has in-place ops whose results nobody reads. After AOT, which makes it functional, it is safe.
@@ -48,9 +49,9 @@ def split_at_layers(model: ModelGraph, stack: LayerStack, results: Sequence[fx.N
     calls = [n for n in body if n.target is INVOKE]
     _check_calls(model, stack, calls)
     members, made_by = _members([n for n in body if not _goes_along(model, n)], calls)
+    _move(members, made_by, made_in_layers(members[-1], made_by, model.sources, results, len(calls)))
     last = len(calls) + 1
-    reads = {stage: _outside(model, nodes, [*(calls[stage - 1].args[2:] if 0 < stage < last else ()),  # type: ignore[list-item]
-                                            *(results if stage == last else ())])[0]
+    reads = {stage: _outside(model, nodes, results if stage == last else (), calls[stage - 1] if 0 < stage < last else None)[0]
              for stage, nodes in enumerate(members)}
     last_read = {value: stage for stage, values in reads.items() for value in values if value not in model.sources}
     outer = [n for n in members[0] if n in last_read and last_read[n] > 0 and isinstance(n.meta["example_value"], Tensor)]
@@ -106,17 +107,38 @@ def _members(body: Sequence[fx.Node], calls: Sequence[fx.Node]) -> tuple[list[li
     return members, made_by
 
 
+def _move(members: list[list[fx.Node]], made_by: dict[fx.Node, int], moved: Mapping[fx.Node, int]) -> None:
+    """Takes nodes out of the epilogue, to the ends of earlier calls."""
+    members[-1] = [node for node in members[-1] if node not in moved]
+    for node, stage in moved.items():
+        made_by[node] = stage
+        members[stage].append(node)
+
+
 def _layer_section(
-    name: str, model: ModelGraph, call: fx.Node, before: Sequence[fx.Node], passing: Sequence[fx.Node],
+    name: str, model: ModelGraph, call: fx.Node, around: Sequence[fx.Node], passing: Sequence[fx.Node],
     results: Sequence[fx.Node], source_of: Callable[[fx.Node], Source],
 ) -> Section:
-    """The nodes `before` a layer, then the region that `call` invokes, in one graph that returns `results`: outputs of either,
-    or values `passing` through."""
-    region: fx.GraphModule = getattr(model.graph, str(call.args[0].target))  # type: ignore[union-attr]
+    """The region that `call` invokes with the nodes `around` it, before and behind, in one graph that returns `results`:
+    outputs of either, or values `passing` through."""
     passed_on = [n for n in results if n in passing]
-    graph, copies, sources = _copied(model, before, [*call.args[2:], *passed_on], source_of)  # type: ignore[list-item]
+    graph, copies, sources = _copied(model, around, passed_on, source_of, call)
+    modules: dict[str, Any] = {n.target: getattr(model.graph, n.target, None) for n in graph.find_nodes(op="get_attr")}
+    region = _region(model, call)
+    modules |= {f"layer_{n.target}": getattr(region, n.target) for n in region.graph.find_nodes(op="get_attr")}
+    graph.output(owned(graph, [copies[n] for n in results]))
+    return Section(name, fx.GraphModule(modules, graph), sources, [needs_gradient(n) for n in results], [True] * len(results))
+
+
+def _region(model: ModelGraph, call: fx.Node) -> fx.GraphModule:
+    region: fx.GraphModule = getattr(model.graph, str(call.args[0].target))  # type: ignore[union-attr]
+    return region
+
+
+def _inlined(model: ModelGraph, call: fx.Node, graph: fx.Graph, copies: dict[fx.Node, fx.Node]) -> dict[fx.Node, Any]:
+    """Copies the region that `call` invokes to the end of `graph`; the call's results there."""
+    region = _region(model, call)
     inner: dict[fx.Node, Any] = {}
-    modules: dict[str, Any] = {n.target: getattr(model.graph, n.target) for n in graph.find_nodes(op="get_attr")}
     for node in region.graph.nodes:
         if node.op == "placeholder":
             argument = call.args[2 + len(inner)]
@@ -125,15 +147,12 @@ def _layer_section(
                 inner[node].meta = dict(node.meta)
             continue
         if node.op == "output":
-            (returned,) = node.args
             break
         inner[node] = graph.node_copy(node, inner.__getitem__)
         if node.op == "get_attr":
             inner[node].target = f"layer_{node.target}"
-            modules[inner[node].target] = getattr(region, node.target)
-    copies |= {n: inner[returned[n.args[1]]] for n in call.users}  # type: ignore[index]
-    graph.output(owned(graph, [copies[n] for n in results]))
-    return Section(name, fx.GraphModule(modules, graph), sources, [needs_gradient(n) for n in results], [True] * len(results))
+    (returned,) = region.graph.output_node().args
+    return {n: inner[returned[n.args[1]]] for n in call.users}  # type: ignore[index]
 
 
 def extract(
@@ -148,25 +167,32 @@ def extract(
 
 
 def _copied(
-    model: ModelGraph, nodes: Sequence[fx.Node], results: Sequence[Any], source_of: Callable[[fx.Node], Source]
+    model: ModelGraph, nodes: Sequence[fx.Node], results: Sequence[Any], source_of: Callable[[fx.Node], Source],
+    call: fx.Node | None = None,
 ) -> tuple[fx.Graph, dict[fx.Node, fx.Node], list[Source]]:
-    """A graph that computes `nodes` and has `results`, those that are nodes; the copies; the sources of its placeholders."""
-    outside, along = _outside(model, nodes, results)
+    """A graph that computes `nodes`, and the region that `call` invokes among them, and has `results`, those that are nodes;
+    the copies; the sources of its placeholders."""
+    outside, along = _outside(model, nodes, results, call)
     inside = set(nodes)
     graph, copies = fx.Graph(), {}
     for node in outside:
         copies[node] = graph.placeholder(node.name)
         copies[node].meta = dict(node.meta)
     for node in model.graph.graph.nodes:
-        if node in inside or node in along:
+        if node is call:
+            copies |= _inlined(model, call, graph, copies)
+        elif node in inside or node in along:
             copies[node] = graph.node_copy(node, copies.__getitem__)
     return graph, copies, [source_of(n) for n in outside]
 
 
-def _outside(model: ModelGraph, nodes: Sequence[fx.Node], results: Sequence[Any]) -> tuple[dict[fx.Node, None], set[fx.Node]]:
-    """What `nodes` and `results` read that is made elsewhere, in order; and what is copied along with them."""
-    inside = set(nodes)
-    pending = [*(a for n in nodes for a in n.all_input_nodes), *(n for n in results if isinstance(n, fx.Node))]
+def _outside(model: ModelGraph, nodes: Sequence[fx.Node], results: Sequence[Any],
+             call: fx.Node | None = None) -> tuple[dict[fx.Node, None], set[fx.Node]]:
+    """What `nodes`, `results` and the arguments of `call` read that is made elsewhere, in order; and what is copied along with
+    them."""
+    inside = {*nodes, *((call, *call.users) if call is not None else ())}
+    arguments = call.args[2:] if call is not None else ()
+    pending = [*(a for n in nodes for a in n.all_input_nodes), *(n for n in (*arguments, *results) if isinstance(n, fx.Node))]
     outside: dict[fx.Node, None] = {}
     along: set[fx.Node] = set()
     while pending:

@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from megacompile.errors import CaptureError
 from megacompile.frontend.adapters import forward_signature
 from megacompile.frontend.attention import register_with_transformers
+from megacompile.frontend.layers import encoders, find_layers
 
 CAPTURE_SHAPE = (3, 17)  # batch, length. 0 and 1 would be specialised, and equal sizes could share one symbol.
 
@@ -25,10 +26,12 @@ def is_transformers_model(model: nn.Module) -> bool:
     return hasattr(model, "set_attn_implementation") and hasattr(model, "config")
 
 
-def fake_twin(model: nn.Module, fakes: FakeTensorMode, attention: str | None = None, training: bool = True) -> nn.Module:
+def fake_twin(model: nn.Module, fakes: FakeTensorMode, attention: str | None = None, training: bool = True,
+              layers: str | None = None) -> nn.Module:
     """A copy of `model` in training mode (or not) with fake parameters and buffers of the same shapes, strides and dtypes.
 
-    A transformers model is switched to the `attention` implementation, one of ours. Ties between parameters survive.
+    A transformers model is switched to the `attention` implementation, one of ours; encoders beside its stack of `layers` keep
+    theirs, which is not causal. Ties between parameters survive.
     """
     memo: dict[int, object] = {}
     with fakes:
@@ -47,13 +50,16 @@ def fake_twin(model: nn.Module, fakes: FakeTensorMode, attention: str | None = N
     module: Any
     if is_transformers_model(twin):
         for module in twin.modules():
-            if hasattr(module, "config"):  # of a model beside others, whose own may say otherwise
+            if hasattr(getattr(module, "config", None), "use_cache"):  # of a model inside of another as well
                 module.config.use_cache = False
             if getattr(module, "gradient_checkpointing", False):
                 module.gradient_checkpointing = False  # recomputation is the plan's choice
         if attention is not None:
             register_with_transformers()
+            kept = [(m, m.config._attn_implementation) for m in encoders(twin, find_layers(twin, layers))]
             twin.set_attn_implementation(attention)  # type: ignore[operator]
+            for module, own in kept:
+                module.set_attn_implementation(own)
     return twin
 
 
@@ -98,7 +104,8 @@ def fake_batch(
         if not of_rows(tensor, shape) and (tensor.shape != shape or tensor.is_floating_point() or tensor.is_complex()):
             raise CaptureError(
                 f"batch input {key} is {tensor.dtype} of shape {list(tensor.shape)}: batch inputs must be integer "
-                f"tensors [batch, length, ...] of one shape; compute everything else in the model"
+                f"tensors [batch, length, ...] of one shape, or floats with one row for each sequence, such as one image "
+                f"[batch, ...]; leave others out of example= and compute them in the model"
             )
     order = [key for key in parameters if key in example] + [key for key in example if key not in parameters]
     with fakes:

@@ -71,11 +71,52 @@ def test_generation_is_streamed_and_greedy_tokens_are_peft_s(pair: tuple[Any, An
     assert len(pair[0].megacompile.streamed.shapes) > before, "a length of generation has a program of its own"
 
 
+def test_a_model_whose_adapters_are_switched_off_is_its_base_and_trains_on_afterwards(pair: tuple[Any, Any]) -> None:
+    """With adapters, without, and with them again: losses, values of tokens and gradients."""
+    def without(each: Any) -> tuple[float, torch.Tensor]:
+        with torch.no_grad(), each.disable_adapter():
+            return each(**batch(0)).loss.item(), each(input_ids=batch(0)["input_ids"]).logits
+
+    model, native = pair
+    with_adapters = [each(**batch(0)).loss for each in pair]
+    ours, theirs = without(model), without(native)
+    assert ours[0] == pytest.approx(theirs[0], rel=1e-5) and abs(ours[0] - with_adapters[0].item()) > 1e-3
+    torch.testing.assert_close(ours[1], theirs[1], rtol=1e-4, atol=1e-5)
+    for each, loss in zip(pair, with_adapters, strict=True):
+        each.zero_grad()
+        loss.backward()  # the forward before had its adapters
+    assert_same_gradients(*pair)
+    with torch.no_grad(), model.disable_adapter():
+        scores = model.megacompile.per_token(_first, {"input_ids": batch(0)["input_ids"]})
+    torch.testing.assert_close(scores, theirs[1][..., 0], rtol=1e-4, atol=1e-5)
+    with model.disable_adapter(), pytest.raises(UnsupportedError, match=r"switched off .* under torch.no_grad\(\)"):
+        model(**batch(0))
+    with torch.no_grad(), model.disable_adapter(), pytest.raises(UnsupportedError, match="switched off"):
+        model.megacompile.train_step(batch(0), megacompile.AdamW(model.parameters()))
+    for each in pair:
+        each.zero_grad()
+
+
+def _first(logits: torch.Tensor) -> torch.Tensor:
+    return logits[:, 0]
+
+
+def test_requires_grad_that_changed_is_refused_where_it_says_anything(pair: tuple[Any, Any]) -> None:
+    model = pair[0]
+    parameter = next(p for p in model.parameters() if p.requires_grad)
+    for changed in (parameter, model.get_output_embeddings().weight):
+        changed.requires_grad_(not changed.requires_grad)
+        with pytest.raises(UnsupportedError, match=r"requires_grad of .* was changed after stream\(\): close\(\) the model"):
+            model(**batch(0))
+        with torch.no_grad():
+            model(**batch(0))
+        changed.requires_grad_(not changed.requires_grad)
+    model(**batch(0))
+
+
 def test_a_changed_state_of_adapters_is_refused_until_it_is_put_back(pair: tuple[Any, Any]) -> None:
     model = pair[0]
     with torch.no_grad():
-        with model.disable_adapter(), pytest.raises(UnsupportedError, match=r"disable_adapters of .* is True and was False"):
-            model(**batch(0))
         model.merge_adapter()
         with pytest.raises(UnsupportedError, match=r"merged_adapters of .* is \['default'\] and was \[\]"):
             model(**batch(0))

@@ -10,8 +10,7 @@ from test_frozen import Decoder, decoder
 from torch import nn
 
 import megacompile
-from megacompile.errors import CaptureError, UnsupportedError
-from megacompile.frontend.experts import refuse_router_losses
+from megacompile.errors import CaptureError
 
 
 def test_a_report_names_what_was_found_and_changes_nothing() -> None:
@@ -63,14 +62,3 @@ def _forward_of_small(cls: type[Decoder]) -> type[Decoder]:
             return nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
 
     return Forward
-
-
-def test_a_routers_auxiliary_loss_is_refused_before_the_capture() -> None:
-    from transformers import MixtralConfig
-
-    model = nn.Module()
-    model.config = MixtralConfig(output_router_logits=True)
-    with pytest.raises(UnsupportedError, match=r"routers' auxiliary loss .*set config.output_router_logits=False"):
-        refuse_router_losses(model)
-    model.config.output_router_logits = False
-    refuse_router_losses(model)

@@ -77,10 +77,11 @@ def assert_alike(ours: Any, theirs: Any) -> None:
         assert ours_now == pytest.approx(theirs_now, abs=2e-4)
 
 
-def dpo(trainer: type, folder: Path, model: Any, tokenizer: Any, reference: Any = None, **changes: Any) -> Any:
+def dpo(trainer: type, folder: Path, model: Any, tokenizer: Any, reference: Any = None, adapter: Any = None,
+        **changes: Any) -> Any:
     settings = trl.DPOConfig(str(folder), **{**SHARED, "max_steps": 3, **changes})
     made = trainer(model=model, ref_model=reference, args=settings, train_dataset=preferences(24), eval_dataset=preferences(4),
-                   processing_class=tokenizer)
+                   processing_class=tokenizer, peft_config=adapter)
     made.train()
     return made
 
@@ -108,26 +109,56 @@ def test_a_reference_model_is_streamed_beside_the_policy(policy: Any, native: An
         streamed.megacompile.close()
 
 
-def test_grpo_samples_and_trains_as_it_does_unstreamed(policy: Any, native: Any, tokenizer: Any, tmp_path: Path,
-                                                       monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rewards are of what was sampled: the same completions, token by token. Each is trained on twice, with ratios clipped, and
-    beside a reference, a copy of the policy."""
+def grpo(trainer: type, folder: Path, model: Any, tokenizer: Any, adapter: Any = None, **changes: Any) -> Any:
     from datasets import Dataset
 
     def even(completions: list[str], **kwargs: Any) -> list[float]:
         return [float(sum(int(word) % 2 == 0 for word in text.split() if word.isdigit())) for text in completions]
 
     prompts = Dataset.from_list([{"prompt": count(a, a + 3 + a % 3)} for a in range(24)])
-    runs = []
+    settings = trl.GRPOConfig(str(folder), **{
+        **SHARED, "max_steps": 3, "per_device_train_batch_size": 4, "num_generations": 2, "max_completion_length": 3,
+        "num_iterations": 2, **changes})
+    made = trainer(model=model, reward_funcs=even, args=settings, train_dataset=prompts, processing_class=tokenizer,
+                   peft_config=adapter)
+    made.train()
+    return made
+
+
+def test_grpo_samples_and_trains_as_it_does_unstreamed(policy: Any, native: Any, tokenizer: Any, tmp_path: Path,
+                                                       monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rewards are of what was sampled: the same completions, token by token. Each is trained on twice, with ratios clipped, and
+    beside a reference, a copy of the policy."""
     monkeypatch.setattr(grpo_trainer, "create_model_from_path", lambda *args, **kwargs: copy.deepcopy(native))
-    for trainer, each in ((trl.GRPOTrainer, native), (GRPOTrainer, policy)):
-        settings = trl.GRPOConfig(str(tmp_path), **{
-            **SHARED, "max_steps": 3, "per_device_train_batch_size": 4, "num_generations": 2, "max_completion_length": 3,
-            "num_iterations": 2, "beta": 0.05})
-        runs.append(trainer(model=each, reward_funcs=even, args=settings, train_dataset=prompts, processing_class=tokenizer))
-        runs[-1].train()
-    assert_alike(runs[1], runs[0])
-    assert any(entry.get("reward_std", 0) > 0 for entry in logged(runs[1])), "nothing was rewarded that could differ"
+    theirs, ours = (grpo(trainer, tmp_path, each, tokenizer, beta=0.05)
+                    for trainer, each in ((trl.GRPOTrainer, native), (GRPOTrainer, policy)))
+    assert_alike(ours, theirs)
+    assert any(entry.get("reward_std", 0) > 0 for entry in logged(ours)), "nothing was rewarded that could differ"
+
+
+@pytest.mark.parametrize(("run", "trainers", "changes"), [(dpo, (trl.DPOTrainer, DPOTrainer), {}),
+                                                          (grpo, (trl.GRPOTrainer, GRPOTrainer), {"beta": 0.1})])
+def test_adapters_train_against_their_base(run: Any, trainers: tuple[type, type], changes: dict[str, Any], tokenizer: Any,
+                                           tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    """The reference is the model without its adapter: no second copy of the weights."""
+    if run is grpo and not request.config.getoption("--all-families"):
+        pytest.skip("ten seconds: with --all-families")
+    peft = pytest.importorskip("peft")
+    logs, adapters = [], []
+    for trainer in trainers:
+        model = tiny_models.build()
+        if trainer in (DPOTrainer, GRPOTrainer):
+            model = megacompile.stream(model, device="cpu")
+        adapter = peft.LoraConfig(r=4, target_modules=["v_proj", "down_proj"], task_type="CAUSAL_LM")
+        torch.manual_seed(3)
+        logs.append(run(trainer, tmp_path, model, tokenizer, adapter=adapter, **changes))
+        trained = logs[-1].model
+        adapters.append({name: p.detach().clone() for name, p in trained.named_parameters() if "lora_" in name})
+    assert_alike(logs[1], logs[0])
+    assert sum(float(b.norm()) for name, b in adapters[1].items() if "lora_B" in name) > 0.01, "the adapter has trained"
+    for name, theirs in adapters[0].items():
+        assert (adapters[1][name] - theirs).norm() <= 1e-3 * theirs.norm(), name
+    trained.megacompile.close()
 
 
 def test_where_none_is_given_the_reference_is_a_frozen_copy_of_the_policy(
@@ -158,8 +189,13 @@ def test_adapters_and_dropout_are_refused(policy: Any, tokenizer: Any, tmp_path:
     """TRL switches dropout off, which comes too late for a model that was captured."""
     given = dict(model=policy, args=trl.DPOConfig(str(tmp_path), use_cpu=True, bf16=False, precompute_ref_log_probs=True),
                  train_dataset=preferences(4), processing_class=tokenizer)
-    with pytest.raises(UnsupportedError, match="adapters"):
-        DPOTrainer(**given, peft_config=object())
+    peft = pytest.importorskip("peft")
+    with pytest.raises(UnsupportedError, match="give lora_dropout=0"):
+        DPOTrainer(**given, peft_config=peft.LoraConfig(lora_dropout=0.1))
+    policy.get_base_model = lambda: None
+    with pytest.raises(UnsupportedError, match=r"copy the adapter .* peft_config="):
+        DPOTrainer(**given)
+    del policy.get_base_model
     policy.add_module("late", torch.nn.Dropout(0.1))
     try:
         with pytest.raises(UnsupportedError, match="set its dropout to 0 before"):

@@ -1,0 +1,166 @@
+"""Encoders beside the stack: images in the batch, one for each sequence, at places that differ from batch to batch."""
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import assert_same_gradients
+from torch import Tensor, nn
+
+import megacompile
+from megacompile.errors import CaptureError, UnsupportedError
+from megacompile.frontend import capture
+from megacompile.frontend.rows import TRACED_ROWS
+
+IMAGE, PATCHES = 63, 4
+
+
+def llava(frozen: str = "") -> Any:
+    """A model whose vision tower has more parameters than its decoder. Trained is what has not `frozen` in its name."""
+    from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
+
+    torch.manual_seed(0)
+    vision = CLIPVisionConfig(hidden_size=16, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, image_size=8,
+                              patch_size=4, projection_dim=16)
+    text = LlamaConfig(vocab_size=64, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+                       num_key_value_heads=1)
+    config = LlavaConfig(vision_config=vision, text_config=text, image_token_index=IMAGE, vision_feature_layer=-1)
+    model = LlavaForConditionalGeneration._from_config(config, attn_implementation="eager").train()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not frozen or frozen not in name)
+    return model
+
+
+def pictured(rows: int, length: int) -> dict[str, Tensor]:
+    """Sequences with an image each, somewhere."""
+    generator = torch.Generator().manual_seed(rows * 100 + length)
+    ids = torch.randint(0, IMAGE, (rows, length), generator=generator)
+    for row in ids:
+        start = int(torch.randint(length - PATCHES, (), generator=generator))
+        row[start:start + PATCHES] = IMAGE
+    return {"input_ids": ids, "pixel_values": torch.randn(rows, 3, 8, 8, generator=generator),
+            "labels": ids.masked_fill(ids == IMAGE, -100)}
+
+
+def assert_native(native: Any, streamed: Any, given: dict[str, Tensor]) -> None:
+    loss = native(**given).loss
+    loss.backward()
+    ours = streamed(**given).loss
+    ours.backward()
+    torch.testing.assert_close(ours, loss, rtol=1e-6, atol=0)
+    for name, parameter in native.named_parameters():
+        if name.endswith("k_proj.bias") and "vision" in name:
+            parameter.grad = streamed.get_parameter(name).grad  # zero but for rounding: a bias of keys changes no softmax
+        elif parameter.grad is None and (zeros := streamed.get_parameter(name).grad) is not None:
+            assert not zeros.any(), f"{name} changes nothing"
+            parameter.grad = torch.zeros_like(parameter)
+    assert_same_gradients(streamed, native)
+
+
+def test_images_train_as_they_do_natively_wherever_they_are() -> None:
+    """The tower and the decoder, in micro-batches, at other sizes than those of the example."""
+    native = llava()
+    model = megacompile.stream(copy.deepcopy(native), device="cpu", micro_batch_size=2, example=pictured(2, 12))
+    captured = model.megacompile.streamed.captured
+    assert captured.layer_names == ("model.language_model.layers.0", "model.language_model.layers.1")
+    assert captured.fused_attention, "the tower's attention, which is not causal, is its own"
+    assert not captured.guards, "any number of images"
+    assert_native(native, model, pictured(5, 19))
+    assert model.megacompile.plan.micro_batches == (2, 2, 1)
+    given = {name: tensor for name, tensor in pictured(1, 9).items() if name != "labels"}
+    with torch.no_grad():
+        torch.testing.assert_close(model(**given).logits, native(**given).logits, rtol=1e-4, atol=1e-5)
+    refused = pictured(4, 19)
+    without = {**refused, "input_ids": refused["input_ids"].clone()}
+    without["input_ids"][1] = 5
+    two = {**refused, "input_ids": refused["input_ids"].clone()}
+    two["input_ids"][2, :2 * PATCHES] = IMAGE
+    for other, message in (
+            (without, "sequence 1 of the batch has 0 places for an image's features, and an image has 4"),
+            (two, "sequence 2 of the batch has .* places"),
+            ({**refused, "pixel_values": torch.zeros(4, 3, 8, 12)}, r"pixel_values must be a tensor \[batch, 3, 8, 8\]"),
+            ({**refused, "pixel_values": torch.zeros(3, 3, 8, 8)}, "must share one batch size"),
+            ({name: t for name, t in refused.items() if name != "pixel_values"}, "pixel_values must be given")):
+        with pytest.raises(UnsupportedError, match=message):
+            model(**other)
+    model.megacompile.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("frozen", ["vision_tower", "language_model"])
+def test_a_part_alone_trains_as_it_does_natively(frozen: str, request: pytest.FixtureRequest) -> None:
+    if not request.config.getoption("--all-families"):
+        pytest.skip("ten seconds: with --all-families")
+    native = llava(frozen)
+    model = megacompile.stream(copy.deepcopy(native), device="cpu", micro_batch_size=2, example=pictured(2, 12))
+    assert_native(native, model, pictured(5, 19))
+    model.megacompile.close()
+
+
+@pytest.mark.slow
+def test_a_model_of_images_trains_on_text_alone(request: pytest.FixtureRequest) -> None:
+    if not request.config.getoption("--all-families"):
+        pytest.skip("ten seconds: with --all-families")
+    native = llava()
+    model = megacompile.stream(copy.deepcopy(native), device="cpu")
+    assert_native(native, model, {"input_ids": (ids := torch.randint(0, IMAGE, (3, 9))), "labels": ids})
+    model.megacompile.close()
+
+
+class Layer(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(super().forward(x))
+
+
+class Described(nn.Module):
+    """`way`: what the model does with a list of its images' features."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+        self.encoder, self.embed, self.head = nn.Linear(8, 8), nn.Embedding(64, 8), nn.Linear(8, 64)
+        self.layers = nn.ModuleList(Layer(8, 8) for _ in range(2))
+
+    def forward(self, input_ids: Tensor, images: Tensor, labels: Tensor) -> Tensor:
+        features = list(self.encoder(images))
+        if self.way == "backwards":
+            features = features[::-1]
+        if self.way == "by number":
+            features = [each * (i + 1) for i, each in enumerate(features)]
+        x = self.embed(input_ids)
+        x = x.masked_scatter((input_ids == IMAGE).unsqueeze(-1), torch.cat(features))
+        for layer in self.layers:
+            x = layer(x)
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.parametrize("way", ["backwards", "by number"])
+def test_a_list_of_images_that_is_more_than_joined_is_refused(way: str) -> None:
+    given = pictured(3, 12)
+    example = {"input_ids": given["input_ids"], "images": torch.zeros(3, PATCHES, 8), "labels": given["input_ids"]}
+    with pytest.raises(CaptureError, match="does more with the list of its images' features than to join it"):
+        capture(Described(way), example=example)
+
+
+def test_what_is_no_image_for_each_sequence_is_refused() -> None:
+    """Patches of all images in one row of their own, as Qwen-VL has them."""
+    given = pictured(3, 12)
+    with pytest.raises(CaptureError, match=r"images is torch.float32 of shape \[48, 8\].* one image \[batch, ...\]"):
+        capture(Described("joined"), example={"input_ids": given["input_ids"], "images": torch.zeros(48, 8),
+                                              "labels": given["labels"]})
+
+
+def test_a_batch_of_as_many_rows_as_images_were_traced_is_no_exception() -> None:
+    given = pictured(TRACED_ROWS, 12)
+    given["images"] = torch.randn(TRACED_ROWS, PATCHES, 8)
+    del given["pixel_values"]
+    model = Described("joined")
+    loss = model(**given)
+    streamed = megacompile.stream(model, device="cpu", example={name: t[:3] for name, t in given.items()}, micro_batch_size=4)
+    torch.testing.assert_close(streamed(**given), loss, rtol=1e-6, atol=0)
+    streamed.megacompile.close()
