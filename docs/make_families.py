@@ -35,9 +35,9 @@ OUTCOMES = {
 HEAD = """# Families
 
 Every causal language model that transformers {transformers} knows ({classes} classes), streamed on the CPU and compared with
-native PyTorch {torch}: a tiny random config (three or four layers, each kind of layer of the default config, no dropout), float32,
-a batch of 5 x 29 tokens padded on the right, where the captured size was 3 x 17. Exact means that the loss and every gradient
-are within 1e-5 of their norm, or within 8 times what native float32 itself is off native float64. This page is made by
+native PyTorch {torch}: a tiny random config (three or four layers, each kind of layer of the default config, no dropout),
+float32, a batch of 5 x 29 tokens padded on the right, where the captured size was 3 x 17. Exact means that the loss and every
+gradient are within 1e-5 of their norm, or within 8 times what native float32 itself is off native float64. This page is made by
 `python docs/make_families.py`; `pytest tests/families --all-families` judges all classes again.
 
 **{counts} classes that can be trained this way, and have been judged, are exact; of the decoder-only Transformers among

@@ -71,10 +71,3 @@ def refuse_other_forwards(model: nn.Module, trainer: str) -> None:
         raise UnsupportedError(f"{trainer} replaces the model's forward by one that would not stream: train with "
                                "megacompile.trainer.Trainer, megacompile.sft.SFTTrainer, megacompile.dpo.DPOTrainer or "
                                "megacompile.grpo.GRPOTrainer, or compute the loss outside of the model")
-
-
-def refuse_adapters(wanted: bool) -> None:
-    """Raises `UnsupportedError` where adapters (PEFT) are wanted."""
-    if wanted:
-        raise UnsupportedError("adapters (PEFT) cannot be trained beside streamed weights yet, since they change layers that "
-                               "were captured: train all weights, without a peft_config, or do not stream the model")
