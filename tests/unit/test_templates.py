@@ -189,10 +189,16 @@ class WeightedLoss(models.HandWritten):
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), weight=weight)
 
 
-@pytest.mark.parametrize("model", [SquaredLoss, AddedLoss, WeightedLoss])
+@pytest.mark.parametrize("model", [SquaredLoss, WeightedLoss])
 def test_a_loss_that_is_no_mean_over_targets_is_kept_as_it_is(model: type[nn.Module]) -> None:
     result = capture(model(), pipeline=TEMPLATE_PIPELINE, target=CPU)
     assert not result.has_normaliser and not result.fused_loss and result.count_targets is None
+
+
+def test_what_is_added_to_a_mean_over_targets_is_averaged_over_micro_batches() -> None:
+    result = capture(AddedLoss(), pipeline=TEMPLATE_PIPELINE, target=CPU)
+    assert result.is_averaged and not result.fused_loss
+    assert not capture(models.HandWritten(), pipeline=TEMPLATE_PIPELINE, target=CPU).is_averaged
 
 
 def test_labels_smoothing_is_normalised_but_not_fused() -> None:
