@@ -90,8 +90,7 @@ class Handle:
         if not isinstance(batch, Mapping):
             raise MegacompileError(f"{caller} takes the model's arguments by name, such as {{'input_ids': ids}}, not a "
                                    f"{type(batch).__name__}")
-        model = self.streamed.model
-        given = self._arguments(model, original_class(model).forward.__get__(model), (), batch)
+        given = self._named(batch)
         check_token_tensors(caller, tensors, given, self.streamed.captured.labels)
         return given
 
@@ -151,6 +150,11 @@ class Handle:
         streamed.writes.check_model(model, differentiating)
         return read_arguments(model, forward, streamed.forms, args, kwargs)
 
+    def _named(self, batch: Mapping[str, Any], training: bool = False) -> Arguments:
+        """As `_arguments`, of those that are given by name."""
+        model = self.streamed.model
+        return self._arguments(model, original_class(model).forward.__get__(model), (), batch, training)
+
     def train_step(self, batch: Mapping[str, Any], optimizer: AdamW) -> Tensor:
         """One whole training step as one program: forward, backward and update of `batch`, which has its labels. The loss,
         0-d, on the compute device, without gradient. Whole steps alone run in waves (see `StreamConfig.waves`) and update as
@@ -161,8 +165,7 @@ class Handle:
         if not streamed.tiling.trains:
             raise UnsupportedError("no parameter of the model is trained, so that train_step has nothing to do: close() it, "
                                    "set requires_grad where it should train, and stream() it again")
-        given = self._arguments(streamed.model, original_class(streamed.model).forward.__get__(streamed.model), (), batch,
-                                training=True)
+        given = self._named(batch, training=True)
         if not given.has_labels:
             if not streamed.captured.has_loss:
                 raise UnsupportedError("train_step needs a loss, and the model has none: give stream(model, loss=...), or "

@@ -35,6 +35,7 @@ def replan(streamed: Streamed, **options: Any) -> None:
     streamed.arena.close()
     streamed.checkpoints.close()
     streamed.store.drop_sums()
+    streamed.shapes.note_budget()
     budget = device_budget(config, streamed.backend.free_bytes())
     streamed.config = config
     for served in streamed.forms:

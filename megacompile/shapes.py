@@ -69,16 +69,22 @@ class Shapes:
         self.captured, self.planner, self.binder = forms.first.captured, forms.first.planner, forms.first.binder
         self.table: dict[Shape, CompiledShape] = {}
         self.planned = self.slot_bytes = 0
-        if self.planner.config.device_memory is None:
-            others = (s for s in _live if s.binder.device == self.binder.device)
-            self._not_free = weakref.WeakKeyDictionary({s: s.slot_bytes for s in others})
-            self.planner.taken_bytes = self._planned_by_others
+        self.note_budget()
+        self.planner.taken_bytes = self._planned_by_others
         _live.add(self)
+
+    def note_budget(self) -> None:
+        """The default budget is taken now, of what is free beside the slots of other models."""
+        self._not_free = weakref.WeakKeyDictionary({s: s.slot_bytes for s in self._others()})
+
+    def _others(self) -> list[Shapes]:
+        return [s for s in _live if s is not self and s.binder.device == self.binder.device]
 
     def _planned_by_others(self) -> int:
         """Less the slots that were there when the budget was taken, so that it does not have them."""
-        return sum(s.planned - self._not_free.get(s, 0)
-                   for s in _live if s is not self and s.binder.device == self.binder.device)
+        if self.planner.config.device_memory is not None:
+            return 0
+        return sum(s.planned - self._not_free.get(s, 0) for s in self._others())
 
     def clear(self) -> None:
         """Forgets every program, those edited by hand too."""

@@ -31,7 +31,8 @@ LAYER_BYTES, BORDER_BYTES, OUTPUT_BYTES = 2048, 8192, 512
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="rewrite tests/golden/*.txt; read the diff")
-    parser.addoption("--all-families", action="store_true", help="judge every causal language model of transformers, not a few")
+    parser.addoption("--all-families", action="store_true", help="judge every causal language model of transformers, not a "
+                     "few, and run the tests that are marked on_demand")
     parser.addoption("--curve-steps", type=int, default=0, help="how many steps tests/parity/test_curves.py trains each family")
     parser.addoption("--sabotage-programs", type=int, default=40, help="how many random programs tests/sabotage breaks; "
                      "from 500 on it also breaks goldens in many more ways")
@@ -55,6 +56,13 @@ def pytest_runtest_setup() -> None:
         gc.collect()
         gc.freeze()
         _frozen[:] = now
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--all-families"):
+        for item in items:
+            if item.get_closest_marker("on_demand"):
+                item.add_marker(pytest.mark.skip(reason="takes ten seconds or more: with --all-families"))
 
 
 @functools.cache

@@ -91,21 +91,17 @@ def test_images_train_as_they_do_natively_wherever_they_are() -> None:
     model.megacompile.close()
 
 
-@pytest.mark.slow
+@pytest.mark.on_demand
 @pytest.mark.parametrize("frozen", ["vision_tower", "language_model"])
-def test_a_part_alone_trains_as_it_does_natively(frozen: str, request: pytest.FixtureRequest) -> None:
-    if not request.config.getoption("--all-families"):
-        pytest.skip("ten seconds: with --all-families")
+def test_a_part_alone_trains_as_it_does_natively(frozen: str) -> None:
     native = llava(frozen)
     model = megacompile.stream(copy.deepcopy(native), device="cpu", micro_batch_size=2, example=pictured(2, 12))
     assert_native(native, model, pictured(5, 19))
     model.megacompile.close()
 
 
-@pytest.mark.slow
-def test_a_model_of_images_trains_on_text_alone(request: pytest.FixtureRequest) -> None:
-    if not request.config.getoption("--all-families"):
-        pytest.skip("ten seconds: with --all-families")
+@pytest.mark.on_demand
+def test_a_model_of_images_trains_on_text_alone() -> None:
     native = llava()
     model = megacompile.stream(copy.deepcopy(native), device="cpu")
     assert_native(native, model, {"input_ids": (ids := torch.randint(0, IMAGE, (3, 9))), "labels": ids})

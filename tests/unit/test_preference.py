@@ -136,13 +136,12 @@ def test_grpo_samples_and_trains_as_it_does_unstreamed(policy: Any, native: Any,
     assert any(entry.get("reward_std", 0) > 0 for entry in logged(ours)), "nothing was rewarded that could differ"
 
 
-@pytest.mark.parametrize(("run", "trainers", "changes"), [(dpo, (trl.DPOTrainer, DPOTrainer), {}),
-                                                          (grpo, (trl.GRPOTrainer, GRPOTrainer), {"beta": 0.1})])
+@pytest.mark.parametrize(("run", "trainers", "changes"), [
+    (dpo, (trl.DPOTrainer, DPOTrainer), {}),
+    pytest.param(grpo, (trl.GRPOTrainer, GRPOTrainer), {"beta": 0.1}, marks=pytest.mark.on_demand)])
 def test_adapters_train_against_their_base(run: Any, trainers: tuple[type, type], changes: dict[str, Any], tokenizer: Any,
-                                           tmp_path: Path, request: pytest.FixtureRequest) -> None:
+                                           tmp_path: Path) -> None:
     """The reference is the model without its adapter: no second copy of the weights."""
-    if run is grpo and not request.config.getoption("--all-families"):
-        pytest.skip("ten seconds: with --all-families")
     peft = pytest.importorskip("peft")
     logs, adapters = [], []
     for trainer in trainers:

@@ -92,3 +92,15 @@ def test_between_a_forward_and_the_end_of_its_step_plans_stay(shared: Shared) ->
     optimizer.zero_grad()
     model.megacompile.replan(checkpoint_interval=2)
     model.megacompile.replan(checkpoint_interval=None)
+
+
+def test_what_other_models_have_planned_counts_for_the_default_budget_alone(shared: Shared) -> None:
+    other = megacompile.stream(shared.native(), device="cpu")
+    planner = other.megacompile.streamed.planner
+    train_step(shared.fresh(), megacompile.AdamW(shared.model.parameters()))
+    other.megacompile.replan(device_memory="1GiB")
+    assert (planner.taken_bytes(), planner.device_bytes) == (0, 1 << 30)
+    other.megacompile.replan(device_memory=None)
+    estimate = shared.model.megacompile.compiled().estimate
+    assert planner.taken_bytes() == estimate.total - estimate.slots > 0
+    other.megacompile.close()

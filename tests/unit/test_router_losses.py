@@ -61,10 +61,8 @@ def test_a_routers_loss_is_native_of_the_whole_batch_and_of_the_micro_batches_as
     assert_native(rows, batch(1, rows=5, length=11))
 
 
-@pytest.mark.slow
-def test_padding_is_in_no_experts_share(request: pytest.FixtureRequest) -> None:
-    if not request.config.getoption("--all-families"):
-        pytest.skip("half a minute: with --all-families")
+@pytest.mark.on_demand
+def test_padding_is_in_no_experts_share() -> None:
     given = batch(1, rows=5, length=11)
     present = torch.ones_like(given["labels"])
     present[1, 7:] = 0
