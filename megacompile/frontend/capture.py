@@ -10,7 +10,7 @@ from typing import Any
 import sympy
 import torch
 import torch.utils._pytree as pytree
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
@@ -224,7 +224,7 @@ def capture(
     return CapturedModel(
         calls=tuple(calls), templates=templates, batch_inputs=batch_inputs, labels=labels, layer_names=stack.names,
         same_logits_without_labels=_same_logits_without_labels(twin, graph, positions, batch, labels),
-        fused_attention=fused, causal=fused or _says_causal(stack),
+        fused_attention=fused, causal=not _masks_pairs(graph) and (fused or _says_causal(stack)),
         fused_loss="linear_cross_entropy" in templates[calls[-1].template].stages["joint"], has_loss=has_loss,
         form=form, holds=functools.cache(holds), in_form=functools.cache(in_form), has_normaliser=count is not None,
         is_averaged=is_averaged(graph), count_targets=count, places=places, output=structure,
@@ -314,9 +314,23 @@ def _same_logits_without_labels(
 
 
 def _all_layers_call_attention(graph: ModelGraph) -> bool:
-    regions = [m for m in graph.graph.children() if hasattr(m, "graph")]
+    return all(map(_attentions, _regions(graph)))
+
+
+def _masks_pairs(graph: ModelGraph) -> bool:
+    """Whether a layer's attention reads a mask of every pair, under which tokens may see later ones."""
+    given = [argument.meta["example_value"] for region in _regions(graph) for call in _attentions(region)
+             for argument in call.args[7:] if isinstance(argument, fx.Node)]
+    return any(mask.dtype == torch.bool for mask in given)
+
+
+def _attentions(region: fx.GraphModule) -> list[fx.Node]:
     target = torch.ops.megacompile.attention
-    return all(any(n.target in (target, target.default) for n in region.graph.nodes) for region in regions)  # type: ignore[union-attr]
+    return [node for node in region.graph.nodes if node.target in (target, target.default)]
+
+
+def _regions(graph: ModelGraph) -> list[fx.GraphModule]:
+    return [m for m in graph.graph.children() if isinstance(m, fx.GraphModule)]
 
 
 def _says_causal(stack: LayerStack) -> bool:

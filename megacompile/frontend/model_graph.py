@@ -16,6 +16,7 @@ import torch
 import torch._dynamo
 from torch import Tensor, fx, nn
 from torch._dynamo.functional_export import dynamo_graph_capture_for_export
+from torch._dynamo.variables.lazy import LazySymNodeFormatString
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributions import Distribution
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -81,7 +82,8 @@ def capture_model_graph(
         return model(**dict(zip(names, inputs, strict=True)), **options)
 
     torch._dynamo.reset()
-    with fakes, warnings.catch_warnings(), traceable_adapters(), unchecked_distributions(), layers_as_regions(stack):
+    with (fakes, warnings.catch_warnings(), traceable_adapters(), unchecked_distributions(), sizes_unread_by_messages(),
+          layers_as_regions(stack)):
         warnings.simplefilter("ignore")  # "side effects happened": transformers' output collectors
         try:
             graph = dynamo_graph_capture_for_export(step)(*tensors)
@@ -115,6 +117,22 @@ def unchecked_distributions() -> Iterator[None]:
         yield
     finally:
         Distribution.set_default_validate_args(checked)
+
+
+@contextlib.contextmanager
+def sizes_unread_by_messages() -> Iterator[None]:
+    """Within, a message about sizes is written with their symbols. Dynamo would write the traced numbers, and so make a constant
+    of the number of images, of which models say how many features they have even where nothing is wrong."""
+    written = LazySymNodeFormatString.__repr__
+
+    def with_symbols(self: Any) -> str:
+        return str.format(self.fmt_var.as_python_constant(), str(self.sym_node_var.sym_num))
+
+    LazySymNodeFormatString.__repr__ = with_symbols  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        LazySymNodeFormatString.__repr__ = written  # type: ignore[method-assign]
 
 
 def _name_squeezed(module: fx.GraphModule) -> None:
