@@ -28,7 +28,7 @@ from megacompile.frontend.output import OutputStructure, output_structure
 from megacompile.frontend.places import Places, places_of
 from megacompile.frontend.randomness import draw_functionally, number_draws
 from megacompile.frontend.recorders import install_recorders
-from megacompile.frontend.rows import fixes_rows, images_of, join_rows, traced_apart
+from megacompile.frontend.rows import fixes_rows, images_in_a_row, images_of, join_rows, traced_apart
 from megacompile.frontend.sizes import Condition, batch_symbols, conditions
 from megacompile.frontend.split import split_at_layers, structural_key
 from megacompile.frontend.template import BATCH, LENGTH, Call, TargetLike, Template, TemplatePass
@@ -169,7 +169,7 @@ def capture(
     def called(where: Form, size: tuple[int, int]) -> tuple[str, ...] | None:
         fakes, tried, given, options = _subject(plain, layers, traced, where, size, attention)
         with fakes:
-            return torch_calls(tried, given, options)
+            return torch_calls(tried, images_in_a_row(given, form.images), options)
 
     def holds(training: bool, size: tuple[int, int]) -> bool:
         where = dataclasses.replace(form, evaluating=not training)
@@ -184,7 +184,7 @@ def capture(
                            loss=loss)
 
     structure, positions = output_structure(graph, name, other_loss=loss is not None)
-    places = places_of(graph, name)
+    places = places_of(graph, name, images_of(batch), form.images)
     has_loss = loss is not None or structure.has_loss
     count = _one if loss is not None else normalise_loss(graph, graph.results[positions[0]]) if has_loss else None
     draw_functionally(graph)
@@ -211,7 +211,7 @@ def capture(
         calls.append(Call(section.name, names[key], tuple(section.sources)))
     heads = None
     if to_logits is not None:
-        hidden = HiddenStates(name, twin, stack, batch, sections[:-1], to_logits)
+        hidden = HiddenStates(name, twin, stack, images_in_a_row(batch, form.images), sections[:-1], to_logits)
         heads = Heads(graph, to_logits, hidden, build, templates, renaming)
     if not has_loss:
         assert heads is not None, "refused above"
@@ -223,7 +223,8 @@ def capture(
     fused = _all_layers_call_attention(graph)
     return CapturedModel(
         calls=tuple(calls), templates=templates, batch_inputs=batch_inputs, labels=labels, layer_names=stack.names,
-        same_logits_without_labels=_same_logits_without_labels(twin, graph, positions, batch, labels),
+        same_logits_without_labels=_same_logits_without_labels(
+            twin, graph, positions, images_in_a_row(batch, form.images), labels),
         fused_attention=fused, causal=not _masks_pairs(graph) and (fused or _says_causal(stack)),
         fused_loss="linear_cross_entropy" in templates[calls[-1].template].stages["joint"], has_loss=has_loss,
         form=form, holds=functools.cache(holds), in_form=functools.cache(in_form), has_normaliser=count is not None,
@@ -266,12 +267,13 @@ def _trace(
         stack = find_layers(twin, layers)
         install_recorders(twin, stack)
         try:
-            graph = capture_model_graph(twin, batch, stack, fakes, options)
+            graph = capture_model_graph(twin, batch, stack, fakes, options,
+                                        functools.partial(images_in_a_row, each=form.images))
         except (UnsupportedError, CaptureError):
             if attention is not None:  # sinks, biases, a mask that layers index: what our op lacks, the model's own has
                 continue
             raise
-        if images_apart and not join_rows(graph, images_of(batch)):
+        if images_apart and not join_rows(graph, images_of(batch), form.images):
             raise CaptureError(f"{type(model).__name__} does more with the list of its images' features than to join it, so "
                                "that a graph would hold for one number of images: compute with "
                                f"{', '.join(sorted(images_of(batch)))} as one tensor [batch, ...], without a list")
@@ -289,7 +291,7 @@ def _subject(
     twin = fake_twin(model, fakes, attention, training=not form.evaluating, layers=layers)
     if form.without_adapters:
         switch_off_adapters(twin)
-    batch = fake_batch(model, dict(example) if example is not None else None, fakes, size, form.further)
+    batch = fake_batch(model, dict(example) if example is not None else None, fakes, size, form.further, form.images)
     return fakes, twin, batch, {"use_cache": False} if "use_cache" in forward_signature(model).parameters else {}
 
 

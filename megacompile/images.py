@@ -1,0 +1,50 @@
+"""Images of a batch, in the order of their places among tokens -> as many for every sequence, so that rows can be split.
+
+Sequences with fewer images than others have some of the batch's repeated, which nobody reads: each place takes its features
+from the images of its own row. The number is the largest of any row, rounded up to a power of two, since each has graphs of its
+own.
+"""
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from megacompile.errors import UnsupportedError
+from megacompile.frontend.capture import CapturedModel
+from megacompile.frontend.template import TemplateInput
+
+
+def arrange_images(name: str, captured: CapturedModel, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The batch arguments with images [batch, ...], or [batch, most, ...] where a sequence has several.
+
+    `captured`: of plain batches. Raises `UnsupportedError` where places and images are not as many."""
+    arranged = dict(inputs)
+    for places in captured.places:
+        numbers = places.numbers(name, inputs)
+        for key in places.images:
+            arranged[key] = _by_rows(name, key, inputs[key], numbers)
+    return arranged
+
+
+def _by_rows(name: str, key: str, images: Tensor, numbers: list[int]) -> Tensor:
+    if len(images) != sum(numbers):
+        raise UnsupportedError(f"{name}: {key} has {len(images)} images, and the batch's sequences have places for "
+                               f"{sum(numbers)}: give each image its places among input_ids, and leave none over")
+    most = 1 << (max(numbers) - 1).bit_length() if max(numbers) else 1
+    if all(number == 1 for number in numbers):
+        return images
+    if not len(images):
+        return images.new_zeros((len(numbers), *images.shape[1:]))
+    chosen = torch.zeros(len(numbers), most, dtype=torch.long)
+    for row, number in enumerate(numbers):
+        chosen[row, :number] = torch.arange(number) + sum(numbers[:row])
+    arranged = images[chosen.flatten().to(images.device)].unflatten(0, chosen.shape)
+    return arranged if most > 1 else arranged.squeeze(1)
+
+
+def images_of_each(types: Mapping[str, TemplateInput], inputs: Mapping[str, Tensor]) -> int:
+    """How many images every sequence of arranged inputs has. `types`: of plain batches."""
+    return max((tensor.shape[1] for key, tensor in inputs.items() if key in types and tensor.dim() > len(types[key].shape)),
+               default=1)
