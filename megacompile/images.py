@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megacompile.errors import UnsupportedError
 from megacompile.frontend.capture import CapturedModel
+from megacompile.frontend.rows import images_of
 from megacompile.frontend.template import TemplateInput
 
 
@@ -20,28 +21,28 @@ def arrange_images(name: str, captured: CapturedModel, inputs: Mapping[str, Tens
     """The batch arguments with images [batch, ...], or [batch, most, ...] where a sequence has several.
 
     `captured`: of plain batches. Raises `UnsupportedError` where places and images are not as many."""
-    arranged = dict(inputs)
+    numbers: dict[str, list[int]] = {}
     for places in captured.places:
-        numbers = places.numbers(name, inputs)
-        for key in places.images:
-            arranged[key] = _by_rows(name, key, inputs[key], numbers)
-    return arranged
+        numbers |= dict.fromkeys(places.images, places.numbers(name, inputs))
+    largest = max((max(each) for each in numbers.values()), default=1)
+    most = 1 << max(largest - 1, 0).bit_length()
+    if most > 1 and (others := images_of(inputs) - numbers.keys()):
+        raise UnsupportedError(f"{name}: {', '.join(sorted(others))} has one value for each sequence, of which some have several "
+                               "images: give every sequence one image at most")
+    return {key: _by_rows(name, key, tensor, numbers[key], most) if key in numbers else tensor for key, tensor in inputs.items()}
 
 
-def _by_rows(name: str, key: str, images: Tensor, numbers: list[int]) -> Tensor:
+def _by_rows(name: str, key: str, images: Tensor, numbers: list[int], most: int) -> Tensor:
     if len(images) != sum(numbers):
         raise UnsupportedError(f"{name}: {key} has {len(images)} images, and the batch's sequences have places for "
                                f"{sum(numbers)}: give each image its places among input_ids, and leave none over")
-    most = 1 << (max(numbers) - 1).bit_length() if max(numbers) else 1
-    if all(number == 1 for number in numbers):
-        return images
     if not len(images):
-        return images.new_zeros((len(numbers), *images.shape[1:]))
+        images = images.new_zeros((1, *images.shape[1:]))  # nobody reads it
     chosen = torch.zeros(len(numbers), most, dtype=torch.long)
     for row, number in enumerate(numbers):
         chosen[row, :number] = torch.arange(number) + sum(numbers[:row])
-    arranged = images[chosen.flatten().to(images.device)].unflatten(0, chosen.shape)
-    return arranged if most > 1 else arranged.squeeze(1)
+    arranged = images[chosen.flatten().to(images.device)]
+    return arranged.unflatten(0, chosen.shape) if most > 1 else arranged
 
 
 def images_of_each(types: Mapping[str, TemplateInput], inputs: Mapping[str, Tensor]) -> int:
