@@ -27,9 +27,10 @@ def arrange_images(name: str, captured: CapturedModel, inputs: Mapping[str, Tens
     largest = max((max(each) for each in numbers.values()), default=1)
     most = 1 << max(largest - 1, 0).bit_length()
     if most > 1 and (others := images_of(inputs) - numbers.keys()):
-        raise UnsupportedError(f"{name}: {', '.join(sorted(others))} has one value for each sequence, of which some have several "
-                               "images: give every sequence one image at most")
-    return {key: _by_rows(name, key, tensor, numbers[key], most) if key in numbers else tensor for key, tensor in inputs.items()}
+        raise UnsupportedError(f"{name}: {', '.join(sorted(others))} has one value for each sequence, of which some have "
+                               "several images: give every sequence one image at most")
+    return {key: _by_rows(name, key, tensor, numbers[key], most) if key in numbers else tensor
+            for key, tensor in inputs.items()}
 
 
 def _by_rows(name: str, key: str, images: Tensor, numbers: list[int], most: int) -> Tensor:
@@ -41,8 +42,9 @@ def _by_rows(name: str, key: str, images: Tensor, numbers: list[int], most: int)
     chosen = torch.zeros(len(numbers), most, dtype=torch.long)
     for row, number in enumerate(numbers):
         chosen[row, :number] = torch.arange(number) + sum(numbers[:row])
-    arranged = images[chosen.flatten().to(images.device)]
-    return arranged.unflatten(0, chosen.shape) if most > 1 else arranged
+    if sum(numbers) < chosen.numel():  # else they are in order
+        images = images[chosen.flatten().to(images.device)]
+    return images.unflatten(0, chosen.shape) if most > 1 else images
 
 
 def images_of_each(types: Mapping[str, TemplateInput], inputs: Mapping[str, Tensor]) -> int:
