@@ -94,8 +94,8 @@ def analyse(model: nn.Module, config: StreamConfig, device_type: str, layers: st
     dtype = torch.bfloat16 if torch.bfloat16 in dtypes else torch.float32
     subject = model if config.dtype is None else _meta_twin(model, config.dtype)
     captured = capture(subject, layers=layers, example=example, pipeline=config.template_passes,
-                       target=Target(device_type, dtype, fused_attention), loss=config.loss)
-    tiling = Tiling.of(model, captured.calls, config.dtype)
+                       target=Target(device_type, dtype, fused_attention), loss=config.loss, expert_pieces=config.expert_pieces or 1)
+    tiling = Tiling.of(model, captured.calls, config.dtype, captured.rows)
     config.check_tiles(tiling.layouts, type(model).__name__)
     return captured, tiling
 

@@ -70,6 +70,7 @@ class StreamConfig:
     resident: tuple[str, ...] | str = ()
     resident_state: tuple[str, ...] | str | None = None
     weight_slots: int | None = None
+    expert_pieces: int | None = None
     gradient_slots: int = 2
     gradient_slabs: int = 12
     passes: tuple[Any, ...] = PIPELINE
@@ -79,7 +80,8 @@ class StreamConfig:
     reference: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("checkpoint_interval", "micro_batch_size", "weight_slots", "gradient_slots", "gradient_slabs", "waves"):
+        for name in ("checkpoint_interval", "micro_batch_size", "weight_slots", "gradient_slots", "gradient_slabs", "waves",
+                     "expert_pieces"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise MegacompileError(f"{name} must be a whole number of at least 1, not {value!r}")

@@ -72,7 +72,7 @@ class Subject:
         waits least if it is written first."""
         shape, order = self.streamed.trained, []
         if shape is not None:
-            order = [argument(node, "tile") for section in shape.program.sections.values() for node in nodes(section)
+            order = [self.streamed.store[argument(node, "tile")].home.layout.name for section in shape.program.sections.values() for node in nodes(section)
                      if op_of(node).name in ("adam", "offload_weights")]
         return list(dict.fromkeys([*order, *self.streamed.store.tiles]))
 
