@@ -44,6 +44,9 @@ class StreamConfig:
         resident_state: names of tiles (or one name) that stay there with their optimizer state and are updated there, or
             "all"; None: as many as there is memory for and the update is hidden by.
         weight_slots, gradient_slots, gradient_slabs: sizes of the pools.
+        expert_pieces: into how many calls a layer's routed experts are divided, each with tiles of its own, so that a slot
+            holds a piece and not a layer; None: one, unless half of the device cannot hold the layers under way.
+            Then `checkpoint_interval` and `saved_layers` count calls, of which such a layer has one more than pieces.
         passes: the pipeline over programs, made from `megacompile.passes.PIPELINE` by `insert_after` and its like.
         template_passes: that over the graphs of templates, made from `TEMPLATE_PIPELINE`.
         loss: in the place of the model's own loss, a function of the logits of some tokens, [N, vocabulary], and of rows of

@@ -39,9 +39,9 @@ Kind = tuple[bool, torch.dtype]
 
 @dataclass(frozen=True)
 class Tiling:
-    """The tiles of a model: `layouts`, as they are streamed, and `host`, as they lie in host memory. `tiles_of` gives each call's
-    tiles, its own first; `position` each parameter's place in host memory, `places` where it is streamed, which of experts in
-    pieces are several. `read_at`: where a call finds what it reads, by the name that the call has for it."""
+    """The tiles of a model: `layouts`, as they are streamed, and `host`, as they lie in host memory. `tiles_of` gives each
+    call's tiles, its own first; `position` each parameter's place in host memory, `places` where it is streamed, which of
+    experts in pieces are several. `read_at`: where a call finds what it reads, by the name that the call has for it."""
 
     layouts: Mapping[str, TileLayout]
     host: Mapping[str, TileLayout]

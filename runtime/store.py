@@ -85,8 +85,8 @@ class ParameterSlice:
 
 @dataclass(frozen=True)
 class TileLayout:
-    """The plan of a tile. All its parameters have one dtype. Of a part of a host tile (`tile_part.py`): that tile, `home`, and the
-    element at which each slice begins there."""
+    """The plan of a tile. All its parameters have one dtype. Of a part of a host tile (`tile_part.py`): that tile, `home`, and
+    the element at which each slice begins there."""
 
     name: str
     dtype: torch.dtype
@@ -235,8 +235,8 @@ class HostTile:
 
 @dataclass
 class Store:
-    """All tiles of a streamed model, in the order of the model's calls, and the `parts` that some are streamed in. Whoever changes
-    state that a checkpoint holds calls `preserve` first: a `snapshot` may not have been written yet."""
+    """All tiles of a streamed model, in the order of the model's calls, and the `parts` that some are streamed in. Whoever
+    changes state that a checkpoint holds calls `preserve` first: a `snapshot` may not have been written yet."""
 
     tiles: dict[str, HostTile] = field(default_factory=dict)
     parts: dict[str, TilePart] = field(default_factory=dict)

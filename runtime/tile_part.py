@@ -3,9 +3,8 @@
     host tile    gate_up of experts 0 1 2 3 | down of experts 0 1 2 3
     in a slot    gate_up of experts     2 3 | down of experts     2 3
 
-In host memory a parameter stays one piece of memory, whoever reads it; a part is a run of elements of each. What crosses the link
-for a part, norms aside, is one copy a run. Norms of gradients are of parts, in memory of their own: several parts' are in one
-parameter.
+In host memory a parameter stays in one piece, whoever reads it; a part is a run of elements of each. What crosses the link for
+a part, norms aside, is one copy a run. Norms of gradients are of parts, in memory of their own: a parameter has several.
 """
 from __future__ import annotations
 

@@ -33,11 +33,11 @@ Norms = Mapping[str, Mapping[str, float]]
 
 @dataclass(eq=False)
 class Update:
-    """`segments`: per tile, the runs of its host tile's elements to update with their hyper-parameters; `counted`: per tile, the positions of
-    the parameters whose gradients count. `done` tiles were updated already: a step that failed half-way is completed by running
-    it again. `begun`: its parameters' step counts include it. `on_arrival`: tiles are updated before the global norm is known.
-    `kept`: tiles that were not updated then, since their own gradients were not finite, with their norms; they are `done` too.
-    `batches`: what the gradients are of.
+    """`segments`: per tile, the runs of its host tile's elements to update with their hyper-parameters; `counted`: per tile,
+    the positions of the parameters whose gradients count. `done` tiles were updated already: a step that failed half-way is
+    completed by running it again. `begun`: its parameters' step counts include it. `on_arrival`: tiles are updated before the
+    global norm is known. `kept`: tiles that were not updated then, since their own gradients were not finite, with their norms;
+    they are `done` too. `batches`: what the gradients are of.
 
     `refused`: its gradients were not finite, and nothing was updated. `report` is called in the lane where any were not, with
     their norms; it may raise."""

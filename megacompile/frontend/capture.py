@@ -18,8 +18,8 @@ from megacompile.errors import CaptureError, UnsupportedError
 from megacompile.frontend.adapters import forward_signature, switch_off_adapters
 from megacompile.frontend.attention import implementation_for
 from megacompile.frontend.build import build_template, with_results
-from megacompile.frontend.heads import LOGITS, Head, Heads
 from megacompile.frontend.expert_pieces import Rows, rows_of, split_experts
+from megacompile.frontend.heads import LOGITS, Head, Heads
 from megacompile.frontend.hidden_states import HiddenStates
 from megacompile.frontend.layers import LayerStack, find_layers
 from megacompile.frontend.loss import is_averaged, normalise_loss

@@ -1,8 +1,8 @@
 """Experts in pieces: a module of very many experts as several modules of some of them, whose outputs are added up.
 
 A piece is what transformers' expert parallelism gives one of its ranks: the experts `first` to `first + count`, and for each
-token the numbers of those among them that it is sent to; what it sends elsewhere is left out (number `count`), by zeros, never by
-products with zero. Pieces run one after the other, so that only one of them need be on the device.
+token the numbers of those among them that it is sent to; what it sends elsewhere is left out (number `count`), by zeros, never
+by products with zero. Pieces run one after the other, so that only one of them need be on the device.
 
 `first` is a tensor that goes from piece to piece: a constant would make each piece another graph.
 """
@@ -102,7 +102,7 @@ def split_experts(model: nn.Module, stack: LayerStack, pieces: int) -> None:
 
 def rows_of(model: nn.Module) -> Mapping[str, Rows]:
     """What each parameter of a piece is a share of, by the parameter's name in a model whose experts were split."""
-    found = {}
+    found: dict[str, Rows] = {}
     for path, module in model.named_modules():
         first = 0
         for number, piece in enumerate(module.pieces if isinstance(module, ExpertPieces) else ()):

@@ -24,8 +24,8 @@ from megacompile.frontend.totals import writes
 
 
 def in_pieces(section: Section, rows: Mapping[str, Rows], sizes: Mapping[sympy.Symbol, Source]) -> list[Section]:
-    """The sections that `section` is cut into: itself, where its experts are not in pieces. `sizes`: where those of a batch come
-    from. Raises `CaptureError`, naming the line, where one of them would change another's value in place."""
+    """The sections that `section` is cut into: itself, where its experts are not in pieces. `sizes`: where those of a batch
+    come from. Raises `CaptureError`, naming the line, where one of them would change another's value in place."""
     graph = section.graph.graph
     borders = [n for n in graph.nodes if n.target in (BORDER, BORDER.default)]
     return _Cut(section, rows, sizes, borders).sections() if borders else [section]
@@ -96,7 +96,8 @@ class _Cut:
         return [n for n in self.nodes if self._is_handed(n) and self.stage[n] <= stage < self.last_read.get(n, 0)]
 
     def sections(self) -> list[Section]:
-        made, previous = [], []
+        made: list[Section] = []
+        previous: list[fx.Node] = []
         for stage in range(self.last + 1):
             results = self.results if stage == self.last else self._handed_on(stage)
             made.append(self._section(stage, previous, results))
@@ -124,7 +125,8 @@ class _Cut:
             if any(n not in copies for n in node.all_input_nodes):
                 assert node in self.along, f"{node.name} reads what is not there"
                 continue  # numbers of another stage
-            copies[node] = copies[node.all_input_nodes[0]] if node in self.borders else graph.node_copy(node, copies.__getitem__)
+            copies[node] = (copies[node.all_input_nodes[0]] if node in self.borders else
+                            graph.node_copy(node, copies.__getitem__))
         graph.output(owned(graph, [copies[n] for n in results]))
         carried = self.section.carried if stage == self.last else [True] * len(results)
         has_gradient = self.section.has_gradient if stage == self.last else [needs_gradient(n) for n in results]
