@@ -93,7 +93,7 @@ class Tiling:
         layouts = {tile: host[tile] if tile in own else _part(_layout(tile, names, kind, shape), shared, host, position)
                    for tile, names in (own | streamed).items()}
         read_at = {name: (tile, i) for tile, names in (own | streamed).items() for i, name in enumerate(names)}
-        readers_of = {tile: readers[names[0]] for tile, names in (own | streamed).items()}
+        readers_of = {tile: readers[names[0]] for tile, names in (streamed | own).items()}
         tiles_of = {call.name: tuple(sorted((t for t, by in readers_of.items() if call.name in by),
                                             key=lambda tile: len(readers_of[tile]))) for call in calls}
         places: dict[str, tuple[Place, ...]] = {}
