@@ -109,20 +109,19 @@ class Tiling:
         """Whether anything is trained at all."""
         return any(layout.trainable for layout in self.layouts.values())
 
-    def _reached(self, calls: Sequence[Call]) -> Sequence[Call]:
-        """The calls from the first one on that trains anything."""
-        first = next((i for i, call in enumerate(calls) if any(self.layouts[t].trainable for t in self.tiles_of[call.name])),
-                     len(calls))
-        return calls[first:]
+    def _first_trained(self, calls: Sequence[Call]) -> int:
+        """The number of the first call that trains anything."""
+        return next((i for i, call in enumerate(calls) if any(self.layouts[t].trainable for t in self.tiles_of[call.name])),
+                    len(calls))
 
     def differentiated(self, calls: Sequence[Call]) -> list[Call]:
         """The layers that a backward goes through: those below the first call that trains anything have none."""
-        return [call for call in self._reached(calls) if call in calls[1:-1]]
+        return list(calls[max(1, self._first_trained(calls)):-1])
 
     def operations(self, calls: Sequence[Call]) -> int:
         """FLOPs that a token's step takes by its products with parameters, recomputation not counted: 2 a parameter forward, 2
         for the gradient of what is multiplied where there is a backward, 2 for the parameter's own where it is trained."""
-        reached = {tile for call in self._reached(calls) for tile in self.tiles_of[call.name]}
+        reached = {tile for call in calls[self._first_trained(calls):] for tile in self.tiles_of[call.name]}
         return sum(layout.parameters * (6 if layout.trainable else 4 if tile in reached else 2)
                    for tile, layout in self.layouts.items())
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from fractions import Fraction
 
 import sympy
 import torch
@@ -130,9 +131,14 @@ class _Cut:
         graph.output(owned(graph, [copies[n] for n in results]))
         carried = self.section.carried if stage == self.last else [True] * len(results)
         has_gradient = self.section.has_gradient if stage == self.last else [needs_gradient(n) for n in results]
-        return dataclasses.replace(self.section, name=self._name(sources) if stage else self.section.name,
+        own = next((s.name for s in sources if stage and s.name in self.rows), None)
+        return dataclasses.replace(self.section, name=own.rpartition(".")[0] if own else self.section.name,
                                    graph=fx.GraphModule(self.section.graph, graph), sources=sources,
-                                   has_gradient=list(has_gradient), carried=list(carried), layer=self.section.name)
+                                   has_gradient=list(has_gradient), carried=list(carried), layer=self.section.name,
+                                   share=self._share(own) if own else Fraction(1))
 
-    def _name(self, sources: Sequence[Source]) -> str:
-        return next(s.name.rpartition(".")[0] for s in sources if s.name in self.rows)
+    def _share(self, name: str) -> Fraction:
+        """Of a layer's experts, those of the piece that has this parameter."""
+        rows = self.rows[name]
+        experts = max(each.stop for each in self.rows.values() if each.parameter == rows.parameter)
+        return Fraction(rows.stop - rows.first, experts)

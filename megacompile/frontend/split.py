@@ -4,6 +4,7 @@ from __future__ import annotations
 import dataclasses
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -21,7 +22,8 @@ NUMBERS = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
 @dataclasses.dataclass
 class Section:
     """A piece of the model graph (Dynamo level). `sources[i]` feeds placeholder i; `carried[i]` says whether the next
-    call reads result i, `has_gradient[i]` whether a gradient comes back for it. `layer`: that it is a part of, if it is one."""
+    call reads result i, `has_gradient[i]` whether a gradient comes back for it. `layer`: that it is a part of, if it is one;
+    `share`: of what that layer's experts compute, on average."""
 
     name: str
     graph: fx.GraphModule
@@ -29,6 +31,7 @@ class Section:
     has_gradient: list[bool]
     carried: list[bool]
     layer: str = ""
+    share: Fraction = Fraction(1)
 
 
 def needs_gradient(node: fx.Node) -> bool:
