@@ -14,7 +14,7 @@ from megacompile.config import StreamConfig
 from megacompile.frontend.capture import CapturedModel
 from megacompile.frontend.layers import stack_candidates
 from megacompile.frontend.template import Call, Template
-from megacompile.sizes import format_bytes
+from megacompile.sizes import format_bytes, parse_bytes
 from megacompile.streamed_module import StreamedModule
 from megacompile.tiling import Tiling
 
@@ -32,7 +32,8 @@ def explain_capture(model: nn.Module, *, layers: str | None = None, example: Map
         return report(model, streamed.captured, streamed.tiling)
     config = StreamConfig.of(**options)
     device = torch.device(config.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    return report(model, *analyse(model, config, device.type, layers, example))
+    return report(model, *analyse(model, config, device.type, layers, example,
+                                  device_bytes=parse_bytes(config.device_memory)))
 
 
 def report(model: nn.Module, captured: CapturedModel, tiling: Tiling) -> str:

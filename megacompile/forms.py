@@ -93,7 +93,7 @@ class Forms:
         """Whether every call reads parameters of its own tiles, of each of them; where adapters are off, and nothing is
         trained, of some."""
         for call in captured.calls:
-            places = [self.tiling.position.get(source.name) for source in call.sources if source.kind == "parameter"]
+            places = [self.tiling.read_at.get(source.name) for source in call.sources if source.kind == "parameter"]
             read, own = {place[0] if place is not None else None for place in places}, set(self.tiling.tiles_of[call.name])
             if read - own or (read != own and not form.without_adapters):
                 return False

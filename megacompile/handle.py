@@ -313,8 +313,10 @@ class Handle:
         replan(self.streamed, **options)
 
     def synchronize(self) -> None:
-        """Waits for updates in flight. Afterwards parameters, gradients and optimizer state that you hold are current."""
-        self.streamed.residency.bring_home()
+        """Waits for updates in flight. Afterwards parameters, gradients and optimizer state that you hold are current, and what
+        you write to them before the next call counts, through `.data` too, which leaves no trace: what lives on the device is
+        sent there anew."""
+        self.streamed.residency.leave()
 
     def whole(self) -> None:
         """As `synchronize`; raises `TornError` if the weights are not all of one step."""

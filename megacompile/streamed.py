@@ -73,10 +73,8 @@ class Streamed:
         # Runs when the model is closed, and when it is forgotten: threads end, and no page stays locked.
         self._give_back = weakref.finalize(self, give_back, self.executor, self.arena, self.checkpoints, store, backend)
         if self.planner.locked().tiles:
-            for tile in store.tiles.values():
-                for part in (tile.weights, tile.gradients):
-                    if part is not None:
-                        backend.lock(part)
+            for part in store.streamed_memory():
+                backend.lock(part)
 
     # ---------------------------------------------------------------- programs and memory
     def compiled(self, shape: Shape) -> CompiledShape:

@@ -192,7 +192,7 @@ class Step:
             self.optimizer.step()
             self.optimizer.zero_grad()
         if self.given.synchronous_optimizer:
-            self.model.megacompile.synchronize()
+            self.model.megacompile.streamed.settle()  # `synchronize` would send what lives on the device anew
         self.phases.append((forward - start, backward - forward, time.perf_counter() - backward))
         return float(loss.detach())
 

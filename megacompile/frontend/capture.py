@@ -18,6 +18,7 @@ from megacompile.errors import CaptureError, UnsupportedError
 from megacompile.frontend.adapters import forward_signature, switch_off_adapters
 from megacompile.frontend.attention import implementation_for
 from megacompile.frontend.build import build_template, with_results
+from megacompile.frontend.expert_pieces import Rows, rows_of, split_experts
 from megacompile.frontend.heads import LOGITS, Head, Heads
 from megacompile.frontend.hidden_states import HiddenStates
 from megacompile.frontend.layers import LayerStack, find_layers
@@ -25,13 +26,14 @@ from megacompile.frontend.loss import is_averaged, normalise_loss
 from megacompile.frontend.model_graph import ModelGraph, capture_model_graph
 from megacompile.frontend.modes import operations, torch_calls
 from megacompile.frontend.output import OutputStructure, output_structure
+from megacompile.frontend.pieces import in_pieces
 from megacompile.frontend.places import Places, places_of
 from megacompile.frontend.randomness import draw_functionally, number_draws
 from megacompile.frontend.recorders import install_recorders
 from megacompile.frontend.rows import fixes_rows, images_in_a_row, images_of, join_rows, traced_apart
 from megacompile.frontend.sizes import Condition, batch_symbols, conditions
 from megacompile.frontend.split import split_at_layers, structural_key
-from megacompile.frontend.template import BATCH, LENGTH, Call, TargetLike, Template, TemplatePass
+from megacompile.frontend.template import BATCH, LENGTH, Call, Source, TargetLike, Template, TemplatePass
 from megacompile.frontend.token_functions import CHUNK_TOKENS, Described, taken_by_loss, with_loss
 from megacompile.frontend.twin import CAPTURE_SHAPE, fake_batch, fake_twin, is_transformers_model
 from megacompile.plan import PLAIN, Form
@@ -52,7 +54,7 @@ class CapturedModel:
     `calls`: the prologue, the layers in order, the epilogue. `templates`: by the name that calls use.
     `batch_inputs`: the batch arguments, in the positional order of the model's forward; `labels`: those that only the
     loss reads. `same_logits_without_labels`: a forward without them computes the logits that were captured with them.
-    `layer_names`: qualified.
+    `layer_names`: qualified. `rows`: by the names that calls use, the parameters that are shares of the model's own.
     `holds(training, size)`: whether the graphs hold in a mode and at a size where they were not captured. `in_form(form)`: the
     same model, captured for another form of batch; the first time takes as long as the first capture.
     `fused_attention`: every layer's attention is our op; else the model's own code, whose masks take B x T x T bytes.
@@ -76,6 +78,7 @@ class CapturedModel:
     labels: tuple[str, ...]
     same_logits_without_labels: bool
     layer_names: tuple[str, ...]
+    rows: Mapping[str, Rows]
     fused_attention: bool
     causal: bool
     form: Form
@@ -143,13 +146,13 @@ class CapturedModel:
 def capture(
     model: nn.Module, *, layers: str | None = None, example: Mapping[str, Tensor] | None = None,
     pipeline: Sequence[TemplatePass] = (), target: TargetLike | None = None, form: Form = PLAIN,
-    loss: Callable[..., Any] | None = None,
+    loss: Callable[..., Any] | None = None, expert_pieces: int = 1,
 ) -> CapturedModel:
     """Capture `model` for batches of one `form`, once, on fakes: no weight is read or copied, and `meta` models work too.
 
     `layers` names the decoder stack (see `find_layers`); `example` gives the batch arguments where they are not
     `input_ids` and `labels`; `pipeline` and `target` are the template passes and what they lower to; `loss`, a function of
-    tokens, stands in the place of the model's own loss.
+    tokens, stands in the place of the model's own loss; `expert_pieces`: calls that a layer's experts are divided among.
     Raises `CaptureError` or `UnsupportedError`, naming the module, for what cannot be streamed faithfully.
     """
     started = time.perf_counter()
@@ -157,6 +160,8 @@ def capture(
     name = type(model).__name__
     stack = find_layers(model, layers)
     plain = fake_twin(model, FakeTensorMode())  # as it is now: `model` may be streamed when it is captured again
+    split_experts(plain, find_layers(plain, layers), expert_pieces)
+    rows = rows_of(plain)
     taken = () if loss is None else taken_by_loss(loss, example or {})
     traced = example if loss is None else _without_loss(plain, example, taken)
     graph, twin, batch, attention = _trace(plain, layers, traced, form)
@@ -181,7 +186,7 @@ def capture(
     def in_form(other: Form) -> CapturedModel:
         with torch.inference_mode(False), torch.enable_grad():  # whatever the batch is computed under that needs it first
             return capture(plain, layers=layers, example=example, pipeline=pipeline, target=target, form=other,
-                           loss=loss)
+                           loss=loss)  # its experts are in pieces already
 
     structure, positions = output_structure(graph, name, other_loss=loss is not None)
     places = places_of(graph, name, images_of(batch), form.images)
@@ -192,6 +197,8 @@ def capture(
     for section in sections:
         number_draws(section)
     renaming = batch_symbols(graph, name)
+    sizes = {symbol: Source("size", next(iter(batch)), (BATCH, LENGTH).index(size)) for symbol, size in renaming.items()}
+    sections = [piece for section in sections for piece in in_pieces(section, rows, sizes)]
     to_logits = with_results(sections[-1], [len(positions) - 1]) if structure.has_logits else None
     if loss is not None:
         assert to_logits is not None, "refused above"
@@ -222,7 +229,7 @@ def capture(
     labels = tuple(n for n in batch_inputs if has_loss and n not in read_early and n not in form.further)
     fused = _all_layers_call_attention(graph)
     return CapturedModel(
-        calls=tuple(calls), templates=templates, batch_inputs=batch_inputs, labels=labels, layer_names=stack.names,
+        calls=tuple(calls), templates=templates, batch_inputs=batch_inputs, labels=labels, layer_names=stack.names, rows=rows,
         same_logits_without_labels=_same_logits_without_labels(
             twin, graph, positions, images_in_a_row(batch, form.images), labels),
         fused_attention=fused, causal=not _masks_pairs(graph) and (fused or _says_causal(stack)),
