@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import itertools
 import operator
+import os
 import re
 import textwrap
 import warnings
@@ -83,8 +84,8 @@ def capture_model_graph(
         return model(**taken(dict(zip(names, inputs, strict=True))), **options)
 
     torch._dynamo.reset()
-    with (fakes, warnings.catch_warnings(), traceable_adapters(), unchecked_distributions(), sizes_unread_by_messages(),
-          layers_as_regions(stack)):
+    with (fakes, warnings.catch_warnings(), traceable_adapters(), unchecked_distributions(), unchecked_values(),
+          sizes_unread_by_messages(), layers_as_regions(stack)):
         warnings.simplefilter("ignore")  # "side effects happened": transformers' output collectors
         try:
             graph = dynamo_graph_capture_for_export(step)(*tensors)
@@ -118,6 +119,22 @@ def unchecked_distributions() -> Iterator[None]:
         yield
     finally:
         Distribution.set_default_validate_args(checked)
+
+
+@contextlib.contextmanager
+def unchecked_values() -> Iterator[None]:
+    """Within, models of transformers leave out their own checks of values, which a template does not have in any case: of
+    places and images, which are checked on the host. Torch 2.11 makes a number of such a check that stops its trace."""
+    switch = "TRANSFORMERS_DISABLE_TORCH_CHECK"
+    before = os.environ.get(switch)
+    os.environ[switch] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[switch]
+        else:
+            os.environ[switch] = before
 
 
 @contextlib.contextmanager

@@ -3,7 +3,7 @@ them.
 
 `masked_scatter` takes features in the order of all rows, so that a row's would depend on how many images the rows before it
 have. Here each row has as many images as any other, those that a batch lacks made up, and takes its features from the first of
-its own (`place_by_rows`). The model's own check is of whole batches, and on a device it is no error that anybody could catch:
+its own (`_place_by_rows`). The model's own check is of whole batches, and on a device it is no error that anybody could catch:
 rows are checked on the host instead, before anything runs.
 """
 from __future__ import annotations
@@ -74,8 +74,8 @@ def _place(graph: ModelGraph, node: fx.Node, name: str, images: Collection[str],
 
 def _of_tokens(mask: fx.Node) -> fx.Node:
     """The mask [B, T, 1] that `mask` may be expanded from."""
-    while mask.target in ("expand", "expand_as", "to") and mask.meta["example_value"].dtype == torch.bool:
-        mask = mask.args[0]  # type: ignore[assignment]
+    while mask.target in ("expand", "expand_as", "to") and mask.all_input_nodes[0].meta["example_value"].dtype == torch.bool:
+        mask = mask.all_input_nodes[0]
     return mask
 
 

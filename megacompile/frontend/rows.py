@@ -59,16 +59,18 @@ def join_rows(graph: ModelGraph, images: Collection[str], each: int) -> bool:
             for dead in (node, *items):
                 graph.graph.graph.erase_node(dead)
     graph.graph.recompile()
-    return _forget_number(graph, images) and _propagate(graph, images, {TRACED_ROWS, TRACED_ROWS * each})
+    traced = {TRACED_ROWS, TRACED_ROWS * each}
+    return _forget_number(graph, images, traced) and _propagate(graph, images, traced)
 
 
-def _forget_number(graph: ModelGraph, images: Collection[str]) -> bool:
-    """Drops what was assumed of the number of images when their list was made. False if more was."""
+def _forget_number(graph: ModelGraph, images: Collection[str], traced: Collection[int]) -> bool:
+    """Drops what was assumed of the number of images when their list was made: that it is one `traced`. False if more was."""
     numbers = {symbol for n, s in graph.sources.items() if s.kind == "batch" and s.name in images
                for symbol in n.meta["example_value"].shape[0].node._expr.free_symbols}
     assumed = [guard for guard in graph.shape_env.guards if numbers & guard.expr.free_symbols]
     graph.shape_env.guards = [guard for guard in graph.shape_env.guards if guard not in assumed]
     return all(isinstance(guard.expr, sympy.Eq) and sympy.solve(guard.expr, symbol) == [TRACED_ROWS]
+               and max(guard.expr.atoms(sympy.Integer)) in traced
                for guard in assumed for symbol in guard.expr.free_symbols)
 
 
