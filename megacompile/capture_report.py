@@ -146,7 +146,8 @@ def _remarks(model: nn.Module, captured: CapturedModel, tiling: Tiling) -> Itera
         yield "nothing is trained: forwards alone"
     elif below:
         yield f"frozen below: the backward ends above {below[-1].name}"
-    yield ("attention: megacompile's kernels in every layer" if captured.fused_attention else
+    masked = "" if captured.causal else ", under masks that take batch x length x length bytes"
+    yield (f"attention: megacompile's kernels in every layer{masked}" if captured.fused_attention else
            "attention: the model's own code in some layer, whose masks take batch x length x length bytes")
     fused = ", which never holds all logits" if captured.fused_loss else ""
     yield (f"loss: a sum over target tokens{fused}, and a part that is none (an auxiliary loss): one micro-batch a step, or "

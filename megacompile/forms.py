@@ -61,10 +61,10 @@ class Forms:
     def __iter__(self) -> Iterator[Served]:
         return iter(self._known.values())
 
-    def form_of(self, further: tuple[str, ...], training: bool) -> Form:
-        """The form of a batch with `further` arguments in a mode, with adapters as they are now; that of training mode where
-        evaluation mode is the same."""
-        form = Form(further, without_adapters=self.adapters.disabled())
+    def form_of(self, further: tuple[str, ...], training: bool, images: int = 1) -> Form:
+        """The form of a batch with `further` arguments and `images` for each sequence in a mode, with adapters as they are now;
+        that of training mode where evaluation mode is the same."""
+        form = Form(further, without_adapters=self.adapters.disabled(), images=images)
         return form if training or self.serve(form).captured.same_in_evaluation() else replace(form, evaluating=True)
 
     def serve(self, form: Form) -> Served:

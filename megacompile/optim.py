@@ -175,14 +175,14 @@ class AdamW(torch.optim.Optimizer):
         first, beside the update before, as the plain loop runs its forward and backward; its loss is returned."""
         streamed = self.streamed
         streamed.arrival.check_step(self)
-        updated, loss = streamed.arrival.end(), None
+        loss = None
         if closure is not None:
             if self._completes():
                 return None
             streamed.check_whole()
             with torch.enable_grad():
                 loss = closure()
-        if streamed.arrival.end() or updated or self._ended():
+        if streamed.arrival.end() or self._ended():
             streamed.raise_pending()
             streamed.check_whole()
             return loss

@@ -64,20 +64,18 @@ def layer_count(given: argparse.Namespace) -> int:
 
 # ---------------------------------------------------------------- measuring
 
-#: One for all rows of a process: those of one model must not train on batches that it knows.
-_batches = torch.Generator().manual_seed(0)
-
-
-def timed(step: Callable[[Tensor], float], given: argparse.Namespace, before: Callable[[], None] = lambda: None) -> Row:
-    """Runs `step(ids)`, which returns the loss when it is over, on a fresh random batch each: int64 [batch, length].
-    `before` is called between warming up and timing."""
+def timed(step: Callable[[Tensor], float], given: argparse.Namespace, before: Callable[[], None] = lambda: None,
+          seed: int = 0) -> Row:
+    """Runs `step(ids)`, which returns the loss when it is over, on a fresh random batch each: int64 [batch, length], the same
+    ones for the same seed. `before` is called between warming up and timing."""
     vocabulary = SHAPES[given.shape]["vocab_size"]
+    generator = torch.Generator().manual_seed(seed)
     times: list[float] = []
     losses: list[float] = []
 
     def run(count: int) -> None:
         for _ in range(count):
-            ids = torch.randint(0, vocabulary, (given.batch, given.length), generator=_batches)
+            ids = torch.randint(0, vocabulary, (given.batch, given.length), generator=generator)
             start = time.perf_counter()
             losses.append(step(ids))
             times.append(time.perf_counter() - start)

@@ -10,7 +10,7 @@ from typing import Any
 import sympy
 import torch
 import torch.utils._pytree as pytree
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
@@ -30,7 +30,7 @@ from megacompile.frontend.pieces import in_pieces
 from megacompile.frontend.places import Places, places_of
 from megacompile.frontend.randomness import draw_functionally, number_draws
 from megacompile.frontend.recorders import install_recorders
-from megacompile.frontend.rows import fixes_rows, images_of, join_rows, traced_apart
+from megacompile.frontend.rows import fixes_rows, images_in_a_row, images_of, join_rows, traced_apart
 from megacompile.frontend.sizes import Condition, batch_symbols, conditions
 from megacompile.frontend.split import split_at_layers, structural_key
 from megacompile.frontend.template import BATCH, LENGTH, Call, Source, TargetLike, Template, TemplatePass
@@ -174,7 +174,7 @@ def capture(
     def called(where: Form, size: tuple[int, int]) -> tuple[str, ...] | None:
         fakes, tried, given, options = _subject(plain, layers, traced, where, size, attention)
         with fakes:
-            return torch_calls(tried, given, options)
+            return torch_calls(tried, images_in_a_row(given, form.images), options)
 
     def holds(training: bool, size: tuple[int, int]) -> bool:
         where = dataclasses.replace(form, evaluating=not training)
@@ -189,7 +189,7 @@ def capture(
                            loss=loss)  # its experts are in pieces already
 
     structure, positions = output_structure(graph, name, other_loss=loss is not None)
-    places = places_of(graph, name)
+    places = places_of(graph, name, images_of(batch), form.images)
     has_loss = loss is not None or structure.has_loss
     count = _one if loss is not None else normalise_loss(graph, graph.results[positions[0]]) if has_loss else None
     draw_functionally(graph)
@@ -218,7 +218,7 @@ def capture(
         calls.append(Call(section.name, names[key], tuple(section.sources)))
     heads = None
     if to_logits is not None:
-        hidden = HiddenStates(name, twin, stack, batch, sections[:-1], to_logits)
+        hidden = HiddenStates(name, twin, stack, images_in_a_row(batch, form.images), sections[:-1], to_logits)
         heads = Heads(graph, to_logits, hidden, build, templates, renaming)
     if not has_loss:
         assert heads is not None, "refused above"
@@ -230,8 +230,9 @@ def capture(
     fused = _all_layers_call_attention(graph)
     return CapturedModel(
         calls=tuple(calls), templates=templates, batch_inputs=batch_inputs, labels=labels, layer_names=stack.names, rows=rows,
-        same_logits_without_labels=_same_logits_without_labels(twin, graph, positions, batch, labels),
-        fused_attention=fused, causal=fused or _says_causal(stack),
+        same_logits_without_labels=_same_logits_without_labels(
+            twin, graph, positions, images_in_a_row(batch, form.images), labels),
+        fused_attention=fused, causal=not _masks_pairs(graph) and (fused or _says_causal(stack)),
         fused_loss="linear_cross_entropy" in templates[calls[-1].template].stages["joint"], has_loss=has_loss,
         form=form, holds=functools.cache(holds), in_form=functools.cache(in_form), has_normaliser=count is not None,
         is_averaged=is_averaged(graph), count_targets=count, places=places, output=structure,
@@ -273,12 +274,13 @@ def _trace(
         stack = find_layers(twin, layers)
         install_recorders(twin, stack)
         try:
-            graph = capture_model_graph(twin, batch, stack, fakes, options)
+            graph = capture_model_graph(twin, batch, stack, fakes, options,
+                                        functools.partial(images_in_a_row, each=form.images))
         except (UnsupportedError, CaptureError):
             if attention is not None:  # sinks, biases, a mask that layers index: what our op lacks, the model's own has
                 continue
             raise
-        if images_apart and not join_rows(graph, images_of(batch)):
+        if images_apart and not join_rows(graph, images_of(batch), form.images):
             raise CaptureError(f"{type(model).__name__} does more with the list of its images' features than to join it, so "
                                "that a graph would hold for one number of images: compute with "
                                f"{', '.join(sorted(images_of(batch)))} as one tensor [batch, ...], without a list")
@@ -296,7 +298,7 @@ def _subject(
     twin = fake_twin(model, fakes, attention, training=not form.evaluating, layers=layers)
     if form.without_adapters:
         switch_off_adapters(twin)
-    batch = fake_batch(model, dict(example) if example is not None else None, fakes, size, form.further)
+    batch = fake_batch(model, dict(example) if example is not None else None, fakes, size, form.further, form.images)
     return fakes, twin, batch, {"use_cache": False} if "use_cache" in forward_signature(model).parameters else {}
 
 
@@ -321,9 +323,23 @@ def _same_logits_without_labels(
 
 
 def _all_layers_call_attention(graph: ModelGraph) -> bool:
-    regions = [m for m in graph.graph.children() if hasattr(m, "graph")]
+    return all(map(_attentions, _regions(graph)))
+
+
+def _masks_pairs(graph: ModelGraph) -> bool:
+    """Whether a layer's attention reads a mask of every pair, under which tokens may see later ones."""
+    given = [argument.meta["example_value"] for region in _regions(graph) for call in _attentions(region)
+             for argument in call.args[7:] if isinstance(argument, fx.Node)]
+    return any(mask.dtype == torch.bool for mask in given)
+
+
+def _attentions(region: fx.GraphModule) -> list[fx.Node]:
     target = torch.ops.megacompile.attention
-    return all(any(n.target in (target, target.default) for n in region.graph.nodes) for region in regions)  # type: ignore[union-attr]
+    return [node for node in region.graph.nodes if node.target in (target, target.default)]
+
+
+def _regions(graph: ModelGraph) -> list[fx.GraphModule]:
+    return [m for m in graph.graph.children() if isinstance(m, fx.GraphModule)]
 
 
 def _says_causal(stack: LayerStack) -> bool:
