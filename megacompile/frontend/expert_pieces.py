@@ -81,11 +81,11 @@ def divisible(experts: nn.Module) -> bool:
 
 
 def experts_in(stack: LayerStack) -> Iterator[tuple[str, nn.Module]]:
-    """The modules of experts in a stack's layers, by qualified name; those aside that an adapter has as its `base_layer`, whose
-    parameters it reads itself."""
+    """The modules of experts in a stack's layers, one a layer, by qualified name; those aside that an adapter has as its
+    `base_layer`, whose parameters it reads itself."""
     for layer, module in zip(stack.names, stack.layers, strict=True):
-        yield from ((f"{layer}.{name}", found) for name, found in module.named_modules()
-                    if divisible(found) and not name.endswith("base_layer"))
+        inside = [(f"{layer}.{name}", found) for name, found in module.named_modules() if divisible(found)]
+        yield from inside if len(inside) == 1 and not inside[0][0].endswith("base_layer") else ()
 
 
 def counts_of(experts: int, pieces: int) -> list[int]:

@@ -21,15 +21,22 @@ from megacompile.errors import CaptureError
 from megacompile.frontend.expert_pieces import BORDER, Rows
 from megacompile.frontend.split import NUMBERS, Section, needs_gradient, owned, source_line
 from megacompile.frontend.template import Source
-from megacompile.frontend.totals import writes
+from megacompile.frontend.totals import MODES, writes
+
+_WHOLE = "keep the experts whole (expert_pieces=1)"
 
 
 def in_pieces(section: Section, rows: Mapping[str, Rows], sizes: Mapping[sympy.Symbol, Source]) -> list[Section]:
     """The sections that `section` is cut into: itself, where its experts are not in pieces. `sizes`: where those of a batch
-    come from. Raises `CaptureError`, naming the line, where one of them would change another's value in place."""
+    come from. Raises `CaptureError` where they cannot be run apart: one would change another's value in place."""
     graph = section.graph.graph
     borders = [n for n in graph.nodes if n.target in (BORDER, BORDER.default)]
-    return _Cut(section, rows, sizes, borders).sections() if borders else [section]
+    if not borders:
+        return [section]
+    pieces = {source.name.rpartition(".")[0] for source in section.sources if source.name in rows}
+    if len(borders) != len(pieces) + 1:
+        raise CaptureError(f"{section.name} runs its experts more than once: {_WHOLE}")
+    return _Cut(section, rows, sizes, borders).sections()
 
 
 class _Cut:
@@ -69,7 +76,10 @@ class _Cut:
         for node in self.nodes:
             if node not in self.sources and writes(node) and stage[node.all_input_nodes[0]] != stage[node]:
                 raise CaptureError(f"{self.section.name} changes a value in place that pieces of its experts read: let it make "
-                                   f"another value, or keep the experts whole (expert_pieces=1){source_line(node)}")
+                                   f"another value, or {_WHOLE}{source_line(node)}")
+            if stage[node] and getattr(node.target, "__name__", "") in MODES:
+                raise CaptureError(f"{self.section.name} switches gradients or autocast around its experts or behind them: "
+                                   f"{_WHOLE}{source_line(node)}")
         return stage
 
     def _read(self, stage: int) -> dict[fx.Node, None]:

@@ -15,7 +15,7 @@ from torch import Tensor, fx
 from megacompile.frontend.template import Source
 
 #: What changes how the nodes behind it are computed: nothing may be taken from there.
-_MODES = ("_set_grad_enabled", "_enter_autocast", "_exit_autocast", "_enter_inference_mode")
+MODES = ("_set_grad_enabled", "_enter_autocast", "_exit_autocast", "_enter_inference_mode")
 _FROM_ANYWHERE = ("batch", "size")
 
 
@@ -25,7 +25,7 @@ def made_in_layers(epilogue: Sequence[fx.Node], made_by: Mapping[fx.Node, int], 
     prologue). `made_by`: the call that makes each value as the model is written; the epilogue is call `layers` + 1.
 
     The last layer makes what the one before it makes, so that one template serves both, and leaves the rest."""
-    if any(getattr(node.target, "__name__", "") in _MODES for node in epilogue):
+    if any(getattr(node.target, "__name__", "") in MODES for node in epilogue):
         return {}
     possible = _possible(epilogue, made_by, sources, results, layers)
     early = _needed_by_totals({n: s for n, s in possible.items() if s < layers}, range(1, layers))

@@ -14,7 +14,7 @@ from torch import nn
 import megacompile
 from megacompile.config import StreamConfig
 from megacompile.division import expert_pieces
-from megacompile.errors import InsufficientMemoryError, MegacompileError, UnsupportedError
+from megacompile.errors import CaptureError, InsufficientMemoryError, MegacompileError, UnsupportedError
 from megacompile.frontend.expert_pieces import Rows, counts_of
 from megacompile.frontend.template import Call, Source
 from megacompile.tiling import Tiling, build_store
@@ -244,5 +244,25 @@ def test_gpt_oss_120b_has_a_plan_in_24_gib() -> None:
     largest = max(tile.weight_bytes for tile in schedule.program().tiles.values())
     assert len(schedule.captured.calls) == 2 + 36 * 4 and largest < 2.2 * 2**30
     assert schedule.planner.estimate(schedule.plan, 2048).total <= 24 * 2**30
+    assert schedule.simulate().step_s > 0
     with pytest.raises(InsufficientMemoryError):
         megacompile.schedule(model, **options, expert_pieces=1)
+
+
+class _Twice(nn.Module):
+    """Goes through its experts a second time."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, hidden_states: torch.Tensor) -> Any:
+        return self.block(self.block(hidden_states))
+
+
+@pytest.mark.on_demand
+def test_experts_that_run_twice_in_a_layer_are_refused() -> None:
+    model = _model()
+    model.model.layers[1].mlp = _Twice(model.model.layers[1].mlp)
+    with pytest.raises(CaptureError, match=r"runs its experts more than once: keep the experts whole \(expert_pieces=1\)"):
+        megacompile.stream(model, device="cpu", expert_pieces=2)
