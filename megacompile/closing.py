@@ -18,9 +18,7 @@ def give_back(executor: Executor | ReferenceExecutor, arena: Arena, checkpoints:
         arena.close()
         checkpoints.close()
         store.drop_sums()
-        for tile in store.tiles.values():
-            for part in (tile.weights, tile.gradients):
-                if part is not None:
-                    backend.unlock(part)
+        for part in store.streamed_memory():
+            backend.unlock(part)
 
     executor.close(then=memory)

@@ -780,5 +780,5 @@ def test_what_lies_in_no_tile_comes_home_from_another_device() -> None:
     model = PlainDecoder()
     with FakeTensorMode():
         model.register_buffer("elsewhere", torch.empty(3, device="cuda"))
-    move_rest(model, Tiling({}, {}, {}))
+    move_rest(model, Tiling({}, {}, {}, {}, {}, {}))
     assert model.elsewhere.device.type == "cpu"
