@@ -8,6 +8,8 @@ import platform
 import resource
 import shutil
 import subprocess
+import sys
+import sysconfig
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -47,7 +49,7 @@ class Finding:
 def examine() -> list[Finding]:
     """All findings about this machine, in the order of the report."""
     checks: tuple[Callable[[], Finding | Iterator[Finding]], ...] = (
-        _versions, _compiler, _cache, _openmp, _host_memory, _locked_memory, _huge_pages, _cuda, _cupy, _link)
+        _versions, _compiler, _headers, _cache, _openmp, _host_memory, _locked_memory, _huge_pages, _cuda, _cupy, _link)
     findings: list[Finding] = []
     for check in checks:
         found = check()
@@ -88,6 +90,16 @@ def _compiler() -> Finding:
                        "install g++ 9 or later (apt install g++), or set CXX")
     words = native.compiler_command()
     return Finding("host kernels", State.GOOD, f"built with {' '.join(words)}, {native.instruction_sets(library)[-1]}")
+
+
+def _headers() -> Finding:
+    """Inductor's kernels, for the CPU and Triton's launchers for CUDA, are extensions of Python."""
+    header = Path(sysconfig.get_path("include")) / "Python.h"
+    if header.exists():
+        return Finding("Python headers", State.GOOD, str(header.parent))
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    return Finding("Python headers", State.SLOW, f"there is no {header}: templates cannot be compiled",
+                   f"install your Python's headers (apt install python{version}-dev), or stream(model, compile=False)")
 
 
 def _cache() -> Finding:

@@ -18,6 +18,7 @@ from megacompile.checkpoint import latest_checkpoint
 from megacompile.corpus import PretrainedTokenizer, load_tokenizer
 from megacompile.errors import ArgumentError, CheckpointError
 from megacompile.finetuning.data import check_sources, read
+from megacompile.finetuning.folder import held
 from megacompile.finetuning.reports import Reports, draw_curve
 from megacompile.finetuning.rows import Order, collate, in_turn, split
 from megacompile.finetuning.saves import CHECKPOINTS, Saves
@@ -35,11 +36,20 @@ def run(source: str, data: Sequence[str], settings: Settings, knobs: Knobs, cons
 
     What can be refused is refused before weights are loaded. Raises `MegacompileError` and its children."""
     settings.check()
+    with ExitStack() as stack:
+        if settings.output is not None:
+            training.make_directory(settings.output)
+            stack.enter_context(held(settings.output))
+        return _run(source, data, settings, knobs, console)
+
+
+def _run(source: str, data: Sequence[str], settings: Settings, knobs: Knobs, console: Console) -> int:
     torch.manual_seed(settings.seed)
     target = settings.save or (settings.output / MODEL if settings.output else None)
-    for folder in (settings.output, target):
-        if folder is not None:
-            training.make_directory(folder)  # now: what cannot be saved should not be trained first
+    if target is not None:
+        training.make_directory(target)  # now: what cannot be saved should not be trained first
+    else:
+        console.print("nothing will be saved: give --output, or --save for the model alone")
     start = _start(settings, console)
     check_sources(data, settings.format)
     outline = training.load_model(source, meta=True)
@@ -80,13 +90,19 @@ def run(source: str, data: Sequence[str], settings: Settings, knobs: Knobs, cons
         batches = (collate(rows, each, settings.batch, settings.length) for each in order.batches(done))
         trained = done + len(training.train(model, optimizer, batches, steps, done=done, schedule=schedule, on_step=on_step,
                                             stop=lambda: stop.asked))
-        saves.last(trained)
         stopped = stop.asked and trained < steps
+        failed: CheckpointError | None = None
+        try:
+            saves.last(trained)
+        except CheckpointError as error:  # for want of room, say; the model may go elsewhere
+            failed = error
         if target is not None and (settings.save or not stopped):  # what goes on later has its checkpoint
             model.save_pretrained(target)
             if isinstance(tokenizer, PretrainedTokenizer):
                 tokenizer.pretrained.save_pretrained(target)
             console.print(f"saved in {target} after {trained} steps")
+        if failed is not None:
+            raise failed
     model.megacompile.close()
     if settings.output is not None and (reason := draw_curve(settings.output)):
         console.print(f"no loss curve was drawn, {reason}")

@@ -100,3 +100,10 @@ def test_what_slows_the_host_is_found(gpu: Any, tmp_path: Path, monkeypatch: pyt
                             "control group": "more memory", "cache folder": "MEGACOMPILE_CACHE"}.items():
         assert found[subject].state is State.SLOW and remedy in found[subject].remedy, subject
     assert "8.00 MiB" in found["locked memory"].found and "1.00 GiB" in found["control group"].found
+
+
+def test_a_python_without_headers_is_told_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor.sysconfig, "get_path", lambda name: str(tmp_path))
+    assert finding("Python headers").state is State.SLOW and "-dev" in finding("Python headers").remedy
+    (tmp_path / "Python.h").touch()
+    assert finding("Python headers").state is State.GOOD

@@ -22,8 +22,8 @@ import megacompile
 from megacompile import cli, training
 from megacompile.corpus import load_tokenizer
 from megacompile.errors import CheckpointError, MegacompileError
+from megacompile.finetuning import folder, saves
 from megacompile.finetuning import run as runs
-from megacompile.finetuning import saves
 from megacompile.finetuning.data import read
 from megacompile.finetuning.reports import Reports, read_log
 from megacompile.finetuning.rows import Order, Rows, collate, in_turn, split
@@ -283,6 +283,30 @@ def test_a_save_that_fails_is_said_and_only_the_last_ends_the_run(
         found.last(4)
         assert disk.saved == saved
     assert heard == ["the disk is full"] * said
+
+
+def test_the_model_is_saved_though_its_last_checkpoint_cannot_be(
+        model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(saves, "CheckpointWriter", lambda *arguments, **options: Disk(2))
+    result = command("train", model, "--data", data, *FLAGS, "--steps", 2, "--save-interval", 1, "--output", tmp_path / "run",
+                     "--save", tmp_path / "elsewhere")
+    assert result.exit_code == 1 and "the disk is full" in result.stderr
+    assert (tmp_path / "elsewhere" / "model.safetensors").exists()
+
+
+def test_a_folder_belongs_to_one_run_at_a_time(model: Path, data: Path, tmp_path: Path) -> None:
+    arguments = ("train", model, "--data", data, *FLAGS, "--steps", 1, "--output", tmp_path)
+    with folder.held(tmp_path):
+        result = command(*arguments)
+    assert result.exit_code == 2 and "another run is writing to" in result.stderr
+    assert list(tmp_path.iterdir()) == [], "the other run's files were touched"
+    assert command(*arguments).exit_code == 0
+
+
+def test_a_run_that_saves_nothing_says_so_before_it_trains(model: Path, data: Path) -> None:
+    result = command("train", model, "--data", data, *FLAGS, "--steps", 1)
+    said, trained = (result.output.index(words) for words in ("nothing will be saved: give --output", "step 1/1"))
+    assert result.exit_code == 0 and said < trained
 
 
 def test_a_checkpoint_of_something_else_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,6 +27,19 @@ def mixtral(**changes: Any) -> Any:
     return AutoModelForCausalLM.from_config(MixtralConfig(**{**sizes, **changes}), attn_implementation="eager").train()
 
 
+def other_experts(family: str) -> Any:
+    """Qwen3-MoE, whose second layer has no experts, or OLMoE, with auxiliary losses as `mixtral`."""
+    import transformers
+
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=64, hidden_size=16, intermediate_size=24, num_hidden_layers=3, num_attention_heads=2,
+                 num_key_value_heads=1, num_experts=4, num_experts_per_tok=2, output_router_logits=True,
+                 router_aux_loss_coef=WEIGHT, initializer_range=0.3)
+    own = dict(moe_intermediate_size=12, mlp_only_layers=[1], head_dim=8) if family == "Qwen3Moe" else {}
+    config = getattr(transformers, f"{family}Config")(**sizes, **own)
+    return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").train()
+
+
 def native_loss(model: Any, given: dict[str, Tensor], rows: int) -> Tensor:
     """What native PyTorch gives for micro-batches of so many rows: cross entropies over all targets, and the mean of auxiliary
     losses, weighted by rows."""
@@ -40,8 +53,8 @@ def native_loss(model: Any, given: dict[str, Tensor], rows: int) -> Tensor:
     return loss
 
 
-def assert_native(rows: int | None, given: dict[str, Tensor]) -> None:
-    native = mixtral()
+def assert_native(rows: int | None, given: dict[str, Tensor], native: Any = None) -> None:
+    native = mixtral() if native is None else native
     loss = native_loss(native, given, rows or 5)
     loss.backward()
     model = copy.deepcopy(native)
@@ -59,6 +72,13 @@ def assert_native(rows: int | None, given: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize("rows", [None, 2])
 def test_a_routers_loss_is_native_of_the_whole_batch_and_of_the_micro_batches_asked_for(rows: int | None) -> None:
     assert_native(rows, batch(1, rows=5, length=11))
+
+
+@pytest.mark.on_demand
+@pytest.mark.parametrize("rows", [None, 2])
+@pytest.mark.parametrize("family", ["Qwen3Moe", "Olmoe"])
+def test_routers_losses_of_other_families_are_native(family: str, rows: int | None) -> None:
+    assert_native(rows, batch(1, rows=5, length=11), other_experts(family))
 
 
 @pytest.mark.on_demand
