@@ -19,7 +19,7 @@ def give_back(executor: Executor | ReferenceExecutor, arena: Arena, checkpoints:
         checkpoints.close()
         store.drop_sums()
         for tile in store.tiles.values():
-            for part in (tile.weights, tile.gradients):
+            for part in (tile.weights, tile.gradients, *tile.state()):
                 if part is not None:
                     backend.unlock(part)
 

@@ -21,6 +21,7 @@ from .kernels import accumulate as accumulate_gradients
 from .lanes import Backend
 from .store import HostTile, Store
 from .update import Update
+from .visiting import visit
 
 
 @dataclass
@@ -250,6 +251,18 @@ def _adam_resident(frame: Frame, node: fx.Node) -> None:
     update.finish(tile.layout.name)
 
 
+def _adam_visiting(frame: Frame, node: fx.Node) -> None:
+    update, tile = frame.update, frame.store[argument(node, "tile")]
+    assert update is not None, "an update without an optimizer"
+    segments = update.segments.get(tile.layout.name)
+    if not segments or tile.layout.name in update.done or update.refused:
+        return
+    frame.store.preserve(tile.layout.name)
+    visit(frame.backend, frame.memory(argument(node, "into")), tile, segments, frame.read(node, "clip"))
+    tile.moments_written = True
+    update.finish(tile.layout.name)
+
+
 def _fetch_state(frame: Frame, node: fx.Node) -> State:
     tile, state = frame.store[argument(node, "tile")], _resident_state(frame, node)
     for there, here in zip(state.parts, (tile.m, tile.v, tile.remainder), strict=True):
@@ -318,4 +331,4 @@ OPERATIONS: dict[str, Callable[[Frame, fx.Node], Any]] = dict(
     leased=_leased, release=_release, stash=_stash, stashed=_stashed, fetch=_fetch,
     resident_state=_resident_state, resident_gradients=_resident_gradients,
     offload_norms=_offload_norms, offload_weights=_offload_weights, fetch_gradients=_fetch_gradients,
-    fetch_state=_fetch_state, store_state=_store_state, adam_resident=_adam_resident)
+    fetch_state=_fetch_state, store_state=_store_state, adam_resident=_adam_resident, adam_visiting=_adam_visiting)

@@ -152,7 +152,7 @@ class _Synchronizer:
         new = fx.Graph()
         build = Builder(new, name)
         entered = {what: build.add("enter", "e", place=what[0], access=str(what[1]), lane=str(what[2]))
-                   for whats in self.enters.values() for what in whats}
+                   for what in dict.fromkeys(what for whats in self.enters.values() for what in whats)}
         recorded = self.recorded | {node for _, _, node in self.leaves}
         events: dict[fx.Node, fx.Node] = {}
         image: dict[fx.Node, fx.Node] = {}

@@ -35,8 +35,10 @@ _TOUCHES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "adam": ("cpu", ("gradients/", "clip"), ("weights/", "state/")),
     "adam_of_sum": ("cpu", ("sums/", "clip"), ("weights/", "state/")),
     "adam_resident": ("compute", ("reduced", "clip"), ("resident", "state")),
-    "fetch_state": ("cpu", ("state/",), ("result",)),
-    "store_state": ("cpu", ("state",), ("state/",)),
+    "adam_visiting": ("h2d", ("gradients/", "clip"), ("weights/", "state/", "result")),
+    # These two have nothing to do with the weights, whose order is yet their state's: `adam_visiting` is in another lane.
+    "fetch_state": ("cpu", ("state/", "weights/"), ("result",)),
+    "store_state": ("cpu", ("state", "weights/"), ("state/",)),
     "fetch_gradients": ("cpu", ("gradients/",), ("result",)),
     "offload_weights": ("cpu", ("resident",), ("weights/",)),
     "result": ("compute", ("values",), ()),
@@ -56,12 +58,13 @@ MAY_TOUCH: dict[str, frozenset[tuple[str, str]]] = {kind: frozenset(
         "D": {"d2h": (WRITE,), "cpu": (READ,)},
         "H": {"d2h": (WRITE,), "h2d": (READ,)},
         "C": {"h2d": (WRITE,), "compute": (READ,)},
+        "V": {"h2d": (WRITE,)},
         "R": {"h2d": (WRITE,), "compute": (READ,)},
         "RW": {"h2d": (WRITE,), "compute": (READ, WRITE), "cpu": (READ,)},
         "RS": {"cpu": (READ, WRITE), "compute": (READ, WRITE)},
         "RG": {"compute": (READ, WRITE), "cpu": (WRITE,), "d2h": (READ,)},
-        "weights": {"cpu": (WRITE,), "h2d": (READ,), "pack": (READ,)},
-        "gradients": {"d2h": (WRITE,), "cpu": (READ, WRITE)},
+        "weights": {"cpu": (READ, WRITE), "h2d": (READ, WRITE), "pack": (READ,)},
+        "gradients": {"d2h": (WRITE,), "cpu": (READ, WRITE), "h2d": (READ,)},
         "sums": {"cpu": (READ, WRITE)},
         "state": {"cpu": (READ, WRITE)}}.items()}
 
@@ -287,9 +290,9 @@ def effect(step: Step, look: Look) -> dict[str, Content]:
         case "clip":
             stored = {place: look(place) for place in at["gradients/"]}
             return {result: mix("clip", *sorted((p, g[1] if isinstance(g, tuple) else g) for p, g in stored.items()))}
-        case "adam" | "adam_of_sum" | "adam_resident":
+        case "adam" | "adam_of_sum" | "adam_resident" | "adam_visiting":
             weights, state = (at["resident"], at["state"]) if op == "adam_resident" else (at["weights/"], at["state/"])
-            gradients = one({"adam": "gradients/", "adam_of_sum": "sums/", "adam_resident": "reduced"}[op])
+            gradients = one({"adam_of_sum": "sums/", "adam_resident": "reduced"}.get(op, "gradients/"))
             made = mix("adam", look(weights[0]), look(state[0]), gradients, *([one("clip")] if "clip" in at else []))
             return {weights[0]: mix("weights", made), state[0]: mix("state", made)}
         case "result":
