@@ -19,7 +19,7 @@ _OF_KERNELS = ("weights", "inputs", "saved", "gradient", "accumulators")
 _KERNELS = ("forward", "forward_saving", "loss", "evaluate", "outputs", "recompute_backward", "backward")
 
 #: op -> (lane, what it reads, what it writes): a parameter, "result", or a part of its tiles in host memory.
-_TOUCHES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
+TOUCHES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "pack": ("pack", ("weights/",), ("result",)),
     "prefetch": ("h2d", ("staging", "weights/"), ("result",)),
     **dict.fromkeys(_KERNELS, ("compute", _OF_KERNELS, ("accumulators", "result"))),
@@ -36,7 +36,6 @@ _TOUCHES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "adam_of_sum": ("cpu", ("sums/", "clip"), ("weights/", "state/")),
     "adam_resident": ("compute", ("reduced", "clip"), ("resident", "state")),
     "adam_visiting": ("h2d", ("gradients/", "clip"), ("weights/", "state/", "result")),
-    # These two have nothing to do with the weights, whose order is yet their state's: `adam_visiting` is in another lane.
     "fetch_state": ("cpu", ("state/", "weights/"), ("result",)),
     "store_state": ("cpu", ("state", "weights/"), ("state/",)),
     "fetch_gradients": ("cpu", ("gradients/",), ("result",)),
@@ -65,8 +64,8 @@ MAY_TOUCH: dict[str, frozenset[tuple[str, str]]] = {kind: frozenset(
         "RG": {"compute": (READ, WRITE), "cpu": (WRITE,), "d2h": (READ,)},
         "weights": {"cpu": (READ, WRITE), "h2d": (READ, WRITE), "pack": (READ,)},
         "gradients": {"d2h": (WRITE,), "cpu": (READ, WRITE), "h2d": (READ,)},
-        "sums": {"cpu": (READ, WRITE)},
-        "state": {"cpu": (READ, WRITE)}}.items()}
+        "sums": {"cpu": (READ, WRITE)}}.items()}
+#: `state` is not there: whoever touches a tile's state touches its weights too, and of two in different lanes one writes them.
 
 
 class HarmError(Exception):
@@ -185,7 +184,7 @@ class Machine:
                     where[each.name] = f"gradients/{says['tile']}" if op == "offload" else f"%{number}.{each.name}"
                 if op == "lease":
                     kept[says["key"]] = where[each.takes["value"][0]]
-                if op in _TOUCHES:
+                if op in TOUCHES:
                     steps.append(self._touching(each, where))
                     lanes[each.name] = steps[-1].lane
         self._carry(left)
@@ -193,7 +192,7 @@ class Machine:
 
     @staticmethod
     def _touching(each: Instruction, where: Mapping[str, str]) -> Step:
-        lane, *touched = _TOUCHES[each.op]
+        lane, *touched = TOUCHES[each.op]
         at = {parameter: tuple(where[name] for name in names) for parameter, names in each.takes.items()}
         at["result"] = (where[each.name],)
         tiles = each.says.get("tiles") or ((each.says["tile"],) if "tile" in each.says else ())
