@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from megacompile.config import StreamConfig
+from megacompile.division import expert_pieces
 from megacompile.errors import MegacompileError, UnsupportedError
 from megacompile.frontend.attention_kernels import fused_kernel
 from megacompile.frontend.capture import CapturedModel, capture
@@ -17,6 +18,7 @@ from megacompile.lease import refuse_hooks
 from megacompile.locked import spend_locked_memory
 from megacompile.optim import check_unclaimed, claim
 from megacompile.passes.template import Target
+from megacompile.planner import device_budget
 from megacompile.runtime.cuda import CudaBackend
 from megacompile.runtime.lanes import Backend
 from megacompile.runtime.store import Store
@@ -56,7 +58,8 @@ def attach(model: M, fill: Callable[[nn.Module, Tiling], Store], config: StreamC
            example: Mapping[str, Tensor] | None) -> M:
     """`stream`, of a model whose weights may yet be nowhere: `fill` makes the tiles and points the model's parameters there."""
     backend = make_backend(config.device)
-    captured, tiling = analyse(model, config, backend.device.type, layers, example, fused_kernel(backend.device))
+    device_bytes = device_budget(config, backend.free_bytes())
+    captured, tiling = analyse(model, config, backend.device.type, layers, example, fused_kernel(backend.device), device_bytes)
     check_host_memory(tiling, parse_bytes(config.host_memory))
     check_device_memory(tiling, parse_bytes(config.device_memory) or backend.free_bytes())
     spend_locked_memory(captured, tiling, parse_bytes(config.locked_memory), config.gradient_slabs)
@@ -81,8 +84,10 @@ def make_backend(device: str | torch.device | None) -> Backend:
 
 
 def analyse(model: nn.Module, config: StreamConfig, device_type: str, layers: str | None,
-            example: Mapping[str, Tensor] | None, fused_attention: str = "flash") -> tuple[CapturedModel, Tiling]:
-    """Captures a model for a device and divides its parameters into tiles. Changes nothing. `fused_attention`: see `Target`."""
+            example: Mapping[str, Tensor] | None, fused_attention: str = "flash",
+            device_bytes: int | None = None) -> tuple[CapturedModel, Tiling]:
+    """Captures a model for a device and divides its parameters into tiles. Changes nothing. `fused_attention`: see `Target`;
+    `device_bytes`: the device's memory, None where experts stay whole unless the user says otherwise."""
     refuse_hooks(model)
     check_unclaimed(model)
     if wrong := [key for key, value in (example or {}).items() if not isinstance(value, Tensor)]:
@@ -94,8 +99,9 @@ def analyse(model: nn.Module, config: StreamConfig, device_type: str, layers: st
     dtype = torch.bfloat16 if torch.bfloat16 in dtypes else torch.float32
     subject = model if config.dtype is None else _meta_twin(model, config.dtype)
     captured = capture(subject, layers=layers, example=example, pipeline=config.template_passes,
-                       target=Target(device_type, dtype, fused_attention), loss=config.loss)
-    tiling = Tiling.of(model, captured.calls, config.dtype)
+                       target=Target(device_type, dtype, fused_attention), loss=config.loss,
+                       expert_pieces=expert_pieces(model, layers, config, device_bytes))
+    tiling = Tiling.of(model, captured.calls, config.dtype, captured.rows)
     config.check_tiles(tiling.layouts, type(model).__name__)
     return captured, tiling
 

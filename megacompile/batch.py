@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from megacompile.errors import UnsupportedError
 from megacompile.frontend.capture import CapturedModel
 from megacompile.frontend.template import LENGTH, TemplateInput
+from megacompile.images import arrange_images, images_of_each
 from megacompile.packing import further_arguments
 
 if TYPE_CHECKING:
@@ -62,20 +63,18 @@ def read_arguments(model: nn.Module, forward: Callable[..., Any], forms: Forms, 
     kept = given.pop("logits_to_keep", None)
     kept = 0 if kept is None else kept
     hidden_states = given.get("output_hidden_states") is True and bool(given.pop("output_hidden_states"))
-    inputs = _inputs(name, plain, forms.first.types, given)
+    inputs = arrange_images(name, plain, _inputs(name, plain, forms.first.types, given))
     if given.get("output_router_logits") is plain.output.records_routers:
         del given["output_router_logits"]
     others = {key: value for key, value in given.items() if key not in plain.batch_inputs and not _neutral(key, value)}
     further = further_arguments(name, plain, others, inputs, forms.parameters)
-    served = forms.serve(forms.form_of(tuple(sorted(further)), model.training))
+    served = forms.serve(forms.form_of(tuple(sorted(further)), model.training, images_of_each(forms.first.types, inputs)))
     captured, types = served.captured, served.types
     inputs |= {key: _checked(name, key, value, types.get(key)) for key, value in further.items()}
     has_labels = captured.has_loss and all(key in inputs for key in captured.labels)
     if not isinstance(kept, int) or kept < 0 or (kept and has_labels):
         raise UnsupportedError(f"{name}: logits_to_keep must be a whole number, of a batch without labels: leave it out")
     inputs = {key: inputs[key] for key in captured.batch_inputs if key in inputs and (has_labels or key not in captured.labels)}
-    for places in captured.places:
-        places.check(name, inputs)
     normaliser = None
     if items is not None and has_labels and not captured.has_normaliser:
         raise UnsupportedError(f"{name}: num_items_in_batch cannot be honoured, since the loss is no cross entropy over "
@@ -92,13 +91,15 @@ def _inputs(name: str, captured: CapturedModel, types: Mapping[str, TemplateInpu
     labels = captured.labels
     inputs = {key: _checked(name, key, value, types.get(key)) for key, value in given.items()
               if key in captured.batch_inputs and value is not None}
+    images = {key for places in captured.places for key in places.images}
+    inputs |= {key: torch.zeros(0, *types[key].shape[1:], dtype=types[key].dtype) for key in images - inputs.keys()}
     if missing := [key for key in captured.batch_inputs if key not in labels and key not in inputs]:
         raise UnsupportedError(f"{name}: {', '.join(missing)} must be given to a streamed model")
     shapes = {tuple(tensor.shape[:2]) for key, tensor in inputs.items() if not _of_rows(types.get(key))}
     rows = next(iter(shapes))[0]
-    if any(tensor.shape[0] != rows for tensor in inputs.values()):
-        raise UnsupportedError(f"{name}: batch arguments must share one batch size, not "
-                               f"{sorted({tensor.shape[0] for tensor in inputs.values()})}")
+    sizes = {tensor.shape[0] for key, tensor in inputs.items() if key not in images}
+    if sizes != {rows}:
+        raise UnsupportedError(f"{name}: batch arguments must share one batch size, not {sorted(sizes)}")
     if len(shapes) > 1 or 0 in next(iter(shapes)):
         raise UnsupportedError(f"{name}: batch arguments must share one [batch, length] of at least one token, "
                                f"not {sorted(shapes)}")

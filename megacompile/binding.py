@@ -56,7 +56,7 @@ class Binder:
         for gradient in variant.gradients:
             source = call.sources[gradient.input]
             if source.kind == "parameter":
-                tile, position = self.tiling.position[source.name]
+                tile, position = self.tiling.read_at[source.name]
                 parameters.append(ParameterGradient(gradient.results, trainable.index(tile), position))
             else:
                 assert source.kind == "carried" and len(gradient.results) == 1, f"a gradient for {source}"
@@ -70,7 +70,7 @@ class Binder:
     def _input(self, call: Call, index: int) -> Input:
         source = call.sources[index]
         if source.kind == "parameter":
-            tile, position = self.tiling.position[source.name]
+            tile, position = self.tiling.read_at[source.name]
             return Input("parameter", source.name, self.tiling.tiles_of[call.name].index(tile), position)
         return Input("constant" if source.kind == "buffer" else source.kind, source.name, position=source.index)
 

@@ -14,7 +14,7 @@ from megacompile.config import StreamConfig
 from megacompile.frontend.capture import CapturedModel
 from megacompile.frontend.layers import stack_candidates
 from megacompile.frontend.template import Call, Template
-from megacompile.sizes import format_bytes
+from megacompile.sizes import format_bytes, parse_bytes
 from megacompile.streamed_module import StreamedModule
 from megacompile.tiling import Tiling
 
@@ -32,7 +32,8 @@ def explain_capture(model: nn.Module, *, layers: str | None = None, example: Map
         return report(model, streamed.captured, streamed.tiling)
     config = StreamConfig.of(**options)
     device = torch.device(config.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    return report(model, *analyse(model, config, device.type, layers, example))
+    return report(model, *analyse(model, config, device.type, layers, example,
+                                  device_bytes=parse_bytes(config.device_memory)))
 
 
 def report(model: nn.Module, captured: CapturedModel, tiling: Tiling) -> str:
@@ -145,7 +146,8 @@ def _remarks(model: nn.Module, captured: CapturedModel, tiling: Tiling) -> Itera
         yield "nothing is trained: forwards alone"
     elif below:
         yield f"frozen below: the backward ends above {below[-1].name}"
-    yield ("attention: megacompile's kernels in every layer" if captured.fused_attention else
+    masked = "" if captured.causal else ", under masks that take batch x length x length bytes"
+    yield (f"attention: megacompile's kernels in every layer{masked}" if captured.fused_attention else
            "attention: the model's own code in some layer, whose masks take batch x length x length bytes")
     fused = ", which never holds all logits" if captured.fused_loss else ""
     yield (f"loss: a sum over target tokens{fused}, and a part that is none (an auxiliary loss): one micro-batch a step, or "

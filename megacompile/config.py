@@ -47,6 +47,9 @@ class StreamConfig:
             optimizer state, or "all" others; None: as many as make a step faster that waits for the host's updates. Updates
             at the end of a step only.
         weight_slots, gradient_slots, gradient_slabs: sizes of the pools.
+        expert_pieces: into how many calls a layer's routed experts are divided, each with tiles of its own, so that a slot
+            holds a piece and not a layer; None: one, unless half of the device cannot hold the layers under way.
+            Then `checkpoint_interval` and `saved_layers` count calls, of which such a layer has one more than pieces.
         passes: the pipeline over programs, made from `megacompile.passes.PIPELINE` by `insert_after` and its like.
         template_passes: that over the graphs of templates, made from `TEMPLATE_PIPELINE`.
         loss: in the place of the model's own loss, a function of the logits of some tokens, [N, vocabulary], and of rows of
@@ -74,6 +77,7 @@ class StreamConfig:
     resident_state: tuple[str, ...] | str | None = None
     visiting_state: tuple[str, ...] | str | None = None
     weight_slots: int | None = None
+    expert_pieces: int | None = None
     gradient_slots: int = 2
     gradient_slabs: int = 12
     passes: tuple[Any, ...] = PIPELINE
@@ -83,7 +87,8 @@ class StreamConfig:
     reference: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("checkpoint_interval", "micro_batch_size", "weight_slots", "gradient_slots", "gradient_slabs", "waves"):
+        for name in ("checkpoint_interval", "micro_batch_size", "weight_slots", "gradient_slots", "gradient_slabs", "waves",
+                     "expert_pieces"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise MegacompileError(f"{name} must be a whole number of at least 1, not {value!r}")

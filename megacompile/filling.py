@@ -48,7 +48,7 @@ def fill(model: nn.Module, tiling: Tiling, sources: Mapping[str, StoredTensor], 
 
     Raises `CheckpointError` for a file that cannot be read, and leaves the model as it was."""
     with ThreadPoolExecutor(READERS, "megacompile-read") as pool:
-        store = Store(dict(zip(tiling.layouts, pool.map(HostTile.allocate, tiling.layouts.values()), strict=True)))
+        store = tiling.store(dict(zip(tiling.host, pool.map(HostTile.allocate, tiling.host.values()), strict=True)))
         made: dict[int, nn.Parameter] = {}
         parts: list[Part] = []
         for name, parameter in model.named_parameters():
@@ -83,7 +83,7 @@ def _home(name: str, parameter: nn.Parameter, tiling: Tiling, store: Store) -> t
         value = torch.empty(parameter.shape, dtype=parameter.dtype)
         return value, value.view(-1), None
     tile_name, index = tiling.position[name]
-    tile = store[tile_name]
+    tile = store.tiles[tile_name]
     part = tile.layout.slices[index]
     remainder = None if tile.remainder is None else tile.remainder[part.start:part.stop]
     return tile.parameter_view(tile.weights, index), tile.layout.flat(tile.weights)[part.start:part.stop], remainder

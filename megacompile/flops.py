@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import sympy
+import torch
 from torch import Tensor, fx
 
 from megacompile.frontend.template import LENGTH, Template, Variant
@@ -118,7 +119,10 @@ def _kernel_work(node: fx.Node, sizes: _Sizes) -> Work:
     match kernel_of(node):
         case "gemm":
             a, b = (node.args[i] for i in GEMMS[node.target])  # type: ignore[index]
-            return Work(gemm_flops=2 * sizes.count(a) * sizes.shape(b)[-1], gemm_bytes=sizes.bytes(a, b, node), kernels=1)
+            # Grouped ones skip the rows that are another piece's.
+            share = sympy.Rational(sizes.template.share) if node.target is torch.ops.aten._grouped_mm.default else 1
+            return Work(gemm_flops=2 * sizes.count(a) * sizes.shape(b)[-1] * share, gemm_bytes=sizes.bytes(a, b, node),
+                        kernels=1)
         case "attention":
             return Work(attention_flops=_attention_flops(node.args[0], node.args[2], node.args[4], sizes), kernels=1)
         case "attention_backward":

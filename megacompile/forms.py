@@ -61,10 +61,10 @@ class Forms:
     def __iter__(self) -> Iterator[Served]:
         return iter(self._known.values())
 
-    def form_of(self, further: tuple[str, ...], training: bool) -> Form:
-        """The form of a batch with `further` arguments in a mode, with adapters as they are now; that of training mode where
-        evaluation mode is the same."""
-        form = Form(further, without_adapters=self.adapters.disabled())
+    def form_of(self, further: tuple[str, ...], training: bool, images: int = 1) -> Form:
+        """The form of a batch with `further` arguments and `images` for each sequence in a mode, with adapters as they are now;
+        that of training mode where evaluation mode is the same."""
+        form = Form(further, without_adapters=self.adapters.disabled(), images=images)
         return form if training or self.serve(form).captured.same_in_evaluation() else replace(form, evaluating=True)
 
     def serve(self, form: Form) -> Served:
@@ -93,7 +93,7 @@ class Forms:
         """Whether every call reads parameters of its own tiles, of each of them; where adapters are off, and nothing is
         trained, of some."""
         for call in captured.calls:
-            places = [self.tiling.position.get(source.name) for source in call.sources if source.kind == "parameter"]
+            places = [self.tiling.read_at.get(source.name) for source in call.sources if source.kind == "parameter"]
             read, own = {place[0] if place is not None else None for place in places}, set(self.tiling.tiles_of[call.name])
             if read - own or (read != own and not form.without_adapters):
                 return False

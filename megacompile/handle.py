@@ -20,6 +20,7 @@ from megacompile.frontend.heads import LOGITS, batch_name
 from megacompile.frontend.hidden_states import LAST
 from megacompile.frontend.token_functions import described
 from megacompile.hardware import Hardware
+from megacompile.images import arrange_images
 from megacompile.lease import StreamedResults, refuse_hooks
 from megacompile.optim import AdamW, disclaim
 from megacompile.pace import pace_of
@@ -195,6 +196,7 @@ class Handle:
         if not isinstance(first, Tensor) or first.dim() < 2:
             raise MegacompileError(f"a batch must map {', '.join(known)} to tensors [batch, length]: this is a "
                                    f"{type(batch).__name__} without such")
+        inputs = arrange_images(type(streamed.model).__name__, streamed.captured, inputs)
         further = {k: v for k, v in given.items() if k not in known and k != "num_items_in_batch"}
         inputs |= further_arguments(type(streamed.model).__name__, streamed.captured, further, inputs,
                                     streamed.forms.parameters)
@@ -311,8 +313,10 @@ class Handle:
         replan(self.streamed, **options)
 
     def synchronize(self) -> None:
-        """Waits for updates in flight. Afterwards parameters, gradients and optimizer state that you hold are current."""
-        self.streamed.residency.bring_home()
+        """Waits for updates in flight. Afterwards parameters, gradients and optimizer state that you hold are current, and what
+        you write to them before the next call counts, through `.data` too, which leaves no trace: what lives on the device is
+        sent there anew."""
+        self.streamed.residency.leave()
 
     def whole(self) -> None:
         """As `synchronize`; raises `TornError` if the weights are not all of one step."""

@@ -147,7 +147,7 @@ class AdamW(torch.optim.Optimizer):
         if name not in streamed.tiling.position:  # no call reads it
             return
         tile_name, position = streamed.tiling.position[name]
-        tile = streamed.store[tile_name]
+        tile = streamed.store.tiles[tile_name]
         part = tile.layout.slices[position]
         if not part.trainable:
             return
@@ -175,14 +175,14 @@ class AdamW(torch.optim.Optimizer):
         first, beside the update before, as the plain loop runs its forward and backward; its loss is returned."""
         streamed = self.streamed
         streamed.arrival.check_step(self)
-        updated, loss = streamed.arrival.end(), None
+        loss = None
         if closure is not None:
             if self._completes():
                 return None
             streamed.check_whole()
             with torch.enable_grad():
                 loss = closure()
-        if streamed.arrival.end() or updated or self._ended():
+        if streamed.arrival.end() or self._ended():
             streamed.raise_pending()
             streamed.check_whole()
             return loss
@@ -232,13 +232,13 @@ class AdamW(torch.optim.Optimizer):
             before = self._update if self._update is not None and self._update.open else None
             for group, parameter in ((g, p) for g in self.param_groups for p in g["params"] if wanted(p) and self.state[p]):
                 _, name = self._owner(parameter)
-                tile, position = streamed.tiling.position[name]
-                part = streamed.store[tile].layout.slices[position]
                 state = self.state[parameter]
-                segments.setdefault(tile, []).append(AdamSegment(
-                    part.start, part.stop, float(group["lr"]), group["betas"][0], group["betas"][1], group["eps"],
-                    group["weight_decay"], int(state["step"]) + 1))
-                counted.setdefault(tile, []).append(position)
+                for tile, position in streamed.tiling.places[name]:
+                    part = streamed.tiling.layouts[tile].at_home(position)
+                    segments.setdefault(tile, []).append(AdamSegment(
+                        part.start, part.stop, float(group["lr"]), group["betas"][0], group["betas"][1], group["eps"],
+                        group["weight_decay"], int(state["step"]) + 1))
+                    counted.setdefault(tile, []).append(position)
                 states.append(state)
         for each in segments.values():
             each.sort(key=lambda s: s.start)
@@ -321,7 +321,7 @@ class AdamW(torch.optim.Optimizer):
         if not state:
             return
         streamed, name = self._owner(parameter)
-        tile = streamed.store[streamed.tiling.position[name][0]]
+        tile = streamed.store.tiles[streamed.tiling.position[name][0]]
         for key, value in state.items():
             if not isinstance(value, Tensor):
                 state[key] = int(saved.get(key, 0))

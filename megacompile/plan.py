@@ -14,11 +14,12 @@ UPDATES = ("step", "arrival")
 class Form:
     """Which graphs of a model a batch needs. `further`: the batch arguments beside those that every batch has, by name (a mask,
     positions that start again within a row); `evaluating`: those of evaluation mode, if they are others than in training mode;
-    `without_adapters`: with PEFT's adapters switched off."""
+    `without_adapters`: with PEFT's adapters switched off; `images`: how many each sequence has, of a model that takes some."""
 
     further: tuple[str, ...] = ()
     evaluating: bool = False
     without_adapters: bool = False
+    images: int = 1
 
 
 PLAIN = Form()
@@ -30,8 +31,8 @@ class Shape:
     it must be `lean`, without the residuals that a plan keeps where memory is left. `update` is "step" or "arrival" (see
     `Plan`); `whole_step` is one program for a step, otherwise there are sections of their own. `output` is what the epilogue
     gives: the model's "loss" (without labels its logits alone), or a head's outputs, which the caller differentiates: "logits",
-    or the name of a function of tokens. `further`, `evaluating` and `without_adapters` say which of the model's captures serves
-    it (`Form`)."""
+    or the name of a function of tokens. `further`, `evaluating`, `without_adapters` and `images` say which of the model's
+    captures serves it (`Form`)."""
 
     batch: int
     length: int
@@ -44,10 +45,11 @@ class Shape:
     further: tuple[str, ...] = ()
     evaluating: bool = False
     without_adapters: bool = False
+    images: int = 1
 
     @property
     def form(self) -> Form:
-        return Form(self.further, self.evaluating, self.without_adapters)
+        return Form(self.further, self.evaluating, self.without_adapters, self.images)
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ class Residency:
         other memory are right too, and slower."""
         if self.streamed.planner.locked_bytes is None:
             for tile in map(self.streamed.store.__getitem__, shape.plan.visiting_state):
-                for part in tile.state():
+                for part in tile.home.state():
                     self.streamed.backend.lock(part)
 
     def leave(self) -> None:

@@ -110,12 +110,12 @@ def schedule(model: nn.Module, *, batch: int, length: int, layers: str | None = 
     default = hardware.device_type if hardware is not None else "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(config.device or default)
     device_type = device.type
+    budget = parse_bytes(config.device_memory) or _default_budget(device_type, hardware)
     captured, tiling = analyse(model, config, device_type, layers, example,
-                               hardware.fused_attention if hardware is not None else fused_kernel(device))
+                               hardware.fused_attention if hardware is not None else fused_kernel(device), budget)
     if not tiling.trains:
         raise UnsupportedError(f"no parameter of {type(model).__name__} is trained, so that there is no training step to plan: "
                                "leave some requires_grad=True")
-    budget = parse_bytes(config.device_memory) or _default_budget(device_type, hardware)
     fused = config.compile if config.compile is not None else device_type == "cuda"
     there = hardware.host_memory if hardware is not None else available_host_bytes()
     planner = Planner(captured, tiling, config, budget, parse_bytes(config.locked_memory), *margins(device_type), fused=fused,

@@ -20,6 +20,7 @@ from megacompile.frontend.capture import CapturedModel
 from megacompile.frontend.heads import of_tokens
 from megacompile.frontend.hidden_states import ALL
 from megacompile.handover import batch_of, evaluation_of, hidden_states_of, loss_of, outputs_of, send_gradients
+from megacompile.images import images_of_each
 from megacompile.lease import Lease
 from megacompile.nonfinite import report_late
 from megacompile.plan import Form
@@ -72,10 +73,8 @@ class Streamed:
         # Runs when the model is closed, and when it is forgotten: threads end, and no page stays locked.
         self._give_back = weakref.finalize(self, give_back, self.executor, self.arena, self.checkpoints, store, backend)
         if self.planner.locked().tiles:
-            for tile in store.tiles.values():
-                for part in (tile.weights, tile.gradients):
-                    if part is not None:
-                        backend.lock(part)
+            for part in store.streamed_memory():
+                backend.lock(part)
 
     # ---------------------------------------------------------------- programs and memory
     def compiled(self, shape: Shape) -> CompiledShape:
@@ -373,12 +372,12 @@ class Streamed:
         output = self.captured.main_output if output == "loss" else output
         return Shape(first.shape[0], first.shape[1], output == "loss" and set(plain) <= inputs.keys(), training,
                      update=self.arrival.update_at if training else "step", output=output, further=form.further,
-                     evaluating=form.evaluating, without_adapters=form.without_adapters)
+                     evaluating=form.evaluating, without_adapters=form.without_adapters, images=form.images)
 
     def form_of(self, inputs: Mapping[str, Tensor]) -> Form:
         """Which of the model's captures serves a batch in the model's mode."""
         further = (name for name in inputs if name not in self.captured.batch_inputs and not of_tokens(name))
-        return self.forms.form_of(tuple(sorted(further)), self.model.training)
+        return self.forms.form_of(tuple(sorted(further)), self.model.training, images_of_each(self.forms.first.types, inputs))
 
     def _batch(self, shape: CompiledShape, inputs: Mapping[str, Tensor], normaliser: Tensor | None) -> Batch:
         captured = self.forms.serve(shape.shape.form).captured

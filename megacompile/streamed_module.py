@@ -31,8 +31,11 @@ class StreamedModule(nn.Module):
         streamed = self.megacompile.streamed
         probes = [torch.empty(0, dtype=dtype, device=streamed.backend.device)
                   for dtype in {p.dtype for p in streamed.parameters.values()}]
-        if all(fn(probe) is probe for probe in probes):
+        changed = [moved for probe in probes if (moved := fn(probe)) is not probe]
+        if not changed:
             return self
+        for moved in changed:
+            self.to(moved.device, moved.dtype)  # raises what says which of the two it is
         raise UnsupportedError("a streamed model's weights cannot be moved or cast: model.megacompile.close() first")
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
@@ -53,6 +56,11 @@ class StreamedModule(nn.Module):
     def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
         self.megacompile.streamed.settle()
         return super().named_parameters(*args, **kwargs)
+
+    def named_modules(self, memo: set[nn.Module] | None = None, *args: Any, **kwargs: Any) -> Any:
+        if memo is not None:  # a module around this one comes by, whose `parameters()` must wait as those of this one do
+            self.megacompile.streamed.settle()
+        return super().named_modules(memo, *args, **kwargs)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         if not set_to_none:

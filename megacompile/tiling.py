@@ -3,39 +3,57 @@
 A parameter belongs to the tile of the one call that reads it. One that several calls read (tied weights) belongs to a tile
 with all of them as readers, so that it has one gradient and one update. What is frozen lies in a tile apart from what is
 trained, which alone has gradients and optimizer state; and so does what has another dtype.
+
+Experts that several calls divide among them lie in one host tile, of which each call streams its part (`runtime/tile_part.py`).
 """
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
 
 from megacompile import cost
 from megacompile.errors import InsufficientMemoryError
+from megacompile.frontend.expert_pieces import Rows
 from megacompile.frontend.template import Call, Template
 from megacompile.program import CallSpec, Tile, slot_ranks
 from megacompile.runtime.adam import split_fp32
 from megacompile.runtime.store import HostTile, Store, TileLayout, available_host_bytes, give_back_freed_memory
+from megacompile.runtime.tile_part import TilePart
 from megacompile.sizes import format_bytes
 
 #: What training needs beside tiles: the interpreter, PyTorch, a batch.
 HOST_MARGIN_BYTES = 1 << 30
 
 
+#: A tile, and a number in it.
+Place = tuple[str, int]
+#: Whether it trains, and its dtype: parameters of one kind share a tile.
+Kind = tuple[bool, torch.dtype]
+
+
 @dataclass(frozen=True)
 class Tiling:
-    """The tiles of a model. `tiles_of` gives each call's tiles, its own first; `position` each parameter's place."""
+    """The tiles of a model: `layouts`, as they are streamed, and `host`, as they lie in host memory. `tiles_of` gives each
+    call's tiles, its own first; `position` each parameter's place in host memory, `places` where it is streamed, which of
+    experts in pieces are several. `read_at`: where a call finds what it reads, by the name that the call has for it."""
 
     layouts: Mapping[str, TileLayout]
+    host: Mapping[str, TileLayout]
     tiles_of: Mapping[str, tuple[str, ...]]
-    position: Mapping[str, tuple[str, int]]  # parameter -> (tile, number in the tile)
+    position: Mapping[str, Place]
+    places: Mapping[str, tuple[Place, ...]]
+    read_at: Mapping[str, Place]
 
     @classmethod
-    def of(cls, model: nn.Module, calls: Sequence[Call], dtype: torch.dtype | None) -> Tiling:
-        """`dtype`: of all parameters; None: each its own."""
+    def of(cls, model: nn.Module, calls: Sequence[Call], dtype: torch.dtype | None,
+           rows: Mapping[str, Rows] = MappingProxyType({})) -> Tiling:
+        """`dtype`: of all parameters; None: each its own. `rows`: what calls read that is a share of a parameter."""
         readers: dict[str, list[str]] = {}
         for call in calls:
             for source in call.sources:
@@ -45,43 +63,65 @@ class Tiling:
         for group in map(tuple, readers.values()):
             tied = sum(len(g) > 1 for g in groups)
             groups.setdefault(group, group[0] if len(group) == 1 else f"tied.{tied}" if tied else "tied")
-        parameters = {name: p for name, p in model.named_parameters() if name in readers}  # in the model's own order
-        members: dict[str, dict[tuple[bool, torch.dtype], list[str]]] = {}
-        for name, p in parameters.items():
-            kind = p.requires_grad, dtype or p.dtype
-            members.setdefault(groups[tuple(readers[name])], {}).setdefault(kind, []).append(name)
-        for tile, kinds in members.items():  # the most elements first
-            members[tile] = dict(sorted(kinds.items(), key=lambda kind: -sum(parameters[p].numel() for p in kind[1])))
-        layouts = {
-            name: TileLayout.of(name, kind[1], [(p, parameters[p].shape, kind[0]) for p in inside])
-            for tile, kinds in members.items()
-            for name, (kind, inside) in zip(_names(tile, list(kinds)), kinds.items(), strict=True)}
-        readers_of = {tile: readers[layout.slices[0].name] for tile, layout in layouts.items()}
+        parameters = dict(model.named_parameters())  # in the model's own order
+        shared = {name: share for name, share in rows.items() if name in readers}
+        whole: dict[str, list[str]] = {}
+        for name in parameters:
+            if name in readers:
+                whole.setdefault(groups[tuple(readers[name])], []).append(name)
+        experts: dict[str, list[str]] = {}
+        for name in dict.fromkeys(share.parameter for share in shared.values()):
+            experts.setdefault(name.rpartition(".")[0], []).append(name)
+        parts: dict[str, list[str]] = {}
+        for name in shared:
+            parts.setdefault(groups[tuple(readers[name])], []).append(name)
+        # What a piece reads beside its experts (a norm of what the experts give) is no part of a host tile.
+        whole = {f"{tile}.rest" if tile in parts else tile: names for tile, names in whole.items()}
+
+        def kind(name: str) -> Kind:
+            p = parameters[rows[name].parameter if name in rows else name]
+            return p.requires_grad, dtype or p.dtype
+
+        def shape(name: str) -> tuple[int, ...]:
+            share = rows.get(name)
+            return tuple(parameters[name].shape) if share is None else (
+                share.stop - share.first, *parameters[share.parameter].shape[1:])
+
+        own, at_home, streamed = (_tiles(members, kind, shape) for members in (whole, experts, parts))
+        host = {tile: _layout(tile, names, kind, shape) for tile, names in (own | at_home).items()}
+        position = {s.name: (tile, i) for tile, layout in host.items() for i, s in enumerate(layout.slices)}
+        layouts = {tile: host[tile] if tile in own else _part(_layout(tile, names, kind, shape), shared, host, position)
+                   for tile, names in (own | streamed).items()}
+        read_at = {name: (tile, i) for tile, names in (own | streamed).items() for i, name in enumerate(names)}
+        readers_of = {tile: readers[names[0]] for tile, names in (streamed | own).items()}
         tiles_of = {call.name: tuple(sorted((t for t, by in readers_of.items() if call.name in by),
                                             key=lambda tile: len(readers_of[tile]))) for call in calls}
-        position = {s.name: (tile, i) for tile, layout in layouts.items() for i, s in enumerate(layout.slices)}
-        ordered = dict.fromkeys(tile for call in calls for tile in tiles_of[call.name])
-        return cls({tile: layouts[tile] for tile in ordered}, tiles_of, position)
+        places: dict[str, tuple[Place, ...]] = {}
+        for name, place in read_at.items():
+            parameter = shared[name].parameter if name in shared else name
+            places[parameter] = (*places.get(parameter, ()), place)
+        ordered = {tile: layouts[tile] for call in calls for tile in tiles_of[call.name]}
+        homes = {layout.home or tile: host[layout.home or tile] for tile, layout in ordered.items()}
+        return cls(ordered, homes, tiles_of, position, places, read_at)
 
     @property
     def trains(self) -> bool:
         """Whether anything is trained at all."""
         return any(layout.trainable for layout in self.layouts.values())
 
-    def _reached(self, calls: Sequence[Call]) -> Sequence[Call]:
-        """The calls from the first one on that trains anything."""
-        first = next((i for i, call in enumerate(calls) if any(self.layouts[t].trainable for t in self.tiles_of[call.name])),
-                     len(calls))
-        return calls[first:]
+    def _first_trained(self, calls: Sequence[Call]) -> int:
+        """The number of the first call that trains anything."""
+        return next((i for i, call in enumerate(calls) if any(self.layouts[t].trainable for t in self.tiles_of[call.name])),
+                    len(calls))
 
     def differentiated(self, calls: Sequence[Call]) -> list[Call]:
         """The layers that a backward goes through: those below the first call that trains anything have none."""
-        return [call for call in self._reached(calls) if call in calls[1:-1]]
+        return list(calls[max(1, self._first_trained(calls)):-1])
 
     def operations(self, calls: Sequence[Call]) -> int:
         """FLOPs that a token's step takes by its products with parameters, recomputation not counted: 2 a parameter forward, 2
         for the gradient of what is multiplied where there is a backward, 2 for the parameter's own where it is trained."""
-        reached = {tile for call in self._reached(calls) for tile in self.tiles_of[call.name]}
+        reached = {tile for call in calls[self._first_trained(calls):] for tile in self.tiles_of[call.name]}
         return sum(layout.parameters * (6 if layout.trainable else 4 if tile in reached else 2)
                    for tile, layout in self.layouts.items())
 
@@ -98,12 +138,17 @@ class Tiling:
     def host_parts(self) -> dict[str, int]:
         """Bytes of host memory that training with AdamW takes, by part of the tiles."""
         parts: Counter[str] = Counter()
-        for layout in self.layouts.values():
+        for layout in self.host.values():
             parts.update(layout.host_parts())
         return dict(parts)
 
     def host_bytes(self) -> int:
         return sum(self.host_parts().values())
+
+    def store(self, tiles: Mapping[str, HostTile]) -> Store:
+        """Of host tiles that were made, with what is streamed of them."""
+        return Store(dict(tiles), {name: TilePart.of(layout, tiles[layout.home]) for name, layout in self.layouts.items()
+                                   if layout.home})
 
     def tiles(self) -> dict[str, Tile]:
         """As schedules see them."""
@@ -120,7 +165,38 @@ class Tiling:
                               _weightless(templates[c.template]), handed_on.get(c.template, 0)) for c in calls)
 
 
-def _names(group: str, kinds: Sequence[tuple[bool, torch.dtype]]) -> list[str]:
+def _tiles(members: Mapping[str, Sequence[str]], kind: Callable[[str], Kind],
+           shape: Callable[[str], tuple[int, ...]]) -> dict[str, list[str]]:
+    """What lies in each tile, of groups of parameters: those of one kind, the kind of the most elements first."""
+    tiles: dict[str, list[str]] = {}
+    for group, names in members.items():
+        kinds: dict[Kind, list[str]] = {}
+        for name in names:
+            kinds.setdefault(kind(name), []).append(name)
+        ordered = sorted(kinds, key=lambda each: -sum(math.prod(shape(name)) for name in kinds[each]))
+        tiles |= zip(_names(group, ordered), (kinds[each] for each in ordered), strict=True)
+    return tiles
+
+
+def _layout(tile: str, names: Sequence[str], kind: Callable[[str], Kind],
+            shape: Callable[[str], tuple[int, ...]]) -> TileLayout:
+    trainable, dtype = kind(names[0])
+    return TileLayout.of(tile, dtype, [(name, shape(name), trainable) for name in names])
+
+
+def _part(layout: TileLayout, shares: Mapping[str, Rows], host: Mapping[str, TileLayout],
+          position: Mapping[str, Place]) -> TileLayout:
+    """The layout of shares of parameters as that of a part of their host tile."""
+    home, origins, slices = "", [], []
+    for s in layout.slices:
+        share = shares[s.name]
+        home, index = position[share.parameter]
+        origins.append(host[home].slices[index].start + share.first * math.prod(s.shape[1:]))
+        slices.append(replace(s, name=share.parameter))
+    return replace(layout, slices=tuple(slices), home=home, origins=tuple(origins))
+
+
+def _names(group: str, kinds: Sequence[Kind]) -> list[str]:
     """Of the tiles that hold a group's (trained, dtype) kinds of parameters: the group's own where there is one kind, else
     "layers.3" of what is trained, "layers.3.frozen", and "layers.3.float32" of another dtype than that of most elements."""
     names = []
@@ -167,10 +243,10 @@ def check_device_memory(tiling: Tiling, budget: int) -> None:
 def build_store(model: nn.Module, tiling: Tiling) -> Store:
     """Moves the model's parameters into tiles, one tile at a time, and points the parameters there: no second copy of the
     model ever exists. A bf16 tile made from fp32 weights keeps their exact remainder."""
-    store = Store()
+    tiles: dict[str, HostTile] = {}
     parameters = dict(model.named_parameters())
-    for name, layout in tiling.layouts.items():
-        tile = store.tiles[name] = HostTile.allocate(layout)
+    for name, layout in tiling.host.items():
+        tile = tiles[name] = HostTile.allocate(layout)
         flat = layout.flat(tile.weights)
         for s in layout.slices:
             place(parameters[s.name].data.flatten(), flat[s.start:s.stop],
@@ -178,7 +254,7 @@ def build_store(model: nn.Module, tiling: Tiling) -> Store:
         point_parameters(tile, parameters)
         give_back_freed_memory()
     move_rest(model, tiling)
-    return store
+    return tiling.store(tiles)
 
 
 def move_rest(model: nn.Module, tiling: Tiling) -> None:

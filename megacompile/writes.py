@@ -42,7 +42,7 @@ class ForeignWrites:
             if self._state(parameter) == self.seen[name]:
                 continue
             tile_name, position = self.tiling.position[name]
-            tile = self.store[tile_name]
+            tile = self.store.tiles[tile_name]
             part = tile.layout.slices[position]
             if parameter.data_ptr() != self.homes[name]:
                 if parameter.shape != part.shape or parameter.dtype != tile.layout.dtype:
@@ -72,7 +72,7 @@ class ForeignWrites:
                                    "and stream() it again")
         for name, parameter in self.parameters.items() if differentiating else ():
             tile, position = self.tiling.position[name]
-            if parameter.requires_grad != self.store[tile].layout.slices[position].trainable:
+            if parameter.requires_grad != self.store.tiles[tile].layout.slices[position].trainable:
                 raise UnsupportedError(f"requires_grad of {name} was changed after stream(): close() the model, change it, "
                                        "and stream() it again")
 
@@ -97,10 +97,11 @@ class ForeignWrites:
                 stored.copy_(given)
             if replaced or stored._version != self.gradients.get(name):
                 changed = True
-                tile_name, position = self.tiling.position[name]
-                tile = self.store[tile_name]
-                assert tile.gradients is not None
-                tile.layout.norms(tile.gradients)[position] = host.norm(stored.flatten())
+                for tile_name, position in self.tiling.places[name]:
+                    tile = self.store[tile_name]
+                    assert tile.home.gradients is not None and tile.norm_bytes is not None
+                    changed_part = tile.home.layout.flat(tile.home.gradients)[tile.layout.at_home(position)]
+                    tile.norm_bytes.view(torch.float32)[position] = host.norm(changed_part)
         self.note_gradients(gradients)
         return changed
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
 from megacompile.program import Lane, argument, op_of, operands
@@ -20,7 +21,8 @@ from .kernels import Activation, Batch, Kernel, bind
 from .kernels import accumulate as accumulate_gradients
 from .lanes import Backend
 from .store import HostTile, Store
-from .update import Update
+from .tile_part import TilePart
+from .update import Update, in_slot
 from .visiting import visit
 
 
@@ -52,7 +54,8 @@ class Frame:
 def _pack(frame: Frame, node: fx.Node) -> Tensor:
     tile = frame.store[argument(node, "tile")]
     slab = frame.arena.slots[argument(node, "into")][:tile.layout.weight_bytes]
-    host.copy(slab, tile.weights)
+    for here, there in tile.weights_with(slab):
+        host.copy(here, there)
     return slab
 
 
@@ -60,7 +63,8 @@ def _prefetch(frame: Frame, node: fx.Node) -> Weights:
     tile = frame.store[argument(node, "tile")]
     weights = frame.arena.weights(argument(node, "into"), tile.layout)
     staging = frame.read(node, "staging")
-    frame.backend.copy(weights.memory, tile.weights if staging is None else staging, Lane.H2D)
+    for here, there in tile.weights_with(weights.memory) if staging is None else ((weights.memory, staging),):
+        frame.backend.copy(here, there, Lane.H2D)
     return weights
 
 
@@ -132,8 +136,8 @@ def _offload(frame: Frame, node: fx.Node) -> Gradients | None:
     tile = frame.store[argument(node, "tile")]
     source = frame.read(node, "reduced")
     if argument(node, "into") is None:
-        assert tile.gradients is not None, f"{tile.layout.name} has nothing to train"
-        frame.backend.copy(tile.gradients, source.memory, Lane.D2H)
+        for here, there in tile.gradients_with(source.memory):
+            frame.backend.copy(there, here, Lane.D2H)
         return None
     slab = frame.arena.gradients(argument(node, "into"), tile.layout)
     frame.backend.copy(slab.memory, source.memory, Lane.D2H)
@@ -142,34 +146,53 @@ def _offload(frame: Frame, node: fx.Node) -> Gradients | None:
 
 def _offload_norms(frame: Frame, node: fx.Node) -> None:
     tile, source = frame.store[argument(node, "tile")], frame.read(node, "reduced")
-    assert tile.gradients is not None, f"{tile.layout.name} has nothing to train"
-    norms = slice(tile.layout.weight_bytes, tile.layout.gradient_bytes)
-    frame.backend.copy(tile.gradients[norms], source.memory[norms], Lane.D2H)
+    assert tile.norm_bytes is not None, f"{tile.layout.name} has nothing to train"
+    frame.backend.copy(tile.norm_bytes, source.memory[tile.layout.weight_bytes:tile.layout.gradient_bytes], Lane.D2H)
 
 
 def _offload_weights(frame: Frame, node: fx.Node) -> None:
     frame.store.preserve(argument(node, "tile"))
-    frame.backend.copy(frame.store[argument(node, "tile")].weights, frame.read(node, "resident").memory, Lane.CPU)
+    for here, there in frame.store[argument(node, "tile")].weights_with(frame.read(node, "resident").memory):
+        frame.backend.copy(there, here, Lane.CPU)
 
 
 def _fetch_gradients(frame: Frame, node: fx.Node) -> Gradients:
-    tile, gradients = frame.store[argument(node, "tile")], _resident_gradients(frame, node)
-    assert tile.gradients is not None, f"{tile.layout.name} has nothing to train"
-    frame.backend.copy(gradients.memory, tile.gradients, Lane.CPU)
+    gradients = _resident_gradients(frame, node)
+    for here, there in frame.store[argument(node, "tile")].gradients_with(gradients.memory):
+        frame.backend.copy(here, there, Lane.CPU)
     return gradients
 
 
 def _accumulate(frame: Frame, node: fx.Node) -> None:
     tile = frame.store[argument(node, "tile")]
     slab: Gradients = frame.read(node, "slab")
-    assert tile.gradients is not None, f"{tile.layout.name} has nothing to train"
     if argument(node, "overwrite"):
-        host.copy(tile.gradients, slab.memory)
+        for here, there in tile.gradients_with(slab.memory):
+            host.copy(there, here)
         return
-    flat, norms = tile.layout.flat(tile.gradients), tile.layout.norms(tile.gradients)
+    flat, norms = _gradients(tile), _norm_values(tile)
     for position, s in enumerate(tile.layout.slices):
-        host.accumulate(flat[s.start:s.stop], slab.flat[s.start:s.stop], overwrite=False)
-        norms[position] = host.norm(flat[s.start:s.stop])
+        there = flat[tile.layout.at_home(position)]
+        host.accumulate(there, slab.flat[s.start:s.stop], overwrite=False)
+        norms[position] = host.norm(there)
+
+
+def _gradients(tile: HostTile | TilePart) -> Tensor:
+    """The elements of the host tile's gradients."""
+    assert tile.home.gradients is not None, f"{tile.layout.name} has nothing to train"
+    return tile.home.layout.flat(tile.home.gradients)
+
+
+def _norm_values(tile: HostTile | TilePart) -> Tensor:
+    """Of the gradients of a tile, FP32, one a parameter."""
+    assert tile.norm_bytes is not None, f"{tile.layout.name} has nothing to train"
+    return tile.norm_bytes.view(torch.float32)
+
+
+def _sums(tile: HostTile | TilePart) -> Tensor:
+    """The host tile's sums of gradients, [elements]."""
+    assert tile.home.sums is not None, f"{tile.layout.name} has no sum"
+    return tile.home.sums
 
 
 def _clip(frame: Frame, node: fx.Node) -> float:
@@ -185,54 +208,50 @@ def _clip(frame: Frame, node: fx.Node) -> float:
 def _norms(frame: Frame, update: Update, name: str, memory: Tensor | None = None) -> dict[str, float]:
     """Of the gradients of a tile's parameters that count: those behind the tile's own, or behind those in `memory`."""
     tile = frame.store[name]
-    memory = tile.gradients if memory is None else memory
-    assert memory is not None, f"{name} has nothing to train"
-    norms = tile.layout.norms(memory).tolist()
+    norms = (_norm_values(tile) if memory is None else tile.layout.norms(memory)).tolist()
     return {tile.layout.slices[position].name: norms[position] for position in update.counted.get(name, ())}
 
 
 def _add_to_sum(frame: Frame, node: fx.Node) -> None:
     tile, slab = frame.store[argument(node, "tile")], frame.read(node, "slab")
-    assert tile.gradients is not None and tile.sums is not None, f"{tile.layout.name} has no sum"
+    sums, source = _sums(tile), None if slab is None else slab.flat
     if frame.update is not None and frame.update.on_arrival:  # the sum has no norms, and its update comes before the global one
         frame.update.judge_tile(tile.layout.name, _norms(frame, frame.update, tile.layout.name, slab and slab.memory))
-    host.accumulate(tile.sums, tile.layout.flat(tile.gradients) if slab is None else slab.flat, argument(node, "overwrite"))
+    for here, there in tile.runs:
+        host.accumulate(sums[there], _gradients(tile)[there] if source is None else source[here], argument(node, "overwrite"))
 
 
 def _norms_of_sum(frame: Frame, node: fx.Node) -> None:
     tile = frame.store[argument(node, "tile")]
-    assert tile.gradients is not None and tile.sums is not None, f"{tile.layout.name} has no sum"
-    norms = tile.layout.norms(tile.gradients)
-    for position, s in enumerate(tile.layout.slices):
-        norms[position] = host.norm(tile.sums[s.start:s.stop])
+    norms = _norm_values(tile)
+    for position in range(len(tile.layout.slices)):
+        norms[position] = host.norm(_sums(tile)[tile.layout.at_home(position)])
 
 
 def _adam(frame: Frame, node: fx.Node) -> None:
     tile = frame.store[argument(node, "tile")]
-    assert tile.gradients is not None, f"{tile.layout.name} has nothing to train"
-    _update(frame, node, tile, tile.layout.flat(tile.gradients))
+    _update(frame, node, tile, _gradients(tile))
 
 
 def _adam_of_sum(frame: Frame, node: fx.Node) -> None:
     tile = frame.store[argument(node, "tile")]
-    assert tile.sums is not None, f"{tile.layout.name} has no sum"
-    _update(frame, node, tile, tile.sums)
+    _update(frame, node, tile, _sums(tile))
 
 
-def _update(frame: Frame, node: fx.Node, tile: HostTile, gradients: Tensor) -> None:
-    """The update of a tile on the host. `gradients`: [elements], in the weights' dtype or FP32."""
-    update = frame.update
+def _update(frame: Frame, node: fx.Node, tile: HostTile | TilePart, gradients: Tensor) -> None:
+    """The update of a tile on the host. `gradients`: [elements] of the host tile, in the weights' dtype or FP32."""
+    update, home = frame.update, tile.home
     assert update is not None, "an update without an optimizer"
-    if update.on_arrival and gradients is not tile.sums and tile.layout.name in update.segments:
+    if update.on_arrival and gradients is not home.sums and tile.layout.name in update.segments:
         update.judge_tile(tile.layout.name, _norms(frame, update, tile.layout.name))
     segments = update.segments.get(tile.layout.name)
     if not segments or tile.layout.name in update.done or update.refused:
         return
-    assert tile.m is not None and tile.v is not None, "the optimizer made no state"
+    assert home.m is not None and home.v is not None, "the optimizer made no state"
     frame.store.preserve(tile.layout.name)
-    host.adamw(tile.layout.flat(tile.weights), tile.remainder, gradients, tile.m, tile.v, segments,
+    host.adamw(home.layout.flat(home.weights), home.remainder, gradients, home.m, home.v, segments,
                frame.read(node, "clip") if "clip" in node.kwargs else 1.0)
-    tile.moments_written = True
+    home.moments_written = True
     update.finish(tile.layout.name)
 
 
@@ -245,9 +264,9 @@ def _adam_resident(frame: Frame, node: fx.Node) -> None:
     weights, state, gradients = (frame.read(node, name) for name in ("resident", "state", "reduced"))
     # On arrival the device itself looks at the norms: the host would wait for it in every layer.
     judged = (gradients.norms, frame.arena.verdict(tile.layout.name, update)) if update.on_arrival else None
-    frame.backend.adamw(tile.layout.flat(weights.memory), state.remainder, gradients.flat, state.m, state.v, segments,
-                        frame.read(node, "clip") if "clip" in node.kwargs else 1.0, judged)
-    tile.moments_written = True
+    frame.backend.adamw(tile.layout.flat(weights.memory), state.remainder, gradients.flat, state.m, state.v,
+                        in_slot(segments, tile.layout), frame.read(node, "clip") if "clip" in node.kwargs else 1.0, judged)
+    tile.home.moments_written = True
     update.finish(tile.layout.name)
 
 
@@ -259,15 +278,16 @@ def _adam_visiting(frame: Frame, node: fx.Node) -> None:
         return
     frame.store.preserve(tile.layout.name)
     visit(frame.backend, frame.memory(argument(node, "into")), tile, segments, frame.read(node, "clip"))
-    tile.moments_written = True
+    tile.home.moments_written = True
     update.finish(tile.layout.name)
 
 
 def _fetch_state(frame: Frame, node: fx.Node) -> State:
     tile, state = frame.store[argument(node, "tile")], _resident_state(frame, node)
-    for there, here in zip(state.parts, (tile.m, tile.v, tile.remainder), strict=True):
+    for there, here in zip(state.parts, _state(tile), strict=True):
         if there is not None and here is not None:
-            there.copy_(here)
+            for in_it, at_home in tile.runs:
+                there[in_it].copy_(here[at_home])
         elif there is not None:  # no optimizer has asked for moments yet
             there.zero_()
     return state
@@ -276,9 +296,15 @@ def _fetch_state(frame: Frame, node: fx.Node) -> State:
 def _store_state(frame: Frame, node: fx.Node) -> None:
     frame.store.preserve(argument(node, "tile"))
     tile, state = frame.store[argument(node, "tile")], frame.read(node, "state")
-    for there, here in zip(state.parts, (tile.m, tile.v, tile.remainder), strict=True):
+    for there, here in zip(state.parts, _state(tile), strict=True):
         if there is not None and here is not None:
-            here.copy_(there)
+            for in_it, at_home in tile.runs:
+                here[at_home].copy_(there[in_it])
+
+
+def _state(tile: HostTile | TilePart) -> tuple[Tensor | None, ...]:
+    """The host tile's optimizer state, in the order of a slot's."""
+    return tile.home.m, tile.home.v, tile.home.remainder
 
 
 def _result(frame: Frame, node: fx.Node) -> None:

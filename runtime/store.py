@@ -13,7 +13,7 @@ from __future__ import annotations
 import ctypes
 import math
 import mmap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,6 +27,7 @@ from .control_groups import group_rooms
 
 if TYPE_CHECKING:
     from .snapshot import Snapshot
+    from .tile_part import TilePart
 
 ALIGNMENT = 64  # elements: 128 bytes at least in every dtype, so that no parameter begins in another's cache line
 PAGE = 4096
@@ -84,11 +85,14 @@ class ParameterSlice:
 
 @dataclass(frozen=True)
 class TileLayout:
-    """The plan of a tile. All its parameters have one dtype."""
+    """The plan of a tile. All its parameters have one dtype. Of a part of a host tile (`tile_part.py`): that tile, `home`, and
+    the element at which each slice begins there."""
 
     name: str
     dtype: torch.dtype
     slices: tuple[ParameterSlice, ...]
+    home: str = ""
+    origins: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, name: str, dtype: torch.dtype, parameters: Iterable[tuple[str, Sequence[int], bool]]) -> TileLayout:
@@ -97,6 +101,12 @@ class TileLayout:
             slices.append(ParameterSlice(parameter, tuple(shape), position, trainable))
             position += -(-slices[-1].count // ALIGNMENT) * ALIGNMENT
         return cls(name, dtype, tuple(slices))
+
+    def at_home(self, index: int) -> slice:
+        """The elements of a slice in its host tile."""
+        s = self.slices[index]
+        start = self.origins[index] if self.home else s.start
+        return slice(start, start + s.count)
 
     @property
     def elements(self) -> int:
@@ -197,6 +207,29 @@ class HostTile:
         part = memory[s.start * size:s.stop * size]
         return torch.frombuffer(part.numpy(), dtype=self.layout.dtype).view(s.shape)
 
+    @property
+    def home(self) -> HostTile:
+        return self
+
+    @property
+    def runs(self) -> list[tuple[slice, slice]]:
+        """Elements in a slot, and the same here."""
+        return [(slice(0, self.layout.elements), slice(0, self.layout.elements))]
+
+    @property
+    def norm_bytes(self) -> Tensor | None:
+        """uint8, of one FP32 norm of a gradient a parameter; None if nothing in it is trained."""
+        return None if self.gradients is None else self.gradients[self.layout.weight_bytes:self.layout.gradient_bytes]
+
+    def weights_with(self, memory: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Bytes of a slot or slab, and the host's of the same weights."""
+        yield memory, self.weights
+
+    def gradients_with(self, memory: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Bytes of a slot or slab, and the host's of the same gradients and norms."""
+        assert self.gradients is not None, f"{self.layout.name} has nothing to train"
+        yield memory, self.gradients
+
     def parts(self) -> dict[str, int]:
         """Bytes of each part."""
         named = dict(weights=self.weights, gradients=self.gradients, remainder=self.remainder, m=self.m, v=self.v,
@@ -206,19 +239,29 @@ class HostTile:
 
 @dataclass
 class Store:
-    """All tiles of a streamed model, in the order of the model's calls. Whoever changes state that a checkpoint holds calls
-    `preserve` first: a `snapshot` may not have been written yet."""
+    """All tiles of a streamed model, in the order of the model's calls, and the `parts` that some are streamed in. Whoever
+    changes state that a checkpoint holds calls `preserve` first: a `snapshot` may not have been written yet."""
 
     tiles: dict[str, HostTile] = field(default_factory=dict)
+    parts: dict[str, TilePart] = field(default_factory=dict)
     snapshot: Snapshot | None = None
 
-    def __getitem__(self, name: str) -> HostTile:
-        return self.tiles[name]
+    def __getitem__(self, name: str) -> HostTile | TilePart:
+        """What is streamed under a name."""
+        return self.parts[name] if name in self.parts else self.tiles[name]
+
+    def streamed_memory(self) -> Iterator[Tensor]:
+        """What copies over the link read and write."""
+        for tile in self.tiles.values():
+            yield from (part for part in (tile.weights, tile.gradients) if part is not None)
+        yield from (part.norm_bytes for part in self.parts.values() if part.norm_bytes is not None)
 
     def allocate_sums(self, tiles: Iterable[str]) -> None:
         """Memory for FP32 sums of gradients, where these tiles have none yet. Raises `InsufficientMemoryError`; then nothing
         has changed."""
-        missing = [tile for tile in map(self.tiles.__getitem__, tiles) if tile.sums is None and tile.layout.trainable]
+        homes = {name: self[name].home for name in tiles}
+        missing = [tile for tile in {id(each): each for each in homes.values()}.values()
+                   if tile.sums is None and tile.layout.trainable]
         needed = sum(tile.layout.sum_bytes for tile in missing)
         if needed and needed > (available := available_host_bytes()):
             raise InsufficientMemoryError(
@@ -243,7 +286,7 @@ class Store:
         """Returns when these tiles (all, if none is named) may change. May wait for a checkpoint's writer."""
         if (snapshot := self.snapshot) is not None:  # its writer forgets it when it is done
             for name in names or self.tiles:
-                snapshot.preserve(name)
+                snapshot.preserve(self[name].home.layout.name)
 
     def bytes(self) -> dict[str, int]:
         total: dict[str, int] = {}

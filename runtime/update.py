@@ -16,9 +16,16 @@ from typing import Any
 
 from .adam import AdamSegment
 from .kernels import Batch
+from .store import TileLayout
 
 #: Held by whoever numbers a step, counts it or takes its count back: callers and lanes.
 counting = threading.Lock()
+
+def in_slot(segments: Sequence[AdamSegment], layout: TileLayout) -> Sequence[AdamSegment]:
+    """Segments of a host tile, as they are in a slot that has the part of it that `layout` describes."""
+    starts = {layout.at_home(i).start: s.start for i, s in enumerate(layout.slices)}
+    return [replace(s, start=starts[s.start], stop=starts[s.start] + s.stop - s.start) for s in segments]
+
 
 #: Per tile, the norm of each parameter's gradient by name.
 Norms = Mapping[str, Mapping[str, float]]
@@ -26,11 +33,11 @@ Norms = Mapping[str, Mapping[str, float]]
 
 @dataclass(eq=False)
 class Update:
-    """`segments`: per tile, the runs of elements to update with their hyper-parameters; `counted`: per tile, the positions of
-    the parameters whose gradients count. `done` tiles were updated already: a step that failed half-way is completed by running
-    it again. `begun`: its parameters' step counts include it. `on_arrival`: tiles are updated before the global norm is known.
-    `kept`: tiles that were not updated then, since their own gradients were not finite, with their norms; they are `done` too.
-    `batches`: what the gradients are of.
+    """`segments`: per tile, the runs of its host tile's elements to update with their hyper-parameters; `counted`: per tile,
+    the positions of the parameters whose gradients count. `done` tiles were updated already: a step that failed half-way is
+    completed by running it again. `begun`: its parameters' step counts include it. `on_arrival`: tiles are updated before the
+    global norm is known. `kept`: tiles that were not updated then, since their own gradients were not finite, with their norms;
+    they are `done` too. `batches`: what the gradients are of.
 
     `refused`: its gradients were not finite, and nothing was updated. `report` is called in the lane where any were not, with
     their norms; it may raise."""

@@ -16,32 +16,40 @@ from megacompile.program import Lane
 from .adam import AdamSegment
 from .lanes import Backend
 from .store import ALIGNMENT, HostTile
+from .tile_part import TilePart
 
 
-def visit(backend: Backend, memory: Tensor, tile: HostTile, segments: Sequence[AdamSegment], gradient_scale: float) -> None:
-    """Updates a tile as `adam.adamw` does, to the bit. `memory`: uint8, on the device. Returns once the last copy was issued
-    to h2d: the host has the tile's new weights and state when that lane has come so far."""
-    layout = tile.layout
-    assert tile.gradients is not None and tile.m is not None and tile.v is not None, f"{layout.name} has no optimizer state"
+def visit(backend: Backend, memory: Tensor, tile: HostTile | TilePart, segments: Sequence[AdamSegment],
+          gradient_scale: float) -> None:
+    """Updates a tile as `adam.adamw` does, to the bit. `memory`: uint8, on the device. `segments`: of the host tile. Returns
+    once the last copy was issued to h2d: the host has the tile's new weights and state when that lane has come so far."""
+    home, layout = tile.home, tile.home.layout
+    assert home.gradients is not None and home.m is not None and home.v is not None, f"{layout.name} has no optimizer state"
     # Gradients come and do not go back.
-    host = [layout.flat(tile.gradients), layout.flat(tile.weights), tile.m, tile.v,
-            *([] if tile.remainder is None else [tile.remainder])]
+    host = [layout.flat(home.gradients), layout.flat(home.weights), home.m, home.v,
+            *([] if home.remainder is None else [home.remainder])]
     count = memory.numel() // sum(part.element_size() for part in host) // ALIGNMENT * ALIGNMENT
     assert count, f"{memory.numel()} bytes hold no chunk of {layout.name}"
     there = list(_divided(memory, [part.dtype for part in host], count))
-    for start in range(0, layout.elements, count):
-        stop = min(start + count, layout.elements)
+    for start, stop in _chunks(tile, count):
         inside = [replace(s, start=max(s.start, start) - start, stop=min(s.stop, stop) - start) for s in segments
                   if s.start < stop and start < s.stop]
         if not inside:
             continue  # nothing of it is trained
-        pairs = [(away[:stop - start], home[start:stop]) for away, home in zip(there, host, strict=True)]
-        for away, home in pairs:
-            backend.copy(_bytes(away), _bytes(home), Lane.H2D)
+        pairs = [(away[:stop - start], here[start:stop]) for away, here in zip(there, host, strict=True)]
+        for away, here in pairs:
+            backend.copy(_bytes(away), _bytes(here), Lane.H2D)
         gradients, weights, m, v, *low = (away for away, _ in pairs)
         backend.adamw(weights, low[0] if low else None, gradients, m, v, inside, gradient_scale, lane=Lane.H2D)
-        for away, home in pairs[1:]:
-            backend.copy(_bytes(home), _bytes(away), Lane.H2D)
+        for away, here in pairs[1:]:
+            backend.copy(_bytes(here), _bytes(away), Lane.H2D)
+
+
+def _chunks(tile: HostTile | TilePart, count: int) -> Iterator[tuple[int, int]]:
+    """Elements of the host tile, at most `count` each: nothing but this tile's, since others may be updated meanwhile."""
+    for _, run in tile.runs:
+        for start in range(run.start, run.stop, count):
+            yield start, min(start + count, run.stop)
 
 
 def _divided(memory: Tensor, dtypes: Sequence[torch.dtype], count: int) -> Iterator[Tensor]:

@@ -97,7 +97,7 @@ def _alike(model: nn.Module) -> Hashable | None:
         return None
     if all(type(each).__module__.startswith(("transformers.", "torch.")) for each in modules) and hasattr(model, "config"):
         config = {key: value for key, value in model.config.to_dict().items() if key != "_name_or_path"}
-        settings: Hashable = json.dumps(config, default=str, sort_keys=True)
+        settings: Hashable = json.dumps(config, default=str, sort_keys=True), model.config._attn_implementation
     else:
         held = [(name, value) for each in modules for name, value in vars(each).items() if not name.startswith("_")]
         if not all(_is_plain(value) for _, value in held):

@@ -5,8 +5,8 @@
 
 The samples of the first third are warm-up: caches fill, and allocators find their size. Of the rest, the median of the last
 half is compared with that of the first. More than 1% of growth in memory, one more thread or file, or steps that are 1% slower
-(of a GPU; a shared CPU's clock wanders more than that, hence `--step-tolerance`) make the row an error. Every 100th step is an
-evaluation as well, every 250th of another length, as in a real run.
+(of a GPU; a shared CPU's clock wanders more than that, hence `--step-tolerance`) make the row an error. Every 10th step is an
+evaluation as well, every 25th of another length, as in a real run.
 """
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from megacompile.bench import rows
 from megacompile.bench.shapes import random_model
 from megacompile.bench.step import gib, resident_bytes
 
-_EVALUATION, _OTHER_LENGTH = 100, 250
+_EVALUATION, _OTHER_LENGTH = 10, 25
 _WARM_UP = 1 / 3
 
 

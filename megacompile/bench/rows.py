@@ -64,11 +64,12 @@ def layer_count(given: argparse.Namespace) -> int:
 
 # ---------------------------------------------------------------- measuring
 
-def timed(step: Callable[[Tensor], float], given: argparse.Namespace, before: Callable[[], None] = lambda: None) -> Row:
-    """Runs `step(ids)`, which returns the loss when it is over, on a fresh random batch each: int64 [batch, length].
-    `before` is called between warming up and timing."""
+def timed(step: Callable[[Tensor], float], given: argparse.Namespace, before: Callable[[], None] = lambda: None,
+          seed: int = 0) -> Row:
+    """Runs `step(ids)`, which returns the loss when it is over, on a fresh random batch each: int64 [batch, length], the same
+    ones for the same seed. `before` is called between warming up and timing."""
     vocabulary = SHAPES[given.shape]["vocab_size"]
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
     times: list[float] = []
     losses: list[float] = []
 

@@ -73,11 +73,12 @@ _PLANNED = ("checkpoint_interval", "micro_batch_size", "weight_slots", "resident
 class Models:
     """Streams a row's model; rows one behind the other that differ in nothing but their plans and batches share it.
 
-    State: the model of the last row, and what it was `made` for."""
+    State: the model of the last row, what it was `made` for, and for how many rows it was used."""
 
     def __init__(self) -> None:
         self.model: Any = None
         self.made: tuple[Any, ...] = ()
+        self.used = 0
         self.before = 0  # bytes of the process, before the model was streamed
 
     def of(self, given: argparse.Namespace) -> Any:
@@ -88,10 +89,11 @@ class Models:
             planned[name] = "all" if planned[name] == ["all"] else planned[name]
         made = tuple(getattr(given, name) for name in MODEL)
         if self.model is not None and made == self.made:
+            self.used += 1
             self.model.megacompile.replan(**planned)
             return self.model
         self.close()
-        self.made = made
+        self.made, self.used = made, 1
         model = random_model(given.shape, rows.layer_count(given), given.device)
         if given.device == "cuda":
             torch.cuda.empty_cache()
@@ -144,7 +146,7 @@ def _measure(given: argparse.Namespace, models: Models) -> rows.Row:
                 patches.enter_context(compute_alone(model.megacompile.streamed.backend))
                 patches.callback(model.megacompile.streamed.settle)
 
-        found = rows.timed(step, given, before_timing)
+        found = rows.timed(step, given, before_timing, seed=models.used - 1)  # no batch that it knows
         norm = optimizer.grad_norm
         measured = recorded(model, step, given)
         simulated = predicted(model, given)
@@ -193,7 +195,7 @@ class Step:
             self.optimizer.step()
             self.optimizer.zero_grad()
         if self.given.synchronous_optimizer:
-            self.model.megacompile.synchronize()
+            self.model.megacompile.streamed.settle()  # `synchronize` would send what lives on the device anew
         self.phases.append((forward - start, backward - forward, time.perf_counter() - backward))
         return float(loss.detach())
 

@@ -67,7 +67,7 @@ def _check_subject(saved: Manifest, subject: Subject, path: Path) -> None:
     def refuse(what: str, remedy: str) -> CheckpointError:
         return CheckpointError(f"{path} is of another training: {what}; {remedy}")
 
-    here = {s.name: Saved(layout.dtype, s.shape, s.trainable, "") for layout in subject.streamed.tiling.layouts.values()
+    here = {s.name: Saved(layout.dtype, s.shape, s.trainable, "") for layout in subject.streamed.tiling.host.values()
             for s in layout.slices}
     here.update((name, Saved(t.dtype, tuple(t.shape), False, "")) for name, t in subject.rest().items())
     for name in sorted(here.keys() | saved.tensors.keys()):
@@ -113,7 +113,7 @@ def _load_tensors(saved: Manifest, tensors: Mapping[str, Tensor], subject: Subje
                       for each, (_, names) in zip(options, subject.groups(), strict=True)],
         state={number: _state(saved, tensors, name) for name, number in numbers.items()}))
     for name, (tile_name, position) in streamed.tiling.position.items():
-        tile = streamed.store[tile_name]
+        tile = streamed.store.tiles[tile_name]
         part = tile.layout.slices[position]
         if tile.remainder is not None and part.trainable:  # of those too that the optimizer does not have
             tile.remainder[part.start:part.stop].view(part.shape).copy_(tensors[f"remainder:{name}"])

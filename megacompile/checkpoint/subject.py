@@ -72,7 +72,8 @@ class Subject:
         waits least if it is written first."""
         shape, order = self.streamed.trained, []
         if shape is not None:
-            order = [argument(node, "tile") for section in shape.program.sections.values() for node in nodes(section)
+            store, sections = self.streamed.store, shape.program.sections.values()
+            order = [store[argument(node, "tile")].home.layout.name for section in sections for node in nodes(section)
                      if op_of(node).name in ("adam", "offload_weights")]
         return list(dict.fromkeys([*order, *self.streamed.store.tiles]))
 

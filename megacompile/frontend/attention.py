@@ -36,7 +36,8 @@ def _attention(
     query [B, H, T, D]; key, value [B, Hkv, T, D], H a multiple of Hkv. `window`: how many positions, its own among
     them, a query sees (0: all before it). `softcap`: scores become softcap * tanh(scores / softcap) (0: none). `segments`,
     int32 [B, T], says which sequence of its row each position belongs to: queries see their own alone. Keys below 0 are absent,
-    padding, and queries there see all that are present. A query that sees nothing gives zeros.
+    padding, and queries there see all that are present. Or bool [B, 1, T, T], which keys each query sees, later ones too: then
+    `window` is 0. A query that sees nothing gives zeros.
     Returns the output [B, H, T, D], in memory [B, T, H, D], and the logsumexp of the scores, float32 [B, H, T].
     """
     if segments is not None:
@@ -104,14 +105,16 @@ def transformers_attention(
     **options: Any,
 ) -> tuple[Tensor, None]:
     """For `AttentionInterface`. `form`: a key of `FORMS`; "causal" takes no mask, the others the segments that
-    `transformers_mask` has made.
+    `transformers_mask` has made, and all of them its mask of every pair.
 
     Returns the output as [B, T, H, D], and no attention weights. Raises `UnsupportedError` for what the op cannot do.
     """
     segments = attention_mask
     if form == "padded_eager" and softcap:
         raise UnsupportedError("capped scores have gradients of their own where a query sees nothing")
-    if (segments is None) != (form == "causal") or (segments is not None and (segments.dim(), segments.dtype) != _SEGMENTS):
+    of_pairs = segments is not None and segments.dtype == torch.bool
+    if not of_pairs and ((segments is None) != (form == "causal") or (
+            segments is not None and (segments.dim(), segments.dtype) != _SEGMENTS)):
         raise UnsupportedError("an attention mask that is neither causal, nor padding or packing, reached a captured layer: "
                                "pass batches without attention_mask")
     if dropout > 0:
@@ -127,9 +130,10 @@ def transformers_attention(
     # No fused kernel takes values of another width than keys (latent attention has them): zeros change neither scores nor sums.
     values, width = value.shape[-1], max(query.shape[-1], value.shape[-1])
     query, key, value = (_widened(x, width) for x in (query, key, value))
-    window = int(sliding_window or 0)
+    window = 0 if of_pairs else int(sliding_window or 0)
+    kernel = "packed" if form == "packed" and not of_pairs else "neutral"
     out, _ = torch.ops.megacompile.attention(
-        query, key, value, float(scale), window, float(softcap or 0.0), "packed" if form == "packed" else "neutral", segments)
+        query, key, value, float(scale), window, float(softcap or 0.0), kernel, segments)
     if form == "padded_eager":
         assert segments is not None
         heads = query.shape[1]
@@ -142,6 +146,8 @@ def transformers_attention(
 
 def _blind(segments: Tensor, window: int) -> Tensor:
     """Which queries see no key, before padding ends: bool [B, T]."""
+    if segments.dtype == torch.bool:
+        return ~segments.squeeze(1).any(-1)
     seen = (segments >= 0).cumsum(1)
     if window:
         seen = seen - F.pad(seen, (window, 0))[:, :seen.shape[1]]
@@ -164,18 +170,18 @@ def transformers_mask(
     *_: Any, attention_mask: Tensor | None = None, local_size: int | None = None, use_vmap: bool = False, config: Any = None,
     mask_function: Any = None, batch_size: int = 0, q_length: int = 0, device: Any = None, form: str = "causal", **__: Any,
 ) -> Tensor | None:
-    """For `AttentionMaskInterface`: no mask, since the op knows causality and windows itself; or segments, int32 [B, T].
+    """For `AttentionMaskInterface`: no mask, since the op knows causality and windows itself; or segments, int32 [B, T]; or,
+    where something is laid over the causal mask (images whose tokens see each other both ways, chunks), bool [B, 1, T, T].
 
     transformers' own mask functions cannot look at data under tracing and always build bool [B, 1, T, T]; and an
     attention function *without* a mask function gets None too, and drops padding silently.
-    Raises `UnsupportedError` for a mask that the op does not know: in chunks, or with a function of the model's own laid over
-    it. The model is then captured with its own attention.
     """
-    # A window and a chunk both come as `local_size`; `use_vmap` is set where a model lays a function of its own over the mask.
-    if use_vmap or (local_size is not None and local_size == getattr(config, "attention_chunk_size", None)):
-        raise UnsupportedError("an attention mask that is neither causal nor a sliding window reached a captured model")
     if (attention_mask is not None) != form.startswith("padded"):
         raise UnsupportedError("a padding mask reached a captured model: pass batches without attention_mask")
+    # `use_vmap` is set where a model lays functions of its own over the mask. A window and a chunk both come as `local_size`.
+    chunked = local_size is not None and local_size == getattr(config, "attention_chunk_size", None)
+    if use_vmap or chunked or mask_function.__name__ == "or_mask":
+        return _every_pair(mask_function, attention_mask, batch_size, q_length, device)
     if attention_mask is not None:
         return torch.where(attention_mask.bool(), 0, -1).to(torch.int32)
     if form == "causal":
@@ -184,6 +190,16 @@ def transformers_mask(
     rows, positions = torch.arange(batch_size, device=device)[:, None], torch.arange(q_length, device=device)[None]
     follows = mask_function(rows, 0, positions[:, 1:], positions[:, :-1])
     return F.pad((~follows).cumsum(1), (1, 0)).to(torch.int32)
+
+
+def _every_pair(mask_function: Any, attention_mask: Tensor | None, batch: int, length: int, device: Any) -> Tensor:
+    """Which keys each query sees, bool [B, 1, T, T]. transformers asks `mask_function` for one pair at a time under vmap, which
+    Dynamo does not trace; here for all at once: one that does not compute elementwise gives another shape, which is refused."""
+    rows, positions = torch.arange(batch, device=device), torch.arange(length, device=device)
+    seen = mask_function(rows[:, None, None, None], rows[:1], positions[:, None], positions)
+    if attention_mask is not None:
+        seen = seen & attention_mask.bool()[:, None, None]
+    return seen.expand(batch, 1, length, length)
 
 
 #: (dimensions, dtype) of segments.
@@ -197,11 +213,11 @@ FORMS = {"causal": "megacompile", "packed": "megacompile_packed", "padded": "meg
 def implementation_for(further: Collection[str], own: str | None) -> str | None:
     """The attention implementation for batches with `further` arguments, of a model whose `own` is "sdpa", "eager", ...; None
     where the meaning of an argument is the model's to say."""
-    if not set(further) <= {"attention_mask", "position_ids"}:
+    if not set(further) <= {"attention_mask", "position_ids", "token_type_ids"}:
         return None
     if "attention_mask" in further:  # then transformers looks for no sequences within a row
         return FORMS["padded_eager" if own == "eager" else "padded"]
-    return FORMS["packed" if further else "causal"]
+    return FORMS["packed" if "position_ids" in further else "causal"]
 
 
 def register_with_transformers() -> None:

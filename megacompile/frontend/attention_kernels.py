@@ -32,10 +32,19 @@ def sum_groups(x: Tensor, heads: int) -> Tensor:
 
 
 # ------------------------------------------------------------------ any device, windows and capped scores
-def visible(segments: Tensor) -> Tensor:
-    """Which keys a query sees by their segments alone (see `attention`): bool [B, 1, T, T] of int32 [B, T]."""
-    queries, keys = segments[:, None, :, None], segments[:, None, None, :]
-    return (keys >= 0) & ((queries < 0) | (queries == keys))
+def visible(length: int, device: torch.device, window: int, segments: Tensor | None) -> Tensor:
+    """Which keys each query sees (see `attention`): bool [T, T], or with segments [B, 1, T, T]."""
+    if segments is not None and segments.dtype == torch.bool:
+        return segments
+    position = torch.arange(length, device=device)
+    distance = position[:, None] - position[None, :]
+    seen = distance >= 0
+    if window:
+        seen = seen & (distance < window)
+    if segments is not None:
+        queries, keys = segments[:, None, :, None], segments[:, None, None, :]
+        seen = seen & (keys >= 0) & ((queries < 0) | (queries == keys))
+    return seen
 
 
 def scores_of(query: Tensor, key: Tensor, scale: float, window: int, softcap: float,
@@ -44,13 +53,7 @@ def scores_of(query: Tensor, key: Tensor, scale: float, window: int, softcap: fl
     scores = (query @ key.transpose(2, 3) * scale).float()
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
-    position = torch.arange(query.shape[2], device=query.device)
-    distance = position[:, None] - position[None, :]
-    hidden = distance < 0
-    if window:
-        hidden = hidden | (distance >= window)
-    if segments is not None:
-        hidden = hidden | ~visible(segments)
+    hidden = ~visible(query.shape[2], query.device, window, segments)
     return scores.masked_fill(hidden, float("-inf")), scores
 
 

@@ -65,9 +65,9 @@ def build_template(
         value = node.meta["example_value"]
         shape = tuple(map(symbolic, value.shape)) if isinstance(value, Tensor) else ()
         dtype = value.dtype if isinstance(value, Tensor) else None
-        inputs.append(TemplateInput(relative(source, section.name), shape, dtype, index in joint.gradients))
+        inputs.append(TemplateInput(relative(source, section), shape, dtype, index in joint.gradients))
     return Template(name, inputs, has_gradient, section.carried, joint, inference, renaming, target, pipeline, stages, head,
-                    tokens_at_once)
+                    tokens_at_once, section.share)
 
 
 def _run_model_passes(

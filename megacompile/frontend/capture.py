@@ -10,7 +10,7 @@ from typing import Any
 import sympy
 import torch
 import torch.utils._pytree as pytree
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
@@ -18,6 +18,7 @@ from megacompile.errors import CaptureError, UnsupportedError
 from megacompile.frontend.adapters import forward_signature, switch_off_adapters
 from megacompile.frontend.attention import implementation_for
 from megacompile.frontend.build import build_template, with_results
+from megacompile.frontend.expert_pieces import Rows, rows_of, split_experts
 from megacompile.frontend.heads import LOGITS, Head, Heads
 from megacompile.frontend.hidden_states import HiddenStates
 from megacompile.frontend.layers import LayerStack, find_layers
@@ -25,13 +26,14 @@ from megacompile.frontend.loss import is_averaged, normalise_loss
 from megacompile.frontend.model_graph import ModelGraph, capture_model_graph
 from megacompile.frontend.modes import operations, torch_calls
 from megacompile.frontend.output import OutputStructure, output_structure
+from megacompile.frontend.pieces import in_pieces
 from megacompile.frontend.places import Places, places_of
 from megacompile.frontend.randomness import draw_functionally, number_draws
 from megacompile.frontend.recorders import install_recorders
-from megacompile.frontend.rows import fixes_rows, images_of, join_rows, traced_apart
+from megacompile.frontend.rows import fixes_rows, images_in_a_row, images_of, join_rows, traced_apart
 from megacompile.frontend.sizes import Condition, batch_symbols, conditions
 from megacompile.frontend.split import split_at_layers, structural_key
-from megacompile.frontend.template import BATCH, LENGTH, Call, TargetLike, Template, TemplatePass
+from megacompile.frontend.template import BATCH, LENGTH, Call, Source, TargetLike, Template, TemplatePass
 from megacompile.frontend.token_functions import CHUNK_TOKENS, Described, taken_by_loss, with_loss
 from megacompile.frontend.twin import CAPTURE_SHAPE, fake_batch, fake_twin, is_transformers_model
 from megacompile.plan import PLAIN, Form
@@ -52,7 +54,7 @@ class CapturedModel:
     `calls`: the prologue, the layers in order, the epilogue. `templates`: by the name that calls use.
     `batch_inputs`: the batch arguments, in the positional order of the model's forward; `labels`: those that only the
     loss reads. `same_logits_without_labels`: a forward without them computes the logits that were captured with them.
-    `layer_names`: qualified.
+    `layer_names`: qualified. `rows`: by the names that calls use, the parameters that are shares of the model's own.
     `holds(training, size)`: whether the graphs hold in a mode and at a size where they were not captured. `in_form(form)`: the
     same model, captured for another form of batch; the first time takes as long as the first capture.
     `fused_attention`: every layer's attention is our op; else the model's own code, whose masks take B x T x T bytes.
@@ -76,6 +78,7 @@ class CapturedModel:
     labels: tuple[str, ...]
     same_logits_without_labels: bool
     layer_names: tuple[str, ...]
+    rows: Mapping[str, Rows]
     fused_attention: bool
     causal: bool
     form: Form
@@ -143,13 +146,13 @@ class CapturedModel:
 def capture(
     model: nn.Module, *, layers: str | None = None, example: Mapping[str, Tensor] | None = None,
     pipeline: Sequence[TemplatePass] = (), target: TargetLike | None = None, form: Form = PLAIN,
-    loss: Callable[..., Any] | None = None,
+    loss: Callable[..., Any] | None = None, expert_pieces: int = 1,
 ) -> CapturedModel:
     """Capture `model` for batches of one `form`, once, on fakes: no weight is read or copied, and `meta` models work too.
 
     `layers` names the decoder stack (see `find_layers`); `example` gives the batch arguments where they are not
     `input_ids` and `labels`; `pipeline` and `target` are the template passes and what they lower to; `loss`, a function of
-    tokens, stands in the place of the model's own loss.
+    tokens, stands in the place of the model's own loss; `expert_pieces`: calls that a layer's experts are divided among.
     Raises `CaptureError` or `UnsupportedError`, naming the module, for what cannot be streamed faithfully.
     """
     started = time.perf_counter()
@@ -157,6 +160,8 @@ def capture(
     name = type(model).__name__
     stack = find_layers(model, layers)
     plain = fake_twin(model, FakeTensorMode())  # as it is now: `model` may be streamed when it is captured again
+    split_experts(plain, find_layers(plain, layers), expert_pieces)
+    rows = rows_of(plain)
     taken = () if loss is None else taken_by_loss(loss, example or {})
     traced = example if loss is None else _without_loss(plain, example, taken)
     graph, twin, batch, attention = _trace(plain, layers, traced, form)
@@ -169,7 +174,7 @@ def capture(
     def called(where: Form, size: tuple[int, int]) -> tuple[str, ...] | None:
         fakes, tried, given, options = _subject(plain, layers, traced, where, size, attention)
         with fakes:
-            return torch_calls(tried, given, options)
+            return torch_calls(tried, images_in_a_row(given, form.images), options)
 
     def holds(training: bool, size: tuple[int, int]) -> bool:
         where = dataclasses.replace(form, evaluating=not training)
@@ -181,10 +186,10 @@ def capture(
     def in_form(other: Form) -> CapturedModel:
         with torch.inference_mode(False), torch.enable_grad():  # whatever the batch is computed under that needs it first
             return capture(plain, layers=layers, example=example, pipeline=pipeline, target=target, form=other,
-                           loss=loss)
+                           loss=loss)  # its experts are in pieces already
 
     structure, positions = output_structure(graph, name, other_loss=loss is not None)
-    places = places_of(graph, name)
+    places = places_of(graph, name, images_of(batch), form.images)
     has_loss = loss is not None or structure.has_loss
     count = _one if loss is not None else normalise_loss(graph, graph.results[positions[0]]) if has_loss else None
     draw_functionally(graph)
@@ -192,6 +197,8 @@ def capture(
     for section in sections:
         number_draws(section)
     renaming = batch_symbols(graph, name)
+    sizes = {symbol: Source("size", next(iter(batch)), (BATCH, LENGTH).index(size)) for symbol, size in renaming.items()}
+    sections = [piece for section in sections for piece in in_pieces(section, rows, sizes)]
     to_logits = with_results(sections[-1], [len(positions) - 1]) if structure.has_logits else None
     if loss is not None:
         assert to_logits is not None, "refused above"
@@ -211,7 +218,7 @@ def capture(
         calls.append(Call(section.name, names[key], tuple(section.sources)))
     heads = None
     if to_logits is not None:
-        hidden = HiddenStates(name, twin, stack, batch, sections[:-1], to_logits)
+        hidden = HiddenStates(name, twin, stack, images_in_a_row(batch, form.images), sections[:-1], to_logits)
         heads = Heads(graph, to_logits, hidden, build, templates, renaming)
     if not has_loss:
         assert heads is not None, "refused above"
@@ -222,9 +229,10 @@ def capture(
     labels = tuple(n for n in batch_inputs if has_loss and n not in read_early and n not in form.further)
     fused = _all_layers_call_attention(graph)
     return CapturedModel(
-        calls=tuple(calls), templates=templates, batch_inputs=batch_inputs, labels=labels, layer_names=stack.names,
-        same_logits_without_labels=_same_logits_without_labels(twin, graph, positions, batch, labels),
-        fused_attention=fused, causal=fused or _says_causal(stack),
+        calls=tuple(calls), templates=templates, batch_inputs=batch_inputs, labels=labels, layer_names=stack.names, rows=rows,
+        same_logits_without_labels=_same_logits_without_labels(
+            twin, graph, positions, images_in_a_row(batch, form.images), labels),
+        fused_attention=fused, causal=not _masks_pairs(graph) and (fused or _says_causal(stack)),
         fused_loss="linear_cross_entropy" in templates[calls[-1].template].stages["joint"], has_loss=has_loss,
         form=form, holds=functools.cache(holds), in_form=functools.cache(in_form), has_normaliser=count is not None,
         is_averaged=is_averaged(graph), count_targets=count, places=places, output=structure,
@@ -266,12 +274,13 @@ def _trace(
         stack = find_layers(twin, layers)
         install_recorders(twin, stack)
         try:
-            graph = capture_model_graph(twin, batch, stack, fakes, options)
+            graph = capture_model_graph(twin, batch, stack, fakes, options,
+                                        functools.partial(images_in_a_row, each=form.images))
         except (UnsupportedError, CaptureError):
             if attention is not None:  # sinks, biases, a mask that layers index: what our op lacks, the model's own has
                 continue
             raise
-        if images_apart and not join_rows(graph, images_of(batch)):
+        if images_apart and not join_rows(graph, images_of(batch), form.images):
             raise CaptureError(f"{type(model).__name__} does more with the list of its images' features than to join it, so "
                                "that a graph would hold for one number of images: compute with "
                                f"{', '.join(sorted(images_of(batch)))} as one tensor [batch, ...], without a list")
@@ -289,7 +298,7 @@ def _subject(
     twin = fake_twin(model, fakes, attention, training=not form.evaluating, layers=layers)
     if form.without_adapters:
         switch_off_adapters(twin)
-    batch = fake_batch(model, dict(example) if example is not None else None, fakes, size, form.further)
+    batch = fake_batch(model, dict(example) if example is not None else None, fakes, size, form.further, form.images)
     return fakes, twin, batch, {"use_cache": False} if "use_cache" in forward_signature(model).parameters else {}
 
 
@@ -314,9 +323,23 @@ def _same_logits_without_labels(
 
 
 def _all_layers_call_attention(graph: ModelGraph) -> bool:
-    regions = [m for m in graph.graph.children() if hasattr(m, "graph")]
+    return all(map(_attentions, _regions(graph)))
+
+
+def _masks_pairs(graph: ModelGraph) -> bool:
+    """Whether a layer's attention reads a mask of every pair, under which tokens may see later ones."""
+    given = [argument.meta["example_value"] for region in _regions(graph) for call in _attentions(region)
+             for argument in call.args[7:] if isinstance(argument, fx.Node)]
+    return any(mask.dtype == torch.bool for mask in given)
+
+
+def _attentions(region: fx.GraphModule) -> list[fx.Node]:
     target = torch.ops.megacompile.attention
-    return all(any(n.target in (target, target.default) for n in region.graph.nodes) for region in regions)  # type: ignore[union-attr]
+    return [node for node in region.graph.nodes if node.target in (target, target.default)]
+
+
+def _regions(graph: ModelGraph) -> list[fx.GraphModule]:
+    return [m for m in graph.graph.children() if isinstance(m, fx.GraphModule)]
 
 
 def _says_causal(stack: LayerStack) -> bool:

@@ -9,13 +9,14 @@ import operator
 import re
 import textwrap
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 import torch._dynamo
 from torch import Tensor, fx, nn
 from torch._dynamo.functional_export import dynamo_graph_capture_for_export
+from torch._dynamo.variables.lazy import LazySymNodeFormatString
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributions import Distribution
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -59,10 +60,11 @@ class ModelGraph:
 
 
 def capture_model_graph(
-    model: nn.Module, batch: Mapping[str, Tensor], stack: LayerStack, fakes: FakeTensorMode, options: dict[str, Any]
+    model: nn.Module, batch: Mapping[str, Tensor], stack: LayerStack, fakes: FakeTensorMode, options: dict[str, Any],
+    taken: Callable[[dict[str, Tensor]], dict[str, Tensor]] = dict,
 ) -> ModelGraph:
-    """Trace `model(**batch, **options)` with the batch size, and the length where a batch input has it, dynamic and equal among
-    inputs.
+    """Trace `model(**taken(batch), **options)` with the batch size, and the length where a batch input has it, dynamic and
+    equal among inputs.
 
     Raises `CaptureError` with Dynamo's reason and the line of the model that caused it.
     """
@@ -78,10 +80,11 @@ def capture_model_graph(
         for other, dynamic in itertools.compress(zip(inputs, dimensions, strict=True), tied):
             for dimension in dynamic:  # each marked one has a symbol of its own: say that they are equal
                 torch._check(other.shape[dimension] == inputs[0].shape[dimension])
-        return model(**dict(zip(names, inputs, strict=True)), **options)
+        return model(**taken(dict(zip(names, inputs, strict=True))), **options)
 
     torch._dynamo.reset()
-    with fakes, warnings.catch_warnings(), traceable_adapters(), unchecked_distributions(), layers_as_regions(stack):
+    with (fakes, warnings.catch_warnings(), traceable_adapters(), unchecked_distributions(), sizes_unread_by_messages(),
+          layers_as_regions(stack)):
         warnings.simplefilter("ignore")  # "side effects happened": transformers' output collectors
         try:
             graph = dynamo_graph_capture_for_export(step)(*tensors)
@@ -115,6 +118,22 @@ def unchecked_distributions() -> Iterator[None]:
         yield
     finally:
         Distribution.set_default_validate_args(checked)
+
+
+@contextlib.contextmanager
+def sizes_unread_by_messages() -> Iterator[None]:
+    """Within, a message about sizes is written with their symbols. Dynamo would write the traced numbers, and so make a
+    constant of the number of images, of which models say how many features they have even where nothing is wrong."""
+    written = LazySymNodeFormatString.__repr__
+
+    def with_symbols(self: Any) -> str:
+        return str.format(self.fmt_var.as_python_constant(), str(self.sym_node_var.sym_num))
+
+    LazySymNodeFormatString.__repr__ = with_symbols  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        LazySymNodeFormatString.__repr__ = written  # type: ignore[method-assign]
 
 
 def _name_squeezed(module: fx.GraphModule) -> None:

@@ -40,11 +40,17 @@ def traced_apart(batch: Mapping[str, Tensor], fakes: FakeTensorMode) -> dict[str
         return {name: torch.zeros((TRACED_ROWS, *batch[name].shape[1:]), dtype=batch[name].dtype) for name in images_of(batch)}
 
 
-def join_rows(graph: ModelGraph, images: Collection[str]) -> bool:
-    """Lets a graph whose batch arguments `images` were traced with `TRACED_ROWS` rows hold for as many as the batch has. False,
-    and the graph is of no use, if it does not: somewhere the items are used for themselves."""
+def images_in_a_row(batch: Mapping[str, Tensor], each: int) -> dict[str, Tensor]:
+    """The batch as a model takes it, whose arguments have `each` images for every sequence: [batch, each, ...] if several."""
+    several = images_of(batch) if each > 1 else set()
+    return {name: tensor.flatten(0, 1) if name in several else tensor for name, tensor in batch.items()}
+
+
+def join_rows(graph: ModelGraph, images: Collection[str], each: int) -> bool:
+    """Lets a graph whose batch arguments `images` were traced with `TRACED_ROWS` rows, of `each` images, hold for as many as
+    the batch has. False, and the graph is of no use, if it does not: somewhere the items are used for themselves."""
     for node in list(graph.graph.graph.nodes):
-        if (rows := _all_rows(node)) is not None:
+        if (rows := _all_rows(node, TRACED_ROWS * each)) is not None:
             with graph.graph.graph.inserting_before(node):
                 joined = graph.graph.graph.call_method("flatten", (rows, 0, 1))
             joined.meta = dict(node.meta)
@@ -53,7 +59,7 @@ def join_rows(graph: ModelGraph, images: Collection[str]) -> bool:
             for dead in (node, *items):
                 graph.graph.graph.erase_node(dead)
     graph.graph.recompile()
-    return _forget_number(graph, images) and _propagate(graph, images)
+    return _forget_number(graph, images) and _propagate(graph, images, {TRACED_ROWS, TRACED_ROWS * each})
 
 
 def _forget_number(graph: ModelGraph, images: Collection[str]) -> bool:
@@ -62,24 +68,26 @@ def _forget_number(graph: ModelGraph, images: Collection[str]) -> bool:
                for symbol in n.meta["example_value"].shape[0].node._expr.free_symbols}
     assumed = [guard for guard in graph.shape_env.guards if numbers & guard.expr.free_symbols]
     graph.shape_env.guards = [guard for guard in graph.shape_env.guards if guard not in assumed]
-    return all(guard.expr == sympy.Eq(symbol, TRACED_ROWS) for guard in assumed for symbol in guard.expr.free_symbols)
+    return all(isinstance(guard.expr, sympy.Eq) and sympy.solve(guard.expr, symbol) == [TRACED_ROWS]
+               for guard in assumed for symbol in guard.expr.free_symbols)
 
 
-def _all_rows(node: fx.Node) -> fx.Node | None:
-    """The tensor [TRACED_ROWS, n, ...] of which `node` joins all rows, each of which nobody else reads."""
+def _all_rows(node: fx.Node, count: int) -> fx.Node | None:
+    """The tensor [`count`, n, ...] of which `node` joins all rows, each of which nobody else reads."""
     if node.target not in (torch.cat, torch.concat) or {*node.args[1:], *node.kwargs.values()} - {0}:
         return None
     items: Any = node.args[0]
-    if len(items) != TRACED_ROWS or any(n.target is not operator.getitem or list(n.users) != [node] for n in items):
+    if len(items) != count or any(n.target is not operator.getitem or list(n.users) != [node] for n in items):
         return None
     (tensor, *others) = dict.fromkeys(n.args[0] for n in items)
     value = tensor.meta["example_value"]
-    in_order = [n.args[1] for n in items] == list(range(TRACED_ROWS))
+    in_order = [n.args[1] for n in items] == list(range(count))
     return tensor if in_order and not others and isinstance(value, Tensor) and value.dim() > 1 else None
 
 
-def _propagate(graph: ModelGraph, images: Collection[str]) -> bool:
-    """Gives `images` the batch's rows, and all that is made of them its shape then. False where that cannot be."""
+def _propagate(graph: ModelGraph, images: Collection[str], traced: Collection[int]) -> bool:
+    """Gives `images` the batch's rows, and all that is made of them its shape then. False where that cannot be, or a number
+    that was `traced` is in the graph."""
     first = next(n.meta["example_value"] for n, s in graph.sources.items() if s.kind == "batch" and s.name not in images)
     changed: set[fx.Node] = set()
     with graph.fakes, torch.enable_grad(), enable_python_dispatcher():
@@ -91,7 +99,7 @@ def _propagate(graph: ModelGraph, images: Collection[str]) -> bool:
                 changed.add(node)
             elif node.op != "output" and changed.intersection(node.all_input_nodes):
                 before = node.meta.get("example_value")
-                if node.target is INVOKE or TRACED_ROWS in _literals(node):
+                if node.target is INVOKE or not set(traced).isdisjoint(_literals(node)):
                     return False
                 try:
                     after = _computed(node)

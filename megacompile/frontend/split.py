@@ -4,6 +4,7 @@ from __future__ import annotations
 import dataclasses
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -15,19 +16,22 @@ from megacompile.frontend.model_graph import INVOKE, ModelGraph
 from megacompile.frontend.template import Source
 from megacompile.frontend.totals import made_in_layers
 
-_NUMBERS = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
+NUMBERS = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 @dataclasses.dataclass
 class Section:
     """A piece of the model graph (Dynamo level). `sources[i]` feeds placeholder i; `carried[i]` says whether the next
-    call reads result i, `has_gradient[i]` whether a gradient comes back for it."""
+    call reads result i, `has_gradient[i]` whether a gradient comes back for it. `layer`: that it is a part of, if it is one;
+    `share`: of what that layer's experts compute, on average."""
 
     name: str
     graph: fx.GraphModule
     sources: list[Source]
     has_gradient: list[bool]
     carried: list[bool]
+    layer: str = ""
+    share: Fraction = Fraction(1)
 
 
 def needs_gradient(node: fx.Node) -> bool:
@@ -213,7 +217,7 @@ def _goes_along(model: ModelGraph, node: fx.Node) -> bool:
     if node in model.sources:
         return False
     value = node.meta.get("example_value")
-    if isinstance(value, _NUMBERS):
+    if isinstance(value, NUMBERS):
         return True
     weights = {n for n in node.all_input_nodes if n in model.sources and model.sources[n].kind in ("parameter", "buffer")}
     return isinstance(value, Tensor) and value._is_view() and bool(node.all_input_nodes) and all(
@@ -279,7 +283,7 @@ def structural_key(section: Section) -> str:
         arguments = fx.map_arg((node.args, node.kwargs), lambda n: f"%{number[n]}")
         if node.op == "placeholder":
             source, value = section.sources[len(number)], node.meta["example_value"]
-            role = relative(source, section.name)
+            role = relative(source, section)
             described = value
             if isinstance(value, Tensor):
                 described = tuple(value.shape), value.stride(), value.dtype, value.requires_grad
@@ -299,8 +303,9 @@ def structural_key(section: Section) -> str:
     return "\n".join(lines)
 
 
-def relative(source: Source, layer: str) -> Source:
+def relative(source: Source, section: Section) -> Source:
     """A layer's own parameter or buffer by its name in the layer: model.layers.3.mlp.up.weight is mlp.up.weight."""
-    if source.kind in ("parameter", "buffer") and source.name.startswith(layer + "."):
-        return Source(source.kind, source.name.removeprefix(layer + "."))
+    for path in (section.name, section.layer) if source.kind in ("parameter", "buffer") else ():
+        if path and source.name.startswith(path + "."):
+            return Source(source.kind, source.name.removeprefix(path + "."))
     return source

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from fractions import Fraction
 from typing import Any, Protocol
 
 import sympy
@@ -150,7 +151,8 @@ class Template:
 
     Attributes: `name`; `inputs`; `outputs`, how many; `carried_outputs` and `has_gradient`, a bool for each output;
     `symbols`, (B, T); `variant_names`; `stages`, the graph as Python text after each pass, by name; `tokens_at_once`, the
-    most tokens of which values are to exist at a time, whatever the plan says; 0: as the plan says.
+    most tokens of which values are to exist at a time, whatever the plan says; 0: as the plan says; `share`: of what a layer's
+    experts compute, that of those which it runs.
     Thread-compatible: cut variants before sharing a template between threads.
     """
 
@@ -158,11 +160,12 @@ class Template:
         self, name: str, inputs: Sequence[TemplateInput], has_gradient: Sequence[bool], carried_outputs: Sequence[bool],
         joint: JointGraph, inference: JointGraph | None, symbols: dict[sympy.Symbol, sympy.Symbol],
         target: TargetLike, pipeline: Sequence[TemplatePass], stages: dict[str, str], head: bool = False,
-        tokens_at_once: int = 0,
+        tokens_at_once: int = 0, share: Fraction = Fraction(1),
     ) -> None:
         self.name, self.inputs, self.outputs = name, tuple(inputs), len(has_gradient)
         self.has_gradient, self.carried_outputs = tuple(has_gradient), tuple(carried_outputs)
         self.symbols, self.stages, self.tokens_at_once = (BATCH, LENGTH), stages, tokens_at_once
+        self.share = share
         self._joint, self._inference, self._renaming = joint, inference, symbols
         self._target, self._pipeline = target, tuple(p for p in pipeline if p.level == "variant")
         self._variants: dict[tuple[str, int], Variant] = {}

@@ -61,7 +61,7 @@ def _possible(epilogue: Sequence[fx.Node], made_by: Mapping[fx.Node, int], sourc
     return stages
 
 
-def _writes(node: fx.Node) -> bool:
+def writes(node: fx.Node) -> bool:
     """Whether a node changes its first input in place."""
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     in_place = name.startswith("i") and hasattr(operator, name[1:]) and getattr(operator, name, None) is node.target
@@ -70,12 +70,12 @@ def _writes(node: fx.Node) -> bool:
 
 def _is_changed(node: fx.Node) -> bool:
     """Whether somebody else reads a value that is changed in place: all of them would have to go along."""
-    return len(node.users) > 1 and any(_writes(user) and user.args[0] is node for user in node.users)
+    return len(node.users) > 1 and any(writes(user) and user.args[0] is node for user in node.users)
 
 
 def _changes_another(node: fx.Node) -> bool:
     """Whether a node changes a value in place that may come from another call: any that is no constant."""
-    return _writes(node) and bool(node.all_input_nodes[0].all_input_nodes)
+    return writes(node) and bool(node.all_input_nodes[0].all_input_nodes)
 
 
 def _needed_by_totals(possible: Mapping[fx.Node, int], stages: Collection[int]) -> dict[fx.Node, int]:

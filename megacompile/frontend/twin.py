@@ -69,12 +69,12 @@ def _fake_like(tensor: torch.Tensor) -> torch.Tensor:
 
 def fake_batch(
     model: nn.Module, example: dict[str, torch.Tensor] | None, fakes: FakeTensorMode,
-    size: tuple[int, int] = CAPTURE_SHAPE, further: Collection[str] = (),
+    size: tuple[int, int] = CAPTURE_SHAPE, further: Collection[str] = (), images: int = 1,
 ) -> dict[str, torch.Tensor]:
     """Fake batch inputs of [batch, length] `size`, in the positional order of the model's `forward`.
 
     `example` gives their names and dtypes; without it, int64 `input_ids` and, if there is such a parameter, `labels`. `further`
-    ones beside it are int64.
+    ones beside it are int64. Floats of several dimensions are `images` for each sequence: [batch, images, ...] if several.
     Raises `CaptureError` if the model's forward does not take them, needs more, or an input is neither a [batch, length, ...]
     integer tensor of the same shape as the first, nor one value a row ([batch], or floats [batch, ...]).
     """
@@ -109,13 +109,21 @@ def fake_batch(
             )
     order = [key for key in parameters if key in example] + [key for key in example if key not in parameters]
     with fakes:
-        return {key: torch.zeros((size[0], *example[key].shape[1:]) if of_rows(example[key], shape) else (*size, *shape[2:]),
-                                 dtype=example[key].dtype) for key in order}
+        return {key: torch.zeros(_fake_shape(example[key], shape, size, images), dtype=example[key].dtype) for key in order}
+
+
+def _fake_shape(tensor: torch.Tensor, tokens: torch.Size, size: tuple[int, int], images: int) -> tuple[int, ...]:
+    if not of_rows(tensor, tokens):
+        return (*size, *tokens[2:])
+    several = (images,) if images > 1 and tensor.dim() > 2 else ()
+    return (size[0], *several, *tensor.shape[1:])
 
 
 def of_rows(tensor: torch.Tensor, tokens: torch.Size) -> bool:
-    """Whether a batch argument has values for rows and not for tokens: [batch], or floats of another shape than `tokens`."""
-    if not tensor.dim() or tensor.shape[0] != tokens[0] or tensor.is_complex():
+    """Whether a batch argument has values for rows and not for tokens: [batch], or floats of another shape than `tokens`. Of
+    images there may be others than rows."""
+    images = tensor.is_floating_point() and tensor.dim() > 2
+    if not tensor.dim() or (tensor.shape[0] != tokens[0] and not images) or tensor.is_complex():
         return False
     return tensor.dim() == 1 or (tensor.is_floating_point() and tensor.shape[:2] != tokens[:2])
 

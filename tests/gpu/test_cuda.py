@@ -42,8 +42,8 @@ def late(model: Any, seed: int) -> None:
     streamed.executor.delay = lambda lane: streamed.backend.delay(lane, draw.random() * 0.004 * (draw.random() < 0.3))
 
 
-def train(model: Any, steps: int = 3) -> dict[str, torch.Tensor]:
-    optimizer = megacompile.AdamW(model.parameters(), lr=1e-3, max_grad_norm=1.0)
+def train(model: Any, steps: int = 3, **options: Any) -> dict[str, torch.Tensor]:
+    optimizer = megacompile.AdamW(model.parameters(), lr=1e-3, max_grad_norm=1.0, **options)
     for step in range(steps):
         model(**batch(step)).loss.backward()
         optimizer.step()
@@ -221,13 +221,13 @@ def test_a_wait_deleted_by_hand_changes_the_result(reference: Any) -> None:
     shape = model.megacompile.compiled(batch(0))
     program = shape.program
     waits = list(find(program.section("forward"), "wait"))
-    # The last arrival of weights that compute waits for: its slot held another layer's until then.
+    # The last arrival of weights that compute waits for.
     number = max(i for i, w in enumerate(waits) if lane_of(w) == Lane.COMPUTE
                  and op_of(operands(operands(w, "event")[0], "node")[0]).name == "prefetch")
     shape.compiled.stages["synchronize"] = without(program, "forward", number)
     streamed.executor.delay = lambda lane: streamed.backend.delay(lane, 0.02 if lane == Lane.H2D else 0.0)
     try:
-        assert not same(train(model), reference)
+        assert not same(train(model, non_finite="skip"), reference)  # what a slot holds before its weights may be NaN
     finally:
         model.megacompile.close()
 

@@ -29,12 +29,12 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_kind_trains_as_close_to_float32_as_native_bf16_does(kind: str) -> None:
+@pytest.mark.parametrize(("kind", "pieces"), [*((kind, None) for kind in KINDS), ("qwen3_moe", 3), ("gpt_oss", 2)])
+def test_a_kind_trains_as_close_to_float32_as_native_bf16_does(kind: str, pieces: int | None) -> None:
     torch.manual_seed(0)
     config = AutoConfig.for_model(kind, **SIZES, **KINDS[kind])
     half: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
-    model = megacompile.stream(copy.deepcopy(half), micro_batch_size=2)
+    model = megacompile.stream(copy.deepcopy(half), micro_batch_size=2, expert_pieces=pieces)
     exact = copy.deepcopy(half).float().cuda()
     half.cuda()
     ids = torch.randint(0, 512, (4, 128)).cuda()

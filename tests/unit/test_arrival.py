@@ -142,6 +142,20 @@ def test_a_closure_makes_a_whole_step(model: Any, optimizer: Any) -> None:
     assert all(state["step"] == 2 for state in optimizer.state.values())
 
 
+def test_a_closure_after_a_backward_that_has_updated_is_refused(model: Any, optimizer: Any) -> None:
+    """So do trainers accumulate gradients: some backwards, and the last one in a closure. None of it may count twice."""
+    def closure() -> torch.Tensor:
+        loss = model(**batch(1)).loss
+        loss.backward()
+        return loss
+
+    model(**batch(0)).loss.backward()
+    once = weights(model)
+    with pytest.raises(LeaseError, match="give the whole batch to one forward"):
+        optimizer.step(closure)
+    assert same_bits(weights(model), once)
+
+
 # ---------------------------------------------------------------- which optimizer
 
 def test_an_optimizer_made_later_decides_and_so_does_the_next(model: Any) -> None:

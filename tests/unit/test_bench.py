@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import sys
@@ -11,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -122,11 +124,19 @@ def test_rows_that_differ_in_their_plans_alone_share_a_model() -> None:
     def given(*arguments: str) -> argparse.Namespace:
         return step.options().parse_args([*TINY, "--steps", "1", "--recorded-steps", "0", *arguments])
 
-    with step.Models() as models:
+    call, seen = step.Step.__call__, list[torch.Tensor]()
+
+    def noted(self: step.Step, ids: torch.Tensor) -> float:
+        seen.append(ids)
+        return call(self, ids)
+
+    with step.Models() as models, mock.patch.object(step.Step, "__call__", noted):
         first = step.measure(given("--layers", "2"), models)
         model = models.model
         second = step.measure(given("--layers", "2", "--batch", "4", "--checkpoint-interval", "2"), models)
         assert models.model is model and (first["checkpoint_interval"], second["checkpoint_interval"]) == (1, 2)
+        step.measure(given("--layers", "2"), models)
+        assert not any(torch.equal(a, b) for a, b in itertools.combinations(seen, 2)), "a batch that the model knows"
         with pytest.raises(MegacompileError, match="no tiles"):
             step.measure(given("--layers", "2", "--resident", "nothing"), models)
         assert models.model is None, "what a row has failed with is no model for another"

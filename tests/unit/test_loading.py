@@ -36,7 +36,8 @@ def two_tiles(model: nn.Module) -> Tiling:
     layouts = {name: TileLayout.of(name, parameters[0][1].dtype, [
         (n, p.shape, p.requires_grad) for n, p in parameters if bool(layer(n)) == (name == "layers")])
         for name in ("layers", "rest")}
-    return Tiling(layouts, {}, {s.name: (t, i) for t, layout in layouts.items() for i, s in enumerate(layout.slices)})
+    position = {s.name: (t, i) for t, layout in layouts.items() for i, s in enumerate(layout.slices)}
+    return Tiling(layouts, layouts, {}, position, {name: (place,) for name, place in position.items()}, position)
 
 
 class Loaded:

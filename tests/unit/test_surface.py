@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import megacompile
-from megacompile.errors import InsufficientMemoryError
+from megacompile.errors import InsufficientMemoryError, UnsupportedError
 from megacompile.program import Lane
 from megacompile.tiling import Tiling, move_rest
 
@@ -294,6 +294,8 @@ def _saved_to_file(model: Any, directory: Path) -> dict[str, torch.Tensor]:
 READS: dict[str, Any] = {
     "state_dict": lambda model, directory: weights(model),
     "parameters": lambda model, directory: {n: p.detach().clone() for n, p in model.named_parameters()},
+    "parameters of a module around it": lambda model, directory: {
+        name.removeprefix("0."): p.detach().clone() for name, p in nn.Sequential(model).named_parameters()},
     "deepcopy": lambda model, directory: weights(copy.deepcopy(model)),
     "save_pretrained": _saved_to_directory,
     "torch.save": _saved_to_file,
@@ -700,6 +702,33 @@ def test_the_stack_of_layers_can_be_registered_for_a_class(registered: None) -> 
     model.megacompile.close()
 
 
+@pytest.mark.parametrize("kept", ["weights", "weights and state"])
+def test_what_is_written_through_data_after_synchronize_counts(kept: str) -> None:
+    """Such writes leave no trace: what lives on the device must be sent there again."""
+    state = "all" if kept == "weights and state" else ()
+    model = megacompile.stream(tiny_models.build(), device="cpu", resident="all", resident_state=state)
+    native, losses = tiny_models.build(), []
+    for each, kind in ((model, megacompile.AdamW), (native, torch.optim.AdamW)):
+        optimizer = kind(each.parameters(), lr=1e-2)
+        train_step(each, optimizer)
+        if each is model:
+            model.megacompile.synchronize()
+        for parameter in each.parameters():
+            parameter.data.mul_(0.5)
+        losses.append([train_step(each, optimizer, seed) for seed in (1, 2)])
+    assert losses[0] == pytest.approx(losses[1], abs=1e-5)
+    tiny_models.assert_same_weights(model, native)
+    model.megacompile.close()
+
+
+@pytest.mark.parametrize(("cast", "remedy"), [
+    (lambda module: module.bfloat16(), "dtype="), (lambda module: module.double(), "dtype="),
+    (lambda module: module.to("meta"), "computes on cpu")])
+def test_a_module_around_it_is_told_what_cannot_be_done(model: Any, cast: Any, remedy: str) -> None:
+    with pytest.raises(UnsupportedError, match=remedy):
+        cast(nn.Sequential(model))
+
+
 # ---------------------------------------------------------------- optimizer states from elsewhere
 
 @pytest.mark.parametrize("which", ["model", "bf16_model"])
@@ -751,5 +780,5 @@ def test_what_lies_in_no_tile_comes_home_from_another_device() -> None:
     model = PlainDecoder()
     with FakeTensorMode():
         model.register_buffer("elsewhere", torch.empty(3, device="cuda"))
-    move_rest(model, Tiling({}, {}, {}))
+    move_rest(model, Tiling({}, {}, {}, {}, {}, {}))
     assert model.elsewhere.device.type == "cpu"

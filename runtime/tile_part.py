@@ -1,0 +1,50 @@
+"""A share of a host tile that is streamed as a tile of its own: some of the experts of a layer.
+
+    host tile    gate_up of experts 0 1 2 3 | down of experts 0 1 2 3
+    in a slot    gate_up of experts     2 3 | down of experts     2 3
+
+In host memory a parameter stays in one piece, whoever reads it; a part is a run of elements of each. What crosses the link for
+a part, norms aside, is one copy a run. Norms of gradients are of parts, in memory of their own: a parameter has several.
+"""
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from .store import HostTile, TileLayout, host_memory
+
+
+@dataclass
+class TilePart:
+    """`layout`: as it lies in a slot. `home`: where it lies in host memory. `norm_bytes`: uint8, of one FP32 norm a parameter;
+    None if nothing in it is trained."""
+
+    layout: TileLayout
+    home: HostTile
+    norm_bytes: Tensor | None
+
+    @classmethod
+    def of(cls, layout: TileLayout, home: HostTile) -> TilePart:
+        return cls(layout, home, host_memory(4 * len(layout.slices)).zero_() if layout.trainable else None)
+
+    @property
+    def runs(self) -> list[tuple[slice, slice]]:
+        """Elements in a slot, and the same at home."""
+        return [(slice(s.start, s.stop), self.layout.at_home(i)) for i, s in enumerate(self.layout.slices)]
+
+    def weights_with(self, memory: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Bytes of a slot or slab, and the host's of the same weights."""
+        yield from self._bytes_with(memory, self.home.weights)
+
+    def gradients_with(self, memory: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Bytes of a slot or slab, and the host's of the same gradients and norms."""
+        assert self.home.gradients is not None and self.norm_bytes is not None, f"{self.layout.name} has nothing to train"
+        yield from self._bytes_with(memory, self.home.gradients)
+        yield memory[self.layout.weight_bytes:self.layout.gradient_bytes], self.norm_bytes
+
+    def _bytes_with(self, memory: Tensor, home: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        size = self.layout.dtype.itemsize
+        for here, there in self.runs:
+            yield memory[here.start * size:here.stop * size], home[there.start * size:there.stop * size]
