@@ -18,7 +18,7 @@ def give_back(executor: Executor | ReferenceExecutor, arena: Arena, checkpoints:
         arena.close()
         checkpoints.close()
         store.drop_sums()
-        for part in store.streamed_memory():
+        for part in (*store.streamed_memory(), *(state for tile in store.tiles.values() for state in tile.state())):
             backend.unlock(part)
 
     executor.close(then=memory)

@@ -14,7 +14,7 @@ from megacompile.passes.pipeline import check_pipeline, check_template_pipeline
 from megacompile.sizes import parse_bytes
 
 #: Options that name tiles.
-NAMES_OF_TILES = ("resident", "resident_state", "host_sums")
+NAMES_OF_TILES = ("resident", "resident_state", "visiting_state", "host_sums")
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,9 @@ class StreamConfig:
         resident: names of tiles (or one name) whose weights stay on the device, or "all".
         resident_state: names of tiles (or one name) that stay there with their optimizer state and are updated there, or
             "all"; None: as many as there is memory for and the update is hidden by.
+        visiting_state: names of tiles (or one name) that go to the device for their update and home again, with their
+            optimizer state, or "all" others; None: as many as make a step faster that waits for the host's updates. Updates
+            at the end of a step only.
         weight_slots, gradient_slots, gradient_slabs: sizes of the pools.
         expert_pieces: into how many calls a layer's routed experts are divided, each with tiles of its own, so that a slot
             holds a piece and not a layer; None: one, unless half of the device cannot hold the layers under way.
@@ -72,6 +75,7 @@ class StreamConfig:
     host_checkpoints: int | bool | None = None
     resident: tuple[str, ...] | str = ()
     resident_state: tuple[str, ...] | str | None = None
+    visiting_state: tuple[str, ...] | str | None = None
     weight_slots: int | None = None
     expert_pieces: int | None = None
     gradient_slots: int = 2

@@ -71,8 +71,8 @@ def _unedited(shapes: Shapes, shape: Shape, plan: Plan) -> Program:
     if plan.output != shape.output:
         raise ProgramError(f'the plan says output="{plan.output}", but the shape "{shape.output}": say the same in both')
     layers, tiles = len(shapes.captured.layer_names), set(shapes.tiling.layouts)
-    if unknown := sorted({*plan.resident, *plan.resident_state} - tiles):
-        raise ProgramError(f"the plan keeps {', '.join(unknown)} on the device, which are no tiles of this model: it has "
+    if unknown := sorted({*plan.resident, *plan.resident_state, *plan.visiting_state} - tiles):
+        raise ProgramError(f"the plan has {', '.join(unknown)} on the device, which are no tiles of this model: it has "
                            f"{', '.join(shapes.tiling.layouts)}")
     trained = [tile for tile, layout in shapes.tiling.layouts.items() if layout.trainable]
     if plan.update_order and sorted(plan.update_order) != sorted(trained):

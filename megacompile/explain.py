@@ -154,7 +154,8 @@ def _table(found: Sequence[Candidate], chosen: Plan, operations: int) -> str:
         plan, timeline = each.plan, each.timeline
         chunked = f" ({plan.token_chunk} tokens at a time)" if plan.token_chunk else ""
         sizes = (plan.checkpoint_interval, f"{plan.micro_batches[0]}{chunked}", plan.waves, plan.saved_layers,
-                 plan.host_checkpoints, len(plan.host_sums), len(plan.resident_state),
+                 plan.host_checkpoints, len(plan.host_sums),
+                 f"{len(plan.resident_state)}{f' + {len(plan.visiting_state)} visit' if plan.visiting_state else ''}",
                  f"{each.device_bytes / 2**30:.1f}", f"{each.host_bytes / 2**30:.1f}")
         if timeline is None:
             rows.append(("", *sizes, "does not fit", "", "", "", ""))

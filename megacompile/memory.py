@@ -64,7 +64,16 @@ def slot_bytes(captured: CapturedModel, tiling: Tiling, plan: Plan) -> int:
             + sum(max(sizes) for sizes in zip_longest(*ranked, fillvalue=0))
             + sum(layouts[t].weight_bytes for t in plan.resident)
             + sum(layouts[t].state_bytes for t in plan.resident_state) + sum(layouts[t].gradient_bytes for t in kept)
+            + _visiting(tiling, plan)
             + max((layouts[t].gradient_bytes for t in border if layouts[t].trainable and t not in kept), default=0))
+
+
+def _visiting(tiling: Tiling, plan: Plan) -> int:
+    """Of the slot that tiles pass through which visit for their update."""
+    if not plan.visiting_state:
+        return 0
+    tiles = tiling.tiles()
+    return max(tiles[name].bytes_of("visiting") for name in plan.visiting_state)
 
 
 def _turns(layers: list[TileLayout], plan: Plan, kept: Sequence[str]) -> int:

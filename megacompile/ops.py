@@ -108,10 +108,14 @@ OPS: dict[str, Op] = {op.name: op for op in (
        "each parameter's norm of the sum, to where the clip reads it"),
     Op("adam_of_sum", Lane.CPU, ("tile", "clip"), ("clip",), ("sums[tile]", "clip"), ("weights[tile]",), None,
        "the same update, of the gradients' FP32 sum"),
-    # Host state is no place: only these two and `adam` touch it, all of them in the cpu lane.
-    Op("fetch_state", Lane.CPU, ("tile", "into"), ("into",), (), ("result",), "state",
+    # Both ways in one lane: prefetches would else have one lane more to wait for, in every program.
+    Op("adam_visiting", Lane.H2D, ("tile", "clip", "into"), ("into",), ("gradients[tile]", "clip"), ("weights[tile]", "result"),
+       "visiting", "the same update, on the device: weights, gradients and state come a chunk at a time, and go home"),
+    # Host state is no place of its own: whoever touches it touches the tile's weights, whose order is that of both.
+    Op("fetch_state", Lane.CPU, ("tile", "into"), ("into",), ("weights[tile]",), ("result",), "state",
        "a tile's optimizer state, host -> device"),
-    Op("store_state", Lane.CPU, ("tile", "state"), (), ("state",), (), None, "a tile's optimizer state, device -> host"),
+    Op("store_state", Lane.CPU, ("tile", "state"), (), ("weights[tile]", "state"), (), None,
+       "a tile's optimizer state, device -> host"),
     # In the cpu lane too, so that no schedule without them has a lane more to wait for.
     Op("fetch_gradients", Lane.CPU, ("tile", "into"), ("into",), ("gradients[tile]",), ("result",), "gradients",
        "a tile's gradients, host -> device: they were added up, or changed, on the host"),

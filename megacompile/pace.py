@@ -15,8 +15,9 @@ from megacompile.program import Program, argument, op_of
 from megacompile.simulate import Timeline
 from megacompile.tiling import Tiling
 
-#: Share of the rate of the host's AdamW that plans are chosen with. It has the least certain of all rates, since everything
-#: on the host shares its memory: plans that a slower one would hurt are only taken where they gain more.
+#: Share of the rate of the host's AdamW that plans are chosen with, and of the link's if tiles visit the device beside it. They
+#: have the least certain of all rates, since everything on the host shares its memory: plans that slower ones would hurt are
+#: only taken where they gain more.
 CAUTION = 0.95
 
 
@@ -48,7 +49,8 @@ class Pace:
         key = plan, whole_step
         if key not in self.timelines:
             program, hardware = self.program(plan, whole_step), self.durations.hardware
-            slower = replace(self.durations, hardware=replace(hardware, adam=CAUTION * hardware.adam))
+            link = {way: CAUTION * rate for way, rate in hardware.link.items()} if plan.visiting_state else hardware.link
+            slower = replace(self.durations, hardware=replace(hardware, adam=CAUTION * hardware.adam, link=link))
             self.timelines[key] = self.durations.simulate(program, plan)
             self._cautious[key] = slower.simulate(program, plan).step_s
         return self.timelines[key], self._cautious[key]

@@ -61,12 +61,13 @@ class Plan:
     back in `waves`, consecutive shares of the micro-batches. Tiles are updated at "step", after an exact clip over all
     gradients, or each on "arrival" of its gradients, unclipped; in `update_order` (empty: as they arrive). `resident`
     tiles keep their weights on the device; those of them in `resident_state` their optimizer state and gradients too, and
-    are updated there. `locked` says that tiles themselves are page-locked; otherwise weights pass through
-    `staging_slabs` and gradients through `gradient_slabs` page-locked slabs (the paper's pinned slab pool). Templates compute
-    what treats each token alone `token_chunk` positions of a micro-batch at a time; 0: all at once. The checkpoints of the
-    lowest `host_checkpoints` borders between blocks, whose backward comes last, wait for it in host memory, and come back
-    into `checkpoint_slots` device slots. Between waves gradients are added up on the device, in FP32 accumulators, but those of
-    `host_sums` tiles in FP32 in host memory, to which each wave's come in link precision. `output`: see `Shape`."""
+    are updated there. `visiting_state` tiles go there for their update, a chunk at a time, and home again.
+    `locked` says that tiles themselves are page-locked; otherwise weights pass through `staging_slabs` and gradients through
+    `gradient_slabs` page-locked slabs (the paper's pinned slab pool). Templates compute what treats each token alone
+    `token_chunk` positions of a micro-batch at a time; 0: all at once. The checkpoints of the lowest `host_checkpoints`
+    borders between blocks, whose backward comes last, wait for it in host memory, and come back into `checkpoint_slots`
+    device slots. Between waves gradients are added up on the device, in FP32 accumulators, but those of `host_sums` tiles in
+    FP32 in host memory, to which each wave's come in link precision. `output`: see `Shape`."""
 
     batch: int
     length: int
@@ -88,6 +89,7 @@ class Plan:
     checkpoint_slots: int = 2
     host_sums: tuple[str, ...] = ()
     output: str = "loss"
+    visiting_state: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         """Raises `MegacompileError` for a plan that cannot be: a person may have written it."""
@@ -111,6 +113,12 @@ class Plan:
         if set(self.host_sums) & set(self.resident_state):
             raise MegacompileError("what is updated on the device (resident_state) has its gradients added up there, not in "
                                    "host memory (host_sums)")
+        if self.visiting_state and self.update == "arrival":
+            raise MegacompileError("tiles visit the device for their update (visiting_state) at the end of a step, not on "
+                                   "arrival of their gradients")
+        if set(self.visiting_state) & {*self.resident_state, *self.host_sums}:
+            raise MegacompileError("what visits the device for its update (visiting_state) neither lives there "
+                                   "(resident_state) nor has its gradients added up in host memory (host_sums)")
 
     def wave_of(self, mb: int) -> int:
         return mb * self.waves // len(self.micro_batches)

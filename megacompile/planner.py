@@ -23,6 +23,7 @@ from megacompile.pace import Pace
 from megacompile.plan import Plan, split
 from megacompile.sizes import format_bytes, parse_bytes
 from megacompile.tiling import HOST_MARGIN_BYTES, Tiling
+from megacompile.visits import most_helpful_visits, named_visits
 
 #: Sequences' worth of tokens beyond which a larger micro-batch is no faster: kernels are full by then.
 FULL_TOKENS = 16384
@@ -135,7 +136,9 @@ class Planner:
                 if best is None or seconds * WORTH < best[0]:
                     best = seconds, variant
         assert best is not None
-        return best[1]
+        if self.config.visiting_state is not None or self.locked_bytes is not None:  # visiting state takes locked memory
+            return best[1]
+        return most_helpful_visits(best[1], self._trained(), pace, whole_step, WORTH, self._fits_device)
 
     def _with_state(self, count: int) -> Planner:
         """This planner, with the first so many trained tiles updated on the device."""
@@ -266,7 +269,8 @@ class Planner:
         return Plan(
             batch, length, split(batch, min(size, batch)), interval, min(config.saved_layers or 0, depth), slots,
             config.gradient_slots, self.resident(), self.resident_state(), locked.tiles, locked.staging_slabs,
-            locked.gradient_slabs, update=update, token_chunk=chunk, host_checkpoints=wanted, output=self.output)
+            locked.gradient_slabs, update=update, token_chunk=chunk, host_checkpoints=wanted, output=self.output,
+            visiting_state=self._visiting(update))
 
     def plan_step(self, batch: int, length: int, update: str) -> Plan:
         """The plan of a whole step. Where memory allows it, the fewest waves that let every layer keep its residuals: then
@@ -280,7 +284,8 @@ class Planner:
         """From one wave on, each with as many residuals as fit."""
         config = self.config
         # In waves more residuals fit than in one: the plan begins without any.
-        plan = replace(replace(self, config=replace(config, saved_layers=0)).plan(batch, length), update=update)
+        plan = replace(replace(self, config=replace(config, saved_layers=0)).plan(batch, length), update=update,
+                       visiting_state=self._visiting(update))
         count = len(plan.micro_batches)
         if config.waves is not None:
             plan = replace(plan, waves=min(config.waves, count))
@@ -319,7 +324,7 @@ class Planner:
     def _sums(self) -> tuple[str, ...]:
         """Tiles that may be added up on the host, those whose gradients come first at the front: as many as the host has room
         for, or those that the user has named."""
-        named, there = self.config.host_sums, self.resident_state()
+        named, there = self.config.host_sums, {*self.resident_state(), *self._visiting("step")}
         tiles = [tile for tile in reversed(self._trained()) if tile not in there]
         if named is not None:
             return tuple(tile for tile in tiles if named == "all" or tile in named)
@@ -381,6 +386,9 @@ class Planner:
         if named is None:
             return self.stateful or ()
         return tuple(tile for tile in self._trained() if named == "all" or tile in named)
+
+    def _visiting(self, update: str) -> tuple[str, ...]:
+        return named_visits(self.config, self._trained(), self.resident_state(), update)
 
     def locked(self) -> LockedMemory:
         """How the budget of page-locked memory is spent. Raises `InsufficientMemoryError`."""

@@ -33,10 +33,12 @@ _INSTEAD = {"weights": "staging", "gradients": "slab"}
 #: second, third, ... tile of a layer), and what kind of values each holds. R: weights that stay on the device; RW, RS, RG:
 #: weights, optimizer state and gradients of a tile that is updated there; S, D: page-locked host slabs for weights on their way
 #: out and gradients on their way home; H: page-locked host buffers of checkpoints, a set of them for each open forward; C:
-#: checkpoints that have come back.
+#: checkpoints that have come back; V: a chunk of a tile that visits the device for its update.
 SLOT_KINDS = {"W": ("weights",), "G": ("reduced",), "S": ("staging",), "D": ("slab",),
-              "H": ("stashed",), "C": ("checkpoint", "inputs"),
+              "H": ("stashed",), "C": ("checkpoint", "inputs"), "V": ("visiting",),
               "R": ("weights",), "RW": ("weights", "resident"), "RS": ("state",), "RG": ("gradients", "reduced")}
+#: Bytes of a chunk: copies of a few MiB each reach the link's rate, and plans hardly miss the memory.
+VISITING_BYTES = 1 << 25
 
 
 def op_of(node: fx.Node) -> Op:
@@ -174,6 +176,8 @@ class Tile:
         """Bytes of a value of this kind in a slot."""
         if kind == "state":
             return self.state_bytes
+        if kind == "visiting":
+            return min(VISITING_BYTES, self.state_bytes + 2 * self.weight_bytes)
         return self.weight_bytes if kind in ("weights", "staging") else self.gradient_bytes
 
     def moved_bytes(self, op: Op) -> int:

@@ -10,7 +10,7 @@ from megacompile.streamed import Streamed
 
 #: The options of `stream` that plans alone know. Others have made the tiles, the kernels or the lanes.
 OPTIONS = ("checkpoint_interval", "device_memory", "gradient_slots", "host_checkpoints", "host_sums", "micro_batch_size",
-           "resident", "resident_state", "saved_layers", "token_chunk", "waves", "weight_slots")
+           "resident", "resident_state", "saved_layers", "token_chunk", "visiting_state", "waves", "weight_slots")
 
 
 def replan(streamed: Streamed, **options: Any) -> None:

@@ -36,6 +36,7 @@ class Residency:
             kept = {slot for slot in shape.program.slots if stays(slot)}
             for slot in [s for s in self.streamed.arena.slots if stays(s) and s not in kept]:
                 self.streamed.arena.forget(slot)
+        self._lock_visiting(shape)
         if not shape.plan.resident:
             return
         if self.stale:
@@ -43,6 +44,14 @@ class Residency:
         if self.shape is None:
             self._run(shape, "load")
         self.shape = shape
+
+    def _lock_visiting(self, shape: CompiledShape) -> None:
+        """Optimizer state that visits the device is page-locked, once there is any, unless the user has limited that; copies of
+        other memory are right too, and slower."""
+        if self.streamed.planner.locked_bytes is None:
+            for tile in map(self.streamed.store.__getitem__, shape.plan.visiting_state):
+                for part in tile.home.state():
+                    self.streamed.backend.lock(part)
 
     def leave(self) -> None:
         """Everything is at home, and is loaded again before it is next used. Lanes are at rest afterwards."""

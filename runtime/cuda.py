@@ -104,8 +104,9 @@ class CudaBackend:
         torch.stack(torch._foreach_norm(list(views), 2, dtype=torch.float32), out=out)
 
     def adamw(self, weights: Tensor, remainder: Tensor | None, gradient: Tensor, m: Tensor, v: Tensor,
-              segments: Sequence[AdamSegment], gradient_scale: float, judged: tuple[Tensor, Tensor] | None = None) -> None:
-        device_adam.adamw(self.cupy, self.streams[Lane.COMPUTE], weights, remainder, gradient, m, v, segments, gradient_scale,
+              segments: Sequence[AdamSegment], gradient_scale: float, judged: tuple[Tensor, Tensor] | None = None,
+              lane: Lane = Lane.COMPUTE) -> None:
+        device_adam.adamw(self.cupy, self.streams[lane], weights, remainder, gradient, m, v, segments, gradient_scale,
                           judged)
 
     def record(self, lane: Lane) -> Any:

@@ -42,9 +42,10 @@ class Backend(Protocol):
         """The Euclidean norm of each of n tensors on the device, bf16 or fp32, into fp32 [n]."""
 
     def adamw(self, weights: Tensor, remainder: Tensor | None, gradient: Tensor, m: Tensor, v: Tensor,
-              segments: Sequence[AdamSegment], gradient_scale: float, judged: tuple[Tensor, Tensor] | None = None) -> None:
-        """`adam.adamw` on tensors of the device, issued to compute; the same bits. `judged`: the gradients' norms, fp32 [n],
-        and int32 [1]: where a norm is not finite nothing is changed, and the latter becomes 1."""
+              segments: Sequence[AdamSegment], gradient_scale: float, judged: tuple[Tensor, Tensor] | None = None,
+              lane: Lane = Lane.COMPUTE) -> None:
+        """`adam.adamw` on tensors of the device, issued to compute or h2d; the same bits. `judged`: the gradients' norms,
+        fp32 [n], and int32 [1]: where a norm is not finite nothing is changed, and the latter becomes 1."""
 
     def record(self, lane: Lane) -> Any:
         """The device's event behind everything issued to the lane; None if issuing is doing."""

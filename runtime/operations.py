@@ -23,6 +23,7 @@ from .lanes import Backend
 from .store import HostTile, Store
 from .tile_part import TilePart
 from .update import Update, in_slot
+from .visiting import visit
 
 
 @dataclass
@@ -269,6 +270,18 @@ def _adam_resident(frame: Frame, node: fx.Node) -> None:
     update.finish(tile.layout.name)
 
 
+def _adam_visiting(frame: Frame, node: fx.Node) -> None:
+    update, tile = frame.update, frame.store[argument(node, "tile")]
+    assert update is not None, "an update without an optimizer"
+    segments = update.segments.get(tile.layout.name)
+    if not segments or tile.layout.name in update.done or update.refused:
+        return
+    frame.store.preserve(tile.layout.name)
+    visit(frame.backend, frame.memory(argument(node, "into")), tile, segments, frame.read(node, "clip"))
+    tile.home.moments_written = True
+    update.finish(tile.layout.name)
+
+
 def _fetch_state(frame: Frame, node: fx.Node) -> State:
     tile, state = frame.store[argument(node, "tile")], _resident_state(frame, node)
     for there, here in zip(state.parts, _state(tile), strict=True):
@@ -344,4 +357,4 @@ OPERATIONS: dict[str, Callable[[Frame, fx.Node], Any]] = dict(
     leased=_leased, release=_release, stash=_stash, stashed=_stashed, fetch=_fetch,
     resident_state=_resident_state, resident_gradients=_resident_gradients,
     offload_norms=_offload_norms, offload_weights=_offload_weights, fetch_gradients=_fetch_gradients,
-    fetch_state=_fetch_state, store_state=_store_state, adam_resident=_adam_resident)
+    fetch_state=_fetch_state, store_state=_store_state, adam_resident=_adam_resident, adam_visiting=_adam_visiting)

@@ -195,6 +195,10 @@ class HostTile:
             self.m = host_memory(4 * self.layout.elements).view(torch.float32)
             self.v = host_memory(4 * self.layout.elements).view(torch.float32)
 
+    def state(self) -> list[Tensor]:
+        """The optimizer state that there is."""
+        return [part for part in (self.remainder, self.m, self.v) if part is not None]
+
     def parameter_view(self, memory: Tensor, index: int) -> Tensor:
         """A parameter's part of this tile's weights or gradients, with a storage of its own: with a view of one big
         storage, `torch.save` would write the whole tile and `save_pretrained` clone everything."""

@@ -48,7 +48,8 @@ class ThreadBackend:
             out[position] = host.norm(view.flatten())
 
     def adamw(self, weights: Tensor, remainder: Tensor | None, gradient: Tensor, m: Tensor, v: Tensor,
-              segments: Sequence[host.AdamSegment], gradient_scale: float, judged: tuple[Tensor, Tensor] | None = None) -> None:
+              segments: Sequence[host.AdamSegment], gradient_scale: float,
+              judged: tuple[Tensor, Tensor] | None = None, lane: Lane = Lane.COMPUTE) -> None:
         if judged is not None and not judged[0].isfinite().all():
             judged[1].fill_(1)
             return

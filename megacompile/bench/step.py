@@ -46,6 +46,7 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--weight-slots", type=int)
     parser.add_argument("--resident", nargs="*", default=[])
     parser.add_argument("--resident-state", nargs="*", help="tiles that are updated on the device; default: the planner's")
+    parser.add_argument("--visiting-state", nargs="*", help="tiles that go there for their update; default: the planner's")
     parser.add_argument("--saved-layers", type=int, help="default: as many as fit")
     parser.add_argument("--device-memory")
     parser.add_argument("--locked-memory", help="page-locked memory that tiles may take; less than all: through slabs")
@@ -65,8 +66,8 @@ def options() -> argparse.ArgumentParser:
 #: Rows that have these in common are measured on one model.
 MODEL = ("shape", "layers", "device", "locked_memory", "uncompiled")
 #: Options of a row that a new plan honours.
-_PLANNED = ("checkpoint_interval", "micro_batch_size", "weight_slots", "resident", "resident_state", "saved_layers",
-            "device_memory", "waves")
+_PLANNED = ("checkpoint_interval", "micro_batch_size", "weight_slots", "resident", "resident_state", "visiting_state",
+            "saved_layers", "device_memory", "waves")
 
 
 class Models:
@@ -84,7 +85,8 @@ class Models:
         """The model, streamed, under the plan of a row."""
         planned = {name: getattr(given, name) for name in _PLANNED}
         planned["resident"] = tuple(given.resident)
-        planned["resident_state"] = "all" if given.resident_state == ["all"] else given.resident_state
+        for name in ("resident_state", "visiting_state"):
+            planned[name] = "all" if planned[name] == ["all"] else planned[name]
         made = tuple(getattr(given, name) for name in MODEL)
         if self.model is not None and made == self.made:
             self.used += 1
@@ -157,7 +159,8 @@ def _measure(given: argparse.Namespace, models: Models) -> rows.Row:
     return dict(
         layers=model.config.num_hidden_layers, checkpoint_interval=plan.checkpoint_interval,
         micro_batch=plan.micro_batches[0], weight_slots=plan.weight_slots,
-        resident=list(plan.resident), resident_state=list(plan.resident_state), saved_layers=plan.saved_layers,
+        resident=list(plan.resident), resident_state=list(plan.resident_state),
+        visiting_state=list(plan.visiting_state), saved_layers=plan.saved_layers,
         host_checkpoints=plan.host_checkpoints, host_sums=list(plan.host_sums), update_order=list(plan.update_order),
         token_chunk=plan.token_chunk,
         compute_only=given.compute_only, device_memory=given.device_memory,

@@ -12,6 +12,10 @@ are what everybody reads:
     adam_resident("layers.0", resident=w1, state=m1, reduced=g1, clip=c)
     offload_weights("layers.0", w1)
 
+A tile whose state visits the device is updated there as well, in the lane whose copies bring it:
+
+    v5 = adam_visiting("layers.5", c, into="V0")
+
 Where the plan updates on arrival, the update stands behind each tile's `offload` (or `reduce`) in the backward instead, and
 nothing is clipped. Sections that run outside of steps: `load` fills what lives on the device, `store` brings its state home;
 `refresh` sends gradients that were changed on the host; `rescue` saves the weights that a failed update has left on the device.
@@ -23,7 +27,7 @@ from collections.abc import Callable
 from torch import fx
 
 from megacompile.plan import Plan
-from megacompile.program import Builder, Program, argument, copy_section, find
+from megacompile.program import OPS, Builder, Program, argument, copy_section, find
 
 name, requires, provides = "optimizer", "offload", "optimizer"
 
@@ -63,7 +67,8 @@ def _update(program: Program, plan: Plan, tiles: list[str]) -> fx.Graph:
             gradients = build.add("resident_gradients", f"g{program.number(tile)}", tile=tile)
             _update_there(build, program, tile, gradients, clip)
             continue
-        build.add(_op(plan, tile), tile=tile, clip=clip)
+        op = _op(plan, tile)
+        build.add(op, f"v{program.number(tile)}" if OPS[op].result else None, tile=tile, clip=clip)
         if tile in plan.resident:
             _arrive(build, program, plan, tile)
     _send_home(program, plan, graph)
@@ -71,7 +76,9 @@ def _update(program: Program, plan: Plan, tiles: list[str]) -> fx.Graph:
 
 
 def _op(plan: Plan, tile: str) -> str:
-    """What updates a tile on the host."""
+    """What updates a tile that is at home."""
+    if tile in plan.visiting_state:
+        return "adam_visiting"
     return "adam_of_sum" if tile in plan.host_sums else "adam"
 
 

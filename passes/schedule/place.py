@@ -112,6 +112,8 @@ class _Places:
                 family = {"weights": "RW", "state": "RS"}.get(kind or "", "RG")
                 return f"{family}{self.plan.resident_state.index(tile)}"
             return f"R{[t for t in self.plan.resident if t not in self.plan.resident_state].index(tile)}"
+        if kind == "visiting":  # one after the other, border tiles too: a chunk is no larger for them
+            return self._take("V", 1)
         if op_of(node).name == "stashed":
             return self.stashes[argument(node, "call"), argument(node, "mb")]
         letter = {"weights": "W", "reduced": "G", "staging": "S", "slab": "D", "stashed": "H", "checkpoint": "C"}[kind or ""]

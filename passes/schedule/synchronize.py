@@ -48,7 +48,6 @@ class _History:
     writer: fx.Node | None = None
     readers: dict[Lane, fx.Node] = field(default_factory=dict)  # since the last write
     last: dict[Lane, tuple[fx.Node, Access]] = field(default_factory=dict)  # of the section: what `leave` hands on
-    entered: set[tuple[Lane, Lane, Access]] = field(default_factory=set)  # (waiting lane, lane before, its access)
 
 
 def run(program: Program, plan: Plan) -> Program:
@@ -62,7 +61,10 @@ class _Synchronizer:
         self.section = section
         self.position = {node: i for i, node in enumerate(nodes(section))}
         self.clock: dict[Lane, Clock] = {lane: dict.fromkeys(Lane, -1) for lane in Lane}
+        self.past = dict.fromkeys(Lane, 0)  # which accesses before the section each lane knows to be over, as bits
+        self.bits: dict[tuple[str, Access, Lane], int] = {}
         self.done: dict[fx.Node, Clock] = {}  # what is known once a node is done
+        self.past_done: dict[fx.Node, int] = {}
         self.places: dict[str, _History] = {}
         self.waits: dict[fx.Node, list[fx.Node]] = {}  # node -> nodes whose events its lane waits for
         self.enters: dict[fx.Node, list[tuple[str, Access, Lane]]] = {}
@@ -103,13 +105,14 @@ class _Synchronizer:
             if access == Access.WRITE or (place, Access.WRITE) not in touched:  # what a write waits for covers a read
                 self._enter(node, lane, place, access)
         self.clock[lane][lane] = self.position[node]
-        self.done[node] = dict(self.clock[lane])
+        self.done[node], self.past_done[node] = dict(self.clock[lane]), self.past[lane]
         for place, access in touched:
             self._remember(node, lane, place, access)
 
     def _enter(self, node: fx.Node, lane: Lane, place: str, access: Access) -> None:
         """Order a first access after what ran before the section. A write that the section ordered covers the rest, and so
-        does any wait for the other lane's present: a lane's whole past comes before it."""
+        does any wait for the other lane's present: a lane's whole past comes before it. What another lane has waited for is
+        over when that lane has come so far."""
         kind, history = place_kind(place), self.places[place]
         if kind is None or history.writer is not None:
             return
@@ -119,10 +122,13 @@ class _Synchronizer:
         if access == Access.WRITE:
             others, past = others | lanes_that(Access.READ, kind), Access.READ
         for other in sorted(others):
-            known = other == lane or self.clock[lane][other] >= 0
-            if not known and not history.entered & {(lane, other, past), (lane, other, Access.READ)}:
-                history.entered.add((lane, other, past))
+            waited = self._bit(place, Access.WRITE, other) | self._bit(place, past, other)
+            if other != lane and self.clock[lane][other] < 0 and waited & ~self.past[lane]:
+                self.past[lane] |= waited
                 self.enters.setdefault(node, []).append((place, past, other))
+
+    def _bit(self, place: str, access: Access, lane: Lane) -> int:
+        return 1 << self.bits.setdefault((place, access, lane), len(self.bits))
 
     def _order(self, node: fx.Node, lane: Lane, before: list[fx.Node]) -> None:
         known = self.clock[lane]
@@ -134,6 +140,7 @@ class _Synchronizer:
                 chosen.append(other)
                 for each, at in self.done[other].items():
                     known[each] = max(known[each], at)
+                self.past[lane] |= self.past_done[other]
         if chosen:
             self.waits[node] = chosen
 
@@ -152,7 +159,7 @@ class _Synchronizer:
         new = fx.Graph()
         build = Builder(new, name)
         entered = {what: build.add("enter", "e", place=what[0], access=str(what[1]), lane=str(what[2]))
-                   for whats in self.enters.values() for what in whats}
+                   for what in dict.fromkeys(what for whats in self.enters.values() for what in whats)}
         recorded = self.recorded | {node for _, _, node in self.leaves}
         events: dict[fx.Node, fx.Node] = {}
         image: dict[fx.Node, fx.Node] = {}

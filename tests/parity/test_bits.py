@@ -104,6 +104,9 @@ PLANS: dict[str, dict[str, Any]] = {
     "everything resident, its state too": {"resident_state": "all"},
     "two tiles resident, the state of one": {"resident_state": ("model.layers.0",), "resident": ("epilogue",)},
     "the first tiles' state resident, K = 2": {"resident_state": ("prologue", "model.layers.0"), "checkpoint_interval": 2},
+    "three tiles visit the device": {"visiting_state": ("prologue", "model.layers.1", "epilogue")},
+    "a tile's state resident, all others visit": {"resident_state": ("model.layers.0",), "resident": ("model.layers.2",),
+                                                  "visiting_state": "all"},
     "slab pool, a tile's state resident": {"locked_memory": "120KiB", "resident_state": ("model.layers.1",)},
     "slab pool": {"locked_memory": "120KiB"},
     "slab pool of one slab, K = 2": {"locked_memory": "120KiB", "gradient_slabs": 1, "checkpoint_interval": 2},
@@ -121,7 +124,8 @@ PLANS: dict[str, dict[str, Any]] = {
     "four gradient slots": {"gradient_slots": 4},
 }
 BF16_PLANS = ("streamed, K = 1", "streamed, K = 4", "resident", "slab pool", "two layers keep their residuals",
-              "everything resident, its state too", "the first tiles' state resident, K = 2", "checkpoints on the host")
+              "everything resident, its state too", "the first tiles' state resident, K = 2", "checkpoints on the host",
+              "a tile's state resident, all others visit")
 
 
 @pytest.mark.parametrize("plan", PLANS)

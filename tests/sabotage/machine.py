@@ -19,7 +19,7 @@ _OF_KERNELS = ("weights", "inputs", "saved", "gradient", "accumulators")
 _KERNELS = ("forward", "forward_saving", "loss", "evaluate", "outputs", "recompute_backward", "backward")
 
 #: op -> (lane, what it reads, what it writes): a parameter, "result", or a part of its tiles in host memory.
-_TOUCHES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
+TOUCHES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "pack": ("pack", ("weights/",), ("result",)),
     "prefetch": ("h2d", ("staging", "weights/"), ("result",)),
     **dict.fromkeys(_KERNELS, ("compute", _OF_KERNELS, ("accumulators", "result"))),
@@ -35,8 +35,9 @@ _TOUCHES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "adam": ("cpu", ("gradients/", "clip"), ("weights/", "state/")),
     "adam_of_sum": ("cpu", ("sums/", "clip"), ("weights/", "state/")),
     "adam_resident": ("compute", ("reduced", "clip"), ("resident", "state")),
-    "fetch_state": ("cpu", ("state/",), ("result",)),
-    "store_state": ("cpu", ("state",), ("state/",)),
+    "adam_visiting": ("h2d", ("gradients/", "clip"), ("weights/", "state/", "result")),
+    "fetch_state": ("cpu", ("state/", "weights/"), ("result",)),
+    "store_state": ("cpu", ("state", "weights/"), ("state/",)),
     "fetch_gradients": ("cpu", ("gradients/",), ("result",)),
     "offload_weights": ("cpu", ("resident",), ("weights/",)),
     "result": ("compute", ("values",), ()),
@@ -56,14 +57,15 @@ MAY_TOUCH: dict[str, frozenset[tuple[str, str]]] = {kind: frozenset(
         "D": {"d2h": (WRITE,), "cpu": (READ,)},
         "H": {"d2h": (WRITE,), "h2d": (READ,)},
         "C": {"h2d": (WRITE,), "compute": (READ,)},
+        "V": {"h2d": (WRITE,)},
         "R": {"h2d": (WRITE,), "compute": (READ,)},
         "RW": {"h2d": (WRITE,), "compute": (READ, WRITE), "cpu": (READ,)},
         "RS": {"cpu": (READ, WRITE), "compute": (READ, WRITE)},
         "RG": {"compute": (READ, WRITE), "cpu": (WRITE,), "d2h": (READ,)},
-        "weights": {"cpu": (WRITE,), "h2d": (READ,), "pack": (READ,)},
-        "gradients": {"d2h": (WRITE,), "cpu": (READ, WRITE)},
-        "sums": {"cpu": (READ, WRITE)},
-        "state": {"cpu": (READ, WRITE)}}.items()}
+        "weights": {"cpu": (READ, WRITE), "h2d": (READ, WRITE), "pack": (READ,)},
+        "gradients": {"d2h": (WRITE,), "cpu": (READ, WRITE), "h2d": (READ,)},
+        "sums": {"cpu": (READ, WRITE)}}.items()}
+#: `state` is not there: whoever touches a tile's state touches its weights too, and of two in different lanes one writes them.
 
 
 class HarmError(Exception):
@@ -182,7 +184,7 @@ class Machine:
                     where[each.name] = f"gradients/{says['tile']}" if op == "offload" else f"%{number}.{each.name}"
                 if op == "lease":
                     kept[says["key"]] = where[each.takes["value"][0]]
-                if op in _TOUCHES:
+                if op in TOUCHES:
                     steps.append(self._touching(each, where))
                     lanes[each.name] = steps[-1].lane
         self._carry(left)
@@ -190,7 +192,7 @@ class Machine:
 
     @staticmethod
     def _touching(each: Instruction, where: Mapping[str, str]) -> Step:
-        lane, *touched = _TOUCHES[each.op]
+        lane, *touched = TOUCHES[each.op]
         at = {parameter: tuple(where[name] for name in names) for parameter, names in each.takes.items()}
         at["result"] = (where[each.name],)
         tiles = each.says.get("tiles") or ((each.says["tile"],) if "tile" in each.says else ())
@@ -287,9 +289,9 @@ def effect(step: Step, look: Look) -> dict[str, Content]:
         case "clip":
             stored = {place: look(place) for place in at["gradients/"]}
             return {result: mix("clip", *sorted((p, g[1] if isinstance(g, tuple) else g) for p, g in stored.items()))}
-        case "adam" | "adam_of_sum" | "adam_resident":
+        case "adam" | "adam_of_sum" | "adam_resident" | "adam_visiting":
             weights, state = (at["resident"], at["state"]) if op == "adam_resident" else (at["weights/"], at["state/"])
-            gradients = one({"adam": "gradients/", "adam_of_sum": "sums/", "adam_resident": "reduced"}[op])
+            gradients = one({"adam_of_sum": "sums/", "adam_resident": "reduced"}.get(op, "gradients/"))
             made = mix("adam", look(weights[0]), look(state[0]), gradients, *([one("clip")] if "clip" in at else []))
             return {weights[0]: mix("weights", made), state[0]: mix("state", made)}
         case "result":

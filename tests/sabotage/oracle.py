@@ -289,10 +289,14 @@ def beside_any_section(section: Section) -> str | None:
 _BYTES = {"pack": "weight_bytes", "prefetch": "weight_bytes", "resident": "weight_bytes", "reduce": "gradient_bytes",
           "offload": "gradient_bytes", "resident_gradients": "gradient_bytes", "fetch_gradients": "gradient_bytes",
           "resident_state": "state_bytes", "fetch_state": "state_bytes"}
+_CHUNK = 1 << 25  # bytes of a tile that visit the device at once, at most
 
 
 def result_bytes(program: Program, each: Instruction) -> int:
     """Bytes of what stands in a slot."""
+    if each.op == "adam_visiting":  # weights and gradients are of one size
+        tile = program.tiles[each.says["tile"]]
+        return int(min(_CHUNK, tile.state_bytes + 2 * tile.weight_bytes))
     if each.op in _BYTES:
         return int(getattr(program.tiles[each.says["tile"]], _BYTES[each.op]))
     (output,) = (call.output_bytes for call in program.calls if call.name == each.says["call"])

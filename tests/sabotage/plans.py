@@ -13,6 +13,8 @@ NAMED: dict[str, dict[str, Any]] = {
     "one block, slab pool": {"checkpoint_interval": 4, "weight_slots": 4, "locked": False, "gradient_slabs": 2},
     "resident, three micro-batches": {"micro_batches": (1, 1, 1), "resident": ("layers.1", "epilogue")},
     "updated on the device": {"resident": ("prologue", "layers.0"), "resident_state": ("prologue", "layers.0")},
+    "visiting the device": {"resident": ("prologue", "layers.1"), "resident_state": ("prologue",),
+                            "visiting_state": ("layers.0", "layers.1", "epilogue")},
     "updates on arrival": {"update": "arrival", "micro_batches": (1, 1), "resident": ("prologue", "layers.0"),
                            "resident_state": ("layers.0",)},
     "checkpoints on the host, two micro-batches": {"micro_batches": (2, 1), "host_checkpoints": 3},
@@ -42,13 +44,15 @@ def schedules(draw: st.DrawFn, layers: int | None = None) -> dict[str, Any]:
     waves = draw(st.integers(1, len(micro_batches))) if whole_step else 1
     stateful = tuple(tile for tile in resident if tile not in frozen and draw(st.booleans()))
     summed = tuple(tile for tile in tiles if waves > 1 and tile not in stateful and draw(st.booleans()))
+    visiting = tuple(tile for tile in tiles if update == "step" and tile not in (*frozen, *stateful, *summed)
+                     and draw(st.integers(0, 3)) == 0)
     return {
         "layers": layers, "micro_batches": micro_batches, "frozen": frozen, "tied": tied, "whole_step": whole_step,
         "outputs": not whole_step and draw(st.booleans()),
         "checkpoint_interval": interval, "saved_layers": draw(st.integers(0, layers)),
         "weight_slots": interval + draw(st.integers(0, 2)), "gradient_slots": draw(st.integers(1, 2)),
         "resident": tuple(resident),
-        "resident_state": stateful, "host_sums": summed,
+        "resident_state": stateful, "host_sums": summed, "visiting_state": visiting,
         "locked": draw(st.booleans()), "staging_slabs": draw(st.integers(1, 2)), "gradient_slabs": draw(st.integers(1, 3)),
         "waves": waves, "update": update, "update_order": order,
         "host_checkpoints": draw(st.integers(0, 2)), "checkpoint_slots": draw(st.integers(1, 2))}

@@ -148,7 +148,7 @@ def test_predictions_are_never_under_what_a_walk_finds(model: Schedule) -> None:
     def of_any_plan(schedule: dict[str, Any]) -> None:
         plan = replace(plan_of(schedule), output="logits" if schedule["outputs"] else "loss", **{key: tuple(dict.fromkeys(
             tile for tile in (names.get(t, t) for t in schedule[key]) if tile in model.tiling.layouts))
-            for key in ("resident", "resident_state", "update_order", "host_sums")})
+            for key in ("resident", "resident_state", "visiting_state", "update_order", "host_sums")})
         program = compiled(model, plan, schedule["whole_step"])
         assert sum(slots_stated(program)) <= slot_bytes(model.captured, model.tiling, plan)
         estimate = training_bytes(model.captured, model.tiling, plan)

@@ -18,7 +18,7 @@ import pytest
 from edits import Edit, double, single
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from machine import MAY_TOUCH, Machine, instructions
+from machine import MAY_TOUCH, TOUCHES, Machine, instructions
 from mathematics import Training
 from oracle import Oracle, beside_any_section, collision, interleave, link, meaning, removable
 from plans import NAMED, plan_of, schedules
@@ -157,6 +157,15 @@ def test_what_the_oracle_calls_a_race_shows_when_lanes_interleave(make_schedule:
         assert collision(steps) is not None
         expected = meaning(steps).reads
         assert any(interleave(steps, expected, str(seed)) for seed in range(100)), edit.what
+
+
+def test_whoever_touches_optimizer_state_is_ordered_by_the_weights() -> None:
+    """Which is why no program says anything of the state's own order."""
+    touching = [(lane, "weights/" in writes, (*reads, *writes)) for lane, reads, writes in TOUCHES.values()
+                if "state/" in (*reads, *writes)]
+    assert len(touching) >= 5 and all("weights/" in touched for _, _, touched in touching)
+    for lane, writes, _ in touching:
+        assert all(writes or also for other, also, _ in touching if other != lane)
 
 
 def test_oracle_and_vocabulary_agree_on_lanes() -> None:

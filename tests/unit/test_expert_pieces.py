@@ -103,7 +103,8 @@ def test_gradients_that_the_user_clips_have_their_norms_in_every_piece(divided: 
 def test_the_same_bits_under_every_plan(divided: Any) -> None:
     """Weights, and updates, of some pieces on the device; all residuals kept; the reference's order of things."""
     found = []
-    for options in ({}, {"resident": (_PIECE,)}, {"resident_state": (_PIECE,), "resident": ()}, {"saved_layers": 3}):
+    for options in ({}, {"resident": (_PIECE,)}, {"resident_state": (_PIECE,), "resident": ()}, {"saved_layers": 3},
+                    {"visiting_state": (_PIECE,), "saved_layers": None, "resident_state": None}):
         model = _fresh(divided)
         model.megacompile.replan(**options)
         optimizer = megacompile.AdamW(model.parameters(), lr=1e-2, max_grad_norm=0.5)
@@ -111,7 +112,7 @@ def test_the_same_bits_under_every_plan(divided: Any) -> None:
             train_step(model, optimizer, seed)
         model.megacompile.synchronize()
         found.append(weights(model))
-    model.megacompile.replan(saved_layers=None, resident_state=None)
+    model.megacompile.replan(saved_layers=None, resident_state=None, visiting_state=None)
     assert all(same_bits(each, found[0]) for each in found)
 
 

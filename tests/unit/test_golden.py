@@ -38,6 +38,9 @@ GOLDENS: dict[str, dict[str, Any]] = {
         "resident": ("layers.0", "layers.1"), "resident_state": ("layers.0",)},
     "whole_step_updated_on_the_device": {
         "whole_step": True, "resident": ("prologue", "layers.0"), "resident_state": ("prologue", "layers.0")},
+    "whole_step_visiting_the_device": {
+        "whole_step": True, "resident": ("prologue", "layers.1"), "resident_state": ("prologue",),
+        "visiting_state": ("layers.1", "layers.2", "epilogue")},
     "whole_step_updates_on_arrival": {
         "whole_step": True, "update": "arrival", "resident": ("layers.0", "layers.1"), "resident_state": ("layers.0",)},
     "checkpoints_on_the_host_k1_two_micro_batches": {"micro_batches": (2, 1), "host_checkpoints": 2},
@@ -105,7 +108,8 @@ def test_names_and_order_of_tiles_decide_nothing(name: str, make_schedule: Sched
         tiles={new[t.name]: replace(t, name=new[t.name]) for t in reversed(model.tiles.values())},
         calls=tuple(replace(c, tiles=tuple(new[t] for t in c.tiles)) for c in model.calls))
     plan = plan_of(name)
-    named = {key: tuple(new[t] for t in getattr(plan, key)) for key in ("resident", "resident_state", "host_sums")}
+    named = {key: tuple(new[t] for t in getattr(plan, key))
+             for key in ("resident", "resident_state", "visiting_state", "host_sums")}
     program = compile_program(renamed, replace(plan, **named), PIPELINE).program
     assert program.slots == compiled.program.slots
     assert list(program.sections) == list(compiled.program.sections)

@@ -30,6 +30,7 @@ from megacompile.program import (
     operands,
     uses,
 )
+from megacompile.sums import UPDATE_OPS
 from megacompile.verify import verify
 
 LAYERS = ("layers.0", "layers.1", "layers.2", "layers.3")
@@ -48,6 +49,8 @@ PLANS: dict[str, dict[str, Any]] = {
     "all residuals kept": {"saved_layers": 4},
     "frozen": {"frozen": ("prologue", "layers.1"), "checkpoint_interval": 2},
     "updated on the device": {"resident": ("prologue", "layers.0", "epilogue"), "resident_state": ("prologue", "layers.0")},
+    "visiting the device": {"resident": ("prologue",), "resident_state": ("prologue",),
+                            "visiting_state": ("layers.0", "layers.2", "epilogue")},
     "all updated on the device": {"resident": EVERY_TILE, "resident_state": EVERY_TILE, "micro_batches": (1, 1)},
 }
 
@@ -106,8 +109,8 @@ def test_declared_slots_are_those_planned_and_as_large_as_their_tiles(case: tupl
         for node in nodes(graph):
             if (slot := argument(node, "into")) is not None:
                 tile = program.tiles[argument(node, "tile")]
-                size = {"weights": tile.weight_bytes, "staging": tile.weight_bytes, "state": tile.state_bytes}.get(
-                    op_of(node).result or "", tile.gradient_bytes)
+                size = {"weights": tile.weight_bytes, "staging": tile.weight_bytes, "state": tile.state_bytes,
+                        "visiting": tile.state_bytes + 2 * tile.weight_bytes}.get(op_of(node).result or "", tile.gradient_bytes)
                 largest[slot] = max(largest[slot], size)
     assert {name: slot.bytes for name, slot in program.slots.items()} == largest
 
@@ -192,12 +195,14 @@ def test_each_trainable_tile_is_sent_home_and_updated_once(case: tuple[Program, 
     program, plan = case
     trainable = {name: 1 for name, tile in program.tiles.items() if tile.trainable}
     there = dict.fromkeys(plan.resident_state, 1)
-    for section, ops in {"update": ("adam adam_resident",), "backward": ("reduce", "offload"),
+    for section, ops in {"update": ("adam adam_resident adam_visiting",), "backward": ("reduce", "offload"),
                          "backward_accumulate": ("reduce", "offload", "accumulate")}.items():
         for op in ops:
             assert Counter(argument(n, "tile") for n in find(program.section(section), *op.split())) == trainable, (section, op)
     for section, op in {"update": "adam_resident", "backward_accumulate": "fetch_gradients"}.items():
         assert Counter(argument(n, "tile") for n in find(program.section(section), op)) == there, (section, op)
+    visiting = Counter(argument(n, "tile") for n in find(program.section("update"), "adam_visiting"))
+    assert visiting == dict.fromkeys(plan.visiting_state, 1)
     (clip,) = find(program.section("update"), "clip")
     assert set(argument(clip, "tiles")) == set(trainable)
 
@@ -205,7 +210,7 @@ def test_each_trainable_tile_is_sent_home_and_updated_once(case: tuple[Program, 
 def test_updates_come_in_the_order_in_which_the_forward_needs_them(case: tuple[Program, Plan]) -> None:
     program, _ = case
     order = list(dict.fromkeys(tile for call in program.calls for tile in call.tiles))
-    updated = [argument(n, "tile") for n in find(program.section("update"), "adam", "adam_resident")]
+    updated = [argument(n, "tile") for n in find(program.section("update"), *UPDATE_OPS)]
     assert updated == [tile for tile in order if program.tiles[tile].trainable]
 
 
@@ -315,10 +320,11 @@ def models_and_plans(draw: st.DrawFn) -> tuple[Program, Plan]:
     batch = draw(st.integers(1, 5))
     resident = tuple(sorted(draw(st.sets(st.sampled_from(names), max_size=3))))
     stateful = tuple(t for t in resident if t not in frozen and draw(st.booleans()))
+    visiting = tuple(t for t in names if t not in frozen and t not in stateful and draw(st.integers(0, 3)) == 0)
     plan = Plan(
         batch, 8, split(batch, draw(st.integers(1, batch))), interval, draw(st.integers(0, depth)),
         weight_slots=max(min(interval, depth), draw(st.integers(1, 4))), gradient_slots=draw(st.integers(1, 3)),
-        resident=resident, resident_state=stateful, locked=draw(st.booleans()),
+        resident=resident, resident_state=stateful, visiting_state=visiting, locked=draw(st.booleans()),
         staging_slabs=draw(st.integers(1, 3)), gradient_slabs=draw(st.integers(1, 3)))
     return model_program(calls, tiles, batch, labels=True), plan
 
@@ -329,7 +335,7 @@ def test_any_plan_of_any_model_compiles_to_a_program_that_verifies(drawn: tuple[
     """The manager verifies each stage: it raises where a pass is at fault."""
     model, plan = drawn
     program = compile_program(model, plan, PIPELINE).program
-    updated = Counter(argument(n, "tile") for n in find(program.section("update"), "adam", "adam_resident"))
+    updated = Counter(argument(n, "tile") for n in find(program.section("update"), *UPDATE_OPS))
     assert updated == {name: 1 for name, tile in model.tiles.items() if tile.trainable}
 
 

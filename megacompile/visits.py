@@ -1,0 +1,47 @@
+"""Which tiles visit the device for their update: those that the user names, or as many as make a step faster.
+
+The host's updates are bound by its memory, which copies read and write too: a visit moves about as many bytes as the update at
+home, beside it. So visits are worth most where the link would stand idle, and nothing where the host keeps up; and all of them
+come before the next forward's weights, in the lane of both. How many serve best only a simulation says.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from megacompile.config import StreamConfig
+from megacompile.pace import Pace
+from megacompile.plan import Plan
+from megacompile.program import Lane
+
+
+def named_visits(config: StreamConfig, trained: Sequence[str], resident_state: Sequence[str], update: str) -> tuple[str, ...]:
+    """Those that the user has named, in the order of the next forward. None on arrival; none that the device updates anyway."""
+    named = config.visiting_state or ()
+    at_home = (tile for tile in trained if tile not in resident_state) if update == "step" else ()
+    return tuple(tile for tile in at_home if named == "all" or tile in named)
+
+
+def most_helpful_visits(plan: Plan, trained: Sequence[str], pace: Pace, whole_step: bool, worth: float,
+                        fits: Callable[[Plan], bool]) -> Plan:
+    """The plan, with visits of the first so many tiles that it updates on the host: as many as make it fastest, if it is faster
+    by a factor of `worth`. The same plan where the host's updates hold it up no longer than that."""
+    timeline = pace.timeline(plan, whole_step)
+    if plan.update != "step" or plan.visiting_state or timeline.critical()[Lane.CPU] * worth <= (worth - 1) * timeline.step_s:
+        return plan
+    tiles = [tile for tile in trained if tile not in plan.resident_state and tile not in plan.host_sums]
+    if not fits(replace(plan, visiting_state=tuple(tiles[:1]))):
+        return plan
+    plans = [replace(plan, visiting_state=tuple(tiles[:count])) for count in range(len(tiles) + 1)]
+
+    def seconds(count: int) -> float:
+        return pace.cautious_s(plans[count], whole_step)
+
+    best, stride = 0, 1  # ever fewer seconds up to the best, ever more beyond
+    while stride:
+        further = min(best + stride, len(tiles))
+        if seconds(further) < seconds(best):
+            best, stride = further, 2 * stride
+        else:
+            stride //= 2
+    return plans[best] if seconds(best) * worth < seconds(0) else plan

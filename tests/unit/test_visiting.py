@@ -1,0 +1,210 @@
+"""Tiles that visit the device for their update: the bits of updates at home, whatever the chunks and whoever is late."""
+from __future__ import annotations
+
+import dataclasses
+import random
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import tiny_models
+import torch
+from tiny_models import batch, same_bits
+from torch import Tensor
+
+import megacompile
+from megacompile import program
+from megacompile.errors import LaneError, MegacompileError, TornError
+from megacompile.hardware import Hardware
+from megacompile.plan import Plan
+from megacompile.program import Lane, argument, find, op_of
+from megacompile.runtime import adam
+from megacompile.runtime.adam import AdamSegment
+from megacompile.runtime.store import HostTile, TileLayout
+from megacompile.runtime.threads import ThreadBackend
+from megacompile.runtime.visiting import visit
+from megacompile.schedule import Schedule
+
+ROWS = 6
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer passes in several chunks, and no chunk ends where a parameter does."""
+    monkeypatch.setattr(program, "VISITING_BYTES", 11_000)
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["fp32", "bf16"])
+def shared(request: pytest.FixtureRequest) -> Iterator[tiny_models.Shared]:
+    made = tiny_models.Shared(bf16=request.param, micro_batch_size=2)
+    yield made
+    made.close()
+
+
+def planned(shared: tiny_models.Shared, **options: Any) -> Any:
+    """The model as it was made, under another plan."""
+    model = shared.fresh()
+    model.megacompile.replan(**{"visiting_state": (), "resident_state": (), "resident": (), "waves": 1, **options})
+    return model
+
+
+def state_of(model: Any, optimizer: Any) -> dict[str, Tensor]:
+    state = {f"{index} {key}": torch.as_tensor(value).clone() for index, of in optimizer.state_dict()["state"].items()
+             for key, value in of.items()}
+    return {**tiny_models.weights(model), **state}
+
+
+def step(model: Any, optimizer: Any, seed: int, whole: bool) -> None:
+    if whole:
+        model.megacompile.train_step(batch(seed, rows=ROWS), optimizer)
+        return
+    model(**batch(seed, rows=ROWS)).loss.backward()
+    if seed == 2:
+        model(**batch(seed + 100, rows=ROWS)).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def trained(model: Any, whole: bool, delay: Callable[[Lane], None] | None = None) -> dict[str, Tensor]:
+    """Weights and optimizer state after five clipped steps."""
+    model.megacompile.streamed.executor.delay = delay
+    optimizer = megacompile.AdamW(model.parameters(), lr=1e-2, eps=1e-4, max_grad_norm=1.0)
+    for seed in range(5):
+        step(model, optimizer, seed, whole)
+    return state_of(model, optimizer)
+
+
+@pytest.fixture(scope="module")
+def at_home(shared: tiny_models.Shared) -> dict[bool, dict[str, Tensor]]:
+    """By whether steps are whole."""
+    return {whole: trained(planned(shared), whole) for whole in (False, True)}
+
+
+# ---- bits ------------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("options", [
+    {"visiting_state": "all"}, {"visiting_state": ("prologue", "model.layers.1", "epilogue")},
+    {"visiting_state": "all", "resident_state": ("model.layers.0",), "resident": ("model.layers.2",)}], ids=str)
+@pytest.mark.parametrize("whole", [False, True], ids=["loop", "train_step"])
+def test_any_tiles_that_visit_get_the_bits_of_updates_at_home(
+        options: dict[str, Any], whole: bool, shared: tiny_models.Shared, at_home: Any) -> None:
+    model = planned(shared, **options)
+    assert same_bits(trained(model, whole), at_home[whole])
+    updates = model.megacompile.streamed.trained.program.section("update")
+    there = {argument(n, "tile") for n in find(updates, "adam_resident")}
+    named = set(model.megacompile.streamed.store.tiles) if options["visiting_state"] == "all" else {*options["visiting_state"]}
+    assert {argument(n, "tile") for n in find(updates, "adam_visiting")} == named - there
+    model.megacompile.streamed.executor.idle()
+
+
+def test_waves_that_the_device_adds_up_visit_too(shared: tiny_models.Shared) -> None:
+    expected = trained(planned(shared, waves=3), True)
+    assert same_bits(trained(planned(shared, waves=3, visiting_state="all"), True), expected)
+
+
+@pytest.mark.parametrize("straggler", [Lane.H2D, Lane.CPU, Lane.D2H, Lane.COMPUTE])
+def test_late_lanes_change_no_bit(straggler: Lane, shared: tiny_models.Shared, at_home: Any) -> None:
+    draw = random.Random(str(straggler))
+
+    def delay(lane: Lane) -> None:
+        if draw.random() < (0.2 if lane == straggler else 0.02):
+            time.sleep(draw.random() * 2e-3)
+
+    model = planned(shared, visiting_state=("prologue", "model.layers.0", "model.layers.2"))
+    assert same_bits(trained(model, True, delay), at_home[True])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_chunk_may_end_anywhere_and_what_is_frozen_stays(dtype: torch.dtype) -> None:
+    layout = TileLayout.of("t", dtype, [("a", (700,), True), ("frozen", (300,), False), ("b", (33, 5), True)])
+    generator = torch.Generator().manual_seed(0)
+    tile = HostTile.allocate(layout)
+    tile.allocate_moments()
+    assert tile.gradients is not None and tile.m is not None and tile.v is not None
+    for part in (layout.flat(tile.weights), layout.flat(tile.gradients), tile.m, tile.v):
+        part.copy_(torch.rand(layout.elements, generator=generator))
+    first, frozen, last = layout.slices
+    segments = [AdamSegment(s.start, s.stop, 1e-2, 0.9, 0.99, 1e-8, decay, 3) for s, decay in ((first, 0.1), (last, 0.0))]
+    host = dataclasses.replace(tile, weights=tile.weights.clone(), m=tile.m.clone(), v=tile.v.clone(),
+                               remainder=None if tile.remainder is None else tile.remainder.clone())
+    assert host.m is not None and host.v is not None
+    adam.adamw(layout.flat(host.weights), host.remainder, layout.flat(tile.gradients), host.m, host.v, segments, 0.5)
+    before = layout.flat(tile.weights).clone()
+    visit(ThreadBackend(), torch.zeros(20 * 128, dtype=torch.uint8), tile, segments, 0.5)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(
+        [tile.weights, *tile.state()], [host.weights, *host.state()], strict=True))
+    assert torch.equal(before[frozen.start:frozen.stop], layout.flat(tile.weights)[frozen.start:frozen.stop])
+    assert not torch.equal(before, layout.flat(tile.weights))
+
+
+# ---- failures --------------------------------------------------------------------------------------------------------
+
+def test_an_update_that_stops_between_visits_is_completed(shared: tiny_models.Shared) -> None:
+    def run(fails: bool) -> dict[str, Tensor]:
+        model = planned(shared, visiting_state="all")
+        optimizer = megacompile.AdamW(model.parameters(), lr=1e-2, max_grad_norm=1.0)
+        seen = []
+
+        def probe(node: Any) -> None:
+            if op_of(node).name == "adam_visiting":
+                seen.append(node)
+                if len(seen) == 3:
+                    raise RuntimeError("power cut")
+
+        model.megacompile.streamed.executor.probe = probe if fails else None
+        step(model, optimizer, 0, whole=True)
+        if fails:
+            with pytest.raises(LaneError, match="power cut"):
+                model.megacompile.synchronize()
+            with pytest.raises(TornError):
+                model.state_dict()
+            optimizer.step()
+        step(model, optimizer, 1, whole=True)
+        return state_of(model, optimizer)
+
+    assert same_bits(run(fails=True), run(fails=False))
+
+
+def test_plans_that_visit_where_they_cannot_are_refused() -> None:
+    for changes, message in (({"update": "arrival"}, "at the end of a step"),
+                             ({"resident": ("a",), "resident_state": ("a",)}, "neither lives there"),
+                             ({"waves": 2, "host_sums": ("a",)}, "nor has its gradients added up in host memory")):
+        with pytest.raises(MegacompileError, match=message):
+            Plan(2, 8, **{"micro_batches": (1, 1), "visiting_state": ("a",), **changes})
+
+
+def test_updates_on_arrival_leave_tiles_that_should_visit_at_home(shared: tiny_models.Shared) -> None:
+    model = planned(shared, visiting_state="all")
+    optimizer = megacompile.AdamW(model.parameters(), lr=1e-2, overlap="backward")
+    model.megacompile.train_step(batch(0, rows=ROWS), optimizer)
+    assert model.megacompile.plan.visiting_state == () and model.megacompile.plan.update == "arrival"
+
+
+# ---- plans -----------------------------------------------------------------------------------------------------------
+
+def schedule(parameters_a_second: float, **options: Any) -> Schedule:
+    """For an H200 whose host updates so fast."""
+    hardware = dataclasses.replace(Hardware.find("h200"), adam=parameters_a_second)
+    return megacompile.schedule(tiny_models.build(bf16=True, hidden_size=64, intermediate_size=128, num_hidden_layers=6),
+                                batch=2, length=64, whole_step=True, hardware=hardware, resident_state=(), **options)
+
+
+def test_as_many_tiles_visit_as_make_a_step_faster_that_waits_for_the_host() -> None:
+    slow = schedule(1e8)
+    pace, count = slow.planner.pace, len(slow.plan.visiting_state)
+    assert pace is not None and count
+    tiles = tuple(slow.planner.tiling.layouts)
+    assert slow.plan.visiting_state == tiles[:count], "those that the next forward needs first"
+    seconds = {n: pace.cautious_s(dataclasses.replace(slow.plan, visiting_state=tiles[:n]), True)
+               for n in (0, count - 1, count, count + 1) if n <= len(tiles)}
+    assert min(seconds, key=seconds.__getitem__) == count
+    assert slow.planner.estimate(slow.plan, 64).slots > slow.planner.estimate(
+        dataclasses.replace(slow.plan, visiting_state=()), 64).slots
+    assert f"+ {count} visit" in slow.explain()
+
+
+@pytest.mark.parametrize(("speed", "options"), [(1e13, {}), (1e8, {"visiting_state": ()}), (1e8, {"update": "arrival"}),
+                                                (1e8, {"locked_memory": "1GiB"})], ids=str)
+def test_none_visit_where_it_gains_nothing_or_is_not_wanted(speed: float, options: dict[str, Any]) -> None:
+    assert schedule(speed, **options).plan.visiting_state == ()
