@@ -1,7 +1,7 @@
 """Does anything grow, or slow down, over many steps? Memory of host and device, threads, open files and step times are sampled.
 
     python benchmarks/endurance.py --shape tiny --layers 2 --batch 4 --length 32 --steps 1000 --uncompiled
-    python benchmarks/endurance.py --shape qwen2-7b --batch 64 --length 1024 --minutes 8 --train-step
+    python benchmarks/endurance.py --shape qwen2-7b --batch 16 --length 1024 --device-memory 24GiB --minutes 8 --train-step
 
 The samples of the first third are warm-up: caches fill, and allocators find their size. Of the rest, the median of the last
 half is compared with that of the first. More than 1% of growth in memory, one more thread or file, or steps that are 1% slower
@@ -51,6 +51,7 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--samples", type=int, default=30, help="at least")
     parser.add_argument("--train-step", action="store_true", help="each step as one program")
     parser.add_argument("--overlap", action="store_true", help="update as gradients arrive, unclipped")
+    parser.add_argument("--device-memory")
     parser.add_argument("--uncompiled", action="store_true", help="templates op by op")
     parser.add_argument("--tolerance", type=float, default=0.01, help="growth of memory, as a share")
     parser.add_argument("--step-tolerance", type=float, help="default: --tolerance")
@@ -78,7 +79,8 @@ def grown(found: dict[str, float], tolerance: float, step_tolerance: float) -> s
 
 def measure(given: argparse.Namespace) -> rows.Row:
     model = megacompile.stream(random_model(given.shape, rows.layer_count(given), given.device), device=given.device,
-                               micro_batch_size=given.micro_batch_size, compile=False if given.uncompiled else None)
+                               micro_batch_size=given.micro_batch_size, device_memory=given.device_memory,
+                               compile=False if given.uncompiled else None)
     optimizer = megacompile.AdamW(model.parameters(), lr=1e-5, overlap="backward" if given.overlap else None,
                                   max_grad_norm=None if given.no_clipping or given.overlap else given.max_grad_norm)
     generator = torch.Generator().manual_seed(0)
@@ -101,6 +103,7 @@ def measure(given: argparse.Namespace) -> rows.Row:
         if len(times) >= max(1, given.steps // given.samples if not given.minutes else 1):
             samples.append(Sample.now(given.device, times))
             times.clear()
+    visiting = list(model.megacompile.plan.visiting_state)
     model.megacompile.close()
     found = drift(samples)
     error = grown(found, given.tolerance, given.tolerance if given.step_tolerance is None else given.step_tolerance)
@@ -108,7 +111,8 @@ def measure(given: argparse.Namespace) -> rows.Row:
     return dict(
         steps=done, minutes=round((time.monotonic() - begin) / 60, 2), samples=len(samples),
         drift={name: round(value, 5) for name, value in found.items()}, host_gib=gib(last.host_bytes),
-        device_gib=gib(last.device_bytes), threads=last.threads, files=last.files, step_s=round(last.step_s, 5),
+        device_gib=gib(last.device_bytes), visiting_state=visiting, threads=last.threads, files=last.files,
+        step_s=round(last.step_s, 5),
         losses=[losses[0], losses[-1]], **({"error": error} if error else {}))
 
 
