@@ -17,7 +17,7 @@ from megacompile.runtime.store import TileLayout
 from megacompile.tiling import Tiling
 
 #: An allocator's blocks are a little larger than what is asked for: one part in so many.
-ROUNDING = 80
+ROUNDING = 64
 
 
 @dataclass(frozen=True)

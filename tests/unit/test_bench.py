@@ -108,6 +108,20 @@ def test_compute_alone_changes_no_weights_and_leaves_the_operations_as_they_were
     assert not left_out & {"forward", "loss", "backward", "reduce", "release"}
 
 
+def test_compute_alone_makes_no_update_wherever_it_is() -> None:
+    shared = Shared(resident="model.layers.0", resident_state="model.layers.0", visiting_state="model.layers.1")
+    model = shared.fresh()
+    optimizer = megacompile.AdamW(model.parameters(), lr=1e-2)
+    train_step(model, optimizer)
+    backend = model.megacompile.streamed.backend
+    model.megacompile.streamed.settle()
+    with step.compute_alone(backend), mock.patch.object(backend, "adamw") as update:
+        train_step(model, optimizer)
+        model.megacompile.streamed.settle()
+    update.assert_not_called()
+    shared.close()
+
+
 def test_compute_alone_goes_on_from_checkpoints_that_wait_on_the_host() -> None:
     shared = Shared(micro_batch_size=2, host_checkpoints=True)
     model = shared.fresh()

@@ -261,9 +261,32 @@ class _Twice(nn.Module):
         return self.block(self.block(hidden_states))
 
 
+class _InPlace(_Twice):
+    """Changes what its experts have read."""
+
+    def forward(self, hidden_states: torch.Tensor) -> Any:
+        seen = 2 * hidden_states
+        given = self.block(seen)
+        seen.add_(given)
+        return seen
+
+
+class _Switching(_Twice):
+    """Has a part of its own without gradients, behind the experts."""
+
+    def forward(self, hidden_states: torch.Tensor) -> Any:
+        given = self.block(hidden_states)
+        with torch.no_grad():
+            scale = given.abs().mean()
+        return given / scale
+
+
 @pytest.mark.on_demand
-def test_experts_that_run_twice_in_a_layer_are_refused() -> None:
+@pytest.mark.parametrize(("layer", "why"), [
+    (_Twice, "runs its experts more than once"), (_InPlace, "changes a value in place that pieces of its experts read"),
+    (_Switching, "switches gradients or autocast around its experts")])
+def test_layers_whose_experts_cannot_be_divided_exactly_are_refused(layer: type[_Twice], why: str) -> None:
     model = _model()
-    model.model.layers[1].mlp = _Twice(model.model.layers[1].mlp)
-    with pytest.raises(CaptureError, match=r"runs its experts more than once: keep the experts whole \(expert_pieces=1\)"):
+    model.model.layers[1].mlp = layer(model.model.layers[1].mlp)
+    with pytest.raises(CaptureError, match=rf"{why}.*keep the experts whole \(expert_pieces=1\)"):
         megacompile.stream(model, device="cpu", expert_pieces=2)

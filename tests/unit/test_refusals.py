@@ -449,7 +449,7 @@ def test_weights_of_another_shape_or_dtype_are_refused(model: Any, data: torch.T
 
 
 @pytest.mark.parametrize(("change", "message"), [
-    (lambda m: m.half(), "cannot be moved or cast"), (lambda m: m.bfloat16(), "cannot be moved or cast"),
+    (lambda m: m.half(), "cannot be cast to torch.float16"), (lambda m: m.bfloat16(), "cannot be cast to torch.bfloat16"),
     (lambda m: m.to(torch.bfloat16), "cannot be cast to torch.bfloat16"), (lambda m: m.to("cuda"), "cannot be moved to cuda"),
     (lambda m: m.cuda(), "cannot be moved to cuda"), (lambda m: m.to_empty(device="cpu"), "cannot be moved or cast"),
     (lambda m: m.load_state_dict(m.state_dict(), assign=True), "leave assign out"),
