@@ -1,4 +1,4 @@
-"""Kinds of layers on CUDA, in bf16, compiled, beside float32 and native bf16: experts, windows, sinks, capped scores, images."""
+"""Kinds of layers on CUDA, in bf16, compiled, beside native float32 and bf16: experts, windows, sinks, soft-caps, images."""
 from __future__ import annotations
 
 import copy
