@@ -59,8 +59,9 @@ def measure(device: str | torch.device | None = None, scale: float = 1.0) -> Har
     gemm = {"bfloat16": compute.gemm(torch.bfloat16), "float32": compute.gemm(torch.float32)}
     return Hardware(
         name=device_name(backend.device)[1], cores=len(os.sched_getaffinity(0)), device_type=backend.device.type, source=source,
-        gemm_flops=gemm, attention_efficiency=compute.attention(gemm), memory_bandwidth=compute.memory_bandwidth(),
-        launch_s=compute.launch(), link={"h2d": alone[Lane.H2D], "d2h": alone[Lane.D2H]},
+        gemm_flops=gemm, grouped_efficiency=compute.grouped() / gemm["bfloat16"], attention_efficiency=compute.attention(gemm),
+        memory_bandwidth=compute.memory_bandwidth(), launch_s=compute.launch(),
+        link={"h2d": alone[Lane.H2D], "d2h": alone[Lane.D2H]},
         host_copy=_host_copy(SHORT_S * scale, host_bytes // 2), adam=alone[Lane.CPU], beside=beside,
         host_memory=control_groups.host_bytes(), fused_attention=attention_kernels.fused_kernel(backend.device),
         device_memory=torch.cuda.mem_get_info(backend.device)[1] if cuda else control_groups.host_bytes())
@@ -99,6 +100,19 @@ class _Compute:
         out = torch.empty_like(a)
         seconds = SUSTAINED_S if self.cuda and dtype == torch.bfloat16 else SHORT_S
         return _rate(lambda: torch.mm(a, b, out=out), 2.0 * size ** 3, seconds * self.scale, self.backend.synchronize)
+
+    def grouped(self) -> float:
+        """FLOP/s of a product of experts and the two of its backward, in bf16."""
+        experts, rows, wide, narrow = (64, 1024, 2048, 768) if self.cuda else (4, 256, 256, 128)
+        hidden, weights, grad = (self._random(*shape, dtype=torch.bfloat16) for shape in (
+            (experts * rows, wide), (experts, narrow, wide), (experts * rows, narrow)))
+        ends = rows * torch.arange(1, experts + 1, device=self.device, dtype=torch.int32)
+
+        def products() -> None:
+            for a, b in ((hidden, weights.transpose(1, 2)), (grad, weights), (grad.t(), hidden)):
+                torch._grouped_mm(a, b, offs=ends)
+
+        return _rate(products, 6.0 * grad.numel() * wide, SHORT_S * self.scale, self.backend.synchronize)
 
     def attention(self, gemm: Mapping[str, float]) -> dict[str, float]:
         """Efficiency of the kernel that templates use on this device, forward and backward."""

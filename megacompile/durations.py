@@ -22,14 +22,16 @@ from megacompile.program import Op, Program, argument, op_of, operands
 from megacompile.runtime.store import TileLayout
 from megacompile.simulate import Timeline, simulate
 
-#: (FLOPs of GEMMs, of attention, of its backward, bytes of GEMMs, other bytes, kernels), at one batch and length.
-_Numbers = tuple[float, float, float, float, float, int]
+#: (FLOPs of GEMMs, of grouped ones, of attention, of its backward, bytes of GEMMs, other bytes, kernels), at one batch and
+#: length.
+_Numbers = tuple[float, float, float, float, float, float, int]
 
 
 #: What the duration of each op is made of, in words (`Durations._node` in numbers); any other op takes no time of its own.
 COSTS: dict[str, str] = {
-    **dict.fromkeys(sorted(TEMPLATE_OPS), "the variant's products over the GEMM rate, or their bytes over memory bandwidth "
-                    "where that is longer; attention over its rate; other bytes over memory bandwidth; at least its launches"),
+    **dict.fromkeys(sorted(TEMPLATE_OPS), "the variant's products over the GEMM rate (grouped ones over theirs), or their "
+                    "bytes over memory bandwidth where that is longer; attention over its rate; other bytes over memory "
+                    "bandwidth; at least its launches"),
     "prefetch": "weight bytes / h2d rate", "fetch_gradients": "gradient bytes / h2d rate",
     "offload": "gradient bytes / d2h rate", "offload_weights": "weight bytes / d2h rate",
     "stash": "the checkpoint's bytes / d2h rate", "fetch": "the checkpoint's bytes / h2d rate",
@@ -86,10 +88,10 @@ class Durations:
         key = template, variant, batch, length, chunk
         if key not in self._seconds:
             _, numbers = self._known(template, variant, chunk)
-            gemm, attention, backward, gemm_bytes, other_bytes, kernels = numbers(batch, length)
+            gemm, grouped, attention, backward, gemm_bytes, other_bytes, kernels = numbers(batch, length)
             rates = self.hardware
             rate = self.gemm_rate(self.captured.templates[template])
-            products = max(gemm / rate, gemm_bytes / rates.memory_bandwidth)
+            products = max((gemm + grouped / rates.grouped_efficiency) / rate, gemm_bytes / rates.memory_bandwidth)
             attention = (attention / rates.attention_efficiency["forward"]
                          + backward / rates.attention_efficiency["backward"]) / rate
             self._seconds[key] = max(products + attention + other_bytes / rates.memory_bandwidth, kernels * rates.launch_s)
@@ -107,8 +109,8 @@ class Durations:
             found = self.captured.templates[template]
             work = variant_work(found, found.variant(variant, chunk), self.fused)
             numbers = sympy.lambdify((BATCH, LENGTH), (
-                work.gemm_flops, work.attention_flops, work.attention_backward_flops, work.gemm_bytes, work.bytes,
-                work.kernels), modules="math")
+                work.gemm_flops, work.grouped_flops, work.attention_flops, work.attention_backward_flops, work.gemm_bytes,
+                work.bytes, work.kernels), modules="math")
             self._work[key] = work, numbers
         return self._work[key]
 

@@ -1,7 +1,7 @@
 """What a template's variant executes, as functions of batch B and length T: FLOPs by kind, and bytes that it moves.
 
     GEMMs        2 x (elements of the first matrix) x (columns of the second); gradients that leave a variant as two
-                 operands are multiplied by the runtime, and count here
+                 operands are multiplied by the runtime, and count here; grouped ones, of experts, are a kind of their own
     attention    pairs of positions that are looked at: half of all, or a window's; the backward takes 5 products to 2
     the rest     bytes through the device's memory, with elementwise chains fused as a compiler of kernels fuses them
 
@@ -10,7 +10,7 @@ Recomputed work counts like any other. What is fused is `fusion.py`'s to say.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import sympy
@@ -26,10 +26,11 @@ _ZERO = sympy.Integer(0)
 
 @dataclass(frozen=True)
 class Work:
-    """FLOPs and bytes in B and T. `gemm_bytes` are those of the GEMMs' operands and results, which a GEMM large enough
-    hides; `bytes` those of everything else. `kernels` is how many are launched."""
+    """FLOPs and bytes in B and T. `gemm_bytes` are those of the GEMMs' operands and results, grouped ones included, which a
+    GEMM large enough hides; `bytes` those of everything else. `kernels` is how many are launched."""
 
     gemm_flops: sympy.Expr = _ZERO
+    grouped_flops: sympy.Expr = _ZERO
     gemm_bytes: sympy.Expr = _ZERO
     attention_flops: sympy.Expr = _ZERO
     attention_backward_flops: sympy.Expr = _ZERO
@@ -38,23 +39,17 @@ class Work:
 
     @property
     def flops(self) -> sympy.Expr:
-        return self.gemm_flops + self.attention_flops + self.attention_backward_flops
+        return self.gemm_flops + self.grouped_flops + self.attention_flops + self.attention_backward_flops
 
     def repeated(self, length: sympy.Symbol, chunk: int) -> Work:
         """For `length` positions, a chunk at a time, if this is the work of one pass over `length`."""
         count = sympy.Max(1, length / chunk)
-
-        def times(work: sympy.Expr) -> sympy.Expr:
-            return count * work.subs(length, sympy.Min(chunk, length))
-
-        return Work(times(self.gemm_flops), times(self.gemm_bytes), times(self.attention_flops),
-                    times(self.attention_backward_flops), times(self.bytes), sympy.ceiling(length / chunk) * self.kernels)
+        times = {each.name: count * sympy.sympify(getattr(self, each.name)).subs(length, sympy.Min(chunk, length))
+                 for each in fields(self)}
+        return Work(**{**times, "kernels": sympy.ceiling(length / chunk) * self.kernels})
 
     def __add__(self, other: Work) -> Work:
-        return Work(self.gemm_flops + other.gemm_flops, self.gemm_bytes + other.gemm_bytes,
-                    self.attention_flops + other.attention_flops,
-                    self.attention_backward_flops + other.attention_backward_flops,
-                    self.bytes + other.bytes, self.kernels + other.kernels)
+        return Work(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
 
 
 def variant_work(template: Template, variant: Variant, fused: bool = True) -> Work:
@@ -119,10 +114,11 @@ def _kernel_work(node: fx.Node, sizes: _Sizes) -> Work:
     match kernel_of(node):
         case "gemm":
             a, b = (node.args[i] for i in GEMMS[node.target])  # type: ignore[index]
-            # Grouped ones skip the rows that are another piece's.
-            share = sympy.Rational(sizes.template.share) if node.target is torch.ops.aten._grouped_mm.default else 1
-            return Work(gemm_flops=2 * sizes.count(a) * sizes.shape(b)[-1] * share, gemm_bytes=sizes.bytes(a, b, node),
-                        kernels=1)
+            flops, moved = 2 * sizes.count(a) * sizes.shape(b)[-1], sizes.bytes(a, b, node)
+            if node.target is not torch.ops.aten._grouped_mm.default:
+                return Work(gemm_flops=flops, gemm_bytes=moved, kernels=1)
+            # Rows that are another piece's are skipped.
+            return Work(grouped_flops=flops * sympy.Rational(sizes.template.share), gemm_bytes=moved, kernels=1)
         case "attention":
             return Work(attention_flops=_attention_flops(node.args[0], node.args[2], node.args[4], sizes), kernels=1)
         case "attention_backward":

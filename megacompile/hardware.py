@@ -35,6 +35,7 @@ class Hardware:
         device_type: "cuda" or "cpu".
         source: where the numbers are from: "measured", with versions, or "nominal", from data sheets.
         gemm_flops: FLOP/s of large matrix products by dtype ("bfloat16", "float32"), on random data: power is the limit.
+        grouped_efficiency: FLOP/s of grouped products, as experts have them, over the GEMMs'.
         attention_efficiency: causal attention's FLOP/s (half of the square counts) over the GEMMs', "forward", "backward".
         memory_bandwidth: bytes/s of an elementwise kernel on the device, reads and writes together.
         launch_s: seconds between two small kernels.
@@ -61,10 +62,12 @@ class Hardware:
     host_memory: int
     beside: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     fused_attention: str = "flash"
+    grouped_efficiency: float = 1.0
 
     def __post_init__(self) -> None:
-        rates = [*self.gemm_flops.values(), *self.attention_efficiency.values(), self.memory_bandwidth, *self.link.values(),
-                 self.host_copy, self.adam, *(left for lanes in self.beside.values() for left in lanes.values())]
+        rates = [*self.gemm_flops.values(), self.grouped_efficiency, *self.attention_efficiency.values(), self.memory_bandwidth,
+                 *self.link.values(), self.host_copy, self.adam,
+                 *(left for lanes in self.beside.values() for left in lanes.values())]
         if not all(rate > 0 for rate in rates):
             raise MegacompileError(f"the profile of {self.name} has a rate that is not positive: measure it again with "
                                    "megacompile calibrate")
@@ -83,6 +86,7 @@ class Hardware:
     def table(self) -> str:
         """A row for each rate, in units for people."""
         rows = [(f"GEMM {dtype}", f"{rate / 1e12:.3g} TFLOPS") for dtype, rate in self.gemm_flops.items()]
+        rows += [("grouped products", f"{self.grouped_efficiency:.0%} of GEMM")]
         rows += [(f"attention {way}", f"{left:.0%} of GEMM") for way, left in self.attention_efficiency.items()]
         rows += [("device memory", f"{self.memory_bandwidth / 1e9:.3g} GB/s"), ("launch", f"{self.launch_s * 1e6:.2g} us")]
         rows += [(f"{way} copy", f"{rate / 1e9:.3g} GB/s") for way, rate in self.link.items()]

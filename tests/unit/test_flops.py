@@ -1,6 +1,7 @@
 """FLOPs and bytes of templates, against counts by hand and against PyTorch's own counter."""
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,11 +9,14 @@ import sympy
 import tiny_models
 import torch
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from megacompile import api
 from megacompile.config import StreamConfig
+from megacompile.durations import Durations
 from megacompile.flops import Work, _attention_flops, variant_work
 from megacompile.frontend.template import BATCH, LENGTH, Template
+from megacompile.hardware import Hardware
 
 HIDDEN, FFN, HEADS, GROUPS, WIDTH, VOCABULARY = 64, 160, 4, 2, 16, 1000
 SIZES = {"vocab_size": VOCABULARY, "hidden_size": HIDDEN, "intermediate_size": FFN, "num_hidden_layers": 2,
@@ -88,6 +92,21 @@ def test_products_are_those_that_pytorch_counts(templates: dict[str, Template]) 
     # Eager attention multiplies the whole square, and takes four products backward where ours takes five of half of it.
     square = 2 * HEADS * 8 * 8 * WIDTH
     assert ours.gemm_flops.subs(at) + (4 + 8) * square == counter.get_total_flops()
+
+
+def test_products_of_experts_are_a_kind_of_their_own_which_takes_longer() -> None:
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=64, hidden_size=32, moe_intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+                 num_key_value_heads=1, head_dim=16, num_experts=4, num_experts_per_tok=2)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3_moe", **sizes), dtype=torch.bfloat16)
+    captured, _ = api.analyse(model, StreamConfig.of(device="cpu"), "cpu", None, None)
+    (name,) = (name for name in captured.templates if name not in ("prologue", "epilogue"))
+    found = work(captured.templates, name, "forward")
+    assert sympy.expand(found.grouped_flops - 2 * TOKENS * 2 * 3 * 32 * 16) == 0
+    hardware = replace(Hardware.find("h200"), memory_bandwidth=1e30, launch_s=0.0)  # products alone
+    fast, slow = (Durations(captured, {}, replace(hardware, grouped_efficiency=share)).seconds(name, "forward", 2**12, 2**10)
+                  for share in (1.0, 0.5))
+    assert slow - fast == pytest.approx(float(found.grouped_flops.subs({BATCH: 2**12, LENGTH: 2**10})) / 6.6e14)
 
 
 def test_fused_chains_move_less_than_ops_one_by_one_and_more_than_what_enters_and_leaves(

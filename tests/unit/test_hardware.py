@@ -106,6 +106,7 @@ def measured() -> Hardware:
 
 def test_measuring_gives_rates_of_this_machine(measured: Hardware) -> None:
     assert (measured.device_type, measured.cores) == ("cpu", len(module.os.sched_getaffinity(0)))
+    assert 0 < measured.grouped_efficiency < 100
     assert "measured" in measured.source and torch.__version__ in measured.source
     assert 1e8 < measured.host_copy < 1e13 and 1e6 < measured.adam < 1e11 and 1e8 < measured.gemm_flops["float32"] < 1e15
     assert {frozenset(lanes.split()) for lanes in measured.beside} == {
