@@ -39,22 +39,26 @@ class Measured:
 
 
 def measured(table: Table, found: Iterable[rows.Row], device: str) -> list[Measured]:
-    """What was measured of a table on one device, in its order. Rows of compute alone stand beside those whose templates they
-    ran: a plan for another update may keep other residuals."""
-    found = list(found)
-    known = rows.latest(row for row in found if row["device"] == device)
-    rates = rows.by_commit(row for row in found if row["device"] == device and "tflops" in row)
+    """What was measured of a table on one device, in its order: the last row of each, or the last that was measured together
+    with its compute alone if the table has that too. Rows of compute alone stand beside those whose templates they ran: a
+    plan for another update may keep other residuals."""
+    found = [row for row in found if row["device"] == device and "options" in row]
+    rates = rows.by_commit(row for row in found if "tflops" in row)
     natives: dict[tuple[Any, ...], float] = {}
     for each in rates.values():
         if each["system"] == "native":
             natives[_size(each)] = max(each["tflops"], natives.get(_size(each), 0.0))
     result = []
     for spec in table.rows:
-        if "compute_only" in spec.options or (row := known.get(spec.identity(device))) is None:
+        same = [row for row in found if rows.identity(row["system"], row["options"], device) == spec.identity(device)]
+        if "compute_only" in spec.options or not same:
             continue
-        alone = rates.get((spec.alone().identity(device), row.get("commit")), {}) if spec.system == "megacompile" else {}
-        same = [alone.get(key) for key in COMPUTED] == [row.get(key) for key in COMPUTED]
-        result.append(Measured(spec, row, alone.get("tflops") if same else None, natives.get(_size(row))))
+        alone = spec.alone().identity(device) if spec.system == "megacompile" else ""
+        paired = [row for row in same if (alone, row.get("commit")) in rates] if spec.alone() in table.rows else []
+        row = (paired or same)[-1]
+        beside = rates.get((alone, row.get("commit")), {})
+        alike = [beside.get(key) for key in COMPUTED] == [row.get(key) for key in COMPUTED]
+        result.append(Measured(spec, row, beside.get("tflops") if alike else None, natives.get(_size(row))))
     return result
 
 

@@ -436,6 +436,13 @@ def test_a_table_sets_each_row_beside_its_compute_alone_and_the_best_native_row(
     assert there.count("\n| megacompile") == 1
 
 
+def test_the_last_row_counts_unless_an_earlier_one_has_its_compute_alone() -> None:
+    alone, earlier = result_of(OURS.alone(), tflops=100.0, commit="a"), result_of(OURS, tflops=80.0, commit="a")
+    found = [alone, earlier, result_of(OURS, tflops=90.0, commit="b")]
+    assert [(m.row["tflops"], m.alone_tflops) for m in measured(TABLE, found, "d")] == [(80.0, 100.0)]
+    assert [m.row["tflops"] for m in measured(Table("Without", (OURS,)), found, "d")] == [90.0]
+
+
 def test_a_row_that_failed_is_shown_with_the_reason() -> None:
     text = markdown(TABLE, [result_of(OURS, error="OutOfMemoryError: no"), result_of(BEST, tflops=1.0)])
     assert "| failed" in text and text.endswith("megacompile --batch 8: OutOfMemoryError: no")
