@@ -138,7 +138,7 @@ class Planner:
         assert best is not None
         if self.config.visiting_state is not None or self.locked_bytes is not None:  # visiting state takes locked memory
             return best[1]
-        return most_helpful_visits(best[1], self._trained(), pace, whole_step, WORTH, self._fits_device)
+        return most_helpful_visits(best[1], self._trained(), pace, whole_step, WORTH, self._fewest_on_the_host, self.fits)
 
     def _with_state(self, count: int) -> Planner:
         """This planner, with the first so many trained tiles updated on the device."""

@@ -23,16 +23,18 @@ def named_visits(config: StreamConfig, trained: Sequence[str], resident_state: S
 
 
 def most_helpful_visits(plan: Plan, trained: Sequence[str], pace: Pace, whole_step: bool, worth: float,
-                        fits: Callable[[Plan], bool]) -> Plan:
+                        fitted: Callable[[Plan], Plan], fits: Callable[[Plan], bool]) -> Plan:
     """The plan, with visits of the first so many tiles that it updates on the host: as many as make it fastest, if it is faster
-    by a factor of `worth`. The same plan where the host's updates hold it up no longer than that."""
+    by a factor of `worth`. The same plan where the host's updates hold it up no longer than that. `fitted` gives a
+    plan with visits room for the memory that they take, whatever their number, if that can be had."""
     timeline = pace.timeline(plan, whole_step)
     if plan.update != "step" or plan.visiting_state or timeline.critical()[Lane.CPU] * worth <= (worth - 1) * timeline.step_s:
         return plan
     tiles = [tile for tile in trained if tile not in plan.resident_state and tile not in plan.host_sums]
-    if not fits(replace(plan, visiting_state=tuple(tiles[:1]))):
+    visited = fitted(replace(plan, visiting_state=tuple(tiles[:1])))
+    if not fits(visited):
         return plan
-    plans = [replace(plan, visiting_state=tuple(tiles[:count])) for count in range(len(tiles) + 1)]
+    plans = [plan, *(replace(visited, visiting_state=tuple(tiles[:count])) for count in range(1, len(tiles) + 1))]
 
     def seconds(count: int) -> float:
         return pace.cautious_s(plans[count], whole_step)

@@ -186,8 +186,9 @@ def test_updates_on_arrival_leave_tiles_that_should_visit_at_home(shared: tiny_m
 def schedule(parameters_a_second: float, **options: Any) -> Schedule:
     """For an H200 whose host updates so fast."""
     hardware = dataclasses.replace(Hardware.find("h200"), adam=parameters_a_second)
+    options = {"batch": 2, "length": 64, **options}
     return megacompile.schedule(tiny_models.build(bf16=True, hidden_size=64, intermediate_size=128, num_hidden_layers=6),
-                                batch=2, length=64, whole_step=True, hardware=hardware, resident_state=(), **options)
+                                whole_step=True, hardware=hardware, resident_state=(), **options)
 
 
 def test_as_many_tiles_visit_as_make_a_step_faster_that_waits_for_the_host() -> None:
@@ -202,6 +203,16 @@ def test_as_many_tiles_visit_as_make_a_step_faster_that_waits_for_the_host() -> 
     assert slow.planner.estimate(slow.plan, 64).slots > slow.planner.estimate(
         dataclasses.replace(slow.plan, visiting_state=()), 64).slots
     assert f"+ {count} visit" in slow.explain()
+
+
+def test_checkpoints_go_to_the_host_where_visits_need_their_memory() -> None:
+    options: dict[str, Any] = dict(batch=16, length=256, saved_layers=0)
+    ample = schedule(1e8, **options)
+    at_home = dataclasses.replace(ample.plan, visiting_state=())
+    need = ample.planner.estimate(at_home, 256).total + ample.planner.margin_bytes
+    tight = schedule(1e8, device_memory=need, **options)
+    assert ample.plan.host_checkpoints == 0 and 0 < tight.plan.host_checkpoints < 5
+    assert tight.plan.visiting_state and tight.planner.fits(tight.plan)
 
 
 @pytest.mark.parametrize(("speed", "options"), [(1e13, {}), (1e8, {"visiting_state": ()}), (1e8, {"update": "arrival"}),
