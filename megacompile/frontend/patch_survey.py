@@ -1,0 +1,89 @@
+"""What an encoder of patches gives and holds, found by running it on fakes: an op of a graph does not say."""
+from __future__ import annotations
+
+import dataclasses
+import math
+import weakref
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megacompile.errors import CaptureError, UnsupportedError
+from megacompile.frontend.patch_encoder import PatchEncoder
+from megacompile.frontend.refused_ops import draws
+
+#: Features along each side of the image that is looked at.
+_SIDE = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Survey:
+    """`width` of a feature; `levels`, how many of them a place gets; bytes for each patch that a forward and a backward hold at
+    most."""
+
+    width: int
+    levels: int
+    forward_bytes: int
+    backward_bytes: int
+
+
+def survey(encoder: PatchEncoder, patch: int, name: str) -> Survey:
+    """Of an encoder of patches of `patch` elements, of the model called `name`. Raises `UnsupportedError` if it draws random
+    numbers, `CaptureError` if it does not run, or gives other features than one for each `per_feature` patches."""
+    side = _SIDE * math.isqrt(encoder.per_feature)
+    sizes = torch.tensor([[1, side, side]])
+    weights = [p for p in encoder.parameters() if p.requires_grad]
+    some: Any = next(encoder.parameters())
+    with some.fake_mode:
+        patches = torch.empty(side**2, patch, dtype=some.dtype)
+    forward, backward = _Watch(), _Watch()
+    # Outside of the fakes' mode, so that what is computed of sizes alone has values.
+    with torch.inference_mode(False):
+        try:
+            with torch.no_grad(), forward:
+                levels = encoder.levels(patches, sizes)
+            if weights:
+                gradient = torch.empty_like(torch.cat(levels, -1))
+                with torch.enable_grad(), backward:
+                    encoder(patches, sizes, (gradient, weights))
+        except Exception as reason:
+            raise CaptureError(f"the encoder of {name} does not run on an image of {side} x {side} patches of {patch} elements "
+                               f"({str(reason).splitlines()[0]}): stream it for text alone, without images in the example"
+                               ) from reason
+    shapes = {tuple(level.shape) for level in levels}
+    if len(shapes) > 1 or levels[0].shape[0] != _SIDE**2:
+        raise CaptureError(f"the encoder of {name} makes {sorted(shapes)} of {side**2} patches, not one feature for each "
+                           f"{encoder.per_feature}: stream it for text alone, without images in the example")
+    if forward.random is not None:
+        raise UnsupportedError(f"the encoder of {name} draws random numbers ({forward.random}), which its backward would draw "
+                               "anew: set its dropout to 0")
+    return Survey(levels[0].shape[1], len(levels), -(-forward.most // side**2), -(-backward.most // side**2))
+
+
+class _Watch(TorchDispatchMode):
+    """State: the bytes of all tensors `held` that were made within, the `most` at once, and an op that draws."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held = self.most = 0
+        self.random: str | None = None
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if draws(function, args, kwargs or {}):
+            self.random = str(function)
+        for value in pytree.tree_leaves(result):
+            if isinstance(value, Tensor) and (storage := value.untyped_storage())._cdata not in self._known:
+                self._known.add(storage._cdata)
+                self.held += storage.nbytes()
+                weakref.finalize(storage, self._freed, storage._cdata, storage.nbytes())
+        self.most = max(self.most, self.held)
+        return result
+
+    def _freed(self, storage: int, size: int) -> None:
+        self._known.discard(storage)
+        self.held -= size

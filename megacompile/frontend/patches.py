@@ -1,0 +1,138 @@
+"""Images of any size, as models of transformers take them whose arguments are patches [patches of all images, n] and sizes
+[images, 3]: in the graphs both are aligned with tokens (`patch_encoder.py`), as are the positions that the model makes of them.
+"""
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
+
+from megacompile.errors import CaptureError
+from megacompile.frontend.loss import TargetCount
+from megacompile.frontend.modalities import MAKING_POSITIONS, MODALITIES, POSITIONS, Modality
+from megacompile.frontend.patch_encoder import PatchEncoder
+from megacompile.frontend.patch_survey import Survey, survey
+from megacompile.frontend.rows import images_in_a_row
+from megacompile.frontend.twin import fake_twin
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Patches:
+    """Of one modality, in a captured model. `size`: of a patch; `dtype`: of the encoder; `places`: where a batch has places for
+    features, float32 [batch, length]; None until it is captured."""
+
+    modality: Modality
+    encoder: PatchEncoder
+    size: int
+    dtype: torch.dtype
+    has_positions: bool
+    places: TargetCount | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Encoded:
+    """What stands for the output of a model's encoder: features at their places, [B * T, width], at each level where the decoder
+    takes some."""
+
+    pooler_output: tuple[Tensor, ...]
+    deepstack_features: list[tuple[Tensor, ...]]
+
+
+def install_encoders(model: nn.Module, example: Mapping[str, Tensor]) -> tuple[Patches, ...]:
+    """Lets a twin take the patches and sizes that are in its example aligned with tokens, by an op for each encoder. Raises
+    `CaptureError` where it does not say what is needed."""
+    return tuple(_install(model, modality, example[modality.patches]) for modality in MODALITIES
+                 if {modality.patches, modality.sizes} <= example.keys())
+
+
+def _install(model: Any, modality: Modality, patches: Tensor) -> Patches:
+    name = type(model).__name__
+    owners = [m for m in model.modules() if hasattr(m, modality.method)
+              and not any(hasattr(inner, modality.method) for inner in m.modules() if inner is not m)]
+    merged = getattr(getattr(getattr(model, "config", None), "vision_config", None), "spatial_merge_size", None)
+    if len(owners) != 1 or merged is None or patches.dim() != 2:
+        raise CaptureError(
+            f"{name} takes {modality.sizes}, but does not say its images as models of transformers do ({modality.method}, "
+            f"config.vision_config.spatial_merge_size, {modality.patches} [patches, n]): stream it for text alone, without "
+            f"{modality.patches} in the example")
+    owner: Any = owners[0]
+    encoder = _encoder(owner, modality.method, merged**2)
+    dtype = next(p.dtype for p in encoder.parameters() if p.is_floating_point())
+    found = survey(encoder, patches.shape[1], name)
+    encoder.held_bytes = found.forward_bytes, found.backward_bytes
+    _redirect(owner, modality.method, encoder, found)
+    for module in list(model.modules()):
+        if hasattr(module, _ADDING):
+            module.__class__ = _of_class(type(module), {_ADDING: _added})
+    return Patches(modality, encoder, patches.shape[1], dtype, hasattr(owner, "compute_3d_position_ids"))
+
+
+def _encoder(owner: Any, method: str, per_feature: int) -> PatchEncoder:
+    """Of all that `owner` holds beside its decoder."""
+    module: Any = fake_twin(owner, FakeTensorMode(allow_non_fake_inputs=True))
+    decoder = module.get_decoder()
+    for name, child in list(module.named_modules()):
+        if child is decoder:
+            module.set_submodule(name, nn.Module())
+    for block in module.modules():
+        if hasattr(block, "gradient_checkpointing"):
+            block.gradient_checkpointing = True
+            block._gradient_checkpointing_func = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+    return PatchEncoder(module, method, per_feature)
+
+
+def _redirect(owner: nn.Module, method: str, encoder: PatchEncoder, found: Survey) -> None:
+    """Lets `owner` have features by the op, aligned with tokens."""
+    cls, width = type(owner), found.width * found.levels
+
+    def features(self: nn.Module, patches: Tensor, sizes: Tensor, **_: Any) -> Encoded:
+        trained, fixed = encoder.tensors(self)
+        made = torch.ops.megacompile.encode_patches(patches, sizes, trained, fixed, encoder.number, width)
+        first, *others = made.flatten(0, 1).split(found.width, -1)
+        return Encoded((first,), [(other,) for other in others])
+
+    owner.__class__ = _of_class(cls, {method: features})
+
+
+#: A method of decoders that add further levels of features to the output of their first layers: at some positions.
+_ADDING = "_deepstack_process"
+
+
+def _added(self: nn.Module, hidden_states: Tensor, visual_pos_masks: Tensor, visual_embeds: Tensor) -> Tensor:
+    """Of features that are aligned with tokens, zeros at all other positions."""
+    return hidden_states + visual_embeds.view_as(hidden_states).to(hidden_states.dtype)
+
+
+def _of_class(cls: type[nn.Module], methods: dict[str, Any]) -> type[nn.Module]:
+    """A subclass with other methods, that goes by the same name."""
+    return type(cls.__name__, (cls,), {**methods, "__module__": cls.__module__})
+
+
+def aligned_example(example: Mapping[str, Tensor], found: Collection[Patches]) -> dict[str, Tensor]:
+    """The example as graphs take it: what models have for images, for tokens."""
+    rows, length = next(iter(example.values())).shape[:2]
+    made = {name: tensor for name, tensor in example.items() if name not in (*MAKING_POSITIONS, "position_ids")}
+    for each in found:
+        width = each.size * each.encoder.per_feature
+        made[each.modality.patches] = torch.empty(rows, length, width, dtype=each.dtype, device="meta")
+        made[each.modality.sizes] = torch.empty(rows, length, 3, dtype=torch.long, device="meta")
+    if any(each.has_positions for each in found):
+        made[POSITIONS] = torch.empty(rows, length, 3, dtype=torch.long, device="meta")
+    return made
+
+
+def model_arguments(batch: Mapping[str, Tensor], each: int) -> dict[str, Tensor]:
+    """The batch as the model takes it: `each` images of every sequence in a row, and positions [axes, B, T], with those of the
+    text before them where rows hold several sequences."""
+    given = images_in_a_row(batch, each)
+    if POSITIONS in given:
+        positions = given.pop(POSITIONS).permute(2, 0, 1)
+        text = given.get("position_ids")
+        given["position_ids"] = positions if text is None else torch.cat([text[None], positions])
+    return given
