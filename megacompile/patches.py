@@ -35,15 +35,16 @@ def align_patches(model: nn.Module, captured: CapturedModel, given: Mapping[str,
 
 def _aligned(name: str, found: Patches, given: Mapping[str, Any], tokens: Tensor) -> dict[str, Tensor]:
     patches, sizes = given.get(found.modality.patches), given.get(found.modality.sizes)
-    per_feature, width = found.encoder.per_feature, found.size * found.encoder.per_feature
+    per_feature, shape = found.encoder.per_feature, found.encoder.patch
     assert found.places is not None, "made when the model was captured"
     there = found.places({key: given[key].cpu() for key in {source.name for source in found.places.sources}}) > 0
     if patches is None and sizes is None:
-        patches, sizes = torch.zeros(0, found.size), torch.zeros(0, 3, dtype=torch.long)
-    if (not isinstance(patches, Tensor) or not isinstance(sizes, Tensor) or patches.dim() != 2 or sizes.dim() != 2
-            or patches.shape[1] != found.size or sizes.shape[1] != 3):
-        raise UnsupportedError(f"{name}: {found.modality.patches} must be a tensor [patches of all images, {found.size}] and "
-                               f"{found.modality.sizes} one [images, 3], as the model's processor makes them")
+        patches, sizes = torch.zeros(0, *shape), torch.zeros(0, 3, dtype=torch.long)
+    if (not isinstance(patches, Tensor) or not isinstance(sizes, Tensor) or patches.shape[1:] != shape or sizes.dim() != 2
+            or sizes.shape[1] != 3):
+        raise UnsupportedError(f"{name}: {found.modality.patches} must be a tensor [patches of all images, "
+                               f"{', '.join(map(str, shape))}] and {found.modality.sizes} one [images, 3], as the model's "
+                               "processor makes them")
     sizes = sizes.cpu().long()
     patches_of = sizes.prod(1)
     features, places = patches_of // per_feature, there.sum(1)
@@ -60,8 +61,8 @@ def _aligned(name: str, found: Patches, given: Mapping[str, Any], tokens: Tensor
         raise UnsupportedError(f"{name}: {found.modality.sizes} says {int(features.sum())} features, and the batch's sequences "
                                f"have places for {int(places.sum())}: give each image its places among input_ids, and leave "
                                "none over")
-    of_tokens = patches.new_zeros((*tokens.shape, width), dtype=found.dtype)
-    of_tokens[there.to(patches.device)] = patches.to(found.dtype).reshape(-1, width)
+    of_tokens = patches.new_zeros((*tokens.shape, found.encoder.elements), dtype=found.dtype)
+    of_tokens[there.to(patches.device)] = patches.to(found.dtype).reshape(-1, found.encoder.elements)
     spread = torch.zeros((*tokens.shape, 3), dtype=torch.long)
     spread[there] = sizes.repeat_interleave(features, 0)
     return {found.modality.patches: of_tokens, found.modality.sizes: spread}

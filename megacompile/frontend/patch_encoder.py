@@ -29,13 +29,13 @@ class PatchEncoder(nn.Module):
     """What an encoder computes, as a function of its weights. State: `module`, a copy without data, whose method `method` gives
     the features of images.
 
-    `trained`, `fixed`: the names of the tensors that it reads there, in the order of the op's arguments; `per_feature`: patches
-    that one feature is made of. `number` stands for it in graphs, which cannot hold a module. `held_bytes`: for each patch, by a
+    `trained`, `fixed`: the names of the tensors that it reads there, in the order of the op's arguments; `patch`: the shape of a
+    patch; `per_feature`: patches that one feature is made of. `number` stands for it in graphs, which cannot hold a module. `held_bytes`: for each patch, by a
     forward and by a backward at most, as a survey has found."""
 
-    def __init__(self, module: nn.Module, method: str, per_feature: int) -> None:
+    def __init__(self, module: nn.Module, method: str, patch: tuple[int, ...], per_feature: int) -> None:
         super().__init__()
-        self.module, self.method, self.per_feature = module, method, per_feature
+        self.module, self.method, self.patch, self.per_feature = module, method, patch, per_feature
         self.trained = tuple(n for n, p in self.named_parameters() if p.requires_grad)
         self.fixed = tuple(n for n, _ in (*self.named_parameters(), *self.named_buffers()) if n not in self.trained)
         self.number = next(_numbers)
@@ -50,7 +50,8 @@ class PatchEncoder(nn.Module):
         return [of[name] for name in self.trained], [of[name] for name in self.fixed]
 
     def features(self, patches: Tensor, sizes: Tensor, trained: Sequence[Tensor], fixed: Sequence[Tensor]) -> Tensor:
-        """[features, levels * width] of images whose patches are `patches` [patches, n] and whose `sizes` are [images, 3]."""
+        """[features, levels * width] of images whose patches are `patches` [patches, *patch] and whose `sizes` are [images, 3].
+        """
         return self._run(trained, fixed, patches, sizes, None)  # type: ignore[no-any-return]
 
     def gradients(self, gradient: Tensor, patches: Tensor, sizes: Tensor, trained: Sequence[Tensor],
@@ -80,8 +81,13 @@ class PatchEncoder(nn.Module):
         return [level if isinstance(level, Tensor) else torch.cat(tuple(level)) for level in levels]
 
     def patches(self, of_features: Tensor) -> Tensor:
-        """[patches, n] of [features, patches of each, concatenated]."""
-        return of_features.reshape(len(of_features) * self.per_feature, -1)
+        """[patches, *patch] of [features, elements of the patches of each]."""
+        return of_features.reshape(len(of_features) * self.per_feature, *self.patch)
+
+    @property
+    def elements(self) -> int:
+        """Of the patches of one feature."""
+        return self.per_feature * math.prod(self.patch)
 
     def groups(self, sizes: Tensor) -> Iterator[tuple[slice, list[int]]]:
         """Images that are encoded at once, of `sizes` [features, 3], each image's at all of its features: which features, and

@@ -30,15 +30,15 @@ class Survey:
     backward_bytes: int
 
 
-def survey(encoder: PatchEncoder, patch: int, name: str) -> Survey:
-    """Of an encoder of patches of `patch` elements, of the model called `name`. Raises `UnsupportedError` if it draws random
+def survey(encoder: PatchEncoder, name: str) -> Survey:
+    """Of an encoder of the model called `name`. Raises `UnsupportedError` if it draws random
     numbers, `CaptureError` if it does not run, or gives other features than one for each `per_feature` patches."""
     side = _SIDE * math.isqrt(encoder.per_feature)
     sizes = torch.tensor([[1, side, side]])
     weights = [p for p in encoder.parameters() if p.requires_grad]
     some: Any = next(encoder.parameters())
     with some.fake_mode:
-        patches = torch.empty(side**2, patch, dtype=some.dtype)
+        patches = torch.empty(side**2, *encoder.patch, dtype=some.dtype)
     forward, backward = _Watch(), _Watch()
     # Outside of the fakes' mode, so that what is computed of sizes alone has values.
     with torch.inference_mode(False):
@@ -50,7 +50,7 @@ def survey(encoder: PatchEncoder, patch: int, name: str) -> Survey:
                 with torch.enable_grad(), backward:
                     encoder(patches, sizes, (gradient, weights))
         except Exception as reason:
-            raise CaptureError(f"the encoder of {name} does not run on an image of {side} x {side} patches of {patch} elements "
+            raise CaptureError(f"the encoder of {name} does not run on an image of {side} x {side} patches {[*encoder.patch]} "
                                f"({str(reason).splitlines()[0]}): stream it for text alone, without images in the example"
                                ) from reason
     shapes = {tuple(level.shape) for level in levels}

@@ -24,12 +24,11 @@ from megacompile.frontend.twin import fake_twin
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Patches:
-    """Of one modality, in a captured model. `size`: of a patch; `dtype`: of the encoder; `places`: where a batch has places for
+    """Of one modality, in a captured model. `dtype`: of the encoder; `places`: where a batch has places for
     features, float32 [batch, length]; None until it is captured."""
 
     modality: Modality
     encoder: PatchEncoder
-    size: int
     dtype: torch.dtype
     has_positions: bool
     places: TargetCount | None = None
@@ -56,24 +55,24 @@ def _install(model: Any, modality: Modality, patches: Tensor) -> Patches:
     owners = [m for m in model.modules() if hasattr(m, modality.method)
               and not any(hasattr(inner, modality.method) for inner in m.modules() if inner is not m)]
     merged = getattr(getattr(getattr(model, "config", None), "vision_config", None), "spatial_merge_size", None)
-    if len(owners) != 1 or merged is None or patches.dim() != 2:
+    if len(owners) != 1 or merged is None or patches.dim() < 2:
         raise CaptureError(
             f"{name} takes {modality.sizes}, but does not say its images as models of transformers do ({modality.method}, "
-            f"config.vision_config.spatial_merge_size, {modality.patches} [patches, n]): stream it for text alone, without "
+            f"config.vision_config.spatial_merge_size, {modality.patches} [patches, ...]): stream it for text alone, without "
             f"{modality.patches} in the example")
     owner: Any = owners[0]
-    encoder = _encoder(owner, modality.method, merged**2)
+    encoder = _encoder(owner, modality.method, tuple(patches.shape[1:]), merged**2)
     dtype = next(p.dtype for p in encoder.parameters() if p.is_floating_point())
-    found = survey(encoder, patches.shape[1], name)
+    found = survey(encoder, name)
     encoder.held_bytes = found.forward_bytes, found.backward_bytes
     _redirect(owner, modality.method, encoder, found)
     for module in list(model.modules()):
         if hasattr(module, _ADDING):
             module.__class__ = _of_class(type(module), {_ADDING: _added})
-    return Patches(modality, encoder, patches.shape[1], dtype, hasattr(owner, "compute_3d_position_ids"))
+    return Patches(modality, encoder, dtype, hasattr(owner, "compute_3d_position_ids"))
 
 
-def _encoder(owner: Any, method: str, per_feature: int) -> PatchEncoder:
+def _encoder(owner: Any, method: str, patch: tuple[int, ...], per_feature: int) -> PatchEncoder:
     """Of all that `owner` holds beside its decoder."""
     module: Any = fake_twin(owner, FakeTensorMode(allow_non_fake_inputs=True))
     decoder = module.get_decoder()
@@ -84,7 +83,7 @@ def _encoder(owner: Any, method: str, per_feature: int) -> PatchEncoder:
         if hasattr(block, "gradient_checkpointing"):
             block.gradient_checkpointing = True
             block._gradient_checkpointing_func = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
-    return PatchEncoder(module, method, per_feature)
+    return PatchEncoder(module, method, patch, per_feature)
 
 
 def _redirect(owner: nn.Module, method: str, encoder: PatchEncoder, found: Survey) -> None:
@@ -119,8 +118,7 @@ def aligned_example(example: Mapping[str, Tensor], found: Collection[Patches]) -
     rows, length = next(iter(example.values())).shape[:2]
     made = {name: tensor for name, tensor in example.items() if name not in (*MAKING_POSITIONS, "position_ids")}
     for each in found:
-        width = each.size * each.encoder.per_feature
-        made[each.modality.patches] = torch.empty(rows, length, width, dtype=each.dtype, device="meta")
+        made[each.modality.patches] = torch.empty(rows, length, each.encoder.elements, dtype=each.dtype, device="meta")
         made[each.modality.sizes] = torch.empty(rows, length, 3, dtype=torch.long, device="meta")
     if any(each.has_positions for each in found):
         made[POSITIONS] = torch.empty(rows, length, 3, dtype=torch.long, device="meta")
