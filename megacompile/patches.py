@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from megacompile.errors import UnsupportedError
 from megacompile.frontend.capture import CapturedModel
-from megacompile.frontend.modalities import MAKING_POSITIONS, POSITIONS
+from megacompile.frontend.modalities import MAKING_POSITIONS, MODALITIES, POSITIONS
 from megacompile.frontend.patches import Patches
 
 
@@ -23,14 +23,19 @@ def align_patches(model: nn.Module, captured: CapturedModel, given: Mapping[str,
     are. `captured`: of plain batches. Raises `UnsupportedError` where images and their places do not fit."""
     made = dict(given)
     tokens = made.get(captured.batch_inputs[0])
+    name = type(model).__name__
+    for modality in MODALITIES:
+        if (given.get(modality.sizes) is not None and modality.sizes not in captured.batch_inputs
+                and hasattr(model, modality.method)):
+            raise UnsupportedError(f"{name} was streamed without {modality.patches}, and takes none now: name "
+                                   f"{modality.patches} and {modality.sizes} in stream(model, example=...)")
     if not captured.patches or not isinstance(tokens, Tensor) or tokens.dim() != 2:
         return made
-    name = type(model).__name__
     of_tokens = {key: value for each in captured.patches for key, value in _aligned(name, each, made, tokens).items()}
     if any(each.has_positions for each in captured.patches):
         of_tokens |= _positions(model, name, tokens, made)
-        made.pop("position_ids", None)
-    return {key: value for key, value in made.items() if key not in MAKING_POSITIONS} | of_tokens
+        made = {key: value for key, value in made.items() if key not in (*MAKING_POSITIONS, "position_ids")}
+    return made | of_tokens
 
 
 def _aligned(name: str, found: Patches, given: Mapping[str, Any], tokens: Tensor) -> dict[str, Tensor]:

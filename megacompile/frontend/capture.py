@@ -26,7 +26,7 @@ from megacompile.frontend.loss import is_averaged, normalise_loss
 from megacompile.frontend.model_graph import ModelGraph, capture_model_graph
 from megacompile.frontend.modes import operations, torch_calls
 from megacompile.frontend.output import OutputStructure, output_structure
-from megacompile.frontend.patches import Patches, aligned_example, install_encoders, model_arguments
+from megacompile.frontend.patches import Patches, aligned_example, install_encoders, model_arguments, refuse_adapters
 from megacompile.frontend.pieces import in_pieces
 from megacompile.frontend.places import Places, places_of, take_aligned
 from megacompile.frontend.randomness import draw_functionally, number_draws
@@ -169,6 +169,8 @@ def capture(
     if patches is None:
         patches = install_encoders(plain, example or {})
         example = aligned_example(example, patches) if example is not None and patches else example
+    elif form.without_adapters and patches:
+        refuse_adapters(patches, name)
     taken = () if loss is None else taken_by_loss(loss, example or {})
     traced = example if loss is None else _without_loss(plain, example, taken)
     graph, twin, batch, attention = _trace(plain, layers, traced, form)

@@ -7,8 +7,8 @@ from collections.abc import Collection
 
 @dataclasses.dataclass(frozen=True)
 class Modality:
-    """How models of transformers say images or videos. `patches`, `sizes`: arguments of the forward; `method`: of the model, that
-    makes features of them."""
+    """How models of transformers say images or videos. `patches`, `sizes`: arguments of the forward; `method`: makes features
+    of them."""
 
     patches: str
     sizes: str

@@ -29,9 +29,9 @@ class PatchEncoder(nn.Module):
     """What an encoder computes, as a function of its weights. State: `module`, a copy without data, whose method `method` gives
     the features of images.
 
-    `trained`, `fixed`: the names of the tensors that it reads there, in the order of the op's arguments; `patch`: the shape of a
-    patch; `per_feature`: patches that one feature is made of. `number` stands for it in graphs, which cannot hold a module. `held_bytes`: for each patch, by a
-    forward and by a backward at most, as a survey has found."""
+    `trained`, `fixed`: the names of the tensors that it reads there, in the order of the op's arguments; `patch`: a patch's
+    shape; `per_feature`: patches that one feature is made of. `number` stands for it in graphs, which cannot hold a module. A
+    survey finds `levels`, how many features a place gets, and `held_bytes`, for each patch, by a forward and by a backward."""
 
     def __init__(self, module: nn.Module, method: str, patch: tuple[int, ...], per_feature: int) -> None:
         super().__init__()
@@ -39,13 +39,13 @@ class PatchEncoder(nn.Module):
         self.trained = tuple(n for n, p in self.named_parameters() if p.requires_grad)
         self.fixed = tuple(n for n, _ in (*self.named_parameters(), *self.named_buffers()) if n not in self.trained)
         self.number = next(_numbers)
-        self.held_bytes = 0, 0
+        self.levels, self.held_bytes = 1, (0, 0)
         self._alone = threading.Lock()  # a call lends the module its weights
         _encoders[self.number] = self
 
     def tensors(self, model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
         """The tensors of `model`, which has what `module` has, that are `trained` and `fixed`."""
-        held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        held = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
         of = {name: held[name.removeprefix("module.")] for name in (*self.trained, *self.fixed)}
         return [of[name] for name in self.trained], [of[name] for name in self.fixed]
 
@@ -67,14 +67,14 @@ class PatchEncoder(nn.Module):
 
     def forward(self, patches: Tensor, sizes: Tensor, backward: tuple[Tensor, Sequence[Tensor]] | None) -> Any:
         # Differentiated in here, while the weights are lent: blocks are recomputed in the backward.
-        features = torch.cat(self.levels(patches, sizes), -1)
+        features = torch.cat(self.features_by_level(patches, sizes), -1)
         if backward is None:
             return features
         gradient, leaves = backward
         found = torch.autograd.grad(features, leaves, gradient, allow_unused=True)
         return [torch.zeros_like(leaf) if each is None else each for each, leaf in zip(found, leaves, strict=True)]
 
-    def levels(self, patches: Tensor, sizes: Tensor) -> list[Tensor]:
+    def features_by_level(self, patches: Tensor, sizes: Tensor) -> list[Tensor]:
         """[features, width] for the decoder's input, and those that some models add to the output of its first layers."""
         returned = getattr(self.module, self.method)(patches, sizes, return_dict=True)
         levels = [returned.pooler_output, *(getattr(returned, "deepstack_features", None) or ())]
@@ -93,7 +93,7 @@ class PatchEncoder(nn.Module):
         """Images that are encoded at once, of `sizes` [features, 3], each image's at all of its features: which features, and
         the first feature of each image."""
         rows: list[list[int]] = sizes.tolist()
-        begin, first, firsts = 0, 0, []
+        begin, first, firsts = 0, 0, list[int]()
         while first < len(rows):
             end = first + math.prod(rows[first]) // self.per_feature
             if firsts and (end - begin) * self.per_feature > PATCHES_AT_ONCE:

@@ -1,7 +1,6 @@
 """What an encoder of patches gives and holds, found by running it on fakes: an op of a graph does not say."""
 from __future__ import annotations
 
-import dataclasses
 import math
 import weakref
 from typing import Any
@@ -19,20 +18,10 @@ from megacompile.frontend.refused_ops import draws
 _SIDE = 8
 
 
-@dataclasses.dataclass(frozen=True)
-class Survey:
-    """`width` of a feature; `levels`, how many of them a place gets; bytes for each patch that a forward and a backward hold at
-    most."""
-
-    width: int
-    levels: int
-    forward_bytes: int
-    backward_bytes: int
-
-
-def survey(encoder: PatchEncoder, name: str) -> Survey:
-    """Of an encoder of the model called `name`. Raises `UnsupportedError` if it draws random
-    numbers, `CaptureError` if it does not run, or gives other features than one for each `per_feature` patches."""
+def survey(encoder: PatchEncoder, name: str) -> int:
+    """The width of a feature of an encoder of the model called `name`; `encoder` is told its levels, and what it holds. Raises
+    `UnsupportedError` if it draws random numbers or counts batches, `CaptureError` if it does not run, or gives other features
+    than one for each `per_feature` patches."""
     side = _SIDE * math.isqrt(encoder.per_feature)
     sizes = torch.tensor([[1, side, side]])
     weights = [p for p in encoder.parameters() if p.requires_grad]
@@ -44,14 +33,15 @@ def survey(encoder: PatchEncoder, name: str) -> Survey:
     with torch.inference_mode(False):
         try:
             with torch.no_grad(), forward:
-                levels = encoder.levels(patches, sizes)
+                levels = encoder.features_by_level(patches, sizes)
             if weights:
                 gradient = torch.empty_like(torch.cat(levels, -1))
                 with torch.enable_grad(), backward:
                     encoder(patches, sizes, (gradient, weights))
-        except Exception as reason:
+        except Exception as reason:  # whatever the module raises
+            cause = next(iter(str(reason).splitlines()), "") or type(reason).__name__
             raise CaptureError(f"the encoder of {name} does not run on an image of {side} x {side} patches {[*encoder.patch]} "
-                               f"({str(reason).splitlines()[0]}): stream it for text alone, without images in the example"
+                               f"({cause}): stream it for text alone, without images in the example"
                                ) from reason
     shapes = {tuple(level.shape) for level in levels}
     if len(shapes) > 1 or levels[0].shape[0] != _SIDE**2:
@@ -60,7 +50,12 @@ def survey(encoder: PatchEncoder, name: str) -> Survey:
     if forward.random is not None:
         raise UnsupportedError(f"the encoder of {name} draws random numbers ({forward.random}), which its backward would draw "
                                "anew: set its dropout to 0")
-    return Survey(levels[0].shape[1], len(levels), -(-forward.most // side**2), -(-backward.most // side**2))
+    if any(getattr(module, "track_running_stats", False) for module in encoder.modules()):
+        raise UnsupportedError(f"the encoder of {name} keeps running statistics of batches, which its backward would count "
+                               "twice: stream it for text alone, without images in the example")
+    encoder.levels = len(levels)
+    encoder.held_bytes = -(-forward.most // side**2), -(-backward.most // side**2)
+    return levels[0].shape[1]
 
 
 class _Watch(TorchDispatchMode):

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
-from megacompile.errors import CaptureError
+from megacompile.errors import CaptureError, UnsupportedError
 from megacompile.frontend.loss import TargetCount
-from megacompile.frontend.modalities import MAKING_POSITIONS, MODALITIES, POSITIONS, Modality
+from megacompile.frontend.modalities import MAKING_POSITIONS, MODALITIES, POSITIONS, Modality, aligned
 from megacompile.frontend.patch_encoder import PatchEncoder
-from megacompile.frontend.patch_survey import Survey, survey
+from megacompile.frontend.patch_survey import survey
 from megacompile.frontend.rows import images_in_a_row
 from megacompile.frontend.twin import fake_twin
 
@@ -36,8 +36,8 @@ class Patches:
 
 @dataclasses.dataclass(frozen=True)
 class Encoded:
-    """What stands for the output of a model's encoder: features at their places, [B * T, width], at each level where the decoder
-    takes some."""
+    """What stands for the output of a model's encoder: features at their places, [B * T, width], for the decoder's input and
+    for further levels of it."""
 
     pooler_output: tuple[Tensor, ...]
     deepstack_features: list[tuple[Tensor, ...]]
@@ -46,11 +46,21 @@ class Encoded:
 def install_encoders(model: nn.Module, example: Mapping[str, Tensor]) -> tuple[Patches, ...]:
     """Lets a twin take the patches and sizes that are in its example aligned with tokens, by an op for each encoder. Raises
     `CaptureError` where it does not say what is needed."""
-    return tuple(_install(model, modality, example[modality.patches]) for modality in MODALITIES
-                 if {modality.patches, modality.sizes} <= example.keys())
+    said = [m for m in MODALITIES if {m.patches, m.sizes} <= example.keys()]
+    adding = [module for module in model.modules() if hasattr(module, _ADDING)] if said else []
+    if adding and len(said) > 1:
+        raise CaptureError(f"{type(model).__name__} adds features of images and videos to its first layers by positions that "
+                           f"depend on values: have {' or '.join(m.patches for m in said)} in the example, not both")
+    found = [_found(model, modality, example[modality.patches]) for modality in said]
+    for owner, width, patches in found:  # once all are copied: one method may call the other
+        _redirect(owner, patches, width)
+    for module in adding:
+        module.__class__ = _of_class(type(module), {_ADDING: _added})
+    return tuple(patches for *_, patches in found)
 
 
-def _install(model: Any, modality: Modality, patches: Tensor) -> Patches:
+def _found(model: Any, modality: Modality, patches: Tensor) -> tuple[nn.Module, int, Patches]:
+    """The module that has the modality's method, the width of its features, and its encoder."""
     name = type(model).__name__
     owners = [m for m in model.modules() if hasattr(m, modality.method)
               and not any(hasattr(inner, modality.method) for inner in m.modules() if inner is not m)]
@@ -62,14 +72,9 @@ def _install(model: Any, modality: Modality, patches: Tensor) -> Patches:
             f"{modality.patches} in the example")
     owner: Any = owners[0]
     encoder = _encoder(owner, modality.method, tuple(patches.shape[1:]), merged**2)
+    width = survey(encoder, name)
     dtype = next(p.dtype for p in encoder.parameters() if p.is_floating_point())
-    found = survey(encoder, name)
-    encoder.held_bytes = found.forward_bytes, found.backward_bytes
-    _redirect(owner, modality.method, encoder, found)
-    for module in list(model.modules()):
-        if hasattr(module, _ADDING):
-            module.__class__ = _of_class(type(module), {_ADDING: _added})
-    return Patches(modality, encoder, dtype, hasattr(owner, "compute_3d_position_ids"))
+    return owner, width, Patches(modality, encoder, dtype, hasattr(owner, "compute_3d_position_ids"))
 
 
 def _encoder(owner: Any, method: str, patch: tuple[int, ...], per_feature: int) -> PatchEncoder:
@@ -86,17 +91,17 @@ def _encoder(owner: Any, method: str, patch: tuple[int, ...], per_feature: int) 
     return PatchEncoder(module, method, patch, per_feature)
 
 
-def _redirect(owner: nn.Module, method: str, encoder: PatchEncoder, found: Survey) -> None:
+def _redirect(owner: nn.Module, patches: Patches, width: int) -> None:
     """Lets `owner` have features by the op, aligned with tokens."""
-    cls, width = type(owner), found.width * found.levels
+    encoder = patches.encoder
 
-    def features(self: nn.Module, patches: Tensor, sizes: Tensor, **_: Any) -> Encoded:
+    def features(self: nn.Module, given: Tensor, sizes: Tensor, **_: Any) -> Encoded:
         trained, fixed = encoder.tensors(self)
-        made = torch.ops.megacompile.encode_patches(patches, sizes, trained, fixed, encoder.number, width)
-        first, *others = made.flatten(0, 1).split(found.width, -1)
+        made = torch.ops.megacompile.encode_patches(given, sizes, trained, fixed, encoder.number, encoder.levels * width)
+        first, *others = made.flatten(0, 1).split(width, -1)
         return Encoded((first,), [(other,) for other in others])
 
-    owner.__class__ = _of_class(cls, {method: features})
+    owner.__class__ = _of_class(type(owner), {patches.modality.method: features})
 
 
 #: A method of decoders that add further levels of features to the output of their first layers: at some positions.
@@ -114,13 +119,15 @@ def _of_class(cls: type[nn.Module], methods: dict[str, Any]) -> type[nn.Module]:
 
 
 def aligned_example(example: Mapping[str, Tensor], found: Collection[Patches]) -> dict[str, Tensor]:
-    """The example as graphs take it: what models have for images, for tokens."""
-    rows, length = next(iter(example.values())).shape[:2]
-    made = {name: tensor for name, tensor in example.items() if name not in (*MAKING_POSITIONS, "position_ids")}
+    """The example as graphs take it: what models have for images, for tokens; without what some batches have alone."""
+    has_positions = any(each.has_positions for each in found)
+    apart = {"attention_mask", *aligned(example), *((*MAKING_POSITIONS, "position_ids") if has_positions else ())}
+    made = {name: tensor for name, tensor in example.items() if name not in apart}
+    rows, length = next(iter(made.values())).shape[:2]
     for each in found:
         made[each.modality.patches] = torch.empty(rows, length, each.encoder.elements, dtype=each.dtype, device="meta")
         made[each.modality.sizes] = torch.empty(rows, length, 3, dtype=torch.long, device="meta")
-    if any(each.has_positions for each in found):
+    if has_positions:
         made[POSITIONS] = torch.empty(rows, length, 3, dtype=torch.long, device="meta")
     return made
 
@@ -134,3 +141,12 @@ def model_arguments(batch: Mapping[str, Tensor], each: int) -> dict[str, Tensor]
         text = given.get("position_ids")
         given["position_ids"] = positions if text is None else torch.cat([text[None], positions])
     return given
+
+
+def refuse_adapters(found: Collection[Patches], name: str) -> None:
+    """Raises `UnsupportedError` where an encoder has adapters: of its copy, which runs, nobody switches them off."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    if any(isinstance(module, BaseTunerLayer) for each in found for module in each.encoder.modules()):
+        raise UnsupportedError(f"the encoder of {name}'s images has adapters, which cannot be switched off: adapt "
+                               "its decoder alone (target_modules), or leave disable_adapter() out")

@@ -24,7 +24,6 @@ from megacompile.frontend.loss import TargetCount, count_batch
 from megacompile.frontend.model_graph import ModelGraph
 from megacompile.frontend.split import source_line
 
-
 _SCATTERS = ("masked_scatter", torch.masked_scatter)
 
 
@@ -111,7 +110,8 @@ def take_aligned(graph: ModelGraph, name: str) -> dict[int, TargetCount]:
         count = count_batch(graph, _of_tokens(mask), lambda g, t: g.call_method("squeeze", (t, -1)))
         if count is None:
             raise _unknown(name, node)
-        found[encoded.args[4]] = count
+        number: Any = encoded.args[4]
+        found[number] = count
         with _calls_before(graph, node) as call:
             placed = call("reshape", features, *(call("size", tokens, dim) for dim in range(3)))
             node.replace_all_uses_with(call(torch.where, mask, placed, tokens))
