@@ -79,13 +79,15 @@ def _cross_entropy_workspace(node: fx.Node, size: Callable[[Any], int], device_t
 
 
 def _encoder_workspace(node: fx.Node, size: Callable[[Any], int], device_type: str, backward: bool) -> int:
-    """An encoder's values of the images that it has at once, where every token is a feature: all, or those that it takes
-    together, or the largest that a sequence has room for."""
+    """An encoder's values of the images that it has at once, where every token is of an image: all, or those that it takes
+    together, or the largest that a sequence has room for. Of more than these, gradients grow in float32."""
     patches: Any = node.args[backward]
     encoder = encoder_of(node.args[4 + backward])  # type: ignore[arg-type]
     rows, length = (size(n) for n in patches.meta["val"].shape[:2])
     largest = length * encoder.per_feature
-    return min(rows * largest, max(largest, PATCHES_AT_ONCE)) * encoder.held_bytes[backward]
+    at_once = min(rows * largest, max(largest, PATCHES_AT_ONCE))
+    sums = 4 * sum(size(tensor.numel()) for tensor in node.meta["val"]) if backward and at_once < rows * largest else 0
+    return at_once * encoder.held_bytes[backward] + sums
 
 
 #: What our own ops hold beside their results: (node, size, device type) -> bytes.
