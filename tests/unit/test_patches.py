@@ -93,7 +93,7 @@ def test_images_of_any_size_train_as_they_do_natively(monkeypatch: pytest.Monkey
     given = pictured(23, [], [(1, 1, 2), (1, 3, 2)], [(1, 4, 4)], [(1, 2, 2)], [(1, 1, 1), (1, 1, 1), (1, 2, 3)])
     assert_native(native, model, given)
     assert model.megacompile.plan.micro_batches == (2, 2, 1)
-    assert_native(native, model, pictured(9, [], [], []))
+    assert_native(native, model, pictured(23, [], [], [], [], []))
     monkeypatch.setattr(patch_encoder, "PATCHES_AT_ONCE", 20)
     positions = torch.randint(0, 30, (3, 5, 23))
     assert_native(native, model, {**given, "position_ids": positions})
@@ -109,7 +109,7 @@ def test_images_of_any_size_train_as_they_do_natively(monkeypatch: pytest.Monkey
     few = {**given, "image_grid_thw": given["image_grid_thw"][:-1]}
     for other, message in (
             (cut, "sequence 3 of the batch has 3 places for features, which are not those of whole images"),
-            (few, "pixel_values has 144 patches, and image_grid_thw says 120"),
+            (few, "pixel_values has 144 patches, and image_grid_thw says 120: give each image all of its patches"),
             ({**few, "pixel_values": given["pixel_values"][:120]}, "sequence 4 of the batch has 8 places"),
             ({**pictured(23, [(1, 1, 2)]), **{name: given[name] for name in ("pixel_values", "image_grid_thw")}},
              "image_grid_thw says 36 features, and the batch's sequences have places for 2"),
