@@ -192,7 +192,7 @@ class Handle:
             return streamed.shapes.latest
         known = streamed.captured.batch_inputs
         given = {k: v for k, v in batch.items() if isinstance(v, Tensor)} if isinstance(batch, Mapping) else {}
-        given = align_patches(streamed.model, streamed.captured, given)
+        given = align_patches(streamed.model, streamed.captured, given, streamed.backend.device)
         inputs = {k: v for k, v in given.items() if k in known}
         first = next(iter(inputs.values()), None)
         if not isinstance(first, Tensor) or first.dim() < 2:

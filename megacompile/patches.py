@@ -18,9 +18,10 @@ from megacompile.frontend.modalities import MAKING_POSITIONS, MODALITIES, POSITI
 from megacompile.frontend.patches import Patches
 
 
-def align_patches(model: nn.Module, captured: CapturedModel, given: Mapping[str, Any]) -> dict[str, Any]:
+def align_patches(model: nn.Module, captured: CapturedModel, given: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
     """The arguments of a model whose batches have images of any size, as its graphs take them; those of other models as they
-    are. `captured`: of plain batches. Raises `UnsupportedError` where images and their places do not fit."""
+    are. `captured`: of plain batches. Patches are then on `device`: the link carries those that there are, not text's zeros.
+    Raises `UnsupportedError` where images and their places do not fit."""
     made = dict(given)
     tokens = made.get(captured.batch_inputs[0])
     name = type(model).__name__
@@ -31,14 +32,14 @@ def align_patches(model: nn.Module, captured: CapturedModel, given: Mapping[str,
                                    f"{modality.patches} and {modality.sizes} in stream(model, example=...)")
     if not captured.patches or not isinstance(tokens, Tensor) or tokens.dim() != 2:
         return made
-    of_tokens = {key: value for each in captured.patches for key, value in _aligned(name, each, made, tokens).items()}
+    of_tokens = {key: value for each in captured.patches for key, value in _aligned(name, each, made, tokens, device).items()}
     if any(each.has_positions for each in captured.patches):
         of_tokens |= _positions(model, name, tokens, made)
         made = {key: value for key, value in made.items() if key not in (*MAKING_POSITIONS, "position_ids")}
     return made | of_tokens
 
 
-def _aligned(name: str, found: Patches, given: Mapping[str, Any], tokens: Tensor) -> dict[str, Tensor]:
+def _aligned(name: str, found: Patches, given: Mapping[str, Any], tokens: Tensor, device: torch.device) -> dict[str, Tensor]:
     patches, sizes = given.get(found.modality.patches), given.get(found.modality.sizes)
     per_feature, shape = found.encoder.per_feature, found.encoder.patch
     assert found.places is not None, "made when the model was captured"
@@ -66,8 +67,8 @@ def _aligned(name: str, found: Patches, given: Mapping[str, Any], tokens: Tensor
         raise UnsupportedError(f"{name}: {found.modality.sizes} says {int(features.sum())} features, and the batch's sequences "
                                f"have places for {int(places.sum())}: give each image its places among input_ids, and leave "
                                "none over")
-    of_tokens = patches.new_zeros((*tokens.shape, found.encoder.elements), dtype=found.dtype)
-    of_tokens[there.to(patches.device)] = patches.to(found.dtype).reshape(-1, found.encoder.elements)
+    of_tokens = torch.zeros((*tokens.shape, found.encoder.elements), dtype=found.dtype, device=device)
+    of_tokens[there.to(device)] = patches.to(device, found.dtype).reshape(-1, found.encoder.elements)
     spread = torch.zeros((*tokens.shape, 3), dtype=torch.long)
     spread[there] = sizes.repeat_interleave(features, 0)
     return {found.modality.patches: of_tokens, found.modality.sizes: spread}
