@@ -92,7 +92,7 @@ def _positions(model: nn.Module, name: str, tokens: Tensor, given: Mapping[str, 
 
 def _made_by_model(model: nn.Module, given: Mapping[str, Any]) -> Tensor | None:
     """By the model's own code, of arguments on the host; None where that leaves it to the decoder, which counts from 0."""
-    owner: Any = next(m for m in model.modules() if hasattr(m, "compute_3d_position_ids"))
+    owner: Any = next(m for m in model.modules() if hasattr(type(m), "compute_3d_position_ids"))
     known = inspect.signature(owner.compute_3d_position_ids).parameters
     arguments = {key: value.cpu() if isinstance(value, Tensor) else value for key in known
                  for value in (given.get(key),)}

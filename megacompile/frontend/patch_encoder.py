@@ -162,7 +162,7 @@ def _encode_backward(gradient: Tensor, patches: Tensor, sizes: Tensor, trained: 
         total = [a.float() + b for a, b in zip(total, new, strict=True)] if total else new
     if not total:
         return [torch.zeros_like(tensor) for tensor in trained]
-    return [each.to(tensor.dtype) for each, tensor in zip(total, trained, strict=True)]
+    return [each.to(tensor.dtype).contiguous() for each, tensor in zip(total, trained, strict=True)]
 
 
 def _encode_backward_fake(gradient: Tensor, patches: Tensor, sizes: Tensor, trained: list[Tensor], fixed: list[Tensor],

@@ -47,7 +47,7 @@ def install_encoders(model: nn.Module, example: Mapping[str, Tensor]) -> tuple[P
     """Lets a twin take the patches and sizes that are in its example aligned with tokens, by an op for each encoder. Raises
     `CaptureError` where it does not say what is needed."""
     said = [m for m in MODALITIES if {m.patches, m.sizes} <= example.keys()]
-    adding = [module for module in model.modules() if hasattr(module, _ADDING)] if said else []
+    adding = [module for module in model.modules() if hasattr(type(module), _ADDING)] if said else []
     if adding and len(said) > 1:
         raise CaptureError(f"{type(model).__name__} adds features of images and videos to its first layers by positions that "
                            f"depend on values: have {' or '.join(m.patches for m in said)} in the example, not both")
@@ -62,8 +62,8 @@ def install_encoders(model: nn.Module, example: Mapping[str, Tensor]) -> tuple[P
 def _found(model: Any, modality: Modality, patches: Tensor) -> tuple[nn.Module, int, Patches]:
     """The module that has the modality's method, the width of its features, and its encoder."""
     name = type(model).__name__
-    owners = [m for m in model.modules() if hasattr(m, modality.method)
-              and not any(hasattr(inner, modality.method) for inner in m.modules() if inner is not m)]
+    able = [m for m in model.modules() if hasattr(type(m), modality.method)]
+    owners = [m for m in able if not any(inner in able for inner in m.modules() if inner is not m)]
     merged = getattr(getattr(getattr(model, "config", None), "vision_config", None), "spatial_merge_size", None)
     if len(owners) != 1 or merged is None or patches.dim() < 2:
         raise CaptureError(
@@ -74,7 +74,7 @@ def _found(model: Any, modality: Modality, patches: Tensor) -> tuple[nn.Module, 
     encoder = _encoder(owner, modality.method, tuple(patches.shape[1:]), merged**2)
     width = survey(encoder, name)
     dtype = next(p.dtype for p in encoder.parameters() if p.is_floating_point())
-    return owner, width, Patches(modality, encoder, dtype, hasattr(owner, "compute_3d_position_ids"))
+    return owner, width, Patches(modality, encoder, dtype, hasattr(type(owner), "compute_3d_position_ids"))
 
 
 def _encoder(owner: Any, method: str, patch: tuple[int, ...], per_feature: int) -> PatchEncoder:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import operator
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
@@ -97,34 +98,43 @@ def _read(graph: ModelGraph, node: fx.Node) -> set[str]:
     return {graph.sources[n].name for n in seen if n in graph.sources and graph.sources[n].kind == "batch"}
 
 
+#: What hands on features as they are, one for each token; the last gives them the shape of tokens, which nobody else could.
+_PASSING = ("flatten", "split", "to", operator.getitem, torch.cat, "view_as")
+
+
 def take_aligned(graph: ModelGraph, name: str) -> dict[int, TargetCount]:
     """Features of encoders of patches, which their ops have where they belong, are taken from there from now on. For each
     encoder, by number: where a batch has places for its features, float32 [batch, length], 1 at each. Raises `UnsupportedError`
-    where the batch's arguments do not say."""
+    where the batch's arguments do not say, or more is made of the features than to put them there."""
     found: dict[int, TargetCount] = {}
-    for node in list(graph.graph.graph.nodes):
-        encoded = _encoded(node.args[2]) if node.target in _SCATTERS else None
-        if encoded is None:
-            continue
-        tokens, mask, features = node.args
-        count = count_batch(graph, _of_tokens(mask), lambda g, t: g.call_method("squeeze", (t, -1)))
-        if count is None:
-            raise _unknown(name, node)
-        number: Any = encoded.args[4]
-        found[number] = count
-        with _calls_before(graph, node) as call:
-            placed = call("reshape", features, *(call("size", tokens, dim) for dim in range(3)))
-            node.replace_all_uses_with(call(torch.where, mask, placed, tokens))
-        graph.graph.graph.erase_node(node)
+    encoded = torch.ops.megacompile.encode_patches
+    for encoder in [node for node in graph.graph.graph.nodes if node.target is encoded]:
+        for node in _readers(encoder):
+            if node.target not in _SCATTERS:
+                raise _unknown(name, node)
+            tokens, mask, features = node.args
+            assert isinstance(mask, fx.Node), "an argument of masked_scatter"
+            count = count_batch(graph, _of_tokens(mask), lambda g, t: g.call_method("squeeze", (t, -1)))
+            if count is None:
+                raise _unknown(name, node)
+            found[encoder.args[4]] = count
+            with _calls_before(graph, node) as call:
+                placed = call("reshape", features, *(call("size", tokens, dim) for dim in range(3)))
+                node.replace_all_uses_with(call(torch.where, mask, placed, tokens))
+            graph.graph.graph.erase_node(node)
     graph.graph.recompile()
     return found
 
 
-def _encoded(features: Any) -> fx.Node | None:
-    """The call of an encoder of patches that features come from, if they do."""
-    while isinstance(features, fx.Node) and features.target is not torch.ops.megacompile.encode_patches:
-        features = next(iter(features.all_input_nodes), None)
-    return features
+def _readers(features: fx.Node) -> list[fx.Node]:
+    """What reads features that are handed on as they are, but for what adds them to tokens."""
+    readers = []
+    for user in features.users:
+        if user.target not in _PASSING or (user.target is torch.cat and len(user.all_input_nodes) > 1):
+            readers.append(user)
+        elif user.target != "view_as":
+            readers += _readers(user)
+    return readers
 
 
 @contextlib.contextmanager

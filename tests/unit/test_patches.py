@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 import megacompile
 from megacompile import cost
 from megacompile.errors import CaptureError, UnsupportedError
-from megacompile.frontend import patch_encoder
+from megacompile.frontend import capture, patch_encoder
 from megacompile.frontend.patch_encoder import PatchEncoder
 from megacompile.frontend.patch_survey import survey
 from megacompile.frontend.patches import install_encoders, refuse_adapters
@@ -237,10 +238,43 @@ def test_models_that_say_images_otherwise_are_refused() -> None:
              "image_grid_thw": torch.ones(1, 3, dtype=torch.long)}
     with pytest.raises(CaptureError, match="Tower takes image_grid_thw, but does not say its images as models of transformers"):
         install_encoders(Tower(), given)
-    tower: Any = Tower()
-    tower._deepstack_process = None
-    with pytest.raises(CaptureError, match="Tower adds features of images and videos to its first layers by positions"):
-        install_encoders(tower, given | {"pixel_values_videos": torch.zeros(4, 8), "video_grid_thw": given["image_grid_thw"]})
+
+    class Adding(Tower):
+        _deepstack_process = None
+
+    with pytest.raises(CaptureError, match="Adding adds features of images and videos to its first layers by positions"):
+        install_encoders(Adding(), {**given, "pixel_values_videos": torch.zeros(4, 8), "video_grid_thw": torch.ones(1, 3)})
+
+
+class Scaled(nn.Module):
+    """Makes more of the features of all images than to put them in their places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(vision_config=SimpleNamespace(spatial_merge_size=2))
+        self.tower, self.embed, self.head = nn.Linear(8, 4), nn.Embedding(64, 4), nn.Linear(4, 64)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def get_decoder(self) -> nn.Module:
+        return self.layers
+
+    def get_image_features(self, patches: Tensor, sizes: Tensor, return_dict: bool) -> Features:
+        return Features(self.tower(patches.unflatten(0, (-1, 4)).sum(1)))
+
+    def forward(self, input_ids: Tensor, labels: Tensor, pixel_values: Tensor, image_grid_thw: Tensor) -> Tensor:
+        features = torch.cat(tuple(self.get_image_features(pixel_values, image_grid_thw, return_dict=True).pooler_output))
+        x = self.embed(input_ids)
+        x = x.masked_scatter((input_ids == IMAGE).unsqueeze(-1), features / features.mean())
+        for layer in self.layers:
+            x = layer(x)
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+def test_features_of_which_more_is_made_are_refused() -> None:
+    given = pictured(9, [(1, 1, 2)], [])
+    example = {name: given[name] for name in ("input_ids", "labels", "image_grid_thw")} | {"pixel_values": torch.zeros(8, 8)}
+    with pytest.raises(UnsupportedError, match="Scaled puts features among its tokens that are not as many for each sequence"):
+        capture(Scaled(), example=example)
 
 
 def test_adapters_of_an_encoder_cannot_be_switched_off() -> None:
