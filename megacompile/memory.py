@@ -163,8 +163,8 @@ def evaluation_bytes(captured: CapturedModel, tiling: Tiling, plan: Plan, fused:
 
 
 def _patches(captured: CapturedModel, plan: Plan) -> int:
-    """What a batch of images is on the device; tokens, a few bytes each, are not counted."""
-    return plan.batch * plan.length * sum(each.encoder.elements * each.dtype.itemsize for each in captured.patches)
+    """What a batch of images is on the device, as it was made there and the lanes' own copy; tokens are a few bytes each."""
+    return 2 * plan.batch * plan.length * sum(each.encoder.elements * each.dtype.itemsize for each in captured.patches)
 
 
 def _outputs(captured: CapturedModel, plan: Plan) -> list[int]:

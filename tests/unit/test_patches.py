@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -174,6 +175,22 @@ def test_padding_and_packing_with_images_are_as_they_are_natively() -> None:
     text[1, 11:] -= 11
     assert_native(native, model, {**plain, "position_ids": torch.cat([text[None], positions])})
     model.megacompile.close()
+
+
+@pytest.mark.on_demand
+@pytest.mark.parametrize("example", [pictured(19, *EXAMPLE), None])
+def test_a_checkpoint_is_read_into_tiles_and_written_again(example: Any, tmp_path: Path) -> None:
+    """Of a model of images and text, which is no causal language model to transformers; for text alone, too."""
+    native = qwen()
+    native.save_pretrained(tmp_path / "read")
+    model = megacompile.from_pretrained(tmp_path / "read", device="cpu", dtype=torch.float32, example=example).train()
+    given = pictured(23, [(1, 2, 2)], []) if example is not None else {
+        name: tensor for name, tensor in pictured(23, [], []).items() if name != "mm_token_type_ids"}
+    assert_native(native, model, given)
+    model.save_pretrained(tmp_path / "written")
+    model.megacompile.close()
+    again = type(native).from_pretrained(tmp_path / "written", dtype=torch.float32).state_dict()
+    assert all(torch.equal(tensor, again[name]) for name, tensor in native.state_dict().items())
 
 
 @pytest.mark.on_demand
