@@ -26,7 +26,7 @@ from megacompile.frontend.loss import is_averaged, normalise_loss
 from megacompile.frontend.model_graph import ModelGraph, capture_model_graph
 from megacompile.frontend.modes import operations, torch_calls
 from megacompile.frontend.output import OutputStructure, output_structure
-from megacompile.frontend.patches import Patches, aligned_example, install_encoders, model_arguments, refuse_adapters
+from megacompile.frontend.patches import Patches, install_encoders, model_arguments, refuse_adapters, with_places
 from megacompile.frontend.pieces import in_pieces
 from megacompile.frontend.places import Places, places_of, take_aligned
 from megacompile.frontend.randomness import draw_functionally, number_draws
@@ -167,8 +167,7 @@ def capture(
     split_experts(plain, find_layers(plain, layers), expert_pieces)
     rows = rows_of(plain)
     if patches is None:
-        patches = install_encoders(plain, example or {})
-        example = aligned_example(example, patches) if example is not None and patches else example
+        patches, example = install_encoders(plain, example)
     elif form.without_adapters and patches:
         refuse_adapters(patches, name)
     taken = () if loss is None else taken_by_loss(loss, example or {})
@@ -198,8 +197,7 @@ def capture(
                            loss=loss, patches=patches)  # its experts are in pieces already
 
     structure, positions = output_structure(graph, name, other_loss=loss is not None)
-    aligned = take_aligned(graph, name)
-    patches = tuple(dataclasses.replace(each, places=aligned.get(each.encoder.number)) for each in patches)
+    patches = with_places(patches, take_aligned(graph, name), name)
     places = places_of(graph, name, images_of(batch), form.images)
     has_loss = loss is not None or structure.has_loss
     count = _one if loss is not None else normalise_loss(graph, graph.results[positions[0]]) if has_loss else None

@@ -43,11 +43,15 @@ class Encoded:
     deepstack_features: list[tuple[Tensor, ...]]
 
 
-def install_encoders(model: nn.Module, example: Mapping[str, Tensor]) -> tuple[Patches, ...]:
-    """Lets a twin take the patches and sizes that are in its example aligned with tokens, by an op for each encoder. Raises
-    `CaptureError` where it does not say what is needed."""
-    said = [m for m in MODALITIES if {m.patches, m.sizes} <= example.keys()]
-    adding = [module for module in model.modules() if hasattr(type(module), _ADDING)] if said else []
+def install_encoders(
+    model: nn.Module, example: Mapping[str, Tensor] | None,
+) -> tuple[tuple[Patches, ...], Mapping[str, Tensor] | None]:
+    """Lets a twin take the patches and sizes that are in its example aligned with tokens, by an op for each encoder; and the
+    example as graphs take it. Raises `CaptureError` where the model does not say what is needed."""
+    said = [m for m in MODALITIES if {m.patches, m.sizes} <= (example or {}).keys()]
+    if example is None or not said:
+        return (), example
+    adding = [module for module in model.modules() if hasattr(type(module), _ADDING)]
     if adding and len(said) > 1:
         raise CaptureError(f"{type(model).__name__} adds features of images and videos to its first layers by positions that "
                            f"depend on values: have {' or '.join(m.patches for m in said)} in the example, not both")
@@ -56,7 +60,8 @@ def install_encoders(model: nn.Module, example: Mapping[str, Tensor]) -> tuple[P
         _redirect(owner, patches, width)
     for module in adding:
         module.__class__ = _of_class(type(module), {_ADDING: _added})
-    return tuple(patches for *_, patches in found)
+    installed = tuple(patches for *_, patches in found)
+    return installed, _aligned_example(example, installed)
 
 
 def _found(model: Any, modality: Modality, patches: Tensor) -> tuple[nn.Module, int, Patches]:
@@ -118,8 +123,8 @@ def _of_class(cls: type[nn.Module], methods: dict[str, Any]) -> type[nn.Module]:
     return type(cls.__name__, (cls,), {**methods, "__module__": cls.__module__})
 
 
-def aligned_example(example: Mapping[str, Tensor], found: Collection[Patches]) -> dict[str, Tensor]:
-    """The example as graphs take it: what models have for images, for tokens; without what some batches have alone."""
+def _aligned_example(example: Mapping[str, Tensor], found: Collection[Patches]) -> dict[str, Tensor]:
+    """What models have for images, for tokens; without what some batches have alone."""
     has_positions = any(each.has_positions for each in found)
     apart = {"attention_mask", *aligned(example), *((*MAKING_POSITIONS, "position_ids") if has_positions else ())}
     made = {name: tensor for name, tensor in example.items() if name not in apart}
@@ -141,6 +146,15 @@ def model_arguments(batch: Mapping[str, Tensor], each: int) -> dict[str, Tensor]
         text = given.get("position_ids")
         given["position_ids"] = positions if text is None else torch.cat([text[None], positions])
     return given
+
+
+def with_places(found: Collection[Patches], places: Mapping[int, TargetCount], name: str) -> tuple[Patches, ...]:
+    """`found` with the places of each encoder's features, by its number. Raises `CaptureError` where there are none."""
+    for each in found:
+        if each.encoder.number not in places:
+            raise CaptureError(f"{name} puts features of {each.modality.patches} in no places of its tokens by masked_scatter: "
+                               f"stream it for text alone, without {each.modality.patches} in the example")
+    return tuple(dataclasses.replace(each, places=places[each.encoder.number]) for each in found)
 
 
 def refuse_adapters(found: Collection[Patches], name: str) -> None:

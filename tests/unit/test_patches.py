@@ -264,10 +264,11 @@ def test_models_that_say_images_otherwise_are_refused() -> None:
 
 
 class Scaled(nn.Module):
-    """Makes more of the features of all images than to put them in their places."""
+    """Makes more of the features of all images than to put them in their places, or (`idle`) nothing."""
 
-    def __init__(self) -> None:
+    def __init__(self, idle: bool = False) -> None:
         super().__init__()
+        self.idle = idle
         self.config = SimpleNamespace(vision_config=SimpleNamespace(spatial_merge_size=2))
         self.tower, self.embed, self.head = nn.Linear(8, 4), nn.Embedding(64, 4), nn.Linear(4, 64)
         self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
@@ -281,7 +282,8 @@ class Scaled(nn.Module):
     def forward(self, input_ids: Tensor, labels: Tensor, pixel_values: Tensor, image_grid_thw: Tensor) -> Tensor:
         features = torch.cat(tuple(self.get_image_features(pixel_values, image_grid_thw, return_dict=True).pooler_output))
         x = self.embed(input_ids)
-        x = x.masked_scatter((input_ids == IMAGE).unsqueeze(-1), features / features.mean())
+        if not self.idle:
+            x = x.masked_scatter((input_ids == IMAGE).unsqueeze(-1), features / features.mean())
         for layer in self.layers:
             x = layer(x)
         return nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
@@ -292,6 +294,8 @@ def test_features_of_which_more_is_made_are_refused() -> None:
     example = {name: given[name] for name in ("input_ids", "labels", "image_grid_thw")} | {"pixel_values": torch.zeros(8, 8)}
     with pytest.raises(UnsupportedError, match="Scaled puts features among its tokens that are not as many for each sequence"):
         capture(Scaled(), example=example)
+    with pytest.raises(CaptureError, match="Scaled puts features of pixel_values in no places of its tokens"):
+        capture(Scaled(idle=True), example=example)
 
 
 def test_adapters_of_an_encoder_cannot_be_switched_off() -> None:
