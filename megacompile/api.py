@@ -39,7 +39,7 @@ def stream(model: M, *, layers: str | None = None, example: Mapping[str, Tensor]
             or one without a head (`AutoModel`), whose output losses are made of.
         layers: qualified name of the `nn.ModuleList` of layers, where it is not found.
         example: batch arguments, integer tensors [batch, length] or values for rows, [batch] or floats [batch, n], where they
-            are not `input_ids` and, where the model takes them, `labels`.
+            are not `input_ids` and, where the model takes them, `labels`; of a model that is to take images, a batch with some.
         options: the fields of `StreamConfig`.
 
     Raises, before anything of the model has changed: `CaptureError`, `UnsupportedError`, `InsufficientMemoryError`,

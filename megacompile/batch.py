@@ -14,6 +14,7 @@ from megacompile.frontend.capture import CapturedModel
 from megacompile.frontend.template import LENGTH, TemplateInput
 from megacompile.images import arrange_images, images_of_each
 from megacompile.packing import further_arguments
+from megacompile.patches import align_patches
 
 if TYPE_CHECKING:
     from megacompile.forms import Forms
@@ -63,6 +64,7 @@ def read_arguments(model: nn.Module, forward: Callable[..., Any], forms: Forms, 
     kept = given.pop("logits_to_keep", None)
     kept = 0 if kept is None else kept
     hidden_states = given.get("output_hidden_states") is True and bool(given.pop("output_hidden_states"))
+    given = align_patches(model, plain, given, forms.first.binder.device)
     inputs = arrange_images(name, plain, _inputs(name, plain, forms.first.types, given))
     if given.get("output_router_logits") is plain.output.records_routers:
         del given["output_router_logits"]

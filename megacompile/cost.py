@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from megacompile.frontend.joint import base_of
+from megacompile.frontend.patch_encoder import PATCHES_AT_ONCE, encoder_of
 from megacompile.frontend.template import Template, Variant
 from megacompile.fusion import computes, fuse
 from megacompile.runtime.checkpoints import ALIGNMENT
@@ -77,11 +78,25 @@ def _cross_entropy_workspace(node: fx.Node, size: Callable[[Any], int], device_t
     return values * (4 * (6 + (2 if softcap else int(scale != 1))) + 1)
 
 
+def _encoder_workspace(node: fx.Node, size: Callable[[Any], int], device_type: str, backward: bool) -> int:
+    """An encoder's values of the images that it has at once, where every token is of an image: all, or those that it takes
+    together, or the largest that a sequence has room for. Of more than these, gradients grow in float32."""
+    patches: Any = node.args[backward]
+    encoder = encoder_of(node.args[4 + backward])  # type: ignore[arg-type]
+    rows, length = (size(n) for n in patches.meta["val"].shape[:2])
+    largest = length * encoder.per_feature
+    at_once = min(rows * largest, max(largest, PATCHES_AT_ONCE))
+    sums = 4 * sum(size(tensor.numel()) for tensor in node.meta["val"]) if backward and at_once < rows * largest else 0
+    return at_once * encoder.held_bytes[backward] + sums
+
+
 #: What our own ops hold beside their results: (node, size, device type) -> bytes.
 WORKSPACE: dict[Any, Callable[[fx.Node, Callable[[Any], int], str], int]] = {
     torch.ops.megacompile.attention.default: partial(_attention_workspace, backward=False),
     torch.ops.megacompile.attention_backward.default: partial(_attention_workspace, backward=True),
     torch.ops.megacompile.linear_cross_entropy.default: _cross_entropy_workspace,
+    torch.ops.megacompile.encode_patches.default: partial(_encoder_workspace, backward=False),
+    torch.ops.megacompile.encode_patches_backward.default: partial(_encoder_workspace, backward=True),
 }
 
 

@@ -25,6 +25,7 @@ from megacompile.lease import StreamedResults, refuse_hooks
 from megacompile.optim import AdamW, disclaim
 from megacompile.pace import pace_of
 from megacompile.packing import further_arguments
+from megacompile.patches import align_patches
 from megacompile.plan import Plan, Shape
 from megacompile.program import Op, Program
 from megacompile.recording import Recording
@@ -191,6 +192,7 @@ class Handle:
             return streamed.shapes.latest
         known = streamed.captured.batch_inputs
         given = {k: v for k, v in batch.items() if isinstance(v, Tensor)} if isinstance(batch, Mapping) else {}
+        given = align_patches(streamed.model, streamed.captured, given, streamed.backend.device)
         inputs = {k: v for k, v in given.items() if k in known}
         first = next(iter(inputs.values()), None)
         if not isinstance(first, Tensor) or first.dim() < 2:

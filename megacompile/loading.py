@@ -40,7 +40,8 @@ def from_pretrained(source: str | Path, *, dtype: torch.dtype | None = None, con
                     strict: bool = True, layers: str | None = None, example: Mapping[str, Tensor] | None = None,
                     **options: Any) -> Any:
     """A causal language model of transformers, streamed: what `stream(AutoModelForCausalLM.from_pretrained(source))` gives, in
-    evaluation mode like that, but read from the files into tiles, so that host memory never holds more than training needs.
+    evaluation mode like that, but read from the files into tiles, so that host memory never holds more than training needs. Or
+    a model of images and text (`AutoModelForImageTextToText`); give an `example` with images if it is to take some.
 
     Args:
         source: a folder with a config and safetensors, or an id of the Hugging Face hub.
@@ -156,11 +157,15 @@ def parameters_on_meta() -> Iterator[None]:
 
 
 def _empty_model(source: str | Path, config: Any, dtype: torch.dtype) -> Any:
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
+    # A decoder with a tower beside it has a class of its own there, unless it is a causal language model as well.
+    towered = type(config) in AutoModelForImageTextToText._model_mapping
+    towered = towered and type(config) not in AutoModelForCausalLM._model_mapping
+    kind = AutoModelForImageTextToText if towered else AutoModelForCausalLM
     try:
         with parameters_on_meta():
-            return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+            return kind.from_config(config, dtype=dtype, trust_remote_code=False)
     except Exception as error:  # whatever the config makes transformers raise
         raise CheckpointError(f"transformers makes no causal language model of {source}, a {type(config).__name__}: give the "
                               f"config of one, or load it yourself and stream() it\n{type(error).__name__}: {error}") from error

@@ -98,10 +98,11 @@ def training_bytes(captured: CapturedModel, tiling: Tiling, plan: Plan, fused: b
     shared = sum(cost.output_bytes(templates["prologue"], rows, length) for rows in there)
     names, block = [call.template for call in layer_calls], plan.checkpoint_interval
     recomputing = max(0, len(names) - plan.saved_layers)
+    given = _patches(captured, plan)
     # The first block begins with what all layers share. One more: what goes from layer to layer, there or back.
     on_the_way = max(hidden.values())
     borders = range(block, recomputing, block)[plan.host_checkpoints:]
-    kept = shared + on_the_way + sum(hidden[names[i - 1]] for i in borders)
+    kept = given + shared + on_the_way + sum(hidden[names[i - 1]] for i in borders)
     # A layer that keeps its residuals also keeps its output: the next one's backward begins with it.
     kept += sum(residuals[name] + hidden[name] for name in names[recomputing:])
     if 0 < recomputing < len(names):  # what the first of those layers begins with
@@ -141,7 +142,7 @@ def training_bytes(captured: CapturedModel, tiling: Tiling, plan: Plan, fused: b
         workspace["epilogue"] = peak(epilogue, "recompute_backward")
     else:
         workspace["loss"] = peak(epilogue, "loss")
-    activations = {**dict.fromkeys(workspace, kept), "prologue": shared + on_the_way}
+    activations = {**dict.fromkeys(workspace, kept), "prologue": given + shared + on_the_way}
     for moment in ("epilogue", "backward", "prologue") if outputs else ():
         activations[moment] += 2 * sum(outputs)  # the caller's, and their gradient
     slots = slot_bytes(captured, tiling, plan)
@@ -157,8 +158,13 @@ def evaluation_bytes(captured: CapturedModel, tiling: Tiling, plan: Plan, fused:
     kept = len(captured.calls) + 1 if plan.output == ALL else 3  # all of them, and one beside its parts
     layers = max(_peak(captured, call.template, "forward", plan, fused) for call in captured.calls[1:-1])
     last = _peak(captured, epilogue, "evaluate" if plan.output == "loss" else "outputs", plan, fused)
-    activations = kept * hidden + sum(outputs[:-1])
+    activations = _patches(captured, plan) + kept * hidden + sum(outputs[:-1])
     return Estimate(slot_bytes(captured, tiling, plan), 0, activations, max(layers, last, _joined(outputs)))
+
+
+def _patches(captured: CapturedModel, plan: Plan) -> int:
+    """What a batch of images is on the device, as it was made there and the lanes' own copy; tokens are a few bytes each."""
+    return 2 * plan.batch * plan.length * sum(each.encoder.elements * each.dtype.itemsize for each in captured.patches)
 
 
 def _outputs(captured: CapturedModel, plan: Plan) -> list[int]:

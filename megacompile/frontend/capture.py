@@ -26,11 +26,12 @@ from megacompile.frontend.loss import is_averaged, normalise_loss
 from megacompile.frontend.model_graph import ModelGraph, capture_model_graph
 from megacompile.frontend.modes import operations, torch_calls
 from megacompile.frontend.output import OutputStructure, output_structure
+from megacompile.frontend.patches import Patches, install_encoders, model_arguments, refuse_adapters, with_places
 from megacompile.frontend.pieces import in_pieces
-from megacompile.frontend.places import Places, places_of
+from megacompile.frontend.places import Places, places_of, take_aligned
 from megacompile.frontend.randomness import draw_functionally, number_draws
 from megacompile.frontend.recorders import install_recorders
-from megacompile.frontend.rows import fixes_rows, images_in_a_row, images_of, join_rows, traced_apart
+from megacompile.frontend.rows import fixes_rows, images_of, join_rows, traced_apart
 from megacompile.frontend.sizes import Condition, batch_symbols, conditions
 from megacompile.frontend.split import split_at_layers, structural_key
 from megacompile.frontend.template import BATCH, LENGTH, Call, Source, TargetLike, Template, TemplatePass
@@ -63,7 +64,8 @@ class CapturedModel:
     `has_normaliser`: the loss is a sum over the "normaliser" input, so that micro-batches add up; then
     `count_targets(batch on the host)` gives a batch's normaliser, a 0-d float32 tensor. `is_averaged`: beside that sum the loss
     has a part that is none, and is the mean over micro-batches of each one's, weighted by rows.
-    `places`: where features, of images say, are put among tokens; each checks a batch.
+    `places`: where features, of images say, are put among tokens; each checks a batch. `patches`: encoders of images of any
+    size, whose batch arguments are aligned with tokens.
     `has_loss`: else the model has no head, its calls end with that of its output ("logits"), of which losses are made outside.
     `output.rebuild(loss, logits)`: the model's own return value, around these. `heads`: what stands in the epilogue's place
     where the caller differentiates; None of a model that returns no logits. `token_loss`: the loss is a function of tokens that
@@ -90,6 +92,7 @@ class CapturedModel:
     is_averaged: bool
     count_targets: Callable[[Mapping[str, Tensor]], Tensor] | None
     places: tuple[Places, ...]
+    patches: tuple[Patches, ...]
     output: OutputStructure
     heads: Heads | None
     token_loss: bool
@@ -146,13 +149,14 @@ class CapturedModel:
 def capture(
     model: nn.Module, *, layers: str | None = None, example: Mapping[str, Tensor] | None = None,
     pipeline: Sequence[TemplatePass] = (), target: TargetLike | None = None, form: Form = PLAIN,
-    loss: Callable[..., Any] | None = None, expert_pieces: int = 1,
+    loss: Callable[..., Any] | None = None, expert_pieces: int = 1, patches: tuple[Patches, ...] | None = None,
 ) -> CapturedModel:
     """Capture `model` for batches of one `form`, once, on fakes: no weight is read or copied, and `meta` models work too.
 
     `layers` names the decoder stack (see `find_layers`); `example` gives the batch arguments where they are not
     `input_ids` and `labels`; `pipeline` and `target` are the template passes and what they lower to; `loss`, a function of
-    tokens, stands in the place of the model's own loss; `expert_pieces`: calls that a layer's experts are divided among.
+    tokens, stands in the place of the model's own loss; `expert_pieces`: calls that a layer's experts are divided among;
+    `patches`: the encoders of a twin that takes images aligned with tokens already, as `example` says.
     Raises `CaptureError` or `UnsupportedError`, naming the module, for what cannot be streamed faithfully.
     """
     started = time.perf_counter()
@@ -162,6 +166,10 @@ def capture(
     plain = fake_twin(model, FakeTensorMode())  # as it is now: `model` may be streamed when it is captured again
     split_experts(plain, find_layers(plain, layers), expert_pieces)
     rows = rows_of(plain)
+    if patches is None:
+        patches, example = install_encoders(plain, example)
+    elif form.without_adapters and patches:
+        refuse_adapters(patches, name)
     taken = () if loss is None else taken_by_loss(loss, example or {})
     traced = example if loss is None else _without_loss(plain, example, taken)
     graph, twin, batch, attention = _trace(plain, layers, traced, form)
@@ -174,7 +182,7 @@ def capture(
     def called(where: Form, size: tuple[int, int]) -> tuple[str, ...] | None:
         fakes, tried, given, options = _subject(plain, layers, traced, where, size, attention)
         with fakes:
-            return torch_calls(tried, images_in_a_row(given, form.images), options)
+            return torch_calls(tried, model_arguments(given, form.images), options)
 
     def holds(training: bool, size: tuple[int, int]) -> bool:
         where = dataclasses.replace(form, evaluating=not training)
@@ -186,9 +194,10 @@ def capture(
     def in_form(other: Form) -> CapturedModel:
         with torch.inference_mode(False), torch.enable_grad():  # whatever the batch is computed under that needs it first
             return capture(plain, layers=layers, example=example, pipeline=pipeline, target=target, form=other,
-                           loss=loss)  # its experts are in pieces already
+                           loss=loss, patches=patches)  # its experts are in pieces already
 
     structure, positions = output_structure(graph, name, other_loss=loss is not None)
+    patches = with_places(patches, take_aligned(graph, name), name)
     places = places_of(graph, name, images_of(batch), form.images)
     has_loss = loss is not None or structure.has_loss
     count = _one if loss is not None else normalise_loss(graph, graph.results[positions[0]]) if has_loss else None
@@ -218,7 +227,7 @@ def capture(
         calls.append(Call(section.name, names[key], tuple(section.sources)))
     heads = None
     if to_logits is not None:
-        hidden = HiddenStates(name, twin, stack, images_in_a_row(batch, form.images), sections[:-1], to_logits)
+        hidden = HiddenStates(name, twin, stack, model_arguments(batch, form.images), sections[:-1], to_logits)
         heads = Heads(graph, to_logits, hidden, build, templates, renaming)
     if not has_loss:
         assert heads is not None, "refused above"
@@ -231,11 +240,11 @@ def capture(
     return CapturedModel(
         calls=tuple(calls), templates=templates, batch_inputs=batch_inputs, labels=labels, layer_names=stack.names, rows=rows,
         same_logits_without_labels=_same_logits_without_labels(
-            twin, graph, positions, images_in_a_row(batch, form.images), labels),
+            twin, graph, positions, model_arguments(batch, form.images), labels),
         fused_attention=fused, causal=not _masks_pairs(graph) and (fused or _says_causal(stack)),
         fused_loss="linear_cross_entropy" in templates[calls[-1].template].stages["joint"], has_loss=has_loss,
         form=form, holds=functools.cache(holds), in_form=functools.cache(in_form), has_normaliser=count is not None,
-        is_averaged=is_averaged(graph), count_targets=count, places=places, output=structure,
+        is_averaged=is_averaged(graph), count_targets=count, places=places, patches=patches, output=structure,
         heads=heads, token_loss=loss is not None, conditions=assumed, seconds=time.perf_counter() - started)
 
 
@@ -275,7 +284,7 @@ def _trace(
         install_recorders(twin, stack)
         try:
             graph = capture_model_graph(twin, batch, stack, fakes, options,
-                                        functools.partial(images_in_a_row, each=form.images))
+                                        functools.partial(model_arguments, each=form.images))
         except (UnsupportedError, CaptureError):
             if attention is not None:  # sinks, biases, a mask that layers index: what our op lacks, the model's own has
                 continue

@@ -3,7 +3,7 @@ reads of device values by the host, which would stall every layer."""
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ def refuse_ops(joint: fx.GraphModule, section: Section) -> None:
     """Raise `UnsupportedError` if `joint`, traced from `section`, draws random numbers, and `CaptureError` if it reads
     a value on the host; both name the module and the line."""
     for node in joint.graph.nodes:
-        if _draws(node):
+        if draws(node.target, node.args, node.kwargs):
             module, line = _culprit(section, lambda name: any(part in name for part in _RANDOM))
             raise UnsupportedError(
                 f"{module} draws random numbers ({node.target}) by other means than dropout that leaves its input as it is, "
@@ -50,15 +50,15 @@ def _unknown_size(node: fx.Node) -> bool:
                for v in (value if isinstance(value, tuple | list) else (value,)))
 
 
-def _draws(node: fx.Node) -> bool:
-    """Whether an aten node draws; attention ops are tagged for their dropout argument even where it is 0."""
-    if not isinstance(node.target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in node.target.tags:
+def draws(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call of an aten op draws; attention ops are tagged for their dropout argument even where it is 0."""
+    if not isinstance(op, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in op.tags:
         return False
-    arguments = [a.name for a in node.target._schema.arguments]
+    arguments = [a.name for a in op._schema.arguments]
     if "dropout_p" in arguments:
         position = arguments.index("dropout_p")
-        given = node.args[position] if position < len(node.args) else 0.0
-        return bool(node.kwargs.get("dropout_p", given) != 0.0)
+        given = args[position] if position < len(args) else 0.0
+        return bool(kwargs.get("dropout_p", given) != 0.0)
     return True
 
 

@@ -17,6 +17,7 @@ from megacompile.errors import CaptureError
 from megacompile.frontend.adapters import forward_signature
 from megacompile.frontend.attention import register_with_transformers
 from megacompile.frontend.layers import encoders, find_layers
+from megacompile.frontend.modalities import aligned
 
 CAPTURE_SHAPE = (3, 17)  # batch, length. 0 and 1 would be specialised, and equal sizes could share one symbol.
 
@@ -101,7 +102,9 @@ def fake_batch(
             raise CaptureError(f"{name}.forward needs {key}: give it a default, or a tensor in example=")
     shape = next(iter(example.values())).shape
     for key, tensor in example.items():
-        if not of_rows(tensor, shape) and (tensor.shape != shape or tensor.is_floating_point() or tensor.is_complex()):
+        along = key in aligned(example) and tensor.shape[:2] == shape[:2]
+        if not (along or of_rows(tensor, shape)) and (
+                tensor.shape != shape or tensor.is_floating_point() or tensor.is_complex()):
             raise CaptureError(
                 f"batch input {key} is {tensor.dtype} of shape {list(tensor.shape)}: batch inputs must be integer "
                 f"tensors [batch, length, ...] of one shape, or floats with one row for each sequence, such as one image "
@@ -114,7 +117,7 @@ def fake_batch(
 
 def _fake_shape(tensor: torch.Tensor, tokens: torch.Size, size: tuple[int, int], images: int) -> tuple[int, ...]:
     if not of_rows(tensor, tokens):
-        return (*size, *tokens[2:])
+        return (*size, *tensor.shape[2:])
     several = (images,) if images > 1 and tensor.dim() > 2 else ()
     return (size[0], *several, *tensor.shape[1:])
 

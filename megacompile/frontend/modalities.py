@@ -1,0 +1,28 @@
+"""How models of transformers name the arguments that say images or videos of any size."""
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection
+
+
+@dataclasses.dataclass(frozen=True)
+class Modality:
+    """How models of transformers say images or videos. `patches`, `sizes`: arguments of the forward; `method`: makes features
+    of them."""
+
+    patches: str
+    sizes: str
+    method: str
+
+
+MODALITIES = (Modality("pixel_values", "image_grid_thw", "get_image_features"),
+              Modality("pixel_values_videos", "video_grid_thw", "get_video_features"))
+#: Positions of several axes, int64 [B, T, 3], where the model makes them of sizes; and what else it makes them of.
+POSITIONS = "mrope_positions"
+MAKING_POSITIONS = ("mm_token_type_ids", "second_per_grid_ts")
+
+
+def aligned(batch: Collection[str]) -> set[str]:
+    """The names of arguments that are aligned with tokens, of a batch (or an example) of a model with such encoders."""
+    found = {name for m in MODALITIES if {m.patches, m.sizes} <= set(batch) for name in (m.patches, m.sizes)}
+    return found | {POSITIONS} if found else found
