@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from megacompile.errors import CaptureError, UnsupportedError
+from megacompile.frontend.across_rows import across_rows
 from megacompile.frontend.adapters import forward_signature, switch_off_adapters
 from megacompile.frontend.attention import implementation_for
 from megacompile.frontend.build import build_template, with_results
@@ -63,6 +64,7 @@ class CapturedModel:
     `has_normaliser`: the loss is a sum over the "normaliser" input, so that micro-batches add up; then
     `count_targets(batch on the host)` gives a batch's normaliser, a 0-d float32 tensor. `is_averaged`: beside that sum the loss
     has a part that is none, and is the mean over micro-batches of each one's, weighted by rows.
+    `across_rows`: where it computes with several sequences at once, as a name and a line; batches are not split then. Else "".
     `places`: where features, of images say, are put among tokens; each checks a batch.
     `has_loss`: else the model has no head, its calls end with that of its output ("logits"), of which losses are made outside.
     `output.rebuild(loss, logits)`: the model's own return value, around these. `heads`: what stands in the epilogue's place
@@ -88,6 +90,7 @@ class CapturedModel:
     has_loss: bool
     has_normaliser: bool
     is_averaged: bool
+    across_rows: str
     count_targets: Callable[[Mapping[str, Tensor]], Tensor] | None
     places: tuple[Places, ...]
     output: OutputStructure
@@ -208,13 +211,14 @@ def capture(
     build = functools.partial(build_template, fakes=graph.fakes, renaming=renaming, target=target, pipeline=pipeline)
     templates: dict[str, Template] = {}
     names: dict[str, str] = {}  # structural key -> template
-    calls = []
+    calls, mixing = [], ""
     for section in sections if has_loss else sections[:-1]:
         key = structural_key(section)
         if key not in names:
             names[key] = section.name if section.name in ("prologue", "epilogue") else _next_layer_name(templates)
             own_loss = loss is not None and section.name == "epilogue"
             templates[names[key]] = build(names[key], section, tokens_at_once=CHUNK_TOKENS if own_loss else 0)
+            mixing = mixing or across_rows(templates[names[key]], section)
         calls.append(Call(section.name, names[key], tuple(section.sources)))
     heads = None
     if to_logits is not None:
@@ -235,7 +239,7 @@ def capture(
         fused_attention=fused, causal=not _masks_pairs(graph) and (fused or _says_causal(stack)),
         fused_loss="linear_cross_entropy" in templates[calls[-1].template].stages["joint"], has_loss=has_loss,
         form=form, holds=functools.cache(holds), in_form=functools.cache(in_form), has_normaliser=count is not None,
-        is_averaged=is_averaged(graph), count_targets=count, places=places, output=structure,
+        is_averaged=is_averaged(graph), across_rows="" if is_averaged(graph) else mixing, count_targets=count, places=places, output=structure,
         heads=heads, token_loss=loss is not None, conditions=assumed, seconds=time.perf_counter() - started)
 
 
