@@ -1,7 +1,7 @@
 """Where a model computes with several sequences of a batch at once: the mean of a batch, scores of every row with every other.
 
-Such a model computes something else of each half of a batch than of the whole, so that its batches are not split. Looked for are
-ops that are known to do so, on values computed from weights; totals that end in a number are the loss's business. Routed
+Of each half of a batch such a model computes something else than of the whole, so that its batches are not split. Looked for
+are ops that are known to do so, on values computed from weights; totals that end in a number are the loss's business. Routed
 experts gather and sort tokens of all rows, and give each token what it would get alone: they are none of these ops.
 """
 from __future__ import annotations
@@ -46,9 +46,8 @@ def _mixes(node: fx.Node, computed: Collection[fx.Node], layout: Layout) -> bool
     """Whether an op is known to compute with several rows of a value that is `computed`."""
     op, first = packet(node), node.args[0] if node.args else None
     if is_gemm(node):
-        a, b = (x.meta["val"] for x in node.args[-2:])  # type: ignore[union-attr]
-        (made,) = tensors(node)
-        return _counts_rows(a, -1, layout) or (_counts_rows(made, -1, layout) and _counts_rows(made, -2, layout))
+        (rows,), (made,) = tensors(node.args[-2]), tensors(node)  # type: ignore[arg-type]
+        return _counts_rows(rows, -1, layout) or (_counts_rows(made, -1, layout) and _counts_rows(made, -2, layout))
     if not isinstance(first, fx.Node) or first not in computed or not tensors(first):
         return False
     value, name = tensors(first)[0], getattr(op, "__name__", "")

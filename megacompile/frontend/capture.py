@@ -60,6 +60,8 @@ class CapturedModel:
     same model, captured for another form of batch; the first time takes as long as the first capture.
     `fused_attention`: every layer's attention is our op; else the model's own code, whose masks take B x T x T bytes.
     `causal`: no token sees a later one, by our op or by what the model's attention modules say of themselves (`is_causal`).
+    `masks_hide`: an `attention_mask` does nothing but hide tokens from attention; a model of one's own may pool by it.
+    `evaluating`: modules in evaluation mode while the model is in the mode that was captured.
     `fused_loss`: the epilogue's `loss` never holds the micro-batch's logits.
     `has_normaliser`: the loss is a sum over the "normaliser" input, so that micro-batches add up; then
     `count_targets(batch on the host)` gives a batch's normaliser, a 0-d float32 tensor. `is_averaged`: beside that sum the loss
@@ -83,6 +85,8 @@ class CapturedModel:
     rows: Mapping[str, Rows]
     fused_attention: bool
     causal: bool
+    masks_hide: bool
+    evaluating: frozenset[str]
     form: Form
     holds: Callable[[bool, tuple[int, int]], bool]
     in_form: Callable[[Form], CapturedModel]
@@ -171,20 +175,21 @@ def capture(
     apart = fixes_rows(graph) and bool(images_of(batch))
     if apart:
         graph, twin, batch, attention = _trace(plain, layers, traced, form, images_apart=True)
-    performed = operations(graph)
+    performed = {integers: operations(graph, integers) for integers in (False, True)}
 
     @functools.cache
-    def called(where: Form, size: tuple[int, int]) -> tuple[str, ...] | None:
+    def called(where: Form, size: tuple[int, int], integers: bool) -> tuple[str, ...] | None:
         fakes, tried, given, options = _subject(plain, layers, traced, where, size, attention)
         with fakes:
-            return torch_calls(tried, images_in_a_row(given, form.images), options)
+            return torch_calls(tried, images_in_a_row(given, form.images), options, integers)
 
     def holds(training: bool, size: tuple[int, int]) -> bool:
         where = dataclasses.replace(form, evaluating=not training)
-        expected = called(form, CAPTURE_SHAPE)
-        if expected is not None and called(where, size) == expected:
+        integers = size == CAPTURE_SHAPE  # else some are sizes
+        expected = called(form, CAPTURE_SHAPE, integers)
+        if expected is not None and called(where, size, integers) == expected:
             return True
-        return operations(_trace(plain, layers, traced, where, size, apart)[0]) == performed
+        return operations(_trace(plain, layers, traced, where, size, apart)[0], integers) == performed[integers]
 
     def in_form(other: Form) -> CapturedModel:
         with torch.inference_mode(False), torch.enable_grad():  # whatever the batch is computed under that needs it first
@@ -237,10 +242,11 @@ def capture(
         same_logits_without_labels=_same_logits_without_labels(
             twin, graph, positions, images_in_a_row(batch, form.images), labels),
         fused_attention=fused, causal=not _masks_pairs(graph) and (fused or _says_causal(stack)),
+        masks_hide=_of_transformers(plain), evaluating=frozenset(n for n, m in twin.named_modules() if not m.training),
         fused_loss="linear_cross_entropy" in templates[calls[-1].template].stages["joint"], has_loss=has_loss,
         form=form, holds=functools.cache(holds), in_form=functools.cache(in_form), has_normaliser=count is not None,
-        is_averaged=is_averaged(graph), across_rows="" if is_averaged(graph) else mixing, count_targets=count, places=places, output=structure,
-        heads=heads, token_loss=loss is not None, conditions=assumed, seconds=time.perf_counter() - started)
+        is_averaged=is_averaged(graph), across_rows="" if is_averaged(graph) else mixing, count_targets=count, places=places,
+        output=structure, heads=heads, token_loss=loss is not None, conditions=assumed, seconds=time.perf_counter() - started)
 
 
 def _one(batch: Mapping[str, Tensor]) -> Tensor:
@@ -350,6 +356,12 @@ def _says_causal(stack: LayerStack) -> bool:
     """Whether layers have modules that say whether they are causal, as those of transformers do, and all say yes."""
     said = [module.is_causal for layer in stack.layers for module in layer.modules() if hasattr(module, "is_causal")]
     return bool(said) and all(said)
+
+
+def _of_transformers(model: nn.Module) -> bool:
+    """Whether the code around the layers is transformers' own, with PEFT's adapters or without."""
+    own: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+    return type(own).__module__.startswith("transformers.")
 
 
 def _next_layer_name(templates: Mapping[str, Template]) -> str:
