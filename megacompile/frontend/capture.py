@@ -29,6 +29,7 @@ from megacompile.frontend.modes import operations, torch_calls
 from megacompile.frontend.output import OutputStructure, output_structure
 from megacompile.frontend.pieces import in_pieces
 from megacompile.frontend.places import Places, places_of
+from megacompile.frontend.python_state import refuse_changing_state
 from megacompile.frontend.randomness import draw_functionally, number_draws
 from megacompile.frontend.recorders import install_recorders
 from megacompile.frontend.rows import fixes_rows, images_in_a_row, images_of, join_rows, traced_apart
@@ -172,6 +173,10 @@ def capture(
     taken = () if loss is None else taken_by_loss(loss, example or {})
     traced = example if loss is None else _without_loss(plain, example, taken)
     graph, twin, batch, attention = _trace(plain, layers, traced, form)
+    if graph.changes_state:
+        fakes, tried, given, options = _subject(plain, layers, traced, form, CAPTURE_SHAPE, attention)
+        with fakes:
+            refuse_changing_state(tried, images_in_a_row(given, form.images), options)
     apart = fixes_rows(graph) and bool(images_of(batch))
     if apart:
         graph, twin, batch, attention = _trace(plain, layers, traced, form, images_apart=True)

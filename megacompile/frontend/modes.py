@@ -110,7 +110,7 @@ def _say(module: fx.GraphModule, labels: dict[fx.Node, str], said: list[str], in
                 labels[node] = next(iter(read), "?")
                 continue
             said.append(_said(str(node.target), node.args, node.kwargs, read, integers))
-            which = f".{node.args[1]}" if node.target is operator.getitem else ""
+            which = f".{node.args[1]}" if node.target is operator.getitem and isinstance(node.args[1], int) else ""
             labels[node] = f"{len(said)}{which}"
 
 
