@@ -26,6 +26,7 @@ from torch._dynamo.utils import counters
 from torch._guards import TracingContext, tracing
 
 from megacompile.cache import CacheError, cache_directory, processor_name
+from megacompile.grouped_products import keep_operands
 from megacompile.seal import discard, sealed
 
 #: Where inductor and Triton keep their caches. Inductor sets both itself, for the rest of the process.
@@ -72,7 +73,9 @@ def _compile(graph: fx.GraphModule, examples: Sequence[Tensor], folder: Path | N
     with caching_in(folder), warnings.catch_warnings(), tracing(TracingContext(examples[0].fake_mode)):  # type: ignore[attr-defined]
         warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")  # the user's choice, and few products are float32
         hits, others = _lookups()
-        function: Any = torch._inductor.compile(copy.deepcopy(graph), [*examples])  # inductor changes the graph that it gets
+        graph = copy.deepcopy(graph)  # inductor changes the graph that it gets
+        keep_operands(graph.graph)
+        function: Any = torch._inductor.compile(graph, [*examples])
         hits_now, others_now = _lookups()
         if folder is not None:
             sealed(folder).seal()

@@ -21,8 +21,8 @@ from .kernels import Activation, Batch, Kernel, bind
 from .kernels import accumulate as accumulate_gradients
 from .lanes import Backend
 from .store import HostTile, Store
-from .tile_part import TilePart
-from .update import Update, in_slot
+from .tile_part import TilePart, in_slot
+from .update import Update
 from .visiting import visit
 
 
@@ -240,44 +240,47 @@ def _adam_of_sum(frame: Frame, node: fx.Node) -> None:
 
 def _update(frame: Frame, node: fx.Node, tile: HostTile | TilePart, gradients: Tensor) -> None:
     """The update of a tile on the host. `gradients`: [elements] of the host tile, in the weights' dtype or FP32."""
-    update, home = frame.update, tile.home
-    assert update is not None, "an update without an optimizer"
+    update, home = _updating(frame), tile.home
     if update.on_arrival and gradients is not home.sums and tile.layout.name in update.segments:
         update.judge_tile(tile.layout.name, _norms(frame, update, tile.layout.name))
-    segments = update.segments.get(tile.layout.name)
-    if not segments or tile.layout.name in update.done or update.refused:
-        return
-    assert home.m is not None and home.v is not None, "the optimizer made no state"
-    frame.store.preserve(tile.layout.name)
-    host.adamw(home.layout.flat(home.weights), home.remainder, gradients, home.m, home.v, segments,
-               frame.read(node, "clip") if "clip" in node.kwargs else 1.0)
-    home.moments_written = True
-    update.finish(tile.layout.name)
+    if segments := update.pending(tile.layout.name):
+        assert home.m is not None and home.v is not None, "the optimizer made no state"
+        frame.store.preserve(tile.layout.name)
+        host.adamw(home.layout.flat(home.weights), home.remainder, gradients, home.m, home.v, segments,
+                   _gradient_scale(frame, node))
+        _updated(update, tile)
 
 
 def _adam_resident(frame: Frame, node: fx.Node) -> None:
-    update, tile = frame.update, frame.store[argument(node, "tile")]
-    assert update is not None, "an update without an optimizer"
-    segments = update.segments.get(tile.layout.name)
-    if not segments or tile.layout.name in update.done or update.refused:
-        return
-    weights, state, gradients = (frame.read(node, name) for name in ("resident", "state", "reduced"))
-    # On arrival the device itself looks at the norms: the host would wait for it in every layer.
-    judged = (gradients.norms, frame.arena.verdict(tile.layout.name, update)) if update.on_arrival else None
-    frame.backend.adamw(tile.layout.flat(weights.memory), state.remainder, gradients.flat, state.m, state.v,
-                        in_slot(segments, tile.layout), frame.read(node, "clip") if "clip" in node.kwargs else 1.0, judged)
-    tile.home.moments_written = True
-    update.finish(tile.layout.name)
+    update, tile = _updating(frame), frame.store[argument(node, "tile")]
+    if segments := update.pending(tile.layout.name):
+        weights, state, gradients = (frame.read(node, name) for name in ("resident", "state", "reduced"))
+        # On arrival the device itself looks at the norms: the host would wait for it in every layer.
+        judged = (gradients.norms, frame.arena.verdict(tile.layout.name, update)) if update.on_arrival else None
+        frame.backend.adamw(tile.layout.flat(weights.memory), state.remainder, gradients.flat, state.m, state.v,
+                            in_slot(segments, tile.layout), _gradient_scale(frame, node), judged)
+        _updated(update, tile)
 
 
 def _adam_visiting(frame: Frame, node: fx.Node) -> None:
-    update, tile = frame.update, frame.store[argument(node, "tile")]
-    assert update is not None, "an update without an optimizer"
-    segments = update.segments.get(tile.layout.name)
-    if not segments or tile.layout.name in update.done or update.refused:
-        return
-    frame.store.preserve(tile.layout.name)
-    visit(frame.backend, frame.memory(argument(node, "into")), tile, segments, frame.read(node, "clip"))
+    update, tile = _updating(frame), frame.store[argument(node, "tile")]
+    if segments := update.pending(tile.layout.name):
+        frame.store.preserve(tile.layout.name)
+        visit(frame.backend, frame.memory(argument(node, "into")), tile, segments, _gradient_scale(frame, node))
+        _updated(update, tile)
+
+
+def _updating(frame: Frame) -> Update:
+    assert frame.update is not None, "an update without an optimizer"
+    return frame.update
+
+
+def _gradient_scale(frame: Frame, node: fx.Node) -> float:
+    """Of gradients: what the clip found, or one where there is none."""
+    return frame.read(node, "clip") if "clip" in node.kwargs else 1.0
+
+
+def _updated(update: Update, tile: HostTile | TilePart) -> None:
     tile.home.moments_written = True
     update.finish(tile.layout.name)
 

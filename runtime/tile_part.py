@@ -8,11 +8,12 @@ a part, norms aside, is one copy a run. Norms of gradients are of parts, in memo
 """
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from .adam import AdamSegment
 from .store import HostTile, TileLayout, host_memory
 
 
@@ -48,3 +49,9 @@ class TilePart:
         size = self.layout.dtype.itemsize
         for here, there in self.runs:
             yield memory[here.start * size:here.stop * size], home[there.start * size:there.stop * size]
+
+
+def in_slot(segments: Sequence[AdamSegment], layout: TileLayout) -> Sequence[AdamSegment]:
+    """Segments of a host tile, as they are in a slot that has the part of it that `layout` describes."""
+    starts = {layout.at_home(i).start: s.start for i, s in enumerate(layout.slices)}
+    return [replace(s, start=starts[s.start], stop=starts[s.start] + s.stop - s.start) for s in segments]

@@ -16,16 +16,9 @@ from typing import Any
 
 from .adam import AdamSegment
 from .kernels import Batch
-from .store import TileLayout
 
 #: Held by whoever numbers a step, counts it or takes its count back: callers and lanes.
 counting = threading.Lock()
-
-def in_slot(segments: Sequence[AdamSegment], layout: TileLayout) -> Sequence[AdamSegment]:
-    """Segments of a host tile, as they are in a slot that has the part of it that `layout` describes."""
-    starts = {layout.at_home(i).start: s.start for i, s in enumerate(layout.slices)}
-    return [replace(s, start=starts[s.start], stop=starts[s.start] + s.stop - s.start) for s in segments]
-
 
 #: Per tile, the norm of each parameter's gradient by name.
 Norms = Mapping[str, Mapping[str, float]]
@@ -65,6 +58,10 @@ class Update:
     def open(self) -> bool:
         """Whether it may yet be refused: by its clip, or on arrival by the last of its tiles."""
         return self.begun and (self.done != self.segments.keys() if self.on_arrival else self.norm is None)
+
+    def pending(self, tile: str) -> Sequence[AdamSegment]:
+        """What is left to update of a tile, if anything."""
+        return () if self.refused or tile in self.done else self.segments.get(tile, ())
 
     def begin(self) -> None:
         """Counts the step, unless it is one that is being completed."""

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import importlib.util
 import inspect
 import json
 import os
@@ -59,10 +60,14 @@ def pytest_runtest_setup() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if not config.getoption("--all-families"):
-        for item in items:
-            if item.get_closest_marker("on_demand"):
-                item.add_marker(pytest.mark.skip(reason="takes ten seconds or more: with --all-families"))
+    skipped = {"on_demand": pytest.mark.skipif(not config.getoption("--all-families"),
+                                               reason="takes ten seconds or more: with --all-families"),
+               "gpu": pytest.mark.skipif(not (torch.cuda.is_available() and importlib.util.find_spec("cupy")),
+                                         reason="needs a CUDA device and CuPy")}
+    for item in items:
+        for marker, skip in skipped.items():
+            if item.get_closest_marker(marker):
+                item.add_marker(skip)
 
 
 @functools.cache

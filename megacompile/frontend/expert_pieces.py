@@ -73,9 +73,10 @@ def _piece(experts: nn.Module, first: int, stop: int) -> nn.Module:
 
 
 def divisible(experts: nn.Module) -> bool:
-    """Whether a module is of experts that transformers can run apart: each parameter is one tensor [experts, ...], its own."""
+    """Whether a module is of experts that transformers can run apart: each parameter is one tensor [experts, ...], its own.
+    Their modules say how a weight lies; whether other numbers of experts come in (`_is_expert_parallel`), recent ones only."""
     own = [p for p in experts._parameters.values() if p is not None]
-    return (hasattr(experts, "_is_expert_parallel") and hasattr(experts, "num_experts") and bool(own)
+    return (hasattr(experts, "is_transposed") and hasattr(experts, "num_experts") and bool(own)
             and all(p.dim() > 1 and p.shape[0] == experts.num_experts for p in own)
             and len(own) == len(list(experts.parameters())))
 

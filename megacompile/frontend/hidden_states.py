@@ -48,10 +48,7 @@ class HiddenStates:
     def _head(self) -> Any:
         """The module that makes logits of the last hidden states; None of a model without."""
         find: Any = getattr(self.twin, "get_output_embeddings", None)  # torch's own modules have none
-        try:
-            return None if find is None else find()
-        except NotImplementedError:  # what a class of transformers may say that has none
-            return None
+        return None if find is None else find()
 
     def _last(self) -> fx.Node:
         head = self._head()

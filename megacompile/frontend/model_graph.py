@@ -12,6 +12,7 @@ import textwrap
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+from unittest import mock
 
 import torch
 import torch._dynamo
@@ -128,16 +129,8 @@ def unchecked_distributions() -> Iterator[None]:
 def unchecked_values() -> Iterator[None]:
     """Within, models of transformers leave out their own checks of values, which a template does not have in any case: of
     places and images, which are checked on the host. Torch 2.11 makes a number of such a check that stops its trace."""
-    switch = "TRANSFORMERS_DISABLE_TORCH_CHECK"
-    before = os.environ.get(switch)
-    os.environ[switch] = "1"
-    try:
+    with mock.patch.dict(os.environ, TRANSFORMERS_DISABLE_TORCH_CHECK="1"):
         yield
-    finally:
-        if before is None:
-            del os.environ[switch]
-        else:
-            os.environ[switch] = before
 
 
 @contextlib.contextmanager

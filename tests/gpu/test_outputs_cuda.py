@@ -7,11 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-
-if not torch.cuda.is_available():
-    pytest.skip("needs a CUDA device", allow_module_level=True)
-pytest.importorskip("cupy")
-
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen2Config
 

@@ -1,17 +1,11 @@
 """Kernels of padded and packed rows on CUDA, beside explicit scores; and models in bf16 beside native PyTorch."""
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
-
-if not torch.cuda.is_available():
-    pytest.skip("needs a CUDA device", allow_module_level=True)
-pytest.importorskip("cupy")
-
-import copy
-
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 import megacompile

@@ -8,10 +8,11 @@ import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
+from torch._inductor.select_algorithm import extern_kernels
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -89,6 +90,29 @@ def test_a_damaged_cache_is_compiled_anew_and_then_serves_again(tmp_path: Path) 
     agrees, compiled, found, said = fresh_process(GRAPH, cache)
     assert (agrees, compiled, found) == (True, 1, 0) and len(said) == 1 and "was changed since megacompile wrote it" in said[0]
     assert fresh_process(GRAPH, cache) == [True, 0, 1, []]
+
+
+def test_operands_of_grouped_products_lie_as_they_were_traced(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    product: Any = torch._grouped_mm
+    strides: list[list[tuple[int, ...]]] = []
+
+    def watched(a: torch.Tensor, b: torch.Tensor, *rest: Any, **options: Any) -> torch.Tensor:
+        strides.append([a.stride(), b.stride()])
+        return cast(torch.Tensor, product(a, b, *rest, **options))
+
+    def function(x: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        rows = x.t().clone(memory_format=torch.contiguous_format) * 2  # which reads columns
+        return product(rows, weights, offs=ends), product((rows + 1).t(), rows + 3, offs=ends)
+
+    inputs = torch.randn(32, 64).bfloat16(), torch.randn(3, 32, 16).bfloat16(), torch.tensor([9, 40, 64], dtype=torch.int32)
+    with FakeTensorMode(shape_env=ShapeEnv()):
+        examples = [torch.empty(x.shape, dtype=x.dtype) for x in inputs]
+        graph = make_fx(function, tracing_mode="real")(*examples)
+    monkeypatch.setattr(extern_kernels, "_grouped_mm", watched, raising=False)
+    compiled = Inductor().compile(graph, examples)
+    for got, expected in zip(compiled(*inputs), function(*inputs), strict=True):
+        torch.testing.assert_close(got, expected)
+    assert strides == [[(32, 1), (512, 16, 1)], [(1, 32), (32, 1)]]
 
 
 def test_a_graph_that_inductor_refuses_is_refused_with_its_reason(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
