@@ -230,9 +230,14 @@ def _explained(model: nn.Module, reason: Exception) -> MegacompileError:
     name, source = type(model).__name__, _user_line(reason, lines)
     if "onstraint" in type(reason).__name__ or "ConstraintViolation" in text:
         return CaptureError(f"{name} fixes the batch size or the length{source}: {FIXED_SIZES_REMEDY}\n{text}")
-    if "not support aliasing" in text or "Freevar has no source" in text:  # Dynamo takes attributes of weights out of a layer
+    views = re.search(r"aliasing detected at nodes (\w+) and (\w+)", text)
+    # Dynamo takes attributes of weights out of a layer.
+    if "Freevar has no source" in text or (views and any(view.startswith("getattr") for view in views.groups())):
         return CaptureError(f"{name} reads a weight and its .T within one layer{source}: write weight.t() in the place of "
                             f"weight.T\n{text}")
+    if views:
+        return CaptureError(f"{name} gives a layer, or gets from one, two views of one tensor ({views[1]} and {views[2]})"
+                            f"{source}: pass or return {views[1]}.clone()\n{text}")
     explanation = next((line.removeprefix("Explanation: ") for line in lines if line.startswith("Explanation: ")), "")
     cause = re.sub(r"<(\S+) object at 0x\w+>", r"\1", explanation or (lines[0] if lines else type(reason).__name__))
     cause = textwrap.shorten(cause, 200, placeholder=" ...")

@@ -156,14 +156,29 @@ def partly_without(self: Any, x: Tensor) -> Tensor:
     return self.blocks[1](x + y)  # type: ignore[no-any-return]
 
 
+class Halves(Block):
+    def forward(self, x: Tensor) -> Any:
+        a, b = self.first(x).chunk(2, dim=-1)
+        return x, (a, b)
+
+
+def handing_halves(self: Any, x: Tensor) -> Tensor:
+    for block in self.blocks:
+        x, (a, b) = block(x)
+        x = x + torch.cat([b, a], dim=-1)
+    return x
+
+
 @pytest.mark.parametrize(("model", "message"), [
+    (type("Model", (Decoder,), {"block": Halves, "through": handing_halves}),
+     r"Model gives a layer, or gets from one, two views of one tensor \(a and b\).*: pass or return a\.clone\(\)"),
     (of(counting), r"Model computes something else at each call, by blocks\.0\.calls, which its forward changes: keep it in a"),
     (of(lambda self, x: x @ self.first.weight.T @ self.first.weight),
      r"Model reads a weight and its \.T within one layer at .*: write weight\.t\(\) in the place of"),
     (with_layers(checkpointed), r"blocks are called through torch\.utils\.checkpoint: call them as they are, since"),
     (with_layers(without_gradients), r"blocks\.0 runs under torch\.no_grad\(\): freeze parameters with requires_grad_"),
     (with_layers(partly_without), "what is computed between layers of blocks runs under"),
-], ids=["counter", "T", "checkpoint", "no_grad", "no_grad between"])
+], ids=["views", "counter", "T", "checkpoint", "no_grad", "no_grad between"])
 def test_a_forward_that_cannot_be_honoured_is_refused_with_the_remedy(model: type[Decoder], message: str) -> None:
     with pytest.raises(CaptureError, match=message):
         capture(model())
@@ -175,3 +190,19 @@ def test_what_a_forward_only_writes_down_is_no_state() -> None:
         return self.last
 
     capture(of(keeps)())
+
+
+def test_a_layer_may_hand_on_an_earlier_ones_keys_in_a_tuple() -> None:
+    class Shares(Block):
+        def forward(self, x: Tensor, keys: Any = None) -> Any:  # type: ignore[override]
+            keys = (self.first(x), self.second(x)) if keys is None else keys
+            return x + torch.tanh(self.first(x) + keys[0]) * keys[1], keys
+
+    def through(self: Any, x: Tensor) -> Tensor:
+        keys = None
+        for block in self.blocks:
+            x, keys = block(x, keys)
+        return x
+
+    captured = capture(type("Model", (Decoder,), {"block": Shares, "through": through})())
+    assert [source.kind for source in captured.calls[2].sources].count("carried") == 3
