@@ -72,6 +72,7 @@ def read_arguments(model: nn.Module, forward: Callable[..., Any], forms: Forms, 
     further = further_arguments(name, plain, others, inputs, forms.parameters)
     served = forms.serve(forms.form_of(tuple(sorted(further)), model.training, images_of_each(forms.first.types, inputs)))
     captured, types = served.captured, served.types
+    forms.check_modes(captured)
     inputs |= {key: _checked(name, key, value, types.get(key)) for key, value in further.items()}
     has_labels = captured.has_loss and all(key in inputs for key in captured.labels)
     if not isinstance(kept, int) or kept < 0 or (kept and has_labels):

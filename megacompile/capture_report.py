@@ -155,4 +155,6 @@ def _remarks(model: nn.Module, captured: CapturedModel, tiling: Tiling) -> Itera
            f"loss: a sum over target tokens{fused}: micro-batches change nothing" if captured.has_normaliser else
            "loss: none, it is made outside, of the model's output" if not captured.has_loss else
            "loss: no cross entropy over tokens that is recognised: one micro-batch a step")
+    if captured.across_rows:
+        yield f"rows of a batch are computed with at once, so that it is not split: {captured.across_rows}"
     yield f"assumed of a batch of B x T: {'; '.join(captured.guards) or 'nothing'}"

@@ -67,6 +67,17 @@ class Forms:
         form = Form(further, without_adapters=self.adapters.disabled(), images=images)
         return form if training or self.serve(form).captured.same_in_evaluation() else replace(form, evaluating=True)
 
+    def check_modes(self, captured: CapturedModel) -> None:
+        """Raises `UnsupportedError` where modules inside the model are in another mode than they were captured in, and that
+        matters."""
+        unlike = [name for name, module in self.model.named_modules() if module.training is (name in captured.evaluating)]
+        if unlike and (captured.form.evaluating or not captured.same_in_evaluation()):
+            module = self.model.get_submodule(unlike[0])
+            mode, call = ("training", "eval") if module.training else ("evaluation", "train")
+            raise UnsupportedError(
+                f"{unlike[0]} is in {mode} mode and {type(self.model).__name__} is not, which graphs of the whole model do not "
+                f"know: call model.{call}(), or let the {call}() of the model's class leave it as it is, before stream()")
+
     def serve(self, form: Form) -> Served:
         """What serves a form, captured at its first use. Raises what capturing raises, and `UnsupportedError` where the model
         reads other weights then than the tiles were made for."""

@@ -44,7 +44,8 @@ def further_arguments(name: str, captured: CapturedModel, given: Mapping[str, An
         # Beside positions that start again, transformers takes any mask to say that rows hold one sequence.
         # A loss of the user's own may count what is labelled -100, and an auxiliary one does unless the mask tells it.
         labels = () if captured.token_loss or captured.is_averaged else captured.labels
-        right = captured.causal or "attention_mask" not in known  # a model without such a parameter sees padding anyway
+        # A model without such a parameter sees padding anyway.
+        right = (captured.causal and captured.masks_hide) or "attention_mask" not in known
         if further or not _changes_nothing(mask, [inputs[key] for key in labels if key in inputs] if right else []):
             further["attention_mask"] = (mask != 0).long()
     return further

@@ -355,7 +355,8 @@ class Planner:
         return replace(plan, saved_layers=max(0, saved))
 
     def _sizes(self, batch: int, length: int) -> list[int]:
-        if self.output == "loss" and (not self.captured.has_normaliser or self.captured.is_averaged):
+        whole = not self.captured.has_normaliser or self.captured.is_averaged
+        if self.captured.across_rows or (self.output == "loss" and whole):
             return [batch]  # a loss that is no sum over tokens cannot be split, or is another if it is: the user's choice
         largest = max(1, min(batch, FULL_TOKENS // length))
         sizes = [largest]

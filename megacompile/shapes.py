@@ -142,6 +142,11 @@ class Shapes:
             raise UnsupportedError(
                 "the model's loss is not a cross entropy over tokens, so that it cannot be split into micro-batches: "
                 f"give micro_batch_size={shape.batch} or smaller batches")
+        if len(plan.micro_batches) > 1 and captured.across_rows:
+            raise UnsupportedError(
+                "the model computes with several sequences of a batch at once, so that micro-batches would change what it "
+                f"computes: give micro_batch_size={shape.batch} or smaller batches, or let no row read another; in "
+                f"{captured.across_rows}")
         specs = self.tiling.call_specs(captured.calls_for(shape.output), captured.templates, shape.length)
         return model_program(specs, self.tiling.tiles(), shape.batch, shape.labels, shape.whole_step,
                              differentiable=shape.training and shape.output != "loss", hidden_states=shape.output == ALL)

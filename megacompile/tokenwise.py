@@ -28,7 +28,7 @@ _REARRANGING = frozenset({aten.t, aten.transpose, aten.permute, aten.unsqueeze, 
 _CREATING = frozenset({aten.full, aten.zeros, aten.ones, aten.empty, aten.new_full, aten.new_zeros, aten.new_ones,
                        aten.new_empty, aten.new_empty_strided})
 #: The dimension that they mix, as a position among their arguments and its default.
-_MIXING = {
+MIXING = {
     aten.slice: (1, 0), aten.select: (1, 0), aten.split: (2, 0), aten.split_with_sizes: (2, 0), aten.unbind: (1, 0),
     aten.cat: (1, 0), aten.stack: (1, 0), aten.slice_backward: (2, 0), aten.select_backward: (2, 0),
     aten._softmax: (1, -1), aten._log_softmax: (1, -1), aten._softmax_backward_data: (2, -1),
@@ -40,7 +40,7 @@ _SHIFTING = frozenset({aten.stack, aten.unbind, aten.select, aten.select_backwar
 #: Where their start and end are.
 _SLICES = {aten.slice: 2, aten.slice_backward: 3}
 #: The dimensions that they reduce are their second argument; none means all.
-_REDUCING = frozenset({aten.sum, aten.mean, aten.amax, aten.amin, aten.var, aten.var_mean, aten.std, aten.logsumexp,
+REDUCING = frozenset({aten.sum, aten.mean, aten.amax, aten.amin, aten.var, aten.var_mean, aten.std, aten.logsumexp,
                        aten.argmax, aten.argmin, aten.any, aten.all, aten.max, aten.min})
 _VIEWS = frozenset({aten.view, aten._unsafe_view, aten.reshape})
 _NORMS = frozenset({aten.native_layer_norm, aten._fused_rms_norm})
@@ -174,14 +174,14 @@ def _role(node: fx.Node, layout: Layout, made: Sequence[int | None]) -> str | No
         shape: Any = args[2] if op in _NORM_BACKWARDS else args[1]
         dim = _dim(first, layout)
         return TOKENWISE if dim is not None and dim < _value(first).dim() - len(shape) else None
-    if op in _REDUCING:
+    if op in REDUCING:
         return _reduction(node, layout)
     if any(dim is None for dim in made):
         return None
     if op in _VIEWS:
         return TOKENWISE if _same_stride(_value(first), _value(node), layout) else None
-    if op in _MIXING:
-        position, default = _MIXING[op]
+    if op in MIXING:
+        position, default = MIXING[op]
         mixed: Any = args[position] if len(args) > position else node.kwargs.get("dim", default)
         same = op in _SHIFTING or _aligned(node, layout)
         mixed = mixed if isinstance(mixed, list | tuple) else [mixed]

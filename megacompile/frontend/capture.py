@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from megacompile.errors import CaptureError, UnsupportedError
+from megacompile.frontend.across_rows import across_rows
 from megacompile.frontend.adapters import forward_signature, switch_off_adapters
 from megacompile.frontend.attention import implementation_for
 from megacompile.frontend.build import build_template, with_results
@@ -29,6 +30,7 @@ from megacompile.frontend.output import OutputStructure, output_structure
 from megacompile.frontend.patches import Patches, install_encoders, model_arguments, refuse_adapters, with_places
 from megacompile.frontend.pieces import in_pieces
 from megacompile.frontend.places import Places, places_of, take_aligned
+from megacompile.frontend.python_state import refuse_changing_state
 from megacompile.frontend.randomness import draw_functionally, number_draws
 from megacompile.frontend.recorders import install_recorders
 from megacompile.frontend.rows import fixes_rows, images_of, join_rows, traced_apart
@@ -60,10 +62,13 @@ class CapturedModel:
     same model, captured for another form of batch; the first time takes as long as the first capture.
     `fused_attention`: every layer's attention is our op; else the model's own code, whose masks take B x T x T bytes.
     `causal`: no token sees a later one, by our op or by what the model's attention modules say of themselves (`is_causal`).
+    `masks_hide`: an `attention_mask` does nothing but hide tokens from attention; a model of one's own may pool by it.
+    `evaluating`: modules in evaluation mode while the model is in the mode that was captured.
     `fused_loss`: the epilogue's `loss` never holds the micro-batch's logits.
     `has_normaliser`: the loss is a sum over the "normaliser" input, so that micro-batches add up; then
     `count_targets(batch on the host)` gives a batch's normaliser, a 0-d float32 tensor. `is_averaged`: beside that sum the loss
     has a part that is none, and is the mean over micro-batches of each one's, weighted by rows.
+    `across_rows`: where it computes with several sequences at once, as a name and a line; batches are not split then. Else "".
     `places`: where features, of images say, are put among tokens; each checks a batch. `patches`: encoders of images of any
     size, whose batch arguments are aligned with tokens.
     `has_loss`: else the model has no head, its calls end with that of its output ("logits"), of which losses are made outside.
@@ -83,6 +88,8 @@ class CapturedModel:
     rows: Mapping[str, Rows]
     fused_attention: bool
     causal: bool
+    masks_hide: bool
+    evaluating: frozenset[str]
     form: Form
     holds: Callable[[bool, tuple[int, int]], bool]
     in_form: Callable[[Form], CapturedModel]
@@ -90,6 +97,7 @@ class CapturedModel:
     has_loss: bool
     has_normaliser: bool
     is_averaged: bool
+    across_rows: str
     count_targets: Callable[[Mapping[str, Tensor]], Tensor] | None
     places: tuple[Places, ...]
     patches: tuple[Patches, ...]
@@ -173,23 +181,28 @@ def capture(
     taken = () if loss is None else taken_by_loss(loss, example or {})
     traced = example if loss is None else _without_loss(plain, example, taken)
     graph, twin, batch, attention = _trace(plain, layers, traced, form)
+    if graph.changes_state:
+        fakes, tried, given, options = _subject(plain, layers, traced, form, CAPTURE_SHAPE, attention)
+        with fakes:
+            refuse_changing_state(tried, model_arguments(given, form.images), options)
     apart = fixes_rows(graph) and bool(images_of(batch))
     if apart:
         graph, twin, batch, attention = _trace(plain, layers, traced, form, images_apart=True)
-    performed = operations(graph)
+    performed = {integers: operations(graph, integers) for integers in (False, True)}
 
     @functools.cache
-    def called(where: Form, size: tuple[int, int]) -> tuple[str, ...] | None:
+    def called(where: Form, size: tuple[int, int], integers: bool) -> tuple[str, ...] | None:
         fakes, tried, given, options = _subject(plain, layers, traced, where, size, attention)
         with fakes:
-            return torch_calls(tried, model_arguments(given, form.images), options)
+            return torch_calls(tried, model_arguments(given, form.images), options, integers)
 
     def holds(training: bool, size: tuple[int, int]) -> bool:
         where = dataclasses.replace(form, evaluating=not training)
-        expected = called(form, CAPTURE_SHAPE)
-        if expected is not None and called(where, size) == expected:
+        integers = size == CAPTURE_SHAPE  # else some are sizes
+        expected = called(form, CAPTURE_SHAPE, integers)
+        if expected is not None and called(where, size, integers) == expected:
             return True
-        return operations(_trace(plain, layers, traced, where, size, apart)[0]) == performed
+        return operations(_trace(plain, layers, traced, where, size, apart)[0], integers) == performed[integers]
 
     def in_form(other: Form) -> CapturedModel:
         with torch.inference_mode(False), torch.enable_grad():  # whatever the batch is computed under that needs it first
@@ -217,13 +230,14 @@ def capture(
     build = functools.partial(build_template, fakes=graph.fakes, renaming=renaming, target=target, pipeline=pipeline)
     templates: dict[str, Template] = {}
     names: dict[str, str] = {}  # structural key -> template
-    calls = []
+    calls, mixing = [], ""
     for section in sections if has_loss else sections[:-1]:
         key = structural_key(section)
         if key not in names:
             names[key] = section.name if section.name in ("prologue", "epilogue") else _next_layer_name(templates)
             own_loss = loss is not None and section.name == "epilogue"
             templates[names[key]] = build(names[key], section, tokens_at_once=CHUNK_TOKENS if own_loss else 0)
+            mixing = mixing or across_rows(templates[names[key]], section)
         calls.append(Call(section.name, names[key], tuple(section.sources)))
     heads = None
     if to_logits is not None:
@@ -242,10 +256,12 @@ def capture(
         same_logits_without_labels=_same_logits_without_labels(
             twin, graph, positions, model_arguments(batch, form.images), labels),
         fused_attention=fused, causal=not _masks_pairs(graph) and (fused or _says_causal(stack)),
+        masks_hide=_of_transformers(plain), evaluating=frozenset(n for n, m in twin.named_modules() if not m.training),
         fused_loss="linear_cross_entropy" in templates[calls[-1].template].stages["joint"], has_loss=has_loss,
         form=form, holds=functools.cache(holds), in_form=functools.cache(in_form), has_normaliser=count is not None,
-        is_averaged=is_averaged(graph), count_targets=count, places=places, patches=patches, output=structure,
-        heads=heads, token_loss=loss is not None, conditions=assumed, seconds=time.perf_counter() - started)
+        is_averaged=is_averaged(graph), across_rows="" if is_averaged(graph) else mixing, count_targets=count, places=places,
+        patches=patches, output=structure, heads=heads, token_loss=loss is not None, conditions=assumed,
+        seconds=time.perf_counter() - started)
 
 
 def _one(batch: Mapping[str, Tensor]) -> Tensor:
@@ -355,6 +371,12 @@ def _says_causal(stack: LayerStack) -> bool:
     """Whether layers have modules that say whether they are causal, as those of transformers do, and all say yes."""
     said = [module.is_causal for layer in stack.layers for module in layer.modules() if hasattr(module, "is_causal")]
     return bool(said) and all(said)
+
+
+def _of_transformers(model: nn.Module) -> bool:
+    """Whether the code around the layers is transformers' own, with PEFT's adapters or without."""
+    own: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+    return type(own).__module__.startswith("transformers.")
 
 
 def _next_layer_name(templates: Mapping[str, Template]) -> str:

@@ -185,6 +185,20 @@ def _build(layer: nn.Module) -> Hashable:
             tuple((name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors))
 
 
+def _tensors(value: Any) -> list[Tensor]:
+    """The tensors in nested tuples."""
+    if isinstance(value, Tensor):
+        return [value]
+    return [tensor for each in value for tensor in _tensors(each)] if type(value) is tuple else []
+
+
+def _apart(value: Any, given: list[Tensor]) -> Any:
+    """Nested tuples, with copies of those tensors that were given."""
+    if type(value) is tuple:
+        return tuple([_apart(each, given) for each in value])
+    return value.clone() if isinstance(value, Tensor) and any([value is g for g in given]) else value  # noqa: C419
+
+
 def _region(forward: Any, number: int) -> Any:
     """A region that computes `forward`, with code that no other has, and returns tensors that are none of its arguments: a
     region may not, and layers do hand on what they were given (an earlier layer's choice of keys)."""
@@ -193,8 +207,7 @@ def _region(forward: Any, number: int) -> Any:
         results = forward(*args, **kwargs)
         if type(results) is not tuple:
             return results
-        given = [*args, *kwargs.values()]
-        return tuple([r.clone() if isinstance(r, Tensor) and any([r is g for g in given]) else r for r in results])  # noqa: C419
+        return _apart(results, _tensors((*args, *kwargs.values())))
 
     code = own.__code__.replace(co_name=f"{forward.__name__}_{number}")
     return torch.compiler.nested_compile_region(

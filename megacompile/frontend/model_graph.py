@@ -42,6 +42,7 @@ class ModelGraph:
     `graph`: calls of torch functions and `invoke_subgraph`s; placeholders hold fakes in `meta["example_value"]`.
     `sources`: where each placeholder, and each node that reads a batch input's size, comes from.
     `returned`: what the model returned, rebuilt around the fakes of the graph's results.
+    `changes_state`: the forward changed Python objects that outlive it.
     `fakes`: the fake mode that the `example_value`s belong to. Dynamo traces in modes of its own, and AOT refuses to
     trace under any other.
     """
@@ -50,6 +51,7 @@ class ModelGraph:
     sources: dict[fx.Node, Source]
     returned: Any
     fakes: FakeTensorMode
+    changes_state: bool = False
 
     @property
     def results(self) -> list[fx.Node]:
@@ -85,9 +87,9 @@ def capture_model_graph(
         return model(**taken(dict(zip(names, inputs, strict=True))), **options)
 
     torch._dynamo.reset()
-    with (fakes, warnings.catch_warnings(), traceable_adapters(), unchecked_distributions(), unchecked_values(),
-          sizes_unread_by_messages(), layers_as_regions(stack)):
-        warnings.simplefilter("ignore")  # "side effects happened": transformers' output collectors
+    with (fakes, warnings.catch_warnings(record=True) as warned, traceable_adapters(), unchecked_distributions(),
+          unchecked_values(), sizes_unread_by_messages(), layers_as_regions(stack)):
+        warnings.simplefilter("always")
         try:
             graph = dynamo_graph_capture_for_export(step)(*tensors)
         except MegacompileError:
@@ -108,7 +110,8 @@ def capture_model_graph(
     _count_outside(graph, sources)
     own_rewritten_buffers(graph.graph, sources)
     traced: Any = next(n.meta["example_value"] for n in sources if isinstance(n.meta["example_value"], Tensor))
-    return ModelGraph(graph, sources, returned, traced.fake_mode)
+    return ModelGraph(graph, sources, returned, traced.fake_mode,
+                      any("side effects happened" in str(each.message) for each in warned))
 
 
 @contextlib.contextmanager
@@ -227,6 +230,14 @@ def _explained(model: nn.Module, reason: Exception) -> MegacompileError:
     name, source = type(model).__name__, _user_line(reason, lines)
     if "onstraint" in type(reason).__name__ or "ConstraintViolation" in text:
         return CaptureError(f"{name} fixes the batch size or the length{source}: {FIXED_SIZES_REMEDY}\n{text}")
+    views = re.search(r"aliasing detected at nodes (\w+) and (\w+)", text)
+    # Dynamo takes attributes of weights out of a layer.
+    if "Freevar has no source" in text or (views and any(view.startswith("getattr") for view in views.groups())):
+        return CaptureError(f"{name} reads a weight and its .T within one layer{source}: write weight.t() in the place of "
+                            f"weight.T\n{text}")
+    if views:
+        return CaptureError(f"{name} gives a layer, or gets from one, two views of one tensor ({views[1]} and {views[2]})"
+                            f"{source}: pass or return {views[1]}.clone()\n{text}")
     explanation = next((line.removeprefix("Explanation: ") for line in lines if line.startswith("Explanation: ")), "")
     cause = re.sub(r"<(\S+) object at 0x\w+>", r"\1", explanation or (lines[0] if lines else type(reason).__name__))
     cause = textwrap.shorten(cause, 200, placeholder=" ...")

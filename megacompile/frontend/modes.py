@@ -10,8 +10,10 @@ There are two ways to know them. `torch_calls` are what a plain run on fakes cal
 from __future__ import annotations
 
 import inspect
+import itertools
+import operator
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,10 +31,12 @@ _WITHOUT_BRANCHES = frozenset({
     "unflatten", "pad", "__rsub__", "__rpow__", "__pow__"})
 
 
-def torch_calls(model: nn.Module, batch: Mapping[str, Tensor], options: Mapping[str, Any]) -> tuple[str, ...] | None:
+def torch_calls(model: nn.Module, batch: Mapping[str, Tensor], options: Mapping[str, Any],
+                integers: bool = False) -> tuple[str, ...] | None:
     """What `model(**batch, **options)` calls that makes tensors, in order, as `operations` says it. `model` and `batch` are
     fakes. None where that cannot be known: the model does not run on fakes, or calls what may look at sizes unseen."""
-    found = _Calls()
+    named = itertools.chain(model.named_parameters(), model.named_buffers(), batch.items())
+    found = _Calls(_Labels({id(tensor): (tensor, name) for name, tensor in named}), integers)
     with torch.inference_mode(False), torch.enable_grad(), warnings.catch_warnings(), found:
         warnings.simplefilter("ignore")
         try:
@@ -42,45 +46,78 @@ def torch_calls(model: nn.Module, batch: Mapping[str, Tensor], options: Mapping[
     return tuple(found.said) if found.all_seen else None
 
 
+class _Labels:
+    """Names of values: of weights and inputs their own, of others which operation made them. Values that were seen stay alive,
+    so that none takes another's place. State: by identity, the value and its name."""
+
+    def __init__(self, known: dict[int, tuple[Any, str]]) -> None:
+        self.known = known
+
+    def of(self, value: Any) -> str:
+        return self.known[id(value)][1] if id(value) in self.known else "?"
+
+    def give(self, value: Any, name: str) -> None:
+        self.known[id(value)] = value, name
+
+
 class _Calls(TorchFunctionMode):
     """State: what was `said` of the calls so far, and whether all of them were seen."""
 
-    def __init__(self) -> None:
+    def __init__(self, labels: _Labels, integers: bool) -> None:
         super().__init__()
+        self.labels, self.integers = labels, integers
         self.said: list[str] = []
         self.all_seen = True
 
     def __torch_function__(self, function: Any, types: Any, args: tuple[Any, ...] = (),
                            kwargs: dict[str, Any] | None = None) -> Any:
+        read = [self.labels.of(value) for value in _leaves((args, kwargs)) if isinstance(value, Tensor)]
         result = function(*args, **(kwargs or {}))
         name = getattr(function, "__name__", "")
-        if any(isinstance(value, Tensor) for value in _leaves(result)) and name not in _BROADCASTS and not (
-                function is F.dropout and _is_idle(args, kwargs or {})):
+        made = [value for value in _leaves(result) if isinstance(value, Tensor)]
+        if made and (name in _BROADCASTS or function is F.dropout and _is_idle(args, kwargs or {})):
+            self.labels.give(made[0], next(iter(read), "?"))
+        elif made:
             self.all_seen &= not inspect.isfunction(function) or name in _WITHOUT_BRANCHES
-            self.said.append(_said(resolve_name(function) or str(function), args, kwargs or {}))
+            self.said.append(_said(resolve_name(function) or str(function), args, kwargs or {}, read, self.integers))
+            for position, value in enumerate(made):
+                self.labels.give(value, f"{len(self.said)}.{position}")
         return result
 
 
-def operations(graph: ModelGraph) -> tuple[str, ...]:
-    """Every operation on tensors, in order, with its constants but for whole numbers, which sizes are among."""
-    return tuple(_operations(graph.graph))
+def operations(graph: ModelGraph, integers: bool = False) -> tuple[str, ...]:
+    """Every operation on tensors, in order, with what it reads (weights and inputs by name, others by the operation that made
+    them) and its constants; whole numbers, which sizes are among, only if `integers`."""
+    said: list[str] = []
+    _say(graph.graph, {node: source.name for node, source in graph.sources.items() if source.kind != "size"}, said, integers)
+    return tuple(said)
 
 
-def _operations(module: fx.GraphModule) -> Iterator[str]:
+def _say(module: fx.GraphModule, labels: dict[fx.Node, str], said: list[str], integers: bool) -> None:
+    """Appends the operations of a graph, whose inputs have `labels`."""
     for node in module.graph.nodes:
+        read = [labels[used] for used in node.all_input_nodes if used in labels]
         nested = [getattr(module, str(n.target), None) for n in node.all_input_nodes if n.op == "get_attr"]
         if graphs := [each for each in nested if isinstance(each, fx.GraphModule)]:
             for each in graphs:  # in place of the call: whether equal layers share a region is Dynamo's choice
-                yield from _operations(each)
+                given = [a for a in _leaves(node.args) if not isinstance(a, str) and getattr(a, "op", "") != "get_attr"]
+                inputs = zip(each.graph.find_nodes(op="placeholder"), given, strict=False)
+                known = {n: labels[a] for n, a in inputs if isinstance(a, fx.Node) and a in labels}
+                _say(each, known, said, integers)
+            labels[node] = str(len(said))
         elif node.op in ("call_function", "call_method") and _makes_tensors(node):
             if _is_idle_dropout(node) or getattr(node.target, "__name__", node.target) in _BROADCASTS:
+                labels[node] = next(iter(read), "?")
                 continue
-            yield _said(str(node.target), node.args, node.kwargs)
+            said.append(_said(str(node.target), node.args, node.kwargs, read, integers))
+            which = f".{node.args[1]}" if node.target is operator.getitem and isinstance(node.args[1], int) else ""
+            labels[node] = f"{len(said)}{which}"
 
 
-def _said(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
-    constants = [repr(c) for c in _leaves((args, kwargs)) if isinstance(c, float | bool | str | torch.dtype)]
-    return " ".join([name, *constants])
+def _said(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], read: Sequence[str], integers: bool) -> str:
+    kinds = float | bool | str | torch.dtype | (int if integers else bool)
+    constants = [repr(c) for c in _leaves((args, kwargs)) if isinstance(c, kinds)]
+    return " ".join([name, *read, *constants])
 
 
 def _leaves(value: Any) -> Iterator[Any]:

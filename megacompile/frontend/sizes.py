@@ -58,4 +58,4 @@ def conditions(guards: Iterable[Any], renaming: Renaming) -> tuple[Condition, ..
 def _line(place: Any) -> str:
     """From what torch writes of a line: "code  # path:line in function"."""
     found = re.match(r"(.*?)\s*# (\S+:\d+) in ", getattr(place, "maybe_user_loc", None) or "")
-    return f" at {found[2]} ({found[1]})" if found and not found[2].startswith("megacompile/") else ""
+    return f" at {found[2]} ({found[1]})" if found and "megacompile/frontend/" not in found[2] else ""

@@ -53,6 +53,7 @@ def split_at_layers(model: ModelGraph, stack: LayerStack, results: Sequence[fx.N
     calls = [n for n in body if n.target is INVOKE]
     _check_calls(model, stack, calls)
     members, made_by = _members([n for n in body if not _goes_along(model, n)], calls)
+    _check_grad_mode(stack, body, calls, made_by)
     _move(members, made_by, made_in_layers(members[-1], made_by, model.sources, results, len(calls)))
     last = len(calls) + 1
     reads = {stage: _outside(model, nodes, results if stage == last else (), calls[stage - 1] if 0 < stage < last else None)[0]
@@ -241,6 +242,9 @@ def owned(graph: fx.Graph, results: Sequence[fx.Node]) -> tuple[fx.Node, ...]:
 def _check_calls(model: ModelGraph, stack: LayerStack, calls: Sequence[fx.Node]) -> None:
     """Each layer of the stack was called once, in order."""
     called: list[str] = []
+    if not calls and any("checkpoint" in str(node.target) for node in model.graph.graph.nodes):
+        raise CaptureError(f"the layers of {stack.path} are called through torch.utils.checkpoint: call them as they are, "
+                           "since what is recomputed is the plan's choice (checkpoint_interval)")
     for call in calls:
         names = [model.sources[n].name for n in call.args[2:] if isinstance(n, fx.Node) and n in model.sources]
         owners = {layer: name for name in names for layer in stack.names if name.startswith(layer + ".")}
@@ -254,6 +258,20 @@ def _check_calls(model: ModelGraph, stack: LayerStack, calls: Sequence[fx.Node])
         raise CaptureError(
             f"the layers of {stack.path} are not called once each, in order (called: {', '.join(called) or 'none'}): "
             'name the decoder stack with layers="path.to.layers"')
+
+
+def _check_grad_mode(stack: LayerStack, body: Sequence[fx.Node], calls: Sequence[fx.Node],
+                     made_by: Mapping[fx.Node, int]) -> None:
+    """No layer, and nothing that is made of one's output before the last, runs without gradients by `torch.no_grad()`: each
+    call is differentiated alone, in a grad mode of its own, and Dynamo lets a layer have the mode of another."""
+    enabled = True
+    for node in body[:body.index(calls[-1]) + 1]:
+        if node.target is torch._C._set_grad_enabled:
+            enabled = bool(node.args[0])
+        elif not enabled and made_by.get(node, 0) > 0:
+            name = f"{stack.path}.{calls.index(node)}" if node in calls else f"what is computed between layers of {stack.path}"
+            raise CaptureError(f"{name} runs under torch.no_grad(): freeze parameters with requires_grad_(False), or detach() "
+                               f"a value, in its place{source_line(node)}")
 
 
 def _carried_from_prologue(

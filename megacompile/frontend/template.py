@@ -203,6 +203,16 @@ class Template:
         limit = max(1, self.tokens_at_once // rows) if self.tokens_at_once else 0
         return min(planned, limit) if planned and limit else planned or limit
 
+    @property
+    def renaming(self) -> dict[sympy.Symbol, sympy.Symbol]:
+        """The symbols of its graphs -> B and T."""
+        return self._renaming
+
+    def forward_graph(self) -> fx.Graph:
+        """What it computes, without gradients, before passes on variants: of an epilogue, loss and logits."""
+        source = self._inference or self._joint
+        return cut_graph(source.graph, source.inputs, source.outputs).graph
+
     def symbolic(self, size: int | torch.SymInt) -> sympy.Expr:
         """A size of a graph's `meta["val"]` as an expression in B and T."""
         expression = size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(size)

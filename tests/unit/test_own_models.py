@@ -1,0 +1,208 @@
+"""What graphs of a model of one's own assume: rows that are computed apart, one mode, Python objects that stay, grad modes."""
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import torch.utils.checkpoint
+from torch import Tensor, nn
+
+import megacompile
+from megacompile.errors import CaptureError, UnsupportedError
+from megacompile.frontend import capture
+from megacompile.packing import further_arguments
+
+IDS = torch.arange(12).view(3, 4)
+
+
+class Block(nn.Module):
+    is_causal = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.drop, self.calls = nn.Linear(8, 8), nn.Linear(8, 8), nn.Dropout(0.5), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.first(x))
+
+
+class Decoder(nn.Module):
+    block: type[nn.Module] = Block
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(16, 8), nn.Linear(8, 16)
+        self.blocks = nn.ModuleList(self.block() for _ in range(2))
+
+    def through(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Any:
+        x = self.through(self.embed(input_ids))
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+def of(body: Any) -> type[Decoder]:
+    """A decoder whose blocks' forward is `body`."""
+    return type("Model", (Decoder,), {"block": type("Own", (Block,), {"forward": body})})
+
+
+def with_layers(body: Any) -> type[Decoder]:
+    """A decoder that calls its blocks as `body` does."""
+    return type("Model", (Decoder,), {"through": body})
+
+
+class Contrastive(Decoder):
+    """Each row's end is to be nearest to its own beginning, of the beginnings of all rows."""
+
+    def forward(self, input_ids: Tensor) -> Any:  # type: ignore[override]
+        x = self.head(self.through(self.embed(input_ids)))
+        return F.cross_entropy(x[:, -1] @ x[:, 0].T, torch.arange(len(x), device=x.device))
+
+
+def normed(self: Any, x: Tensor) -> Tensor:
+    return x + F.batch_norm(self.first(x).transpose(1, 2), None, None, training=True).transpose(1, 2)
+
+
+@pytest.mark.parametrize(("model", "where"), [
+    (of(lambda self, x: self.first(x) - x.mean(0, keepdim=True)), r"blocks\.0\nfrom source: .*x\.mean\(0"),
+    (of(normed), r"blocks\.0\nfrom source: .*F\.batch_norm"),
+    (Contrastive, r"epilogue\nfrom source: .*x\[:, -1\] @ x"),
+    (of(lambda self, x: self.first(x) - x.mean(1, keepdim=True)), "$"),
+], ids=["mean", "batch norm", "contrastive", "mean over tokens"])
+def test_rows_that_read_each_other_are_found_with_their_line(model: type[Decoder], where: str) -> None:
+    example = {"input_ids": IDS} if model is Contrastive else None
+    found = capture(model(), example=example).across_rows
+    assert re.match(where, found), found
+
+
+def test_a_batch_whose_rows_read_each_other_is_not_split() -> None:
+    model = of(lambda self, x: self.first(x) - x.mean(0, keepdim=True))()
+    plain = model(IDS, IDS)
+    streamed: Any = megacompile.stream(model, device="cpu")
+    torch.testing.assert_close(streamed(IDS, IDS).detach(), plain.detach())
+    assert streamed.megacompile.plan.micro_batches == (3,)
+    streamed.megacompile.close()
+    streamed = megacompile.stream(model, device="cpu", micro_batch_size=2)
+    with pytest.raises(UnsupportedError, match="computes with several sequences of a batch at once, so that micro-batches"):
+        streamed(IDS, IDS)
+    streamed.megacompile.close()
+
+
+@pytest.mark.parametrize("body", [
+    lambda self, x: (self.first if self.training else self.second)(x) + 0 * self.first(x) + 0 * self.second(x),
+    lambda self, x: self.first(x) * (2 if self.training else 3),
+], ids=["weights", "whole numbers"])
+def test_other_weights_or_numbers_in_evaluation_mode_are_seen(body: Any) -> None:
+    captured = capture(of(body)())
+    assert not captured.same_in_evaluation() and captured.holds(True, (1, 17))
+
+
+def test_a_part_in_another_mode_is_refused_where_that_matters() -> None:
+    model: Any = of(lambda self, x: self.drop(self.first(x)))()
+    model.blocks[1].eval()
+    model = megacompile.stream(model, device="cpu")
+    with pytest.raises(UnsupportedError, match=r"blocks\.1 is in evaluation mode and Model is not, .*: call model\.train"):
+        model(IDS, IDS)
+    model.train()
+    model(IDS, IDS).backward()
+    model.megacompile.close()
+
+
+class Pools(Decoder):
+    """Reads the mask for more than attention."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor, attention_mask: Tensor | None = None) -> Any:  # type: ignore[override]
+        x = self.through(self.embed(input_ids))
+        seen = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        pooled = (x * seen[..., None]).sum(1, keepdim=True) / seen.sum(1)[:, None, None]
+        return F.cross_entropy(self.head(x + pooled).flatten(0, 1), labels.flatten())
+
+
+def test_a_model_of_ones_own_is_given_padding_on_the_right() -> None:
+    captured = capture(Pools())
+    mask = torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0], [1, 1, 0, 0]])
+    inputs = {"input_ids": IDS, "labels": IDS.masked_fill(mask == 0, -100)}
+    assert captured.causal
+    assert "attention_mask" in further_arguments("Pools", captured, {"attention_mask": mask}, inputs, {"attention_mask"})
+
+
+def counting(self: Any, x: Tensor) -> Tensor:
+    self.calls += 1
+    return self.first(x) * self.calls  # type: ignore[no-any-return]
+
+
+def checkpointed(self: Any, x: Tensor) -> Tensor:
+    for block in self.blocks:
+        x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
+    return x
+
+
+def without_gradients(self: Any, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        x = self.blocks[0](x)
+    return self.blocks[1](x)  # type: ignore[no-any-return]
+
+
+def partly_without(self: Any, x: Tensor) -> Tensor:
+    x = self.blocks[0](x)
+    with torch.no_grad():
+        y = x * 2
+    return self.blocks[1](x + y)  # type: ignore[no-any-return]
+
+
+class Halves(Block):
+    def forward(self, x: Tensor) -> Any:
+        a, b = self.first(x).chunk(2, dim=-1)
+        return x, (a, b)
+
+
+def handing_halves(self: Any, x: Tensor) -> Tensor:
+    for block in self.blocks:
+        x, (a, b) = block(x)
+        x = x + torch.cat([b, a], dim=-1)
+    return x
+
+
+@pytest.mark.parametrize(("model", "message"), [
+    (type("Model", (Decoder,), {"block": Halves, "through": handing_halves}),
+     r"Model gives a layer, or gets from one, two views of one tensor \(a and b\).*: pass or return a\.clone\(\)"),
+    (of(counting), r"Model computes something else at each call, by blocks\.0\.calls, which its forward changes: keep it in a"),
+    (of(lambda self, x: x @ self.first.weight.T @ self.first.weight),
+     r"Model reads a weight and its \.T within one layer at .*: write weight\.t\(\) in the place of"),
+    (with_layers(checkpointed), r"blocks are called through torch\.utils\.checkpoint: call them as they are, since"),
+    (with_layers(without_gradients), r"blocks\.0 runs under torch\.no_grad\(\): freeze parameters with requires_grad_"),
+    (with_layers(partly_without), "what is computed between layers of blocks runs under"),
+], ids=["views", "counter", "T", "checkpoint", "no_grad", "no_grad between"])
+def test_a_forward_that_cannot_be_honoured_is_refused_with_the_remedy(model: type[Decoder], message: str) -> None:
+    with pytest.raises(CaptureError, match=message):
+        capture(model())
+
+
+def test_what_a_forward_only_writes_down_is_no_state() -> None:
+    def keeps(self: Any, x: Tensor) -> Tensor:
+        self.last = self.first(x)
+        return self.last
+
+    capture(of(keeps)())
+
+
+def test_a_layer_may_hand_on_an_earlier_ones_keys_in_a_tuple() -> None:
+    class Shares(Block):
+        def forward(self, x: Tensor, keys: Any = None) -> Any:  # type: ignore[override]
+            keys = (self.first(x), self.second(x)) if keys is None else keys
+            return x + torch.tanh(self.first(x) + keys[0]) * keys[1], keys
+
+    def through(self: Any, x: Tensor) -> Tensor:
+        keys = None
+        for block in self.blocks:
+            x, keys = block(x, keys)
+        return x
+
+    captured = capture(type("Model", (Decoder,), {"block": Shares, "through": through})())
+    assert [source.kind for source in captured.calls[2].sources].count("carried") == 3
