@@ -1,8 +1,10 @@
-"""How models of transformers name the arguments that say images or videos of any size."""
+"""How models of transformers name the arguments that say images or videos, and which may be images."""
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection
+
+from torch import Tensor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,6 +22,12 @@ MODALITIES = (Modality("pixel_values", "image_grid_thw", "get_image_features"),
 #: Positions of several axes, int64 [B, T, 3], where the model makes them of sizes; and what else it makes them of.
 POSITIONS = "mrope_positions"
 MAKING_POSITIONS = ("mm_token_type_ids", "second_per_grid_ts")
+
+
+def is_images(argument: Tensor) -> bool:
+    """Whether a batch argument that is not aligned with tokens may be images: floats of several dimensions. There may be more
+    or fewer of them than rows."""
+    return argument.is_floating_point() and argument.dim() > 2
 
 
 def aligned(batch: Collection[str]) -> set[str]:

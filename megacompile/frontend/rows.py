@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megacompile.frontend.modalities import aligned
+from megacompile.frontend.modalities import aligned, is_images
 from megacompile.frontend.model_graph import INVOKE, ModelGraph
 
 #: Of images, where their number is traced apart from that of sequences: a graph that has it as a constant is refused.
@@ -31,8 +31,8 @@ def fixes_rows(graph: ModelGraph) -> bool:
 
 
 def images_of(batch: Mapping[str, Tensor]) -> set[str]:
-    """The batch arguments that may be images: floats of several dimensions that are not aligned with tokens."""
-    return {name for name, tensor in batch.items() if tensor.is_floating_point() and tensor.dim() > 2} - aligned(batch)
+    """The batch arguments that may be images, one tensor of a size each."""
+    return {name for name, tensor in batch.items() if is_images(tensor)} - aligned(batch)
 
 
 def traced_apart(batch: Mapping[str, Tensor], fakes: FakeTensorMode) -> dict[str, Tensor]:

@@ -17,7 +17,7 @@ from megacompile.errors import CaptureError
 from megacompile.frontend.adapters import forward_signature
 from megacompile.frontend.attention import register_with_transformers
 from megacompile.frontend.layers import encoders, find_layers
-from megacompile.frontend.modalities import aligned
+from megacompile.frontend.modalities import aligned, is_images
 
 CAPTURE_SHAPE = (3, 17)  # batch, length. 0 and 1 would be specialised, and equal sizes could share one symbol.
 
@@ -118,15 +118,13 @@ def fake_batch(
 def _fake_shape(tensor: torch.Tensor, tokens: torch.Size, size: tuple[int, int], images: int) -> tuple[int, ...]:
     if not of_rows(tensor, tokens):
         return (*size, *tensor.shape[2:])
-    several = (images,) if images > 1 and tensor.dim() > 2 else ()
+    several = (images,) if images > 1 and is_images(tensor) else ()
     return (size[0], *several, *tensor.shape[1:])
 
 
 def of_rows(tensor: torch.Tensor, tokens: torch.Size) -> bool:
-    """Whether a batch argument has values for rows and not for tokens: [batch], or floats of another shape than `tokens`. Of
-    images there may be others than rows."""
-    images = tensor.is_floating_point() and tensor.dim() > 2
-    if not tensor.dim() or (tensor.shape[0] != tokens[0] and not images) or tensor.is_complex():
+    """Whether a batch argument has values for rows and not for tokens: [batch], or floats of another shape than `tokens`."""
+    if not tensor.dim() or (tensor.shape[0] != tokens[0] and not is_images(tensor)) or tensor.is_complex():
         return False
     return tensor.dim() == 1 or (tensor.is_floating_point() and tensor.shape[:2] != tokens[:2])
 
