@@ -238,6 +238,11 @@ def _explained(model: nn.Module, reason: Exception) -> MegacompileError:
     if views:
         return CaptureError(f"{name} gives a layer, or gets from one, two views of one tensor ({views[1]} and {views[2]})"
                             f"{source}: pass or return {views[1]}.clone()\n{text}")
+    if "_hook_installation_lock" in text:
+        line = _user_line(reason, lines, ones_own=True)
+        return CaptureError(f"{name} asks a model of transformers inside it for hidden states{line}, which are collected as no "
+                            "graph can: call its decoder (get_decoder()) for last_hidden_state, and its head with "
+                            f"that\n{text}")
     explanation = next((line.removeprefix("Explanation: ") for line in lines if line.startswith("Explanation: ")), "")
     cause = re.sub(r"<(\S+) object at 0x\w+>", r"\1", explanation or (lines[0] if lines else type(reason).__name__))
     cause = textwrap.shorten(cause, 200, placeholder=" ...")
@@ -246,11 +251,13 @@ def _explained(model: nn.Module, reason: Exception) -> MegacompileError:
         f"tensor values, and change no Python state in forward\n{text}")
 
 
-def _user_line(reason: Exception, lines: list[str]) -> str:
-    """' at file:line (code)' of the innermost frame that is neither torch's nor ours, if Dynamo gives one."""
+def _user_line(reason: Exception, lines: list[str], ones_own: bool = False) -> str:
+    """' at file:line (code)' of the innermost frame that is neither torch's nor ours (nor of transformers, if `ones_own`), if
+    Dynamo gives one."""
     frames = [(frame.filename, frame.lineno, frame.line) for frame in getattr(reason, "real_stack", None) or ()]
     for line, code in itertools.pairwise(lines):
         if line.startswith('File "'):
             frames.append((line.split('"')[1], line.split("line ")[1].split(",")[0], code))
-    theirs = [frame for frame in frames if "/torch/" not in frame[0] and "/megacompile/frontend/" not in frame[0]]
+    known = ["/torch/", "/megacompile/frontend/", *(["/transformers/"] if ones_own else [])]
+    theirs = [frame for frame in frames if not any(part in frame[0] for part in known)]
     return " at {}:{} ({})".format(*theirs[-1]) if theirs else ""

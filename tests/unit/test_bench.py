@@ -5,6 +5,7 @@ import argparse
 import itertools
 import json
 import math
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -373,6 +374,11 @@ def test_the_command_measures_a_table_and_prints_it(tmp_path: Path, monkeypatch:
 def test_what_there_is_not_is_refused_with_what_there_is(arguments: list[str], message: str, code: int) -> None:
     result = CliRunner().invoke(cli.app, ["bench", *arguments])
     assert result.exit_code == code and message in result.output
+
+
+def test_help_names_every_table() -> None:
+    words = set(re.findall(r"\w+", CliRunner().invoke(cli.app, ["bench", "--help"]).output))
+    assert words >= {*TABLES}
 
 
 # ---------------------------------------------------------------- tables

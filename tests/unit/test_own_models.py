@@ -5,6 +5,7 @@ import re
 from typing import Any
 
 import pytest
+import tiny_models
 import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
@@ -169,7 +170,19 @@ def handing_halves(self: Any, x: Tensor) -> Tensor:
     return x
 
 
+class Valued(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.policy, self.value = tiny_models.build(num_hidden_layers=1), nn.Linear(64, 1)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Any:
+        found = self.policy(input_ids=input_ids, labels=labels, output_hidden_states=True)
+        return found.loss + self.value(found.hidden_states[-1]).square().mean()
+
+
 @pytest.mark.parametrize(("model", "message"), [
+    (Valued, r"Valued asks a model of transformers inside it for hidden states at .*test_own_models\.py:\d+ \(found = .*: "
+             r"call its decoder \(get_decoder\(\)\) for last_hidden_state"),
     (type("Model", (Decoder,), {"block": Halves, "through": handing_halves}),
      r"Model gives a layer, or gets from one, two views of one tensor \(a and b\).*: pass or return a\.clone\(\)"),
     (of(counting), r"Model computes something else at each call, by blocks\.0\.calls, which its forward changes: keep it in a"),
@@ -178,8 +191,8 @@ def handing_halves(self: Any, x: Tensor) -> Tensor:
     (with_layers(checkpointed), r"blocks are called through torch\.utils\.checkpoint: call them as they are, since"),
     (with_layers(without_gradients), r"blocks\.0 runs under torch\.no_grad\(\): freeze parameters with requires_grad_"),
     (with_layers(partly_without), "what is computed between layers of blocks runs under"),
-], ids=["views", "counter", "T", "checkpoint", "no_grad", "no_grad between"])
-def test_a_forward_that_cannot_be_honoured_is_refused_with_the_remedy(model: type[Decoder], message: str) -> None:
+], ids=["hidden states", "views", "counter", "T", "checkpoint", "no_grad", "no_grad between"])
+def test_a_forward_that_cannot_be_honoured_is_refused_with_the_remedy(model: type[nn.Module], message: str) -> None:
     with pytest.raises(CaptureError, match=message):
         capture(model())
 
