@@ -25,7 +25,7 @@ from megacompile.frontend.hidden_states import HiddenStates
 from megacompile.frontend.layers import LayerStack, find_layers
 from megacompile.frontend.loss import is_averaged, normalise_loss
 from megacompile.frontend.model_graph import ModelGraph, capture_model_graph
-from megacompile.frontend.modes import operations, torch_calls
+from megacompile.frontend.modes import Said, alike, operations, torch_calls
 from megacompile.frontend.output import OutputStructure, output_structure
 from megacompile.frontend.patches import Patches, install_encoders, model_arguments, refuse_adapters, with_places
 from megacompile.frontend.pieces import in_pieces
@@ -188,21 +188,22 @@ def capture(
     apart = fixes_rows(graph) and bool(images_of(batch))
     if apart:
         graph, twin, batch, attention = _trace(plain, layers, traced, form, images_apart=True)
-    performed = {integers: operations(graph, integers) for integers in (False, True)}
+    performed = operations(graph)
 
     @functools.cache
-    def called(where: Form, size: tuple[int, int], integers: bool) -> tuple[str, ...] | None:
+    def called(where: Form, size: tuple[int, int]) -> tuple[Said, ...] | None:
         fakes, tried, given, options = _subject(plain, layers, traced, where, size, attention)
         with fakes:
-            return torch_calls(tried, model_arguments(given, form.images), options, integers)
+            return torch_calls(tried, model_arguments(given, form.images), options)
 
     def holds(training: bool, size: tuple[int, int]) -> bool:
         where = dataclasses.replace(form, evaluating=not training)
-        integers = size == CAPTURE_SHAPE  # else some are sizes
-        expected = called(form, CAPTURE_SHAPE, integers)
-        if expected is not None and called(where, size, integers) == expected:
+        exact = size == CAPTURE_SHAPE  # else some whole numbers are sizes
+        expected = called(form, CAPTURE_SHAPE)
+        found = None if expected is None else called(where, size)
+        if expected is not None and found is not None and alike(found, expected, exact):
             return True
-        return operations(_trace(plain, layers, traced, where, size, apart)[0], integers) == performed[integers]
+        return alike(operations(_trace(plain, layers, traced, where, size, apart)[0]), performed, exact)
 
     def in_form(other: Form) -> CapturedModel:
         with torch.inference_mode(False), torch.enable_grad():  # whatever the batch is computed under that needs it first

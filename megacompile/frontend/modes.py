@@ -14,7 +14,7 @@ import itertools
 import operator
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -31,12 +31,23 @@ _WITHOUT_BRANCHES = frozenset({
     "unflatten", "pad", "__rsub__", "__rpow__", "__pow__"})
 
 
-def torch_calls(model: nn.Module, batch: Mapping[str, Tensor], options: Mapping[str, Any],
-                integers: bool = False) -> tuple[str, ...] | None:
+class Said(NamedTuple):
+    """An operation, with what it reads and its constants. `exact`: with whole numbers too, which sizes are among."""
+
+    text: str
+    exact: str
+
+
+def alike(some: Sequence[Said], others: Sequence[Said], exact: bool) -> bool:
+    """Whether these are the same operations, in order; with the same whole numbers only if `exact`."""
+    return [each[exact] for each in some] == [each[exact] for each in others]
+
+
+def torch_calls(model: nn.Module, batch: Mapping[str, Tensor], options: Mapping[str, Any]) -> tuple[Said, ...] | None:
     """What `model(**batch, **options)` calls that makes tensors, in order, as `operations` says it. `model` and `batch` are
     fakes. None where that cannot be known: the model does not run on fakes, or calls what may look at sizes unseen."""
     named = itertools.chain(model.named_parameters(), model.named_buffers(), batch.items())
-    found = _Calls(_Labels({id(tensor): (tensor, name) for name, tensor in named}), integers)
+    found = _Calls(_Labels({id(tensor): (tensor, name) for name, tensor in named}))
     with torch.inference_mode(False), torch.enable_grad(), warnings.catch_warnings(), found:
         warnings.simplefilter("ignore")
         try:
@@ -63,10 +74,10 @@ class _Labels:
 class _Calls(TorchFunctionMode):
     """State: what was `said` of the calls so far, and whether all of them were seen."""
 
-    def __init__(self, labels: _Labels, integers: bool) -> None:
+    def __init__(self, labels: _Labels) -> None:
         super().__init__()
-        self.labels, self.integers = labels, integers
-        self.said: list[str] = []
+        self.labels = labels
+        self.said: list[Said] = []
         self.all_seen = True
 
     def __torch_function__(self, function: Any, types: Any, args: tuple[Any, ...] = (),
@@ -79,21 +90,21 @@ class _Calls(TorchFunctionMode):
             self.labels.give(made[0], next(iter(read), "?"))
         elif made:
             self.all_seen &= not inspect.isfunction(function) or name in _WITHOUT_BRANCHES
-            self.said.append(_said(resolve_name(function) or str(function), args, kwargs or {}, read, self.integers))
+            self.said.append(_said(resolve_name(function) or str(function), args, kwargs or {}, read))
             for position, value in enumerate(made):
                 self.labels.give(value, f"{len(self.said)}.{position}")
         return result
 
 
-def operations(graph: ModelGraph, integers: bool = False) -> tuple[str, ...]:
-    """Every operation on tensors, in order, with what it reads (weights and inputs by name, others by the operation that made
-    them) and its constants; whole numbers, which sizes are among, only if `integers`."""
-    said: list[str] = []
-    _say(graph.graph, {node: source.name for node, source in graph.sources.items() if source.kind != "size"}, said, integers)
+def operations(graph: ModelGraph) -> tuple[Said, ...]:
+    """Every operation on tensors, in order; what it reads, weights and inputs by name, others by the operation that made
+    them."""
+    said: list[Said] = []
+    _say(graph.graph, {node: source.name for node, source in graph.sources.items() if source.kind != "size"}, said)
     return tuple(said)
 
 
-def _say(module: fx.GraphModule, labels: dict[fx.Node, str], said: list[str], integers: bool) -> None:
+def _say(module: fx.GraphModule, labels: dict[fx.Node, str], said: list[Said]) -> None:
     """Appends the operations of a graph, whose inputs have `labels`."""
     for node in module.graph.nodes:
         read = [labels[used] for used in node.all_input_nodes if used in labels]
@@ -103,21 +114,21 @@ def _say(module: fx.GraphModule, labels: dict[fx.Node, str], said: list[str], in
                 given = [a for a in _leaves(node.args) if not isinstance(a, str) and getattr(a, "op", "") != "get_attr"]
                 inputs = zip(each.graph.find_nodes(op="placeholder"), given, strict=False)
                 known = {n: labels[a] for n, a in inputs if isinstance(a, fx.Node) and a in labels}
-                _say(each, known, said, integers)
+                _say(each, known, said)
             labels[node] = str(len(said))
         elif node.op in ("call_function", "call_method") and _makes_tensors(node):
             if _is_idle_dropout(node) or getattr(node.target, "__name__", node.target) in _BROADCASTS:
                 labels[node] = next(iter(read), "?")
                 continue
-            said.append(_said(str(node.target), node.args, node.kwargs, read, integers))
+            said.append(_said(str(node.target), node.args, node.kwargs, read))
             which = f".{node.args[1]}" if node.target is operator.getitem and isinstance(node.args[1], int) else ""
             labels[node] = f"{len(said)}{which}"
 
 
-def _said(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], read: Sequence[str], integers: bool) -> str:
-    kinds = float | bool | str | torch.dtype | (int if integers else bool)
-    constants = [repr(c) for c in _leaves((args, kwargs)) if isinstance(c, kinds)]
-    return " ".join([name, *read, *constants])
+def _said(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], read: Sequence[str]) -> Said:
+    constants = [c for c in _leaves((args, kwargs)) if isinstance(c, int | float | bool | str | torch.dtype)]
+    others = [c for c in constants if not isinstance(c, int) or isinstance(c, bool)]
+    return Said(*(" ".join([name, *read, *map(repr, each)]) for each in (others, constants)))
 
 
 def _leaves(value: Any) -> Iterator[Any]:

@@ -13,9 +13,9 @@ from megacompile.frontend.modes import torch_calls
 def refuse_changing_state(model: nn.Module, batch: Mapping[str, Tensor], options: Mapping[str, Any]) -> None:
     """Raises `CaptureError` if `model`, a fake twin, computes something else when it is called a second time: by a counter of
     its calls, say. What it only writes down (a layer's output, an auxiliary loss) changes nothing."""
-    first = torch_calls(model, batch, options, integers=True)
+    first = torch_calls(model, batch, options)
     before = _plain_attributes(model)
-    second = torch_calls(model, batch, options, integers=True)
+    second = torch_calls(model, batch, options)
     if first is not None and second is not None and first != second:
         changed = (name for name, value in _plain_attributes(model).items() if before.get(name) != value)
         raise CaptureError(f"{type(model).__name__} computes something else at each call, by {next(changed, 'a global')}, "

@@ -45,12 +45,13 @@ class Moody(nn.Module):
         return logits, F.cross_entropy(logits.flatten(0, 1), labels.flatten(), label_smoothing=smoothing)
 
 
-def called(model: Any, form: Form, size: tuple[int, int]) -> tuple[str, ...] | None:
-    """What a plain run on fakes calls."""
+def called(model: Any, form: Form, size: tuple[int, int]) -> list[str] | None:
+    """What a plain run on fakes calls, whole numbers aside."""
     fakes = FakeTensorMode()
     with fakes:
         twin = fake_twin(model, fakes, training=not form.evaluating)
-        return torch_calls(twin, fake_batch(model, None, fakes, size), {})
+        found = torch_calls(twin, fake_batch(model, None, fakes, size), {})
+    return None if found is None else [each.text for each in found]
 
 
 def streamed(**options: Any) -> Any:
