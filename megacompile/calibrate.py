@@ -63,6 +63,7 @@ def measure(device: str | torch.device | None = None, scale: float = 1.0) -> Har
         memory_bandwidth=compute.memory_bandwidth(), launch_s=compute.launch(),
         link={"h2d": alone[Lane.H2D], "d2h": alone[Lane.D2H]},
         host_copy=_host_copy(SHORT_S * scale, host_bytes // 2), adam=alone[Lane.CPU], beside=beside,
+        adam_parts=_adam_parts(SHORT_S * scale, host_bytes),
         host_memory=control_groups.host_bytes(), fused_attention=attention_kernels.fused_kernel(backend.device),
         device_memory=torch.cuda.mem_get_info(backend.device)[1] if cuda else control_groups.host_bytes())
 
@@ -186,12 +187,19 @@ def _copying(backend: Backend, lane: Lane, size: int = 1 << 28) -> _Activity:
     return _Activity(call, size, lambda: backend.unlock(host))
 
 
-def _updating(elements: int) -> _Activity:
+def _adam_parts(seconds: float, host_bytes: int) -> dict[str, float]:
+    """Rates of the update of weights alone, and of moments alone, over that of both."""
+    whole, weights, moments = (_rate(_updating(host_bytes // ADAM_BYTES, part).call, 1.0, seconds, lambda: None, in_flight=1)
+                               for part in (adam.Part.WHOLE, adam.Part.WEIGHTS, adam.Part.MOMENTS))
+    return {"weights": weights / whole, "moments": moments / whole}
+
+
+def _updating(elements: int, part: adam.Part = adam.Part.WHOLE) -> _Activity:
     weights, gradient = (host_memory(2 * elements).view(torch.bfloat16).fill_(0.01) for _ in range(2))
     remainder = host_memory(2 * elements).view(torch.int16).fill_(0)
     m, v = (host_memory(4 * elements).view(torch.float32).fill_(0) for _ in range(2))
     segments = [adam.AdamSegment(0, elements, 1e-4, 0.9, 0.95, 1e-8, 0.1, step=10)]
-    return _Activity(lambda: adam.adamw(weights, remainder, gradient, m, v, segments, 0.5), elements)
+    return _Activity(lambda: adam.adamw(weights, remainder, gradient, m, v, segments, 0.5, part=part), elements)
 
 
 def _together(backend: Backend, activities: Mapping[Lane, _Activity], seconds: float) -> dict[Lane, float]:

@@ -1,4 +1,4 @@
-"""Rules about a whole training step: every call is visited, every gradient goes home, every tile is updated, once."""
+"""Rules about a whole training step: every call is visited, every gradient goes home, once. (Updates: `updates.py`.)"""
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -8,20 +8,15 @@ from torch import fx
 from megacompile.fault import Fault
 from megacompile.listing import describe
 from megacompile.program import Program, argument, find, gives_outputs, nodes, op_of, operands, reached
-from megacompile.sums import UPDATE_OPS, summed_tiles
+from megacompile.sums import summed_tiles
+from megacompile.updates import consumed_there, once, trainable, updated_there, updates_on_arrival
 
 _FORWARD = ("forward", "forward_saving", "loss", "evaluate", "outputs")
 _BACKWARD = ("backward", "recompute_backward")
 #: Ops that make what a parameter takes.
 _MAKERS = {"inputs": ("forward", "forward_saving", "stash", "stashed", "fetch"), "saved": ("forward_saving",),
            "gradient": ("loss", *_BACKWARD), "output gradient": ("output_gradient",)}
-#: What the sections that run between steps do for each tile that is updated on the device.
-_MOVES = {"load": "fetch_state", "store": "store_state", "rescue": "offload_weights", "refresh": "fetch_gradients"}
 _BACKWARD_SECTIONS = {"backward": True, "backward_accumulate": False, "train_step": True}  # does it overwrite gradients
-
-
-def trainable(program: Program, tiles: tuple[str, ...]) -> list[str]:
-    return [tile for tile in tiles if program.tiles[tile].trainable]
 
 
 def supplied(program: Program) -> Iterator[Fault]:
@@ -220,19 +215,19 @@ def sent_home(program: Program) -> Iterator[Fault]:
     gradients stay where its update reads them; of a whole step only their norms go home. (Sums over waves on the host have a
     rule of their own.)"""
     origins = _Origins(program)
-    tiles, there, consumed = trainable(program, tuple(program.tiles)), _updated_there(program), _consumed_there(program)
+    tiles, there, consumed = trainable(program, tuple(program.tiles)), updated_there(program), consumed_there(program)
     for name, overwrite in _BACKWARD_SECTIONS.items():
         if name not in program.sections:
             # Where the backward itself updates, gradients are consumed: there is nothing to add to.
-            if "forward" in program.sections and name != "train_step" and not _updates_on_arrival(program):
+            if "forward" in program.sections and name != "train_step" and not updates_on_arrival(program):
                 yield Fault(f"the program has a forward and no {name}", "add the section")
             continue
         graph, summed = program.section(name), summed_tiles(program, name)
-        yield from _once(program, name, graph, ("reduce",), tiles, summed)
-        yield from _once(program, name, graph, ("offload",), [t for t in tiles if t not in consumed], summed)
-        if reached(program, "optimizer") and not _updates_on_arrival(program):
+        yield from once(program, name, graph, ("reduce",), tiles, summed)
+        yield from once(program, name, graph, ("offload",), [t for t in tiles if t not in consumed], summed)
+        if reached(program, "optimizer") and not updates_on_arrival(program):
             if name == "train_step":
-                yield from _once(program, name, graph, ("offload_norms",), there)
+                yield from once(program, name, graph, ("offload_norms",), there)
             yield from _left_there(program, name, graph, there, overwrite)
         reduced: dict[fx.Node, fx.Node] = {}
         for node in nodes(graph):
@@ -267,7 +262,7 @@ def _arrival(program: Program, name: str, offload: fx.Node, overwrite: bool) -> 
 def _left_there(program: Program, name: str, graph: fx.Graph, there: list[str], overwrite: bool) -> Iterator[Fault]:
     """Gradients are left in the slot that the update on the device reads; sums made on the host are fetched into it."""
     if not overwrite:
-        yield from _once(program, name, graph, ("fetch_gradients",), there)
+        yield from once(program, name, graph, ("fetch_gradients",), there)
         for node in find(graph, "fetch_gradients"):
             added = [n for n in nodes(graph) if op_of(n).name == "accumulate" and argument(n, "tile") == argument(node, "tile")]
             if not all(n < node for n in added):
@@ -279,114 +274,3 @@ def _left_there(program: Program, name: str, graph: fx.Graph, there: list[str], 
         if reached(program, "place") and tile in there and argument(node, "into") != slots.get(tile):
             yield Fault(f"{describe(node)} leaves gradients in {argument(node, 'into')}, but the update of {tile} reads "
                         f"{slots.get(tile)}", "leave them where the update reads them", node)
-
-
-def _once(program: Program, name: str, graph: fx.Graph, ops: tuple[str, ...], tiles: list[str],
-          often: frozenset[str] = frozenset()) -> Iterator[Fault]:
-    """`often`: tiles of which there may be several."""
-    op = ops[0]
-    seen: dict[str, fx.Node] = {}
-    for node in find(graph, *ops):
-        tile = argument(node, "tile")
-        if tile in seen and tile not in often:
-            yield Fault(f"tile {tile} has a second {op} in {name}", f"{op} each trainable tile once", node, seen[tile])
-        if tile not in tiles:
-            yield Fault(f"tile {tile} has {op} in {name}, but does not train", "leave frozen tiles alone", node)
-        seen[tile] = node
-    for tile in tiles:
-        if tile not in seen:
-            yield Fault(f"tile {tile} trains, but has no {op} in {name}", f"{op} each trainable tile once")
-
-
-# The update
-
-def updated(program: Program) -> Iterator[Fault]:
-    """One clip over all trainable tiles, then one adam for each, that takes it; a tile that is resident on the device is
-    copied there by `load` and again after its update, and one that was updated there is copied home. On arrival there is
-    no clip."""
-    tiles, there = trainable(program, tuple(program.tiles)), _updated_there(program)
-    for name, op in _MOVES.items():
-        if name in program.sections and there:
-            yield from _once(program, name, program.section(name), (op,), there)
-    yield from _loaded(program)
-    if _updates_on_arrival(program):
-        if "update" in program.sections:
-            yield Fault("tiles are updated on arrival of their gradients, and again in update", "update each tile once",
-                        next(find(program.section("update"), *UPDATE_OPS), None))
-        for name in ("backward", "train_step"):
-            if name in program.sections:
-                yield from _once(program, name, program.section(name), UPDATE_OPS, tiles)
-                yield from _refreshed(program, name, tiles)
-                yield from _copied_home(program, name)
-        return
-    if "update" not in program.sections:
-        if "backward" in program.sections or "train_step" in program.sections:
-            yield Fault("the program has a backward and no update", "add the section")
-        return
-    graph = program.section("update")
-    clips = list(find(graph, "clip"))
-    if len(clips) != 1 or sorted(argument(clips[0], "tiles")) != sorted(tiles):
-        yield Fault("update needs one clip over all trainable tiles", "clip once, over every trainable tile",
-                    clips[-1] if clips else None)
-    yield from _once(program, "update", graph, UPDATE_OPS, tiles)
-    for node in find(graph, *UPDATE_OPS):
-        if operands(node, "clip") != tuple(clips):
-            yield Fault(f"{describe(node)} does not take the clip", "give it the clip of its section", node)
-    yield from _refreshed(program, "update", tiles)
-    yield from _copied_home(program, "update")
-
-
-def _updates_on_arrival(program: Program) -> bool:
-    return any(True for name in ("backward", "train_step") if name in program.sections
-               for _ in find(program.section(name), *UPDATE_OPS))
-
-
-def _updated_there(program: Program) -> list[str]:
-    """The tiles that are updated on the device; before there are updates, those whose gradients stay there."""
-    marks = ("adam_resident",) if reached(program, "optimizer") else ("fetch_gradients", "offload_norms")
-    found = [argument(node, "tile") for graph in program.sections.values() for node in find(graph, *marks)]
-    return list(dict.fromkeys(found if reached(program, "optimizer") else [*found, *_consumed_there(program)]))
-
-
-def _consumed_there(program: Program) -> list[str]:
-    """Those of them whose gradients never go home: nobody reads any after a whole step, or after an update on arrival."""
-    if reached(program, "optimizer"):
-        return _updated_there(program) if "train_step" in program.sections or _updates_on_arrival(program) else []
-    sent = {argument(node, "tile") for graph in program.sections.values() for node in find(graph, "offload")}
-    return [tile for tile in trainable(program, tuple(program.tiles)) if tile not in sent]
-
-
-def _copied_home(program: Program, name: str) -> Iterator[Fault]:
-    """What was updated on the device then goes home."""
-    graph = program.section(name)
-    updated: dict[str, fx.Node] = {}
-    for node in find(graph, "adam_resident", "offload_weights"):
-        tile = argument(node, "tile")
-        if op_of(node).name == "adam_resident":
-            updated[tile] = node
-        else:
-            updated.pop(tile, None)
-    for tile, node in updated.items():
-        yield Fault(f"tile {tile} is updated on the device in {name}, and the host keeps its old weights",
-                    "offload_weights after its update", node)
-
-
-def _loaded(program: Program) -> Iterator[Fault]:
-    loaded = {argument(n, "tile") for n in find(program.section("load"), "prefetch")} if "load" in program.sections else set()
-    for graph in program.sections.values():
-        for node in find(graph, "resident"):
-            if argument(node, "tile") not in loaded:
-                yield Fault(f"tile {argument(node, 'tile')} is resident on the device, and load does not bring it there",
-                            "prefetch it in load", node)
-
-
-def _refreshed(program: Program, name: str, tiles: list[str]) -> Iterator[Fault]:
-    graph = program.section(name)
-    resident = {argument(node, "tile"): node for g in program.sections.values() for node in find(g, "resident")}
-    fresh: dict[str, fx.Node | None] = {}
-    for node in find(graph, *UPDATE_OPS, "prefetch"):
-        fresh[argument(node, "tile")] = node if op_of(node).name in ("adam_resident", "prefetch") else None
-    for tile, node in resident.items():
-        if tile in tiles and fresh.get(tile) is None:
-            yield Fault(f"tile {tile} is resident on the device, and {name} leaves its old weights there",
-                        "prefetch it after its adam", node)

@@ -38,6 +38,7 @@ COSTS: dict[str, str] = {
     "pack": "weight bytes / host copy rate", **dict.fromkeys(("fetch_state", "store_state"), "state bytes / host copy rate"),
     "accumulate": "gradient bytes / host copy rate; twice that where it adds",
     **dict.fromkeys(("adam", "adam_of_sum"), "parameters / rate of the update"),
+    **{f"adam_{part}": f"the same over the rate of its {part} alone" for part in ("weights", "moments")},
     "adam_visiting": "(weight + gradient + state bytes) / h2d rate + (weight + state bytes) / d2h rate",
     "add_to_sum": "(gradient + FP32 sum bytes; the sum's twice where it adds) / (2 x host copy rate)",
     "norms_of_sum": "FP32 sum bytes / (2 x host copy rate)",
@@ -138,6 +139,8 @@ class Durations:
                 return self.layouts[tile.name].sum_bytes / (2 * hardware.host_copy)
             case "adam" | "adam_of_sum":
                 return tile.parameters / hardware.adam
+            case "adam_weights" | "adam_moments":
+                return tile.parameters / (hardware.adam * hardware.adam_parts[op.removeprefix("adam_")])
             case "adam_visiting":  # the update itself is done while the next copy begins
                 home = tile.weight_bytes + tile.state_bytes
                 return (home + tile.gradient_bytes) / hardware.link["h2d"] + home / hardware.link["d2h"]

@@ -156,6 +156,7 @@ def _table(found: Sequence[Candidate], chosen: Plan, operations: int) -> str:
         sizes = (plan.checkpoint_interval, f"{plan.micro_batches[0]}{chunked}", plan.waves, plan.saved_layers,
                  plan.host_checkpoints, len(plan.host_sums),
                  f"{len(plan.resident_state)}{f' + {len(plan.visiting_state)} visit' if plan.visiting_state else ''}",
+                 "behind weights" if plan.deferred_moments else "",
                  f"{each.device_bytes / 2**30:.1f}", f"{each.host_bytes / 2**30:.1f}")
         if timeline is None:
             rows.append(("", *sizes, "does not fit", "", "", "", ""))
@@ -166,7 +167,7 @@ def _table(found: Sequence[Candidate], chosen: Plan, operations: int) -> str:
         rows.append(("->" if plan == chosen else "", *sizes, f"{timeline.step_s:.3f}",
                      f"{operations / timeline.step_s / 1e12:.3g}", f"{timeline.occupancy(Lane.COMPUTE):.0%}",
                      str(timeline.binds), parts))
-    header = ["", "K", "micro-batch", "waves", "saved layers", "host checkpoints", "host sums", "updated there", "device GiB",
-              "host GiB", "step s", "TFLOPS", "compute busy", "binds", "critical"]
+    header = ["", "K", "micro-batch", "waves", "saved layers", "host checkpoints", "host sums", "updated there", "moments",
+              "device GiB", "host GiB", "step s", "TFLOPS", "compute busy", "binds", "critical"]
     return str(tabulate(rows, header, tablefmt="simple", disable_numparse=True, colalign=(
-        "left", *["right"] * 12, "left", "left")))
+        "left", *["right"] * 13, "left", "left")))

@@ -41,7 +41,7 @@ class Hardware:
         launch_s: seconds between two small kernels.
         link: bytes/s of "h2d" and "d2h" copies from and to page-locked memory.
         host_copy: bytes/s copied in host memory (each is read and written).
-        adam: parameters/s of the host's fused AdamW.
+        adam: parameters/s of the host's fused AdamW; adam_parts: of its "weights" alone, and its "moments", over that.
         beside: for sets of lanes that are busy together ("d2h h2d"), what is left of each lane's rate, 0 to 1.
         device_memory: bytes of the device; host_memory: bytes of the host.
         fused_attention: the kernel of templates there, "flash" or "cudnn"; attention's efficiency is this kernel's.
@@ -63,10 +63,11 @@ class Hardware:
     beside: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     fused_attention: str = "flash"
     grouped_efficiency: float = 1.0
+    adam_parts: Mapping[str, float] = field(default_factory=lambda: dict.fromkeys(("weights", "moments"), 1.0))
 
     def __post_init__(self) -> None:
         rates = [*self.gemm_flops.values(), self.grouped_efficiency, *self.attention_efficiency.values(), self.memory_bandwidth,
-                 *self.link.values(), self.host_copy, self.adam,
+                 *self.link.values(), self.host_copy, self.adam, *self.adam_parts.values(),
                  *(left for lanes in self.beside.values() for left in lanes.values())]
         if not all(rate > 0 for rate in rates):
             raise MegacompileError(f"the profile of {self.name} has a rate that is not positive: measure it again with "
@@ -91,6 +92,7 @@ class Hardware:
         rows += [("device memory", f"{self.memory_bandwidth / 1e9:.3g} GB/s"), ("launch", f"{self.launch_s * 1e6:.2g} us")]
         rows += [(f"{way} copy", f"{rate / 1e9:.3g} GB/s") for way, rate in self.link.items()]
         rows += [("host copy", f"{self.host_copy / 1e9:.3g} GB/s"), ("AdamW", f"{self.adam / 1e9:.3g} G parameters/s")]
+        rows += [(f"{part} alone", f"{faster:.0%} of AdamW") for part, faster in self.adam_parts.items()]
         rows += [(f"{together.replace(' ', ' beside ')}", ", ".join(f"{lane} {left:.0%}" for lane, left in lanes.items()))
                  for together, lanes in self.beside.items()]
         return f"{self.name}, {self.cores} cores: {self.source}\n{tabulate(rows, tablefmt='plain')}"

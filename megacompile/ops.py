@@ -102,6 +102,12 @@ OPS: dict[str, Op] = {op.name: op for op in (
        "the global norm of all gradients, and the factor that clips them"),
     Op("adam", Lane.CPU, ("tile", "clip"), ("clip",), ("gradients[tile]", "clip"), ("weights[tile]",), None,
        "the fused AdamW update of one tile"),
+    Op("adam_weights", Lane.CPU, ("tile", "clip"), ("clip",), ("gradients[tile]", "clip"), ("weights[tile]",), None,
+       "the weights of that update alone: what the next forward waits for"),
+    # It touches no weights, or prefetches would wait for it. Updates in another lane have its order from their gradients, which
+    # take the place of those that it reads.
+    Op("adam_moments", Lane.CPU, ("tile", "clip"), ("clip",), ("gradients[tile]", "clip"), (), None,
+       "the moments of that update, behind its weights"),
     Op("add_to_sum", Lane.CPU, ("tile", "slab", "overwrite"), ("slab",), ("gradients[tile]", "slab"), ("sums[tile]",), None,
        "adds a wave's gradients, the tile's or the slab's, to the tile's FP32 sum (or overwrites it)"),
     Op("norms_of_sum", Lane.CPU, ("tile",), (), ("sums[tile]",), ("gradients[tile]",), None,
@@ -111,7 +117,7 @@ OPS: dict[str, Op] = {op.name: op for op in (
     # Both ways in one lane: prefetches would else have one lane more to wait for, in every program.
     Op("adam_visiting", Lane.H2D, ("tile", "clip", "into"), ("into",), ("gradients[tile]", "clip"), ("weights[tile]", "result"),
        "visiting", "the same update, on the device: weights, gradients and state come a chunk at a time, and go home"),
-    # Host state is no place of its own: whoever touches it touches the tile's weights, whose order is that of both.
+    # Host state is no place of its own: whoever else touches it touches the tile's weights, whose order is that of both.
     Op("fetch_state", Lane.CPU, ("tile", "into"), ("into",), ("weights[tile]",), ("result",), "state",
        "a tile's optimizer state, host -> device"),
     Op("store_state", Lane.CPU, ("tile", "state"), (), ("weights[tile]", "state"), (), None,

@@ -77,6 +77,8 @@ class Knobs:
         help="A tile that stays there with its optimizer state and is updated there, or all, or none; repeat for more.")] = None
     visiting_state: Annotated[list[str] | None, typer.Option(
         help="A tile that goes there for its update and home again, or all, or none; repeat for more.")] = None
+    deferred_moments: Annotated[bool | None, typer.Option(
+        help="Update the weights of all tiles first, and their moments beside the next forward.")] = None
     weight_slots: Annotated[int | None, typer.Option(min=1, help="Device buffers that layers' weights take turns in.")] = None
 
     def given(self) -> dict[str, Any]:

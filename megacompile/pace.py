@@ -11,7 +11,7 @@ from megacompile.lowering import model_program
 from megacompile.passes import PIPELINE
 from megacompile.passes.manager import Pass, run_pass
 from megacompile.plan import Plan
-from megacompile.program import Program, argument, op_of
+from megacompile.program import Lane, Program, argument, op_of
 from megacompile.simulate import Timeline
 from megacompile.tiling import Tiling
 
@@ -19,6 +19,8 @@ from megacompile.tiling import Tiling
 #: have the least certain of all rates, since everything on the host shares its memory: plans that slower ones would hurt are
 #: only taken where they gain more.
 CAUTION = 0.95
+#: Share of a step that waits for the host's updates from which on another order of them is tried.
+HELD_UP = 0.01
 
 
 def pace_of(captured: CapturedModel, tiling: Tiling, hardware: Hardware | None, fused: bool,
@@ -54,6 +56,17 @@ class Pace:
             self.timelines[key] = self.durations.simulate(program, plan)
             self._cautious[key] = slower.simulate(program, plan).step_s
         return self.timelines[key], self._cautious[key]
+
+    def orders(self, plan: Plan, whole_step: bool, may_defer: bool) -> list[Plan]:
+        """The plan, and one whose updates come in another order, if that may be faster: lowest tiles first on arrival; at the
+        end of a step moments behind all weights, where the host's updates hold up the next forward."""
+        if plan.update == "arrival":
+            return list(dict.fromkeys((plan, self.lowest_first(plan, whole_step))))
+        if not may_defer or plan.deferred_moments:
+            return [plan]
+        timeline = self.timeline(plan, whole_step)
+        held_up = timeline.critical()[Lane.CPU] > HELD_UP * timeline.step_s
+        return [plan, replace(plan, deferred_moments=True)] if held_up else [plan]
 
     def lowest_first(self, plan: Plan, whole_step: bool) -> Plan:
         """The plan of a step with updates on arrival, tiles that the next forward needs first being updated first among those

@@ -61,7 +61,9 @@ class Plan:
     back in `waves`, consecutive shares of the micro-batches. Tiles are updated at "step", after an exact clip over all
     gradients, or each on "arrival" of its gradients, unclipped; in `update_order` (empty: as they arrive). `resident`
     tiles keep their weights on the device; those of them in `resident_state` their optimizer state and gradients too, and
-    are updated there. `visiting_state` tiles go there for their update, a chunk at a time, and home again.
+    are updated there. `visiting_state` tiles go there for their update, a chunk at a time, and home again. With
+    `deferred_moments` the host updates the weights of all other tiles first, and then their moments, beside the next forward
+    and backward.
     `locked` says that tiles themselves are page-locked; otherwise weights pass through `staging_slabs` and gradients through
     `gradient_slabs` page-locked slabs (the paper's pinned slab pool). Templates compute what treats each token alone
     `token_chunk` positions of a micro-batch at a time; 0: all at once. The checkpoints of the lowest `host_checkpoints`
@@ -90,6 +92,7 @@ class Plan:
     host_sums: tuple[str, ...] = ()
     output: str = "loss"
     visiting_state: tuple[str, ...] = ()
+    deferred_moments: bool = False
 
     def __post_init__(self) -> None:
         """Raises `MegacompileError` for a plan that cannot be: a person may have written it."""
@@ -116,6 +119,9 @@ class Plan:
         if self.visiting_state and self.update == "arrival":
             raise MegacompileError("tiles visit the device for their update (visiting_state) at the end of a step, not on "
                                    "arrival of their gradients")
+        if self.deferred_moments and self.update == "arrival":
+            raise MegacompileError("moments are updated behind all weights (deferred_moments) at the end of a step, not on "
+                                   "arrival of gradients")
         if set(self.visiting_state) & {*self.resident_state, *self.host_sums}:
             raise MegacompileError("what visits the device for its update (visiting_state) neither lives there "
                                    "(resident_state) nor has its gradients added up in host memory (host_sums)")

@@ -131,7 +131,7 @@ class Planner:
         for bound, plan in sorted(((pace.at_least(plan), plan) for plan in found), key=lambda pair: pair[0]):
             if best is not None and bound * WORTH >= best[0]:
                 break
-            for variant in dict.fromkeys((plan, pace.lowest_first(plan, whole_step)) if update == "arrival" else (plan,)):
+            for variant in pace.orders(plan, whole_step, self.config.deferred_moments is None):
                 seconds = pace.cautious_s(variant, whole_step)
                 if best is None or seconds * WORTH < best[0]:
                     best = seconds, variant
@@ -270,7 +270,7 @@ class Planner:
             batch, length, split(batch, min(size, batch)), interval, min(config.saved_layers or 0, depth), slots,
             config.gradient_slots, self.resident(), self.resident_state(), locked.tiles, locked.staging_slabs,
             locked.gradient_slabs, update=update, token_chunk=chunk, host_checkpoints=wanted, output=self.output,
-            visiting_state=self._visiting(update))
+            visiting_state=self._visiting(update), deferred_moments=config.defers(update))
 
     def plan_step(self, batch: int, length: int, update: str) -> Plan:
         """The plan of a whole step. Where memory allows it, the fewest waves that let every layer keep its residuals: then
@@ -285,7 +285,7 @@ class Planner:
         config = self.config
         # In waves more residuals fit than in one: the plan begins without any.
         plan = replace(replace(self, config=replace(config, saved_layers=0)).plan(batch, length), update=update,
-                       visiting_state=self._visiting(update))
+                       visiting_state=self._visiting(update), deferred_moments=config.defers(update))
         count = len(plan.micro_batches)
         if config.waves is not None:
             plan = replace(plan, waves=min(config.waves, count))

@@ -23,7 +23,7 @@ _SECTIONS: dict[str, tuple[str, ...]] = {
     "stash": ("forward", "train_step"), "fetch": _BACKWARDS, "stashed": ("backward", "backward_accumulate"),
     **dict.fromkeys(("offload_norms", "add_to_sum", "norms_of_sum"), ("train_step",)),
     "clip": ("update",), **dict.fromkeys(("adam", "adam_resident"), _UPDATES), "adam_of_sum": ("update", "train_step"),
-    "adam_visiting": ("update",),
+    **dict.fromkeys(("adam_weights", "adam_moments", "adam_visiting"), ("update",)),
     "offload_weights": (*_UPDATES, "rescue"), "fetch_gradients": ("backward_accumulate", "refresh"),
     "fetch_state": ("load",), "store_state": ("store",)}
 _RESULTS = ("loss", "evaluate", "outputs")

@@ -329,7 +329,7 @@ class Streamed:
     @property
     def torn(self) -> bool:
         """Whether some tiles have had an update that others have not."""
-        return self.unfinished is not None and bool(self.unfinished.done)
+        return self.unfinished is not None and self.unfinished.has_updated
 
     def _stored(self) -> bool:
         """Whether the last backward stored its gradients; one that updates on arrival consumes them."""

@@ -10,7 +10,7 @@ from megacompile.listing import describe
 from megacompile.program import Program, argument, find, nodes, op_of, operands, reached
 
 #: Ops that update a tile.
-UPDATE_OPS = ("adam", "adam_of_sum", "adam_resident", "adam_visiting")
+UPDATE_OPS = ("adam", "adam_weights", "adam_of_sum", "adam_resident", "adam_visiting")
 
 
 def summed_tiles(program: Program, section: str) -> frozenset[str]:

@@ -32,7 +32,8 @@ KINDS: dict[str, str] = {
     "add_to_sum": "gradients summed", "norms_of_sum": "gradients summed",
     "offload": "gradients to the host", "offload_norms": "gradients to the host",
     **dict.fromkeys(("stash", "fetch"), "checkpoints to the host and back"),
-    "clip": "clip", "adam": "update", "adam_of_sum": "update", "adam_resident": "update",
+    "clip": "clip", "adam": "update", "adam_weights": "update", "adam_moments": "update",
+    "adam_of_sum": "update", "adam_resident": "update",
     "adam_visiting": "update",
     "fetch_state": "optimizer state moved", "store_state": "optimizer state moved", "fetch_gradients": "optimizer state moved",
     "offload_weights": "updated weights to the host"}

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from tabulate import tabulate
 from torch import fx
 
-from megacompile.completeness import sent_home, supplied, trained, updated
+from megacompile.completeness import sent_home, supplied, trained
 from megacompile.errors import ProgramError
 from megacompile.fault import Fault
 from megacompile.lifetimes import kept_slots, placed
@@ -48,6 +48,7 @@ from megacompile.program import (
 )
 from megacompile.sections import added_up, belongs, one_version, returned
 from megacompile.sums import summed
+from megacompile.updates import updated
 from megacompile.wellformed import well_formed
 
 Rule = Callable[[Program], Iterator[Fault]]

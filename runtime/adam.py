@@ -13,6 +13,7 @@ ignored by the PyTorch path.
 from __future__ import annotations
 
 import ctypes
+import enum
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,15 @@ _DTYPES = {torch.float32: native.FLOAT32, torch.bfloat16: native.BFLOAT16}
 _CANONICAL_NAN = 0x7FC00000
 _BLOCK = 1 << 20  # elements that the PyTorch path works on at a time: bounds its temporary memory
 _NORM_BLOCK = 16384  # kChunk of adam.cpp. PyTorch sums so few elements in one thread, hence in one order
+
+
+class Part(enum.IntEnum):
+    """What of an update is stored. Both parts, the weights first, leave the bits of the whole: the next forward needs weights
+    alone, and waits for two thirds of the traffic."""
+
+    WHOLE = 0
+    WEIGHTS = 1
+    MOMENTS = 2
 
 
 @dataclass(frozen=True)
@@ -60,8 +70,9 @@ def adamw(
     gradient_scale: float = 1.0,
     threads: int | None = None,
     instruction_set: str | None = None,
+    part: Part = Part.WHOLE,
 ) -> None:
-    """Updates weights, remainder and moments in place: `torch.optim.AdamW` on the FP32 master, in one pass.
+    """Updates weights, remainder and moments in place, or `part` of them: `torch.optim.AdamW` on the FP32 master, in one pass.
 
     weights: bf16 [n] with remainder int16 [n], or fp32 [n] with remainder None. gradient: bf16 or fp32 [n].
     m, v: fp32 [n]. The gradient is multiplied in FP32 by `gradient_scale`, the clipping coefficient, and not changed.
@@ -84,8 +95,8 @@ def adamw(
     if library is None:
         for segment in segments:
             for block in _blocks(segment.start, segment.stop):
-                part = remainder[block] if remainder is not None else None
-                _adamw_block(weights[block], part, gradient[block], m[block], v[block], segment, gradient_scale)
+                low = remainder[block] if remainder is not None else None
+                _adamw_block(weights[block], low, gradient[block], m[block], v[block], segment, gradient_scale, part)
         return
     table = (native.Segment * len(segments))(*(native_segment(segment) for segment in segments))
     library.megacompile_adamw(
@@ -98,6 +109,7 @@ def adamw(
         ctypes.addressof(table),
         len(segments),
         gradient_scale,
+        part,
         *_execution(library, threads, instruction_set),
     )
 
@@ -268,12 +280,17 @@ def _adamw_block(
     v: Tensor,
     segment: AdamSegment,
     gradient_scale: float,
+    part: Part,
 ) -> None:
+    if part == Part.WEIGHTS:
+        m, v = m.clone(), v.clone()
     scaled = gradient.float() * gradient_scale
-    master = weights if remainder is None else _join_block(weights, remainder)
-    master.mul_(1 - segment.lr * segment.weight_decay)
     m.lerp_(scaled, 1 - segment.beta1)
     v.mul_(segment.beta2).addcmul_(scaled, scaled, value=1 - segment.beta2)
+    if part == Part.MOMENTS:
+        return
+    master = weights if remainder is None else _join_block(weights, remainder)
+    master.mul_(1 - segment.lr * segment.weight_decay)
     # FP32 sqrt is MKL's where PyTorch has it, often 1 ulp off; rounded from double precision it is that of the kernels.
     denominator = v.double().sqrt_().float().div_(segment.root_correction).add_(segment.eps)
     master.addcdiv_(m, denominator, value=-segment.step_size)

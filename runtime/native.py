@@ -61,7 +61,7 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "megacompile_chunk_elements": (_int64, []),
     "megacompile_adamw": (
         None,
-        [_pointer, _pointer, _pointer, _int, _pointer, _pointer, _pointer, _int64, ctypes.c_float, _int, _int],
+        [_pointer, _pointer, _pointer, _int, _pointer, _pointer, _pointer, _int64, ctypes.c_float, _int, _int, _int],
     ),
     "megacompile_squared_norm": (ctypes.c_double, [_pointer, _int, _int64, _pointer, _int, _int]),
     "megacompile_accumulate": (None, [_pointer, _int, _pointer, _int, _int64, _int, _int, _int]),

@@ -233,12 +233,24 @@ def _adam(frame: Frame, node: fx.Node) -> None:
     _update(frame, node, tile, _gradients(tile))
 
 
+def _adam_weights(frame: Frame, node: fx.Node) -> None:
+    tile = frame.store[argument(node, "tile")]
+    if argument(node, "tile") not in _updating(frame).halfway:
+        _update(frame, node, tile, _gradients(tile), host.Part.WEIGHTS)
+
+
+def _adam_moments(frame: Frame, node: fx.Node) -> None:
+    tile = frame.store[argument(node, "tile")]
+    _update(frame, node, tile, _gradients(tile), host.Part.MOMENTS)
+
+
 def _adam_of_sum(frame: Frame, node: fx.Node) -> None:
     tile = frame.store[argument(node, "tile")]
     _update(frame, node, tile, _sums(tile))
 
 
-def _update(frame: Frame, node: fx.Node, tile: HostTile | TilePart, gradients: Tensor) -> None:
+def _update(frame: Frame, node: fx.Node, tile: HostTile | TilePart, gradients: Tensor,
+            part: host.Part = host.Part.WHOLE) -> None:
     """The update of a tile on the host. `gradients`: [elements] of the host tile, in the weights' dtype or FP32."""
     update, home = _updating(frame), tile.home
     if update.on_arrival and gradients is not home.sums and tile.layout.name in update.segments:
@@ -247,8 +259,11 @@ def _update(frame: Frame, node: fx.Node, tile: HostTile | TilePart, gradients: T
         assert home.m is not None and home.v is not None, "the optimizer made no state"
         frame.store.preserve(tile.layout.name)
         host.adamw(home.layout.flat(home.weights), home.remainder, gradients, home.m, home.v, segments,
-                   _gradient_scale(frame, node))
-        _updated(update, tile)
+                   _gradient_scale(frame, node), part=part)
+        if part == host.Part.WEIGHTS:
+            update.halfway.add(tile.layout.name)
+        else:
+            _updated(update, tile)
 
 
 def _adam_resident(frame: Frame, node: fx.Node) -> None:
@@ -357,6 +372,7 @@ OPERATIONS: dict[str, Callable[[Frame, fx.Node], Any]] = dict(
     loss=_loss, recompute_backward=_backward, backward=_backward, zeros=_zeros, scale=_scale,
     reduce=_reduce, offload=_offload, accumulate=_accumulate, clip=_clip, adam=_adam, result=_result, lease=_lease,
     add_to_sum=_add_to_sum, norms_of_sum=_norms_of_sum, adam_of_sum=_adam_of_sum,
+    adam_weights=_adam_weights, adam_moments=_adam_moments,
     leased=_leased, release=_release, stash=_stash, stashed=_stashed, fetch=_fetch,
     resident_state=_resident_state, resident_gradients=_resident_gradients,
     offload_norms=_offload_norms, offload_weights=_offload_weights, fetch_gradients=_fetch_gradients,

@@ -26,11 +26,12 @@ Norms = Mapping[str, Mapping[str, float]]
 
 @dataclass(eq=False)
 class Update:
-    """`segments`: per tile, the runs of its host tile's elements to update with their hyper-parameters; `counted`: per tile,
-    the positions of the parameters whose gradients count. `done` tiles were updated already: a step that failed half-way is
-    completed by running it again. `begun`: its parameters' step counts include it. `on_arrival`: tiles are updated before the
-    global norm is known. `kept`: tiles that were not updated then, since their own gradients were not finite, with their norms;
-    they are `done` too. `batches`: what the gradients are of.
+    """`segments`: per tile, the runs of its host tile's elements to update with their hyper-parameters; `counted`: per
+    tile, the positions of the parameters whose gradients count. `done` tiles were updated already: a step that failed
+    half-way is completed by running it again. Of tiles that are `halfway` the weights were, and not the moments. `begun`:
+    its parameters' step counts include it. `on_arrival`: tiles are updated before the global norm is known. `kept`: tiles
+    that were not updated then, since their own gradients were not finite, with their norms; they are `done` too. `batches`:
+    what the gradients are of.
 
     `refused`: its gradients were not finite, and nothing was updated. `report` is called in the lane where any were not, with
     their norms; it may raise."""
@@ -39,6 +40,7 @@ class Update:
     counted: Mapping[str, list[int]]
     max_grad_norm: float | None = None
     done: set[str] = field(default_factory=set)
+    halfway: set[str] = field(default_factory=set)
     norm: float | None = None
     begun: bool = False
     on_arrival: bool = False
@@ -59,6 +61,11 @@ class Update:
         """Whether it may yet be refused: by its clip, or on arrival by the last of its tiles."""
         return self.begun and (self.done != self.segments.keys() if self.on_arrival else self.norm is None)
 
+    @property
+    def has_updated(self) -> bool:
+        """Whether some tile is not what it was before the step."""
+        return bool(self.done or self.halfway)
+
     def pending(self, tile: str) -> Sequence[AdamSegment]:
         """What is left to update of a tile, if anything."""
         return () if self.refused or tile in self.done else self.segments.get(tile, ())
@@ -72,7 +79,7 @@ class Update:
     def withdraw(self) -> None:
         """After a failure: what has updated no tile is no step."""
         with counting:
-            if self.begun and not self.done and not self.refused:
+            if self.begun and not self.has_updated and not self.refused:
                 self._count(-1)
                 self._renumber()
 
@@ -110,6 +117,7 @@ class Update:
         raises what `report` raises if any were."""
         with counting:  # several lanes finish tiles
             self.done.add(tile)
+            self.halfway.discard(tile)
             last = self.done == self.segments.keys()
             if last and self.kept.keys() == self.segments.keys():
                 self._count(-1)

@@ -47,6 +47,7 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--resident", nargs="*", default=[])
     parser.add_argument("--resident-state", nargs="*", help="tiles that are updated on the device; default: the planner's")
     parser.add_argument("--visiting-state", nargs="*", help="tiles that go there for their update; default: the planner's")
+    parser.add_argument("--deferred-moments", choices=tuple(_YES), help="moments behind all weights; default: the planner's")
     parser.add_argument("--saved-layers", type=int, help="default: as many as fit")
     parser.add_argument("--device-memory")
     parser.add_argument("--locked-memory", help="page-locked memory that tiles may take; less than all: through slabs")
@@ -67,7 +68,8 @@ def options() -> argparse.ArgumentParser:
 MODEL = ("shape", "layers", "device", "locked_memory", "uncompiled")
 #: Options of a row that a new plan honours.
 _PLANNED = ("checkpoint_interval", "micro_batch_size", "weight_slots", "resident", "resident_state", "visiting_state",
-            "saved_layers", "device_memory", "waves")
+            "deferred_moments", "saved_layers", "device_memory", "waves")
+_YES = {"yes": True, "no": False}
 
 
 class Models:
@@ -87,6 +89,7 @@ class Models:
         planned["resident"] = tuple(given.resident)
         for name in ("resident_state", "visiting_state"):
             planned[name] = "all" if planned[name] == ["all"] else planned[name]
+        planned["deferred_moments"] = _YES.get(given.deferred_moments)
         made = tuple(getattr(given, name) for name in MODEL)
         if self.model is not None and made == self.made:
             self.used += 1
@@ -160,7 +163,7 @@ def _measure(given: argparse.Namespace, models: Models) -> rows.Row:
         layers=model.config.num_hidden_layers, checkpoint_interval=plan.checkpoint_interval,
         micro_batch=plan.micro_batches[0], weight_slots=plan.weight_slots,
         resident=list(plan.resident), resident_state=list(plan.resident_state),
-        visiting_state=list(plan.visiting_state), saved_layers=plan.saved_layers,
+        visiting_state=list(plan.visiting_state), deferred_moments=plan.deferred_moments, saved_layers=plan.saved_layers,
         host_checkpoints=plan.host_checkpoints, host_sums=list(plan.host_sums), update_order=list(plan.update_order),
         token_chunk=plan.token_chunk,
         compute_only=given.compute_only, device_memory=given.device_memory,

@@ -16,6 +16,14 @@ A tile whose state visits the device is updated there as well, in the lane whose
 
     v5 = adam_visiting("layers.5", c, into="V0")
 
+Where the plan defers moments, all weights come first, then the moments that they were made with, in the order in which the
+next backward will bring gradients:
+
+    adam_weights("prologue", c)
+    adam_weights("layers.0", c)
+    adam_moments("layers.0", c)
+    adam_moments("prologue", c)
+
 Where the plan updates on arrival, the update stands behind each tile's `offload` (or `reduce`) in the backward instead, and
 nothing is clipped. Sections that run outside of steps: `load` fills what lives on the device, `store` brings its state home;
 `refresh` sends gradients that were changed on the host; `rescue` saves the weights that a failed update has left on the device.
@@ -62,6 +70,7 @@ def _update(program: Program, plan: Plan, tiles: list[str]) -> fx.Graph:
     graph = fx.Graph()
     build = Builder(graph, name)
     clip = build.add("clip", "c", tiles=tuple(tiles))
+    deferred: list[str] = []
     for tile in tiles:
         if tile in plan.resident_state:
             gradients = build.add("resident_gradients", f"g{program.number(tile)}", tile=tile)
@@ -69,8 +78,12 @@ def _update(program: Program, plan: Plan, tiles: list[str]) -> fx.Graph:
             continue
         op = _op(plan, tile)
         build.add(op, f"v{program.number(tile)}" if OPS[op].result else None, tile=tile, clip=clip)
+        if op == "adam_weights":
+            deferred.append(tile)
         if tile in plan.resident:
             _arrive(build, program, plan, tile)
+    for tile in reversed(deferred):
+        build.add("adam_moments", tile=tile, clip=clip)
     _send_home(program, plan, graph)
     return graph
 
@@ -79,7 +92,9 @@ def _op(plan: Plan, tile: str) -> str:
     """What updates a tile that is at home."""
     if tile in plan.visiting_state:
         return "adam_visiting"
-    return "adam_of_sum" if tile in plan.host_sums else "adam"
+    if tile in plan.host_sums:
+        return "adam_of_sum"
+    return "adam_weights" if plan.deferred_moments else "adam"
 
 
 def _update_there(build: Builder, program: Program, tile: str, reduced: fx.Node, clip: fx.Node | None) -> None:

@@ -136,7 +136,11 @@ void run_all(int64_t count, int instruction_set, int threads, const Loop& loop) 
 
 // ---- AdamW --------------------------------------------------------------------------------------------------------
 
-template <class Weight, class Gradient>
+// What of an update is stored: all of it, or what the next forward needs first, the weights, and the moments later. Either
+// part computes what the whole does, so that both together leave the same bits.
+enum Part : int { kWhole = 0, kWeights = 1, kMoments = 2 };
+
+template <class Weight, class Gradient, Part part>
 struct AdamWLoop {
   Weight* weights;
   int16_t* remainders;
@@ -155,21 +159,29 @@ struct AdamWLoop {
     float *const ms = first_moments, *const vs = second_moments;
     int16_t unused = 0;
     for (int64_t block = begin; block < end; block += kBlock) {
-      prefetch_block(w + block);
-      if (is_split) prefetch_block(r + block);
+      if (part != kMoments) prefetch_block(w + block);
+      if (part != kMoments && is_split) prefetch_block(r + block);
       prefetch_block(g + block);
       prefetch_block(ms + block);
       prefetch_block(vs + block);
       const int64_t stop = block + kBlock < end ? block + kBlock : end;
 #pragma GCC ivdep
       for (int64_t i = block; i < stop; ++i) {
-        update(w[i], is_split ? r[i] : unused, g[i], ms[i], vs[i], scale, s);
+        if (part == kWhole) {
+          update(w[i], is_split ? r[i] : unused, g[i], ms[i], vs[i], scale, s);
+        } else if (part == kWeights) {
+          float first = ms[i], second = vs[i];
+          update(w[i], is_split ? r[i] : unused, g[i], first, second, scale, s);
+        } else {
+          Weight none{};
+          update(none, unused, g[i], ms[i], vs[i], scale, s);
+        }
       }
     }
   }
 };
 
-template <class Weight, class Gradient>
+template <class Weight, class Gradient, Part part>
 void adamw(void* weights, int16_t* remainders, const void* gradients, float* m, float* v, const Segment* segments,
            int64_t segment_count, float gradient_scale, int instruction_set, int threads) {
   int64_t chunks = 0;
@@ -182,7 +194,7 @@ void adamw(void* weights, int16_t* remainders, const void* gradients, float* m, 
     const int64_t begin = segment->start + index * kChunk;
     const int64_t end = begin + kChunk < segment->stop ? begin + kChunk : segment->stop;
     run(instruction_set,
-        AdamWLoop<Weight, Gradient>{static_cast<Weight*>(weights), remainders, static_cast<const Gradient*>(gradients),
+        AdamWLoop<Weight, Gradient, part>{static_cast<Weight*>(weights), remainders, static_cast<const Gradient*>(gradients),
                                     m, v, gradient_scale, *segment},
         begin, end);
   });
@@ -297,13 +309,20 @@ int megacompile_best_instruction_set() {
 
 int64_t megacompile_chunk_elements() { return kChunk; }
 
-// `remainders` is null for FP32 weights, and makes them bf16 otherwise.
+// `remainders` is null for FP32 weights, and makes them bf16 otherwise. `part`: what is stored.
 void megacompile_adamw(void* weights, int16_t* remainders, const void* gradients, int gradient_dtype, float* m,
-                       float* v, const Segment* segments, int64_t segment_count, float gradient_scale,
+                       float* v, const Segment* segments, int64_t segment_count, float gradient_scale, int part,
                        int instruction_set, int threads) {
-  const auto kernel = remainders ? (gradient_dtype == kBFloat16 ? adamw<BFloat16, BFloat16> : adamw<BFloat16, float>)
-                                 : (gradient_dtype == kBFloat16 ? adamw<float, BFloat16> : adamw<float, float>);
-  kernel(weights, remainders, gradients, m, v, segments, segment_count, gradient_scale, instruction_set, threads);
+  const auto store = [&](auto chosen) {
+    constexpr Part stored = decltype(chosen)::value;
+    const auto kernel =
+        remainders ? (gradient_dtype == kBFloat16 ? adamw<BFloat16, BFloat16, stored> : adamw<BFloat16, float, stored>)
+                   : (gradient_dtype == kBFloat16 ? adamw<float, BFloat16, stored> : adamw<float, float, stored>);
+    kernel(weights, remainders, gradients, m, v, segments, segment_count, gradient_scale, instruction_set, threads);
+  };
+  if (part == kWeights) return store(std::integral_constant<Part, kWeights>{});
+  if (part == kMoments) return store(std::integral_constant<Part, kMoments>{});
+  store(std::integral_constant<Part, kWhole>{});
 }
 
 // `partials` is scratch: one double a chunk.

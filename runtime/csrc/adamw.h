@@ -43,7 +43,7 @@ struct Segment {           // native.Segment mirrors it
 };
 
 // The operations of torch.optim.AdamW on FP32, in its order and with its roundings: torch's lerp and addcmul are fused
-// multiply-adds on every processor that has them, so these are too.
+// multiply-adds on every processor that has them, so these are too. What a caller does not store, the compiler leaves out.
 template <class Weight, class Gradient>
 INLINE void update(Weight& weight, int16_t& remainder, Gradient stored, float& first, float& second, float scale,
                    const Segment& s) {

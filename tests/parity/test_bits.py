@@ -107,6 +107,9 @@ PLANS: dict[str, dict[str, Any]] = {
     "three tiles visit the device": {"visiting_state": ("prologue", "model.layers.1", "epilogue")},
     "a tile's state resident, all others visit": {"resident_state": ("model.layers.0",), "resident": ("model.layers.2",),
                                                   "visiting_state": "all"},
+    "moments behind all weights": {"deferred_moments": True},
+    "moments behind all weights, slab pool, K = 2": {"deferred_moments": True, "locked_memory": "120KiB",
+                                                     "checkpoint_interval": 2},
     "slab pool, a tile's state resident": {"locked_memory": "120KiB", "resident_state": ("model.layers.1",)},
     "slab pool": {"locked_memory": "120KiB"},
     "slab pool of one slab, K = 2": {"locked_memory": "120KiB", "gradient_slabs": 1, "checkpoint_interval": 2},
@@ -125,7 +128,7 @@ PLANS: dict[str, dict[str, Any]] = {
 }
 BF16_PLANS = ("streamed, K = 1", "streamed, K = 4", "resident", "slab pool", "two layers keep their residuals",
               "everything resident, its state too", "the first tiles' state resident, K = 2", "checkpoints on the host",
-              "a tile's state resident, all others visit")
+              "a tile's state resident, all others visit", "moments behind all weights")
 
 
 @pytest.mark.parametrize("plan", PLANS)

@@ -12,10 +12,10 @@ from megacompile.listing import describe
 from megacompile.program import Builder, Program, Slot, argument, copy_section, nodes, op_of, operands, slot_family
 
 SYNCHRONIZING = ("wait", "record", "enter", "leave")
-DROPPED = ("adam", "adam_resident", "adam_visiting", "offload_weights", "offload_norms", "stash", "fetch", "offload",
-           "accumulate", "clip", "add_to_sum", "norms_of_sum", "adam_of_sum",
+DROPPED = ("adam", "adam_weights", "adam_moments", "adam_resident", "adam_visiting", "offload_weights", "offload_norms",
+           "stash", "fetch", "offload", "accumulate", "clip", "add_to_sum", "norms_of_sum", "adam_of_sum",
            "fetch_gradients", "fetch_state", "store_state", "scale")
-UPDATES = ("adam", "adam_resident", "adam_of_sum", "adam_visiting", "offload_weights")
+UPDATES = ("adam", "adam_weights", "adam_moments", "adam_resident", "adam_of_sum", "adam_visiting", "offload_weights")
 #: What stands for a copy that was dropped: the parameter that it copied.
 _SOURCES = {"stash": "value", "fetch": "stashed"}
 
@@ -58,8 +58,7 @@ def single(program: Program) -> Iterator[Edit]:
             if op in UPDATES:
                 yield from (Edit("update moved", section, f"{what} by {by}", _moved(at, by)) for by in (-12, -3, 3, 12)
                             if 0 <= at + by < len(listed))
-            if op in ("adam", "adam_of_sum", "adam_resident", "adam_visiting", "accumulate", "add_to_sum", "norms_of_sum",
-                      "offload"):
+            if op in (*UPDATES, "accumulate", "add_to_sum", "norms_of_sum", "offload"):
                 yield Edit("op repeated", section, what, _repeated(at))
         yield from _slots(program, section, listed)
 

@@ -33,6 +33,8 @@ TOUCHES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "norms_of_sum": ("cpu", ("sums/",), ("gradients/",)),
     "clip": ("cpu", ("gradients/",), ("result",)),
     "adam": ("cpu", ("gradients/", "clip"), ("weights/", "state/")),
+    "adam_weights": ("cpu", ("gradients/", "clip", "state/"), ("weights/",)),
+    "adam_moments": ("cpu", ("gradients/", "clip"), ("state/",)),
     "adam_of_sum": ("cpu", ("sums/", "clip"), ("weights/", "state/")),
     "adam_resident": ("compute", ("reduced", "clip"), ("resident", "state")),
     "adam_visiting": ("h2d", ("gradients/", "clip"), ("weights/", "state/", "result")),
@@ -65,7 +67,8 @@ MAY_TOUCH: dict[str, frozenset[tuple[str, str]]] = {kind: frozenset(
         "weights": {"cpu": (READ, WRITE), "h2d": (READ, WRITE), "pack": (READ,)},
         "gradients": {"d2h": (WRITE,), "cpu": (READ, WRITE), "h2d": (READ,)},
         "sums": {"cpu": (READ, WRITE)}}.items()}
-#: `state` is not there: whoever touches a tile's state touches its weights too, and of two in different lanes one writes them.
+#: `state` is not there: whoever touches a tile's state touches its weights too, and of two in different lanes one writes them;
+#: but moments alone, which only another update follows in another lane, of gradients that come behind those read for them.
 
 
 class HarmError(Exception):
@@ -289,11 +292,15 @@ def effect(step: Step, look: Look) -> dict[str, Content]:
         case "clip":
             stored = {place: look(place) for place in at["gradients/"]}
             return {result: mix("clip", *sorted((p, g[1] if isinstance(g, tuple) else g) for p, g in stored.items()))}
-        case "adam" | "adam_of_sum" | "adam_resident" | "adam_visiting":
-            weights, state = (at["resident"], at["state"]) if op == "adam_resident" else (at["weights/"], at["state/"])
+        case "adam" | "adam_weights" | "adam_moments" | "adam_of_sum" | "adam_resident" | "adam_visiting":
+            state = at["state" if op == "adam_resident" else "state/"][0]
             gradients = one({"adam_of_sum": "sums/", "adam_resident": "reduced"}.get(op, "gradients/"))
-            made = mix("adam", look(weights[0]), look(state[0]), gradients, *([one("clip")] if "clip" in at else []))
-            return {weights[0]: mix("weights", made), state[0]: mix("state", made)}
+            moments = mix("moments", look(state), gradients, *([one("clip")] if "clip" in at else []))
+            if op == "adam_moments":
+                return {state: moments}
+            weights = at["resident" if op == "adam_resident" else "weights/"][0]
+            made = {weights: mix("weights", look(weights), moments)}
+            return made if op == "adam_weights" else made | {state: moments}
         case "result":
             for value in at["values"]:
                 look(value)

@@ -115,5 +115,5 @@ class Training:
     def update(self, *clip: int) -> None:
         for tile in self.trained:
             weights, state = f"weights/{tile}", f"state/{tile}"
-            made = mix("adam", self.host[weights], self.host[state], self.host[f"gradients/{tile}"], *clip)
-            self.host |= {weights: mix("weights", made), state: mix("state", made)}
+            moments = mix("moments", self.host[state], self.host[f"gradients/{tile}"], *clip)
+            self.host |= {weights: mix("weights", self.host[weights], moments), state: moments}

@@ -15,6 +15,9 @@ NAMED: dict[str, dict[str, Any]] = {
     "updated on the device": {"resident": ("prologue", "layers.0"), "resident_state": ("prologue", "layers.0")},
     "visiting the device": {"resident": ("prologue", "layers.1"), "resident_state": ("prologue",),
                             "visiting_state": ("layers.0", "layers.1", "epilogue")},
+    "moments behind all weights, two micro-batches": {
+        "deferred_moments": True, "micro_batches": (1, 1), "resident": ("prologue", "layers.0"),
+        "resident_state": ("prologue",), "visiting_state": ("layers.1",)},
     "updates on arrival": {"update": "arrival", "micro_batches": (1, 1), "resident": ("prologue", "layers.0"),
                            "resident_state": ("layers.0",)},
     "checkpoints on the host, two micro-batches": {"micro_batches": (2, 1), "host_checkpoints": 3},
@@ -54,7 +57,7 @@ def schedules(draw: st.DrawFn, layers: int | None = None) -> dict[str, Any]:
         "resident": tuple(resident),
         "resident_state": stateful, "host_sums": summed, "visiting_state": visiting,
         "locked": draw(st.booleans()), "staging_slabs": draw(st.integers(1, 2)), "gradient_slabs": draw(st.integers(1, 3)),
-        "waves": waves, "update": update, "update_order": order,
+        "waves": waves, "update": update, "deferred_moments": update == "step" and draw(st.booleans()), "update_order": order,
         "host_checkpoints": draw(st.integers(0, 2)), "checkpoint_slots": draw(st.integers(1, 2))}
 
 

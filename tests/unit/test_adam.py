@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megacompile.runtime import adam, native
-from megacompile.runtime.adam import AdamSegment
+from megacompile.runtime.adam import AdamSegment, Part
 
 SIZES = (0, 1, 15, 17, 4097, 65537)
 INSTRUCTION_SETS = tuple(
@@ -167,6 +167,21 @@ def test_no_bit_pattern_tells_instruction_sets_apart(words: list[int], scale: fl
         results.append((weights, m, v))
     for result in results[1:]:
         assert all(same_bits(got, wanted) for got, wanted in zip(result, results[0], strict=True))
+
+
+@pytest.mark.parametrize(("weights", "gradient"), DTYPES)
+def test_weights_and_moments_apart_have_the_bits_of_the_whole(path: str, weights: torch.dtype, gradient: torch.dtype) -> None:
+    n = 40000
+    segments = [segment(3, 10), segment(16, 30001, beta1=0.3), segment(30001, n - 5, weight_decay=0.0)]
+    whole, parts = State(n, weights, gradient), State(n, weights, gradient)
+    for seed in (2, 3):  # moments that are not zero
+        whole.run(segments, seed, gradient_scale=0.7)
+        before = [part.clone() for part in (parts.m, parts.v)]
+        parts.run(segments, seed, gradient_scale=0.7, part=Part.WEIGHTS)
+        assert same_bits(parts.master(), whole.master()) and all(map(same_bits, (parts.m, parts.v), before))
+        before = [part.clone() for part in parts.tensors()[:-2]]
+        parts.run(segments, seed, gradient_scale=0.7, part=Part.MOMENTS)
+        assert all(map(same_bits, parts.tensors(), whole.tensors())) and all(map(same_bits, parts.tensors(), before))
 
 
 @pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)

@@ -41,6 +41,9 @@ GOLDENS: dict[str, dict[str, Any]] = {
     "whole_step_visiting_the_device": {
         "whole_step": True, "resident": ("prologue", "layers.1"), "resident_state": ("prologue",),
         "visiting_state": ("layers.1", "layers.2", "epilogue")},
+    "moments_behind_all_weights_k1_two_micro_batches": {
+        "micro_batches": (1, 1), "deferred_moments": True, "resident": ("prologue", "layers.0"),
+        "resident_state": ("prologue",), "visiting_state": ("layers.2",)},
     "whole_step_updates_on_arrival": {
         "whole_step": True, "update": "arrival", "resident": ("layers.0", "layers.1"), "resident_state": ("layers.0",)},
     "checkpoints_on_the_host_k1_two_micro_batches": {"micro_batches": (2, 1), "host_checkpoints": 2},

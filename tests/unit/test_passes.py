@@ -51,6 +51,8 @@ PLANS: dict[str, dict[str, Any]] = {
     "updated on the device": {"resident": ("prologue", "layers.0", "epilogue"), "resident_state": ("prologue", "layers.0")},
     "visiting the device": {"resident": ("prologue",), "resident_state": ("prologue",),
                             "visiting_state": ("layers.0", "layers.2", "epilogue")},
+    "moments behind all weights": {"deferred_moments": True, "resident": ("prologue", "layers.1"),
+                                   "resident_state": ("prologue",), "visiting_state": ("layers.2",)},
     "all updated on the device": {"resident": EVERY_TILE, "resident_state": EVERY_TILE, "micro_batches": (1, 1)},
 }
 
@@ -195,7 +197,7 @@ def test_each_trainable_tile_is_sent_home_and_updated_once(case: tuple[Program, 
     program, plan = case
     trainable = {name: 1 for name, tile in program.tiles.items() if tile.trainable}
     there = dict.fromkeys(plan.resident_state, 1)
-    for section, ops in {"update": ("adam adam_resident adam_visiting",), "backward": ("reduce", "offload"),
+    for section, ops in {"update": ("adam adam_weights adam_resident adam_visiting",), "backward": ("reduce", "offload"),
                          "backward_accumulate": ("reduce", "offload", "accumulate")}.items():
         for op in ops:
             assert Counter(argument(n, "tile") for n in find(program.section(section), *op.split())) == trainable, (section, op)
@@ -324,7 +326,8 @@ def models_and_plans(draw: st.DrawFn) -> tuple[Program, Plan]:
     plan = Plan(
         batch, 8, split(batch, draw(st.integers(1, batch))), interval, draw(st.integers(0, depth)),
         weight_slots=max(min(interval, depth), draw(st.integers(1, 4))), gradient_slots=draw(st.integers(1, 3)),
-        resident=resident, resident_state=stateful, visiting_state=visiting, locked=draw(st.booleans()),
+        resident=resident, resident_state=stateful, visiting_state=visiting, deferred_moments=draw(st.booleans()),
+        locked=draw(st.booleans()),
         staging_slabs=draw(st.integers(1, 3)), gradient_slabs=draw(st.integers(1, 3)))
     return model_program(calls, tiles, batch, labels=True), plan
 

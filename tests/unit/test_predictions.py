@@ -55,7 +55,7 @@ def program(model: Schedule, row: dict[str, Any]) -> tuple[Program, Plan]:
     plan = Plan(row["batch"], row["length"], split(row["batch"], row["micro_batch"]), row["checkpoint_interval"],
                 row["saved_layers"], row["weight_slots"], resident=tuple(row["resident"]), waves=row.get("waves", 1),
                 resident_state=tuple(row.get("resident_state", ())), update="arrival" if row.get("overlap") else "step",
-                visiting_state=tuple(row.get("visiting_state", ())),
+                visiting_state=tuple(row.get("visiting_state", ())), deferred_moments=row.get("deferred_moments", False),
                 host_checkpoints=row.get("host_checkpoints", 0), update_order=tuple(row.get("update_order", ())),
                 token_chunk=row.get("token_chunk", 0), host_sums=tuple(row.get("host_sums", ())))
     assert model.planner.pace is not None

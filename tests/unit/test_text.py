@@ -63,6 +63,8 @@ def forward(p):
     p.store_state("layers.0", state=s_1)                                               # cpu
     p.offload_weights("layers.0", resident=v)                                          # cpu
     update = p.adam("layers.0", clip=c)                                                # cpu
+    p.adam_weights("layers.0", clip=c)                                                 # cpu
+    p.adam_moments("layers.0", clip=c)                                                 # cpu
     p.adam_of_sum("layers.0", clip=c)                                                  # cpu
     v_3 = p.adam_visiting("layers.0", clip=c, into="V0")                               # h2d
     p.result("loss", values=(l,))                                                      # compute
@@ -88,7 +90,7 @@ CASES: dict[str, dict[str, Any]] = {
     "outputs": {"outputs": True, "micro_batches": (1, 1)},
     "checkpoints on the host": {"micro_batches": (2, 1), "host_checkpoints": 2},
     "updated on the device": {"resident": ("prologue", "layers.1"), "resident_state": ("prologue", "layers.1")},
-    "visiting the device": {"resident": ("layers.1",), "visiting_state": ("prologue", "layers.1")},
+    "visiting the device": {"resident": ("layers.1",), "visiting_state": ("prologue", "layers.1"), "deferred_moments": True},
 }
 
 
