@@ -23,6 +23,9 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-moe-30b": dict(model_type="qwen3_moe", vocab_size=151936, hidden_size=2048, intermediate_size=6144,
                           moe_intermediate_size=768, num_experts=128, num_experts_per_tok=8, norm_topk_prob=True,
                           num_hidden_layers=48, num_attention_heads=32, num_key_value_heads=4, head_dim=128),
+    "gpt-oss-120b": dict(model_type="gpt_oss", vocab_size=201088, hidden_size=2880, intermediate_size=2880,
+                         num_local_experts=128, num_experts_per_tok=4, num_hidden_layers=36, num_attention_heads=64,
+                         num_key_value_heads=8, head_dim=64, sliding_window=128),
     "mistral-7b": dict(model_type="mistral", vocab_size=32000, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32,
                        num_attention_heads=32, num_key_value_heads=8, sliding_window=4096),
     "tiny": dict(vocab_size=512, hidden_size=64, intermediate_size=192, num_hidden_layers=4, num_attention_heads=4,
@@ -69,13 +72,16 @@ def random_model(shape: str, layers: int | None, device: str) -> Any:
 
 def active_parameters(model: Any) -> int:
     """Those that a token goes through: of experts, as many as it is sent to."""
-    share = getattr(model.config, "num_experts_per_tok", 1) / getattr(model.config, "num_experts", 1)
+    experts = next((count for name in ("num_experts", "num_local_experts") if (count := getattr(model.config, name, None))), 1)
+    share = getattr(model.config, "num_experts_per_tok", 1) / experts
     return round(sum(p.numel() * (share if re.search(r"\.experts\.", name) else 1) for name, p in model.named_parameters()))
 
 
 def attention_flops(model: Any, length: int) -> float:
-    """FLOPs of causal attention for a token, forward and backward: with a window no more keys than it has."""
+    """FLOPs of causal attention for a token, forward and backward: in layers with a window no more keys than it has."""
     sizes = model.config
     width = sizes.num_attention_heads * (getattr(sizes, "head_dim", None) or sizes.hidden_size // sizes.num_attention_heads)
     window = min(getattr(sizes, "sliding_window", None) or length, length)
-    return 12 * sizes.num_hidden_layers * width * (window - window**2 / (2 * length))
+    kinds = getattr(sizes, "layer_types", None) or ["sliding_attention"] * sizes.num_hidden_layers
+    keys = [window if kind == "sliding_attention" else length for kind in kinds]
+    return 12 * width * sum(seen - seen**2 / (2 * length) for seen in keys)

@@ -104,6 +104,7 @@ _GATES: tuple[tuple[_Options, _Options, tuple[_Options, ...]], ...] = (  # batch
     (dict(batch=8, length=8192), {}, (STEP, ARRIVAL)),
 )
 EXPERTS: _Options = dict(shape="qwen3-moe-30b", layers="fit")
+SINKS: _Options = dict(shape="gpt-oss-120b", layers="fit", batch=32)
 WINDOW: _Options = dict(shape="mistral-7b", layers="fit", batch=8, length=8192)
 _CONTEXTS = [1024 * 2**i for i in range(7)]
 _FEW_STEPS = dict(steps=2, recorded_steps=1)
@@ -132,7 +133,8 @@ TABLES = {
         replace(ours(batch=1, length=2**17, **STEP), how=_ONE_STEP),
         replace(ours(batch=1, length=2**19, layers=4, **STEP), how=_ONE_STEP)), x="length"),
     "kinds": Table("Mixture of experts and a sliding window: TFLOPS over active parameters", (
-        *with_compute(ours(**shape, **STEP) for shape in (EXPERTS, WINDOW)), *native(**EXPERTS), *native(**WINDOW))),
+        *with_compute(ours(**shape, **STEP) for shape in (EXPERTS, SINKS, WINDOW)),
+        *native(**EXPERTS), *native(**SINKS), *native(**WINDOW))),
     "width": Table("Layers 1 to 5 times as wide as those of the 7B shape, as many as the host holds, at most 4", tuple(
         with_compute(ours(shape=f"wide-{times}", layers="fit", **STEP) for times in range(1, 6))), x="shape"),
     "large": Table("Larger shapes, of as many layers as the host holds", tuple(with_compute(

@@ -77,7 +77,8 @@ def reference() -> dict[str, torch.Tensor]:
     dict(locked_memory="6MiB"), dict(saved_layers=2), dict(weight_slots=4), dict(resident_state="all"),
     dict(resident_state=("tied", "model.layers.1"), checkpoint_interval=2), dict(host_checkpoints=True),
     dict(host_checkpoints=1, checkpoint_interval=2, saved_layers=1), dict(visiting_state="all"),
-    dict(visiting_state=("tied", "model.layers.2"), resident_state=("model.layers.0",))])
+    dict(visiting_state=("tied", "model.layers.2"), resident_state=("model.layers.0",)), dict(deferred_moments=True),
+    dict(deferred_moments=True, visiting_state=("model.layers.1",), resident_state=("tied",), checkpoint_interval=2)])
 def test_every_plan_gives_the_bits_of_the_reference_interpreter(options: dict[str, Any], reference: Any) -> None:
     assert same(weights(seed=1, micro_batch_size=2, **options), reference)
 
