@@ -247,8 +247,9 @@ def occupancy(timeline: Timeline | None) -> dict[str, float] | None:
 
 
 def predicted(model: Any, given: argparse.Namespace) -> Timeline | None:
-    """What the simulator says of the same program; None for a machine whose rates are not known."""
-    if Hardware.known(given.device) is None:
+    """What the simulator says of the same program; None for a machine whose rates are not known, and where a step waits for its
+    update: steps are simulated one behind the other."""
+    if Hardware.known(given.device) is None or given.synchronous_optimizer:
         return None
     return model.megacompile.simulate(without=left_out if given.compute_only else None)
 
