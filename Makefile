@@ -44,6 +44,8 @@ pictures: $(STAMP)  ## draw docs/pictures anew: simulated steps, no GPU needed
 		--picture docs/pictures/four-layers-k2.svg
 	$(PICTURE) docs/pictures/qwen2-7b.json --micro-batch-size 16 --saved-layers 0 --picture docs/pictures/qwen2-7b.svg
 	$(PICTURE) docs/pictures/qwen2-7b.json --train-step --update arrival --waves 2 --picture docs/pictures/qwen2-7b-waves.svg
+	$(BIN)/megacompile inspect --hardware h200 --batch 16 --length 1024 docs/pictures/qwen2-7b.json --train-step \
+		--device-memory 24GiB --picture docs/pictures/deferred-moments.svg
 
 demo: $(STAMP)  ## train a small model on the Python standard library, streamed on the CPU
 	$(BIN)/python examples/demo.py

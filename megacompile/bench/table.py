@@ -40,22 +40,26 @@ class Measured:
 
 def measured(table: Table, found: Iterable[rows.Row], device: str) -> list[Measured]:
     """What was measured of a table on one device, in its order: the last row of each, or the last that was measured together
-    with its compute alone if the table has that too. Rows of compute alone stand beside those whose templates they ran: a
-    plan for another update may keep other residuals."""
+    with most of what the table compares it with, its compute alone and native PyTorch. Rows of compute alone stand beside
+    those whose templates they ran: a plan for another update may keep other residuals."""
     found = [row for row in found if row["device"] == device and "options" in row]
     rates = rows.by_commit(row for row in found if "tflops" in row)
     natives: dict[tuple[Any, ...], float] = {}
     for each in rates.values():
         if each["system"] == "native":
             natives[_size(each)] = max(each["tflops"], natives.get(_size(each), 0.0))
+    has_native = any(spec.system == "native" for spec in table.rows)
     result = []
     for spec in table.rows:
         same = [row for row in found if rows.identity(row["system"], row["options"], device) == spec.identity(device)]
         if "compute_only" in spec.options or not same:
             continue
         alone = spec.alone().identity(device) if spec.system == "megacompile" else ""
-        paired = [row for row in same if (alone, row.get("commit")) in rates] if spec.alone() in table.rows else []
-        row = (paired or same)[-1]
+
+        def partners(row: rows.Row, alone: str = alone if spec.alone() in table.rows else "") -> int:
+            return ((alone, row.get("commit")) in rates) + (has_native and _size(row) in natives)
+
+        row = max(reversed(same), key=partners)
         beside = rates.get((alone, row.get("commit")), {})
         alike = [beside.get(key) for key in COMPUTED] == [row.get(key) for key in COMPUTED]
         result.append(Measured(spec, row, beside.get("tflops") if alike else None, natives.get(_size(row))))

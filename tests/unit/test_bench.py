@@ -50,7 +50,7 @@ def streamed_row() -> dict[str, Any]:
     """Through slabs, with the rates of some machine to predict from."""
     patch = pytest.MonkeyPatch()
     patch.setattr(Hardware, "here", lambda device=None: Hardware.find("h200"))
-    found = row_of(step, "--synchronous-optimizer", "--locked-memory", "384KiB", "--checkpoint-interval", "2", "--layers", "3")
+    found = row_of(step, "--locked-memory", "384KiB", "--checkpoint-interval", "2", "--layers", "3")
     patch.undo()
     return found
 
@@ -83,6 +83,8 @@ def test_a_loop_may_update_on_arrival() -> None:
     row = row_of(step, "--overlap", "--layers", "2")
     assert (row["overlap"], row["train_step"], row["max_grad_norm"], row["grad_norm"]) == (True, False, None, None)
     assert row["losses"][-1] == pytest.approx(row_of(step, "--no-clipping", "--layers", "2")["losses"][-1], rel=1e-6)
+    waiting = row_of(step, "--synchronous-optimizer", "--layers", "2")
+    assert waiting["predicted_step_s"] is None and len(waiting["times_s"]) == 3
 
 
 def test_checkpoints_of_native_rows_are_those_asked_for() -> None:
