@@ -15,9 +15,10 @@ from megacompile.adapters import AdapterStates
 from megacompile.batch import batch_types
 from megacompile.binding import Binder
 from megacompile.config import StreamConfig
-from megacompile.errors import UnsupportedError
+from megacompile.errors import CaptureError, UnsupportedError
 from megacompile.frontend.adapters import forward_signature
 from megacompile.frontend.capture import CapturedModel
+from megacompile.frontend.pairs import argument, masks_in
 from megacompile.frontend.template import TemplateInput
 from megacompile.hardware import Hardware
 from megacompile.pace import pace_of
@@ -87,9 +88,15 @@ class Forms:
 
     def _capture(self, form: Form) -> Served:
         planner, binder = self.first.planner, self.first.binder
-        captured = self.first.captured.in_form(form)
+        try:
+            captured = self.first.captured.in_form(form)
+        except CaptureError as reason:
+            if not masks_in(form.further):
+                raise
+            raise CaptureError(f"{type(self.model).__name__} cannot be captured with {', '.join(form.further)}: leave the mask "
+                               f"out, or pass one that the model takes without streaming\n{reason}") from reason
         read = {source.name for call in captured.calls for source in call.sources if source.kind == "batch"}
-        if ignored := [key for key in form.further if key not in read]:
+        if ignored := [key for key in map(argument, form.further) if key not in read]:
             raise UnsupportedError(f"{type(self.model).__name__} does nothing with {', '.join(ignored)}: leave it out")
         if not self._reads_as_planned(captured, form):
             what = ("without its adapters" if form.without_adapters else "in evaluation mode" if form.evaluating

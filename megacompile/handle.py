@@ -193,7 +193,7 @@ class Handle:
         known = streamed.captured.batch_inputs
         given = {k: v for k, v in batch.items() if isinstance(v, Tensor)} if isinstance(batch, Mapping) else {}
         given = align_patches(streamed.model, streamed.captured, given, streamed.backend.device)
-        inputs = {k: v for k, v in given.items() if k in known}
+        inputs = {k: given[k] for k in known if k in given}
         first = next(iter(inputs.values()), None)
         if not isinstance(first, Tensor) or first.dim() < 2:
             raise MegacompileError(f"a batch must map {', '.join(known)} to tensors [batch, length]: this is a "

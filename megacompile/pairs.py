@@ -1,0 +1,80 @@
+"""Masks of pairs that a batch gives -> as graphs take them: bool or floats, [B, T, T] or [B, n, T, T]. Honoured or refused.
+
+Models of transformers take an `attention_mask` of four dimensions as it is, for every layer, windows or not. Floats are added
+to scores, and explicit scores are what the model's own code would make of them; so what floats hide and nothing more is read as
+bool, which our attention has kernels for.
+"""
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megacompile.errors import UnsupportedError
+from megacompile.frontend.capture import CapturedModel
+from megacompile.frontend.pairs import is_pairs, refuse_added
+from megacompile.frontend.template import TemplateInput
+
+#: Whatever finite number a score is, the sum with this is so far below any other score that its weight is 0. Models write the
+#: smallest number of bfloat16 or float32 for what is hidden.
+_HIDDEN = -1e30
+
+
+def read_mask(name: str, key: str, value: Tensor, tokens: torch.Size, shared: bool = False) -> Tensor:
+    """A mask of pairs for a batch of `tokens`, [B, T], contiguous. `shared`: it may be one for all sequences.
+
+    Raises `UnsupportedError` where it has another shape or dtype, or is to have a gradient."""
+    rows, length = tokens[:2]
+    masks = value.dtype == torch.bool or value.is_floating_point()
+    if not (masks and is_pairs(value, tokens) and (shared or value.shape[0] == rows)):
+        raise UnsupportedError(f"{name}: {key} must be bool (True where a query sees a key) or floats (added to scores) of "
+                               f"{[rows, 1, length, length]}, or with one for each head of {[rows, 'heads', length, length]}, "
+                               f"not {value.dtype} of shape {list(value.shape)}".replace("'", ""))
+    if value.requires_grad:
+        raise UnsupportedError(f"{name}: {key} requires a gradient, and gets none from here: pass {key}.detach()")
+    return value.expand(rows, *value.shape[1:]).contiguous()
+
+
+def read_attention_mask(name: str, captured: CapturedModel, mask: Tensor, tokens: torch.Size) -> Tensor:
+    """A model's `attention_mask` of four dimensions; `captured`: of plain batches. Floats that only hide come back as bool.
+
+    Raises `UnsupportedError` as `read_mask`, and for one that the model would not take as a mask: bool that is added to scores,
+    floats of 0 and 1."""
+    if captured.masks_added and mask.dtype == torch.bool:
+        refuse_added(name, "attention_mask")
+    given = read_mask(name, "attention_mask", mask, tokens, shared=captured.masks_hide)
+    if not captured.masks_hide or mask.dtype == torch.bool:
+        return given
+    if bool((mask == 1).any()) and bool(((mask == 0) | (mask == 1)).all()):
+        raise UnsupportedError(f"{name}: attention_mask holds 0 and 1 as floats, which are added to scores and hide nothing: "
+                               "pass " + ("floats, 0 where a query sees a key and -inf where not" if captured.masks_added else
+                                          "attention_mask.bool()"))
+    seen = _seen(mask, captured.masks_added) if captured.fused_attention else None
+    return given if seen is None else read_mask(name, "attention_mask", seen, tokens, shared=True)
+
+
+def _seen(mask: Tensor, added: bool) -> Tensor | None:
+    """The bool mask that has the very effect of one that is added to scores, if there is one. `added`: by eager attention.
+
+    A query that sees nothing is like a bool mask's only where all of it is -inf, and attention is not eager, which makes NaN of
+    that. Of finite numbers, all of them huge, attention makes the mean of all values."""
+    seen = mask == 0
+    if not bool((seen | (mask <= _HIDDEN)).all()):
+        return None
+    blind = ~seen.any(-1)
+    if bool(blind.any()) and (added or not bool(torch.isneginf(mask[blind]).all())):
+        return None
+    return seen
+
+
+def read_typed_mask(name: str, key: str, value: object, tokens: tuple[int, ...], expected: TemplateInput,
+                    masks_hide: bool) -> Tensor:
+    """A mask that every batch has, as the captured one was. Raises `UnsupportedError` as `read_mask`, and for another kind."""
+    shared = masks_hide and key == "attention_mask"
+    dtype, middle = expected.dtype, tuple(map(int, expected.shape[1:-2]))
+    if isinstance(value, Tensor) and value.shape[1:-2] == middle and dtype is not None and (
+            value.is_floating_point() == dtype.is_floating_point and torch.promote_types(value.dtype, dtype) == dtype):
+        return read_mask(name, key, value.to(dtype), torch.Size(tokens), shared)
+    sizes = [tokens[0], *middle, tokens[1], tokens[1]]
+    what = f"{value.dtype} of shape {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+    raise UnsupportedError(f"{name}: {key} must be {dtype} of {sizes}, as in the example that the model was streamed with, not "
+                           f"{what}")
