@@ -37,8 +37,8 @@ def further_arguments(name: str, captured: CapturedModel, given: Mapping[str, An
     for key, value in rest.items():
         if key not in known:
             raise _refused(name, captured, key)
-        pairs = isinstance(value, Tensor) and value.dim() > 2 and (value.dtype == torch.bool or value.is_floating_point())
-        further[key] = (read_mask(name, key, value, first.shape) if pairs else _rows(name, captured, key, value, first))
+        of_pairs = isinstance(value, Tensor) and value.dim() in (3, 4) and value.shape[-1] == value.shape[-2]
+        further[key] = (read_mask(name, key, value, first.shape) if of_pairs else _rows(name, captured, key, value, first))
     if isinstance(mask, Tensor) and mask.dim() == 4 and "attention_mask" in known:
         further["attention_mask"] = read_attention_mask(name, captured, mask, first.shape)
     elif mask is not None:

@@ -26,9 +26,10 @@ def read_mask(name: str, key: str, value: Tensor, tokens: torch.Size, shared: bo
     rows, length = tokens[:2]
     masks = value.dtype == torch.bool or value.is_floating_point()
     if not (masks and is_pairs(value, tokens) and (shared or value.shape[0] == rows)):
+        pairs = f"{length}, {length}]"
         raise UnsupportedError(f"{name}: {key} must be bool (True where a query sees a key) or floats (added to scores) of "
-                               f"{[rows, 1, length, length]}, or with one for each head of {[rows, 'heads', length, length]}, "
-                               f"not {value.dtype} of shape {list(value.shape)}".replace("'", ""))
+                               f"[{rows}, 1, {pairs}, or of [{rows}, heads, {pairs} for each head, not {value.dtype} of shape "
+                               f"{list(value.shape)}")
     if value.requires_grad:
         raise UnsupportedError(f"{name}: {key} requires a gradient, and gets none from here: pass {key}.detach()")
     return value.expand(rows, *value.shape[1:]).contiguous()

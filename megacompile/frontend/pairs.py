@@ -80,4 +80,4 @@ def refuse_added(name: str, key: str) -> None:
     """Raises `UnsupportedError` for a bool mask that eager attention would take for numbers."""
     raise UnsupportedError(f"{name}: {key} is bool, and eager attention adds it to scores as 0 and 1, which hides nothing: "
                            "pass floats, 0 where a query sees a key and -inf where not, or make the model with "
-                           'attn_implementation="sdpa"')
+                           'attn_implementation="sdpa", where it has that')
