@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megacompile.frontend.pairs import pairs_of
+from megacompile.frontend.pairs import pairs_of, tokens_of
 
 #: What a cross entropy over tokens does not count.
 IGNORED = -100
@@ -26,12 +26,13 @@ def join(batches: Sequence[Mapping[str, Any]], labels: Collection[str]) -> dict[
     if any(batch.keys() != keys for batch in batches):
         return None
     joined: dict[str, Any] = {}
-    masks = set().union(*(pairs_of({k: v for k, v in batch.items() if isinstance(v, Tensor)}) for batch in batches))
+    tensors = [{key: value for key, value in batch.items() if isinstance(value, Tensor)} for batch in batches]
+    masks = set().union(*map(pairs_of, tensors))
     for key in keys:
         parts = [batch[key] for batch in batches]
         if key in masks:
-            rows = [len(next(iter(batch.values()))) for batch in batches]
-            if len({(part.shape[1:], part.dtype) for part in parts}) > 1 or [len(part) for part in parts] != rows:
+            of_all_rows = [len(part) for part in parts] == [tokens_of(batch)[0] for batch in tensors]
+            if not of_all_rows or len({(part.shape[1:], part.dtype) for part in parts}) > 1:
                 return None
             joined[key] = torch.cat(parts)
             continue
