@@ -15,8 +15,9 @@ from megacompile.frontend.pairs import described, of_pairs
 from megacompile.frontend.template import LENGTH, TemplateInput
 from megacompile.images import arrange_images, images_of_each
 from megacompile.packing import further_arguments
-from megacompile.pairs import read_typed_mask
+from megacompile.pairs import hidden_as_bool, read_typed_mask
 from megacompile.patches import align_patches
+from megacompile.plan import Form
 
 if TYPE_CHECKING:
     from megacompile.forms import Forms
@@ -72,8 +73,13 @@ def read_arguments(model: nn.Module, forward: Callable[..., Any], forms: Forms, 
         del given["output_router_logits"]
     others = {key: value for key, value in given.items() if key not in plain.batch_inputs and not _neutral(key, value)}
     further = further_arguments(name, plain, others, inputs, forms.parameters)
-    said = tuple(sorted(described(key, value) for key, value in further.items()))
-    served = forms.serve(forms.form_of(said, model.training, images_of_each(forms.first.types, inputs)))
+
+    def form_of(arguments: Mapping[str, Tensor]) -> Form:
+        said = tuple(sorted(described(key, value) for key, value in arguments.items()))
+        return forms.form_of(said, model.training, images_of_each(forms.first.types, inputs))
+
+    further = hidden_as_bool(further, plain, lambda changed: forms.reads_masks(form_of(changed)))
+    served = forms.serve(form_of(further))
     captured, types = served.captured, served.types
     forms.check_modes(captured)
     inputs |= {key: value if of_pairs(types.get(key)) else _checked(name, key, value, types.get(key))

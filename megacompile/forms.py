@@ -58,6 +58,7 @@ class Forms:
         self.first = Served(captured, planner, Binder(captured, tiling, backend.device, compiling))
         self.adapters = AdapterStates(model)
         self._known = {PLAIN: self.first}
+        self._reads_masks: dict[Form, bool] = {}
 
     def __iter__(self) -> Iterator[Served]:
         return iter(self._known.values())
@@ -67,6 +68,15 @@ class Forms:
         that of training mode where evaluation mode is the same."""
         form = Form(further, without_adapters=self.adapters.disabled(), images=images)
         return form if training or self.serve(form).captured.same_in_evaluation() else replace(form, evaluating=True)
+
+    def reads_masks(self, form: Form) -> bool:
+        """Whether our attention, in every layer, reads the masks of pairs that a form's batches have. May capture it."""
+        if form not in self._reads_masks:
+            try:
+                self._reads_masks[form] = self.serve(form).captured.fused_attention
+            except (CaptureError, UnsupportedError):
+                self._reads_masks[form] = False
+        return self._reads_masks[form]
 
     def check_modes(self, captured: CapturedModel) -> None:
         """Raises `UnsupportedError` where modules inside the model are in another mode than they were captured in, and that

@@ -6,6 +6,8 @@ bool, which our attention has kernels for.
 """
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
 import torch
 from torch import Tensor
 
@@ -36,21 +38,32 @@ def read_mask(name: str, key: str, value: Tensor, tokens: torch.Size, shared: bo
 
 
 def read_attention_mask(name: str, captured: CapturedModel, mask: Tensor, tokens: torch.Size) -> Tensor:
-    """A model's `attention_mask` of four dimensions; `captured`: of plain batches. Floats that only hide come back as bool.
+    """A model's `attention_mask` of four dimensions; `captured`: of plain batches.
 
     Raises `UnsupportedError` as `read_mask`, and for one that the model would not take as a mask: bool that is added to scores,
     floats of 0 and 1."""
     if captured.masks_added and mask.dtype == torch.bool:
         refuse_added(name, "attention_mask")
     given = read_mask(name, "attention_mask", mask, tokens, shared=captured.masks_hide)
-    if not captured.masks_hide or mask.dtype == torch.bool:
-        return given
-    if bool((mask == 1).any()) and bool(((mask == 0) | (mask == 1)).all()):
+    if captured.masks_hide and mask.is_floating_point() and bool(((mask == 0) | (mask == 1)).all()) and bool(mask.any()):
         raise UnsupportedError(f"{name}: attention_mask holds 0 and 1 as floats, which are added to scores and hide nothing: "
                                "pass " + ("floats, 0 where a query sees a key and -inf where not" if captured.masks_added else
                                           "attention_mask.bool()"))
-    seen = _seen(mask, captured.masks_added) if captured.fused_attention else None
-    return given if seen is None else read_mask(name, "attention_mask", seen, tokens, shared=True)
+    return given
+
+
+def hidden_as_bool(further: Mapping[str, Tensor], captured: CapturedModel,
+                   reads_bool: Callable[[Mapping[str, Tensor]], bool]) -> dict[str, Tensor]:
+    """A batch's further arguments, with a bool mask in the place of one that is added to scores of a model of transformers,
+    where that has the very same effect and our attention reads it (`reads_bool`). `captured`: of plain batches."""
+    mask = further.get("attention_mask")
+    # What keeps plain batches from our attention, sinks say, keeps these; but not that all of a sequence is seen.
+    ours = captured.masks_hide and (captured.fused_attention or not captured.causal)
+    if mask is None or not mask.is_floating_point() or not ours:
+        return dict(further)
+    seen = _seen(mask, captured.masks_added)
+    changed = {**further, "attention_mask": mask if seen is None else seen}
+    return changed if seen is not None and reads_bool(changed) else dict(further)
 
 
 def _seen(mask: Tensor, added: bool) -> Tensor | None:

@@ -228,7 +228,7 @@ def implementation_for(further: Collection[str], own: str | None) -> str | None:
     if not names <= {"attention_mask", "position_ids", "token_type_ids"}:
         return None
     if masks:
-        return FORMS["pairs"] if masks["attention_mask"].startswith("bool") else None
+        return FORMS["pairs"] if masks.get("attention_mask", "").startswith("bool") else None
     if "attention_mask" in names:  # then transformers looks for no sequences within a row
         return FORMS["padded_eager" if own == "eager" else "padded"]
     return FORMS["packed" if "position_ids" in names else "causal"]

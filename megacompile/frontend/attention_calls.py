@@ -1,4 +1,5 @@
-"""Attention in a model's graph: calls of our op, and of a model's own under a mask of pairs, which become ours."""
+"""A model's attention: what its modules say of it; in its graph, calls of our op, and the model's own under a mask of pairs,
+which become ours."""
 from __future__ import annotations
 
 import operator
@@ -8,9 +9,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
+from megacompile.frontend.layers import LayerStack
 from megacompile.frontend.model_graph import ModelGraph
 
 _ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+
+
+def is_eager(model: Any, stack: LayerStack) -> bool:
+    """Whether layers of a model of transformers have eager attention, by the configs that they read."""
+    configs = [module.config for layer in stack.layers for module in layer.modules() if hasattr(module, "config")]
+    return any(getattr(config, "_attn_implementation", None) == "eager" for config in configs or [model.config])
+
+
+def says_causal(stack: LayerStack) -> bool:
+    """Whether layers have modules that say whether they are causal, as those of transformers do, and all say yes."""
+    said = [module.is_causal for layer in stack.layers for module in layer.modules() if hasattr(module, "is_causal")]
+    return bool(said) and all(said)
 
 
 def all_layers_call_attention(model: ModelGraph) -> bool:

@@ -19,12 +19,18 @@ from megacompile.errors import CaptureError, UnsupportedError
 from megacompile.frontend.across_rows import across_rows
 from megacompile.frontend.adapters import forward_signature, switch_off_adapters
 from megacompile.frontend.attention import implementation_for
-from megacompile.frontend.attention_calls import adopt_masked_attention, all_layers_call_attention, masks_pairs
+from megacompile.frontend.attention_calls import (
+    adopt_masked_attention,
+    all_layers_call_attention,
+    is_eager,
+    masks_pairs,
+    says_causal,
+)
 from megacompile.frontend.build import build_template, with_results
 from megacompile.frontend.expert_pieces import Rows, rows_of, split_experts
 from megacompile.frontend.heads import LOGITS, Head, Heads
 from megacompile.frontend.hidden_states import HiddenStates
-from megacompile.frontend.layers import LayerStack, find_layers
+from megacompile.frontend.layers import find_layers
 from megacompile.frontend.loss import is_averaged, normalise_loss
 from megacompile.frontend.model_graph import ModelGraph, capture_model_graph
 from megacompile.frontend.modes import Said, alike, operations, torch_calls
@@ -193,7 +199,7 @@ def capture(
         refuse_adapters(patches, name)
     taken = () if loss is None else taken_by_loss(loss, example or {})
     traced = example if loss is None else _without_loss(plain, example, taken)
-    masks_added = is_transformers_model(plain) and plain.config._attn_implementation == "eager"  # type: ignore[union-attr]
+    masks_added = is_transformers_model(plain) and is_eager(plain, stack)
     if masks_added and "bool" in masks_in(_masks(traced)).get("attention_mask", ""):
         refuse_added(name, "attention_mask")
     graph, twin, batch, attention = _trace(plain, layers, traced, form)
@@ -274,7 +280,7 @@ def capture(
         calls=tuple(calls), templates=templates, batch_inputs=batch_inputs, labels=labels, layer_names=stack.names, rows=rows,
         same_logits_without_labels=_same_logits_without_labels(
             twin, graph, positions, model_arguments(batch, form.images), labels),
-        fused_attention=fused, causal=not pairs and not masks_pairs(graph) and (fused or _says_causal(stack)),
+        fused_attention=fused, causal=not pairs and not masks_pairs(graph) and (fused or says_causal(stack)),
         masks_hide=_of_transformers(plain), masks_added=masks_added,
         evaluating=frozenset(n for n, m in twin.named_modules() if not m.training),
         fused_loss="linear_cross_entropy" in templates[calls[-1].template].stages["joint"], has_loss=has_loss,
@@ -371,12 +377,6 @@ def _same_logits_without_labels(
 def _masks(example: Mapping[str, Tensor] | None) -> list[str]:
     """The masks of pairs that every batch has, as a form says them."""
     return [described(name, example[name]) for name in pairs_of(example)] if example else []
-
-
-def _says_causal(stack: LayerStack) -> bool:
-    """Whether layers have modules that say whether they are causal, as those of transformers do, and all say yes."""
-    said = [module.is_causal for layer in stack.layers for module in layer.modules() if hasattr(module, "is_causal")]
-    return bool(said) and all(said)
 
 
 def _of_transformers(model: nn.Module) -> bool:

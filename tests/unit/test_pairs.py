@@ -18,7 +18,7 @@ from megacompile.errors import CaptureError, UnsupportedError
 from megacompile.frontend import pairs
 from megacompile.frontend.attention import attention, transformers_attention
 from megacompile.joining import join
-from megacompile.pairs import read_attention_mask
+from megacompile.pairs import hidden_as_bool, read_attention_mask
 
 ROWS, LENGTH = 5, 13
 HIDDEN, LEAST = float("-inf"), torch.finfo(torch.float32).min
@@ -157,19 +157,23 @@ def test_a_mask_goes_through_gradients_logits_and_whole_steps(model: Any, native
 
 def test_only_floats_that_do_what_a_bool_mask_does_become_one(model: Any) -> None:
     """Eager attention makes NaN of a query whose scores are all -inf, where a bool mask makes zeros."""
-    captured, tokens = model.megacompile.streamed.captured, torch.Size((ROWS, LENGTH))
-    sdpa = copy.copy(captured)
+    eager = model.megacompile.streamed.captured
+    sdpa = copy.copy(eager)
     object.__setattr__(sdpa, "masks_added", False)
-    for mask, eager_as, sdpa_as in (
-            (added(seen(), HIDDEN), torch.bool, torch.bool), (added(blind(), HIDDEN), torch.float32, torch.bool),
-            (added(blind(), LEAST), torch.float32, torch.float32), (added(seen(), -1e9), torch.float32, torch.float32),
-            (added(seen(), torch.nan), torch.float32, torch.float32), (torch.zeros(1, 1, 13, 13), torch.bool, torch.bool)):
-        assert read_attention_mask("Model", captured, mask, tokens).dtype == eager_as
-        assert read_attention_mask("Model", sdpa, mask, tokens).dtype == sdpa_as
-    found = read_attention_mask("Model", captured, added(seen(), HIDDEN), tokens)
-    assert torch.equal(found, seen()) and found.is_contiguous()
+
+    def becomes(captured: Any, mask: Tensor, read: bool = True) -> bool:
+        found = hidden_as_bool({"attention_mask": mask}, captured, lambda _: read)["attention_mask"]
+        assert torch.equal(found, mask == 0) if found.dtype == torch.bool else found is mask
+        return found.dtype == torch.bool
+
+    for mask, by_eager, by_sdpa in (
+            (added(seen(), HIDDEN), True, True), (added(blind(), HIDDEN), False, True), (added(blind(), LEAST), False, False),
+            (added(seen(), -1e9), False, False), (added(seen(), torch.nan), False, False),
+            (torch.zeros(1, 1, 2, 2), True, True)):
+        assert becomes(eager, mask) is by_eager and becomes(sdpa, mask) is by_sdpa
+    assert not becomes(sdpa, added(seen(), HIDDEN), read=False), "where our attention does not read it"
     with pytest.raises(UnsupportedError, match=r"which are added to scores and hide nothing: pass attention_mask\.bool\(\)"):
-        read_attention_mask("Model", sdpa, seen().float(), tokens)
+        read_attention_mask("Model", sdpa, seen().float(), torch.Size((ROWS, LENGTH)))
 
 
 def test_a_mask_that_the_model_does_not_take_is_refused(model: Any) -> None:
