@@ -116,7 +116,7 @@ def _inputs(name: str, captured: CapturedModel, types: Mapping[str, TemplateInpu
     if len(shapes) > 1 or 0 in next(iter(shapes)):
         raise UnsupportedError(f"{name}: batch arguments must share one [batch, length] of at least one token, "
                                f"not {sorted(shapes)}")
-    inputs |= {key: read_typed_mask(name, key, value, next(iter(shapes)), types[key], captured.masks_hide)
+    inputs |= {key: read_typed_mask(name, key, value, next(iter(shapes)), types[key], captured)
                for key, value in known.items() if of_pairs(types.get(key))}
     if any(key in inputs for key in labels) and not all(key in inputs for key in labels):
         raise UnsupportedError(f"{name}: the loss needs all of {', '.join(labels)}: give them all, or none for logits alone")

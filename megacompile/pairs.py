@@ -44,12 +44,11 @@ def read_attention_mask(name: str, captured: CapturedModel, mask: Tensor, tokens
     floats of 0 and 1."""
     if captured.masks_added and mask.dtype == torch.bool:
         refuse_added(name, "attention_mask")
-    given = read_mask(name, "attention_mask", mask, tokens, shared=captured.masks_hide)
     if captured.masks_hide and mask.is_floating_point() and bool(((mask == 0) | (mask == 1)).all()) and bool(mask.any()):
         raise UnsupportedError(f"{name}: attention_mask holds 0 and 1 as floats, which are added to scores and hide nothing: "
                                "pass " + ("floats, 0 where a query sees a key and -inf where not" if captured.masks_added else
                                           "attention_mask.bool()"))
-    return given
+    return read_mask(name, "attention_mask", mask, tokens, shared=captured.masks_hide)
 
 
 def hidden_as_bool(further: Mapping[str, Tensor], captured: CapturedModel,
@@ -81,13 +80,13 @@ def _seen(mask: Tensor, added: bool) -> Tensor | None:
 
 
 def read_typed_mask(name: str, key: str, value: object, tokens: tuple[int, ...], expected: TemplateInput,
-                    masks_hide: bool) -> Tensor:
+                    captured: CapturedModel) -> Tensor:
     """A mask that every batch has, as the captured one was. Raises `UnsupportedError` as `read_mask`, and for another kind."""
-    shared = masks_hide and key == "attention_mask"
     dtype, middle = expected.dtype, tuple(map(int, expected.shape[1:-2]))
     if isinstance(value, Tensor) and value.shape[1:-2] == middle and dtype is not None and (
             value.is_floating_point() == dtype.is_floating_point and torch.promote_types(value.dtype, dtype) == dtype):
-        return read_mask(name, key, value.to(dtype), torch.Size(tokens), shared)
+        mask, size = value.to(dtype), torch.Size(tokens)
+        return read_attention_mask(name, captured, mask, size) if key == "attention_mask" else read_mask(name, key, mask, size)
     sizes = [tokens[0], *middle, tokens[1], tokens[1]]
     what = f"{value.dtype} of shape {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
     raise UnsupportedError(f"{name}: {key} must be {dtype} of {sizes}, as in the example that the model was streamed with, not "
