@@ -18,6 +18,7 @@ from megacompile.errors import CaptureError, UnsupportedError
 from megacompile.frontend import pairs
 from megacompile.frontend.attention import attention, transformers_attention
 from megacompile.joining import join
+from megacompile.packing import further_arguments
 from megacompile.pairs import hidden_as_bool, read_attention_mask
 
 ROWS, LENGTH = 5, 13
@@ -175,6 +176,16 @@ def test_only_floats_that_do_what_a_bool_mask_does_become_one(model: Any) -> Non
     assert not becomes(sdpa, added(seen(), HIDDEN), read=False), "where our attention does not read it"
     with pytest.raises(UnsupportedError, match=r"which are added to scores and hide nothing: pass attention_mask\.bool\(\)"):
         read_attention_mask("Model", sdpa, seen().float(), torch.Size((ROWS, LENGTH)))
+
+
+def test_an_attention_mask_of_three_dimensions_is_a_mask_of_pairs_for_a_model_of_ones_own(model: Any) -> None:
+    given, inputs = {"attention_mask": seen()[:, 0]}, tiny_models.batch(7, rows=ROWS, length=LENGTH)
+    own = copy.copy(model.megacompile.streamed.captured)
+    for name in ("masks_hide", "masks_added"):
+        object.__setattr__(own, name, False)
+    assert torch.equal(further_arguments("Own", own, given, inputs, {"attention_mask"})["attention_mask"], seen()[:, 0])
+    with pytest.raises(UnsupportedError, match=r"\[5, 13, 13\] cannot be honoured yet: .*, or one of every pair of tokens"):
+        model(**inputs, **given)
 
 
 def test_a_mask_that_the_model_does_not_take_is_refused(model: Any) -> None:
