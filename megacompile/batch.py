@@ -11,10 +11,13 @@ from torch import Tensor, nn
 
 from megacompile.errors import UnsupportedError
 from megacompile.frontend.capture import CapturedModel
+from megacompile.frontend.pairs import described, of_pairs
 from megacompile.frontend.template import LENGTH, TemplateInput
 from megacompile.images import arrange_images, images_of_each
 from megacompile.packing import further_arguments
+from megacompile.pairs import hidden_as_bool, read_typed_mask
 from megacompile.patches import align_patches
+from megacompile.plan import Form
 
 if TYPE_CHECKING:
     from megacompile.forms import Forms
@@ -70,10 +73,17 @@ def read_arguments(model: nn.Module, forward: Callable[..., Any], forms: Forms, 
         del given["output_router_logits"]
     others = {key: value for key, value in given.items() if key not in plain.batch_inputs and not _neutral(key, value)}
     further = further_arguments(name, plain, others, inputs, forms.parameters)
-    served = forms.serve(forms.form_of(tuple(sorted(further)), model.training, images_of_each(forms.first.types, inputs)))
+
+    def form_of(arguments: Mapping[str, Tensor]) -> Form:
+        said = tuple(sorted(described(key, value) for key, value in arguments.items()))
+        return forms.form_of(said, model.training, images_of_each(forms.first.types, inputs))
+
+    further = hidden_as_bool(further, plain, lambda changed: forms.reads_masks(form_of(changed)))
+    served = forms.serve(form_of(further))
     captured, types = served.captured, served.types
     forms.check_modes(captured)
-    inputs |= {key: _checked(name, key, value, types.get(key)) for key, value in further.items()}
+    inputs |= {key: value if of_pairs(types.get(key)) else _checked(name, key, value, types.get(key))
+               for key, value in further.items()}
     has_labels = captured.has_loss and all(key in inputs for key in captured.labels)
     if not isinstance(kept, int) or kept < 0 or (kept and has_labels):
         raise UnsupportedError(f"{name}: logits_to_keep must be a whole number, of a batch without labels: leave it out")
@@ -92,11 +102,11 @@ def _inputs(name: str, captured: CapturedModel, types: Mapping[str, TemplateInpu
             given: Mapping[str, Any]) -> dict[str, Tensor]:
     """The batch arguments of plain batches that are `given`. Raises `UnsupportedError` where some are missing or do not fit."""
     labels = captured.labels
-    inputs = {key: _checked(name, key, value, types.get(key)) for key, value in given.items()
-              if key in captured.batch_inputs and value is not None}
+    known = {key: given[key] for key in captured.batch_inputs if given.get(key) is not None}
+    inputs = {key: _checked(name, key, value, types.get(key)) for key, value in known.items() if not of_pairs(types.get(key))}
     images = {key for places in captured.places for key in places.images}
     inputs |= {key: torch.zeros(0, *types[key].shape[1:], dtype=types[key].dtype) for key in images - inputs.keys()}
-    if missing := [key for key in captured.batch_inputs if key not in labels and key not in inputs]:
+    if missing := [key for key in captured.batch_inputs if key not in labels and key not in {*inputs, *known}]:
         raise UnsupportedError(f"{name}: {', '.join(missing)} must be given to a streamed model")
     shapes = {tuple(tensor.shape[:2]) for key, tensor in inputs.items() if not _of_rows(types.get(key))}
     rows = next(iter(shapes))[0]
@@ -106,6 +116,8 @@ def _inputs(name: str, captured: CapturedModel, types: Mapping[str, TemplateInpu
     if len(shapes) > 1 or 0 in next(iter(shapes)):
         raise UnsupportedError(f"{name}: batch arguments must share one [batch, length] of at least one token, "
                                f"not {sorted(shapes)}")
+    inputs |= {key: read_typed_mask(name, key, value, next(iter(shapes)), types[key], captured)
+               for key, value in known.items() if of_pairs(types.get(key))}
     if any(key in inputs for key in labels) and not all(key in inputs for key in labels):
         raise UnsupportedError(f"{name}: the loss needs all of {', '.join(labels)}: give them all, or none for logits alone")
     return inputs

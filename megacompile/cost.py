@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -54,15 +54,23 @@ def _attention_workspace(node: fx.Node, size: Callable[[Any], int], device_type:
         grouped = 0 if size(key.shape[1]) == heads else 2 * tensor_bytes(query, size)
         columns = -(-width // 32) * 32 if width <= 192 else 256
         return batch * heads * (-(-length // 128) * 128) * 4 * (columns + 1) + grouped
+    own_masks = _masks_of_heads(node.args[7 + 3 * backward:], size)
     if kernel == "efficient":  # its bias
-        return batch * length * (length + 15) * query.element_size()
+        return batch * max(own_masks, 1) * length * (length + 15) * query.element_size()
     if kernel not in ("math", "neutral", "packed"):
         return 0
     half = query.element_size() if query.element_size() < 4 else 0
     scores = batch * heads * length**2 * (4 * ((6 if softcap else 5) if backward else 3) + half)
-    positions = 10 * length**2  # distances, int64, and what they hide
+    positions = (10 + batch * own_masks) * length**2  # distances, int64, and what they hide
     expanded = 0 if size(key.shape[1]) == heads else 2 * batch * heads * length * width * query.element_size()
     return scores + positions + expanded + (tensor_bytes(query, size) if backward else 0)
+
+
+def _masks_of_heads(segments: Sequence[Any], size: Callable[[Any], int]) -> int:
+    """How many heads have masks of pairs of their own; 0 where all share what there is."""
+    given = [each.meta["val"] for each in segments if isinstance(each, fx.Node)]
+    heads = max((size(mask.shape[1]) for mask in given if mask.dim() == 4), default=1)
+    return heads if heads > 1 else 0
 
 
 def _cross_entropy_workspace(node: fx.Node, size: Callable[[Any], int], device_type: str) -> int:

@@ -15,9 +15,10 @@ from megacompile.adapters import AdapterStates
 from megacompile.batch import batch_types
 from megacompile.binding import Binder
 from megacompile.config import StreamConfig
-from megacompile.errors import UnsupportedError
+from megacompile.errors import CaptureError, UnsupportedError
 from megacompile.frontend.adapters import forward_signature
 from megacompile.frontend.capture import CapturedModel
+from megacompile.frontend.pairs import argument, masks_in
 from megacompile.frontend.template import TemplateInput
 from megacompile.hardware import Hardware
 from megacompile.pace import pace_of
@@ -57,6 +58,7 @@ class Forms:
         self.first = Served(captured, planner, Binder(captured, tiling, backend.device, compiling))
         self.adapters = AdapterStates(model)
         self._known = {PLAIN: self.first}
+        self._reads_masks: dict[Form, bool] = {}
 
     def __iter__(self) -> Iterator[Served]:
         return iter(self._known.values())
@@ -66,6 +68,15 @@ class Forms:
         that of training mode where evaluation mode is the same."""
         form = Form(further, without_adapters=self.adapters.disabled(), images=images)
         return form if training or self.serve(form).captured.same_in_evaluation() else replace(form, evaluating=True)
+
+    def reads_masks(self, form: Form) -> bool:
+        """Whether our attention, in every layer, reads the masks of pairs that a form's batches have. May capture it."""
+        if form not in self._reads_masks:
+            try:
+                self._reads_masks[form] = self.serve(form).captured.fused_attention
+            except (CaptureError, UnsupportedError):
+                self._reads_masks[form] = False
+        return self._reads_masks[form]
 
     def check_modes(self, captured: CapturedModel) -> None:
         """Raises `UnsupportedError` where modules inside the model are in another mode than they were captured in, and that
@@ -87,9 +98,15 @@ class Forms:
 
     def _capture(self, form: Form) -> Served:
         planner, binder = self.first.planner, self.first.binder
-        captured = self.first.captured.in_form(form)
+        try:
+            captured = self.first.captured.in_form(form)
+        except CaptureError as reason:
+            if not masks_in(form.further):
+                raise
+            raise CaptureError(f"{type(self.model).__name__} cannot be captured with {', '.join(form.further)}: leave the mask "
+                               f"out, or pass one that the model takes without streaming\n{reason}") from reason
         read = {source.name for call in captured.calls for source in call.sources if source.kind == "batch"}
-        if ignored := [key for key in form.further if key not in read]:
+        if ignored := [key for key in map(argument, form.further) if key not in read]:
             raise UnsupportedError(f"{type(self.model).__name__} does nothing with {', '.join(ignored)}: leave it out")
         if not self._reads_as_planned(captured, form):
             what = ("without its adapters" if form.without_adapters else "in evaluation mode" if form.evaluating

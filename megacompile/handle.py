@@ -25,6 +25,7 @@ from megacompile.lease import StreamedResults, refuse_hooks
 from megacompile.optim import AdamW, disclaim
 from megacompile.pace import pace_of
 from megacompile.packing import further_arguments
+from megacompile.pairs import hidden_as_bool
 from megacompile.patches import align_patches
 from megacompile.plan import Plan, Shape
 from megacompile.program import Op, Program
@@ -193,15 +194,17 @@ class Handle:
         known = streamed.captured.batch_inputs
         given = {k: v for k, v in batch.items() if isinstance(v, Tensor)} if isinstance(batch, Mapping) else {}
         given = align_patches(streamed.model, streamed.captured, given, streamed.backend.device)
-        inputs = {k: v for k, v in given.items() if k in known}
+        inputs = {k: given[k] for k in known if k in given}
         first = next(iter(inputs.values()), None)
         if not isinstance(first, Tensor) or first.dim() < 2:
             raise MegacompileError(f"a batch must map {', '.join(known)} to tensors [batch, length]: this is a "
                                    f"{type(batch).__name__} without such")
         inputs = arrange_images(type(streamed.model).__name__, streamed.captured, inputs)
         further = {k: v for k, v in given.items() if k not in known and k != "num_items_in_batch"}
-        inputs |= further_arguments(type(streamed.model).__name__, streamed.captured, further, inputs,
+        further = further_arguments(type(streamed.model).__name__, streamed.captured, further, inputs,
                                     streamed.forms.parameters)
+        inputs |= hidden_as_bool(further, streamed.captured, lambda changed: streamed.forms.reads_masks(
+            streamed.form_of({**inputs, **changed})))
         shape = streamed.shape_of(inputs, training=training and streamed.tiling.trains and set(known) <= inputs.keys())
         if shape.training:
             shape = replace(shape, update=update or shape.update, whole_step=whole_step)

@@ -17,7 +17,8 @@ from megacompile.runtime.lanes import Backend
 
 def batch_of(backend: Backend, captured: CapturedModel, plan: Plan, constants: Mapping[str, Tensor],
              inputs: Mapping[str, Tensor], normaliser: Tensor | None) -> Batch:
-    """The batch goes to the device here, outside of the program (it is a few kilobytes a step)."""
+    """The batch goes to the device here, outside of the program (it is a few kilobytes a step, but for images, and masks of
+    pairs of tokens)."""
     # Copies, even where they are on the device already: the caller may refill its batch before the backward.
     moved = {name: tensor.to(backend.device, copy=True) for name, tensor in inputs.items()}
     if normaliser is not None:

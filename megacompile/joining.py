@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megacompile.frontend.pairs import pairs_of, tokens_of
+
 #: What a cross entropy over tokens does not count.
 IGNORED = -100
 
@@ -16,15 +18,24 @@ def join(batches: Sequence[Mapping[str, Any]], labels: Collection[str]) -> dict[
     """The rows of all batches in their order: tensors [sum of rows, longest length, ...]. Shorter ones are padded on the right,
     `labels` with -100, all else with 0: in a causal decoder no token sees what follows it, so that no loss changes.
 
-    None where arguments differ between batches, or are anything but integer tensors [rows, length, ...]."""
+    None where arguments differ between batches, or are anything but integer tensors [rows, length, ...]; or masks of pairs,
+    which are joined if all are of one length: what a mask would have to say of padding is the model's business."""
     if len(batches) == 1:
         return dict(batches[0])
     keys = batches[0].keys()
     if any(batch.keys() != keys for batch in batches):
         return None
     joined: dict[str, Any] = {}
+    tensors = [{key: value for key, value in batch.items() if isinstance(value, Tensor)} for batch in batches]
+    masks = set().union(*map(pairs_of, tensors))
     for key in keys:
         parts = [batch[key] for batch in batches]
+        if key in masks:
+            of_all_rows = [len(part) for part in parts] == [tokens_of(batch)[0] for batch in tensors]
+            if not of_all_rows or len({(part.shape[1:], part.dtype) for part in parts}) > 1:
+                return None
+            joined[key] = torch.cat(parts)
+            continue
         if not all(_is_tokens(part) for part in parts) or len({(part.shape[2:], part.dtype) for part in parts}) > 1:
             return None
         longest = max(part.shape[1] for part in parts)

@@ -98,7 +98,7 @@ def training_bytes(captured: CapturedModel, tiling: Tiling, plan: Plan, fused: b
     shared = sum(cost.output_bytes(templates["prologue"], rows, length) for rows in there)
     names, block = [call.template for call in layer_calls], plan.checkpoint_interval
     recomputing = max(0, len(names) - plan.saved_layers)
-    given = _patches(captured, plan)
+    given = _given(captured, plan)
     # The first block begins with what all layers share. One more: what goes from layer to layer, there or back.
     on_the_way = max(hidden.values())
     borders = range(block, recomputing, block)[plan.host_checkpoints:]
@@ -158,13 +158,15 @@ def evaluation_bytes(captured: CapturedModel, tiling: Tiling, plan: Plan, fused:
     kept = len(captured.calls) + 1 if plan.output == ALL else 3  # all of them, and one beside its parts
     layers = max(_peak(captured, call.template, "forward", plan, fused) for call in captured.calls[1:-1])
     last = _peak(captured, epilogue, "evaluate" if plan.output == "loss" else "outputs", plan, fused)
-    activations = _patches(captured, plan) + kept * hidden + sum(outputs[:-1])
+    activations = _given(captured, plan) + kept * hidden + sum(outputs[:-1])
     return Estimate(slot_bytes(captured, tiling, plan), 0, activations, max(layers, last, _joined(outputs)))
 
 
-def _patches(captured: CapturedModel, plan: Plan) -> int:
-    """What a batch of images is on the device, as it was made there and the lanes' own copy; tokens are a few bytes each."""
-    return 2 * plan.batch * plan.length * sum(each.encoder.elements * each.dtype.itemsize for each in captured.patches)
+def _given(captured: CapturedModel, plan: Plan) -> int:
+    """What a batch of images, or with masks of pairs, is on the device, as the caller has it there and the lanes' own copy;
+    tokens are a few bytes each."""
+    patches = sum(each.encoder.elements * each.dtype.itemsize for each in captured.patches)
+    return 2 * plan.batch * plan.length * (patches + plan.length * captured.pair_bytes)
 
 
 def _outputs(captured: CapturedModel, plan: Plan) -> list[int]:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megacompile.errors import UnsupportedError
 from megacompile.frontend.capture import CapturedModel
+from megacompile.pairs import read_attention_mask, read_mask
 
 #: What kernels for packed rows are given beside positions, and say nothing else.
 _BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k")
@@ -20,7 +21,8 @@ _LONGEST = ("max_length_q", "max_length_k")
 def further_arguments(name: str, captured: CapturedModel, given: Mapping[str, Any], inputs: Mapping[str, Tensor],
                       known: Collection[str]) -> dict[str, Tensor]:
     """Those of the arguments `given`, none of which is a batch argument of the plain graphs, that change what is computed:
-    int64 [batch, length]. `inputs`: the plain ones; `known`: the parameters of the model's forward.
+    int64 [batch, length], or masks of pairs (see `pairs.py`). `inputs`: the plain ones; `known`: the parameters of the model's
+    forward.
 
     Raises `UnsupportedError` for an argument that cannot be honoured."""
     first = next(iter(inputs.values()))
@@ -35,12 +37,18 @@ def further_arguments(name: str, captured: CapturedModel, given: Mapping[str, An
     for key, value in rest.items():
         if key not in known:
             raise _refused(name, captured, key)
-        further[key] = _rows(name, captured, key, value, first)
-    if mask is not None:
+        square = isinstance(value, Tensor) and value.dim() in (3, 4) and value.shape[-1] == value.shape[-2]
+        further[key] = read_mask(name, key, value, first.shape) if square else _rows(name, captured, key, value, first)
+    takes_pairs = "attention_mask" in known
+    if takes_pairs and isinstance(mask, Tensor) and (mask.dim() == 4 or (mask.dim() == 3 and not captured.masks_hide)):
+        further["attention_mask"] = read_attention_mask(name, captured, mask, first.shape)
+    elif mask is not None:
         if not isinstance(mask, Tensor) or mask.shape != first.shape[:2]:
             what = f"of shape {list(mask.shape)}" if isinstance(mask, Tensor) else f"that is a {type(mask).__name__}"
-            raise UnsupportedError(f"{name}: an attention_mask {what} cannot be honoured yet: pass a tensor of "
-                                   f"{list(first.shape[:2])}, or none")
+            rows, length = first.shape[:2]
+            of_pairs = f", or one of every pair of tokens, {[rows, 1, length, length]}" if takes_pairs else ""
+            raise UnsupportedError(f"{name}: an attention_mask {what} cannot be honoured yet: pass a tensor of {[rows, length]}"
+                                   f"{of_pairs}, or none")
         # Beside positions that start again, transformers takes any mask to say that rows hold one sequence.
         # A loss of the user's own may count what is labelled -100, and an auxiliary one does unless the mask tells it.
         labels = () if captured.token_loss or captured.is_averaged else captured.labels

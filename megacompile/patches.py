@@ -76,7 +76,10 @@ def _aligned(name: str, found: Patches, given: Mapping[str, Any], tokens: Tensor
 
 def _positions(model: nn.Module, name: str, tokens: Tensor, given: Mapping[str, Any]) -> dict[str, Any]:
     """The positions of every axis, int64 [B, T, 3]; and those of the text, where rows hold several sequences."""
-    said = given.get("position_ids")
+    said, mask = given.get("position_ids"), given.get("attention_mask")
+    if said is None and isinstance(mask, Tensor) and mask.dim() > 2:
+        raise UnsupportedError(f"{name} makes positions of an attention_mask [batch, length] alone: pass position_ids beside "
+                               "one of every pair of tokens")
     if said is None:
         said = _made_by_model(model, given)
     if said is None:

@@ -13,8 +13,9 @@ UPDATES = ("step", "arrival")
 @dataclass(frozen=True)
 class Form:
     """Which graphs of a model a batch needs. `further`: the batch arguments beside those that every batch has, by name (a mask,
-    positions that start again within a row); `evaluating`: those of evaluation mode, if they are others than in training mode;
-    `without_adapters`: with PEFT's adapters switched off; `images`: how many each sequence has, of a model that takes some."""
+    positions that start again within a row), masks of pairs with what they are ("mask: bool [B, 1, T, T]"); `evaluating`:
+    those of evaluation mode, if they are others than in training mode; `without_adapters`: with PEFT's adapters switched off;
+    `images`: how many each sequence has, of a model that takes some."""
 
     further: tuple[str, ...] = ()
     evaluating: bool = False

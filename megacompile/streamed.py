@@ -19,6 +19,7 @@ from megacompile.forms import Forms
 from megacompile.frontend.capture import CapturedModel
 from megacompile.frontend.heads import of_tokens
 from megacompile.frontend.hidden_states import ALL
+from megacompile.frontend.pairs import described
 from megacompile.handover import batch_of, evaluation_of, hidden_states_of, loss_of, outputs_of, send_gradients
 from megacompile.images import images_of_each
 from megacompile.lease import Lease
@@ -376,7 +377,8 @@ class Streamed:
 
     def form_of(self, inputs: Mapping[str, Tensor]) -> Form:
         """Which of the model's captures serves a batch in the model's mode."""
-        further = (name for name in inputs if name not in self.captured.batch_inputs and not of_tokens(name))
+        further = (described(name, tensor) for name, tensor in inputs.items()
+                   if name not in self.captured.batch_inputs and not of_tokens(name))
         return self.forms.form_of(tuple(sorted(further)), self.model.training, images_of_each(self.forms.first.types, inputs))
 
     def _batch(self, shape: CompiledShape, inputs: Mapping[str, Tensor], normaliser: Tensor | None) -> Batch:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from megacompile.errors import UnsupportedError
 from megacompile.frontend import attention_kernels as kernels
 from megacompile.frontend import segmented_attention as segmented
+from megacompile.frontend.pairs import argument, masks_in
 
 # Arguments of transformers' attention functions that change nothing here: caches and further outputs are off.
 _HARMLESS = {
@@ -36,8 +37,8 @@ def _attention(
     query [B, H, T, D]; key, value [B, Hkv, T, D], H a multiple of Hkv. `window`: how many positions, its own among
     them, a query sees (0: all before it). `softcap`: scores become softcap * tanh(scores / softcap) (0: none). `segments`,
     int32 [B, T], says which sequence of its row each position belongs to: queries see their own alone. Keys below 0 are absent,
-    padding, and queries there see all that are present. Or bool [B, 1, T, T], which keys each query sees, later ones too: then
-    `window` is 0. A query that sees nothing gives zeros.
+    padding, and queries there see all that are present. Or bool [B, 1 or H, T, T], which keys each query sees, later ones too:
+    then `window` is 0. A query that sees nothing gives zeros.
     Returns the output [B, H, T, D], in memory [B, T, H, D], and the logsumexp of the scores, float32 [B, H, T].
     """
     if segments is not None:
@@ -113,6 +114,8 @@ def transformers_attention(
     if form == "padded_eager" and softcap:
         raise UnsupportedError("capped scores have gradients of their own where a query sees nothing")
     of_pairs = segments is not None and segments.dtype == torch.bool
+    if form == "pairs" and not (of_pairs and _fits(segments, query)):
+        raise UnsupportedError("another mask than the batch's attention_mask reached a captured layer: pass batches without it")
     if not of_pairs and ((segments is None) != (form == "causal") or (
             segments is not None and (segments.dim(), segments.dtype) != _SEGMENTS)):
         raise UnsupportedError("an attention mask that is neither causal, nor padding or packing, reached a captured layer: "
@@ -121,7 +124,7 @@ def transformers_attention(
         raise UnsupportedError(
             f"attention dropout {dropout} in {type(module).__name__} is not supported: set it to 0 in the config "
             "(attention_dropout, attn_pdrop)")
-    if not options.get("is_causal", getattr(module, "is_causal", True)):
+    if form != "pairs" and not options.get("is_causal", getattr(module, "is_causal", True)):
         raise UnsupportedError(f"{type(module).__name__} is not causal: only causal decoders can be streamed")
     for name, option in options.items():
         if option is not None and name not in _HARMLESS:
@@ -142,6 +145,13 @@ def transformers_attention(
     if values < width:
         out = out[..., :values]
     return out.transpose(1, 2).contiguous(), None
+
+
+def _fits(mask: Tensor | None, query: Tensor) -> bool:
+    """Whether a mask says of each pair of the query's positions, for all of its heads at once or for each, what is seen."""
+    batch, heads, length, _ = query.shape
+    return mask is not None and mask.dim() == 4 and mask.shape[1] in (1, heads) and (
+        mask.shape[0], *mask.shape[2:]) == (batch, length, length)
 
 
 def _blind(segments: Tensor, window: int) -> Tensor:
@@ -176,7 +186,7 @@ def transformers_mask(
     transformers' own mask functions cannot look at data under tracing and always build bool [B, 1, T, T]; and an
     attention function *without* a mask function gets None too, and drops padding silently.
     """
-    if (attention_mask is not None) != form.startswith("padded"):
+    if form == "pairs" or (attention_mask is not None) != form.startswith("padded"):
         raise UnsupportedError("a padding mask reached a captured model: pass batches without attention_mask")
     # `use_vmap` is set where a model lays functions of its own over the mask. A window and a chunk both come as `local_size`.
     chunked = local_size is not None and local_size == getattr(config, "attention_chunk_size", None)
@@ -204,20 +214,24 @@ def _every_pair(mask_function: Any, attention_mask: Tensor | None, batch: int, l
 
 #: (dimensions, dtype) of segments.
 _SEGMENTS = 2, torch.int32
-#: What rows hold -> the attention implementation that a model is captured with. A query that sees nothing, padding on the left,
+#: What rows hold -> the attention implementation that a model is captured with. Under "pairs", transformers makes no mask: the
+#: batch's is every layer's, windows or not. A query that sees nothing, padding on the left,
 #: gives zeros in transformers' "sdpa", and the mean of all values in its "eager".
 FORMS = {"causal": "megacompile", "packed": "megacompile_packed", "padded": "megacompile_padded",
-         "padded_eager": "megacompile_padded_eager"}
+         "padded_eager": "megacompile_padded_eager", "pairs": "megacompile_pairs"}
 
 
 def implementation_for(further: Collection[str], own: str | None) -> str | None:
-    """The attention implementation for batches with `further` arguments, of a model whose `own` is "sdpa", "eager", ...; None
-    where the meaning of an argument is the model's to say."""
-    if not set(further) <= {"attention_mask", "position_ids", "token_type_ids"}:
+    """The attention implementation for batches with `further` arguments (see `pairs.py`), of a model whose `own` is "sdpa",
+    "eager", ...; None where the meaning of an argument is the model's to say: of a mask that is added to scores, too."""
+    names, masks = {argument(each) for each in further}, masks_in(further)
+    if not names <= {"attention_mask", "position_ids", "token_type_ids"}:
         return None
-    if "attention_mask" in further:  # then transformers looks for no sequences within a row
+    if masks:
+        return FORMS["pairs"] if masks.get("attention_mask", "").startswith("bool") else None
+    if "attention_mask" in names:  # then transformers looks for no sequences within a row
         return FORMS["padded_eager" if own == "eager" else "padded"]
-    return FORMS["packed" if "position_ids" in further else "causal"]
+    return FORMS["packed" if "position_ids" in names else "causal"]
 
 
 def register_with_transformers() -> None:

@@ -33,7 +33,7 @@ def sum_groups(x: Tensor, heads: int) -> Tensor:
 
 # ------------------------------------------------------------------ any device, windows and capped scores
 def visible(length: int, device: torch.device, window: int, segments: Tensor | None) -> Tensor:
-    """Which keys each query sees (see `attention`): bool [T, T], or with segments [B, 1, T, T]."""
+    """Which keys each query sees (see `attention`): bool [T, T], or with segments [B, 1 (or their own H), T, T]."""
     if segments is not None and segments.dtype == torch.bool:
         return segments
     position = torch.arange(length, device=device)

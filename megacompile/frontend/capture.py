@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import sympy
 import torch
 import torch.utils._pytree as pytree
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
@@ -18,15 +19,23 @@ from megacompile.errors import CaptureError, UnsupportedError
 from megacompile.frontend.across_rows import across_rows
 from megacompile.frontend.adapters import forward_signature, switch_off_adapters
 from megacompile.frontend.attention import implementation_for
+from megacompile.frontend.attention_calls import (
+    adopt_masked_attention,
+    all_layers_call_attention,
+    is_eager,
+    masks_pairs,
+    says_causal,
+)
 from megacompile.frontend.build import build_template, with_results
 from megacompile.frontend.expert_pieces import Rows, rows_of, split_experts
 from megacompile.frontend.heads import LOGITS, Head, Heads
 from megacompile.frontend.hidden_states import HiddenStates
-from megacompile.frontend.layers import LayerStack, find_layers
+from megacompile.frontend.layers import find_layers
 from megacompile.frontend.loss import is_averaged, normalise_loss
 from megacompile.frontend.model_graph import ModelGraph, capture_model_graph
 from megacompile.frontend.modes import Said, alike, operations, torch_calls
 from megacompile.frontend.output import OutputStructure, output_structure
+from megacompile.frontend.pairs import argument, described, masks_in, of_pairs, pairs_of, refuse_added
 from megacompile.frontend.patches import Patches, install_encoders, model_arguments, refuse_adapters, with_places
 from megacompile.frontend.pieces import in_pieces
 from megacompile.frontend.places import Places, places_of, take_aligned
@@ -63,6 +72,7 @@ class CapturedModel:
     `fused_attention`: every layer's attention is our op; else the model's own code, whose masks take B x T x T bytes.
     `causal`: no token sees a later one, by our op or by what the model's attention modules say of themselves (`is_causal`).
     `masks_hide`: an `attention_mask` does nothing but hide tokens from attention; a model of one's own may pool by it.
+    `masks_added`: it is transformers' eager attention, which adds masks to scores.
     `evaluating`: modules in evaluation mode while the model is in the mode that was captured.
     `fused_loss`: the epilogue's `loss` never holds the micro-batch's logits.
     `has_normaliser`: the loss is a sum over the "normaliser" input, so that micro-batches add up; then
@@ -89,6 +99,7 @@ class CapturedModel:
     fused_attention: bool
     causal: bool
     masks_hide: bool
+    masks_added: bool
     evaluating: frozenset[str]
     form: Form
     holds: Callable[[bool, tuple[int, int]], bool]
@@ -110,6 +121,14 @@ class CapturedModel:
     @property
     def guards(self) -> list[str]:
         return [str(condition.expression) for condition in self.conditions]
+
+    @functools.cached_property
+    def pair_bytes(self) -> int:
+        """What the batch's masks of pairs take for each query and key of a sequence."""
+        read = {source.name: given for call in self.calls
+                for source, given in zip(call.sources, self.templates[call.template].inputs, strict=True)
+                if source.kind == "batch" and of_pairs(given)}
+        return sum(math.prod(map(int, x.shape[1:-2])) * x.dtype.itemsize for x in read.values() if x.dtype is not None)
 
     @property
     def main_output(self) -> str:
@@ -180,6 +199,9 @@ def capture(
         refuse_adapters(patches, name)
     taken = () if loss is None else taken_by_loss(loss, example or {})
     traced = example if loss is None else _without_loss(plain, example, taken)
+    masks_added = is_transformers_model(plain) and is_eager(plain, stack)
+    if masks_added and "bool" in masks_in(_masks(traced)).get("attention_mask", ""):
+        refuse_added(name, "attention_mask")
     graph, twin, batch, attention = _trace(plain, layers, traced, form)
     if graph.changes_state:
         fakes, tried, given, options = _subject(plain, layers, traced, form, CAPTURE_SHAPE, attention)
@@ -188,7 +210,9 @@ def capture(
     apart = fixes_rows(graph) and bool(images_of(batch))
     if apart:
         graph, twin, batch, attention = _trace(plain, layers, traced, form, images_apart=True)
-    performed = operations(graph)
+    performed, pairs = operations(graph), pairs_of(batch)
+    if pairs:
+        adopt_masked_attention(graph)
 
     @functools.cache
     def called(where: Form, size: tuple[int, int]) -> tuple[Said, ...] | None:
@@ -250,14 +274,15 @@ def capture(
     read_early = {s.name for call in calls[:-1] for s in call.sources if s.kind == "batch"}
     batch_inputs = tuple(n for n in batch if loss is None or n in read_early)
     batch_inputs += tuple(n for n, _, _ in taken if n not in batch_inputs)
-    labels = tuple(n for n in batch_inputs if has_loss and n not in read_early and n not in form.further)
-    fused = _all_layers_call_attention(graph)
+    labels = tuple(n for n in batch_inputs if has_loss and n not in read_early and n not in map(argument, form.further))
+    fused = all_layers_call_attention(graph)
     return CapturedModel(
         calls=tuple(calls), templates=templates, batch_inputs=batch_inputs, labels=labels, layer_names=stack.names, rows=rows,
         same_logits_without_labels=_same_logits_without_labels(
             twin, graph, positions, model_arguments(batch, form.images), labels),
-        fused_attention=fused, causal=not _masks_pairs(graph) and (fused or _says_causal(stack)),
-        masks_hide=_of_transformers(plain), evaluating=frozenset(n for n, m in twin.named_modules() if not m.training),
+        fused_attention=fused, causal=not pairs and not masks_pairs(graph) and (fused or says_causal(stack)),
+        masks_hide=_of_transformers(plain), masks_added=masks_added,
+        evaluating=frozenset(n for n, m in twin.named_modules() if not m.training),
         fused_loss="linear_cross_entropy" in templates[calls[-1].template].stages["joint"], has_loss=has_loss,
         form=form, holds=functools.cache(holds), in_form=functools.cache(in_form), has_normaliser=count is not None,
         is_averaged=is_averaged(graph), across_rows="" if is_averaged(graph) else mixing, count_targets=count, places=places,
@@ -292,7 +317,8 @@ def _trace(
     """
     ours = None
     if is_transformers_model(model):
-        ours = implementation_for(form.further, model.config._attn_implementation)  # type: ignore[union-attr, arg-type]
+        asked = (*form.further, *_masks(example))
+        ours = implementation_for(asked, model.config._attn_implementation)  # type: ignore[union-attr, arg-type]
     for attention in dict.fromkeys((ours, None)):
         fakes, twin, batch, options = _subject(model, layers, example, form, size, attention)
         if images_apart:
@@ -310,7 +336,7 @@ def _trace(
             raise CaptureError(f"{type(model).__name__} does more with the list of its images' features than to join it, so "
                                "that a graph would hold for one number of images: compute with "
                                f"{', '.join(sorted(images_of(batch)))} as one tensor [batch, ...], without a list")
-        if attention is None or _all_layers_call_attention(graph):
+        if attention is None or all_layers_call_attention(graph):
             return graph, twin, batch, attention
     raise AssertionError("the last trace is always returned")
 
@@ -348,30 +374,9 @@ def _same_logits_without_labels(
     return shapes == [(*CAPTURE_SHAPE[:leading], *captured[leading:])]
 
 
-def _all_layers_call_attention(graph: ModelGraph) -> bool:
-    return all(map(_attentions, _regions(graph)))
-
-
-def _masks_pairs(graph: ModelGraph) -> bool:
-    """Whether a layer's attention reads a mask of every pair, under which tokens may see later ones."""
-    given = [argument.meta["example_value"] for region in _regions(graph) for call in _attentions(region)
-             for argument in call.args[7:] if isinstance(argument, fx.Node)]
-    return any(mask.dtype == torch.bool for mask in given)
-
-
-def _attentions(region: fx.GraphModule) -> list[fx.Node]:
-    target = torch.ops.megacompile.attention
-    return [node for node in region.graph.nodes if node.target in (target, target.default)]
-
-
-def _regions(graph: ModelGraph) -> list[fx.GraphModule]:
-    return [m for m in graph.graph.children() if isinstance(m, fx.GraphModule)]
-
-
-def _says_causal(stack: LayerStack) -> bool:
-    """Whether layers have modules that say whether they are causal, as those of transformers do, and all say yes."""
-    said = [module.is_causal for layer in stack.layers for module in layer.modules() if hasattr(module, "is_causal")]
-    return bool(said) and all(said)
+def _masks(example: Mapping[str, Tensor] | None) -> list[str]:
+    """The masks of pairs that every batch has, as a form says them."""
+    return [described(name, example[name]) for name in pairs_of(example)] if example else []
 
 
 def _of_transformers(model: nn.Module) -> bool:

@@ -29,6 +29,7 @@ from megacompile.errors import CaptureError, MegacompileError, UnsupportedError
 from megacompile.frontend.adapters import traceable_adapters
 from megacompile.frontend.buffers import own_rewritten_buffers
 from megacompile.frontend.layers import LayerStack, layers_as_regions
+from megacompile.frontend.pairs import pairs_of
 from megacompile.frontend.template import Source
 
 INVOKE = torch.ops.higher_order.invoke_subgraph
@@ -73,17 +74,20 @@ def capture_model_graph(
     Raises `CaptureError` with Dynamo's reason and the line of the model that caused it.
     """
     names, tensors = tuple(batch), tuple(batch.values())
-    dimensions = [(0, 1) if tensor.shape[:2] == tensors[0].shape[:2] else (0,) for tensor in tensors]
+    pairs = pairs_of(batch)
+    # Of each input: its dimensions that are the batch size or the length, and which of the first input's they are.
+    dimensions = [((0, 0), (tensor.dim() - 2, 1), (tensor.dim() - 1, 1)) if name in pairs else
+                  ((0, 0), (1, 1)) if tensor.shape[:2] == tensors[0].shape[:2] else ((0, 0),) for name, tensor in batch.items()]
     tied = [tensor.shape[0] == tensors[0].shape[0] for tensor in tensors]  # images may be traced apart
     for tensor, dynamic in zip(tensors, dimensions, strict=True):
-        for dimension in dynamic:
+        for dimension, _ in dynamic:
             if tensor.shape[dimension] > 1:  # a size of 1 is a constant to Dynamo, whatever it is told
                 torch._dynamo.mark_dynamic(tensor, dimension)
 
     def step(*inputs: Tensor) -> Any:
         for other, dynamic in itertools.compress(zip(inputs, dimensions, strict=True), tied):
-            for dimension in dynamic:  # each marked one has a symbol of its own: say that they are equal
-                torch._check(other.shape[dimension] == inputs[0].shape[dimension])
+            for dimension, of_first in dynamic:  # each marked one has a symbol of its own: say that they are equal
+                torch._check(other.shape[dimension] == inputs[0].shape[of_first])
         return model(**taken(dict(zip(names, inputs, strict=True))), **options)
 
     torch._dynamo.reset()

@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megacompile.frontend.modalities import aligned, is_images
 from megacompile.frontend.model_graph import INVOKE, ModelGraph
+from megacompile.frontend.pairs import pairs_of
 
 #: Of images, where their number is traced apart from that of sequences: a graph that has it as a constant is refused.
 TRACED_ROWS = 7
@@ -32,7 +33,7 @@ def fixes_rows(graph: ModelGraph) -> bool:
 
 def images_of(batch: Mapping[str, Tensor]) -> set[str]:
     """The batch arguments that may be images, one tensor of a size each."""
-    return {name for name, tensor in batch.items() if is_images(tensor)} - aligned(batch)
+    return {name for name, tensor in batch.items() if is_images(tensor)} - aligned(batch) - pairs_of(batch)
 
 
 def traced_apart(batch: Mapping[str, Tensor], fakes: FakeTensorMode) -> dict[str, Tensor]:

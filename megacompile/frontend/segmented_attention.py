@@ -101,11 +101,12 @@ def flash_packed_backward(
 # ------------------------------------------------------------------ memory-efficient attention on CUDA, with a mask
 def _bias(query: Tensor, segments: Tensor) -> tuple[Tensor, Tensor]:
     """0 for keys that are seen and -inf for others, [B, H, T, T] expanded from [B, 1, T, T]; and which queries see nothing,
-    bool [B, 1, T, 1]: they see all here, since the kernel gives no number otherwise, and their output is of no account."""
+    bool [B, 1 or H, T, 1]: they see all here, since the kernel gives no number otherwise, and their output is of no account."""
     batch, heads, length, _ = query.shape
     seen = visible(length, query.device, 0, segments)
     blind = ~seen.any(-1, keepdim=True)
-    aligned = query.new_zeros(batch, 1, length, -(-length // 16) * 16)  # the kernel wants rows that begin at 16 bytes
+    # The kernel wants rows that begin at 16 bytes.
+    aligned = query.new_zeros(batch, seen.shape[1], length, -(-length // 16) * 16)
     bias = aligned[..., :length].masked_fill_(~(seen | blind), float("-inf"))
     return bias.expand(batch, heads, length, length), blind
 

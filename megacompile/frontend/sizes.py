@@ -29,7 +29,8 @@ def batch_symbols(graph: ModelGraph, name: str) -> Renaming:
     Raises `CaptureError`, with the line of the model, if a dimension was silently specialised to the captured size.
     """
     examples = (n.meta["example_value"] for n, s in graph.sources.items() if s.kind == "batch")
-    example = next(value for value in examples if value.dim() >= 2 and not value.is_floating_point())
+    example = next(value for value in examples if value.dim() >= 2 and not value.is_floating_point()
+                   and (value.dim() == 2 or value.dtype != torch.bool))
     env = graph.shape_env
     found: list[sympy.Symbol] = []
     for dimension in (0, 1):

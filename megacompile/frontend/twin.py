@@ -18,6 +18,7 @@ from megacompile.frontend.adapters import forward_signature
 from megacompile.frontend.attention import register_with_transformers
 from megacompile.frontend.layers import encoders, find_layers
 from megacompile.frontend.modalities import aligned, is_images
+from megacompile.frontend.pairs import argument, example_of, pairs_of, tokens_of
 
 CAPTURE_SHAPE = (3, 17)  # batch, length. 0 and 1 would be specialised, and equal sizes could share one symbol.
 
@@ -75,9 +76,10 @@ def fake_batch(
     """Fake batch inputs of [batch, length] `size`, in the positional order of the model's `forward`.
 
     `example` gives their names and dtypes; without it, int64 `input_ids` and, if there is such a parameter, `labels`. `further`
-    ones beside it are int64. Floats of several dimensions are `images` for each sequence: [batch, images, ...] if several.
+    ones beside it are int64, or masks of pairs as they are described (see `pairs.py`). Floats of several dimensions are
+    `images` for each sequence: [batch, images, ...] if several. Masks of pairs come last: sizes are read off what is first.
     Raises `CaptureError` if the model's forward does not take them, needs more, or an input is neither a [batch, length, ...]
-    integer tensor of the same shape as the first, nor one value a row ([batch], or floats [batch, ...]).
+    integer tensor of the same shape as the first, nor one value a row ([batch], or floats [batch, ...]), nor a mask of pairs.
     """
     parameters = forward_signature(model).parameters
     name = type(model).__name__
@@ -89,8 +91,7 @@ def fake_batch(
             )
         example = {"input_ids": torch.empty(CAPTURE_SHAPE, dtype=torch.long, device="meta")}
         example |= {"labels": _labels(model)} if "labels" in parameters else {}
-    example = example | {key: torch.empty(next(iter(example.values())).shape[:2], dtype=torch.long, device="meta")
-                         for key in further}
+    example = example | {argument(each): example_of(each, tokens_of(example)) for each in further}
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     for key in example:
         if key not in parameters and not takes_any:
@@ -100,22 +101,27 @@ def fake_batch(
             parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY, parameter.POSITIONAL_ONLY)
         if required and key not in example:
             raise CaptureError(f"{name}.forward needs {key}: give it a default, or a tensor in example=")
-    shape = next(iter(example.values())).shape
+    shape, pairs = tokens_of(example), pairs_of(example)
     for key, tensor in example.items():
         along = key in aligned(example) and tensor.shape[:2] == shape[:2]
-        if not (along or of_rows(tensor, shape)) and (
+        if not (along or key in pairs or of_rows(tensor, shape)) and (
                 tensor.shape != shape or tensor.is_floating_point() or tensor.is_complex()):
             raise CaptureError(
                 f"batch input {key} is {tensor.dtype} of shape {list(tensor.shape)}: batch inputs must be integer "
                 f"tensors [batch, length, ...] of one shape, or floats with one row for each sequence, such as one image "
-                f"[batch, ...]; leave others out of example= and compute them in the model"
+                f"[batch, ...], or masks [batch, ..., length, length], bool or floats; leave others out of example= and "
+                f"compute them in the model"
             )
     order = [key for key in parameters if key in example] + [key for key in example if key not in parameters]
+    order.sort(key=pairs.__contains__)
     with fakes:
-        return {key: torch.zeros(_fake_shape(example[key], shape, size, images), dtype=example[key].dtype) for key in order}
+        return {key: torch.zeros(_fake_shape(example[key], shape, size, images, key in pairs), dtype=example[key].dtype)
+                for key in order}
 
 
-def _fake_shape(tensor: torch.Tensor, tokens: torch.Size, size: tuple[int, int], images: int) -> tuple[int, ...]:
+def _fake_shape(tensor: torch.Tensor, tokens: torch.Size, size: tuple[int, int], images: int, pairs: bool) -> tuple[int, ...]:
+    if pairs:
+        return (size[0], *tensor.shape[1:-2], size[1], size[1])
     if not of_rows(tensor, tokens):
         return (*size, *tensor.shape[2:])
     several = (images,) if images > 1 and is_images(tensor) else ()

@@ -3,13 +3,14 @@
 Before: `megacompile.attention(q, k, v, scale, window, softcap, "neutral")`, and a model's own causal
 `scaled_dot_product_attention`. After: both are `megacompile.attention` with the kernel's name as argument. An
 attention that matches neither (a mask, dropout, not causal) is left as it is. With segments as a last argument rows hold
-padding ("neutral") or several sequences, every position in one of them ("packed").
+padding, or have a mask of every pair of tokens ("neutral"), or hold several sequences, each position in one of them ("packed").
 
     flash_cpu     on the CPU, without a window or capped scores
     cudnn         on CUDA in bf16 or fp16, where the target has it: no windows, head sizes that are multiples of 8 up to 128
     flash         on CUDA in bf16 or fp16, windows too, head sizes that are multiples of 8 up to 256
     flash_packed  the same, each sequence of a row by itself
-    efficient     the same with padding, of which it makes a mask [B, 1, T, T] for each layer while that runs; no windows
+    efficient     the same with padding, of which it makes a mask [B, 1, T, T] for each layer while that runs, or with a mask of
+                  every pair; no windows
     math          everything else, on any device: explicit scores, softmax in float32
 """
 from __future__ import annotations

@@ -106,6 +106,8 @@ def test_images_of_any_size_train_as_they_do_natively(monkeypatch: pytest.Monkey
     taken = cost.peak_bytes(prologue, prologue.variant("recompute_backward"), 2, 50)
     assert taken > 50 * MERGE**2 * backward, "every token may be of an image"
 
+    with pytest.raises(UnsupportedError, match="pass position_ids beside one of every pair of tokens"):
+        model(**given, attention_mask=torch.ones(5, 1, 23, 23, dtype=torch.bool))
     cut = {**given, "input_ids": given["input_ids"].clone()}
     cut["input_ids"][3, 2] = 5
     few = {**given, "image_grid_thw": given["image_grid_thw"][:-1]}

@@ -1,0 +1,100 @@
+"""Masks of every pair of tokens on CUDA: the kernel beside explicit scores, and models in bf16 beside native PyTorch."""
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, Qwen2Config
+
+import megacompile
+from megacompile.frontend.attention import attention
+
+pytestmark = pytest.mark.gpu
+LENGTH = 203  # of no multiple of anything, so that rows of a mask begin anywhere
+
+
+def seen(heads: int = 1) -> Tensor:
+    """Any keys, and each query itself."""
+    generator = torch.Generator().manual_seed(heads)
+    return (torch.rand(3, heads, LENGTH, LENGTH, generator=generator) > 0.5) | torch.eye(LENGTH, dtype=torch.bool)
+
+
+def prefix() -> Tensor:
+    """Of each row so many tokens see each other both ways; what follows is causal."""
+    prompts = torch.arange(LENGTH) < torch.tensor([0, 77, LENGTH])[:, None, None, None]
+    return torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril() | prompts
+
+
+@pytest.mark.parametrize("heads", [1, 8])
+def test_the_kernel_is_explicit_scores(heads: int) -> None:
+    """With queries that see nothing."""
+    torch.manual_seed(0)
+    given = [torch.randn(3, n, LENGTH, 64, device="cuda", dtype=torch.bfloat16).transpose(1, 2).contiguous().transpose(1, 2)
+             .requires_grad_() for n in (8, 2, 2)]
+    exact = [x.detach().float().requires_grad_() for x in given]
+    mask = seen(heads).cuda()
+    mask[0, :, 5] = mask[2, :, -1] = False
+    out, _ = attention(*given, 0.125, 0, 0.0, "efficient", mask)
+    expected, _ = attention(*exact, 0.125, 0, 0.0, "math", mask)
+    torch.testing.assert_close(out.float(), expected, rtol=0, atol=2e-2)
+    assert not out[0, :, 5].any() and not out[2, :, -1].any()
+    sent = torch.randn_like(expected)
+    for ours, theirs in zip(torch.autograd.grad(out, given, sent.bfloat16()), torch.autograd.grad(expected, exact, sent),
+                            strict=True):
+        assert (ours.float() - theirs).norm() <= 2e-2 * theirs.norm()
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(256), nn.Linear(256, 768), nn.Linear(256, 256)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm(x)).view(*x.shape[:2], 3, 4, 64).permute(2, 0, 3, 1, 4)
+        found = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        return x + self.out(found.transpose(1, 2).reshape(x.shape))
+
+
+class Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(512, 256), nn.Linear(256, 512)
+        self.layers = nn.ModuleList(Layer() for _ in range(3))
+
+    def forward(self, input_ids: Tensor, labels: Tensor, mask: Tensor) -> Any:
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = layer(x, mask)
+        return (F.cross_entropy(self.head(x).flatten(0, 1).float(), labels.flatten()),)
+
+
+@pytest.mark.parametrize("what", ["a prefix", "of each head", "added", "one's own"])
+def test_a_model_trains_as_native_pytorch_does(what: str) -> None:
+    """In bf16, compiled, beside float32."""
+    torch.manual_seed(0)
+    config = Qwen2Config(vocab_size=512, hidden_size=256, intermediate_size=512, num_hidden_layers=3, num_attention_heads=4,
+                         num_key_value_heads=2)
+    own = what == "one's own"
+    native: Any = Masked().bfloat16() if own else AutoModelForCausalLM.from_config(
+        config, dtype=torch.bfloat16, attn_implementation="sdpa").train()
+    biases = torch.randn(3, 1, LENGTH, LENGTH, generator=torch.Generator().manual_seed(1))
+    mask = {"a prefix": prefix(), "of each head": seen(4), "added": biases.bfloat16(), "one's own": seen()}[what]
+    ids = torch.randint(0, 512, (3, LENGTH))
+    batch = {"input_ids": ids, "labels": ids, ("mask" if own else "attention_mask"): mask}
+    model = megacompile.stream(copy.deepcopy(native), micro_batch_size=2, example=batch if own else None)
+    native.float().cuda()
+    loss = model(**{name: x.cuda() for name, x in batch.items()})[0]
+    expected = native(**{name: x.cuda().float() if x.is_floating_point() else x.cuda() for name, x in batch.items()})[0]
+    assert abs(float(loss.detach()) - float(expected.detach())) < 2e-2
+    loss.backward()
+    expected.backward()
+    theirs = dict(native.named_parameters())
+    for name, parameter in model.named_parameters():
+        gradient = theirs[name].grad.cpu()
+        assert torch.isfinite(parameter.grad).all()
+        assert (parameter.grad.cpu().float() - gradient).norm() <= 0.05 * gradient.norm(), name
+    model.megacompile.close()
