@@ -1,6 +1,7 @@
 """`capture`: a decoder model -> calls of templates. The frontend from end to end."""
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import time
@@ -22,7 +23,7 @@ from megacompile.frontend.build import build_template, with_results
 from megacompile.frontend.expert_pieces import Rows, rows_of, split_experts
 from megacompile.frontend.heads import LOGITS, Head, Heads
 from megacompile.frontend.hidden_states import HiddenStates
-from megacompile.frontend.layers import LayerStack, find_layers
+from megacompile.frontend.layers import Layers, LayerStack, find_layers, largest_of
 from megacompile.frontend.loss import is_averaged, normalise_loss
 from megacompile.frontend.model_graph import ModelGraph, capture_model_graph
 from megacompile.frontend.modes import Said, alike, operations, torch_calls
@@ -57,7 +58,8 @@ class CapturedModel:
     `calls`: the prologue, the layers in order, the epilogue. `templates`: by the name that calls use.
     `batch_inputs`: the batch arguments, in the positional order of the model's forward; `labels`: those that only the
     loss reads. `same_logits_without_labels`: a forward without them computes the logits that were captured with them.
-    `layer_names`: qualified. `rows`: by the names that calls use, the parameters that are shares of the model's own.
+    `stacks`: the qualified names of the lists that layers are in. `layer_names`: those of layers, in the order of their first
+    runs. `rows`: by the names that calls use, the parameters that are shares of the model's own.
     `holds(training, size)`: whether the graphs hold in a mode and at a size where they were not captured. `in_form(form)`: the
     same model, captured for another form of batch; the first time takes as long as the first capture.
     `fused_attention`: every layer's attention is our op; else the model's own code, whose masks take B x T x T bytes.
@@ -84,6 +86,7 @@ class CapturedModel:
     batch_inputs: tuple[str, ...]
     labels: tuple[str, ...]
     same_logits_without_labels: bool
+    stacks: tuple[str, ...]
     layer_names: tuple[str, ...]
     rows: Mapping[str, Rows]
     fused_attention: bool
@@ -154,23 +157,35 @@ class CapturedModel:
                     f"{condition.line}: keep batches within it, or remove the branch on sizes from the model's forward")
 
 
-def capture(
-    model: nn.Module, *, layers: str | None = None, example: Mapping[str, Tensor] | None = None,
+def capture(model: nn.Module, *, layers: Layers | None = None, **options: Any) -> CapturedModel:
+    """`capture_stack`, with the lists of layers that are named, or else found: where several were found whose layers form no
+    chain, with the largest of them alone."""
+    stack = find_layers(model, layers)
+    if stack.found and len(stack.paths) > 1:
+        with contextlib.suppress(CaptureError, UnsupportedError):
+            return capture_stack(model, stack.paths, chained=True, **options)
+        return capture_stack(model, (largest_of(model, stack),), **options)
+    return capture_stack(model, stack.paths, **options)
+
+
+def capture_stack(
+    model: nn.Module, layers: tuple[str, ...], *, example: Mapping[str, Tensor] | None = None,
     pipeline: Sequence[TemplatePass] = (), target: TargetLike | None = None, form: Form = PLAIN,
     loss: Callable[..., Any] | None = None, expert_pieces: int = 1, patches: tuple[Patches, ...] | None = None,
+    chained: bool = False,
 ) -> CapturedModel:
     """Capture `model` for batches of one `form`, once, on fakes: no weight is read or copied, and `meta` models work too.
 
-    `layers` names the decoder stack (see `find_layers`); `example` gives the batch arguments where they are not
+    `layers` names the lists of layers; `example` gives the batch arguments where they are not
     `input_ids` and `labels`; `pipeline` and `target` are the template passes and what they lower to; `loss`, a function of
     tokens, stands in the place of the model's own loss; `expert_pieces`: calls that a layer's experts are divided among;
-    `patches`: the encoders of a twin that takes images aligned with tokens already, as `example` says.
+    `patches`: the encoders of a twin that takes images aligned with tokens already, as `example` says; `chained`: each call
+    of a layer must read what the one before it makes.
     Raises `CaptureError` or `UnsupportedError`, naming the module, for what cannot be streamed faithfully.
     """
     started = time.perf_counter()
     target = target or CpuTarget()
     name = type(model).__name__
-    stack = find_layers(model, layers)
     plain = fake_twin(model, FakeTensorMode())  # as it is now: `model` may be streamed when it is captured again
     split_experts(plain, find_layers(plain, layers), expert_pieces)
     rows = rows_of(plain)
@@ -207,8 +222,8 @@ def capture(
 
     def in_form(other: Form) -> CapturedModel:
         with torch.inference_mode(False), torch.enable_grad():  # whatever the batch is computed under that needs it first
-            return capture(plain, layers=layers, example=example, pipeline=pipeline, target=target, form=other,
-                           loss=loss, patches=patches)  # its experts are in pieces already
+            return capture_stack(plain, layers, example=example, pipeline=pipeline, target=target, form=other,
+                                 loss=loss, patches=patches)  # its experts are in pieces already
 
     structure, positions = output_structure(graph, name, other_loss=loss is not None)
     patches = with_places(patches, take_aligned(graph, name), name)
@@ -216,7 +231,9 @@ def capture(
     has_loss = loss is not None or structure.has_loss
     count = _one if loss is not None else normalise_loss(graph, graph.results[positions[0]]) if has_loss else None
     draw_functionally(graph)
-    sections = split_at_layers(graph, stack, [graph.results[p] for p in positions])
+    stack = find_layers(twin, layers)
+    sections = split_at_layers(graph, twin, stack, [graph.results[p] for p in positions], chained)
+    layer_names = tuple(section.name for section in sections[1:-1] if section.visit == 1)
     for section in sections:
         number_draws(section)
     renaming = batch_symbols(graph, name)
@@ -239,7 +256,7 @@ def capture(
             own_loss = loss is not None and section.name == "epilogue"
             templates[names[key]] = build(names[key], section, tokens_at_once=CHUNK_TOKENS if own_loss else 0)
             mixing = mixing or across_rows(templates[names[key]], section)
-        calls.append(Call(section.name, names[key], tuple(section.sources)))
+        calls.append(Call(section.call_name, names[key], tuple(section.sources), section.name if section.visit > 1 else ""))
     heads = None
     if to_logits is not None:
         hidden = HiddenStates(name, twin, stack, model_arguments(batch, form.images), sections[:-1], to_logits)
@@ -253,7 +270,8 @@ def capture(
     labels = tuple(n for n in batch_inputs if has_loss and n not in read_early and n not in form.further)
     fused = _all_layers_call_attention(graph)
     return CapturedModel(
-        calls=tuple(calls), templates=templates, batch_inputs=batch_inputs, labels=labels, layer_names=stack.names, rows=rows,
+        calls=tuple(calls), templates=templates, batch_inputs=batch_inputs, labels=labels, stacks=layers,
+        layer_names=layer_names, rows=rows,
         same_logits_without_labels=_same_logits_without_labels(
             twin, graph, positions, model_arguments(batch, form.images), labels),
         fused_attention=fused, causal=not _masks_pairs(graph) and (fused or _says_causal(stack)),
@@ -280,7 +298,7 @@ def _without_loss(model: nn.Module, example: Mapping[str, Tensor] | None, taken:
 
 
 def _trace(
-    model: nn.Module, layers: str | None, example: Mapping[str, Tensor] | None, form: Form,
+    model: nn.Module, layers: tuple[str, ...], example: Mapping[str, Tensor] | None, form: Form,
     size: tuple[int, int] = CAPTURE_SHAPE, images_apart: bool = False,
 ) -> tuple[ModelGraph, nn.Module, dict[str, Tensor], str | None]:
     """The model's graph, its fake twin, the fake batch and which attention it has: ours if its layers call it (its name), else
@@ -316,7 +334,7 @@ def _trace(
 
 
 def _subject(
-    model: nn.Module, layers: str | None, example: Mapping[str, Tensor] | None, form: Form, size: tuple[int, int],
+    model: nn.Module, layers: tuple[str, ...], example: Mapping[str, Tensor] | None, form: Form, size: tuple[int, int],
     attention: str | None,
 ) -> tuple[FakeTensorMode, nn.Module, dict[str, Tensor], dict[str, Any]]:
     """What a trace runs: the fakes' mode, the twin, its batch and further arguments."""
