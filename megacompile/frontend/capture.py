@@ -157,32 +157,36 @@ class CapturedModel:
                     f"{condition.line}: keep batches within it, or remove the branch on sizes from the model's forward")
 
 
-def capture(model: nn.Module, *, layers: Layers | None = None, **options: Any) -> CapturedModel:
-    """`capture_stack`, with the lists of layers that are named, or else found: where several were found whose layers form no
-    chain, with the largest of them alone."""
-    stack = find_layers(model, layers)
-    if stack.found and len(stack.paths) > 1:
-        with contextlib.suppress(CaptureError, UnsupportedError):
-            return capture_stack(model, stack.paths, chained=True, **options)
-        return capture_stack(model, (largest_of(model, stack),), **options)
-    return capture_stack(model, stack.paths, **options)
-
-
-def capture_stack(
-    model: nn.Module, layers: tuple[str, ...], *, example: Mapping[str, Tensor] | None = None,
+def capture(
+    model: nn.Module, *, layers: Layers | None = None, example: Mapping[str, Tensor] | None = None,
     pipeline: Sequence[TemplatePass] = (), target: TargetLike | None = None, form: Form = PLAIN,
-    loss: Callable[..., Any] | None = None, expert_pieces: int = 1, patches: tuple[Patches, ...] | None = None,
-    chained: bool = False,
+    loss: Callable[..., Any] | None = None, expert_pieces: int = 1,
 ) -> CapturedModel:
     """Capture `model` for batches of one `form`, once, on fakes: no weight is read or copied, and `meta` models work too.
 
-    `layers` names the lists of layers; `example` gives the batch arguments where they are not
+    `layers` names the lists of layers (see `find_layers`); `example` gives the batch arguments where they are not
     `input_ids` and `labels`; `pipeline` and `target` are the template passes and what they lower to; `loss`, a function of
-    tokens, stands in the place of the model's own loss; `expert_pieces`: calls that a layer's experts are divided among;
-    `patches`: the encoders of a twin that takes images aligned with tokens already, as `example` says; `chained`: each call
-    of a layer must read what the one before it makes.
+    tokens, stands in the place of the model's own loss; `expert_pieces`: calls that a layer's experts are divided among.
+    Where several lists were found, not named, whose layers form no chain, the largest is the stack.
     Raises `CaptureError` or `UnsupportedError`, naming the module, for what cannot be streamed faithfully.
     """
+    of = functools.partial(_capture, model, example=example, pipeline=pipeline, target=target, form=form, loss=loss,
+                           expert_pieces=expert_pieces)
+    stack = find_layers(model, layers)
+    if stack.found and len(stack.paths) > 1:
+        with contextlib.suppress(CaptureError, UnsupportedError):
+            return of(stack.paths, chained=True)
+        return of((largest_of(model, stack),))
+    return of(stack.paths)
+
+
+def _capture(
+    model: nn.Module, layers: tuple[str, ...], *, example: Mapping[str, Tensor] | None, pipeline: Sequence[TemplatePass],
+    target: TargetLike | None, form: Form, loss: Callable[..., Any] | None, expert_pieces: int = 1,
+    patches: tuple[Patches, ...] | None = None, chained: bool = False,
+) -> CapturedModel:
+    """`capture` with these lists of layers. `patches`: the encoders of a twin that takes images aligned with tokens already, as
+    `example` says; `chained`: each call of a layer must read what the one before it makes."""
     started = time.perf_counter()
     target = target or CpuTarget()
     name = type(model).__name__
@@ -222,8 +226,8 @@ def capture_stack(
 
     def in_form(other: Form) -> CapturedModel:
         with torch.inference_mode(False), torch.enable_grad():  # whatever the batch is computed under that needs it first
-            return capture_stack(plain, layers, example=example, pipeline=pipeline, target=target, form=other,
-                                 loss=loss, patches=patches)  # its experts are in pieces already
+            return _capture(plain, layers, example=example, pipeline=pipeline, target=target, form=other,
+                            loss=loss, patches=patches)  # its experts are in pieces already
 
     structure, positions = output_structure(graph, name, other_loss=loss is not None)
     patches = with_places(patches, take_aligned(graph, name), name)

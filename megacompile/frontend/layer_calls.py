@@ -10,7 +10,7 @@ import torch
 from torch import fx, nn
 
 from megacompile.errors import CaptureError
-from megacompile.frontend.layers import LayerStack
+from megacompile.frontend.layers import LayerStack, stack_candidates
 from megacompile.frontend.model_graph import INVOKE, ModelGraph
 
 
@@ -49,9 +49,9 @@ def layer_calls(model: ModelGraph, module: nn.Module, stack: LayerStack, body: S
         visits[layer] += 1
         calls.append(LayerCall(node, layer, visits[layer], names[layer]))
     if idle := [name for name in stack.names if not visits[name]]:
-        called = ", ".join(visits) or "none"
-        raise CaptureError(f"{idle[0]} is not called in a forward (called: {called}): take it out of its list, or name the "
-                           'lists whose layers are called with layers=("path.to.layers", ...)')
+        others = ", ".join(f'"{path}"' for path in stack_candidates(module) if path not in stack.paths) or "there is no other"
+        raise CaptureError(f"{idle[0]} is not called in a forward (called: {', '.join(visits) or 'none'}): take it out of its "
+                           f"list, or name the lists whose layers are called with layers=(...), of {others}")
     return calls
 
 
