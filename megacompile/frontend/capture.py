@@ -21,9 +21,11 @@ from megacompile.frontend.adapters import forward_signature, switch_off_adapters
 from megacompile.frontend.attention import implementation_for
 from megacompile.frontend.build import build_template, with_results
 from megacompile.frontend.expert_pieces import Rows, rows_of, split_experts
+from megacompile.frontend.grad_modes import follow_gradients
 from megacompile.frontend.heads import LOGITS, Head, Heads
 from megacompile.frontend.hidden_states import HiddenStates
-from megacompile.frontend.layers import Layers, LayerStack, find_layers, largest_of
+from megacompile.frontend.layer_calls import layer_calls
+from megacompile.frontend.layers import Layers, LayerStack, find_layers, largest_of, share_weights
 from megacompile.frontend.loss import is_averaged, normalise_loss
 from megacompile.frontend.model_graph import ModelGraph, capture_model_graph
 from megacompile.frontend.modes import Said, alike, operations, torch_calls
@@ -208,6 +210,7 @@ def _capture(
     if apart:
         graph, twin, batch, attention = _trace(plain, layers, traced, form, images_apart=True)
     performed = operations(graph)
+    follow_gradients(graph)
 
     @functools.cache
     def called(where: Form, size: tuple[int, int]) -> tuple[Said, ...] | None:
@@ -316,14 +319,8 @@ def _trace(
     if is_transformers_model(model):
         ours = implementation_for(form.further, model.config._attn_implementation)  # type: ignore[union-attr, arg-type]
     for attention in dict.fromkeys((ours, None)):
-        fakes, twin, batch, options = _subject(model, layers, example, form, size, attention)
-        if images_apart:
-            batch |= traced_apart(batch, fakes)
-        stack = find_layers(twin, layers)
-        install_recorders(twin, stack)
         try:
-            graph = capture_model_graph(twin, batch, stack, fakes, options,
-                                        functools.partial(model_arguments, each=form.images))
+            graph, twin, batch = _traced(model, layers, example, form, size, attention, images_apart)
         except (UnsupportedError, CaptureError):
             if attention is not None:  # sinks, biases, a mask that layers index: what our op lacks, the model's own has
                 continue
@@ -335,6 +332,25 @@ def _trace(
         if attention is None or _all_layers_call_attention(graph):
             return graph, twin, batch, attention
     raise AssertionError("the last trace is always returned")
+
+
+def _traced(
+    model: nn.Module, layers: tuple[str, ...], example: Mapping[str, Tensor] | None, form: Form, size: tuple[int, int],
+    attention: str | None, images_apart: bool, each_call: bool = False,
+) -> tuple[ModelGraph, nn.Module, dict[str, Tensor]]:
+    """The model's graph, its fake twin and the fake batch. Where layers run more than once, or share weights, each call was
+    traced for itself."""
+    fakes, twin, batch, options = _subject(model, layers, example, form, size, attention)
+    if images_apart:
+        batch |= traced_apart(batch, fakes)
+    stack = find_layers(twin, layers)
+    install_recorders(twin, stack)
+    each_call = each_call or share_weights(stack)
+    graph = capture_model_graph(twin, batch, stack, fakes, options, functools.partial(model_arguments, each=form.images),
+                                each_call)
+    if not each_call and any(call.visit > 1 for call in layer_calls(graph, twin, stack)):
+        return _traced(model, layers, example, form, size, attention, images_apart, each_call=True)
+    return graph, twin, batch
 
 
 def _subject(

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-import torch
 from torch import fx, nn
 
 from megacompile.errors import CaptureError
@@ -25,12 +24,12 @@ class LayerCall:
     own_names: Mapping[str, str]
 
 
-def layer_calls(model: ModelGraph, module: nn.Module, stack: LayerStack, body: Sequence[fx.Node]) -> list[LayerCall]:
-    """The calls in `body`, in its order. `module`: what was traced.
+def layer_calls(model: ModelGraph, module: nn.Module, stack: LayerStack) -> list[LayerCall]:
+    """The calls of a graph, in its order. `module`: what was traced.
 
     A call is told by the weights that it reads. Modules of a layer's class that are in no list are layers where they are
     called. Raises `CaptureError` where a layer is not called, or a call reads no weights at all."""
-    nodes = [node for node in body if node.target is INVOKE]
+    nodes = [node for node in model.graph.graph.nodes if node.target is INVOKE]
     if not nodes and any("checkpoint" in str(node.target) for node in model.graph.graph.nodes):
         raise CaptureError(f"the layers of {stack} are called through torch.utils.checkpoint: call them as they are, "
                            "since what is recomputed is the plan's choice (checkpoint_interval)")
@@ -79,20 +78,6 @@ def check_chain(body: Sequence[fx.Node], calls: Sequence[LayerCall]) -> None:
                 reached.add(node)
         if call.node not in reached:
             raise CaptureError(f"{call.layer} does not read what {before.layer} makes: the layers must form a chain")
-
-
-def check_grad_mode(stack: LayerStack, body: Sequence[fx.Node], calls: Sequence[LayerCall],
-                    made_by: Mapping[fx.Node, int]) -> None:
-    """No layer, and nothing that is made of one's output before the last, runs without gradients by `torch.no_grad()`: each
-    call is differentiated alone, in a grad mode of its own, and Dynamo lets a layer have the mode of another."""
-    enabled = True
-    for node in body[:body.index(calls[-1].node) + 1]:
-        if node.target is torch._C._set_grad_enabled:
-            enabled = bool(node.args[0])
-        elif not enabled and made_by.get(node, 0) > 0:
-            name = next((call.layer for call in calls if call.node is node), f"what is computed between layers of {stack}")
-            raise CaptureError(f"{name} runs under torch.no_grad(): freeze parameters with requires_grad_(False), or detach() "
-                               f"a value, in its place{source_line(node)}")
 
 
 def source_line(node: fx.Node) -> str:

@@ -14,6 +14,7 @@ import logging
 import types
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
+from unittest import mock
 
 import torch
 import torch._dynamo
@@ -176,9 +177,17 @@ def stack_candidates(model: nn.Module) -> dict[str, int]:
     return found
 
 
+def share_weights(stack: LayerStack) -> bool:
+    """Whether a parameter is part of several layers."""
+    parameters = [id(parameter) for layer in stack.layers for parameter in layer.parameters()]
+    return len(parameters) > len(set(parameters))
+
+
 @contextlib.contextmanager
-def layers_as_regions(stack: LayerStack) -> Iterator[None]:
-    """Within, Dynamo turns each call of a decoder layer into an `invoke_subgraph` node."""
+def layers_as_regions(stack: LayerStack, each_call: bool = False) -> Iterator[None]:
+    """Within, Dynamo turns each call of a decoder layer into an `invoke_subgraph` node. `each_call`: it traces every call for
+    itself. Of a layer that runs again, or has another's weights, it has seen much before, and what it then checks before it
+    takes the region for a third is not all that the region depends on."""
     # Dynamo refuses what models tell their loggers (gpt2, that it has no loss type).
     settings: dict[str, object] = {"ignore_logging_functions": {
         getattr(logging.Logger, name) for name in _LOGGING if hasattr(logging.Logger, name)}}
@@ -191,7 +200,7 @@ def layers_as_regions(stack: LayerStack) -> Iterator[None]:
     inherited = {cls for cls in classes if "forward" not in cls.__dict__}
     originals = {cls: cls.forward for cls in classes}
     numbers = itertools.count()
-    with _built_differently(stack, numbers):
+    with _built_differently(stack, numbers), _without_reuse() if each_call else contextlib.nullcontext():
         for cls, forward in originals.items():
             cls.forward = _region(forward, next(numbers))  # type: ignore[method-assign]
         try:
@@ -204,6 +213,15 @@ def layers_as_regions(stack: LayerStack) -> Iterator[None]:
                     del cls.forward
                 else:
                     cls.forward = forward  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def _without_reuse() -> Iterator[None]:
+    """Within, Dynamo takes no region for another call. (Torch 2.11 never does.)"""
+    regions = getattr(torch._dynamo.variables, "invoke_subgraph", None)
+    with (mock.patch.object(regions, "is_reuse_eligible", return_value=False)
+          if hasattr(regions, "is_reuse_eligible") else contextlib.nullcontext()):
+        yield
 
 
 @contextlib.contextmanager

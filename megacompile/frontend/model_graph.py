@@ -65,10 +65,10 @@ class ModelGraph:
 
 def capture_model_graph(
     model: nn.Module, batch: Mapping[str, Tensor], stack: LayerStack, fakes: FakeTensorMode, options: dict[str, Any],
-    taken: Callable[[dict[str, Tensor]], dict[str, Tensor]] = dict,
+    taken: Callable[[dict[str, Tensor]], dict[str, Tensor]] = dict, each_call: bool = False,
 ) -> ModelGraph:
     """Trace `model(**taken(batch), **options)` with the batch size, and the length where a batch input has it, dynamic and
-    equal among inputs.
+    equal among inputs. `each_call`: no call of a layer takes what was traced for another (see `layers_as_regions`).
 
     Raises `CaptureError` with Dynamo's reason and the line of the model that caused it.
     """
@@ -88,7 +88,7 @@ def capture_model_graph(
 
     torch._dynamo.reset()
     with (fakes, warnings.catch_warnings(record=True) as warned, traceable_adapters(), unchecked_distributions(),
-          unchecked_values(), sizes_unread_by_messages(), layers_as_regions(stack)):
+          unchecked_values(), sizes_unread_by_messages(), layers_as_regions(stack, each_call)):
         warnings.simplefilter("always")
         try:
             graph = dynamo_graph_capture_for_export(step)(*tensors)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from megacompile.errors import CaptureError
-from megacompile.frontend.layer_calls import LayerCall, check_chain, check_grad_mode, layer_calls, source_line
+from megacompile.frontend.layer_calls import LayerCall, check_chain, layer_calls, source_line
 from megacompile.frontend.layers import LayerStack
 from megacompile.frontend.model_graph import INVOKE, ModelGraph
 from megacompile.frontend.template import Source
@@ -61,12 +61,11 @@ def split_at_layers(model: ModelGraph, module: nn.Module, stack: LayerStack, res
     graph still has in-place ops whose results nobody reads. After AOT, which makes it functional, it is safe.
     """
     body = [n for n in model.graph.graph.nodes if n.op not in ("placeholder", "output") and n not in model.sources]
-    found = layer_calls(model, module, stack, body)
+    found = layer_calls(model, module, stack)
     if chained:
         check_chain(body, found)
     calls = [call.node for call in found]
     members, made_by = _members([n for n in body if not _goes_along(model, n)], calls)
-    check_grad_mode(stack, body, found, made_by)
     _move(members, made_by, made_in_layers(members[-1], made_by, model.sources, results, len(calls)))
     last = len(calls) + 1
     reads = {stage: _outside(model, nodes, results if stage == last else (), calls[stage - 1] if 0 < stage < last else None)[0]
@@ -162,7 +161,8 @@ def _inlined(model: ModelGraph, call: fx.Node, graph: fx.Graph, copies: dict[fx.
         if node.op == "placeholder":
             argument = call.args[2 + len(inner)]
             inner[node] = copies[argument] if isinstance(argument, fx.Node) else argument
-            if isinstance(inner[node], fx.Node) and inner[node].op == "placeholder":
+            if isinstance(inner[node], fx.Node) and inner[node].op == "placeholder" and needs_gradient(inner[node]) is (
+                    needs_gradient(node)):  # else the region is another call's
                 inner[node].meta = dict(node.meta)
             continue
         if node.op == "output":
