@@ -266,7 +266,7 @@ def _capture(
         calls.append(Call(section.call_name, names[key], tuple(section.sources), section.name if section.visit > 1 else ""))
     heads = None
     if to_logits is not None:
-        hidden = HiddenStates(name, twin, stack, model_arguments(batch, form.images), sections[:-1], to_logits)
+        hidden = HiddenStates(name, twin, model_arguments(batch, form.images), sections[:-1], to_logits)
         heads = Heads(graph, to_logits, hidden, build, templates, renaming)
     if not has_loss:
         assert heads is not None, "refused above"

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megacompile.errors import CaptureError
 from megacompile.frontend.layer_calls import source_line
@@ -79,24 +80,33 @@ def _needs(node: fx.Node) -> bool:
 
 
 def _run_again(model: ModelGraph) -> None:
-    """Runs the graph on the fakes of its inputs; a value that needs a gradient, and was not said to, or the other way round, is
-    the one that comes out."""
+    """Runs the graph on fakes of plain sizes, which make no guards, and says of each value whether it needs a gradient."""
     graph = model.graph.graph
+    wrong: dict[fx.Node, bool] = {}
 
     class Again(fx.Interpreter):
         def run_node(self, n: fx.Node) -> Any:
             if n.target is INVOKE:
-                region, _, *inputs = self.map_nodes_to_values(n.args, n)
-                return region(*inputs)
+                arguments: Any = self.map_nodes_to_values(n.args, n)
+                return arguments[0](*arguments[2:])
             value = super().run_node(n)
-            known = n.meta.get("example_value")
-            if isinstance(value, Tensor) and isinstance(known, Tensor) and value.requires_grad is not known.requires_grad:
-                n.meta["example_value"] = value
+            if isinstance(value, Tensor) and value.requires_grad is not _needs(n):
+                wrong[n] = value.requires_grad
             return value
 
-    inputs = [node.meta["example_value"] for node in graph.find_nodes(op="placeholder")]
-    with model.fakes, torch.enable_grad():
+    with FakeTensorMode(), torch.enable_grad():
+        inputs = [_of_plain_size(node.meta["example_value"]) for node in graph.find_nodes(op="placeholder")]
         Again(model.graph).run(*inputs, enable_io_processing=False)
+    with model.fakes:
+        for node, needs in wrong.items():
+            node.meta["example_value"] = node.meta["example_value"].detach().requires_grad_(needs)
+
+
+def _of_plain_size(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        sizes, strides = (tuple(map(_of_plain_size, each)) for each in (value.shape, value.stride()))
+        return torch.empty_strided(sizes, strides, dtype=value.dtype, requires_grad=value.requires_grad)
+    return int(value.node.hint) if isinstance(value, torch.SymInt) else value
 
 
 def _detach(graph: fx.Graph, node: fx.Node) -> None:

@@ -94,7 +94,8 @@ def find_layers(model: nn.Module, layers: Layers | None = None) -> LayerStack:
         for name, layer in model.get_submodule(path)._modules.items():
             if layer is not None:
                 items.setdefault(id(layer), (f"{path}.{name}", layer))
-    return LayerStack(paths, *zip(*items.values(), strict=True), found=not named)
+    names, modules = zip(*items.values(), strict=True)
+    return LayerStack(paths, names, modules, found=not named)
 
 
 def largest_of(model: nn.Module, stack: LayerStack) -> str:
