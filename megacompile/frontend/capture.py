@@ -11,23 +11,20 @@ from typing import Any
 import sympy
 import torch
 import torch.utils._pytree as pytree
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from megacompile.errors import CaptureError, UnsupportedError
 from megacompile.frontend.across_rows import across_rows
-from megacompile.frontend.adapters import forward_signature, switch_off_adapters
-from megacompile.frontend.attention import implementation_for
+from megacompile.frontend.adapters import forward_signature
 from megacompile.frontend.build import build_template, with_results
 from megacompile.frontend.expert_pieces import Rows, rows_of, split_experts
 from megacompile.frontend.grad_modes import follow_gradients
 from megacompile.frontend.heads import LOGITS, Head, Heads
 from megacompile.frontend.hidden_states import HiddenStates
-from megacompile.frontend.layer_calls import layer_calls
-from megacompile.frontend.layers import Layers, LayerStack, find_layers, largest_of, share_weights
+from megacompile.frontend.layers import Layers, LayerStack, find_layers, largest_of
 from megacompile.frontend.loss import is_averaged, normalise_loss
-from megacompile.frontend.model_graph import ModelGraph, capture_model_graph
+from megacompile.frontend.model_graph import ModelGraph
 from megacompile.frontend.modes import Said, alike, operations, torch_calls
 from megacompile.frontend.output import OutputStructure, output_structure
 from megacompile.frontend.patches import Patches, install_encoders, model_arguments, refuse_adapters, with_places
@@ -35,13 +32,13 @@ from megacompile.frontend.pieces import in_pieces
 from megacompile.frontend.places import Places, places_of, take_aligned
 from megacompile.frontend.python_state import refuse_changing_state
 from megacompile.frontend.randomness import draw_functionally, number_draws
-from megacompile.frontend.recorders import install_recorders
-from megacompile.frontend.rows import fixes_rows, images_of, join_rows, traced_apart
+from megacompile.frontend.rows import fixes_rows, images_of
 from megacompile.frontend.sizes import Condition, batch_symbols, conditions
 from megacompile.frontend.split import split_at_layers, structural_key
 from megacompile.frontend.template import BATCH, LENGTH, Call, Source, TargetLike, Template, TemplatePass
 from megacompile.frontend.token_functions import CHUNK_TOKENS, Described, taken_by_loss, with_loss
-from megacompile.frontend.twin import CAPTURE_SHAPE, fake_batch, fake_twin, is_transformers_model
+from megacompile.frontend.trace import all_layers_call_attention, masks_pairs, subject, trace
+from megacompile.frontend.twin import CAPTURE_SHAPE, fake_twin, is_transformers_model
 from megacompile.plan import PLAIN, Form
 
 
@@ -201,20 +198,20 @@ def _capture(
         refuse_adapters(patches, name)
     taken = () if loss is None else taken_by_loss(loss, example or {})
     traced = example if loss is None else _without_loss(plain, example, taken)
-    graph, twin, batch, attention = _trace(plain, layers, traced, form)
+    graph, twin, batch, attention = trace(plain, layers, traced, form)
     if graph.changes_state:
-        fakes, tried, given, options = _subject(plain, layers, traced, form, CAPTURE_SHAPE, attention)
+        fakes, tried, given, options = subject(plain, layers, traced, form, CAPTURE_SHAPE, attention)
         with fakes:
             refuse_changing_state(tried, model_arguments(given, form.images), options)
     apart = fixes_rows(graph) and bool(images_of(batch))
     if apart:
-        graph, twin, batch, attention = _trace(plain, layers, traced, form, images_apart=True)
+        graph, twin, batch, attention = trace(plain, layers, traced, form, images_apart=True)
     performed = operations(graph)
     follow_gradients(graph)
 
     @functools.cache
     def called(where: Form, size: tuple[int, int]) -> tuple[Said, ...] | None:
-        fakes, tried, given, options = _subject(plain, layers, traced, where, size, attention)
+        fakes, tried, given, options = subject(plain, layers, traced, where, size, attention)
         with fakes:
             return torch_calls(tried, model_arguments(given, form.images), options)
 
@@ -225,7 +222,7 @@ def _capture(
         found = None if expected is None else called(where, size)
         if expected is not None and found is not None and alike(found, expected, exact):
             return True
-        return alike(operations(_trace(plain, layers, traced, where, size, apart)[0]), performed, exact)
+        return alike(operations(trace(plain, layers, traced, where, size, apart)[0]), performed, exact)
 
     def in_form(other: Form) -> CapturedModel:
         with torch.inference_mode(False), torch.enable_grad():  # whatever the batch is computed under that needs it first
@@ -275,13 +272,13 @@ def _capture(
     batch_inputs = tuple(n for n in batch if loss is None or n in read_early)
     batch_inputs += tuple(n for n, _, _ in taken if n not in batch_inputs)
     labels = tuple(n for n in batch_inputs if has_loss and n not in read_early and n not in form.further)
-    fused = _all_layers_call_attention(graph)
+    fused = all_layers_call_attention(graph)
     return CapturedModel(
         calls=tuple(calls), templates=templates, batch_inputs=batch_inputs, labels=labels, stacks=layers,
         layer_names=layer_names, rows=rows,
         same_logits_without_labels=_same_logits_without_labels(
             twin, graph, positions, model_arguments(batch, form.images), labels),
-        fused_attention=fused, causal=not _masks_pairs(graph) and (fused or _says_causal(stack)),
+        fused_attention=fused, causal=not masks_pairs(graph) and (fused or _says_causal(stack)),
         masks_hide=_of_transformers(plain), evaluating=frozenset(n for n, m in twin.named_modules() if not m.training),
         fused_loss="linear_cross_entropy" in templates[calls[-1].template].stages["joint"], has_loss=has_loss,
         form=form, holds=functools.cache(holds), in_form=functools.cache(in_form), has_normaliser=count is not None,
@@ -304,68 +301,6 @@ def _without_loss(model: nn.Module, example: Mapping[str, Tensor] | None, taken:
         {"labels": tokens} if "labels" in forward_signature(model).parameters else {})
 
 
-def _trace(
-    model: nn.Module, layers: tuple[str, ...], example: Mapping[str, Tensor] | None, form: Form,
-    size: tuple[int, int] = CAPTURE_SHAPE, images_apart: bool = False,
-) -> tuple[ModelGraph, nn.Module, dict[str, Tensor], str | None]:
-    """The model's graph, its fake twin, the fake batch and which attention it has: ours if its layers call it (its name), else
-    their own (None).
-
-    A transformers model that asks for a mask but has attention code of its own would get none, and silently see the
-    future: such a model is captured again with the attention implementation it came with. `images_apart`: images are traced as
-    a number of their own (see `rows.py`).
-    """
-    ours = None
-    if is_transformers_model(model):
-        ours = implementation_for(form.further, model.config._attn_implementation)  # type: ignore[union-attr, arg-type]
-    for attention in dict.fromkeys((ours, None)):
-        try:
-            graph, twin, batch = _traced(model, layers, example, form, size, attention, images_apart)
-        except (UnsupportedError, CaptureError):
-            if attention is not None:  # sinks, biases, a mask that layers index: what our op lacks, the model's own has
-                continue
-            raise
-        if images_apart and not join_rows(graph, images_of(batch), form.images):
-            raise CaptureError(f"{type(model).__name__} does more with the list of its images' features than to join it, so "
-                               "that a graph would hold for one number of images: compute with "
-                               f"{', '.join(sorted(images_of(batch)))} as one tensor [batch, ...], without a list")
-        if attention is None or _all_layers_call_attention(graph):
-            return graph, twin, batch, attention
-    raise AssertionError("the last trace is always returned")
-
-
-def _traced(
-    model: nn.Module, layers: tuple[str, ...], example: Mapping[str, Tensor] | None, form: Form, size: tuple[int, int],
-    attention: str | None, images_apart: bool, each_call: bool = False,
-) -> tuple[ModelGraph, nn.Module, dict[str, Tensor]]:
-    """The model's graph, its fake twin and the fake batch. Where layers run more than once, or share weights, each call was
-    traced for itself."""
-    fakes, twin, batch, options = _subject(model, layers, example, form, size, attention)
-    if images_apart:
-        batch |= traced_apart(batch, fakes)
-    stack = find_layers(twin, layers)
-    install_recorders(twin, stack)
-    each_call = each_call or share_weights(stack)
-    graph = capture_model_graph(twin, batch, stack, fakes, options, functools.partial(model_arguments, each=form.images),
-                                each_call)
-    if not each_call and any(call.visit > 1 for call in layer_calls(graph, twin, stack)):
-        return _traced(model, layers, example, form, size, attention, images_apart, each_call=True)
-    return graph, twin, batch
-
-
-def _subject(
-    model: nn.Module, layers: tuple[str, ...], example: Mapping[str, Tensor] | None, form: Form, size: tuple[int, int],
-    attention: str | None,
-) -> tuple[FakeTensorMode, nn.Module, dict[str, Tensor], dict[str, Any]]:
-    """What a trace runs: the fakes' mode, the twin, its batch and further arguments."""
-    fakes = FakeTensorMode(shape_env=ShapeEnv())
-    twin = fake_twin(model, fakes, attention, training=not form.evaluating, layers=layers)
-    if form.without_adapters:
-        switch_off_adapters(twin)
-    batch = fake_batch(model, dict(example) if example is not None else None, fakes, size, form.further, form.images)
-    return fakes, twin, batch, {"use_cache": False} if "use_cache" in forward_signature(model).parameters else {}
-
-
 def _same_logits_without_labels(
     twin: nn.Module, graph: ModelGraph, positions: Sequence[int], batch: Mapping[str, Tensor], labels: tuple[str, ...]
 ) -> bool:
@@ -386,30 +321,13 @@ def _same_logits_without_labels(
     return shapes == [(*CAPTURE_SHAPE[:leading], *captured[leading:])]
 
 
-def _all_layers_call_attention(graph: ModelGraph) -> bool:
-    return all(map(_attentions, _regions(graph)))
-
-
-def _masks_pairs(graph: ModelGraph) -> bool:
-    """Whether a layer's attention reads a mask of every pair, under which tokens may see later ones."""
-    given = [argument.meta["example_value"] for region in _regions(graph) for call in _attentions(region)
-             for argument in call.args[7:] if isinstance(argument, fx.Node)]
-    return any(mask.dtype == torch.bool for mask in given)
-
-
-def _attentions(region: fx.GraphModule) -> list[fx.Node]:
-    target = torch.ops.megacompile.attention
-    return [node for node in region.graph.nodes if node.target in (target, target.default)]
-
-
-def _regions(graph: ModelGraph) -> list[fx.GraphModule]:
-    return [m for m in graph.graph.children() if isinstance(m, fx.GraphModule)]
-
-
 def _says_causal(stack: LayerStack) -> bool:
-    """Whether layers have modules that say whether they are causal, as those of transformers do, and all say yes."""
-    said = [module.is_causal for layer in stack.layers for module in layer.modules() if hasattr(module, "is_causal")]
-    return bool(said) and all(said)
+    """Whether layers of every list have modules that say whether they are causal, as those of transformers do, and all say
+    yes."""
+    layers = dict(zip(stack.names, stack.layers, strict=True))
+    said = {path: [module.is_causal for name, layer in layers.items() if name.startswith(f"{path}.")
+                   for module in layer.modules() if hasattr(module, "is_causal")] for path in stack.paths}
+    return all(bool(each) and all(each) for each in said.values())
 
 
 def _of_transformers(model: nn.Module) -> bool:
