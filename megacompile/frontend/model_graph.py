@@ -106,6 +106,7 @@ def capture_model_graph(
             tuple(n.meta["example_value"] if isinstance(n, fx.Node) else n for n in results), tensors)  # type: ignore[union-attr]
     for module in (graph, *(m for m in graph.modules() if isinstance(m, fx.GraphModule))):
         _name_squeezed(module)
+        _read_sizes(module)
     sources = _sources(model, graph, flat, dict(batch))
     _count_outside(graph, sources)
     own_rewritten_buffers(graph.graph, sources)
@@ -155,6 +156,19 @@ def _name_squeezed(module: fx.GraphModule) -> None:
         if node.target in ("squeeze", torch.squeeze) and len(node.args) == 1 and not node.kwargs:
             shape = node.args[0].meta["example_value"].shape
             node.args = (node.args[0], tuple(dim for dim, size in enumerate(shape) if isinstance(size, int) and size == 1))
+    module.recompile()
+
+
+def _read_sizes(module: fx.GraphModule) -> None:
+    """Reads a size where Dynamo reads a stride that is the same number: a mask that is expanded has other strides once it is
+    handed from call to call."""
+    known = {size.node.expr: (node, dimension) for node in module.graph.find_nodes(op="placeholder")
+             if isinstance(value := node.meta.get("example_value"), Tensor)
+             for dimension, size in enumerate(value.shape) if isinstance(size, torch.SymInt)}
+    for node in module.graph.find_nodes(op="call_function", target=torch.ops.aten.sym_stride.int):
+        found = known.get(getattr(getattr(node.meta["example_value"], "node", None), "expr", None))
+        if found is not None:
+            node.target, node.args = torch.ops.aten.sym_size.int, found
     module.recompile()
 
 

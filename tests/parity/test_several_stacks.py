@@ -366,3 +366,39 @@ def test_another_number_of_runs_in_evaluation_mode_is_refused_and_training_goes_
     model.train()
     model(**batch(3, 11)).backward()
     model.megacompile.close()
+
+
+class Translates(nn.Module):
+    """A sequence-to-sequence model of transformers, its loss and logits alone."""
+
+    def __init__(self) -> None:
+        from transformers import T5Config, T5ForConditionalGeneration
+
+        super().__init__()
+        self.inner = T5ForConditionalGeneration(T5Config(
+            vocab_size=VOCABULARY, d_model=16, d_kv=8, num_heads=2, num_layers=1, d_ff=24, dropout_rate=0.0, pad_token_id=0,
+            decoder_start_token_id=0))
+
+    def forward(self, input_ids: Tensor, labels: Tensor, attention_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        out = self.inner(input_ids=input_ids, labels=labels, attention_mask=attention_mask)
+        return out.loss, out.logits
+
+
+@pytest.mark.on_demand
+def test_encoder_and_decoder_of_a_sequence_to_sequence_model_stream_with_padding_or_without() -> None:
+    torch.manual_seed(0)
+    native = Translates().train()
+    model = megacompile.stream(copy.deepcopy(native), layers=("inner.encoder.block", "inner.decoder.block"), device="cpu",
+                               micro_batch_size=2)
+    for padded in (False, True):
+        inputs = batch(3, 11)
+        if padded:
+            inputs["attention_mask"] = (torch.arange(11) < torch.tensor([[11], [7], [4]])).long()
+        found = []
+        for each in (model, native):
+            loss, _ = each(**inputs)
+            loss.backward()
+            found.append((loss.detach(), {name: p.grad.clone() for name, p in each.named_parameters()}))
+            each.zero_grad()
+        assert_gradients(*found)
+    model.megacompile.close()
