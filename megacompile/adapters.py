@@ -84,10 +84,10 @@ def add_adapter(model: Any, adapter: Any, **options: Any) -> Any:
     from megacompile.tiling import build_store
 
     captured, config = model.megacompile.streamed.captured, model.megacompile.streamed.config
-    stack = captured.layer_names[0].rpartition(".")[0]
+    stacks = tuple(f"base_model.model.{path}" for path in captured.stacks)
     if set(captured.batch_inputs) != {"input_ids", "labels"}:
         raise UnsupportedError("an adapter is put on a model that takes input_ids and labels: call peft.get_peft_model before "
                                "megacompile.stream(model, example=...)")
     model.megacompile.close()
     gc.collect()  # gradients and optimizer state as they were
-    return attach(get_peft_model(model, adapter, **options), build_store, config, f"base_model.model.{stack}", None)
+    return attach(get_peft_model(model, adapter, **options), build_store, config, stacks, None)

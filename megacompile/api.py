@@ -13,6 +13,7 @@ from megacompile.division import expert_pieces
 from megacompile.errors import MegacompileError, UnsupportedError
 from megacompile.frontend.attention_kernels import fused_kernel
 from megacompile.frontend.capture import CapturedModel, capture
+from megacompile.frontend.layers import Layers
 from megacompile.handle import Handle
 from megacompile.lease import refuse_hooks
 from megacompile.locked import spend_locked_memory
@@ -31,13 +32,13 @@ from megacompile.tiling import Tiling, build_store, check_device_memory, check_h
 M = TypeVar("M", bound=nn.Module)
 
 
-def stream(model: M, *, layers: str | None = None, example: Mapping[str, Tensor] | None = None, **options: Any) -> M:
+def stream(model: M, *, layers: Layers | None = None, example: Mapping[str, Tensor] | None = None, **options: Any) -> M:
     """Moves a model's weights into host tiles and trains it layer by layer from there. Returns the same object.
 
     Args:
         model: a causal language model of transformers, or any decoder `nn.Module` whose forward returns its loss;
             or one without a head (`AutoModel`), whose output losses are made of.
-        layers: qualified name of the `nn.ModuleList` of layers, where it is not found.
+        layers: qualified name of the `nn.ModuleList` of layers, or of several, where they are not found.
         example: batch arguments, integer tensors [batch, length] or values for rows, [batch] or floats [batch, n], where they
             are not `input_ids` and, where the model takes them, `labels`; of a model that is to take images, a batch with some.
         options: the fields of `StreamConfig`.
@@ -54,7 +55,7 @@ def stream(model: M, *, layers: str | None = None, example: Mapping[str, Tensor]
     return attach(model, build_store, StreamConfig.of(**options), layers, example)
 
 
-def attach(model: M, fill: Callable[[nn.Module, Tiling], Store], config: StreamConfig, layers: str | None,
+def attach(model: M, fill: Callable[[nn.Module, Tiling], Store], config: StreamConfig, layers: Layers | None,
            example: Mapping[str, Tensor] | None) -> M:
     """`stream`, of a model whose weights may yet be nowhere: `fill` makes the tiles and points the model's parameters there."""
     backend = make_backend(config.device)
@@ -83,7 +84,7 @@ def make_backend(device: str | torch.device | None) -> Backend:
     return CudaBackend(chosen.index or 0) if chosen.type == "cuda" else ThreadBackend()
 
 
-def analyse(model: nn.Module, config: StreamConfig, device_type: str, layers: str | None,
+def analyse(model: nn.Module, config: StreamConfig, device_type: str, layers: Layers | None,
             example: Mapping[str, Tensor] | None, fused_attention: str = "flash",
             device_bytes: int | None = None) -> tuple[CapturedModel, Tiling]:
     """Captures a model for a device and divides its parameters into tiles. Changes nothing. `fused_attention`: see `Target`;

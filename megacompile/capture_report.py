@@ -12,14 +12,14 @@ from torch import Tensor, nn
 from megacompile.api import analyse, check_module
 from megacompile.config import StreamConfig
 from megacompile.frontend.capture import CapturedModel
-from megacompile.frontend.layers import stack_candidates
+from megacompile.frontend.layers import Layers, stack_candidates
 from megacompile.frontend.template import Call, Template
 from megacompile.sizes import format_bytes, parse_bytes
 from megacompile.streamed_module import StreamedModule
 from megacompile.tiling import Tiling
 
 
-def explain_capture(model: nn.Module, *, layers: str | None = None, example: Mapping[str, Tensor] | None = None,
+def explain_capture(model: nn.Module, *, layers: Layers | None = None, example: Mapping[str, Tensor] | None = None,
                     **options: Any) -> str:
     """What was found in a model, as text to print: its stack and those beside it, calls, templates, tiles, ties, what is
     frozen, what the loss is, and the conditions that the graphs assume.
@@ -43,13 +43,14 @@ def report(model: nn.Module, captured: CapturedModel, tiling: Tiling) -> str:
 
 
 def _summary(model: nn.Module, captured: CapturedModel, tiling: Tiling) -> str:
-    stack = captured.layer_names[0].rpartition(".")[0]
-    lines = [f"{type(model).__name__}: {len(captured.layer_names)} layers in {stack}, "
+    stacks, again = captured.stacks, sum(bool(call.again) for call in captured.calls)
+    often = f", some more than once ({again} calls again)" if again else ""
+    lines = [f"{type(model).__name__}: {len(captured.layer_names)} layers in {' and '.join(stacks)}{often}, "
              f"{sum(x.parameters for x in tiling.layouts.values()):,} parameters, captured in {captured.seconds:.1f} s"]
     others = [f"{path} ({count:,} parameters)" for path, count in stack_candidates(model).items()
-              if path != stack and not path.startswith(f"{stack}.")]  # in layers there may be lists of experts
-    if others:
-        lines.append(f"other lists of modules: {_some(others)}")
+              if not any(f"{path}.".startswith(f"{each}.") or each.startswith(f"{path}.") for each in stacks)]
+    if others:  # but for those in layers, of experts say
+        lines.append(f"other lists of modules: {_some(others)}; name lists in layers=(..., ...) to stream several")
     labels = ", ".join(captured.labels) or "none of them"
     lines.append(f"batch: {', '.join(captured.batch_inputs)}; only the loss reads {labels}")
     return "\n".join(lines)

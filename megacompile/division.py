@@ -9,13 +9,13 @@ from torch import nn
 from megacompile.config import StreamConfig
 from megacompile.errors import UnsupportedError
 from megacompile.frontend.expert_pieces import counts_of, experts_in
-from megacompile.frontend.layers import find_layers
+from megacompile.frontend.layers import Layers, find_layers
 
 #: Of the device's memory, what experts on their way may take: activations, borders and checkpoints need the rest.
 SHARE = 0.5
 
 
-def expert_pieces(model: nn.Module, layers: str | None, config: StreamConfig, device_bytes: int | None) -> int:
+def expert_pieces(model: nn.Module, layers: Layers | None, config: StreamConfig, device_bytes: int | None) -> int:
     """The number that the user has given; else the fewest pieces of which slots and sums fit `SHARE` of `device_bytes`, or one
     each expert. Decided once: tiles, templates and calls follow from it.
 

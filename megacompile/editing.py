@@ -70,7 +70,7 @@ def _unedited(shapes: Shapes, shape: Shape, plan: Plan) -> Program:
         raise ProgramError(f'the plan says update="{plan.update}", but the shape "{shape.update}": say the same in both')
     if plan.output != shape.output:
         raise ProgramError(f'the plan says output="{plan.output}", but the shape "{shape.output}": say the same in both')
-    layers, tiles = len(shapes.captured.layer_names), set(shapes.tiling.layouts)
+    layers, tiles = len(shapes.captured.calls) - 2, set(shapes.tiling.layouts)
     if unknown := sorted({*plan.resident, *plan.resident_state, *plan.visiting_state} - tiles):
         raise ProgramError(f"the plan has {', '.join(unknown)} on the device, which are no tiles of this model: it has "
                            f"{', '.join(shapes.tiling.layouts)}")

@@ -118,8 +118,10 @@ class Forms:
         return Served(captured, replace(planner, captured=captured, pace=pace), replace(binder, captured=captured, compiled={}))
 
     def _reads_as_planned(self, captured: CapturedModel, form: Form) -> bool:
-        """Whether every call reads parameters of its own tiles, of each of them; where adapters are off, and nothing is
-        trained, of some."""
+        """Whether there are the same calls, and each reads parameters of its own tiles, of each of them; where adapters are
+        off, and nothing is trained, of some."""
+        if [call.name for call in captured.calls] != [call.name for call in self.first.captured.calls]:
+            return False
         for call in captured.calls:
             places = [self.tiling.read_at.get(source.name) for source in call.sources if source.kind == "parameter"]
             read, own = {place[0] if place is not None else None for place in places}, set(self.tiling.tiles_of[call.name])

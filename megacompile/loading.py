@@ -18,6 +18,7 @@ from megacompile.api import attach, stream
 from megacompile.config import StreamConfig
 from megacompile.errors import ArgumentError, CheckpointError, UnsupportedError
 from megacompile.filling import fill
+from megacompile.frontend.layers import Layers
 from megacompile.matching import Match, match
 from megacompile.sizes import format_bytes
 from megacompile.tiling import require_host_memory
@@ -37,7 +38,7 @@ _BYTES_A_PARAMETER = {torch.bfloat16: 14, torch.float32: 16}
 
 
 def from_pretrained(source: str | Path, *, dtype: torch.dtype | None = None, config: Any = None, revision: str | None = None,
-                    strict: bool = True, layers: str | None = None, example: Mapping[str, Tensor] | None = None,
+                    strict: bool = True, layers: Layers | None = None, example: Mapping[str, Tensor] | None = None,
                     **options: Any) -> Any:
     """A causal language model of transformers, streamed: what `stream(AutoModelForCausalLM.from_pretrained(source))` gives, in
     evaluation mode like that, but read from the files into tiles, so that host memory never holds more than training needs. Or

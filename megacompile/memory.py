@@ -5,7 +5,7 @@ holds what `cost.peak_bytes` says.
 """
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, zip_longest
 
@@ -55,12 +55,14 @@ def slot_bytes(captured: CapturedModel, tiling: Tiling, plan: Plan) -> int:
     them too."""
     layouts, border = tiling.layouts, tiling.border(captured.calls)
     kept = plan.resident_state if plan.update == "step" else ()  # gradients that have slots of their own
-    ranked = [sorted((layouts[t].weight_bytes for t in tiling.tiles_of[call.name] if t not in plan.resident), reverse=True)
-              for call in (captured.calls[0], captured.calls[-1])]
+    streamed = border.difference(plan.resident)
+    ranked = [sorted((layouts[t].weight_bytes for t in streamed.intersection(tiling.tiles_of[call.name])), reverse=True)
+              for call in captured.calls]
     fetched = checkpoint_bytes(captured, tiling, plan)
     # A section takes a slot that was never used before it uses one again; a whole step has a forward and a backward a wave.
     return (min(plan.checkpoint_slots, plan.waves * len(fetched)) * max(fetched, default=0)
-            + sum(_turns(layers, plan, kept) for layers in tiling.ranked(captured.calls))
+            + sum(_turns(layers, plan, kept, lambda tile: tiling.runs(captured.calls, tile))
+                  for layers in tiling.ranked(captured.calls))
             + sum(max(sizes) for sizes in zip_longest(*ranked, fillvalue=0))
             + sum(layouts[t].weight_bytes for t in plan.resident)
             + sum(layouts[t].state_bytes for t in plan.resident_state) + sum(layouts[t].gradient_bytes for t in kept)
@@ -76,12 +78,14 @@ def _visiting(tiling: Tiling, plan: Plan) -> int:
     return max(tiles[name].bytes_of("visiting") for name in plan.visiting_state)
 
 
-def _turns(layers: list[TileLayout], plan: Plan, kept: Sequence[str]) -> int:
-    """Of the slots that tiles of one rank take turns in: of weights and gradients, those `kept` aside."""
+def _turns(layers: list[TileLayout], plan: Plan, kept: Sequence[str], runs: Callable[[str], int]) -> int:
+    """Of the slots that tiles of one rank take turns in: of weights and gradients, those `kept` aside. Weights arrive for
+    each of the `runs` of a tile, gradients leave once."""
     streamed = [x for x in layers if x.name not in plan.resident]
     trained = [x for x in layers if x.trainable and x.name not in kept]
     sent = len(trained) + (plan.waves - 1) * sum(x.name in plan.host_sums for x in trained)
-    return (min(plan.weight_slots, 2 * plan.waves * len(streamed)) * max((x.weight_bytes for x in streamed), default=0)
+    arrivals = 2 * plan.waves * sum(runs(x.name) for x in streamed)
+    return (min(plan.weight_slots, arrivals) * max((x.weight_bytes for x in streamed), default=0)
             + min(plan.gradient_slots, sent) * max((x.gradient_bytes for x in trained), default=0))
 
 
@@ -116,10 +120,13 @@ def training_bytes(captured: CapturedModel, tiling: Tiling, plan: Plan, fused: b
     first, last = (set(tiling.tiles_of[call.name]) for call in (captured.calls[0], captured.calls[-1]))
     # Of tiles that are added up on the device every accumulator lives until the last wave has added to it.
     passing = set(tiling.layouts) if plan.waves == 1 else set(plan.host_sums)
-    layer = max((_sum(tiling, {tile}) for tile in passing - first - last), default=0)
+    # What several calls read lives from the last of them to the first.
+    spanning = (first & last) | {tile for tile in passing if tiling.runs(captured.calls, tile) > (tile not in first | last)}
+    layer = max((_sum(tiling, passing.intersection(tiling.tiles_of[call.name]) - first - last - spanning)
+                 for call in layer_calls), default=0)
     accumulators = {"forward": 0, "outputs": 0, **dict.fromkeys(("loss", "epilogue"), _sum(tiling, last & passing)),
                     "prologue": _sum(tiling, first & passing),
-                    "backward": _sum(tiling, first & last & passing) + block * layer}
+                    "backward": _sum(tiling, spanning & passing) + block * layer}
     staying = _sum(tiling, set(tiling.layouts) - passing)
     accumulators = {moment: staying + live for moment, live in accumulators.items()}
 

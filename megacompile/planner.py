@@ -265,7 +265,7 @@ class Planner:
         config, depth, locked = self.config, len(self.layers), self.locked()
         most = max(0, depth - 1)
         wanted = most if config.host_checkpoints is True else min(config.host_checkpoints or 0, most)
-        slots = config.weight_slots or min(len(self.captured.layer_names), max(2, interval + 1))
+        slots = config.weight_slots or min(len(self.captured.calls) - 2, max(2, interval + 1))
         return Plan(
             batch, length, split(batch, min(size, batch)), interval, min(config.saved_layers or 0, depth), slots,
             config.gradient_slots, self.resident(), self.resident_state(), locked.tiles, locked.staging_slabs,

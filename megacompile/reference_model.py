@@ -40,8 +40,8 @@ def reference_of(policy: nn.Module) -> nn.Module:
                                       f"{format_bytes(there)} are left: give precompute_ref_log_probs=True (DPO), or "
                                       "beta=0.0 (GRPO)")
     plain = copy.deepcopy(policy).requires_grad_(False).eval()
-    layers, _, _ = streamed.captured.layer_names[0].rpartition(".")
-    return attach(plain, build_store, replace(config, loss=None, resident=(), resident_state=None), layers, None)
+    return attach(plain, build_store, replace(config, loss=None, resident=(), resident_state=None), streamed.captured.stacks,
+                  None)
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ from megacompile.errors import MegacompileError, UnsupportedError
 from megacompile.explain import Outlook, outlook
 from megacompile.frontend.attention_kernels import fused_kernel
 from megacompile.frontend.capture import CapturedModel
+from megacompile.frontend.layers import Layers
 from megacompile.frontend.template import Template
 from megacompile.hardware import Hardware
 from megacompile.lowering import model_program
@@ -88,7 +89,7 @@ class Schedule:
                        whole_step="train_step" in self.program().sections)
 
 
-def schedule(model: nn.Module, *, batch: int, length: int, layers: str | None = None,
+def schedule(model: nn.Module, *, batch: int, length: int, layers: Layers | None = None,
              example: Mapping[str, Tensor] | None = None, update: str = "step", whole_step: bool = False,
              hardware: str | Path | Hardware | None = None, **options: Any) -> Schedule:
     """The schedule of a training step of `batch` sequences of `length` tokens. `model` may be on the meta device; nothing of

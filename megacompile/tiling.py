@@ -59,10 +59,7 @@ class Tiling:
             for source in call.sources:
                 if source.kind == "parameter" and call.name not in readers.setdefault(source.name, []):
                     readers[source.name].append(call.name)
-        groups: dict[tuple[str, ...], str] = {}
-        for group in map(tuple, readers.values()):
-            tied = sum(len(g) > 1 for g in groups)
-            groups.setdefault(group, group[0] if len(group) == 1 else f"tied.{tied}" if tied else "tied")
+        groups = _groups(calls, [tuple(group) for group in readers.values()])
         parameters = dict(model.named_parameters())  # in the model's own order
         shared = {name: share for name, share in rows.items() if name in readers}
         whole: dict[str, list[str]] = {}
@@ -122,8 +119,13 @@ class Tiling:
         """FLOPs that a token's step takes by its products with parameters, recomputation not counted: 2 a parameter forward, 2
         for the gradient of what is multiplied where there is a backward, 2 for the parameter's own where it is trained."""
         reached = {tile for call in calls[self._first_trained(calls):] for tile in self.tiles_of[call.name]}
+        border = self.border(calls)  # tied to the head, an embedding is no product
         return sum(layout.parameters * (6 if layout.trainable else 4 if tile in reached else 2)
-                   for tile, layout in self.layouts.items())
+                   * (1 if tile in border else self.runs(calls, tile)) for tile, layout in self.layouts.items())
+
+    def runs(self, calls: Sequence[Call], tile: str) -> int:
+        """How many layers' calls read a tile."""
+        return sum(tile in self.tiles_of[call.name] for call in calls[1:-1])
 
     def border(self, calls: Sequence[Call]) -> set[str]:
         """The tiles that the prologue or the epilogue reads."""
@@ -163,6 +165,25 @@ class Tiling:
         roles = {calls[0].name: "prologue", calls[-1].name: "epilogue"}
         return tuple(CallSpec(c.name, roles.get(c.name, "layer"), c.template, self.tiles_of[c.name],
                               _weightless(templates[c.template]), handed_on.get(c.template, 0)) for c in calls)
+
+
+def _groups(calls: Sequence[Call], readers: Sequence[tuple[str, ...]]) -> dict[tuple[str, ...], str]:
+    """Of the calls that read a parameter together: the name of the tile that they share. That of a layer is its own, however
+    often it runs; what only some of its runs read lies apart."""
+    runs: dict[str, list[str]] = {}
+    for call in calls:
+        runs.setdefault(call.again or call.name, []).append(call.name)
+    names: dict[tuple[str, ...], str] = {}
+    tied = 0
+    for group in dict.fromkeys(readers):
+        if list(group) == runs.get(group[0]):
+            names[group] = group[0]
+        elif len(group) == 1:
+            names[group] = f"{group[0]}@1" if group[0] in runs else group[0]
+        else:
+            names[group] = f"tied.{tied}" if tied else "tied"
+            tied += 1
+    return names
 
 
 def _tiles(members: Mapping[str, Sequence[str]], kind: Callable[[str], Kind],

@@ -72,16 +72,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @functools.cache
 def compiled_schedule(layers: int = 4, micro_batches: tuple[int, ...] = (1,), frozen: tuple[str, ...] = (),
-                      tied: bool = False, whole_step: bool = False, outputs: bool = False, **plan: Any) -> Compiled:
+                      tied: bool = False, whole_step: bool = False, outputs: bool = False, runs: int = 1,
+                      shared: bool = False, **plan: Any) -> Compiled:
     """All stages of a model of one prologue, `layers` equal layers and one epilogue; `tied`: the epilogue reads the
-    prologue's tile too; `outputs`: training gives outputs, no loss. Cached: programs are immutable."""
-    names = ["prologue", *(f"layers.{i}" for i in range(layers)), "epilogue"]
+    prologue's tile too; `outputs`: training gives outputs, no loss; `runs`: how often the layers run, all after all; `shared`:
+    every second one of them reads a small tile more, the same. Cached: programs are immutable."""
+    stack = [f"layers.{i}" for i in range(layers)]
     tiles, calls = {}, []
-    for name in names:
-        size = LAYER_BYTES if "." in name else BORDER_BYTES
+    for name in ("prologue", *stack, *(["shared"] if shared else []), "epilogue"):
+        size = {"prologue": BORDER_BYTES, "epilogue": BORDER_BYTES, "shared": LAYER_BYTES // 4}.get(name, LAYER_BYTES)
         tiles[name] = Tile(name, size // 2, size, size, name not in frozen, 5 * size)
-        role = "layer" if "." in name else name
-        read = ("prologue", "epilogue") if tied and name == "epilogue" else (name,)
+    for name in ("prologue", *(layer + f"@{run + 1}" * (run > 0) for run in range(runs) for layer in stack), "epilogue"):
+        role, own = "layer" if "." in name else name, name.partition("@")[0]
+        read = ("prologue", "epilogue") if tied and name == "epilogue" else (own,)
+        if shared and own in stack[::2]:
+            read = (own, "shared")
         calls.append(CallSpec(name, role, "decoder" if role == "layer" else name, read,
                               ("recompute_backward",) if name == "prologue" else (),
                               OUTPUT_BYTES if role == "layer" and "host_checkpoints" in plan else 0))

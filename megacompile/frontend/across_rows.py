@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from megacompile.frontend.split import Section, source_line
+from megacompile.frontend.layer_calls import source_line
+from megacompile.frontend.split import Section
 from megacompile.frontend.template import Template
 from megacompile.tokenwise import MIXING, REDUCING, Layout, is_gemm, packet, tensors
 

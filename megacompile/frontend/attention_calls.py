@@ -22,9 +22,12 @@ def is_eager(model: Any, stack: LayerStack) -> bool:
 
 
 def says_causal(stack: LayerStack) -> bool:
-    """Whether layers have modules that say whether they are causal, as those of transformers do, and all say yes."""
-    said = [module.is_causal for layer in stack.layers for module in layer.modules() if hasattr(module, "is_causal")]
-    return bool(said) and all(said)
+    """Whether layers of every list have modules that say whether they are causal, as those of transformers do, and all say
+    yes."""
+    layers = dict(zip(stack.names, stack.layers, strict=True))
+    said = {path: [module.is_causal for name, layer in layers.items() if name.startswith(f"{path}.")
+                   for module in layer.modules() if hasattr(module, "is_causal")] for path in stack.paths}
+    return all(bool(each) and all(each) for each in said.values())
 
 
 def all_layers_call_attention(model: ModelGraph) -> bool:

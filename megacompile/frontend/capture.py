@@ -1,6 +1,7 @@
 """`capture`: a decoder model -> calls of templates. The frontend from end to end."""
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -13,12 +14,10 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from megacompile.errors import CaptureError, UnsupportedError
 from megacompile.frontend.across_rows import across_rows
-from megacompile.frontend.adapters import forward_signature, switch_off_adapters
-from megacompile.frontend.attention import implementation_for
+from megacompile.frontend.adapters import forward_signature
 from megacompile.frontend.attention_calls import (
     adopt_masked_attention,
     all_layers_call_attention,
@@ -28,26 +27,27 @@ from megacompile.frontend.attention_calls import (
 )
 from megacompile.frontend.build import build_template, with_results
 from megacompile.frontend.expert_pieces import Rows, rows_of, split_experts
+from megacompile.frontend.grad_modes import follow_gradients
 from megacompile.frontend.heads import LOGITS, Head, Heads
 from megacompile.frontend.hidden_states import HiddenStates
-from megacompile.frontend.layers import find_layers
+from megacompile.frontend.layers import Layers, find_layers, largest_of
 from megacompile.frontend.loss import is_averaged, normalise_loss
-from megacompile.frontend.model_graph import ModelGraph, capture_model_graph
+from megacompile.frontend.model_graph import ModelGraph
 from megacompile.frontend.modes import Said, alike, operations, torch_calls
 from megacompile.frontend.output import OutputStructure, output_structure
-from megacompile.frontend.pairs import argument, described, masks_in, of_pairs, pairs_of, refuse_added
+from megacompile.frontend.pairs import argument, masks_in, masks_of, of_pairs, pairs_of, refuse_added
 from megacompile.frontend.patches import Patches, install_encoders, model_arguments, refuse_adapters, with_places
 from megacompile.frontend.pieces import in_pieces
 from megacompile.frontend.places import Places, places_of, take_aligned
 from megacompile.frontend.python_state import refuse_changing_state
 from megacompile.frontend.randomness import draw_functionally, number_draws
-from megacompile.frontend.recorders import install_recorders
-from megacompile.frontend.rows import fixes_rows, images_of, join_rows, traced_apart
+from megacompile.frontend.rows import fixes_rows, images_of
 from megacompile.frontend.sizes import Condition, batch_symbols, conditions
 from megacompile.frontend.split import split_at_layers, structural_key
 from megacompile.frontend.template import BATCH, LENGTH, Call, Source, TargetLike, Template, TemplatePass
 from megacompile.frontend.token_functions import CHUNK_TOKENS, Described, taken_by_loss, with_loss
-from megacompile.frontend.twin import CAPTURE_SHAPE, fake_batch, fake_twin, is_transformers_model
+from megacompile.frontend.trace import subject, trace
+from megacompile.frontend.twin import CAPTURE_SHAPE, fake_twin, is_transformers_model
 from megacompile.plan import PLAIN, Form
 
 
@@ -66,7 +66,8 @@ class CapturedModel:
     `calls`: the prologue, the layers in order, the epilogue. `templates`: by the name that calls use.
     `batch_inputs`: the batch arguments, in the positional order of the model's forward; `labels`: those that only the
     loss reads. `same_logits_without_labels`: a forward without them computes the logits that were captured with them.
-    `layer_names`: qualified. `rows`: by the names that calls use, the parameters that are shares of the model's own.
+    `stacks`: the qualified names of the lists that layers are in. `layer_names`: those of layers, in the order of their first
+    runs. `rows`: by the names that calls use, the parameters that are shares of the model's own.
     `holds(training, size)`: whether the graphs hold in a mode and at a size where they were not captured. `in_form(form)`: the
     same model, captured for another form of batch; the first time takes as long as the first capture.
     `fused_attention`: every layer's attention is our op; else the model's own code, whose masks take B x T x T bytes.
@@ -94,6 +95,7 @@ class CapturedModel:
     batch_inputs: tuple[str, ...]
     labels: tuple[str, ...]
     same_logits_without_labels: bool
+    stacks: tuple[str, ...]
     layer_names: tuple[str, ...]
     rows: Mapping[str, Rows]
     fused_attention: bool
@@ -174,22 +176,38 @@ class CapturedModel:
 
 
 def capture(
-    model: nn.Module, *, layers: str | None = None, example: Mapping[str, Tensor] | None = None,
+    model: nn.Module, *, layers: Layers | None = None, example: Mapping[str, Tensor] | None = None,
     pipeline: Sequence[TemplatePass] = (), target: TargetLike | None = None, form: Form = PLAIN,
-    loss: Callable[..., Any] | None = None, expert_pieces: int = 1, patches: tuple[Patches, ...] | None = None,
+    loss: Callable[..., Any] | None = None, expert_pieces: int = 1,
 ) -> CapturedModel:
     """Capture `model` for batches of one `form`, once, on fakes: no weight is read or copied, and `meta` models work too.
 
-    `layers` names the decoder stack (see `find_layers`); `example` gives the batch arguments where they are not
+    `layers` names the lists of layers (see `find_layers`); `example` gives the batch arguments where they are not
     `input_ids` and `labels`; `pipeline` and `target` are the template passes and what they lower to; `loss`, a function of
-    tokens, stands in the place of the model's own loss; `expert_pieces`: calls that a layer's experts are divided among;
-    `patches`: the encoders of a twin that takes images aligned with tokens already, as `example` says.
+    tokens, stands in the place of the model's own loss; `expert_pieces`: calls that a layer's experts are divided among.
+    Where several lists were found, not named, whose layers form no chain, the largest is the stack.
     Raises `CaptureError` or `UnsupportedError`, naming the module, for what cannot be streamed faithfully.
     """
+    of = functools.partial(_capture, model, example=example, pipeline=pipeline, target=target, form=form, loss=loss,
+                           expert_pieces=expert_pieces)
+    stack = find_layers(model, layers)
+    if stack.found and len(stack.paths) > 1:
+        with contextlib.suppress(CaptureError, UnsupportedError):
+            return of(stack.paths, chained=True)
+        return of((largest_of(model, stack),))
+    return of(stack.paths)
+
+
+def _capture(
+    model: nn.Module, layers: tuple[str, ...], *, example: Mapping[str, Tensor] | None, pipeline: Sequence[TemplatePass],
+    target: TargetLike | None, form: Form, loss: Callable[..., Any] | None, expert_pieces: int = 1,
+    patches: tuple[Patches, ...] | None = None, chained: bool = False,
+) -> CapturedModel:
+    """`capture` with these lists of layers. `patches`: the encoders of a twin that takes images aligned with tokens already, as
+    `example` says; `chained`: each call of a layer must read what the one before it makes."""
     started = time.perf_counter()
     target = target or CpuTarget()
     name = type(model).__name__
-    stack = find_layers(model, layers)
     plain = fake_twin(model, FakeTensorMode())  # as it is now: `model` may be streamed when it is captured again
     split_experts(plain, find_layers(plain, layers), expert_pieces)
     rows = rows_of(plain)
@@ -199,24 +217,25 @@ def capture(
         refuse_adapters(patches, name)
     taken = () if loss is None else taken_by_loss(loss, example or {})
     traced = example if loss is None else _without_loss(plain, example, taken)
-    masks_added = is_transformers_model(plain) and is_eager(plain, stack)
-    if masks_added and "bool" in masks_in(_masks(traced)).get("attention_mask", ""):
+    masks_added = is_transformers_model(plain) and is_eager(plain, find_layers(plain, layers))
+    if masks_added and "bool" in masks_in(masks_of(traced)).get("attention_mask", ""):
         refuse_added(name, "attention_mask")
-    graph, twin, batch, attention = _trace(plain, layers, traced, form)
+    graph, twin, batch, attention = trace(plain, layers, traced, form)
     if graph.changes_state:
-        fakes, tried, given, options = _subject(plain, layers, traced, form, CAPTURE_SHAPE, attention)
+        fakes, tried, given, options = subject(plain, layers, traced, form, CAPTURE_SHAPE, attention)
         with fakes:
             refuse_changing_state(tried, model_arguments(given, form.images), options)
     apart = fixes_rows(graph) and bool(images_of(batch))
     if apart:
-        graph, twin, batch, attention = _trace(plain, layers, traced, form, images_apart=True)
+        graph, twin, batch, attention = trace(plain, layers, traced, form, images_apart=True)
     performed, pairs = operations(graph), pairs_of(batch)
+    follow_gradients(graph)
     if pairs:
         adopt_masked_attention(graph)
 
     @functools.cache
     def called(where: Form, size: tuple[int, int]) -> tuple[Said, ...] | None:
-        fakes, tried, given, options = _subject(plain, layers, traced, where, size, attention)
+        fakes, tried, given, options = subject(plain, layers, traced, where, size, attention)
         with fakes:
             return torch_calls(tried, model_arguments(given, form.images), options)
 
@@ -227,12 +246,12 @@ def capture(
         found = None if expected is None else called(where, size)
         if expected is not None and found is not None and alike(found, expected, exact):
             return True
-        return alike(operations(_trace(plain, layers, traced, where, size, apart)[0]), performed, exact)
+        return alike(operations(trace(plain, layers, traced, where, size, apart)[0]), performed, exact)
 
     def in_form(other: Form) -> CapturedModel:
         with torch.inference_mode(False), torch.enable_grad():  # whatever the batch is computed under that needs it first
-            return capture(plain, layers=layers, example=example, pipeline=pipeline, target=target, form=other,
-                           loss=loss, patches=patches)  # its experts are in pieces already
+            return _capture(plain, layers, example=example, pipeline=pipeline, target=target, form=other,
+                            loss=loss, patches=patches)  # its experts are in pieces already
 
     structure, positions = output_structure(graph, name, other_loss=loss is not None)
     patches = with_places(patches, take_aligned(graph, name), name)
@@ -240,7 +259,9 @@ def capture(
     has_loss = loss is not None or structure.has_loss
     count = _one if loss is not None else normalise_loss(graph, graph.results[positions[0]]) if has_loss else None
     draw_functionally(graph)
-    sections = split_at_layers(graph, stack, [graph.results[p] for p in positions])
+    stack = find_layers(twin, layers)
+    sections = split_at_layers(graph, twin, stack, [graph.results[p] for p in positions], chained)
+    layer_names = tuple(section.name for section in sections[1:-1] if section.visit == 1)
     for section in sections:
         number_draws(section)
     renaming = batch_symbols(graph, name)
@@ -263,10 +284,10 @@ def capture(
             own_loss = loss is not None and section.name == "epilogue"
             templates[names[key]] = build(names[key], section, tokens_at_once=CHUNK_TOKENS if own_loss else 0)
             mixing = mixing or across_rows(templates[names[key]], section)
-        calls.append(Call(section.name, names[key], tuple(section.sources)))
+        calls.append(Call(section.call_name, names[key], tuple(section.sources), section.name if section.visit > 1 else ""))
     heads = None
     if to_logits is not None:
-        hidden = HiddenStates(name, twin, stack, model_arguments(batch, form.images), sections[:-1], to_logits)
+        hidden = HiddenStates(name, twin, model_arguments(batch, form.images), sections[:-1], to_logits)
         heads = Heads(graph, to_logits, hidden, build, templates, renaming)
     if not has_loss:
         assert heads is not None, "refused above"
@@ -277,7 +298,8 @@ def capture(
     labels = tuple(n for n in batch_inputs if has_loss and n not in read_early and n not in map(argument, form.further))
     fused = all_layers_call_attention(graph)
     return CapturedModel(
-        calls=tuple(calls), templates=templates, batch_inputs=batch_inputs, labels=labels, layer_names=stack.names, rows=rows,
+        calls=tuple(calls), templates=templates, batch_inputs=batch_inputs, labels=labels, stacks=layers,
+        layer_names=layer_names, rows=rows,
         same_logits_without_labels=_same_logits_without_labels(
             twin, graph, positions, model_arguments(batch, form.images), labels),
         fused_attention=fused, causal=not pairs and not masks_pairs(graph) and (fused or says_causal(stack)),
@@ -304,56 +326,6 @@ def _without_loss(model: nn.Module, example: Mapping[str, Tensor] | None, taken:
         {"labels": tokens} if "labels" in forward_signature(model).parameters else {})
 
 
-def _trace(
-    model: nn.Module, layers: str | None, example: Mapping[str, Tensor] | None, form: Form,
-    size: tuple[int, int] = CAPTURE_SHAPE, images_apart: bool = False,
-) -> tuple[ModelGraph, nn.Module, dict[str, Tensor], str | None]:
-    """The model's graph, its fake twin, the fake batch and which attention it has: ours if its layers call it (its name), else
-    their own (None).
-
-    A transformers model that asks for a mask but has attention code of its own would get none, and silently see the
-    future: such a model is captured again with the attention implementation it came with. `images_apart`: images are traced as
-    a number of their own (see `rows.py`).
-    """
-    ours = None
-    if is_transformers_model(model):
-        asked = (*form.further, *_masks(example))
-        ours = implementation_for(asked, model.config._attn_implementation)  # type: ignore[union-attr, arg-type]
-    for attention in dict.fromkeys((ours, None)):
-        fakes, twin, batch, options = _subject(model, layers, example, form, size, attention)
-        if images_apart:
-            batch |= traced_apart(batch, fakes)
-        stack = find_layers(twin, layers)
-        install_recorders(twin, stack)
-        try:
-            graph = capture_model_graph(twin, batch, stack, fakes, options,
-                                        functools.partial(model_arguments, each=form.images))
-        except (UnsupportedError, CaptureError):
-            if attention is not None:  # sinks, biases, a mask that layers index: what our op lacks, the model's own has
-                continue
-            raise
-        if images_apart and not join_rows(graph, images_of(batch), form.images):
-            raise CaptureError(f"{type(model).__name__} does more with the list of its images' features than to join it, so "
-                               "that a graph would hold for one number of images: compute with "
-                               f"{', '.join(sorted(images_of(batch)))} as one tensor [batch, ...], without a list")
-        if attention is None or all_layers_call_attention(graph):
-            return graph, twin, batch, attention
-    raise AssertionError("the last trace is always returned")
-
-
-def _subject(
-    model: nn.Module, layers: str | None, example: Mapping[str, Tensor] | None, form: Form, size: tuple[int, int],
-    attention: str | None,
-) -> tuple[FakeTensorMode, nn.Module, dict[str, Tensor], dict[str, Any]]:
-    """What a trace runs: the fakes' mode, the twin, its batch and further arguments."""
-    fakes = FakeTensorMode(shape_env=ShapeEnv())
-    twin = fake_twin(model, fakes, attention, training=not form.evaluating, layers=layers)
-    if form.without_adapters:
-        switch_off_adapters(twin)
-    batch = fake_batch(model, dict(example) if example is not None else None, fakes, size, form.further, form.images)
-    return fakes, twin, batch, {"use_cache": False} if "use_cache" in forward_signature(model).parameters else {}
-
-
 def _same_logits_without_labels(
     twin: nn.Module, graph: ModelGraph, positions: Sequence[int], batch: Mapping[str, Tensor], labels: tuple[str, ...]
 ) -> bool:
@@ -374,9 +346,6 @@ def _same_logits_without_labels(
     return shapes == [(*CAPTURE_SHAPE[:leading], *captured[leading:])]
 
 
-def _masks(example: Mapping[str, Tensor] | None) -> list[str]:
-    """The masks of pairs that every batch has, as a form says them."""
-    return [described(name, example[name]) for name in pairs_of(example)] if example else []
 
 
 def _of_transformers(model: nn.Module) -> bool:

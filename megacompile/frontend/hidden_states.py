@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from megacompile.errors import UnsupportedError
-from megacompile.frontend.layers import LayerStack
 from megacompile.frontend.split import Section, needs_gradient, owned
 
 #: Outputs of programs: the last hidden state alone; and beside the logits, with those of all layers.
@@ -29,7 +28,6 @@ class HiddenStates:
 
     name: str
     twin: nn.Module
-    stack: LayerStack
     batch: Mapping[str, Tensor]
     sections: Sequence[Section]
     to_logits: Section
@@ -76,12 +74,15 @@ class HiddenStates:
     def _are_meant(self) -> bool:
         """Runs the twin on fakes: whether it returns the very tensors that go into its first layer, come out of all but the
         last, and go into its head."""
-        found: list[Tensor] = []
-        layers = [self.twin.get_submodule(name) for name in self.stack.names]
+        given: list[Tensor] = []
+        made: list[Tensor] = []
+        read: list[Tensor] = []
+        calls = [section.name for section in self.sections[1:]]  # a layer that runs more than once more than once
+        layers = {name: self.twin.get_submodule(name) for name in calls}
         head = self._head()
-        hooks = [layers[0].register_forward_pre_hook(lambda _, args: found.append(args[0])),
-                 *(layer.register_forward_hook(lambda _, args, output: found.append(_first(output))) for layer in layers[:-1])]
-        hooks += [] if head is None else [head.register_forward_pre_hook(lambda _, args: found.append(args[0]))]
+        hooks = [layers[calls[0]].register_forward_pre_hook(lambda _, args: given.append(args[0])),
+                 *(each.register_forward_hook(lambda _, args, output: made.append(_first(output))) for each in layers.values())]
+        hooks += [] if head is None else [head.register_forward_pre_hook(lambda _, args: read.append(args[0]))]
         fakes = next(self.twin.parameters()).fake_mode  # type: ignore[attr-defined]
         try:
             with fakes, torch.no_grad():
@@ -92,9 +93,9 @@ class HiddenStates:
         finally:
             for hook in hooks:
                 hook.remove()
-        found += [] if head is not None else [_first(returned)]
+        found = [*given[:1], *made[:-1], *(read if head is not None else [_first(returned)])]
         meant = getattr(returned, "hidden_states", None) or ()
-        return len(meant) == len(found) and all(map(_same_memory, meant, found))
+        return len(made) == len(calls) and len(meant) == len(found) and all(map(_same_memory, meant, found))
 
 
 def _first(returned: Any) -> Any:

@@ -58,9 +58,12 @@ def joint_graph(
 ) -> JointGraph:
     """Forward and backward of a Dynamo-level section; residuals are chosen if `partition`. The inputs `awaited` that require
     a gradient have one, zero where they are read but not differentiated."""
-    if not any(has_gradient):
-        return forward_graph(graph, fakes)
     examples = example_values(graph)
+    if not any(has_gradient):
+        alone = forward_graph(graph, fakes)
+        waited_for = [i for i in awaited if examples[i].requires_grad]
+        alone.gradients.update({i: _zeros_like(alone.graph.graph, alone.inputs[i]) for i in waited_for})
+        return alone
     with fakes:
         joint: Any = aot_export_joint_simple(graph, tuple(examples), trace_joint=True, decompositions=decompositions)
     saved: set[str] = set()

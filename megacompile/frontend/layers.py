@@ -1,8 +1,8 @@
 """Which modules are the decoder layers: the stack whose weights stream, and how Dynamo is told about it.
 
-The stack is found (the `nn.ModuleList`, or `nn.Sequential` of one class, that holds the most parameters), registered
-for a model class, or named by the user. That its layers run once each, in order, output chained to input, is checked
-on the captured graph, in `split.py`.
+A stack is the items of one list or of several: named by the user, registered for a model class, or found (the `nn.ModuleList`,
+or `nn.Sequential` of one class, that holds the most parameters, and its like beside it). Which of them run when, and that calls
+form a chain, is seen on the captured graph, in `layer_calls.py` and `split.py`.
 """
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ import functools
 import itertools
 import logging
 import types
-from collections.abc import Callable, Collection, Hashable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
+from unittest import mock
 
 import torch
 import torch._dynamo
@@ -28,34 +29,39 @@ M = TypeVar("M", bound=nn.Module)
 _LOGGING = ("debug", "info", "warning", "error", "warning_once", "info_once")
 # Where a model class keeps its layers, for the classes whose stack is not the list with the most parameters. It is
 # the one piece of module state in the frontend: registration is a declaration about a class, made at import time.
-_REGISTERED: dict[type[nn.Module], str] = {}
+_REGISTERED: dict[type[nn.Module], tuple[str, ...]] = {}
+#: Qualified names of lists of layers: one, or several.
+Layers = str | Sequence[str]
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerStack:
-    """The decoder layers of a model, in order, with their qualified names ("model.layers.0", ...)."""
+    """The decoder layers of a model, list by list, with their qualified names ("model.layers.0", ...). `paths`: those of the
+    lists. `found`: nobody has named them."""
 
-    path: str
+    paths: tuple[str, ...]
+    names: tuple[str, ...]
     layers: tuple[nn.Module, ...]
+    found: bool = False
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(f"{self.path}.{index}" for index in range(len(self.layers)))
+    def __str__(self) -> str:
+        return " and ".join(self.paths)
 
 
-def register_layers(model_class: type[nn.Module], layers: str) -> None:
+def register_layers(model_class: type[nn.Module], layers: Layers) -> None:
     """Declare that instances of `model_class` (and of its subclasses) keep their decoder layers at `layers`.
 
-    `layers` is the qualified name of an `nn.ModuleList` or `nn.Sequential`, e.g. "decoder.blocks". An explicit
-    `layers=` of `capture` or `stream` wins over it. Raises `CaptureError` if `model_class` is no module class.
+    `layers` is the qualified name of an `nn.ModuleList` or `nn.Sequential`, e.g. "decoder.blocks", or a sequence of several
+    such names. An explicit `layers=` of `capture` or `stream` wins over it. Raises `CaptureError` if `model_class` is no module
+    class.
     """
     if not (isinstance(model_class, type) and issubclass(model_class, nn.Module)):
         raise CaptureError(f"cannot register layers for {model_class!r}: give a subclass of torch.nn.Module")
-    _REGISTERED[model_class] = layers
+    _REGISTERED[model_class] = _paths(layers)
 
 
-def layer_stack(layers: str) -> Callable[[type[M]], type[M]]:
-    """`register_layers` as a decorator of the class: `@megacompile.layer_stack("decoder.blocks")`."""
+def layer_stack(*layers: str) -> Callable[[type[M]], type[M]]:
+    """`register_layers` as a decorator of the class: `@megacompile.layer_stack("decoder.blocks")`, or several names."""
 
     def declare(model_class: type[M]) -> type[M]:
         register_layers(model_class, layers)
@@ -64,23 +70,44 @@ def layer_stack(layers: str) -> Callable[[type[M]], type[M]]:
     return declare
 
 
-def find_layers(model: nn.Module, layers: str | None = None) -> LayerStack:
-    """The stack named by `layers`, else the one registered for the model's class, else the list of most parameters: of those in
-    the decoder, where the model says which of its parts that is (an encoder beside it may be the larger one).
+def find_layers(model: nn.Module, layers: Layers | None = None) -> LayerStack:
+    """The lists named by `layers`, else those registered for the model's class, else the list of most parameters (of those in
+    the decoder, where the model says which of its parts that is: an encoder beside it may be the larger one), with its like.
 
     Raises `CaptureError`, naming the candidates, if there is no such list or it is empty.
     """
     registered = (_REGISTERED[cls] for cls in type(model).__mro__ if cls in _REGISTERED)
-    path = layers or next(registered, None)
+    named = next(registered, ()) if layers is None else _paths(layers)
     candidates = stack_candidates(model)
-    if path is None:
-        if not candidates:
-            raise CaptureError(
-                f"no repeated layer stack found in {type(model).__name__}: keep the decoder layers in an "
-                'nn.ModuleList, or name the stack with layers="path.to.layers"'
-            )
-        # Nested lists (experts inside a layer) hold fewer parameters than the list around them; ties go to the outer.
-        path = max(_of_decoder(model, candidates) or candidates, key=candidates.__getitem__)
+    if not candidates and not named:
+        raise CaptureError(
+            f"no repeated layer stack found in {type(model).__name__}: keep the decoder layers in an "
+            'nn.ModuleList, or name the stack with layers="path.to.layers"'
+        )
+    paths = named or _with_its_like(model, _of_decoder(model, candidates) or candidates)
+    paths = tuple(inner for path in paths for inner in _lists_in(path, _list_at(model, path, candidates)))
+    for path, other in itertools.permutations(paths, 2):
+        if path.startswith(f"{other}."):
+            raise CaptureError(f'layers=: "{path}" lies inside of "{other}", whose items are layers whole: name one of both')
+    items: dict[int, tuple[str, nn.Module]] = {}  # a module that is several items is one layer, of several calls
+    for path in paths:
+        for name, layer in model.get_submodule(path)._modules.items():
+            if layer is not None:
+                items.setdefault(id(layer), (f"{path}.{name}", layer))
+    names, modules = zip(*items.values(), strict=True)
+    return LayerStack(paths, names, modules, found=not named)
+
+
+def largest_of(model: nn.Module, stack: LayerStack) -> str:
+    """Of the lists of a stack, the one with the most parameters."""
+    return max(stack.paths, key=lambda path: sum(p.numel() for p in model.get_submodule(path).parameters()))
+
+
+def _paths(layers: Layers) -> tuple[str, ...]:
+    return (layers,) if isinstance(layers, str) else tuple(dict.fromkeys(layers))
+
+
+def _list_at(model: nn.Module, path: str, candidates: Collection[str]) -> nn.Module:
     try:
         stack = model.get_submodule(path)
     except AttributeError:
@@ -93,22 +120,49 @@ def find_layers(model: nn.Module, layers: str | None = None) -> LayerStack:
             f'layers="{path}" {what} in {type(model).__name__}: name a non-empty nn.ModuleList or nn.Sequential of '
             f"layers (found: {found})"
         )
-    return LayerStack(path, tuple(stack))
+    return stack
 
 
-def _of_decoder(model: nn.Module, candidates: Collection[str]) -> list[str]:
+def _lists_in(path: str, stack: nn.Module) -> list[str]:
+    """A list of layers; of a list of such lists (stages), each of them."""
+    items = {name: item for name, item in stack._modules.items() if item is not None}
+    if not all(isinstance(item, nn.ModuleList) for item in items.values()):
+        return [path]
+    return [inner for name, item in items.items() if len(item) for inner in _lists_in(f"{path}.{name}", item)]  # type: ignore[arg-type]
+
+
+def _with_its_like(model: nn.Module, candidates: Mapping[str, int]) -> tuple[str, ...]:
+    """The list of most parameters, and those beside it that are worth streaming too: of the same module, or of one of the same
+    class beside that, and no smaller than one of its layers. Encoders of images or sounds are modules of their own classes."""
+    # Nested lists (experts inside a layer) hold fewer parameters than the list around them; ties go to the outer.
+    largest = max(candidates, key=candidates.__getitem__)
+    held = candidates[largest] / max(1, len(model.get_submodule(largest)._modules))
+
+    def beside(path: str) -> bool:
+        own, other = (each.rpartition(".")[0] for each in (largest, path))
+        if own == other:
+            return True
+        alike = type(model.get_submodule(own)) is type(model.get_submodule(other))
+        return alike and own.rpartition(".")[0] == other.rpartition(".")[0] and "" not in (own, other)
+
+    return tuple(path for path, count in candidates.items() if path == largest or (
+        beside(path) and count >= held and isinstance(model.get_submodule(path), nn.ModuleList)))
+
+
+def _of_decoder(model: nn.Module, candidates: Mapping[str, int]) -> dict[str, int]:
     """Those of the candidates that are parts of the decoder that models of transformers name."""
     if not hasattr(model, "get_decoder"):
-        return []
+        return {}
     inside = {id(module) for module in model.get_decoder().modules()}  # type: ignore[operator]
-    return [path for path in candidates if id(model.get_submodule(path)) in inside]
+    return {path: count for path, count in candidates.items() if id(model.get_submodule(path)) in inside}
 
 
 def encoders(model: nn.Module, stack: LayerStack) -> list[Any]:
     """The models of transformers that a model has beside its stack: what encodes images, say."""
+    layers = {id(layer) for layer in stack.layers}
     within = {id(module) for layer in stack.layers for module in layer.modules()}
     return [m for m in model.modules() if hasattr(m, "set_attn_implementation") and id(m) not in within
-            and all(stack.layers[0] is not inner for inner in m.modules())]
+            and not any(id(inner) in layers for inner in m.modules())]
 
 
 def stack_candidates(model: nn.Module) -> dict[str, int]:
@@ -124,9 +178,17 @@ def stack_candidates(model: nn.Module) -> dict[str, int]:
     return found
 
 
+def share_weights(stack: LayerStack) -> bool:
+    """Whether a parameter is part of several layers."""
+    parameters = [id(parameter) for layer in stack.layers for parameter in layer.parameters()]
+    return len(parameters) > len(set(parameters))
+
+
 @contextlib.contextmanager
-def layers_as_regions(stack: LayerStack) -> Iterator[None]:
-    """Within, Dynamo turns each call of a decoder layer into an `invoke_subgraph` node."""
+def layers_as_regions(stack: LayerStack, each_call: bool = False) -> Iterator[None]:
+    """Within, Dynamo turns each call of a decoder layer into an `invoke_subgraph` node. `each_call`: it traces every call for
+    itself. Of a layer that runs again, or has another's weights, it has seen much before, and what it then checks before it
+    takes the region for a third is not all that the region depends on."""
     # Dynamo refuses what models tell their loggers (gpt2, that it has no loss type).
     settings: dict[str, object] = {"ignore_logging_functions": {
         getattr(logging.Logger, name) for name in _LOGGING if hasattr(logging.Logger, name)}}
@@ -139,7 +201,7 @@ def layers_as_regions(stack: LayerStack) -> Iterator[None]:
     inherited = {cls for cls in classes if "forward" not in cls.__dict__}
     originals = {cls: cls.forward for cls in classes}
     numbers = itertools.count()
-    with _built_differently(stack, numbers):
+    with _built_differently(stack, numbers), _without_reuse() if each_call else contextlib.nullcontext():
         for cls, forward in originals.items():
             cls.forward = _region(forward, next(numbers))  # type: ignore[method-assign]
         try:
@@ -152,6 +214,15 @@ def layers_as_regions(stack: LayerStack) -> Iterator[None]:
                     del cls.forward
                 else:
                     cls.forward = forward  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def _without_reuse() -> Iterator[None]:
+    """Within, Dynamo takes no region for another call. (Torch 2.11 never does.)"""
+    regions = getattr(torch._dynamo.variables, "invoke_subgraph", None)
+    with (mock.patch.object(regions, "is_reuse_eligible", return_value=False)
+          if hasattr(regions, "is_reuse_eligible") else contextlib.nullcontext()):
+        yield
 
 
 @contextlib.contextmanager

@@ -66,10 +66,10 @@ class ModelGraph:
 
 def capture_model_graph(
     model: nn.Module, batch: Mapping[str, Tensor], stack: LayerStack, fakes: FakeTensorMode, options: dict[str, Any],
-    taken: Callable[[dict[str, Tensor]], dict[str, Tensor]] = dict,
+    taken: Callable[[dict[str, Tensor]], dict[str, Tensor]] = dict, each_call: bool = False,
 ) -> ModelGraph:
     """Trace `model(**taken(batch), **options)` with the batch size, and the length where a batch input has it, dynamic and
-    equal among inputs.
+    equal among inputs. `each_call`: no call of a layer takes what was traced for another (see `layers_as_regions`).
 
     Raises `CaptureError` with Dynamo's reason and the line of the model that caused it.
     """
@@ -92,7 +92,7 @@ def capture_model_graph(
 
     torch._dynamo.reset()
     with (fakes, warnings.catch_warnings(record=True) as warned, traceable_adapters(), unchecked_distributions(),
-          unchecked_values(), sizes_unread_by_messages(), layers_as_regions(stack)):
+          unchecked_values(), sizes_unread_by_messages(), layers_as_regions(stack, each_call)):
         warnings.simplefilter("always")
         try:
             graph = dynamo_graph_capture_for_export(step)(*tensors)
@@ -110,6 +110,7 @@ def capture_model_graph(
             tuple(n.meta["example_value"] if isinstance(n, fx.Node) else n for n in results), tensors)  # type: ignore[union-attr]
     for module in (graph, *(m for m in graph.modules() if isinstance(m, fx.GraphModule))):
         _name_squeezed(module)
+        _read_sizes(module)
     sources = _sources(model, graph, flat, dict(batch))
     _count_outside(graph, sources)
     own_rewritten_buffers(graph.graph, sources)
@@ -159,6 +160,22 @@ def _name_squeezed(module: fx.GraphModule) -> None:
         if node.target in ("squeeze", torch.squeeze) and len(node.args) == 1 and not node.kwargs:
             shape = node.args[0].meta["example_value"].shape
             node.args = (node.args[0], tuple(dim for dim, size in enumerate(shape) if isinstance(size, int) and size == 1))
+    module.recompile()
+
+
+def _read_sizes(module: fx.GraphModule) -> None:
+    """Reads a size where Dynamo reads a stride that is the same number: a mask that is expanded has other strides once it is
+    handed from call to call."""
+    known: dict[Any, tuple[fx.Node, int]] = {}
+    for node in module.graph.find_nodes(op="placeholder"):
+        value: Any = node.meta.get("example_value")
+        for dimension, size in enumerate(value.shape if isinstance(value, Tensor) else ()):
+            if isinstance(size, torch.SymInt):
+                known[size.node.expr] = node, dimension
+    for node in module.graph.find_nodes(op="call_function", target=torch.ops.aten.sym_stride.int):
+        found = known.get(getattr(getattr(node.meta["example_value"], "node", None), "expr", None))
+        if found is not None:
+            node.target, node.args = torch.ops.aten.sym_size.int, found
     module.recompile()
 
 

@@ -57,6 +57,11 @@ def described(name: str, value: Tensor) -> str:
     return f"{name}: {str(value.dtype).removeprefix('torch.')} [{sizes}]"
 
 
+def masks_of(example: Mapping[str, Tensor] | None) -> list[str]:
+    """The masks of pairs that every batch has, as a form would say them."""
+    return [described(name, example[name]) for name in pairs_of(example)] if example else []
+
+
 def argument(further: str) -> str:
     """The name of a further argument."""
     return further.partition(":")[0]

@@ -19,7 +19,8 @@ from torch import fx
 
 from megacompile.errors import CaptureError
 from megacompile.frontend.expert_pieces import BORDER, Rows
-from megacompile.frontend.split import NUMBERS, Section, needs_gradient, owned, source_line
+from megacompile.frontend.layer_calls import source_line
+from megacompile.frontend.split import NUMBERS, Section, needs_gradient, owned
 from megacompile.frontend.template import Source
 from megacompile.frontend.totals import MODES, writes
 

@@ -11,7 +11,8 @@ from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from megacompile.errors import CaptureError, UnsupportedError
-from megacompile.frontend.split import Section, source_line
+from megacompile.frontend.layer_calls import source_line
+from megacompile.frontend.split import Section
 
 _RANDOM = ("dropout", "rand", "bernoulli", "normal", "multinomial", "exponential", "rrelu", "uniform")
 #: Give a tensor of the same memory, which autograd does not take for a view.

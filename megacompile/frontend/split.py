@@ -8,9 +8,10 @@ from fractions import Fraction
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from megacompile.errors import CaptureError
+from megacompile.frontend.layer_calls import LayerCall, check_chain, layer_calls, source_line
 from megacompile.frontend.layers import LayerStack
 from megacompile.frontend.model_graph import INVOKE, ModelGraph
 from megacompile.frontend.template import Source
@@ -23,7 +24,8 @@ NUMBERS = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
 class Section:
     """A piece of the model graph (Dynamo level). `sources[i]` feeds placeholder i; `carried[i]` says whether the next
     call reads result i, `has_gradient[i]` whether a gradient comes back for it. `layer`: that it is a part of, if it is one;
-    `share`: of what that layer's experts compute, on average."""
+    `share`: of what that layer's experts compute, on average. `visit`: for the how manieth time a forward runs it; `own_names`:
+    what the layer itself calls its parameters and buffers, by their names in the model."""
 
     name: str
     graph: fx.GraphModule
@@ -32,28 +34,38 @@ class Section:
     carried: list[bool]
     layer: str = ""
     share: Fraction = Fraction(1)
+    visit: int = 1
+    own_names: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    @property
+    def call_name(self) -> str:
+        """What the call of it is named: the layer, of a later run of it "layers.3@2"."""
+        return self.name if self.visit == 1 else f"{self.name}@{self.visit}"
 
 
 def needs_gradient(node: fx.Node) -> bool:
     return bool(getattr(node.meta["example_value"], "requires_grad", False))
 
 
-def split_at_layers(model: ModelGraph, stack: LayerStack, results: Sequence[fx.Node]) -> list[Section]:
-    """Prologue, layers in order, epilogue; the epilogue computes `results`.
+def split_at_layers(model: ModelGraph, module: nn.Module, stack: LayerStack, results: Sequence[fx.Node],
+                    chained: bool = False) -> list[Section]:
+    """Prologue, layers in the order in which they run, epilogue; the epilogue computes `results`. `module`: what was traced.
 
     What is computed between two layers from an earlier one's output goes to the front of the second; totals over tokens that
     the model makes behind the last layer, of every layer's values, are made in the layers (`totals.py`). Only the call that
     follows is handed a call's outputs: a value that is read further on (an early layer's keys, an embedding added at the end)
     is one more output of every call on its way. Prologue values without a gradient, which all calls may read, need no such way.
 
-    Raises `CaptureError` where a layer reads nothing that an earlier call hands on. No dead-code elimination here: Dynamo's
+    Raises `CaptureError` where a layer reads nothing that an earlier call hands on; if `chained`, nothing that the call before
+    it makes, or what is made of that. No dead-code elimination here: Dynamo's
     graph still has in-place ops whose results nobody reads. After AOT, which makes it functional, it is safe.
     """
     body = [n for n in model.graph.graph.nodes if n.op not in ("placeholder", "output") and n not in model.sources]
-    calls = [n for n in body if n.target is INVOKE]
-    _check_calls(model, stack, calls)
+    found = layer_calls(model, module, stack)
+    if chained:
+        check_chain(body, found)
+    calls = [call.node for call in found]
     members, made_by = _members([n for n in body if not _goes_along(model, n)], calls)
-    _check_grad_mode(stack, body, calls, made_by)
     _move(members, made_by, made_in_layers(members[-1], made_by, model.sources, results, len(calls)))
     last = len(calls) + 1
     reads = {stage: _outside(model, nodes, results if stage == last else (), calls[stage - 1] if 0 < stage < last else None)[0]
@@ -82,12 +94,12 @@ def split_at_layers(model: ModelGraph, stack: LayerStack, results: Sequence[fx.N
     order = {node: position for position, node in enumerate(body)}
     sections = [extract("prologue", model, members[0], shared, source_of("the prologue", [], 0), carried)]
     previous: list[fx.Node] = list(carried)
-    for stage, (call, name) in enumerate(zip(calls, stack.names, strict=True), 1):
+    for stage, call in enumerate(found, 1):
         outputs = handed_on(stage)
-        sections.append(_layer_section(name, model, call, members[stage], previous, outputs,
-                                       source_of(name, previous, stage)))
+        sections.append(_layer_section(call, model, members[stage], previous, outputs,
+                                       source_of(call.layer, previous, stage)))
         if not any(s.kind == "carried" for s in sections[-1].sources) and previous:
-            raise CaptureError(f"{name} does not read the output of the call before it: the layers must form a chain")
+            raise CaptureError(f"{call.layer} does not read the output of the call before it: the layers must form a chain")
         previous = outputs
     sections.append(extract("epilogue", model, members[last], results, source_of("the epilogue", previous, last), []))
     return sections
@@ -121,18 +133,19 @@ def _move(members: list[list[fx.Node]], made_by: dict[fx.Node, int], moved: Mapp
 
 
 def _layer_section(
-    name: str, model: ModelGraph, call: fx.Node, around: Sequence[fx.Node], passing: Sequence[fx.Node],
+    call: LayerCall, model: ModelGraph, around: Sequence[fx.Node], passing: Sequence[fx.Node],
     results: Sequence[fx.Node], source_of: Callable[[fx.Node], Source],
 ) -> Section:
     """The region that `call` invokes with the nodes `around` it, before and behind, in one graph that returns `results`:
     outputs of either, or values `passing` through."""
     passed_on = [n for n in results if n in passing]
-    graph, copies, sources = _copied(model, around, passed_on, source_of, call)
+    graph, copies, sources = _copied(model, around, passed_on, source_of, call.node)
     modules: dict[str, Any] = {n.target: getattr(model.graph, n.target, None) for n in graph.find_nodes(op="get_attr")}
-    region = _region(model, call)
+    region = _region(model, call.node)
     modules |= {f"layer_{n.target}": getattr(region, n.target) for n in region.graph.find_nodes(op="get_attr")}
     graph.output(owned(graph, [copies[n] for n in results]))
-    return Section(name, fx.GraphModule(modules, graph), sources, [needs_gradient(n) for n in results], [True] * len(results))
+    return Section(call.layer, fx.GraphModule(modules, graph), sources, [needs_gradient(n) for n in results],
+                   [True] * len(results), visit=call.visit, own_names=call.own_names)
 
 
 def _region(model: ModelGraph, call: fx.Node) -> fx.GraphModule:
@@ -148,7 +161,8 @@ def _inlined(model: ModelGraph, call: fx.Node, graph: fx.Graph, copies: dict[fx.
         if node.op == "placeholder":
             argument = call.args[2 + len(inner)]
             inner[node] = copies[argument] if isinstance(argument, fx.Node) else argument
-            if isinstance(inner[node], fx.Node) and inner[node].op == "placeholder":
+            if isinstance(inner[node], fx.Node) and inner[node].op == "placeholder" and needs_gradient(inner[node]) is (
+                    needs_gradient(node)):  # else the region is another call's
                 inner[node].meta = dict(node.meta)
             continue
         if node.op == "output":
@@ -239,41 +253,6 @@ def owned(graph: fx.Graph, results: Sequence[fx.Node]) -> tuple[fx.Node, ...]:
     return tuple(owned)
 
 
-def _check_calls(model: ModelGraph, stack: LayerStack, calls: Sequence[fx.Node]) -> None:
-    """Each layer of the stack was called once, in order."""
-    called: list[str] = []
-    if not calls and any("checkpoint" in str(node.target) for node in model.graph.graph.nodes):
-        raise CaptureError(f"the layers of {stack.path} are called through torch.utils.checkpoint: call them as they are, "
-                           "since what is recomputed is the plan's choice (checkpoint_interval)")
-    for call in calls:
-        names = [model.sources[n].name for n in call.args[2:] if isinstance(n, fx.Node) and n in model.sources]
-        owners = {layer: name for name in names for layer in stack.names if name.startswith(layer + ".")}
-        own = stack.names[min(len(called), len(stack.names) - 1)]
-        if own in owners and len(owners) > 1:
-            other = next(layer for layer in owners if layer != own)
-            raise CaptureError(f"{own} shares {owners[other]} with {other}, and a weight is in one tile: give each layer "
-                               "weights of its own")
-        called.append(next(iter(owners), "no layer"))
-    if called != list(stack.names):
-        raise CaptureError(
-            f"the layers of {stack.path} are not called once each, in order (called: {', '.join(called) or 'none'}): "
-            'name the decoder stack with layers="path.to.layers"')
-
-
-def _check_grad_mode(stack: LayerStack, body: Sequence[fx.Node], calls: Sequence[fx.Node],
-                     made_by: Mapping[fx.Node, int]) -> None:
-    """No layer, and nothing that is made of one's output before the last, runs without gradients by `torch.no_grad()`: each
-    call is differentiated alone, in a grad mode of its own, and Dynamo lets a layer have the mode of another."""
-    enabled = True
-    for node in body[:body.index(calls[-1]) + 1]:
-        if node.target is torch._C._set_grad_enabled:
-            enabled = bool(node.args[0])
-        elif not enabled and made_by.get(node, 0) > 0:
-            name = f"{stack.path}.{calls.index(node)}" if node in calls else f"what is computed between layers of {stack.path}"
-            raise CaptureError(f"{name} runs under torch.no_grad(): freeze parameters with requires_grad_(False), or detach() "
-                               f"a value, in its place{source_line(node)}")
-
-
 def _carried_from_prologue(
     outer: Sequence[fx.Node], calls: Sequence[fx.Node], last_read: dict[fx.Node, int]
 ) -> list[fx.Node]:
@@ -282,14 +261,6 @@ def _carried_from_prologue(
     shapes = [tuple(u.meta["example_value"].shape) for u in calls[0].users]
     return [n for n in outer if needs_gradient(n) or (
         n in calls[0].args[2:] and last_read[n] == 1 and tuple(n.meta["example_value"].shape) in shapes)]
-
-
-def source_line(node: fx.Node) -> str:
-    """The user's source line that made `node`, as a continuation line of an error."""
-    frames = [f.strip() for f in (node.meta.get("stack_trace") or "").splitlines()]
-    frames = [f for f in frames if f.strip("^~ ")]
-    places = [i for i, f in enumerate(frames) if f.startswith('File "') and "/torch/" not in f]
-    return "\nfrom source: " + "  ".join(frames[places[-1]: places[-1] + 2]) if places else ""
 
 
 def structural_key(section: Section) -> str:
@@ -323,7 +294,9 @@ def structural_key(section: Section) -> str:
 
 def relative(source: Source, section: Section) -> Source:
     """A layer's own parameter or buffer by its name in the layer: model.layers.3.mlp.up.weight is mlp.up.weight."""
-    for path in (section.name, section.layer) if source.kind in ("parameter", "buffer") else ():
+    if source.kind not in ("parameter", "buffer"):
+        return source
+    for path in (section.name, section.layer):
         if path and source.name.startswith(path + "."):
             return Source(source.kind, source.name.removeprefix(path + "."))
-    return source
+    return Source(source.kind, section.own_names.get(source.name, source.name))

@@ -48,11 +48,13 @@ class Source:
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """One use of a template: the prologue, each layer ("model.layers.3"), the epilogue; sources in input order."""
+    """One use of a template: the prologue, each layer ("model.layers.3"), the epilogue; sources in input order. `again`: the
+    call that was the first of its layer, where this one ("model.layers.3@2") is a later."""
 
     name: str
     template: str
     sources: tuple[Source, ...]
+    again: str = ""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from megacompile.errors import CaptureError
 from megacompile.frontend.adapters import forward_signature
 from megacompile.frontend.attention import register_with_transformers
-from megacompile.frontend.layers import encoders, find_layers
+from megacompile.frontend.layers import Layers, encoders, find_layers
 from megacompile.frontend.modalities import aligned, is_images
 from megacompile.frontend.pairs import argument, example_of, pairs_of, tokens_of
 
@@ -29,7 +29,7 @@ def is_transformers_model(model: nn.Module) -> bool:
 
 
 def fake_twin(model: nn.Module, fakes: FakeTensorMode, attention: str | None = None, training: bool = True,
-              layers: str | None = None) -> nn.Module:
+              layers: Layers | None = None) -> nn.Module:
     """A copy of `model` in training mode (or not) with fake parameters and buffers of the same shapes, strides and dtypes.
 
     A transformers model is switched to the `attention` implementation, one of ours; encoders beside its stack of `layers` keep

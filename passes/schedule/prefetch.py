@@ -10,7 +10,7 @@ checkpoints that wait in host memory.
 A *stay* is one arrival of a tile and all its uses: those of one call in a forward, of one block in a backward, whose
 micro-batches all use the block's weights while they are there. Layers share `plan.weight_slots` slots; where a layer has
 several tiles, those of each rank in size have as many. The border tiles (prologue, epilogue, tied weights: the largest) are
-held for one call at a time.
+held for one call at a time. A tile that several layers' calls read stays while no other of its rank is needed between them.
 
     c4_1 = fetch("layers.3", mb=1, stashed=x4_1)           # while micro-batch 0 is computed
     g5_0 = recompute_backward("decoder", "layers.4", mb=0, inputs=(c4_0, s_0), ...)
@@ -20,7 +20,7 @@ begins with.
 """
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -85,7 +85,25 @@ def _stays(program: Program, plan: Plan, graph: fx.Graph) -> list[_Stay]:
         latest, group = label, group + (label != latest)
         for tile in call.tiles:
             found.setdefault((tile, group), _Stay(tile, group, tile in border)).uses.append(node)
-    return list(found.values())
+    return _without_interruption(program, list(found.values()))
+
+
+def _without_interruption(program: Program, stays: list[_Stay]) -> list[_Stay]:
+    """A stay that follows one of the same tile, which several layers' calls read, is the same one: what is there already need
+    not arrive again."""
+    read = Counter(tile for call in program.calls if call.role == "layer" for tile in call.tiles)
+    ranks = layer_ranks(program)
+    latest: dict[int, _Stay] = {}
+    kept = []
+    for stay in stays:
+        before = None if stay.border else latest.get(ranks[stay.tile])
+        if before is not None and before.tile == stay.tile and read[stay.tile] > 1:
+            before.uses += stay.uses
+            continue
+        kept.append(stay)
+        if not stay.border:
+            latest[ranks[stay.tile]] = stay
+    return kept
 
 
 def _returns(graph: fx.Graph) -> list[_Return]:

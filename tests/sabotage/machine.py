@@ -76,10 +76,12 @@ class HarmError(Exception):
 
 
 def kind_of(place: str) -> str:
-    """"W" for "WB0", "weights" for "weights/layers.0"; "" for a value's own memory."""
+    """"W" for "WB0" and "Wb0", "weights" for "weights/layers.0"; "" for a value's own memory."""
     if place.startswith("%"):
         return ""
-    return place.split("/")[0] if "/" in place else place.split("@")[0].rstrip("0123456789").removesuffix("B")
+    if "/" in place:
+        return place.split("/")[0]
+    return "".join(letter for letter in place.split("@")[0] if letter.isupper()).removesuffix("B")
 
 
 @dataclass(frozen=True)

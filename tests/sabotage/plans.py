@@ -28,19 +28,28 @@ NAMED: dict[str, dict[str, Any]] = {
         "host_sums": ("layers.0", "epilogue"), "resident": ("layers.0",)},
     "outputs, two micro-batches": {"outputs": True, "micro_batches": (2, 1), "checkpoint_interval": 2, "weight_slots": 3},
     "outputs, tied, updates on arrival": {"outputs": True, "tied": True, "update": "arrival", "saved_layers": 1},
+    "layers that run twice": {"layers": 2, "runs": 2, "micro_batches": (1, 1)},
+    "a layer that runs three times in one block, a shared tile": {
+        "layers": 1, "runs": 3, "shared": True, "checkpoint_interval": 3, "weight_slots": 1, "update": "arrival"},
+    "layers that run twice, waves on the host, a shared tile": {
+        "layers": 2, "runs": 2, "shared": True, "whole_step": True, "micro_batches": (1, 1), "waves": 2,
+        "host_sums": ("layers.0", "shared"), "resident": ("shared",)},
     "tied, residuals kept, a frozen layer": {"tied": True, "saved_layers": 2, "frozen": ("layers.0",)},
 }
 
 
 @st.composite
-def schedules(draw: st.DrawFn, layers: int | None = None) -> dict[str, Any]:
-    """Arguments of `make_schedule`: a small model, of so many layers, and a plan for it."""
+def schedules(draw: st.DrawFn, layers: int | None = None, often: bool = True) -> dict[str, Any]:
+    """Arguments of `make_schedule`: a small model, of so many layers, and a plan for it. `often`: its layers may run twice, and
+    share a tile."""
     layers = layers or draw(st.integers(1, 4))
+    runs = 2 if often and layers < 3 and draw(st.booleans()) else 1
     whole_step, tied = draw(st.booleans()), draw(st.booleans())
     micro_batches = tuple(sorted(draw(st.lists(st.integers(1, 2), min_size=1, max_size=3)), reverse=True))
     names = [f"layers.{i}" for i in range(layers)]
     frozen = tuple(draw(st.sets(st.sampled_from(names), max_size=1)))
-    tiles = ["prologue", *names, "epilogue"]
+    shared = often and draw(st.booleans())
+    tiles = ["prologue", *names, *(["shared"] if shared else []), "epilogue"]
     resident = [tile for tile in tiles if draw(st.integers(0, 3)) == 0]
     interval, update = draw(st.integers(1, layers)), draw(st.sampled_from(UPDATES))
     order = tuple(draw(st.permutations(tiles))) if update == "arrival" and draw(st.booleans()) else ()
@@ -51,6 +60,7 @@ def schedules(draw: st.DrawFn, layers: int | None = None) -> dict[str, Any]:
                      and draw(st.integers(0, 3)) == 0)
     return {
         "layers": layers, "micro_batches": micro_batches, "frozen": frozen, "tied": tied, "whole_step": whole_step,
+        "runs": runs, "shared": shared,
         "outputs": not whole_step and draw(st.booleans()),
         "checkpoint_interval": interval, "saved_layers": draw(st.integers(0, layers)),
         "weight_slots": interval + draw(st.integers(0, 2)), "gradient_slots": draw(st.integers(1, 2)),
@@ -63,6 +73,6 @@ def schedules(draw: st.DrawFn, layers: int | None = None) -> dict[str, Any]:
 
 def plan_of(schedule: dict[str, Any]) -> Plan:
     options = {"micro_batches": (1,), **schedule}
-    for name in ("layers", "frozen", "tied", "whole_step", "outputs"):
+    for name in ("layers", "runs", "shared", "frozen", "tied", "whole_step", "outputs"):
         options.pop(name, None)
     return Plan(sum(options["micro_batches"]), 8, **options)

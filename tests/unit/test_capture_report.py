@@ -47,7 +47,7 @@ def test_a_class_declares_its_stack() -> None:
             self.small = self.layers
             self.layers = nn.ModuleList(nn.Linear(99, 99) for _ in range(2))
 
-    with pytest.raises(CaptureError, match=r"the layers of layers are not called once each"):
+    with pytest.raises(CaptureError, match=r"layers\.0 is not called in a forward \(called: small\.0\.up, "):
         megacompile.explain_capture(_forward_of_small(TwoStacks)(), layers="layers", device="cpu")
     text = megacompile.explain_capture(_forward_of_small(TwoStacks)(), device="cpu")
     assert "3 layers in small" in text and "other lists of modules: layers (19,800 parameters)" in text

@@ -1,0 +1,87 @@
+"""A model -> its graph, traced on fakes: with our attention if its layers call it, each call apart where layers run again."""
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from megacompile.errors import CaptureError, UnsupportedError
+from megacompile.frontend.adapters import forward_signature, switch_off_adapters
+from megacompile.frontend.attention import implementation_for
+from megacompile.frontend.attention_calls import all_layers_call_attention
+from megacompile.frontend.layer_calls import layer_calls
+from megacompile.frontend.layers import find_layers, share_weights
+from megacompile.frontend.model_graph import ModelGraph, capture_model_graph
+from megacompile.frontend.pairs import masks_of
+from megacompile.frontend.patches import model_arguments
+from megacompile.frontend.recorders import install_recorders
+from megacompile.frontend.rows import images_of, join_rows, traced_apart
+from megacompile.frontend.twin import CAPTURE_SHAPE, fake_batch, fake_twin, is_transformers_model
+from megacompile.plan import Form
+
+
+def trace(
+    model: nn.Module, layers: tuple[str, ...], example: Mapping[str, Tensor] | None, form: Form,
+    size: tuple[int, int] = CAPTURE_SHAPE, images_apart: bool = False,
+) -> tuple[ModelGraph, nn.Module, dict[str, Tensor], str | None]:
+    """The model's graph, its fake twin, the fake batch and which attention it has: ours if its layers call it (its name), else
+    their own (None).
+
+    A transformers model that asks for a mask but has attention code of its own would get none, and silently see the
+    future: such a model is captured again with the attention implementation it came with. `images_apart`: images are traced as
+    a number of their own (see `rows.py`).
+    """
+    ours = None
+    if is_transformers_model(model):
+        asked = (*form.further, *masks_of(example))
+        ours = implementation_for(asked, model.config._attn_implementation)  # type: ignore[union-attr, arg-type]
+    for attention in dict.fromkeys((ours, None)):
+        try:
+            graph, twin, batch = _traced(model, layers, example, form, size, attention, images_apart)
+        except (UnsupportedError, CaptureError):
+            if attention is not None:  # sinks, biases, a mask that layers index: what our op lacks, the model's own has
+                continue
+            raise
+        if images_apart and not join_rows(graph, images_of(batch), form.images):
+            raise CaptureError(f"{type(model).__name__} does more with the list of its images' features than to join it, so "
+                               "that a graph would hold for one number of images: compute with "
+                               f"{', '.join(sorted(images_of(batch)))} as one tensor [batch, ...], without a list")
+        if attention is None or all_layers_call_attention(graph):
+            return graph, twin, batch, attention
+    raise AssertionError("the last trace is always returned")
+
+
+def _traced(
+    model: nn.Module, layers: tuple[str, ...], example: Mapping[str, Tensor] | None, form: Form, size: tuple[int, int],
+    attention: str | None, images_apart: bool, each_call: bool = False,
+) -> tuple[ModelGraph, nn.Module, dict[str, Tensor]]:
+    """The model's graph, its fake twin and the fake batch. Where layers run more than once, or share weights, each call was
+    traced for itself."""
+    fakes, twin, batch, options = subject(model, layers, example, form, size, attention)
+    if images_apart:
+        batch |= traced_apart(batch, fakes)
+    stack = find_layers(twin, layers)
+    install_recorders(twin, stack)
+    each_call = each_call or share_weights(stack)
+    graph = capture_model_graph(twin, batch, stack, fakes, options, functools.partial(model_arguments, each=form.images),
+                                each_call)
+    if not each_call and any(call.visit > 1 for call in layer_calls(graph, twin, stack)):
+        return _traced(model, layers, example, form, size, attention, images_apart, each_call=True)
+    return graph, twin, batch
+
+
+def subject(
+    model: nn.Module, layers: tuple[str, ...], example: Mapping[str, Tensor] | None, form: Form, size: tuple[int, int],
+    attention: str | None,
+) -> tuple[FakeTensorMode, nn.Module, dict[str, Tensor], dict[str, Any]]:
+    """What a trace runs: the fakes' mode, the twin, its batch and further arguments."""
+    fakes = FakeTensorMode(shape_env=ShapeEnv())
+    twin = fake_twin(model, fakes, attention, training=not form.evaluating, layers=layers)
+    if form.without_adapters:
+        switch_off_adapters(twin)
+    batch = fake_batch(model, dict(example) if example is not None else None, fakes, size, form.further, form.images)
+    return fakes, twin, batch, {"use_cache": False} if "use_cache" in forward_signature(model).parameters else {}
