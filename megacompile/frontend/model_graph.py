@@ -162,9 +162,10 @@ def _name_squeezed(module: fx.GraphModule) -> None:
 def _read_sizes(module: fx.GraphModule) -> None:
     """Reads a size where Dynamo reads a stride that is the same number: a mask that is expanded has other strides once it is
     handed from call to call."""
-    known = {size.node.expr: (node, dimension) for node in module.graph.find_nodes(op="placeholder")
-             if isinstance(value := node.meta.get("example_value"), Tensor)
-             for dimension, size in enumerate(value.shape) if isinstance(size, torch.SymInt)}
+    tensors = [n for n in module.graph.find_nodes(op="placeholder") if isinstance(n.meta.get("example_value"), Tensor)]
+    sizes: list[tuple[Any, fx.Node, int]] = [(size, n, at) for n in tensors
+                                             for at, size in enumerate(n.meta["example_value"].shape)]
+    known = {size.node.expr: (n, at) for size, n, at in sizes if isinstance(size, torch.SymInt)}
     for node in module.graph.find_nodes(op="call_function", target=torch.ops.aten.sym_stride.int):
         found = known.get(getattr(getattr(node.meta["example_value"], "node", None), "expr", None))
         if found is not None:
