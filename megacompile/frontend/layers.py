@@ -128,7 +128,8 @@ def _lists_in(path: str, stack: nn.Module) -> list[str]:
     items = {name: item for name, item in stack._modules.items() if item is not None}
     if not all(isinstance(item, nn.ModuleList) for item in items.values()):
         return [path]
-    return [inner for name, item in items.items() if len(item) for inner in _lists_in(f"{path}.{name}", item)]  # type: ignore[arg-type]
+    filled = {name: item for name, item in items.items() if len(item)}  # type: ignore[arg-type]
+    return [inner for name, item in filled.items() for inner in _lists_in(f"{path}.{name}", item)] or [path]
 
 
 def _with_its_like(model: nn.Module, candidates: Mapping[str, int]) -> tuple[str, ...]:
