@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import tiny_models
-import torch
-from tiny_models import batch, same_bits
+from tiny_models import batch, same_bits, state_of
 from torch import Tensor, fx
 
 import megacompile
@@ -52,12 +51,6 @@ def trained(model: Any, whole: bool, probe: Callable[[fx.Node], None] | None = N
         optimizer.step()
         optimizer.zero_grad()
     return state_of(model, optimizer)
-
-
-def state_of(model: Any, optimizer: Any) -> dict[str, Tensor]:
-    state = {f"{index} {key}": torch.as_tensor(value).clone() for index, of in optimizer.state_dict()["state"].items()
-             for key, value in of.items()}
-    return {**tiny_models.weights(model), **state}
 
 
 @pytest.fixture(scope="module")

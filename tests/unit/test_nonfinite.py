@@ -11,7 +11,7 @@ import pytest
 import tiny_models
 import torch
 from safetensors.torch import load_file
-from tiny_models import batch, same_bits, train_step, weights
+from tiny_models import batch, same_bits, state_of, train_step, weights
 
 import megacompile
 from megacompile.errors import MegacompileError, NonFiniteError
@@ -33,13 +33,6 @@ def mixed() -> Iterator[tiny_models.Shared]:
 @pytest.fixture
 def mixed_model(mixed: tiny_models.Shared) -> Any:
     return mixed.fresh()
-
-
-def state_of(model: Any, optimizer: Any) -> dict[str, torch.Tensor]:
-    """Everything that an update changes."""
-    kept = optimizer.state_dict()["state"]
-    return weights(model) | {f"{index}.{key}": torch.as_tensor(value).clone() for index, state in kept.items()
-                             for key, value in state.items()}
 
 
 def bad_step(model: Any, optimizer: Any, seed: int = 7) -> None:

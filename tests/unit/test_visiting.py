@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import tiny_models
 import torch
-from tiny_models import batch, same_bits
+from tiny_models import batch, same_bits, state_of
 from torch import Tensor
 
 import megacompile
@@ -47,12 +47,6 @@ def planned(shared: tiny_models.Shared, **options: Any) -> Any:
     model = shared.fresh()
     model.megacompile.replan(**{"visiting_state": (), "resident_state": (), "resident": (), "waves": 1, **options})
     return model
-
-
-def state_of(model: Any, optimizer: Any) -> dict[str, Tensor]:
-    state = {f"{index} {key}": torch.as_tensor(value).clone() for index, of in optimizer.state_dict()["state"].items()
-             for key, value in of.items()}
-    return {**tiny_models.weights(model), **state}
 
 
 def step(model: Any, optimizer: Any, seed: int, whole: bool) -> None:

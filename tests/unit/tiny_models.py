@@ -56,6 +56,13 @@ def weights(model: nn.Module) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
+def state_of(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
+    """Everything that an update changes: weights, and the optimizer's state."""
+    kept = optimizer.state_dict()["state"]
+    return weights(model) | {f"{index}.{key}": torch.as_tensor(value).clone() for index, state in kept.items()
+                             for key, value in state.items()}
+
+
 def same_bits(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     assert a.keys() == b.keys()
     return all(torch.equal(a[name], b[name]) for name in a)
