@@ -209,7 +209,8 @@ def _capture(
     target = target or CpuTarget()
     name = type(model).__name__
     plain = fake_twin(model, FakeTensorMode())  # as it is now: `model` may be streamed when it is captured again
-    split_experts(plain, find_layers(plain, layers), expert_pieces)
+    plain_stack = find_layers(plain, layers)
+    split_experts(plain, plain_stack, expert_pieces)
     rows = rows_of(plain)
     if patches is None:
         patches, example = install_encoders(plain, example)
@@ -217,7 +218,7 @@ def _capture(
         refuse_adapters(patches, name)
     taken = () if loss is None else taken_by_loss(loss, example or {})
     traced = example if loss is None else _without_loss(plain, example, taken)
-    masks_added = is_transformers_model(plain) and is_eager(plain, find_layers(plain, layers))
+    masks_added = is_transformers_model(plain) and is_eager(plain, plain_stack)
     if masks_added and "bool" in masks_in(masks_of(traced)).get("attention_mask", ""):
         refuse_added(name, "attention_mask")
     graph, twin, batch, attention = trace(plain, layers, traced, form)

@@ -70,7 +70,6 @@ def _update(program: Program, plan: Plan, tiles: list[str]) -> fx.Graph:
     graph = fx.Graph()
     build = Builder(graph, name)
     clip = build.add("clip", "c", tiles=tuple(tiles))
-    deferred: list[str] = []
     for tile in tiles:
         if tile in plan.resident_state:
             gradients = build.add("resident_gradients", f"g{program.number(tile)}", tile=tile)
@@ -78,12 +77,10 @@ def _update(program: Program, plan: Plan, tiles: list[str]) -> fx.Graph:
             continue
         op = _op(plan, tile)
         build.add(op, f"v{program.number(tile)}" if OPS[op].result else None, tile=tile, clip=clip)
-        if op == "adam_weights":
-            deferred.append(tile)
         if tile in plan.resident:
             _arrive(build, program, plan, tile)
-    for tile in reversed(deferred):
-        build.add("adam_moments", tile=tile, clip=clip)
+    for node in reversed([*find(graph, "adam_weights")]):
+        build.add("adam_moments", tile=argument(node, "tile"), clip=clip)
     _send_home(program, plan, graph)
     return graph
 

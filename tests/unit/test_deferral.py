@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import tiny_models
-from tiny_models import batch, same_bits, state_of
+from tiny_models import assert_torn, batch, cut_power, same_bits, state_of
 from torch import Tensor, fx
 
 import megacompile
@@ -105,22 +105,12 @@ def test_an_update_that_stops_half_way_is_completed(op: str, shared: tiny_models
     def run(fails: bool) -> dict[str, Tensor]:
         model = planned(shared, **DEFERRED)
         optimizer = megacompile.AdamW(model.parameters(), lr=1e-2, max_grad_norm=1.0)
-        seen = []
-
-        def probe(node: fx.Node) -> None:
-            if op_of(node).name == op:
-                seen.append(node)
-                if len(seen) == 2:
-                    raise RuntimeError("power cut")
-
-        model.megacompile.streamed.executor.probe = probe if fails else None
+        if fails:
+            cut_power(model, op, 2)
         model(**batch(0, rows=ROWS)).loss.backward()
         optimizer.step()
         if fails:
-            with pytest.raises(LaneError, match="power cut"):
-                model.megacompile.synchronize()
-            with pytest.raises(TornError):
-                model.state_dict()
+            assert_torn(model)
             optimizer.step()
         return state_of(model, optimizer)
 

@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 import tiny_models
 import torch
-from tiny_models import batch, same_bits, state_of
+from tiny_models import assert_torn, batch, cut_power, same_bits, state_of
 from torch import Tensor
 
 import megacompile
 from megacompile import program
-from megacompile.errors import LaneError, MegacompileError, TornError
+from megacompile.errors import MegacompileError
 from megacompile.hardware import Hardware
 from megacompile.plan import Plan
-from megacompile.program import Lane, argument, find, op_of
+from megacompile.program import Lane, argument, find
 from megacompile.runtime import adam
 from megacompile.runtime.adam import AdamSegment
 from megacompile.runtime.store import HostTile, TileLayout
@@ -138,21 +138,11 @@ def test_an_update_that_stops_between_visits_is_completed(shared: tiny_models.Sh
     def run(fails: bool) -> dict[str, Tensor]:
         model = planned(shared, visiting_state="all")
         optimizer = megacompile.AdamW(model.parameters(), lr=1e-2, max_grad_norm=1.0)
-        seen = []
-
-        def probe(node: Any) -> None:
-            if op_of(node).name == "adam_visiting":
-                seen.append(node)
-                if len(seen) == 3:
-                    raise RuntimeError("power cut")
-
-        model.megacompile.streamed.executor.probe = probe if fails else None
+        if fails:
+            cut_power(model, "adam_visiting", 3)
         step(model, optimizer, 0, whole=True)
         if fails:
-            with pytest.raises(LaneError, match="power cut"):
-                model.megacompile.synchronize()
-            with pytest.raises(TornError):
-                model.state_dict()
+            assert_torn(model)
             optimizer.step()
         step(model, optimizer, 1, whole=True)
         return state_of(model, optimizer)

@@ -4,10 +4,13 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 import megacompile
+from megacompile.errors import LaneError, TornError
+from megacompile.program import op_of
 
 VOCABULARY = 64
 
@@ -61,6 +64,27 @@ def state_of(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
     kept = optimizer.state_dict()["state"]
     return weights(model) | {f"{index}.{key}": torch.as_tensor(value).clone() for index, state in kept.items()
                              for key, value in state.items()}
+
+
+def cut_power(model: Any, op: str, number: int) -> None:
+    """From now on the lanes fail at the `number`-th instruction of this op, and at no other."""
+    seen = []
+
+    def probe(node: fx.Node) -> None:
+        if op_of(node).name == op:
+            seen.append(node)
+            if len(seen) == number:
+                raise RuntimeError("power cut")
+
+    model.megacompile.streamed.executor.probe = probe
+
+
+def assert_torn(model: Any) -> None:
+    """The power was cut within an update, and says so once; the model says that it is torn."""
+    with pytest.raises(LaneError, match="power cut"):
+        model.megacompile.synchronize()
+    with pytest.raises(TornError):
+        model.state_dict()
 
 
 def same_bits(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
