@@ -251,6 +251,8 @@ def _execution(library: ctypes.CDLL, threads: int | None, instruction_set: str |
 
 def native_segment(segment: AdamSegment) -> native.Segment:
     """The FP32 scalars as torch.optim.AdamW has them: computed in double precision, rounded once."""
+    root_correction = ctypes.c_float(segment.root_correction).value
+    inverse = ctypes.c_float(1 / root_correction).value
     return native.Segment(
         start=segment.start,
         stop=segment.stop,
@@ -258,7 +260,9 @@ def native_segment(segment: AdamSegment) -> native.Segment:
         gradient_weight=1 - segment.beta1,
         beta2=segment.beta2,
         square_weight=1 - segment.beta2,
-        root_correction=segment.root_correction,
+        root_correction=root_correction,
+        inverse=inverse,
+        rest=1 / root_correction - inverse,
         eps=segment.eps,
         negative_step=-segment.step_size,
     )

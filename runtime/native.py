@@ -50,6 +50,8 @@ class Segment(ctypes.Structure):
         ("beta2", ctypes.c_float),
         ("square_weight", ctypes.c_float),
         ("root_correction", ctypes.c_float),
+        ("inverse", ctypes.c_float),
+        ("rest", ctypes.c_float),
         ("eps", ctypes.c_float),
         ("negative_step", ctypes.c_float),
     )

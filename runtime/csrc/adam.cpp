@@ -46,7 +46,7 @@ enum InstructionSet : int { kPortable = 0, kAvx2 = 1, kAvx512 = 2 };
 
 constexpr int64_t kChunk = 16384;  // elements; also the shape of the norm's partial sums, so a part of its result
 constexpr int kNormLanes = 32;     // independent sums within a chunk: four vectors of AVX-512, eight of AVX2
-constexpr int64_t kBlock = 256;    // elements between prefetches, a multiple of kNormLanes
+constexpr int64_t kBlock = 64;     // elements between prefetches, a multiple of kNormLanes
 constexpr int64_t kPrefetch = 1024;  // elements ahead
 constexpr int64_t kCopyChunk = int64_t{1} << 20;  // bytes
 

@@ -51,13 +51,15 @@ __device__ void run(Weight* weights, int16_t* remainders, const Gradient* gradie
   extern "C" __global__ void name(Weight* weights, int16_t* remainders, const Gradient* gradients, float* first,           \
                                   float* second, float scale, const float* norms, int64_t norm_count, int32_t* kept,       \
                                   int64_t start, int64_t stop, float decay, float gradient_weight, float beta2,            \
-                                  float square_weight, float root_correction, float eps, float negative_step) {            \
+                                  float square_weight, float root_correction, float inverse, float rest, float eps,        \
+                                  float negative_step) {                                                                   \
     if (!all_finite(norms, norm_count)) {                                                                                  \
       if (blockIdx.x == 0 && threadIdx.x == 0) *kept = 1;                                                                  \
       return;                                                                                                              \
     }                                                                                                                      \
     run(weights, remainders, gradients, first, second,                                                                     \
-        Segment{start, stop, decay, gradient_weight, beta2, square_weight, root_correction, eps, negative_step}, scale);   \
+        Segment{start, stop, decay, gradient_weight, beta2, square_weight, root_correction, inverse, rest, eps,            \
+                negative_step}, scale);                                                                                    \
   }
 
 KERNEL(adamw_bfloat16, BFloat16, BFloat16)

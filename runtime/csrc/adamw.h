@@ -31,6 +31,8 @@ INLINE void store_master(BFloat16& hi, int16_t& remainder, float master) {
   remainder = static_cast<int16_t>(bits & 0xFFFFu);  // bits - (hi << 16), which the low half read as signed is
 }
 
+constexpr float kLargest = 3.40282346638528859812e+38f;  // finite
+
 struct Segment {           // native.Segment mirrors it
   int64_t start, stop;     // elements of the tile
   float decay;             // 1 - lr * weight_decay
@@ -38,9 +40,20 @@ struct Segment {           // native.Segment mirrors it
   float beta2;
   float square_weight;     // 1 - beta2
   float root_correction;   // sqrt(1 - beta2 ** step)
+  float inverse, rest;     // 1 / root_correction, rounded, and what the rounding left out, rounded
   float eps;
   float negative_step;     // -lr / (1 - beta1 ** step)
 };
+
+// x / s.root_correction, the bits of a division, in a third of its time: divisions wait for each other, multiply-adds do not.
+// The first quotient is at most a hair more than half a unit off, so that its remainder is exact, and adding the remainder
+// over the divisor rounds correctly (Markstein, IBM J. Res. Dev. 34, 1990). x is a square root: nothing here underflows.
+INLINE Exact over_root_correction(Exact x, const Segment& s) {
+  const Exact near = FMA(x, Exact(s.inverse), x * Exact(s.rest));
+  const Exact remainder = FMA(Exact(-s.root_correction), near, x);
+  const Exact quotient = FMA(remainder, Exact(s.inverse), near);
+  return VALUE(x) <= kLargest ? quotient : x;  // inf and NaN stay
+}
 
 // The operations of torch.optim.AdamW on FP32, in its order and with its roundings: torch's lerp and addcmul are fused
 // multiply-adds on every processor that has them, so these are too. What a caller does not store, the compiler leaves out.
@@ -55,7 +68,7 @@ INLINE void update(Weight& weight, int16_t& remainder, Gradient stored, float& f
   const Exact master = Exact(load_master(weight, remainder)) * Exact(s.decay);
   const Exact m = FMA(Exact(lerp_weight), gradient - old_first, from_moment ? old_first : gradient);
   const Exact v = FMA(Exact(s.square_weight) * gradient, gradient, old_second * Exact(s.beta2));
-  const Exact denominator = SQRT(v) / Exact(s.root_correction) + Exact(s.eps);
+  const Exact denominator = over_root_correction(SQRT(v), s) + Exact(s.eps);
   first = canonical(VALUE(m));
   second = canonical(VALUE(v));
   store_master(weight, remainder, VALUE(master + (Exact(s.negative_step) * m) / denominator));

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import itertools
 import math
+import subprocess
+from pathlib import Path
 
 import pytest
 import torch
@@ -193,6 +195,18 @@ def test_every_stored_nan_is_the_canonical_one(instruction_set: str) -> None:
     adam.adamw(weights, None, payloads.roll(2).repeat(16), m, v, [segment(0, 64)], instruction_set=instruction_set)
     for stored in (weights, m, v):
         assert bool((bits(stored) == 0x7FC00000).all())
+
+
+@needs_library
+def test_multiply_adds_divide_by_the_root_correction_as_a_division_does(tmp_path: Path) -> None:
+    """Every mantissa, for ten pairs of beta2 and step; at 0.95 and 25 three results need the last of the multiply-adds."""
+    scalars = [adam.native_segment(segment(0, 1, step, beta2=beta2)) for beta2 in (0.95, 0.999)
+               for step in (1, 2, 7, 25, 10_000)]
+    numbers = [repr(number) for scalar in scalars for number in (scalar.root_correction, scalar.inverse, scalar.rest)]
+    source, program = Path(__file__).with_name("root_correction.cpp"), tmp_path / "root_correction"
+    flags = [flag for flag in native.FLAGS if flag != "-shared"]
+    subprocess.run([*native.compiler_command(), *flags, "-I", native.HEADER.parent, "-o", program, source], check=True)
+    assert subprocess.check_output([program, *numbers], text=True) == "0\n"
 
 
 @needs_library

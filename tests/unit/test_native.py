@@ -116,4 +116,4 @@ def test_more_threads_than_cores_are_told(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_segment_has_the_layout_of_the_source() -> None:
-    assert ctypes.sizeof(native.Segment) == 2 * 8 + 8 * 4, "two int64, seven floats, padding to 8 bytes"
+    assert ctypes.sizeof(native.Segment) == 2 * 8 + 10 * 4, "two int64, nine floats, padding to 8 bytes"
