@@ -45,7 +45,8 @@ def build_template(
     try:
         with _portable_attention(target):
             joint = joint_graph(trained, fakes, has_gradient, partition=not (epilogue or head), awaited=carried,
-                                decompositions=LOSSES_OF_TOKENS if tokens_at_once else None)
+                                decompositions=LOSSES_OF_TOKENS if tokens_at_once else None,
+                                device_type=target.device_type)
             if epilogue:  # with logits as a result, no loss can be fused
                 inference = forward_graph(_run_model_passes(section.graph, target, pipeline, {}), fakes)
     except Exception as reason:

@@ -13,6 +13,8 @@ from torch._functorch.aot_autograd import aot_export_joint_simple
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from megacompile.frontend.device_dtypes import correct_dtypes
+
 # A lean cut: with these bans of the partitioner off, cheap elementwise chains are recomputed instead of saved.
 _LEAN = {
     "ban_recompute_materialized_backward": False,
@@ -54,10 +56,10 @@ def forward_graph(
 
 def joint_graph(
     graph: fx.GraphModule, fakes: FakeTensorMode, has_gradient: Sequence[bool], partition: bool,
-    awaited: Sequence[int] = (), decompositions: dict[Any, Any] | None = None,
+    awaited: Sequence[int] = (), decompositions: dict[Any, Any] | None = None, device_type: str = "cpu",
 ) -> JointGraph:
-    """Forward and backward of a Dynamo-level section; residuals are chosen if `partition`. The inputs `awaited` that require
-    a gradient have one, zero where they are read but not differentiated."""
+    """Forward and backward of a Dynamo-level section, for a device of this type; residuals are chosen if `partition`. The
+    inputs `awaited` that require a gradient have one, zero where they are read but not differentiated."""
     examples = example_values(graph)
     if not any(has_gradient):
         alone = forward_graph(graph, fakes)
@@ -66,6 +68,7 @@ def joint_graph(
         return alone
     with fakes:
         joint: Any = aot_export_joint_simple(graph, tuple(examples), trace_joint=True, decompositions=decompositions)
+    correct_dtypes(joint, fakes, device_type)
     saved: set[str] = set()
     if partition:
         with fakes, torch._functorch.config.patch(_LEAN):

@@ -128,8 +128,8 @@ def efficient_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     heads, groups, length = query.shape[1], key.shape[1], query.shape[2]
     bias, blind = _bias(query, segments)
-    # The kernel's own logsumexp has rows of a multiple of 32.
-    logsumexp = torch.nn.functional.pad(logsumexp, (0, -length % 32))
+    # The kernel's own logsumexp has rows of a multiple of 32, inf at their ends: of queries that do not exist, weights are 0.
+    logsumexp = torch.nn.functional.pad(logsumexp, (0, -length % 32), value=float("inf"))
     no_dropout_state = torch.empty((), dtype=torch.int64, device=query.device)  # read only where dropout > 0
     grad_query, grad_key, grad_value, _ = aten._scaled_dot_product_efficient_attention_backward(
         grad_out.masked_fill(blind, 0.0), query, expand_groups(key, heads), expand_groups(value, heads), bias, out, logsumexp,

@@ -47,10 +47,13 @@ def _compile_graph(graph: fx.GraphModule, reads: Sequence[int], live: Sequence[T
     """`graph` as a function of all its arguments, of which it reads `reads`, like `live`."""
     specialised, tensors, examples = _specialise(graph, reads, live)
     compiled = inductor.compile(specialised, examples)
-    positions = tuple(reads[i] for i in tensors)
+    positions, promised = tuple(reads[i] for i in tensors), [example.dtype for example in examples]
 
     def run(*args: Tensor | int | None) -> tuple[Any, ...]:
-        return tuple(compiled(*[args[i] for i in positions]))
+        given: list[Any] = [args[i] for i in positions]
+        # Compiled code looks at sizes and strides, and takes bits for what they are not.
+        assert [value.dtype for value in given] == promised, f"compiled for {promised}, given {[v.dtype for v in given]}"
+        return tuple(compiled(*given))
 
     return run
 

@@ -26,6 +26,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "mixtral": dict(num_local_experts=4, num_experts_per_tok=2),
     "gpt_oss": dict(num_local_experts=4, num_experts_per_tok=2, sliding_window=32),
     "mistral": dict(sliding_window=32),
+    "phi": {},  # LayerNorm
+    "gpt2": dict(n_embd=256, n_layer=2, n_head=4, n_positions=512),
     "gemma2": dict(sliding_window=32, query_pre_attn_scalar=64),
     "gemma3_text": dict(sliding_window=32, query_pre_attn_scalar=64),
 }

@@ -29,20 +29,31 @@ def prefix() -> Tensor:
     return torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril() | prompts
 
 
-@pytest.mark.parametrize("heads", [1, 8])
-def test_the_kernel_is_explicit_scores(heads: int) -> None:
-    """With queries that see nothing."""
+def fill_free_memory_with_nan() -> None:
+    """So that what is read before it is written shows."""
+    blocks = [torch.full((2**size,), float("nan"), device="cuda") for size in (*range(7, 24), *range(7, 24))]
+    del blocks
+
+
+@pytest.mark.parametrize("has_sinks", [False, True])
+@pytest.mark.parametrize(("heads", "groups"), [(1, 2), (8, 2), (1, 8)])
+def test_the_kernel_is_explicit_scores(heads: int, groups: int, has_sinks: bool) -> None:
+    """With queries that see nothing; where each has its own keys, all three are of one projection's result."""
     torch.manual_seed(0)
-    given = [torch.randn(3, n, LENGTH, 64, device="cuda", dtype=torch.bfloat16).transpose(1, 2).contiguous().transpose(1, 2)
-             .requires_grad_() for n in (8, 2, 2)]
+    projected = torch.randn(3, LENGTH, 8 + 2 * groups, 64, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+    given = [x.detach().requires_grad_() for x in projected.split([8, groups, groups], 1)]
+    if has_sinks:
+        given.append(torch.randn(8, device="cuda", dtype=torch.bfloat16).requires_grad_())
     exact = [x.detach().float().requires_grad_() for x in given]
     mask = seen(heads).cuda()
     mask[0, :, 5] = mask[2, :, -1] = False
-    out, _ = attention(*given, 0.125, 0, 0.0, "efficient", mask)
-    expected, _ = attention(*exact, 0.125, 0, 0.0, "math", mask)
+    fill_free_memory_with_nan()
+    out, _ = attention(*given[:3], 0.125, 0, 0.0, "efficient", mask, *given[3:])
+    expected, _ = attention(*exact[:3], 0.125, 0, 0.0, "math", mask, *exact[3:])
     torch.testing.assert_close(out.float(), expected, rtol=0, atol=2e-2)
     assert not out[0, :, 5].any() and not out[2, :, -1].any()
     sent = torch.randn_like(expected)
+    fill_free_memory_with_nan()
     for ours, theirs in zip(torch.autograd.grad(out, given, sent.bfloat16()), torch.autograd.grad(expected, exact, sent),
                             strict=True):
         assert (ours.float() - theirs).norm() <= 2e-2 * theirs.norm()

@@ -1,0 +1,51 @@
+"""What a device's kernels give in other dtypes than the CPU's, on which graphs are traced: statistics of normalisations."""
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+aten = torch.ops.aten
+
+#: Of bf16 values the CPU keeps means and deviations in bf16, CUDA in float32.
+_NORMALISATIONS = {
+    aten.native_layer_norm.default, aten._native_batch_norm_legit.no_stats, aten._native_batch_norm_legit_functional.default}
+
+
+def correct_dtypes(module: fx.GraphModule, fakes: FakeTensorMode, device_type: str) -> None:
+    """Gives `meta["val"]` of nodes the dtypes that they have on `device_type`. Compiled code reads what it is handed as what
+    was promised: bits of float32 as bf16, otherwise."""
+    if device_type == "cpu":
+        return
+    changed: set[fx.Node] = set()
+    for node in module.graph.nodes:
+        if node.target in _NORMALISATIONS:
+            found = _evaluated(node, fakes, torch.device(device_type))
+        elif changed.intersection(node.all_input_nodes) and node.op == "call_function":
+            found = _evaluated(node, fakes, torch.device("cpu"))
+        else:
+            continue
+        if _dtypes(found) != _dtypes(node.meta["val"]):
+            node.meta["val"] = _on(found, fakes, torch.device("cpu"))
+            changed.add(node)
+
+
+def _evaluated(node: fx.Node, fakes: FakeTensorMode, device: torch.device) -> Any:
+    target: Any = node.target
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda argument: _on(argument.meta["val"], fakes, device))
+    with fakes:
+        return target(*args, **kwargs)
+
+
+def _on(value: Any, fakes: FakeTensorMode, device: torch.device) -> Any:
+    """Tensors of the same form on a device, which need not be there: nothing is copied."""
+    with fakes:
+        return tree_map_only(
+            Tensor, lambda x: torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device), value)
+
+
+def _dtypes(value: Any) -> list[torch.dtype | None]:
+    return [each.dtype if isinstance(each, Tensor) else None for each in tree_leaves(value)]
