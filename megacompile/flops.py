@@ -120,7 +120,10 @@ def _kernel_work(node: fx.Node, sizes: _Sizes) -> Work:
             # Rows that are another piece's are skipped.
             return Work(grouped_flops=flops * sympy.Rational(sizes.template.share), gemm_bytes=moved, kernels=1)
         case "attention":
-            return Work(attention_flops=_attention_flops(node.args[0], node.args[2], node.args[4], sizes), kernels=1)
+            flops = _attention_flops(node.args[0], node.args[2], node.args[4], sizes)
+            if not any(sinks is not None for sinks in node.args[8:]):
+                return Work(attention_flops=flops, kernels=1)
+            return Work(attention_flops=flops, bytes=2 * sizes.bytes(node), kernels=5)  # results are read, changed and written
         case "attention_backward":
             # Five products to the forward's two. It runs as three kernels: a sum, the gradients, a conversion.
             forward = _attention_flops(node.args[1], node.args[3], node.args[7], sizes)

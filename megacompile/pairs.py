@@ -56,7 +56,7 @@ def hidden_as_bool(further: Mapping[str, Tensor], captured: CapturedModel,
     """A batch's further arguments, with a bool mask in the place of one that is added to scores of a model of transformers,
     where that has the very same effect and our attention reads it (`reads_bool`). `captured`: of plain batches."""
     mask = further.get("attention_mask")
-    # What keeps plain batches from our attention, sinks say, keeps these; but not that all of a sequence is seen.
+    # What keeps plain batches from our attention, biases say, keeps these; but not that all of a sequence is seen.
     ours = captured.masks_hide and (captured.fused_attention or not captured.causal)
     if mask is None or not mask.is_floating_point() or not ours:
         return dict(further)

@@ -26,11 +26,12 @@ _HARMLESS = {
 
 _ARGUMENTS = "Tensor query, Tensor key, Tensor value"
 _OPTIONS = "float scale, int window, float softcap, str kernel, Tensor? segments=None"
+_SINKS = "Tensor? sinks=None"
 
 
 def _attention(
     query: Tensor, key: Tensor, value: Tensor, scale: float, window: int, softcap: float, kernel: str,
-    segments: Tensor | None = None,
+    segments: Tensor | None = None, sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Causal attention with grouped queries.
 
@@ -38,17 +39,20 @@ def _attention(
     them, a query sees (0: all before it). `softcap`: scores become softcap * tanh(scores / softcap) (0: none). `segments`,
     int32 [B, T], says which sequence of its row each position belongs to: queries see their own alone. Keys below 0 are absent,
     padding, and queries there see all that are present. Or bool [B, 1 or H, T, T], which keys each query sees, later ones too:
-    then `window` is 0. A query that sees nothing gives zeros.
+    then `window` is 0. A query that sees nothing gives zeros. `sinks` [H]: a further score of each query, of a key without a
+    value.
     Returns the output [B, H, T, D], in memory [B, T, H, D], and the logsumexp of the scores, float32 [B, H, T].
     """
     if segments is not None:
-        return segmented.FORWARD[kernel](query, key, value, segments, scale, window, softcap)
-    return kernels.FORWARD[kernel](query, key, value, scale, window, softcap)
+        out, logsumexp = segmented.FORWARD[kernel](query, key, value, segments, scale, window, softcap)
+    else:
+        out, logsumexp = kernels.FORWARD[kernel](query, key, value, scale, window, softcap)
+    return (out, logsumexp) if sinks is None else kernels.add_sinks(out, logsumexp, sinks)
 
 
 def _attention_fake(
     query: Tensor, key: Tensor, value: Tensor, scale: float, window: int, softcap: float, kernel: str,
-    segments: Tensor | None = None,
+    segments: Tensor | None = None, sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     batch, heads, length, width = query.shape
     out = query.new_empty(batch, length, heads, width).transpose(1, 2)
@@ -59,7 +63,10 @@ def _attention_backward(
     grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor,
     scale: float, window: int, softcap: float, kernel: str, segments: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value, each in memory [B, T, heads, D]."""
+    """Gradients of query, key and value, each in memory [B, T, heads, D].
+
+    Sinks are in `out` and `logsumexp`: weights are exp(score - logsumexp), and the sum over a row of weights x their gradients
+    is grad_out . out, since what has no value adds nothing to either."""
     if segments is not None:
         return segmented.BACKWARD[kernel](grad_out, query, key, value, out, logsumexp, segments, scale, window, softcap)
     return kernels.BACKWARD[kernel](grad_out, query, key, value, out, logsumexp, scale, window, softcap)
@@ -77,7 +84,7 @@ def _attention_backward_fake(
 
 
 attention = torch.library.custom_op(
-    "megacompile::attention", _attention, mutates_args=(), schema=f"({_ARGUMENTS}, {_OPTIONS}) -> (Tensor, Tensor)")
+    "megacompile::attention", _attention, mutates_args=(), schema=f"({_ARGUMENTS}, {_OPTIONS}, {_SINKS}) -> (Tensor, Tensor)")
 attention.register_fake(_attention_fake)
 attention_backward = torch.library.custom_op(
     "megacompile::attention_backward", _attention_backward, mutates_args=(),
@@ -87,14 +94,22 @@ attention_backward.register_fake(_attention_backward_fake)
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     ctx.options = inputs[3:7]
-    ctx.save_for_backward(*inputs[:3], *output, inputs[7])
+    ctx.save_for_backward(*inputs[:3], *output, *inputs[7:9])
     ctx.mark_non_differentiable(output[1])
 
 
 def _differentiate(ctx: Any, grad_out: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
-    *tensors, segments = ctx.saved_tensors
-    gradients = torch.ops.megacompile.attention_backward(grad_out, *tensors, *ctx.options, segments)
-    return (*gradients, None, None, None, None, None)
+    query, key, value, out, logsumexp, segments, sinks = ctx.saved_tensors
+    gradients = torch.ops.megacompile.attention_backward(
+        grad_out, query, key, value, out, logsumexp, *ctx.options, segments)
+    of_sinks = None if sinks is None else _sinks_gradient(grad_out, out, logsumexp, sinks)
+    return *gradients, None, None, None, None, None, of_sinks
+
+
+def _sinks_gradient(grad_out: Tensor, out: Tensor, logsumexp: Tensor, sinks: Tensor) -> Tensor:
+    """Ops of the graph, that compilers fuse. A weight w without a value has the gradient -w (grad_out . out) in its score."""
+    weights = torch.exp(sinks.float()[:, None] - logsumexp)
+    return -(weights * (grad_out.float() * out.float()).sum(-1)).sum((0, 2)).to(sinks.dtype)
 
 
 attention.register_autograd(_differentiate, setup_context=_save_for_backward)
@@ -102,11 +117,11 @@ attention.register_autograd(_differentiate, setup_context=_save_for_backward)
 
 def transformers_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, dropout: float = 0.0,
-    scaling: float | None = None, sliding_window: int | None = None, softcap: float | None = None, *, form: str = "causal",
-    **options: Any,
+    scaling: float | None = None, sliding_window: int | None = None, softcap: float | None = None,
+    s_aux: Tensor | None = None, *, form: str = "causal", **options: Any,
 ) -> tuple[Tensor, None]:
     """For `AttentionInterface`. `form`: a key of `FORMS`; "causal" takes no mask, the others the segments that
-    `transformers_mask` has made, and all of them its mask of every pair.
+    `transformers_mask` has made, and all of them its mask of every pair. `s_aux`: sinks [H].
 
     Returns the output as [B, T, H, D], and no attention weights. Raises `UnsupportedError` for what the op cannot do.
     """
@@ -126,6 +141,10 @@ def transformers_attention(
             "(attention_dropout, attn_pdrop)")
     if form != "pairs" and not options.get("is_causal", getattr(module, "is_causal", True)):
         raise UnsupportedError(f"{type(module).__name__} is not causal: only causal decoders can be streamed")
+    if key.shape[2] != query.shape[2]:
+        raise UnsupportedError(f"attention of {type(module).__name__} has keys of other positions than its queries have")
+    if s_aux is not None and s_aux.shape != query.shape[1:2]:
+        raise UnsupportedError(f"attention sinks of {type(module).__name__} are not one for each of {query.shape[1]} heads")
     for name, option in options.items():
         if option is not None and name not in _HARMLESS:
             raise UnsupportedError(f"attention argument {name} of {type(module).__name__} is not supported")
@@ -136,8 +155,8 @@ def transformers_attention(
     window = 0 if of_pairs else int(sliding_window or 0)
     kernel = "packed" if form == "packed" and not of_pairs else "neutral"
     out, _ = torch.ops.megacompile.attention(
-        query, key, value, float(scale), window, float(softcap or 0.0), kernel, segments)
-    if form == "padded_eager":
+        query, key, value, float(scale), window, float(softcap or 0.0), kernel, segments, s_aux)
+    if form == "padded_eager" and s_aux is None:  # where there is a sink, a query that sees nothing sees that, and gives zeros
         assert segments is not None
         heads = query.shape[1]
         means = _means(query, kernels.expand_groups(key, heads), kernels.expand_groups(value, heads), scale)

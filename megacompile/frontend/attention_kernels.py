@@ -31,6 +31,13 @@ def sum_groups(x: Tensor, heads: int) -> Tensor:
     return x if repeated == heads else x.view(batch, heads, repeated // heads, length, width).sum(2)
 
 
+def add_sinks(out: Tensor, logsumexp: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention without sinks [H] -> with them: a further term of every softmax's sum. Changes `out` in place; its memory is a
+    kernel's result."""
+    with_sinks = torch.logaddexp(logsumexp, sinks.float()[:, None])
+    return out.mul_(torch.exp(logsumexp - with_sinks)[..., None]), with_sinks
+
+
 # ------------------------------------------------------------------ any device, windows and capped scores
 def visible(length: int, device: torch.device, window: int, segments: Tensor | None) -> Tensor:
     """Which keys each query sees (see `attention`): bool [T, T], or with segments [B, 1 (or their own H), T, T]."""

@@ -43,7 +43,7 @@ def trace(
         try:
             graph, twin, batch = _traced(model, layers, example, form, size, attention, images_apart)
         except (UnsupportedError, CaptureError):
-            if attention is not None:  # sinks, biases, a mask that layers index: what our op lacks, the model's own has
+            if attention is not None:  # biases, a mask that layers index: what our op lacks, the model's own has
                 continue
             raise
         if images_apart and not join_rows(graph, images_of(batch), form.images):

@@ -2,8 +2,9 @@
 
 Before: `megacompile.attention(q, k, v, scale, window, softcap, "neutral")`, and a model's own causal
 `scaled_dot_product_attention`. After: both are `megacompile.attention` with the kernel's name as argument. An
-attention that matches neither (a mask, dropout, not causal) is left as it is. With segments as a last argument rows hold
+attention that matches neither (a mask, dropout, not causal) is left as it is. With segments as a further argument rows hold
 padding, or have a mask of every pair of tokens ("neutral"), or hold several sequences, each position in one of them ("packed").
+Sinks, the last argument, are added to any kernel's results.
 
     flash_cpu     on the CPU, without a window or capped scores
     cudnn         on CUDA in bf16 or fp16, where the target has it: no windows, head sizes that are multiples of 8 up to 128
@@ -39,9 +40,9 @@ def run(graph: fx.GraphModule, target: Target) -> fx.GraphModule:
             _adopt(result.graph, node)
     for node in result.graph.nodes:
         if node.op == "call_function" and node.target in (ours, ours.default):
-            query, _, _, _, window, softcap, form, *segments = node.args
-            segmented = "" if segments in ([], [None]) else form
-            node.args = (*node.args[:6], _kernel(_example(query), target, window, softcap, segmented), *segments)
+            query, _, _, _, window, softcap, form, *rest = node.args  # segments and sinks
+            segmented = form if any(segments is not None for segments in rest[:1]) else ""
+            node.args = (*node.args[:6], _kernel(_example(query), target, window, softcap, segmented), *rest)
     result.recompile()
     return result
 

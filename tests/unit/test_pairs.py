@@ -99,7 +99,7 @@ def family(name: str) -> Any:
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.on_demand] * (name in ("llama", "qwen3")))
                                   for name in FAMILIES])
 def test_every_layer_reads_the_mask_as_it_is(name: str) -> None:
-    """Layers with windows too, in whose place it stands. Sinks are the business of a model's own attention, which adds."""
+    """Layers with windows too, in whose place it stands. Floats that eager attention adds are its own business."""
     native = family(name)
     masks = [seen(), blind(), prefix(3, 0, 13, 8, 1), seen(1)]
     if name == "gpt_oss":

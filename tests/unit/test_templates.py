@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from captured import CPU, captured
 from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from megacompile import api
 from megacompile.errors import CaptureError, UnsupportedError
@@ -92,6 +94,35 @@ def test_a_llama_layer_has_the_fewest_gemms() -> None:
               for name in template.variant_names}
     # 7 projections; the backward has two GEMMs for each; the recompute leaves out the forward's last one.
     assert counts == {"forward": (7, 1), "forward_saving": (7, 1), "backward": (14, 1), "recompute_backward": (20, 2)}
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_the_backward_expects_the_dtypes_that_the_forward_s_kernels_give_on_the_device(family: str) -> None:
+    """CUDA keeps LayerNorm's statistics in float32, the CPU, on which graphs are traced, in bf16."""
+    model = models.build(family).bfloat16()
+    template = api.capture(model, pipeline=TEMPLATE_PIPELINE, target=Target("cuda", torch.bfloat16)).templates["decoder"]
+    saving, backward = template.variant("forward_saving"), template.variant("backward")
+    with FakeTensorMode(shape_env=ShapeEnv()):
+        values = (n.meta["val"] for n in saving.graph.graph.find_nodes(op="placeholder"))
+        results = saving.graph(*[torch.empty([3 if isinstance(size, torch.SymInt) else size for size in value.shape],
+                                             dtype=value.dtype, device="cuda") if isinstance(value, Tensor) else 3
+                                 for value in values])
+    first = len(template.inputs)
+    expected = [n.meta["val"] for n in backward.graph.graph.find_nodes(op="placeholder")[first:first + saving.residuals]]
+    given = results[saving.outputs:]
+    assert [getattr(value, "dtype", None) for value in given] == [getattr(value, "dtype", None) for value in expected]
+    assert family == "llama" or torch.float32 in {value.dtype for value in given if isinstance(value, Tensor)}
+
+
+def test_compiled_code_is_given_no_dtype_but_those_that_it_was_compiled_for() -> None:
+    variant = captured("llama").templates["decoder"].variant("forward")
+    values = [n.meta["val"] for n in variant.graph.graph.find_nodes(op="placeholder")]
+    args = [torch.ones([3 if isinstance(size, torch.SymInt) else size for size in value.shape], dtype=value.dtype)
+            if isinstance(value, Tensor) else 3 for value in values]
+    compiled = compile_variant(variant, args, "inductor")
+    compiled(*args)
+    with pytest.raises(AssertionError, match="compiled for"):
+        compiled(*[arg.bfloat16() if isinstance(arg, Tensor) and arg.is_floating_point() else arg for arg in args])
 
 
 def test_variants_take_what_the_contract_says_in_order() -> None:
@@ -303,7 +334,8 @@ def test_a_template_for_cuda_is_made_without_one_and_names_no_cpu() -> None:
     assert "device(type='cuda')" in text and "type='cpu'" not in text and "for_cpu" not in text
 
 
-def reference_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int, softcap: float) -> Tensor:
+def reference_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int, softcap: float,
+                        sinks: Tensor | None = None) -> Tensor:
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     scores = q @ k.transpose(2, 3) * scale
     if softcap:
@@ -311,25 +343,51 @@ def reference_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, window: i
     mask = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).tril()
     if window:
         mask &= ~torch.ones_like(mask).tril(-window)
-    return scores.masked_fill(~mask, float("-inf")).softmax(-1) @ v
+    scores = scores.masked_fill(~mask, float("-inf"))
+    if sinks is not None:
+        return torch.cat([sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1), scores], -1).softmax(-1)[..., 1:] @ v
+    return scores.softmax(-1) @ v
 
 
+@pytest.mark.parametrize("has_sinks", [False, True])
 @pytest.mark.parametrize("heads", [1, 2, 4])
 @pytest.mark.parametrize(("kernel", "window", "softcap"), [
     ("neutral", 0, 0.0), ("math", 3, 0.0), ("math", 0, 2.0), ("math", 4, 2.0), ("math", 100, 0.0),
     ("flash_cpu", 0, 0.0)])
-def test_attention_kernels_equal_autograd(kernel: str, window: int, softcap: float, heads: int) -> None:
+def test_attention_kernels_equal_autograd(kernel: str, window: int, softcap: float, heads: int, has_sinks: bool) -> None:
     torch.manual_seed(0)
     q = torch.randn(2, 9, 4, 8).transpose(1, 2).requires_grad_()
     k, v = (torch.randn(2, 9, heads, 8).transpose(1, 2).requires_grad_() for _ in range(2))
-    out, logsumexp = torch.ops.megacompile.attention(q, k, v, 0.3, window, softcap, kernel)
-    expected = reference_attention(q, k, v, 0.3, window, softcap)
+    sinks = torch.randn(4, requires_grad=True) if has_sinks else None
+    out, logsumexp = torch.ops.megacompile.attention(q, k, v, 0.3, window, softcap, kernel, None, sinks)
+    expected = reference_attention(q, k, v, 0.3, window, softcap, sinks)
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)
     assert logsumexp.dtype is torch.float32 and logsumexp.shape == (2, 4, 9)
     grad = torch.randn_like(expected)
-    gradients, reference = (torch.autograd.grad(result, (q, k, v), grad) for result in (out, expected))
+    inputs = (q, k, v) if sinks is None else (q, k, v, sinks)
+    gradients, reference = (torch.autograd.grad(result, inputs, grad) for result in (out, expected))
     for a, b in zip(gradients, reference, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_a_query_that_sees_a_sink_alone_gives_zeros() -> None:
+    """Padding on the left: nothing of it reaches gradients, the sink's either."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 2, 5, 8, requires_grad=True) for _ in range(3))
+    sinks = torch.randn(2, requires_grad=True)
+    segments = torch.tensor([[-1, -1, 0, 0, 0]], dtype=torch.int32)
+    out, _ = torch.ops.megacompile.attention(q, k, v, 0.3, 0, 0.0, "math", segments, sinks)
+    seen = [x[:, :, 2:].detach().requires_grad_() for x in (q, k, v)]
+    alone = sinks.detach().requires_grad_()
+    expected = reference_attention(*seen, 0.3, 0, 0.0, alone)
+    assert not out[:, :, :2].any()
+    torch.testing.assert_close(out[:, :, 2:], expected)
+    sent = torch.randn_like(out)
+    found = torch.autograd.grad(out, (q, k, v, sinks), sent)
+    wanted = torch.autograd.grad(expected, (*seen, alone), sent[:, :, 2:])
+    for ours_, theirs in zip(found, wanted, strict=True):
+        torch.testing.assert_close(ours_[:, :, 2:] if ours_.dim() == 4 else ours_, theirs)
+        assert ours_.dim() < 4 or not ours_[:, :, :2].any()
 
 
 @pytest.mark.parametrize("kernel", ["math", "flash_cpu"])
@@ -346,11 +404,12 @@ def test_attention_kernels_return_the_layout_that_the_fakes_promise(kernel: str)
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("has_sinks", [False, True])
 @pytest.mark.parametrize("heads", [1, 4, 8])
 @pytest.mark.parametrize(("kernel", "window", "width"), [
     ("flash", 0, 64), ("flash", 1, 64), ("flash", 100, 64), ("cudnn", 0, 64), ("cudnn", 0, 128), ("cudnn", 0, 72)])
 def test_fused_kernels_on_cuda_equal_explicit_attention_and_their_layout_is_the_promised_one(
-    kernel: str, window: int, width: int, heads: int
+    kernel: str, window: int, width: int, heads: int, has_sinks: bool
 ) -> None:
     if kernel == "cudnn" and fused_kernel(torch.device("cuda")) != "cudnn":
         pytest.skip("cuDNN's attention is not used on this device")
@@ -358,10 +417,12 @@ def test_fused_kernels_on_cuda_equal_explicit_attention_and_their_layout_is_the_
     q, k, v = (torch.randn(2, 257, h, width, device="cuda", dtype=torch.bfloat16).transpose(1, 2).requires_grad_()
                for h in (8, heads, heads))
     grad = torch.randn_like(q)
+    sinks = torch.randn(8, device="cuda", dtype=torch.bfloat16, requires_grad=True) if has_sinks else None
+    inputs = (q, k, v) if sinks is None else (q, k, v, sinks)
     results, layouts = [], []
     for name in (kernel, "math"):
-        out, logsumexp = torch.ops.megacompile.attention(q, k, v, 0.125, window, 0.0, name)
-        results.append([out, logsumexp, *torch.autograd.grad(out, (q, k, v), grad)])
+        out, logsumexp = torch.ops.megacompile.attention(q, k, v, 0.125, window, 0.0, name, None, sinks)
+        results.append([out, logsumexp, *torch.autograd.grad(out, inputs, grad)])
         # (A dimension of size one may have any stride.)
         layouts.append([(r.shape, r.squeeze().stride(), r.dtype) for r in results[-1]])
     for fused, explicit in zip(*results, strict=True):
@@ -374,12 +435,14 @@ def test_fused_kernels_on_cuda_equal_explicit_attention_and_their_layout_is_the_
     ({"attention_mask": torch.ones(1, 1, 2, 2)}, "attention mask"),
     ({"dropout": 0.1}, "attention dropout 0.1 in Module"),
     ({"is_causal": False}, "not causal"),
-    ({"s_aux": torch.ones(1)}, "attention argument s_aux"),
+    ({"s_aux": torch.ones(3)}, "sinks of Module are not one for each of 1 heads"),
+    ({"position_bias": torch.ones(1)}, "attention argument position_bias"),
+    ({"key": torch.ones(1, 1, 3, 8)}, "keys of other positions"),
 ])
 def test_what_our_attention_cannot_do_is_refused(changed: dict, message: str) -> None:
     x = torch.randn(1, 1, 2, 8)
     with pytest.raises(UnsupportedError, match=message):
-        ours.transformers_attention(nn.Module(), x, x, x, **{"attention_mask": None, **changed})
+        ours.transformers_attention(nn.Module(), **{"query": x, "key": x, "value": x, "attention_mask": None, **changed})
     with pytest.raises(UnsupportedError, match="attention_mask"):
         ours.transformers_mask(attention_mask=torch.ones(1, 2))
 
