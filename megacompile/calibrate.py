@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -59,7 +60,7 @@ def measure(device: str | torch.device | None = None, scale: float = 1.0) -> Har
     gemm = {"bfloat16": compute.gemm(torch.bfloat16), "float32": compute.gemm(torch.float32)}
     return Hardware(
         name=device_name(backend.device)[1], cores=len(os.sched_getaffinity(0)), device_type=backend.device.type, source=source,
-        gemm_flops=gemm, grouped_efficiency=compute.grouped() / gemm["bfloat16"], attention_efficiency=compute.attention(gemm),
+        gemm_flops=gemm, grouped_efficiency=compute.grouped() / gemm["bfloat16"], **compute.attention(gemm),
         memory_bandwidth=compute.memory_bandwidth(), launch_s=compute.launch(),
         link={"h2d": alone[Lane.H2D], "d2h": alone[Lane.D2H]},
         host_copy=_host_copy(SHORT_S * scale, host_bytes // 2), adam=alone[Lane.CPU], beside=beside,
@@ -81,6 +82,14 @@ def _rate(call: Callable[[], object], units: float, seconds: float, synchronize:
             count += in_flight
         passed = time.perf_counter() - begin
     return units * count / passed
+
+
+def _without_overhead(lengths: tuple[int, int], rates: tuple[float, float]) -> tuple[float, float]:
+    """Causal attention at two lengths, short and long, in any unit of work a second: the rate of endless sequences, and the
+    further keys for each query, of length / 2, that explain both. A machine whose short sequences are no slower has none."""
+    (short, long), (slow, fast) = lengths, rates
+    keys = max(0.0, (fast - slow) / (2 * (slow / short - fast / long))) if slow * long > fast * short else 0.0
+    return fast * (1 + 2 * keys / long), keys
 
 
 class _Compute:
@@ -115,16 +124,31 @@ class _Compute:
 
         return _rate(products, 6.0 * grad.numel() * wide, SHORT_S * self.scale, self.backend.synchronize)
 
-    def attention(self, gemm: Mapping[str, float]) -> dict[str, float]:
-        """Efficiency of the kernel that templates use on this device, forward and backward."""
-        length, heads, width = (4096, 32, 128) if self.cuda else (512, 4, 64)
-        dtype, kernel = ((torch.bfloat16, attention_kernels.fused_kernel(self.backend.device)) if self.cuda
-                         else (torch.float32, "flash_cpu"))
-        query, key, value, grad = (self._random(1, length, heads, width, dtype=dtype).transpose(1, 2) for _ in range(4))
+    def attention(self, gemm: Mapping[str, float]) -> dict[str, Any]:
+        """The fields of `Hardware` that say how fast causal attention is, of its kernels on this device. Their rates at two
+        lengths give the share of the GEMMs' rate that long sequences have, and the overhead of each query."""
+        fused = attention_kernels.fused_kernel(self.backend.device) if self.cuda else "flash_cpu"
+        shares: dict[str, dict[str, float]] = {}
+        overheads: dict[str, dict[str, float]] = {}
+        lengths = (1024, 8192) if self.cuda else (128, 512)
+        for kernel in dict.fromkeys((fused, "flash" if self.cuda else fused)):
+            short, long = (self._attention(kernel, length, gemm) for length in lengths)
+            shares[kernel], overheads[kernel] = {}, {}
+            for way in short:
+                shares[kernel][way], overheads[kernel][way] = _without_overhead(lengths, (short[way], long[way]))
+        others = [found for kernel, found in shares.items() if kernel != fused]
+        return dict(attention_efficiency=shares[fused], attention_overhead=overheads[fused],
+                    flash_efficiency=others[0] if others else {})
+
+    def _attention(self, kernel: str, length: int, gemm: Mapping[str, float]) -> dict[str, float]:
+        """A kernel's FLOP/s over the GEMMs' at one length, forward and backward."""
+        heads, width, rows = (32, 128, 16384 // length) if self.cuda else (4, 64, 512 // length)
+        dtype = torch.bfloat16 if self.cuda else torch.float32
+        query, key, value, grad = (self._random(rows, length, heads, width, dtype=dtype).transpose(1, 2) for _ in range(4))
         options = width ** -0.5, 0, 0.0
         forward, backward = attention_kernels.FORWARD[kernel], attention_kernels.BACKWARD[kernel]
         out, logsumexp = forward(query, key, value, *options)
-        flops = 2.0 * heads * length ** 2 * width
+        flops = 2.0 * rows * heads * length ** 2 * width
         rate = gemm[str(dtype).removeprefix("torch.")]
         measured = {
             "forward": _rate(lambda: forward(query, key, value, *options), flops, SHORT_S * self.scale,

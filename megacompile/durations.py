@@ -22,9 +22,9 @@ from megacompile.program import Op, Program, argument, op_of, operands
 from megacompile.runtime.store import TileLayout
 from megacompile.simulate import Timeline, simulate
 
-#: (FLOPs of GEMMs, of grouped ones, of attention, of its backward, bytes of GEMMs, other bytes, kernels), at one batch and
-#: length.
-_Numbers = tuple[float, float, float, float, float, float, int]
+#: (FLOPs of GEMMs, of grouped ones, bytes of GEMMs, other bytes, kernels), at one batch and length; and of each of its
+#: attention's kernels, FLOPs and those of a further key.
+_Numbers = tuple[tuple[float, float, float, float, int], tuple[tuple[float, float], ...]]
 
 
 #: What the duration of each op is made of, in words (`Durations._node` in numbers); any other op takes no time of its own.
@@ -88,13 +88,13 @@ class Durations:
         chunk = self.captured.templates[template].chunk(batch, chunk)
         key = template, variant, batch, length, chunk
         if key not in self._seconds:
-            _, numbers = self._known(template, variant, chunk)
-            gemm, grouped, attention, backward, gemm_bytes, other_bytes, kernels = numbers(batch, length)
+            work, numbers = self._known(template, variant, chunk)
+            (gemm, grouped, gemm_bytes, other_bytes, kernels), attentions = numbers(batch, length)
             rates = self.hardware
             rate = self.gemm_rate(self.captured.templates[template])
             products = max((gemm + grouped / rates.grouped_efficiency) / rate, gemm_bytes / rates.memory_bandwidth)
-            attention = (attention / rates.attention_efficiency["forward"]
-                         + backward / rates.attention_efficiency["backward"]) / rate
+            attention = sum((flops + rates.attention_overhead[way] * per_key) / rates.attention_share(kernel, way)
+                            for (kernel, way), (flops, per_key) in zip(work.attention, attentions, strict=True)) / rate
             self._seconds[key] = max(products + attention + other_bytes / rates.memory_bandwidth, kernels * rates.launch_s)
         return self._seconds[key]
 
@@ -110,8 +110,8 @@ class Durations:
             found = self.captured.templates[template]
             work = variant_work(found, found.variant(variant, chunk), self.fused)
             numbers = sympy.lambdify((BATCH, LENGTH), (
-                work.gemm_flops, work.grouped_flops, work.attention_flops, work.attention_backward_flops, work.gemm_bytes,
-                work.bytes, work.kernels), modules="math")
+                (work.gemm_flops, work.grouped_flops, work.gemm_bytes, work.bytes, work.kernels),
+                tuple(map(tuple, work.attention.values()))), modules="math")
             self._work[key] = work, numbers
         return self._work[key]
 

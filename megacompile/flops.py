@@ -2,16 +2,17 @@
 
     GEMMs        2 x (elements of the first matrix) x (columns of the second); gradients that leave a variant as two
                  operands are multiplied by the runtime, and count here; grouped ones, of experts, are a kind of their own
-    attention    pairs of positions that are looked at: half of all, or a window's; the backward takes 5 products to 2
+    attention    pairs of positions that are looked at: half of all, or a window's; the backward takes 5 products to 2. By
+                 kernel, each with what a further key for each query would be
     the rest     bytes through the device's memory, with elementwise chains fused as a compiler of kernels fuses them
 
 Recomputed work counts like any other. What is fused is `fusion.py`'s to say.
 """
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, NamedTuple
 
 import sympy
 import torch
@@ -24,32 +25,46 @@ from megacompile.token_loop import TokenLoop, Tokens, token_loops
 _ZERO = sympy.Integer(0)
 
 
+class Attention(NamedTuple):
+    """FLOPs of all pairs that one kernel looks at, and those of one further key for each query."""
+
+    flops: sympy.Expr = _ZERO
+    per_key: sympy.Expr = _ZERO
+
+
 @dataclass(frozen=True)
 class Work:
     """FLOPs and bytes in B and T. `gemm_bytes` are those of the GEMMs' operands and results, grouped ones included, which a
-    GEMM large enough hides; `bytes` those of everything else. `kernels` is how many are launched."""
+    GEMM large enough hides; `bytes` those of everything else. `kernels` is how many are launched. `attention` is by kernel and
+    direction, ("cudnn", "backward")."""
 
     gemm_flops: sympy.Expr = _ZERO
     grouped_flops: sympy.Expr = _ZERO
     gemm_bytes: sympy.Expr = _ZERO
-    attention_flops: sympy.Expr = _ZERO
-    attention_backward_flops: sympy.Expr = _ZERO
     bytes: sympy.Expr = _ZERO
     kernels: sympy.Expr | int = 0
+    attention: Mapping[tuple[str, str], Attention] = field(default_factory=dict)
 
     @property
     def flops(self) -> sympy.Expr:
-        return self.gemm_flops + self.grouped_flops + self.attention_flops + self.attention_backward_flops
+        return sum((each.flops for each in self.attention.values()), self.gemm_flops + self.grouped_flops)
 
     def repeated(self, length: sympy.Symbol, chunk: int) -> Work:
         """For `length` positions, a chunk at a time, if this is the work of one pass over `length`."""
+        assert not self.attention, "a token's attention looks at others: no loop over chunks has any"
         count = sympy.Max(1, length / chunk)
         times = {each.name: count * sympy.sympify(getattr(self, each.name)).subs(length, sympy.Min(chunk, length))
-                 for each in fields(self)}
+                 for each in fields(self) if each.name != "attention"}
         return Work(**{**times, "kernels": sympy.ceiling(length / chunk) * self.kernels})
 
     def __add__(self, other: Work) -> Work:
-        return Work(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
+        attention = dict(self.attention)
+        for key, (flops, per_key) in other.attention.items():
+            mine = attention.get(key, Attention())
+            attention[key] = Attention(mine.flops + flops, mine.per_key + per_key)
+        sums = {each.name: getattr(self, each.name) + getattr(other, each.name)
+                for each in fields(self) if each.name != "attention"}
+        return Work(**sums, attention=attention)
 
 
 def variant_work(template: Template, variant: Variant, fused: bool = True) -> Work:
@@ -120,25 +135,27 @@ def _kernel_work(node: fx.Node, sizes: _Sizes) -> Work:
             # Rows that are another piece's are skipped.
             return Work(grouped_flops=flops * sympy.Rational(sizes.template.share), gemm_bytes=moved, kernels=1)
         case "attention":
-            flops = _attention_flops(node.args[0], node.args[2], node.args[4], sizes)
+            found = {(str(node.args[6]), "forward"): _attention(node.args[0], node.args[2], node.args[4], sizes)}
             if not any(sinks is not None for sinks in node.args[8:]):
-                return Work(attention_flops=flops, kernels=1)
-            return Work(attention_flops=flops, bytes=2 * sizes.bytes(node), kernels=5)  # results are read, changed and written
+                return Work(attention=found, kernels=1)
+            return Work(attention=found, bytes=2 * sizes.bytes(node), kernels=5)  # results are read, changed and written
         case "attention_backward":
             # Five products to the forward's two. It runs as three kernels: a sum, the gradients, a conversion.
-            forward = _attention_flops(node.args[1], node.args[3], node.args[7], sizes)
-            return Work(attention_backward_flops=forward * sympy.Rational(5, 2), kernels=3)
+            forward = _attention(node.args[1], node.args[3], node.args[7], sizes)
+            backward = Attention(*(sympy.Rational(5, 2) * flops for flops in forward))
+            return Work(attention={(str(node.args[9]), "backward"): backward}, kernels=3)
         case "linear_cross_entropy":
             return _linear_cross_entropy(node, sizes)
     return Work()
 
 
-def _attention_flops(query: Any, value: Any, window: Any, sizes: _Sizes) -> sympy.Expr:
+def _attention(query: Any, value: Any, window: Any, sizes: _Sizes) -> Attention:
     """Products with keys and with values, for pairs that a causal mask (of `window` positions, 0: all) lets through."""
     batch, heads, length, width = sizes.shape(query)
     seen = sympy.Min(window, length) if window else length
     pairs = seen * (2 * length - seen) / 2
-    return 2 * batch * heads * pairs * (width + sizes.shape(value)[-1])
+    pair = 2 * batch * heads * (width + sizes.shape(value)[-1])
+    return Attention(pair * pairs, pair * length)
 
 
 def _linear_cross_entropy(node: fx.Node, sizes: _Sizes) -> Work:

@@ -36,7 +36,10 @@ class Hardware:
         source: where the numbers are from: "measured", with versions, or "nominal", from data sheets.
         gemm_flops: FLOP/s of large matrix products by dtype ("bfloat16", "float32"), on random data: power is the limit.
         grouped_efficiency: FLOP/s of grouped products, as experts have them, over the GEMMs'.
-        attention_efficiency: causal attention's FLOP/s (half of the square counts) over the GEMMs', "forward", "backward".
+        attention_efficiency: causal attention's FLOP/s (half of the square counts) over the GEMMs', "forward" and "backward",
+            of long sequences; flash_efficiency: of the flash kernel, which windows keep where `fused_attention` is another
+            (empty: it is not); attention_overhead: further keys for each query that it takes as long as, blocks that a
+            mask leaves a part of. (An H200 had 190 and 370.)
         memory_bandwidth: bytes/s of an elementwise kernel on the device, reads and writes together.
         launch_s: seconds between two small kernels.
         link: bytes/s of "h2d" and "d2h" copies from and to page-locked memory.
@@ -45,7 +48,7 @@ class Hardware:
             moves 18 bytes of 26; a Xeon had 1.3 and 1.66.)
         beside: for sets of lanes that are busy together ("d2h h2d"), what is left of each lane's rate, 0 to 1.
         device_memory: bytes of the device; host_memory: bytes of the host.
-        fused_attention: the kernel of templates there, "flash" or "cudnn"; attention's efficiency is this kernel's.
+        fused_attention: the kernel of templates there, "flash" or "cudnn"; `attention_efficiency` is this kernel's.
     """
 
     name: str
@@ -63,16 +66,23 @@ class Hardware:
     host_memory: int
     beside: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     fused_attention: str = "flash"
+    flash_efficiency: Mapping[str, float] = field(default_factory=dict)
+    attention_overhead: Mapping[str, float] = field(default_factory=lambda: dict.fromkeys(("forward", "backward"), 0.0))
     grouped_efficiency: float = 1.0
     adam_parts: Mapping[str, float] = field(default_factory=lambda: dict.fromkeys(("weights", "moments"), 1.3))
 
     def __post_init__(self) -> None:
         rates = [*self.gemm_flops.values(), self.grouped_efficiency, *self.attention_efficiency.values(), self.memory_bandwidth,
-                 *self.link.values(), self.host_copy, self.adam, *self.adam_parts.values(),
+                 *self.flash_efficiency.values(), *self.link.values(), self.host_copy, self.adam, *self.adam_parts.values(),
                  *(left for lanes in self.beside.values() for left in lanes.values())]
         if not all(rate > 0 for rate in rates):
             raise MegacompileError(f"the profile of {self.name} has a rate that is not positive: measure it again with "
                                    "megacompile calibrate")
+
+    def attention_share(self, kernel: str, way: str) -> float:
+        """Of the GEMMs' FLOP/s, what an attention kernel has, "forward" or "backward"."""
+        own = kernel.startswith("flash") and self.flash_efficiency
+        return (own or self.attention_efficiency)[way]
 
     def speeds(self, busy: Collection[Lane]) -> dict[Lane, float]:
         """What is left of the rate of each of the lanes that are busy at the same time. A set that was not measured is as
@@ -89,7 +99,9 @@ class Hardware:
         """A row for each rate, in units for people."""
         rows = [(f"GEMM {dtype}", f"{rate / 1e12:.3g} TFLOPS") for dtype, rate in self.gemm_flops.items()]
         rows += [("grouped products", f"{self.grouped_efficiency:.0%} of GEMM")]
-        rows += [(f"attention {way}", f"{left:.0%} of GEMM") for way, left in self.attention_efficiency.items()]
+        for kernel, shares in (("attention", self.attention_efficiency), ("flash attention", self.flash_efficiency)):
+            rows += [(f"{kernel} {way}", f"{left:.0%} of GEMM, {self.attention_overhead[way]:.0f} keys over")
+                     for way, left in shares.items()]
         rows += [("device memory", f"{self.memory_bandwidth / 1e9:.3g} GB/s"), ("launch", f"{self.launch_s * 1e6:.2g} us")]
         rows += [(f"{way} copy", f"{rate / 1e9:.3g} GB/s") for way, rate in self.link.items()]
         rows += [("host copy", f"{self.host_copy / 1e9:.3g} GB/s"), ("AdamW", f"{self.adam / 1e9:.3g} G parameters/s")]

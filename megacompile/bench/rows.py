@@ -42,7 +42,7 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     found.add_argument("--batch", type=int, default=64)
     found.add_argument("--length", type=int, default=1024)
     found.add_argument("--steps", type=int, default=4, help="timed steps, after --warm-up")
-    found.add_argument("--warm-up", type=int, default=2)
+    found.add_argument("--warm-up", type=int, default=3, help="untimed steps: deferred moments touch their pages in the second")
     found.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     found.add_argument("--micro-batch-size", type=int)
     found.add_argument("--max-grad-norm", type=float, default=1.0)

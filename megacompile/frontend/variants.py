@@ -5,6 +5,7 @@ last one that is shorter; the few ops around them, attention and views, run one 
 """
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from megacompile.errors import UnsupportedError
+from megacompile.frontend.joint import tolerate_strides
 from megacompile.frontend.template import BATCH, Variant
 from megacompile.inductor import Inductor
 from megacompile.token_loop import TokenLoop, token_loops
@@ -47,15 +49,24 @@ def _compile_graph(graph: fx.GraphModule, reads: Sequence[int], live: Sequence[T
     """`graph` as a function of all its arguments, of which it reads `reads`, like `live`."""
     specialised, tensors, examples = _specialise(graph, reads, live)
     compiled = inductor.compile(specialised, examples)
-    positions, promised = tuple(reads[i] for i in tensors), [example.dtype for example in examples]
+    positions, dtypes = tuple(reads[i] for i in tensors), [example.dtype for example in examples]
+    strides = [example.stride() for example in examples]
 
     def run(*args: Tensor | int | None) -> tuple[Any, ...]:
         given: list[Any] = [args[i] for i in positions]
         # Compiled code looks at sizes and strides, and takes bits for what they are not.
-        assert [value.dtype for value in given] == promised, f"compiled for {promised}, given {[v.dtype for v in given]}"
-        return tuple(compiled(*given))
+        assert [value.dtype for value in given] == dtypes, f"compiled for {dtypes}, given {[v.dtype for v in given]}"
+        # What another graph has made may be laid out as its compiler liked: views of larger results, or expanded ones.
+        return tuple(compiled(*[value if value.stride() == stride else _laid_out(value, stride)
+                                for value, stride in zip(given, strides, strict=True)]))
 
     return run
+
+
+def _laid_out(value: Tensor, stride: Sequence[int]) -> Tensor:
+    if all(size == 1 or one == other for size, one, other in zip(value.shape, value.stride(), stride, strict=True)):
+        return value.as_strided(value.shape, stride)
+    return torch.empty_strided(value.shape, stride, dtype=value.dtype, device=value.device).copy_(value)
 
 
 def _compile_loops(variant: Variant, example_args: Sequence[Tensor | int | None], inductor: Inductor) -> Runnable:
@@ -110,7 +121,7 @@ def _specialise(
     tensors = [i for i, value in enumerate(live) if isinstance(value, Tensor)]
     fakes = FakeTensorMode(shape_env=ShapeEnv())  # no size is symbolic; without it inductor looks nothing up in its cache
     with fakes:  # only shapes, strides, dtypes and devices matter: examples may be fakes themselves
-        examples = [torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+        examples = [torch.empty_strided(value.shape, _without_overlap(value), dtype=value.dtype, device=value.device)
                     for value in live if isinstance(value, Tensor)]
 
     def function(*given: Tensor) -> tuple[Any, ...]:
@@ -122,4 +133,13 @@ def _specialise(
         return variant(*args)  # type: ignore[no-any-return]
 
     with fakes, torch.no_grad():
-        return make_fx(function, tracing_mode="real")(*examples), tensors, examples
+        specialised = make_fx(function, tracing_mode="real")(*examples)
+    tolerate_strides(specialised)  # inductor's decompositions lay out other than the ops do
+    return specialised, tensors, examples
+
+
+def _without_overlap(value: Tensor) -> Sequence[int]:
+    """The strides of an example; of an expanded one, those of a copy, so that it can be given as either."""
+    if not any(size > 1 and stride == 0 for size, stride in zip(value.shape, value.stride(), strict=True)):
+        return value.stride()
+    return [math.prod(value.shape[dim + 1:]) for dim in range(value.dim())]

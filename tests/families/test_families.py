@@ -2,24 +2,34 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from make_families import PAGE, README, counts, page, read_rows
 from tiny_configs import classes
-from verdicts import judge_each
+from verdicts import judge_compiled, judge_each
 
 #: Attention in chunks beside full attention, experts in every second layer.
 FAST = ("llama4_text",)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    everything = metafunc.config.getoption("--all-families")
     if "model_type" in metafunc.fixturenames:
-        everything = metafunc.config.getoption("--all-families")
         metafunc.parametrize("model_type", classes().values() if everything else FAST)
+    if "compiled_type" in metafunc.fixturenames:
+        metafunc.parametrize("compiled_type", classes().values() if everything else ())
 
 
 def test_a_family_has_the_verdict_of_the_page(model_type: str) -> None:
     (verdict,) = judge_each([model_type], start="spawn")
     stated = {row.model_type: row for row in read_rows().values()}[model_type]
     assert verdict.outcome == stated.outcome != "wrong", verdict.reason
+
+
+def test_a_family_compiled_in_bf16_is_as_exact_as_native_bf16(compiled_type: str) -> None:
+    """On the GPU where there is one (about a minute each, most of it inductor's); where it streams at all."""
+    stated = {row.model_type: row for row in read_rows().values()}[compiled_type]
+    verdict = judge_compiled(compiled_type, "cuda" if torch.cuda.is_available() else "cpu")
+    assert stated.outcome != "exact" or verdict.outcome == "exact", verdict.reason
 
 
 def test_no_family_is_wrong_and_the_counts_are_those_of_the_table() -> None:

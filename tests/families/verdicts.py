@@ -4,6 +4,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import logging
+import math
 import multiprocessing
 import os
 import re
@@ -21,7 +22,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import megacompile
-from megacompile.errors import MegacompileError
+from megacompile.errors import LaneError, MegacompileError
 
 ROWS, LENGTH = 5, 29  # not the sizes at which models are captured
 SECONDS = 240  # of the processor, for one class
@@ -50,6 +51,39 @@ def judge(model_type: str) -> Verdict:
     elif outcome == "exact":
         reason = ", ".join(f"with {name}={value!r}" for name, value in SETTINGS.get(model_type, {}).items())
     return Verdict(model_type, outcome, reason, time.process_time() - started)
+
+
+def judge_compiled(model_type: str, device: str) -> Verdict:
+    """Compiled, in bf16, all residuals kept: "exact" if the gradients, together, are no further from those of native float32
+    than thrice what native bf16's are: one draw of rounding, and of the experts that tokens go to, says little of another."""
+    started = time.process_time()
+    torch.manual_seed(0)
+    batch = {name: value.to(device) for name, value in padded_batch().items()}
+    try:
+        half = _build(model_type).bfloat16()
+        true = _loss_and_gradients(copy.deepcopy(half).float().to(device), batch)
+        native = _loss_and_gradients(copy.deepcopy(half).to(device), batch)
+    except Exception as reason:
+        return Verdict(model_type, "not built", _sentence(reason))
+    layers = half.config.get_text_config().num_hidden_layers
+    try:
+        streamed = megacompile.stream(half, device=device, compile=True, saved_layers=layers)
+        ours = _loss_and_gradients(streamed, batch)
+        streamed.megacompile.close()
+    except MegacompileError as reason:
+        broken = isinstance(reason, LaneError)
+        return Verdict(model_type, "wrong" if broken else "refused", _sentence(reason), time.process_time() - started)
+    except Exception as reason:
+        return Verdict(model_type, "wrong", f"{type(reason).__name__}: {_sentence(reason)}", time.process_time() - started)
+    off, rounding = (math.hypot(*_distances(_on_host(found), _on_host(true)).values()) for found in (ours, native))
+    taken = time.process_time() - started
+    if off <= 3 * rounding:  # false for NaN
+        return Verdict(model_type, "exact", "", taken)
+    return Verdict(model_type, "wrong", f"off by {off:.1e}, native bf16 by {rounding:.1e}", taken)
+
+
+def _on_host(found: tuple[Tensor, dict[str, Tensor]]) -> tuple[Tensor, dict[str, Tensor]]:
+    return found[0].cpu(), {name: gradient.cpu() for name, gradient in found[1].items()}
 
 
 def judge_each(model_types: Iterable[str], start: str = "fork") -> Iterator[Verdict]:

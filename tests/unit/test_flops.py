@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from megacompile import api
 from megacompile.config import StreamConfig
 from megacompile.durations import Durations
-from megacompile.flops import Work, _attention_flops, variant_work
+from megacompile.flops import Work, _attention, variant_work
 from megacompile.frontend.template import BATCH, LENGTH, Template
 from megacompile.hardware import Hardware
 
@@ -56,9 +56,12 @@ def test_causal_attention_counts_half_of_the_square_and_its_backward_five_produc
         templates: dict[str, Template]) -> None:
     square = BATCH * HEADS * LENGTH ** 2 * WIDTH
     found = work(templates, "decoder", "recompute_backward")
-    assert sympy.expand(found.attention_flops - 2 * square) == 0
-    assert sympy.expand(found.attention_backward_flops - 5 * square) == 0
-    assert work(templates, "decoder", "backward").attention_flops == 0
+    assert set(found.attention) == {("flash_cpu", "forward"), ("flash_cpu", "backward")}
+    for way, products in (("forward", 2), ("backward", 5)):
+        flops, per_key = found.attention["flash_cpu", way]
+        assert sympy.expand(flops - products * square) == 0
+        assert sympy.expand(per_key - 2 * flops / LENGTH) == 0
+    assert set(work(templates, "decoder", "backward").attention) == {("flash_cpu", "backward")}
 
 
 def test_attention_in_a_window_counts_the_pairs_that_it_lets_through() -> None:
@@ -67,7 +70,7 @@ def test_attention_in_a_window_counts_the_pairs_that_it_lets_through() -> None:
             return [1, 1, LENGTH, 1]
 
     for length, window in ((7, 3), (3, 7), (8, 8), (16, 1)):
-        found = _attention_flops(None, None, window, Sizes()).subs({LENGTH: length})  # type: ignore[arg-type]
+        found = _attention(None, None, window, Sizes()).flops.subs({LENGTH: length})  # type: ignore[arg-type]
         pairs = sum(min(window, position + 1) for position in range(length))
         # On the diagonal half a pair counts, as in the half square.
         assert found == 4 * (pairs - sympy.Rational(min(window, length), 2))

@@ -49,7 +49,9 @@ def test_there_are_the_profiles_that_are_documented() -> None:
 def test_the_rates_of_a_profile_are_those_of_a_machine_that_may_exist(name: str) -> None:
     found = Hardware.find(name)
     assert 5e13 < found.gemm_flops["bfloat16"] < 2.5e15 and 1e13 < found.gemm_flops["float32"] < 2e14
-    assert 0.2 < found.attention_efficiency["backward"] < found.attention_efficiency["forward"] < 1
+    for shares in filter(None, (found.attention_efficiency, found.flash_efficiency)):
+        assert 0.2 < shares["backward"] < shares["forward"] < 1
+    assert all(0 <= keys < 1000 for keys in found.attention_overhead.values())
     assert 2e11 < found.memory_bandwidth < 1e13 and 1e-6 < found.launch_s < 1e-4
     assert set(found.link) == {"h2d", "d2h"} and all(1e10 < rate < found.memory_bandwidth for rate in found.link.values())
     assert 1e10 < found.host_copy < 5e11
@@ -97,6 +99,24 @@ def test_lanes_alone_run_at_full_speed_and_company_never_helps() -> None:
     assert three[Lane.H2D] < pair[Lane.H2D] < 1 and three[Lane.CPU] <= pair[Lane.CPU] < 1
     everything = found.speeds(set(Lane))
     assert everything == {**dict.fromkeys(Lane, 1.0), **three}
+
+
+def test_the_flash_kernel_has_a_rate_of_its_own_where_another_is_the_fused_one() -> None:
+    hopper, older = Hardware.find("h200"), Hardware.find("a100")
+    assert hopper.attention_share("flash", "forward") < hopper.attention_share("cudnn", "forward")
+    assert older.attention_share("flash", "forward") == older.attention_efficiency["forward"]
+
+
+@pytest.mark.parametrize(("rates", "expected"), [((600.0, 600.0), (600.0, 0.0)), ((483.0, 630.0), (658.6, 186.0)),
+                                                 ((700.0, 600.0), (600.0, 0.0)), ((10.0, 600.0), (600.0, 0.0))])
+def test_two_lengths_tell_the_rate_of_long_sequences_from_what_each_query_costs(
+        rates: tuple[float, float], expected: tuple[float, float]) -> None:
+    """The second: what an H200's forward has at 1,024 and 8,192 positions. No noise makes a rate that is not positive."""
+    lengths = 1024, 8192
+    rate, keys = calibrate._without_overhead(lengths, rates)
+    assert (rate, keys) == pytest.approx(expected, rel=0.01)
+    if keys:
+        assert [rate / (1 + 2 * keys / length) for length in lengths] == pytest.approx(rates)
 
 
 @pytest.fixture(scope="module")

@@ -13,10 +13,11 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from megacompile import api
 from megacompile.errors import CaptureError, UnsupportedError
-from megacompile.frontend import Template, capture, compile_variant
+from megacompile.frontend import Template, capture, compile_variant, variants
 from megacompile.frontend import attention as ours
 from megacompile.frontend.attention_kernels import fused_kernel
 from megacompile.frontend.joint import base_of
+from megacompile.inductor import Inductor
 from megacompile.passes import TEMPLATE_PIPELINE
 from megacompile.passes.template import Target, accumulate_in_gemm, attention
 
@@ -123,6 +124,18 @@ def test_compiled_code_is_given_no_dtype_but_those_that_it_was_compiled_for() ->
     compiled(*args)
     with pytest.raises(AssertionError, match="compiled for"):
         compiled(*[arg.bfloat16() if isinstance(arg, Tensor) and arg.is_floating_point() else arg for arg in args])
+
+
+def test_compiled_code_takes_tensors_that_are_laid_out_otherwise() -> None:
+    """What another graph hands over, a view of something larger or an expanded value, its compiler may have made dense."""
+    dense = torch.randn(3, 4, 8)
+    larger, expanded = torch.randn(3, 4, 24)[..., 8:16], torch.randn(1, 4, 8).expand(3, 4, 8)
+
+    for example in (dense, larger, expanded):
+        compiled = variants._compile_graph(fx.symbolic_trace(lambda x: (torch.ops.aten.mul.Tensor(x, 2),)), [0], [example],
+                                           Inductor())
+        for given in (dense, larger, expanded):
+            torch.testing.assert_close(compiled(given)[0], given * 2)
 
 
 def test_variants_take_what_the_contract_says_in_order() -> None:
