@@ -53,33 +53,34 @@ def judge(model_type: str) -> Verdict:
     return Verdict(model_type, outcome, reason, time.process_time() - started)
 
 
-def judge_compiled(model_type: str, device: str) -> Verdict:
-    """Compiled, in bf16, all residuals kept: "exact" if the gradients, together, are no further from those of native float32
-    than thrice what native bf16's are: one draw of rounding, and of the experts that tokens go to, says little of another."""
+def judge_compiled(model_type: str, device: str, draws: int = 3) -> Verdict:
+    """Compiled, in bf16, all residuals kept: "exact" if the gradients, together, are as close to those of native float32 as
+    native bf16's are (by a half) in one of a few draws of weights: in others tokens may go to other experts, by rounding."""
     started = time.process_time()
-    torch.manual_seed(0)
-    batch = {name: value.to(device) for name, value in padded_batch().items()}
-    try:
-        half = _build(model_type).bfloat16()
-        true = _loss_and_gradients(copy.deepcopy(half).float().to(device), batch)
-        native = _loss_and_gradients(copy.deepcopy(half).to(device), batch)
-    except Exception as reason:
-        return Verdict(model_type, "not built", _sentence(reason))
-    layers = half.config.get_text_config().num_hidden_layers
-    try:
-        streamed = megacompile.stream(half, device=device, compile=True, saved_layers=layers)
-        ours = _loss_and_gradients(streamed, batch)
-        streamed.megacompile.close()
-    except MegacompileError as reason:
-        broken = isinstance(reason, LaneError)
-        return Verdict(model_type, "wrong" if broken else "refused", _sentence(reason), time.process_time() - started)
-    except Exception as reason:
-        return Verdict(model_type, "wrong", f"{type(reason).__name__}: {_sentence(reason)}", time.process_time() - started)
-    off, rounding = (math.hypot(*_distances(_on_host(found), _on_host(true)).values()) for found in (ours, native))
-    taken = time.process_time() - started
-    if off <= 3 * rounding:  # false for NaN
-        return Verdict(model_type, "exact", "", taken)
-    return Verdict(model_type, "wrong", f"off by {off:.1e}, native bf16 by {rounding:.1e}", taken)
+    said = []
+    for seed in range(draws):
+        torch.manual_seed(seed)
+        batch = {name: value.to(device) for name, value in padded_batch().items()}
+        try:
+            half = _build(model_type).bfloat16()
+            true = _loss_and_gradients(copy.deepcopy(half).float().to(device), batch)
+            native = _loss_and_gradients(copy.deepcopy(half).to(device), batch)
+        except Exception as reason:
+            return Verdict(model_type, "not built", _sentence(reason))
+        layers = half.config.get_text_config().num_hidden_layers
+        try:
+            streamed = megacompile.stream(half, device=device, compile=True, saved_layers=layers)
+            ours = _loss_and_gradients(streamed, batch)
+            streamed.megacompile.close()
+        except Exception as reason:
+            refused = isinstance(reason, MegacompileError) and not isinstance(reason, LaneError)
+            return Verdict(model_type, "refused" if refused else "wrong", f"{type(reason).__name__}: {_sentence(reason)}",
+                           time.process_time() - started)
+        off, rounding = (math.hypot(*_distances(_on_host(found), _on_host(true)).values()) for found in (ours, native))
+        if off <= 1.5 * rounding:  # false for NaN
+            return Verdict(model_type, "exact", "", time.process_time() - started)
+        said.append(f"off by {off:.1e}, native bf16 by {rounding:.1e}")
+    return Verdict(model_type, "wrong", "; ".join(said), time.process_time() - started)
 
 
 def _on_host(found: tuple[Tensor, dict[str, Tensor]]) -> tuple[Tensor, dict[str, Tensor]]:
