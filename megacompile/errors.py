@@ -25,6 +25,10 @@ class UnsupportedError(MegacompileError):
     """An argument, mask, dropout or module feature that cannot be honoured yet. Never ignored silently."""
 
 
+class CompilationError(MegacompileError):
+    """Inductor cannot compile a layer, or what it made does not run. Uncompiled the model streams all the same."""
+
+
 class InsufficientMemoryError(MegacompileError):
     """Host or device memory does not hold what the plan needs; the message gives bytes needed and available."""
 

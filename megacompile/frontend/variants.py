@@ -16,13 +16,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from megacompile.errors import UnsupportedError
+from megacompile.errors import CompilationError, MegacompileError, UnsupportedError
 from megacompile.frontend.joint import tolerate_strides
 from megacompile.frontend.template import BATCH, Variant
 from megacompile.inductor import Inductor
 from megacompile.token_loop import TokenLoop, token_loops
 
 Runnable = Callable[..., tuple[Any, ...]]
+_UNCOMPILED = "stream(model, compile=False) runs it op by op"
 
 
 def compile_variant(variant: Variant, example_args: Sequence[Tensor | int | None], mode: str = "eager",
@@ -48,7 +49,13 @@ def _compile_graph(graph: fx.GraphModule, reads: Sequence[int], live: Sequence[T
                    inductor: Inductor) -> Runnable:
     """`graph` as a function of all its arguments, of which it reads `reads`, like `live`."""
     specialised, tensors, examples = _specialise(graph, reads, live)
-    compiled = inductor.compile(specialised, examples)
+    try:
+        compiled = inductor.compile(specialised, examples)
+    except (MegacompileError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as reason:  # whatever a compiler raises that meets what it does not know, or that is not there
+        raise CompilationError(f"inductor cannot compile a layer ({_first_line(reason)}): {_UNCOMPILED}, or see what this "
+                               "machine lacks with megacompile doctor") from reason
     positions, dtypes = tuple(reads[i] for i in tensors), [example.dtype for example in examples]
     strides = [example.stride() for example in examples]
 
@@ -57,10 +64,19 @@ def _compile_graph(graph: fx.GraphModule, reads: Sequence[int], live: Sequence[T
         # Compiled code looks at sizes and strides, and takes bits for what they are not.
         assert [value.dtype for value in given] == dtypes, f"compiled for {dtypes}, given {[v.dtype for v in given]}"
         # What another graph has made may be laid out as its compiler liked: views of larger results, or expanded ones.
-        return tuple(compiled(*[value if value.stride() == stride else _laid_out(value, stride)
-                                for value, stride in zip(given, strides, strict=True)]))
+        given = [value if value.stride() == stride else _laid_out(value, stride)
+                 for value, stride in zip(given, strides, strict=True)]
+        try:
+            return tuple(compiled(*given))
+        except AssertionError as reason:  # a kernel gives what inductor did not expect of it
+            raise CompilationError(
+                f"inductor's code of a layer does not run ({_first_line(reason)}): {_UNCOMPILED}") from reason
 
     return run
+
+
+def _first_line(reason: BaseException) -> str:
+    return f"{type(reason).__name__}: {next(iter(str(reason).splitlines()), '')}".rstrip(": .")
 
 
 def _laid_out(value: Tensor, stride: Sequence[int]) -> Tensor:

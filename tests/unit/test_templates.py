@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from megacompile import api
-from megacompile.errors import CaptureError, UnsupportedError
+from megacompile.errors import CaptureError, CompilationError, UnsupportedError
 from megacompile.frontend import Template, capture, compile_variant, variants
 from megacompile.frontend import attention as ours
 from megacompile.frontend.attention_kernels import fused_kernel
@@ -136,6 +136,20 @@ def test_compiled_code_takes_tensors_that_are_laid_out_otherwise() -> None:
                                            Inductor())
         for given in (dense, larger, expanded):
             torch.testing.assert_close(compiled(given)[0], given * 2)
+
+
+def test_what_inductor_cannot_do_is_told_with_the_way_around(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph, value = fx.symbolic_trace(lambda x: (torch.ops.aten.mul.Tensor(x, 2),)), torch.ones(3)
+
+    def fail(*_: object) -> None:
+        raise AssertionError("wrong number of dimensions\nError in op")
+
+    monkeypatch.setattr(torch._inductor, "compile", lambda *_: fail)
+    with pytest.raises(CompilationError, match=r"does not run \(AssertionError: wrong number of dimensions\): .*compile=False"):
+        variants._compile_graph(graph, [0], [value], Inductor())(value)
+    monkeypatch.setattr(torch._inductor, "compile", fail)
+    with pytest.raises(CompilationError, match=r"cannot compile a layer \(AssertionError: wrong.*compile=False.*doctor"):
+        variants._compile_graph(graph, [0], [value], Inductor())
 
 
 def test_variants_take_what_the_contract_says_in_order() -> None:
