@@ -67,7 +67,7 @@ def test_there_are_rows_to_hold_predictions_against() -> None:
 
 
 def test_predicted_steps_are_within_a_tenth_of_what_was_measured(model: Schedule) -> None:
-    """All rows in one test: each process that has some of them would capture the model."""
+    """All rows in one test: each process that has some of them would capture the model. `pytest -s` shows all of them."""
     assert model.planner.pace is not None
     simulated: dict[tuple[Any, ...], float] = {}
     wrong = []
@@ -83,6 +83,7 @@ def test_predicted_steps_are_within_a_tenth_of_what_was_measured(model: Schedule
             speeds = model.durations().hardware.speeds
             simulated[plan, whole, alone] = simulate(program, duration, speeds).step_s
         predicted = simulated[plan, whole, alone]
+        print(f"{label(row)} at {row['commit']}: {predicted:.3f} s for {row['step_s']:.3f}")
         if predicted != pytest.approx(row["step_s"], rel=0.1):
             wrong.append(f"{label(row)} at {row['commit']}: predicted {predicted:.3f} s, measured {row['step_s']:.3f}")
     assert not wrong
