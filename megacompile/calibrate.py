@@ -85,8 +85,8 @@ def _rate(call: Callable[[], object], units: float, seconds: float, synchronize:
 
 
 def _without_overhead(lengths: tuple[int, int], rates: tuple[float, float]) -> tuple[float, float]:
-    """Causal attention at two lengths, short and long, in any unit of work a second: the rate of endless sequences, and the
-    further keys for each query, of length / 2, that explain both. A machine whose short sequences are no slower has none."""
+    """Causal attention at two lengths, short and long, in any unit of work a second: the rate of endless sequences, and how
+    many keys over the length / 2 that a query sees explain both. A machine whose short sequences are no slower has none."""
     (short, long), (slow, fast) = lengths, rates
     keys = max(0.0, (fast - slow) / (2 * (slow / short - fast / long))) if slow * long > fast * short else 0.0
     return fast * (1 + 2 * keys / long), keys
@@ -128,17 +128,16 @@ class _Compute:
         """The fields of `Hardware` that say how fast causal attention is, of its kernels on this device. Their rates at two
         lengths give the share of the GEMMs' rate that long sequences have, and the overhead of each query."""
         fused = attention_kernels.fused_kernel(self.backend.device) if self.cuda else "flash_cpu"
-        shares: dict[str, dict[str, float]] = {}
-        overheads: dict[str, dict[str, float]] = {}
+        shares, overheads = self._long_attention(fused, gemm)
+        return dict(attention_efficiency=shares, attention_overhead=overheads,
+                    flash_efficiency=self._long_attention("flash", gemm)[0] if fused == "cudnn" else {})
+
+    def _long_attention(self, kernel: str, gemm: Mapping[str, float]) -> tuple[dict[str, float], dict[str, float]]:
+        """A kernel's share for long sequences and its overhead, forward and backward."""
         lengths = (1024, 8192) if self.cuda else (128, 512)
-        for kernel in dict.fromkeys((fused, "flash" if self.cuda else fused)):
-            short, long = (self._attention(kernel, length, gemm) for length in lengths)
-            shares[kernel], overheads[kernel] = {}, {}
-            for way in short:
-                shares[kernel][way], overheads[kernel][way] = _without_overhead(lengths, (short[way], long[way]))
-        others = [found for kernel, found in shares.items() if kernel != fused]
-        return dict(attention_efficiency=shares[fused], attention_overhead=overheads[fused],
-                    flash_efficiency=others[0] if others else {})
+        short, long = (self._attention(kernel, length, gemm) for length in lengths)
+        found = {way: _without_overhead(lengths, (short[way], long[way])) for way in short}
+        return {way: share for way, (share, _) in found.items()}, {way: keys for way, (_, keys) in found.items()}
 
     def _attention(self, kernel: str, length: int, gemm: Mapping[str, float]) -> dict[str, float]:
         """A kernel's FLOP/s over the GEMMs' at one length, forward and backward."""

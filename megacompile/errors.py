@@ -8,6 +8,16 @@ from __future__ import annotations
 from pathlib import Path
 
 
+def first_line(error: BaseException) -> str:
+    """Of an error's text; of one without, its type's name."""
+    return next(iter(str(error).splitlines()), "") or type(error).__name__
+
+
+def named_line(error: BaseException) -> str:
+    """The type's name and the first line: "KeyError: 'x'"."""
+    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}".rstrip(": ")
+
+
 class MegacompileError(ValueError):
     """Base of all errors that a user can cause and mend."""
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from megacompile.errors import DeviceMemoryError
+from megacompile.errors import DeviceMemoryError, first_line
 from megacompile.sizes import format_bytes
 
 if TYPE_CHECKING:
@@ -28,8 +28,7 @@ def explained(streamed: Streamed, error: BaseException, cause: torch.OutOfMemory
         f", whose plan for {shape.shape.batch} x {shape.shape.length} tokens foresaw {format_bytes(shape.estimate.total)}")
     changed = "the weights are torn" if streamed.torn else "no weight has changed"
     where = str(error).splitlines()[0].split(":")[0] if error is not cause else "a slot could not be made"
-    told = str(cause).splitlines()[0] if str(cause) else type(cause).__name__
     return DeviceMemoryError(
         f"out of device memory ({where}){planned}, of a budget of {format_bytes(streamed.planner.device_bytes)}; {changed}: "
         "run a smaller batch, or stream() with less device_memory, so that plans leave room for what else is on the device\n"
-        f"{format_bytes(streamed.backend.free_bytes())} are free now; the allocator said: {told}")
+        f"{format_bytes(streamed.backend.free_bytes())} are free now; the allocator said: {first_line(cause)}")

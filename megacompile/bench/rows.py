@@ -24,7 +24,7 @@ from torch import Tensor
 
 from megacompile.bench import clocks
 from megacompile.bench.shapes import SHAPES, active_parameters, attention_flops, layers_that_fit
-from megacompile.errors import MegacompileError
+from megacompile.errors import MegacompileError, named_line
 from megacompile.hardware import device_name
 
 Row = dict[str, Any]
@@ -140,7 +140,7 @@ def one(system: str, options: argparse.ArgumentParser, given: argparse.Namespace
         row = finished(measure(given))
     except Exception as error:  # whatever it is, it is the row's result
         traceback.print_exc()
-        row = dict(error=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}".rstrip(": "))
+        row = dict(error=named_line(error))
     row = head | row | machine(given.device) | dict(commit=given.commit or commit(), date=time.strftime("%Y-%m-%d"))
     print(json.dumps(row), flush=True)
     if given.append and "error" not in row:

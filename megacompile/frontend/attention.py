@@ -26,7 +26,6 @@ _HARMLESS = {
 
 _ARGUMENTS = "Tensor query, Tensor key, Tensor value"
 _OPTIONS = "float scale, int window, float softcap, str kernel, Tensor? segments=None"
-_SINKS = "Tensor? sinks=None"
 
 
 def _attention(
@@ -84,7 +83,8 @@ def _attention_backward_fake(
 
 
 attention = torch.library.custom_op(
-    "megacompile::attention", _attention, mutates_args=(), schema=f"({_ARGUMENTS}, {_OPTIONS}, {_SINKS}) -> (Tensor, Tensor)")
+    "megacompile::attention", _attention, mutates_args=(),
+    schema=f"({_ARGUMENTS}, {_OPTIONS}, Tensor? sinks=None) -> (Tensor, Tensor)")
 attention.register_fake(_attention_fake)
 attention_backward = torch.library.custom_op(
     "megacompile::attention_backward", _attention_backward, mutates_args=(),

@@ -13,7 +13,7 @@ from torch._decomp import get_decompositions
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megacompile.errors import CaptureError
+from megacompile.errors import CaptureError, first_line
 from megacompile.frontend import linear_cross_entropy  # noqa: F401  # registers the op that fuse_loss inserts
 from megacompile.frontend.joint import forward_graph, joint_graph
 from megacompile.frontend.refused_ops import line_of_mutation, refuse_ops, refuse_unknown_sizes
@@ -50,10 +50,9 @@ def build_template(
             if epilogue:  # with logits as a result, no loss can be fused
                 inference = forward_graph(_run_model_passes(section.graph, target, pipeline, {}), fakes)
     except Exception as reason:
-        cause = next(iter(str(reason).splitlines()), "") or type(reason).__name__
         raise CaptureError(
-            f"{section.name} cannot be differentiated as one graph: {cause.rstrip('.')}; use differentiable, functional torch "
-            f"ops, and change no input in place{line_of_mutation(section)}") from reason
+            f"{section.name} cannot be differentiated as one graph: {first_line(reason).rstrip('.')}; use "
+            f"differentiable, functional torch ops, and change no input in place{line_of_mutation(section)}") from reason
     stages["joint"] = joint.graph.code
     refuse_ops(joint.graph, section)
 

@@ -11,7 +11,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megacompile.errors import CaptureError, UnsupportedError
+from megacompile.errors import CaptureError, UnsupportedError, first_line
 from megacompile.frontend.patch_encoder import PatchEncoder
 from megacompile.frontend.refused_ops import draws
 
@@ -43,9 +43,8 @@ def survey(encoder: PatchEncoder, name: str) -> int:
                 with torch.enable_grad(), backward:
                     encoder(patches, sizes, (gradient, weights))
         except Exception as reason:  # whatever the module raises
-            cause = next(iter(str(reason).splitlines()), "") or type(reason).__name__
             raise CaptureError(f"the encoder of {name} does not run on an image of {side} x {side} patches {[*encoder.patch]} "
-                               f"({cause}): stream it for text alone, without images in the example") from reason
+                               f"({first_line(reason)}): stream it for text alone, without images in the example") from reason
     shapes = {tuple(level.shape) for level in levels}
     if len(shapes) > 1 or levels[0].shape[0] * encoder.per_feature != side**2:
         raise CaptureError(f"the encoder of {name} makes {sorted(shapes)} of {side**2} patches, not one feature for each "

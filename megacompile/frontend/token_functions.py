@@ -16,7 +16,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, fx
 
-from megacompile.errors import UnsupportedError
+from megacompile.errors import UnsupportedError, first_line
 from megacompile.frontend.build import LOSSES_OF_TOKENS, Renaming, with_results
 from megacompile.frontend.joint import cut_graph, forward_graph
 from megacompile.frontend.loss import NORMALISER
@@ -133,9 +133,8 @@ def _trial(model: ModelGraph, name: str, tokenwise: _OfTokens, arguments: Sequen
     except UnsupportedError:
         raise
     except Exception as reason:
-        cause = next(iter(str(reason).splitlines()), "") or type(reason).__name__
-        raise UnsupportedError(f"the function {name} cannot be traced: {cause}; let it compute with torch functions of what "
-                               "it is given, and decide nothing by values") from reason
+        raise UnsupportedError(f"the function {name} cannot be traced: {first_line(reason)}; let it compute with torch "
+                               "functions of what it is given, and decide nothing by values") from reason
 
 
 class _OfTokens:

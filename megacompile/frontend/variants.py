@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from megacompile.errors import CompilationError, MegacompileError, UnsupportedError
+from megacompile.errors import CompilationError, MegacompileError, UnsupportedError, named_line
 from megacompile.frontend.joint import tolerate_strides
 from megacompile.frontend.template import BATCH, Variant
 from megacompile.inductor import Inductor
@@ -54,7 +54,7 @@ def _compile_graph(graph: fx.GraphModule, reads: Sequence[int], live: Sequence[T
     except (MegacompileError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as reason:  # whatever a compiler raises that meets what it does not know, or that is not there
-        raise CompilationError(f"inductor cannot compile a layer ({_first_line(reason)}): {_UNCOMPILED}, or see what this "
+        raise CompilationError(f"inductor cannot compile a layer ({named_line(reason)}): {_UNCOMPILED}, or see what this "
                                "machine lacks with megacompile doctor") from reason
     positions, dtypes = tuple(reads[i] for i in tensors), [example.dtype for example in examples]
     strides = [example.stride() for example in examples]
@@ -70,13 +70,9 @@ def _compile_graph(graph: fx.GraphModule, reads: Sequence[int], live: Sequence[T
             return tuple(compiled(*given))
         except AssertionError as reason:  # a kernel gives what inductor did not expect of it
             raise CompilationError(
-                f"inductor's code of a layer does not run ({_first_line(reason)}): {_UNCOMPILED}") from reason
+                f"inductor's code of a layer does not run ({named_line(reason)}): {_UNCOMPILED}") from reason
 
     return run
-
-
-def _first_line(reason: BaseException) -> str:
-    return f"{type(reason).__name__}: {next(iter(str(reason).splitlines()), '')}".rstrip(": .")
 
 
 def _laid_out(value: Tensor, stride: Sequence[int]) -> Tensor:

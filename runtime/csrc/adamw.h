@@ -45,7 +45,7 @@ struct Segment {           // native.Segment mirrors it
   float negative_step;     // -lr / (1 - beta1 ** step)
 };
 
-// x / s.root_correction, the bits of a division, in a third of its time: divisions wait for each other, multiply-adds do not.
+// x / s.root_correction, with the bits of a division: processors divide one after the other, and multiply and add in a row.
 // The first quotient is at most a hair more than half a unit off, so that its remainder is exact, and adding the remainder
 // over the divisor rounds correctly (Markstein, IBM J. Res. Dev. 34, 1990). x is a square root: nothing here underflows.
 INLINE Exact over_root_correction(Exact x, const Segment& s) {
