@@ -10,6 +10,7 @@ import sympy
 import torch
 from tabulate import tabulate
 from torch import fx
+from torch.utils._sympy import functions as size_functions
 
 from megacompile import cost
 from megacompile.binding import TEMPLATE_OPS
@@ -25,6 +26,8 @@ from megacompile.simulate import Timeline, simulate
 #: (FLOPs of GEMMs, of grouped ones, bytes of GEMMs, other bytes, kernels), at one batch and length; and of each of its
 #: attention's kernels, FLOPs and those of a further key.
 _Numbers = tuple[tuple[float, float, float, float, int], tuple[tuple[float, float], ...]]
+#: What stands in sizes beside sums and products: `-(-T // 8)`, say, of a layer that pads to a multiple of 8.
+_SIZE_FUNCTIONS = {name: getattr(size_functions, name) for name in size_functions.__all__}
 
 
 #: What the duration of each op is made of, in words (`Durations._node` in numbers); any other op takes no time of its own.
@@ -111,7 +114,7 @@ class Durations:
             work = variant_work(found, found.variant(variant, chunk), self.fused)
             numbers = sympy.lambdify((BATCH, LENGTH), (
                 (work.gemm_flops, work.grouped_flops, work.gemm_bytes, work.bytes, work.kernels),
-                tuple(map(tuple, work.attention.values()))), modules="math")
+                tuple(map(tuple, work.attention.values()))), modules=[_SIZE_FUNCTIONS, "math"])
             self._work[key] = work, numbers
         return self._work[key]
 

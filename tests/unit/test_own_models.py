@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,8 +13,10 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 
 import megacompile
+from megacompile.durations import Durations
 from megacompile.errors import CaptureError, UnsupportedError
 from megacompile.frontend import capture
+from megacompile.hardware import Hardware
 from megacompile.packing import further_arguments
 
 IDS = torch.arange(12).view(3, 4)
@@ -204,3 +207,16 @@ def test_a_layer_may_hand_on_an_earlier_ones_keys_in_a_tuple() -> None:
 
     captured = capture(type("Model", (Decoder,), {"block": Shares, "through": through})())
     assert [source.kind for source in captured.calls[2].sources].count("carried") == 3
+
+
+def test_a_layer_that_pads_to_whole_chunks_takes_the_time_of_their_number() -> None:
+    """Its sizes are rounded up: `-(-T // 4)`, which no sum or product is."""
+    def chunked(self: Any, x: Tensor) -> Tensor:
+        chunks = F.pad(x, (0, 0, 0, -x.shape[1] % 4)).unflatten(1, (-1, 4))
+        return x + self.first(chunks).cumsum(2).flatten(1, 2)[:, :x.shape[1]]
+
+    captured = capture(of(chunked)())
+    hardware = replace(Hardware.find("h200"), memory_bandwidth=1e30, launch_s=0.0)  # products alone
+    durations = Durations(captured, {}, hardware)
+    one, also_two, two = (durations.seconds(captured.calls[1].template, "forward", 3, length) for length in (4, 5, 8))
+    assert 0 < 2 * one == also_two == two
