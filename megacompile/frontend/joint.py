@@ -13,7 +13,7 @@ from torch._functorch.aot_autograd import aot_export_joint_simple
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megacompile.frontend.device_dtypes import correct_dtypes
+from megacompile.frontend.device_results import correct_results
 
 # A lean cut: with these bans of the partitioner off, cheap elementwise chains are recomputed instead of saved.
 _LEAN = {
@@ -68,7 +68,7 @@ def joint_graph(
         return alone
     with fakes:
         joint: Any = aot_export_joint_simple(graph, tuple(examples), trace_joint=True, decompositions=decompositions)
-    correct_dtypes(joint, fakes, device_type)
+    correct_results(joint, fakes, device_type)
     saved: set[str] = set()
     if partition:
         with fakes, torch._functorch.config.patch(_LEAN):

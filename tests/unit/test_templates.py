@@ -1,6 +1,8 @@
 """Templates: what is shared, what variants compute, what stays saved, and what the template passes change."""
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import models
 import pytest
 import sympy
@@ -11,7 +13,7 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from megacompile import api
+from megacompile import api, cost
 from megacompile.errors import CaptureError, CompilationError, UnsupportedError
 from megacompile.frontend import Template, capture, compile_variant, variants
 from megacompile.frontend import attention as ours
@@ -97,22 +99,37 @@ def test_a_llama_layer_has_the_fewest_gemms() -> None:
     assert counts == {"forward": (7, 1), "forward_saving": (7, 1), "backward": (14, 1), "recompute_backward": (20, 2)}
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_the_backward_expects_the_dtypes_that_the_forward_s_kernels_give_on_the_device(family: str) -> None:
-    """CUDA keeps LayerNorm's statistics in float32, the CPU, on which graphs are traced, in bf16."""
-    model = models.build(family).bfloat16()
-    template = api.capture(model, pipeline=TEMPLATE_PIPELINE, target=Target("cuda", torch.bfloat16)).templates["decoder"]
+class GatedLayer(models.HandWrittenLayer):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + F.logsigmoid(self.out(x))
+
+
+class Gated(models.HandWritten):
+    layer_class = GatedLayer
+
+
+@pytest.mark.parametrize(("model", "differs"), [
+    (lambda: models.build("gpt2"), lambda given: torch.float32 in {value.dtype for value in given}),
+    (Gated, lambda given: 0 in {value.numel() for value in given}),
+    (lambda: models.build("llama"), lambda given: True),
+], ids=["LayerNorm", "logsigmoid", "neither"])
+def test_the_backward_expects_the_dtypes_and_shapes_that_the_forward_s_kernels_give_on_the_device(
+        model: Callable[[], nn.Module], differs: Callable[[list[Tensor]], bool]) -> None:
+    """CUDA keeps LayerNorm's statistics in float32, the CPU, on which graphs are traced, in bf16; and nothing of logsigmoid."""
+    target = Target("cuda", torch.bfloat16)
+    template = api.capture(model().bfloat16(), pipeline=TEMPLATE_PIPELINE, target=target).templates["decoder"]
     saving, backward = template.variant("forward_saving"), template.variant("backward")
+    size = cost.at(template, 3, 3)
     with FakeTensorMode(shape_env=ShapeEnv()):
         values = (n.meta["val"] for n in saving.graph.graph.find_nodes(op="placeholder"))
-        results = saving.graph(*[torch.empty([3 if isinstance(size, torch.SymInt) else size for size in value.shape],
-                                             dtype=value.dtype, device="cuda") if isinstance(value, Tensor) else 3
-                                 for value in values])
+        results = saving.graph(*[torch.empty([*map(size, value.shape)], dtype=value.dtype, device="cuda")
+                                 if isinstance(value, Tensor) else 3 for value in values])
     first = len(template.inputs)
     expected = [n.meta["val"] for n in backward.graph.graph.find_nodes(op="placeholder")[first:first + saving.residuals]]
     given = results[saving.outputs:]
-    assert [getattr(value, "dtype", None) for value in given] == [getattr(value, "dtype", None) for value in expected]
-    assert family == "llama" or torch.float32 in {value.dtype for value in given if isinstance(value, Tensor)}
+    assert [(value.dtype, [*value.shape]) for value in given if isinstance(value, Tensor)] == [
+        (value.dtype, [*map(size, value.shape)]) for value in expected if isinstance(value, Tensor)]
+    assert differs([value for value in given if isinstance(value, Tensor)])
 
 
 def test_compiled_code_is_given_no_dtype_but_those_that_it_was_compiled_for() -> None:

@@ -1,4 +1,5 @@
-"""What a device's kernels give in other dtypes than the CPU's, on which graphs are traced: statistics of normalisations."""
+"""What a device's kernels give in other dtypes or shapes than the CPU's, on which graphs are traced: statistics of
+normalisations, values that only the CPU's backward wants."""
 from __future__ import annotations
 
 from typing import Any
@@ -10,25 +11,28 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 aten = torch.ops.aten
 
-#: Of bf16 values the CPU keeps means and deviations in bf16, CUDA in float32.
-_NORMALISATIONS = {
-    aten.native_layer_norm.default, aten._native_batch_norm_legit.no_stats, aten._native_batch_norm_legit_functional.default}
+_DIFFERING = {
+    # Of bf16 values the CPU keeps means and deviations in bf16, CUDA in float32.
+    aten.native_layer_norm.default, aten._native_batch_norm_legit.no_stats, aten._native_batch_norm_legit_functional.default,
+    # The CPU keeps exponentials for the backward; CUDA computes them again, and gives a tensor of no elements.
+    aten.log_sigmoid_forward.default,
+}
 
 
-def correct_dtypes(module: fx.GraphModule, fakes: FakeTensorMode, device_type: str) -> None:
-    """Gives `meta["val"]` of nodes the dtypes that they have on `device_type`. Compiled code reads what it is handed as what
-    was promised: bits of float32 as bf16, otherwise."""
+def correct_results(module: fx.GraphModule, fakes: FakeTensorMode, device_type: str) -> None:
+    """Gives `meta["val"]` of nodes the dtypes and shapes that they have on `device_type`. Compiled code reads what it is handed
+    as what was promised: bits of float32 as bf16, otherwise."""
     if device_type == "cpu":
         return
     changed: set[fx.Node] = set()
     for node in module.graph.nodes:
-        if node.target in _NORMALISATIONS:
+        if node.target in _DIFFERING:
             found = _evaluated(node, fakes, torch.device(device_type))
         elif changed.intersection(node.all_input_nodes) and node.op == "call_function":
             found = _evaluated(node, fakes, torch.device("cpu"))
         else:
             continue
-        if _dtypes(found) != _dtypes(node.meta["val"]):
+        if _forms(found) != _forms(node.meta["val"]):
             node.meta["val"] = _on(found, fakes, torch.device("cpu"))
             changed.add(node)
 
@@ -47,5 +51,6 @@ def _on(value: Any, fakes: FakeTensorMode, device: torch.device) -> Any:
             Tensor, lambda x: torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device), value)
 
 
-def _dtypes(value: Any) -> list[torch.dtype | None]:
-    return [each.dtype if isinstance(each, Tensor) else None for each in tree_leaves(value)]
+def _forms(value: Any) -> list[tuple[torch.dtype, str] | None]:
+    """Dtypes and shapes. Sizes as text: to compare symbols would decide what they are."""
+    return [(each.dtype, str(tuple(each.shape))) if isinstance(each, Tensor) else None for each in tree_leaves(value)]
