@@ -139,4 +139,6 @@ TABLES = {
         with_compute(ours(shape=f"wide-{times}", layers="fit", **STEP) for times in range(1, 6))), x="shape"),
     "large": Table("Larger shapes, of as many layers as the host holds", tuple(with_compute(
         ours(shape=shape, layers="fit", **way) for shape in ("qwen2-14b", "qwen2-32b") for way in (STEP, ARRIVAL)))),
+    "whole": Table("Whole models of 14B and 32B, on hosts of 256 and 512 GiB", tuple(with_compute(
+        ours(shape=shape, **way) for shape in ("qwen2-14b", "qwen2-32b") for way in (STEP, ARRIVAL)))),
 }
