@@ -202,7 +202,8 @@ def layers_as_regions(stack: LayerStack, each_call: bool = False) -> Iterator[No
     inherited = {cls for cls in classes if "forward" not in cls.__dict__}
     originals = {cls: cls.forward for cls in classes}
     numbers = itertools.count()
-    with _built_differently(stack, numbers), _without_reuse() if each_call else contextlib.nullcontext():
+    with (_parts_as_they_are(stack), _built_differently(stack, numbers),
+          _without_reuse() if each_call else contextlib.nullcontext()):
         for cls, forward in originals.items():
             cls.forward = _region(forward, next(numbers))  # type: ignore[method-assign]
         try:
@@ -227,6 +228,22 @@ def _without_reuse() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def _parts_as_they_are(stack: LayerStack) -> Iterator[None]:
+    """Within, a part of a layer is no region of its own, although its class is a layer's (zamba2's shared block hands on to a
+    Mamba layer): what it computes would be hidden from all that looks at the layer's graph."""
+    classes = {type(layer) for layer in stack.layers}
+    parts = {part: type(part) for layer in stack.layers for part in layer.modules()
+             if type(part) in classes and all(part is not each for each in stack.layers)}
+    for part, cls in parts.items():
+        part.__class__ = _with_forward(cls, cls.forward)
+    try:
+        yield
+    finally:
+        for part, cls in parts.items():
+            part.__class__ = cls
+
+
+@contextlib.contextmanager
 def _built_differently(stack: LayerStack, numbers: Iterator[int]) -> Iterator[None]:
     """Within, layers of one class that are not built alike have forwards of their own. Torch 2.13 traces a region once, and
     takes what it has for each later call whose guards hold; but a module that computes nothing (`nn.Identity` in place of the
@@ -238,8 +255,7 @@ def _built_differently(stack: LayerStack, numbers: Iterator[int]) -> Iterator[No
     for cls, builds in groups.items():
         for number, layers in enumerate(builds.values()):
             if number:
-                own = type(cls.__name__, (cls,), {
-                    "forward": _region(cls.forward, next(numbers)), "__module__": cls.__module__})
+                own = _with_forward(cls, _region(cls.forward, next(numbers)))
                 moved += [(layer, cls) for layer in layers]
                 for layer in layers:
                     layer.__class__ = own
@@ -248,6 +264,11 @@ def _built_differently(stack: LayerStack, numbers: Iterator[int]) -> Iterator[No
     finally:
         for layer, cls in moved:
             layer.__class__ = cls
+
+
+def _with_forward(cls: type[nn.Module], forward: Any) -> type[nn.Module]:
+    """A class like `cls` with a forward of its own."""
+    return type(cls.__name__, (cls,), {"forward": forward, "__module__": cls.__module__})
 
 
 def _build(layer: nn.Module) -> Hashable:

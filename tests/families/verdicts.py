@@ -67,7 +67,7 @@ def judge_compiled(model_type: str, device: str, draws: int = 3) -> Verdict:
             native = _loss_and_gradients(copy.deepcopy(half).to(device), batch)
         except Exception as reason:
             return Verdict(model_type, "not built", _sentence(reason))
-        layers = half.config.get_text_config().num_hidden_layers
+        layers = getattr(half.config.get_text_config(), "num_hidden_layers", None)  # the plan's choice, where several lists are
         try:
             streamed = megacompile.stream(half, device=device, compile=True, saved_layers=layers)
             ours = _loss_and_gradients(streamed, batch)

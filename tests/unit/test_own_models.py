@@ -19,6 +19,7 @@ from megacompile.frontend import capture
 from megacompile.hardware import Hardware
 from megacompile.packing import further_arguments
 
+aten = torch.ops.aten
 IDS = torch.arange(12).view(3, 4)
 
 
@@ -207,6 +208,28 @@ def test_a_layer_may_hand_on_an_earlier_ones_keys_in_a_tuple() -> None:
 
     captured = capture(type("Model", (Decoder,), {"block": Shares, "through": through})())
     assert [source.kind for source in captured.calls[2].sources].count("carried") == 3
+
+
+def test_a_layer_within_a_layer_is_part_of_its_graph() -> None:
+    class Outer(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Block()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x + torch.tanh(self.second(x)))
+
+    class Nested(Decoder):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList([Block(), Outer(), Block()])
+
+    captured = capture(Nested())
+    templates = [captured.templates[call.template] for call in captured.calls[1:-1]]
+    assert len(templates) == 3
+    products = [[node.target for node in template.variant("forward").graph.graph.nodes].count(aten.addmm.default)
+                for template in templates]
+    assert products == [1, 2, 1]
 
 
 def test_a_layer_that_pads_to_whole_chunks_takes_the_time_of_their_number() -> None:
