@@ -35,7 +35,7 @@ def build_template(
     Raises `UnsupportedError` for random ops, `CaptureError` for what cannot be differentiated or reads on the host.
     """
     epilogue = section.name == "epilogue"
-    refuse_unknown_sizes(section)
+    refuse_unknown_sizes(section.graph, section.name)
     stages = {"captured": section.graph.code}
     trained = with_results(section, [0]).graph if epilogue else section.graph
     trained = _run_model_passes(trained, target, pipeline, stages)

@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from megacompile.errors import CaptureError
 from megacompile.frontend.layer_calls import source_line
 from megacompile.frontend.model_graph import INVOKE, ModelGraph
+from megacompile.frontend.refused_ops import refuse_unknown_sizes
 from megacompile.frontend.totals import writes
 
 _SWITCH = torch._C._set_grad_enabled
@@ -82,6 +83,8 @@ def _needs(node: fx.Node) -> bool:
 def _run_again(model: ModelGraph) -> None:
     """Runs the graph on fakes of plain sizes, which make no guards, and says of each value whether it needs a gradient."""
     graph = model.graph.graph
+    for part in (model.graph, *(child for _, child in model.graph.named_children() if isinstance(child, fx.GraphModule))):
+        refuse_unknown_sizes(part, "the model")
     wrong: dict[fx.Node, bool] = {}
 
     class Again(fx.Interpreter):

@@ -35,13 +35,13 @@ def refuse_ops(joint: fx.GraphModule, section: Section) -> None:
                 f"device in every layer{line}")
 
 
-def refuse_unknown_sizes(section: Section) -> None:
-    """Raise `CaptureError` if `section` makes a tensor whose size depends on values (boolean indices do): what it costs could
-    not be known beforehand. Names the module and the line."""
-    for node in section.graph.graph.nodes:
+def refuse_unknown_sizes(graph: fx.GraphModule, name: str) -> None:
+    """Raise `CaptureError` if a Dynamo-level graph makes a tensor whose size depends on values (boolean indices do): what it
+    costs could not be known beforehand. Says which module of `name` does, and the line."""
+    for node in graph.graph.nodes:
         if _unknown_size(node) and not any(map(_unknown_size, node.all_input_nodes)):
             raise CaptureError(
-                f"{_module_of(node, section.name)} makes a tensor whose size depends on values ({_name(node)}): let all sizes "
+                f"{_module_of(node, name)} makes a tensor whose size depends on values ({_name(node)}): let all sizes "
                 f"be those of the inputs, with masks and torch.where in place of selections{source_line(node)}")
 
 

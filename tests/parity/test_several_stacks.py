@@ -313,6 +313,13 @@ def in_place(self: Any, x: Tensor) -> Tensor:
     return x
 
 
+def selects(self: Any, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        x = self.down[0](x)
+    x = self.up[1](self.up[0](self.down[1](x)))
+    return x[x > 0].sum() + x
+
+
 class Constant(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return torch.tanh(x)
@@ -341,8 +348,9 @@ class Inside(Shared):
     (through(lambda self, x: self.down[1](self.down[0](x))), "up",
      r'up\.0 is not called in a forward \(called: down\.0, down\.1\): .*, of "down"'),
     (Empty, "blocks", r"a layer of blocks is called that has no parameters, so that calls cannot be told apart"),
+    (through(selects), None, r"makes a tensor whose size depends on values \(getitem\): .*\nfrom source: .*x\[x > 0\]"),
     (through(in_place), None, r"runs layers under torch\.no_grad\(\) changes a value in place there: make another"),
-], ids=["inside", "idle", "another", "no weights", "in place"])
+], ids=["inside", "idle", "another", "no weights", "sizes", "in place"])
 def test_lists_and_calls_that_cannot_be_streamed_are_refused(model_class: type[Decoder], named: Any, message: str) -> None:
     with pytest.raises(CaptureError, match=message):
         capture(model_class(), layers=named)
