@@ -37,7 +37,8 @@ def _label(m: Measured, table: Table) -> str:
     """What tells a row from the others, but for the option on the axis and what goes with it at constant tokens a step."""
     hidden = (table.x, "batch") if table.x == "length" else (table.x,)
     given = [(name, m.spec.options.get(name)) for name in varying(table.rows) if name not in hidden]
-    words = [name.replace("_", " ") if value is True else f"{name.replace('_', ' ')} {value}" for name, value in given if value]
+    words = [name.replace("_", " ") if value is True else f"{name.replace('_', ' ')} {value}"
+             for name, value in given if value is not None and value is not False]
     return ", ".join([m.spec.system, *words])
 
 

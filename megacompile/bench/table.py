@@ -120,7 +120,7 @@ BRIEF = ("TFLOPS", "of compute alone", "of native", "step, s", "predicted, s", "
 
 
 def _text(value: Any) -> str:
-    return "" if value in (None, False) else "yes" if value is True else str(value)
+    return "" if value is None or value is False else "yes" if value is True else str(value)
 
 
 def markdown(table: Table, found: Sequence[rows.Row], brief: bool = False) -> str:

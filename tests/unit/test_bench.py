@@ -468,6 +468,15 @@ def test_a_table_is_drawn(table: Table, tmp_path: Path) -> None:
         plots.draw(table, [result_of(OURS, error="broken")], tmp_path / "none.svg")
 
 
+def test_an_option_that_is_zero_is_shown(tmp_path: Path) -> None:
+    table = Table("Some rows", (replace(OURS, options=dict(batch=8, saved_layers=0)), OURS))
+    found = [result_of(spec, tflops=90.0) for spec in table.rows]
+    assert "| 0              | 90 " in markdown(table, found)
+    pytest.importorskip("matplotlib")
+    plots.draw(table, found, tmp_path / "zero.svg")
+    assert "saved layers 0" in (tmp_path / "zero.svg").read_text()
+
+
 def test_without_matplotlib_a_plot_is_refused_before_anything_is_measured(
         tmp_path: Path, log: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
