@@ -6,6 +6,7 @@ last one that is shorter; the few ops around them, attention and views, run one 
 from __future__ import annotations
 
 import math
+import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -69,10 +70,18 @@ def _compile_graph(graph: fx.GraphModule, reads: Sequence[int], live: Sequence[T
         try:
             return tuple(compiled(*given))
         except AssertionError as reason:  # a kernel gives what inductor did not expect of it
+            if _is_ours(reason):
+                raise
             raise CompilationError(
                 f"inductor's code of a layer does not run ({named_line(reason)}): {_UNCOMPILED}") from reason
 
     return run
+
+
+def _is_ours(error: AssertionError) -> bool:
+    """Whether it was an op of ours, called by compiled code, that asserted something."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return str(frame.f_globals["__name__"]).partition(".")[0] == __package__.partition(".")[0]
 
 
 def _laid_out(value: Tensor, stride: Sequence[int]) -> Tensor:

@@ -17,7 +17,7 @@ from megacompile import api, cost
 from megacompile.errors import CaptureError, CompilationError, UnsupportedError
 from megacompile.frontend import Template, capture, compile_variant, variants
 from megacompile.frontend import attention as ours
-from megacompile.frontend.attention_kernels import fused_kernel
+from megacompile.frontend.attention_kernels import flash_forward, fused_kernel
 from megacompile.frontend.joint import base_of
 from megacompile.inductor import Inductor
 from megacompile.passes import TEMPLATE_PIPELINE
@@ -167,6 +167,13 @@ def test_what_inductor_cannot_do_is_told_with_the_way_around(monkeypatch: pytest
     monkeypatch.setattr(torch._inductor, "compile", fail)
     with pytest.raises(CompilationError, match=r"cannot compile a layer \(AssertionError: wrong.*compile=False.*doctor"):
         variants._compile_graph(graph, [0], [value], Inductor())
+
+
+def test_what_an_op_of_ours_asserts_is_not_laid_to_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph, value = fx.symbolic_trace(lambda x: (torch.ops.aten.mul.Tensor(x, 2),)), torch.ones(1, 1, 2, 2)
+    monkeypatch.setattr(torch._inductor, "compile", lambda *_: lambda x: flash_forward(x, x, x, 1.0, 0, softcap=1.0))
+    with pytest.raises(AssertionError, match="does not cap scores"):
+        variants._compile_graph(graph, [0], [value], Inductor())(value)
 
 
 def test_variants_take_what_the_contract_says_in_order() -> None:
