@@ -5,7 +5,7 @@ import pytest
 import torch
 from make_families import PAGE, README, counts, page, read_rows
 from tiny_configs import classes
-from verdicts import judge_compiled, judge_each
+from verdicts import judge_compiled, judge_each, predicted_step
 
 #: Attention in chunks beside full attention, experts in every second layer.
 FAST = ("llama4_text",)
@@ -15,8 +15,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     everything = metafunc.config.getoption("--all-families")
     if "model_type" in metafunc.fixturenames:
         metafunc.parametrize("model_type", classes().values() if everything else FAST)
-    if "compiled_type" in metafunc.fixturenames:
-        metafunc.parametrize("compiled_type", classes().values() if everything else ())
+    for name in {"compiled_type", "planned_type"}.intersection(metafunc.fixturenames):
+        metafunc.parametrize(name, classes().values() if everything else ())
 
 
 def test_a_family_has_the_verdict_of_the_page(model_type: str) -> None:
@@ -30,6 +30,12 @@ def test_a_family_compiled_in_bf16_is_as_exact_as_native_bf16(compiled_type: str
     stated = {row.model_type: row for row in read_rows().values()}[compiled_type]
     verdict = judge_compiled(compiled_type, "cuda" if torch.cuda.is_available() else "cpu")
     assert stated.outcome != "exact" or verdict.outcome == "exact", verdict.reason
+
+
+def test_a_family_that_streams_is_planned_by_the_rates_of_a_gpu(planned_type: str) -> None:
+    """None of which is needed (10 to 90 seconds each). Its graphs are the GPU's, and all of its sizes need a time."""
+    if {row.model_type: row for row in read_rows().values()}[planned_type].outcome == "exact":
+        assert 0 < predicted_step(planned_type, "h200") < 1
 
 
 def test_no_family_is_wrong_and_the_counts_are_those_of_the_table() -> None:

@@ -83,6 +83,13 @@ def judge_compiled(model_type: str, device: str, draws: int = 3) -> Verdict:
     return Verdict(model_type, "wrong", "; ".join(said), time.process_time() - started)
 
 
+def predicted_step(model_type: str, hardware: str) -> float:
+    """Seconds of a step of the padded batch under the plan that is chosen by a machine's rates, in bf16."""
+    schedule = megacompile.schedule(_build(model_type).bfloat16(), batch=ROWS, length=LENGTH, example=padded_batch(),
+                                    hardware=hardware)
+    return schedule.simulate().step_s
+
+
 def _on_host(found: tuple[Tensor, dict[str, Tensor]]) -> tuple[Tensor, dict[str, Tensor]]:
     return found[0].cpu(), {name: gradient.cpu() for name, gradient in found[1].items()}
 
