@@ -202,8 +202,8 @@ def layers_as_regions(stack: LayerStack, each_call: bool = False) -> Iterator[No
     inherited = {cls for cls in classes if "forward" not in cls.__dict__}
     originals = {cls: cls.forward for cls in classes}
     numbers = itertools.count()
-    with (_parts_as_they_are(stack), _built_differently(stack, numbers),
-          _without_reuse() if each_call else contextlib.nullcontext()):
+    own = {**_parts_as_they_are(stack), **_built_differently(stack, numbers)}
+    with _of_classes(own), _without_reuse() if each_call else contextlib.nullcontext():
         for cls, forward in originals.items():
             cls.forward = _region(forward, next(numbers))  # type: ignore[method-assign]
         try:
@@ -228,42 +228,41 @@ def _without_reuse() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _parts_as_they_are(stack: LayerStack) -> Iterator[None]:
-    """Within, a part of a layer is no region of its own, although its class is a layer's (zamba2's shared block hands on to a
-    Mamba layer): what it computes would be hidden from all that looks at the layer's graph."""
-    classes = {type(layer) for layer in stack.layers}
-    parts = {part: type(part) for layer in stack.layers for part in layer.modules()
-             if type(part) in classes and all(part is not each for each in stack.layers)}
-    for part, cls in parts.items():
-        part.__class__ = _with_forward(cls, cls.forward)
+def _of_classes(classes: Mapping[nn.Module, type[nn.Module]]) -> Iterator[None]:
+    """Within, modules are of these classes."""
+    before = {module: type(module) for module in classes}
+    for module, cls in classes.items():
+        module.__class__ = cls
     try:
         yield
     finally:
-        for part, cls in parts.items():
-            part.__class__ = cls
+        for module, cls in before.items():
+            module.__class__ = cls
 
 
-@contextlib.contextmanager
-def _built_differently(stack: LayerStack, numbers: Iterator[int]) -> Iterator[None]:
-    """Within, layers of one class that are not built alike have forwards of their own. Torch 2.13 traces a region once, and
-    takes what it has for each later call whose guards hold; but a module that computes nothing (`nn.Identity` in place of the
-    first layer's norm) leaves no guard, and the norms of all other layers would be left out. It looks for regions by code."""
+def _parts_as_they_are(stack: LayerStack) -> dict[nn.Module, type[nn.Module]]:
+    """Classes for parts of layers whose class is a layer's, with the forward that it has now: a part is no region of its own
+    (zamba2's shared block hands on to a Mamba layer), since what it computes would be hidden from all that looks at the
+    layer's graph."""
+    plain = {cls: _with_forward(cls, cls.forward) for cls in {type(layer) for layer in stack.layers}}
+    return {part: plain[type(part)] for layer in stack.layers for part in layer.modules()
+            if type(part) in plain and part not in stack.layers}
+
+
+def _built_differently(stack: LayerStack, numbers: Iterator[int]) -> dict[nn.Module, type[nn.Module]]:
+    """Classes for layers of one class that are not built alike, with forwards of their own. Torch 2.13 traces a region once,
+    and takes what it has for each later call whose guards hold; but a module that computes nothing (`nn.Identity` in place of
+    the first layer's norm) leaves no guard, and the norms of all other layers would be left out. It looks for regions by
+    code."""
     groups: dict[type[nn.Module], dict[Hashable, list[nn.Module]]] = {}
     for layer in stack.layers:
         groups.setdefault(type(layer), {}).setdefault(_build(layer), []).append(layer)
-    moved: list[tuple[nn.Module, type[nn.Module]]] = []
+    found: dict[nn.Module, type[nn.Module]] = {}
     for cls, builds in groups.items():
         for number, layers in enumerate(builds.values()):
             if number:
-                own = _with_forward(cls, _region(cls.forward, next(numbers)))
-                moved += [(layer, cls) for layer in layers]
-                for layer in layers:
-                    layer.__class__ = own
-    try:
-        yield
-    finally:
-        for layer, cls in moved:
-            layer.__class__ = cls
+                found |= dict.fromkeys(layers, _with_forward(cls, _region(cls.forward, next(numbers))))
+    return found
 
 
 def _with_forward(cls: type[nn.Module], forward: Any) -> type[nn.Module]:
