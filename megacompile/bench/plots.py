@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megacompile.bench import rows
-from megacompile.bench.table import Measured, measured, varying
+from megacompile.bench.table import Measured, measured, text, varying
 from megacompile.bench.tables import Table
 from megacompile.errors import MegacompileError
 from megacompile.picture import check_matplotlib
@@ -38,7 +38,7 @@ def _label(m: Measured, table: Table) -> str:
     hidden = (table.x, "batch") if table.x == "length" else (table.x,)
     given = [(name, m.spec.options.get(name)) for name in varying(table.rows) if name not in hidden]
     words = [name.replace("_", " ") if value is True else f"{name.replace('_', ' ')} {value}"
-             for name, value in given if value is not None and value is not False]
+             for name, value in given if text(value)]
     return ", ".join([m.spec.system, *words])
 
 

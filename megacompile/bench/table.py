@@ -119,7 +119,8 @@ COLUMNS: Mapping[str, Cell] = {
 BRIEF = ("TFLOPS", "of compute alone", "of native", "step, s", "predicted, s", "GPU, GiB", "predicted, GiB", "commit")
 
 
-def _text(value: Any) -> str:
+def text(value: Any) -> str:
+    """An option as it is shown: what is not given, not at all."""
     return "" if value is None or value is False else "yes" if value is True else str(value)
 
 
@@ -136,7 +137,7 @@ def _table(table: Table, lines: Sequence[Measured], brief: bool) -> str:
     names = varying(table.rows)
     systems = len({spec.system for spec in table.rows}) > 1
     cells = {head: [cell(m) for m in lines] for head, cell in COLUMNS.items() if not brief or head in BRIEF}
-    given = {name.replace("_", " "): [_text(m.option(name)) for m in lines] for name in names}
+    given = {name.replace("_", " "): [text(m.option(name)) for m in lines] for name in names}
     cells = {**({"system": [m.spec.system for m in lines]} if systems else {}),
              **{head: column for head, column in {**given, **cells}.items() if any(column)}}
     failed = [f"{m.spec.label}: {m.row['error']}" for m in lines if "error" in m.row]

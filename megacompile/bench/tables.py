@@ -89,6 +89,12 @@ def native(**size: Any) -> list[Spec]:
     return [Spec("native", dict(size, micro_batch_size=micro, **way)) for way in (dict(checkpointing=True), dict(compile=True))]
 
 
+def larger(**size: Any) -> tuple[Spec, ...]:
+    """Steps of the 14B and 32B shapes."""
+    shapes = (dict(shape=shape, **size) for shape in ("qwen2-14b", "qwen2-32b"))
+    return tuple(with_compute(ours(**shape, **way) for shape in shapes for way in (STEP, ARRIVAL)))
+
+
 # The ways to make a step: a loop of forward, backward and step(), or one program; clipped exactly, or not at all.
 LOOP: _Options = {}
 UNCLIPPED: _Options = dict(no_clipping=True)
@@ -137,8 +143,6 @@ TABLES = {
         *native(**EXPERTS), *native(**SINKS), *native(**WINDOW))),
     "width": Table("Layers 1 to 5 times as wide as those of the 7B shape, as many as the host holds, at most 4", tuple(
         with_compute(ours(shape=f"wide-{times}", layers="fit", **STEP) for times in range(1, 6))), x="shape"),
-    "large": Table("Larger shapes, of as many layers as the host holds", tuple(with_compute(
-        ours(shape=shape, layers="fit", **way) for shape in ("qwen2-14b", "qwen2-32b") for way in (STEP, ARRIVAL)))),
-    "whole": Table("Whole models of 14B and 32B, on hosts of 256 and 512 GiB", tuple(with_compute(
-        ours(shape=shape, **way) for shape in ("qwen2-14b", "qwen2-32b") for way in (STEP, ARRIVAL)))),
+    "large": Table("Larger shapes, of as many layers as the host holds", larger(layers="fit")),
+    "whole": Table("Whole models of 14B and 32B, on hosts of 256 and 512 GiB", larger()),
 }

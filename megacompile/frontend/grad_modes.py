@@ -83,8 +83,9 @@ def _needs(node: fx.Node) -> bool:
 def _run_again(model: ModelGraph) -> None:
     """Runs the graph on fakes of plain sizes, which make no guards, and says of each value whether it needs a gradient."""
     graph = model.graph.graph
-    for part in (model.graph, *(child for _, child in model.graph.named_children() if isinstance(child, fx.GraphModule))):
-        refuse_unknown_sizes(part, "the model")
+    for part in model.graph.modules():
+        if isinstance(part, fx.GraphModule):
+            refuse_unknown_sizes(part, "the model")
     wrong: dict[fx.Node, bool] = {}
 
     class Again(fx.Interpreter):
