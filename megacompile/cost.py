@@ -7,6 +7,7 @@ allocator are the margin's.
 """
 from __future__ import annotations
 
+import math
 import operator
 import weakref
 from collections.abc import Callable, Sequence
@@ -124,6 +125,8 @@ def _peak_bytes(template: Template, variant: Variant, batch: int, length: int, f
         if node.op == "call_module":
             loop = loops[str(node.target)]
             return _loop_workspace(loop, at(template, batch, min(loop.chunk, length)), device_type, fused)
+        if node.op == "output":
+            return _products_bytes(template, variant)
         inside = WORKSPACE.get(node.target)
         return inside(node, size, device_type) if inside else 0
 
@@ -146,13 +149,23 @@ def _graph_peak(graph: fx.Graph, size: Callable[[Any], int], fused: bool,
         dies.setdefault(node, []).append(value)
     held = peak = 0
     for node in graph.nodes:
-        if node.op in _MAKING and base_of(node) is node and node not in inside:
+        if node.op == "output":
+            peak = max(peak, held + workspace(node, size))
+        elif node.op in _MAKING and base_of(node) is node and node not in inside:
             held += _made_bytes(node, size)
             peak = max(peak, held + workspace(node, size))
         for value in dies.get(node, ()):
             if value.op in _MAKING:
                 held -= _left_bytes(value, size)
     return peak
+
+
+def _products_bytes(template: Template, variant: Variant) -> int:
+    """Of the largest gradient that the runtime multiplies out beside a variant's results; those of plain GEMMs are added
+    where they are made."""
+    results: Any = variant.graph.graph.output_node().args[0]
+    grouped = [(template.inputs[g.input], results[g.results[0]]) for g in variant.gradients if len(g.results) == 3]
+    return max((math.prod(map(int, made.shape)) * rows.meta["val"].element_size() for made, rows in grouped), default=0)
 
 
 _MAKING = ("call_function", "call_module")

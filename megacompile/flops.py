@@ -1,6 +1,6 @@
 """What a template's variant executes, as functions of batch B and length T: FLOPs by kind, and bytes that it moves.
 
-    GEMMs        2 x (elements of the first matrix) x (columns of the second); gradients that leave a variant as two
+    GEMMs        2 x (elements of the first matrix) x (columns of the second); gradients that leave a variant as
                  operands are multiplied by the runtime, and count here; grouped ones, of experts, are a kind of their own
     attention    pairs of positions that are looked at: half of all, or a window's; the backward takes 5 products to 2. By
                  kernel, each with what a further key for each query would be
@@ -130,10 +130,9 @@ def _kernel_work(node: fx.Node, sizes: _Sizes) -> Work:
         case "gemm":
             a, b = (node.args[i] for i in GEMMS[node.target])  # type: ignore[index]
             flops, moved = 2 * sizes.count(a) * sizes.shape(b)[-1], sizes.bytes(a, b, node)
-            if node.target is not torch.ops.aten._grouped_mm.default:
-                return Work(gemm_flops=flops, gemm_bytes=moved, kernels=1)
-            # Rows that are another piece's are skipped.
-            return Work(grouped_flops=flops * sympy.Rational(sizes.template.share), gemm_bytes=moved, kernels=1)
+            if node.target is torch.ops.aten._grouped_mm.default:
+                return _grouped_product(flops, moved, sizes)
+            return Work(gemm_flops=flops, gemm_bytes=moved, kernels=1)
         case "attention":
             found = {(str(node.args[6]), "forward"): _attention(node.args[0], node.args[2], node.args[4], sizes)}
             if not any(sinks is not None for sinks in node.args[8:]):
@@ -173,13 +172,25 @@ def _linear_cross_entropy(node: fx.Node, sizes: _Sizes) -> Work:
         kernels=4)
 
 
+def _grouped_product(flops: sympy.Expr, moved: sympy.Expr, sizes: _Sizes) -> Work:
+    """Rows that are another piece's are skipped."""
+    return Work(grouped_flops=flops * sympy.Rational(sizes.template.share), gemm_bytes=moved, kernels=1)
+
+
 def _accumulation(results: Sequence[fx.Node], sizes: _Sizes) -> Work:
     """A parameter's gradient into its FP32 accumulator: added, or multiplied out there."""
-    if len(results) == 1:
-        return Work(bytes=sizes.bytes(results[0]) + 8 * sizes.count(results[0]), kernels=1)
-    a, b = results
-    rows, columns = sizes.shape(a)[0], sizes.shape(b)[-1]
-    return Work(gemm_flops=2 * sizes.count(a) * columns, gemm_bytes=sizes.bytes(a, b) + 8 * rows * columns, kernels=1)
+    match results:
+        case [value]:
+            return Work(bytes=sizes.bytes(value) + 8 * sizes.count(value), kernels=1)
+        case [a, b]:
+            rows, columns = sizes.shape(a)[0], sizes.shape(b)[-1]
+            return Work(gemm_flops=2 * sizes.count(a) * columns, gemm_bytes=sizes.bytes(a, b) + 8 * rows * columns, kernels=1)
+        case [rows, others, ends]:  # multiplied, then added
+            columns, width = sizes.shape(others)[-1], rows.meta["val"].element_size()
+            made = sizes.count(ends) * sizes.shape(rows)[-1] * columns
+            return (_grouped_product(2 * sizes.count(rows) * columns, sizes.bytes(rows, others) + width * made, sizes)
+                    + Work(bytes=(width + 8) * made, kernels=1))
+    raise AssertionError(f"a gradient of {len(results)} results")
 
 
 # ---------------------------------------------------------------- the rest

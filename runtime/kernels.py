@@ -34,7 +34,8 @@ class Input:
 
 @dataclass(frozen=True)
 class ParameterGradient:
-    """results[i] or, with two results, the product results[i] @ results[j] -> a parameter's accumulator."""
+    """results[i] or, with two results, the product results[i] @ results[j], or, with three, a grouped one -> a parameter's
+    accumulator."""
 
     results: tuple[int, ...]
     tile: int  # number among the call's *trainable* tiles
@@ -102,13 +103,27 @@ def accumulate(kernel: Kernel, results: tuple[Any, ...], accumulators: tuple[Acc
     """Adds a backward's parameter gradients to the FP32 accumulators, matrices inside their GEMM."""
     for gradient in kernel.parameter_gradients:
         into = accumulators[gradient.tile].views[gradient.position]
-        if len(gradient.results) == 1:
-            into.add_(results[gradient.results[0]])
-            continue
-        a, b = (results[i] for i in gradient.results)
-        if a.dtype == torch.float32:
-            torch.addmm(into, a, b, out=into)
-        elif into.device.type == "cuda":
-            torch.addmm(into, a, b, out_dtype=torch.float32, out=into)
-        else:  # no CPU GEMM takes low-precision operands to FP32: the product is rounded once before it is added
-            into.add_(a @ b)
+        match [results[i] for i in gradient.results]:
+            case [value]:
+                into.add_(value)
+            case [a, b]:
+                _add_product(into, a, b)
+            case [rows, others, ends]:  # no grouped GEMM adds to what is there, or gives FP32
+                into.add_(grouped_product(rows, others, ends))
+
+
+def _add_product(into: Tensor, a: Tensor, b: Tensor) -> None:
+    if a.dtype == torch.float32:
+        torch.addmm(into, a, b, out=into)
+    elif into.device.type == "cuda":
+        torch.addmm(into, a, b, out_dtype=torch.float32, out=into)
+    else:  # no CPU GEMM takes low-precision operands to FP32: the product is rounded once before it is added
+        into.add_(a @ b)
+
+
+def grouped_product(rows: Tensor, others: Tensor, ends: Tensor) -> Tensor:
+    """[groups, K, N]: for each group of rows the product of the transpose of its rows [.., K] and its others [.., N]; `ends`:
+    int32 [groups]."""
+    # Each row in one piece: where a group begins inside one, its address is not what kernels ask for.
+    product: Tensor = torch._grouped_mm(rows.contiguous().t(), others.contiguous(), offs=ends)
+    return product

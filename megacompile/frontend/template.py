@@ -62,7 +62,8 @@ class Gradient:
     """How the gradient of template input `input` leaves a backward variant.
 
     results: (i,): result i is the gradient; (i, j): the gradient is results[i] @ results[j], two 2-D tensors, so that
-    it can be accumulated inside the GEMM. A parameter's gradient has the parameter's dtype or float32.
+    it can be accumulated inside the GEMM; (i, j, k): of all experts, [groups, K, N], results [rows, K] and [rows, N] and
+    where each group's rows end, int32 [groups]. A parameter's gradient has the parameter's dtype or float32.
     """
 
     input: int

@@ -1,8 +1,10 @@
-"""accumulate_in_gemm: weight gradients leave as the two operands of their GEMM.
+"""accumulate_in_gemm: weight gradients leave as the operands of their GEMM.
 
 Before: a matrix parameter's gradient is `mm(a, b)`, perhaps transposed or viewed. After: `a` and `b` (transposed where
 the gradient was) are results instead, and `meta["gradients"]` names both: the runtime computes `addmm` into its float32
-accumulator, one rounding and one pass over memory less. Also, a gradient whose last step rounds from float32 leaves
+accumulator, one rounding and one pass over memory less. The gradient of all experts' matrices, a grouped product, leaves
+as the tokens' rows, those of what they are multiplied by, and where each expert's rows end: these are small beside the
+gradient, of which the runtime then holds one at a time. Also, a gradient whose last step rounds from float32 leaves
 unrounded, to be rounded once, after accumulation. Other gradients (biases, norms, embeddings) stay as they are.
 """
 from __future__ import annotations
@@ -56,23 +58,36 @@ def _leaving(graph: fx.Graph, gradient: fx.Node, parameters: set[fx.Node]) -> tu
         elif not (node.target in _VIEWS and _val(node).shape == _val(node.args[0]).shape):  # type: ignore[arg-type]
             break
         node = node.args[0]  # type: ignore[assignment]
-    if node.target is not aten.mm.default or _val(node).dtype != _val(gradient).dtype:
+    grouped = _is_grouped_over_rows(node)
+    if not (grouped or node.target is aten.mm.default) or _val(node).dtype != _val(gradient).dtype:
         return (gradient,)
-    a, b = node.args
     # An operand that views a parameter (a low-rank factor) would be overwritten with the parameter's slot.
-    if _viewed(a) in parameters or _viewed(b) in parameters:  # type: ignore[arg-type]
+    operands: list[fx.Node] = list(node.args)  # type: ignore[arg-type]
+    if any(_viewed(operand) in parameters for operand in operands):
         return (gradient,)
-    if transposed:
-        a, b = _transpose(graph, b), _transpose(graph, a)  # type: ignore[arg-type]
-    return a, b  # type: ignore[return-value]
+    a, b, *ends = operands
+    if grouped:
+        rows, others = _transpose(graph, a), b
+        return (others, rows, *ends) if transposed else (rows, others, *ends)
+    return (_transpose(graph, b), _transpose(graph, a)) if transposed else (a, b)
+
+
+def _is_grouped_over_rows(node: fx.Node) -> bool:
+    """Whether `node` is the product of [K, rows] and [rows, N], a matrix for each group of rows, and nothing more."""
+    if node.target is not aten._grouped_mm.default or len(node.args) != 3 or node.kwargs:
+        return False
+    return all(_val(operand).dim() == 2 for operand in node.args[:2])  # type: ignore[arg-type]
 
 
 def _transposes(node: fx.Node) -> bool:
-    """Whether `node` is the transpose of a matrix, in any of aten's spellings."""
+    """Whether `node` is the transpose of a matrix, or of several, in any of aten's spellings."""
     if node.target is aten.t.default:
         return True
-    swaps = node.target is aten.transpose.int and _val(node).dim() == 2 and node.args[1] != node.args[2]
-    return swaps or node.target is aten.permute.default and list(node.args[1]) == [1, 0]  # type: ignore[arg-type]
+    if node.target is aten.transpose.int:
+        dims = _val(node).dim()
+        return sorted(dim % dims for dim in node.args[1:]) == [dims - 2, dims - 1]  # type: ignore[operator]
+    order: list[int] = list(node.args[1]) if node.target is aten.permute.default else []  # type: ignore[arg-type]
+    return order[-2:] == [len(order) - 1, len(order) - 2] and order[:-2] == [*range(len(order) - 2)]
 
 
 def _viewed(node: fx.Node) -> fx.Node:

@@ -8,12 +8,20 @@ import torch
 from torch import Tensor, nn
 
 from megacompile.frontend import Call, CapturedModel, Variant
+from megacompile.runtime.kernels import grouped_product
 
 Compile = Callable[[Variant, list[Any]], Callable[..., tuple[Any, ...]]]
 
 
 def as_graph(variant: Variant, args: list[Any]) -> Callable[..., tuple[Any, ...]]:
     return variant.graph
+
+
+def multiplied_out(*results: Tensor) -> Tensor:
+    """The gradient that leaves a variant as `results`."""
+    if len(results) == 3:
+        return grouped_product(*results)
+    return results[0] @ results[1] if len(results) == 2 else results[0]
 
 
 class Layerwise:
@@ -84,7 +92,7 @@ class Layerwise:
         carried = {}
         for gradient in self.captured.templates[call.template].variant(variant_name, self.chunk).gradients:
             tensors = [results[i] for i in gradient.results]
-            value = tensors[0] if len(tensors) == 1 else tensors[0] @ tensors[1]
+            value = multiplied_out(*tensors)
             source = call.sources[gradient.input]
             if source.kind == "carried":
                 carried[source.index] = value

@@ -90,7 +90,7 @@ def build(family: str, **overrides: Any) -> nn.Module:
 
         model_type = "qwen2" if family == "tied" else family
         sizes = _GPT2 if family == "gpt2" else _SMALL
-        config = AutoConfig.for_model(model_type, **{**sizes, **FAMILIES[family], **overrides})
+        config = AutoConfig.for_model(model_type, **{**sizes, **FAMILIES.get(family, {}), **overrides})
         model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     with torch.no_grad():  # norms start at one and biases at zero, where mix-ups would not show
         for parameter in model.parameters():

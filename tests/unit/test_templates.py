@@ -1,7 +1,9 @@
 """Templates: what is shared, what variants compute, what stays saved, and what the template passes change."""
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from typing import Any
 
 import models
 import pytest
@@ -9,6 +11,7 @@ import sympy
 import torch
 import torch.nn.functional as F
 from captured import CPU, captured
+from layerwise import multiplied_out
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -22,6 +25,7 @@ from megacompile.frontend.joint import base_of
 from megacompile.inductor import Inductor
 from megacompile.passes import TEMPLATE_PIPELINE
 from megacompile.passes.template import Target, accumulate_in_gemm, attention
+from megacompile.runtime.kernels import grouped_product
 
 GEMMS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default}
 ATTENTION = {torch.ops.megacompile.attention.default, torch.ops.megacompile.attention_backward.default}
@@ -499,8 +503,8 @@ def test_what_our_attention_cannot_do_is_refused(changed: dict, message: str) ->
 
 
 # ------------------------------------------------------------------ accumulate in the GEMM
-def products(template: Template, variant: str) -> set[str]:
-    return {template.inputs[g.input].role.name for g in template.variant(variant).gradients if len(g.results) == 2}
+def products(template: Template, variant: str, operands: int = 2) -> set[str]:
+    return {template.inputs[g.input].role.name for g in template.variant(variant).gradients if len(g.results) == operands}
 
 
 @pytest.mark.parametrize("variant", ["backward", "recompute_backward"])
@@ -521,6 +525,49 @@ def test_operands_have_the_shape_of_the_parameter() -> None:
         for gradient in (g for g in variant.gradients if len(g.results) == 2):
             a, b = (results[i].meta["val"] for i in gradient.results)
             assert (a.shape[0], b.shape[1]) == template.inputs[gradient.input].shape
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])  # their experts' weights lie the one way and the other
+def test_the_gradients_of_all_experts_leave_as_rows_and_are_multiplied_out_one_at_a_time(family: str) -> None:
+    sizes = ({"num_experts": 16, "moe_intermediate_size": 64} if family == "qwen3_moe" else
+             {"num_local_experts": 16, "intermediate_size": 64})
+    model = models.build(family, num_experts_per_tok=2, **sizes).bfloat16()
+    whole, leaving = (api.capture(model, pipeline=pipeline, target=Target("cpu", torch.bfloat16)).templates["decoder"]
+                      for pipeline in ((attention,), (attention, accumulate_in_gemm)))
+    parameters = [x for x in whole.inputs if x.role.kind == "parameter"]
+    experts = {x.role.name: math.prod(map(int, x.shape)) for x in parameters if len(x.shape) == 3}
+    assert len(experts) == 2
+    assert products(leaving, "backward", 3) == products(leaving, "recompute_backward", 3) == experts.keys()
+    assert products(whole, "recompute_backward", 3) == set()
+
+    torch.manual_seed(0)
+    given = [_random(node.meta["val"], cost.at(whole, 3, 5))
+             for node in whole.variant("recompute_backward").graph.graph.find_nodes(op="placeholder")]
+    found, left = [], 0
+    for template in (whole, leaving):
+        variant = template.variant("recompute_backward")
+        results = variant.graph(*given)
+        by_name = {template.inputs[g.input].role.name: [results[i] for i in g.results] for g in variant.gradients}
+        found.append({name: multiplied_out(*by_name[name]) for name in experts})
+        left = sum({r.untyped_storage().data_ptr(): r.untyped_storage().nbytes() for r in results}.values())
+    for name in experts:
+        assert found[0][name].any() and torch.equal(found[0][name], found[1][name]), name
+    # The largest is made beside everything that the variant leaves.
+    peak = cost.peak_bytes(leaving, leaving.variant("recompute_backward"), 3, 5)
+    assert peak >= left + 2 * max(experts.values())
+
+
+def _random(value: Tensor | int, size: Callable[[Any], int]) -> Tensor | int:
+    if not isinstance(value, Tensor):
+        return size(value)
+    made = torch.randn([*map(size, value.shape)])
+    return made.to(value.dtype) if value.is_floating_point() else torch.zeros_like(made, dtype=value.dtype)
+
+
+def test_a_grouped_product_reads_rows_that_lie_in_columns() -> None:
+    rows, others, ends = torch.randn(24, 9).t(), torch.randn(9, 8), torch.tensor([2, 2, 7], dtype=torch.int32)
+    expected = torch.stack([rows[a:b].t() @ others[a:b] for a, b in ((0, 2), (2, 2), (2, 7))])
+    torch.testing.assert_close(grouped_product(rows, others, ends), expected)
 
 
 def test_an_unfused_head_leaves_as_operands_and_a_fused_one_in_float32() -> None:
