@@ -161,11 +161,12 @@ def _graph_peak(graph: fx.Graph, size: Callable[[Any], int], fused: bool,
 
 
 def _products_bytes(template: Template, variant: Variant) -> int:
-    """Of the largest gradient that the runtime multiplies out beside a variant's results; those of plain GEMMs are added
-    where they are made."""
+    """Twice the largest gradient that the runtime multiplies out beside a variant's results: it comes and goes among smaller
+    blocks that stay, and the holes that it leaves in the allocator's memory have no room for the next one. (Gradients of plain
+    GEMMs are added where they are made.)"""
     results: Any = variant.graph.graph.output_node().args[0]
     grouped = [(template.inputs[g.input], results[g.results[0]]) for g in variant.gradients if len(g.results) == 3]
-    return max((math.prod(map(int, made.shape)) * rows.meta["val"].element_size() for made, rows in grouped), default=0)
+    return 2 * max((math.prod(map(int, made.shape)) * rows.meta["val"].element_size() for made, rows in grouped), default=0)
 
 
 _MAKING = ("call_function", "call_module")

@@ -91,7 +91,8 @@ def _turns(layers: list[TileLayout], plan: Plan, kept: Sequence[str], runs: Call
 
 def training_bytes(captured: CapturedModel, tiling: Tiling, plan: Plan, fused: bool = False) -> Estimate:
     """A forward and its backward at their busiest moment: the last forwards, the loss (or the outputs that the caller gets, and
-    the epilogue's backward), the first block's backward, or the prologue's. `fused`: templates run compiled."""
+    the epilogue's backward), the first backward of layers that kept their residuals, of those that are recomputed, or of the
+    prologue. `fused`: templates run compiled."""
     length, largest = plan.length, plan.micro_batches[0]
     templates, layer_calls = captured.templates, tiling.differentiated(captured.calls)
     below = captured.calls[1:len(captured.calls) - 1 - len(layer_calls)]  # what has no backward
@@ -106,16 +107,17 @@ def training_bytes(captured: CapturedModel, tiling: Tiling, plan: Plan, fused: b
     # The first block begins with what all layers share. One more: what goes from layer to layer, there or back.
     on_the_way = max(hidden.values())
     borders = range(block, recomputing, block)[plan.host_checkpoints:]
-    kept = given + shared + on_the_way + sum(hidden[names[i - 1]] for i in borders)
-    # A layer that keeps its residuals also keeps its output: the next one's backward begins with it.
-    kept += sum(residuals[name] + hidden[name] for name in names[recomputing:])
-    if 0 < recomputing < len(names):  # what the first of those layers begins with
-        kept += hidden[names[recomputing - 1]]
+    checkpoints = given + shared + on_the_way + sum(hidden[names[i - 1]] for i in borders)
+    if 0 < recomputing < len(names):  # what the first of the layers begins with that keep their residuals
+        checkpoints += hidden[names[recomputing - 1]]
     if below:  # what the first block begins with
-        kept += hidden[below[-1].template]
+        checkpoints += hidden[below[-1].template]
     outputs = [] if plan.output == "loss" else _outputs(captured, plan)
     if outputs and recomputing == len(names):  # what the epilogue begins with
-        kept += hidden[captured.calls[-2].template]
+        checkpoints += hidden[captured.calls[-2].template]
+    # A layer that keeps its residuals also keeps its output: the next one's backward begins with it. All of these are gone
+    # when the first layer is recomputed.
+    kept = checkpoints + sum(residuals[name] + hidden[name] for name in names[recomputing:])
 
     first, last = (set(tiling.tiles_of[call.name]) for call in (captured.calls[0], captured.calls[-1]))
     # Of tiles that are added up on the device every accumulator lives until the last wave has added to it.
@@ -126,7 +128,7 @@ def training_bytes(captured: CapturedModel, tiling: Tiling, plan: Plan, fused: b
                  for call in layer_calls), default=0)
     accumulators = {"forward": 0, "outputs": 0, **dict.fromkeys(("loss", "epilogue"), _sum(tiling, last & passing)),
                     "prologue": _sum(tiling, first & passing),
-                    "backward": _sum(tiling, spanning & passing) + block * layer}
+                    **dict.fromkeys(("backward", "recompute"), _sum(tiling, spanning & passing) + block * layer)}
     staying = _sum(tiling, set(tiling.layouts) - passing)
     accumulators = {moment: staying + live for moment, live in accumulators.items()}
 
@@ -139,9 +141,10 @@ def training_bytes(captured: CapturedModel, tiling: Tiling, plan: Plan, fused: b
         "forward": max([*(peak(name, "forward_saving") for name in {*saving}),
                         *(peak(name, "forward") for name in {*recomputed, *(call.template for call in below)}),
                         peak("prologue", "forward")]),
-        "backward": max([*(peak(name, "backward") for name in {*saving}), *((block - 1) * inside + max(
-            peak(name, "recompute_backward"), peak(name, "backward") if block > 1 else 0) for name in {*recomputed})],
-            default=0),
+        "backward": max((peak(name, "backward") for name in {*saving}), default=0),
+        "recompute": max((
+            (block - 1) * inside + max(peak(name, "recompute_backward"), peak(name, "backward") if block > 1 else 0)
+            for name in {*recomputed}), default=0),
         "prologue": peak("prologue", "recompute_backward")}
     epilogue = captured.calls_for(plan.output)[-1].template
     if outputs:
@@ -149,8 +152,8 @@ def training_bytes(captured: CapturedModel, tiling: Tiling, plan: Plan, fused: b
         workspace["epilogue"] = peak(epilogue, "recompute_backward")
     else:
         workspace["loss"] = peak(epilogue, "loss")
-    activations = {**dict.fromkeys(workspace, kept), "prologue": given + shared + on_the_way}
-    for moment in ("epilogue", "backward", "prologue") if outputs else ():
+    activations = {**dict.fromkeys(workspace, kept), "recompute": checkpoints, "prologue": given + shared + on_the_way}
+    for moment in ("epilogue", "backward", "recompute", "prologue") if outputs else ():
         activations[moment] += 2 * sum(outputs)  # the caller's, and their gradient
     slots = slot_bytes(captured, tiling, plan)
     moments = (Estimate(slots, accumulators[at], activations[at], workspace[at]) for at in workspace)

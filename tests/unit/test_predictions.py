@@ -24,9 +24,6 @@ from megacompile.simulate import simulate
 
 ROOT = Path(__file__).resolve().parents[2]
 SHAPE, LAYERS = "qwen2-7b", 28
-#: Known to miss the bound: one sequence of 65,536 tokens was measured with torch 2.11, whose graph is predicted 4.97% over;
-#: that of 2.13 makes its values in another order, which is 64 MiB more, 5.02%.
-OVER = ("1x65536 K1 saved 14 train_step at 7b5014c: 131.42 GiB for 125.13",)
 
 
 def steady(row: dict[str, Any]) -> bool:
@@ -107,7 +104,7 @@ def test_predicted_device_bytes_are_within_a_twentieth_and_never_under(model: Sc
         predicted = planner.estimate(plan_of(row), row["length"]).total / 2**30
         if not row["peak_device_gib"] <= predicted <= 1.05 * row["peak_device_gib"]:
             wrong.append(f"{label(row)} at {row['commit']}: {predicted:.2f} GiB for {row['peak_device_gib']:.2f}")
-    assert not set(wrong).difference(OVER)
+    assert not wrong
 
 
 def test_a_large_program_is_simulated_in_no_time(model: Schedule) -> None:

@@ -552,9 +552,9 @@ def test_the_gradients_of_all_experts_leave_as_rows_and_are_multiplied_out_one_a
         left = sum({r.untyped_storage().data_ptr(): r.untyped_storage().nbytes() for r in results}.values())
     for name in experts:
         assert found[0][name].any() and torch.equal(found[0][name], found[1][name]), name
-    # The largest is made beside everything that the variant leaves.
+    # The largest is made beside everything that the variant leaves, and beside a hole that the one before has left.
     peak = cost.peak_bytes(leaving, leaving.variant("recompute_backward"), 3, 5)
-    assert peak >= left + 2 * max(experts.values())
+    assert peak >= left + 2 * 2 * max(experts.values())
 
 
 def _random(value: Tensor | int, size: Callable[[Any], int]) -> Tensor | int:
