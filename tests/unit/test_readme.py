@@ -33,7 +33,7 @@ def test_the_schedule_is_what_the_passes_make(make_schedule: Callable[..., Any])
 @pytest.mark.parametrize(("page", "arguments"), [
     ("README.md", ("benchmarks/results/step.jsonl", "gates", "--brief")), ("docs/performance.md", ()),
     *(("docs/performance.md", ("benchmarks/results/step.jsonl", table, "--brief"))
-      for table in ("gates", "depth", "ablation", "width", "large", "batch", "budgets", "context", "kinds"))])
+      for table in ("gates", "depth", "ablation", "width", "large", "whole", "batch", "budgets", "context", "kinds"))])
 def test_the_figures_are_the_results(page: str, arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch,
                                      capsys: pytest.CaptureFixture[str]) -> None:
     """To mend: put what `python benchmarks/table.py ARGUMENTS` prints into the page."""
