@@ -14,12 +14,14 @@ from megacompile.frontend.pairs import pairs_of, tokens_of
 IGNORED = -100
 
 
-def join(batches: Sequence[Mapping[str, Any]], labels: Collection[str]) -> dict[str, Any] | None:
+def join(batches: Sequence[Mapping[str, Any]], labels: Collection[str], causal: bool) -> dict[str, Any] | None:
     """The rows of all batches in their order: tensors [sum of rows, longest length, ...]. Shorter ones are padded on the right,
-    `labels` with -100, all else with 0: in a causal decoder no token sees what follows it, so that no loss changes.
+    `labels` with -100, all else with 0: no loss changes where no token sees what follows it (`causal`), or an attention mask
+    says what is padding.
 
-    None where arguments differ between batches, or are anything but integer tensors [rows, length, ...]; or masks of pairs,
-    which are joined if all are of one length: what a mask would have to say of padding is the model's business."""
+    None where arguments differ between batches, or are anything but integer tensors [rows, length, ...]; where padding would be
+    seen; and for masks of pairs, which are joined if all are of one length: what a mask would have to say of padding is the
+    model's business."""
     if len(batches) == 1:
         return dict(batches[0])
     keys = batches[0].keys()
@@ -39,6 +41,8 @@ def join(batches: Sequence[Mapping[str, Any]], labels: Collection[str]) -> dict[
         if not all(_is_tokens(part) for part in parts) or len({(part.shape[2:], part.dtype) for part in parts}) > 1:
             return None
         longest = max(part.shape[1] for part in parts)
+        if not causal and "attention_mask" not in keys and any(part.shape[1] < longest for part in parts):
+            return None
         filling = IGNORED if key in labels else 0
         joined[key] = torch.cat([_padded(part, longest, filling) for part in parts])
     return joined

@@ -97,7 +97,7 @@ class Trainer(transformers.Trainer):
         captured = check_model(model).captured
         # An auxiliary loss is of one batch each, and Trainer adds them up; so is what rows of one batch make of each other.
         apart = captured.is_averaged or captured.across_rows
-        batch = join(batches, captured.labels) if len(batches) == 1 or not apart else None
+        batch = join(batches, captured.labels, captured.causal) if len(batches) == 1 or not apart else None
         if batch is None:
             losses = [super(Trainer, self).training_step(model, each, num_items_in_batch) for each in batches]
             return torch.stack(losses).sum()

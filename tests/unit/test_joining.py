@@ -12,7 +12,7 @@ LONG = {"input_ids": torch.tensor([[3, 4, 5], [6, 7, 0]]), "attention_mask": tor
 
 
 def test_shorter_batches_are_padded_with_what_no_loss_counts() -> None:
-    joined = join([SHORT, LONG], labels=("labels",))
+    joined = join([SHORT, LONG], labels=("labels",), causal=True)
     assert joined is not None
     assert {key: value.tolist() for key, value in joined.items()} == {
         "input_ids": [[1, 2, 0], [3, 4, 5], [6, 7, 0]],
@@ -21,12 +21,13 @@ def test_shorter_batches_are_padded_with_what_no_loss_counts() -> None:
 
 
 def test_further_dimensions_are_not_padded() -> None:
-    joined = join([{"codes": torch.ones(rows, length, 4, dtype=torch.long)} for rows, length in ((1, 2), (2, 3))], labels=())
+    codes = [{"codes": torch.ones(rows, length, 4, dtype=torch.long)} for rows, length in ((1, 2), (2, 3))]
+    joined = join(codes, labels=(), causal=True)
     assert joined is not None and joined["codes"].shape == (3, 3, 4) and joined["codes"].sum() == (2 + 6) * 4
 
 
 def test_a_single_batch_may_hold_anything() -> None:
-    assert join([{**SHORT, "use_cache": False}], labels=("labels",)) == {**SHORT, "use_cache": False}
+    assert join([{**SHORT, "use_cache": False}], labels=("labels",), causal=True) == {**SHORT, "use_cache": False}
 
 
 @pytest.mark.parametrize("other", [
@@ -38,4 +39,15 @@ def test_a_single_batch_may_hold_anything() -> None:
     {**LONG, "labels": torch.tensor([0, 1])},
 ])
 def test_what_differs_or_is_no_sequence_is_not_joined(other: dict[str, torch.Tensor]) -> None:
-    assert join([SHORT, other], labels=("labels",)) is None
+    assert join([SHORT, other], labels=("labels",), causal=True) is None
+
+
+def test_nothing_is_padded_where_a_token_would_see_it() -> None:
+    def without_mask(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {key: value for key, value in batch.items() if key != "attention_mask"}
+
+    of_two_lengths = [without_mask(SHORT), without_mask(LONG)]
+    assert join(of_two_lengths, labels=("labels",), causal=True) is not None
+    assert join(of_two_lengths, labels=("labels",), causal=False) is None
+    assert join([without_mask(LONG)] * 2, labels=("labels",), causal=False) is not None
+    assert join([SHORT, LONG], labels=("labels",), causal=False) is not None  # the mask says what is padding

@@ -335,8 +335,8 @@ def test_masks_of_one_length_are_joined_and_others_are_not() -> None:
         return {"attention_mask": mask, "input_ids": torch.ones(rows, length, dtype=torch.long)}
 
     for both in ((seen(2, 4), seen(1, 4)), (torch.zeros(2, 1, 4, 4), torch.zeros(1, 1, 4, 4))):
-        joined = join([step(2, 4, both[0]), step(1, 4, both[1])], labels=())
+        joined = join([step(2, 4, both[0]), step(1, 4, both[1])], labels=(), causal=True)
         assert joined is not None and torch.equal(joined["attention_mask"], torch.cat(both))
     for other in (step(1, 5, seen(1, 5)), step(3, 4, seen(1, 4)), step(1, 4, seen(1, 4).float()), step(1, 4, seen(1, 4, 2)),
                   step(1, 4, torch.ones(1, 4, dtype=torch.long))):
-        assert join([step(2, 4, seen(2, 4)), other], labels=()) is None
+        assert join([step(2, 4, seen(2, 4)), other], labels=(), causal=True) is None
