@@ -27,7 +27,7 @@ from megacompile.token_loop import TokenLoop, Total, token_loops, total_dtype
 #: Peaks found so far, by (batch, length): a planner asks for the same ones hundreds of times.
 _peaks: weakref.WeakKeyDictionary[Variant, dict[tuple[int, int, bool], int]] = weakref.WeakKeyDictionary()
 #: And sizes of outputs and residuals.
-_sizes: weakref.WeakKeyDictionary[Template, dict[tuple[str, int, int], int]] = weakref.WeakKeyDictionary()
+_sizes: weakref.WeakKeyDictionary[Template, dict[tuple[str | int, ...], int]] = weakref.WeakKeyDictionary()
 
 
 def at(template: Template, batch: int, length: int) -> Callable[[Any], int]:
@@ -217,13 +217,13 @@ def checkpoint_bytes(template: Template, length: int) -> int:
     return output_bytes(template, 1, length) + (template.outputs - 1) * ALIGNMENT
 
 
-def residual_bytes(template: Template, batch: int, length: int) -> int:
-    return _evaluated(template, "residual_bytes", batch, length)
+def residual_bytes(template: Template, batch: int, length: int, residuals: str = "all") -> int:
+    return _evaluated(template, "residual_bytes", batch, length, residuals)
 
 
-def _evaluated(template: Template, size: str, batch: int, length: int) -> int:
+def _evaluated(template: Template, size: str, batch: int, length: int, *options: str) -> int:
     known = _sizes.setdefault(template, {})
-    if (size, batch, length) not in known:
+    if (size, batch, length, *options) not in known:
         values = dict(zip(template.symbols, (batch, length), strict=True))
-        known[size, batch, length] = int(getattr(template, size)().subs(values))
-    return known[size, batch, length]
+        known[size, batch, length, *options] = int(getattr(template, size)(*options).subs(values))
+    return known[size, batch, length, *options]

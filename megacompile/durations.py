@@ -67,31 +67,30 @@ class Durations:
     layouts: Mapping[str, TileLayout]
     hardware: Hardware
     fused: bool = True
-    _work: dict[tuple[str, str, int], tuple[Work, Callable[[int, int], _Numbers]]] = field(default_factory=dict)
-    _seconds: dict[tuple[str, str, int, int, int], float] = field(default_factory=dict)
+    _work: dict[tuple[str, str, int, str], tuple[Work, Callable[[int, int], _Numbers]]] = field(default_factory=dict)
+    _seconds: dict[tuple[str, str, int, int, int, str], float] = field(default_factory=dict)
 
-    def of(self, program: Program, length: int, chunk: int = 0) -> Callable[[fx.Node], float]:
-        """The duration of each node of a program for sequences of `length` tokens, computed `chunk` at a time (a plan's
-        `token_chunk`)."""
-        return lambda node: self._node(program, node, length, chunk)
+    def of(self, program: Program, plan: Plan) -> Callable[[fx.Node], float]:
+        """The duration of each node of a program under its plan."""
+        return lambda node: self._node(program, node, plan)
 
     def simulate(self, program: Program, plan: Plan, without: Callable[[Op], bool] | None = None) -> Timeline:
         """A few training steps of a program under its plan. Ops that are `without` take no time."""
-        seconds = self.of(program, plan.length, plan.token_chunk)
+        seconds = self.of(program, plan)
         if without is None:
             return simulate(program, seconds, self.hardware.speeds)
         return simulate(program, lambda node: 0.0 if without(op_of(node)) else seconds(node), self.hardware.speeds)
 
-    def work(self, template: str, variant: str, chunk: int = 0) -> Work:
+    def work(self, template: str, variant: str, chunk: int = 0, residuals: str = "all") -> Work:
         """A variant's FLOPs and bytes in B and T."""
-        return self._known(template, variant, chunk)[0]
+        return self._known(template, variant, chunk, residuals)[0]
 
-    def seconds(self, template: str, variant: str, batch: int, length: int, chunk: int = 0) -> float:
-        """One run of a variant."""
+    def seconds(self, template: str, variant: str, batch: int, length: int, chunk: int = 0, residuals: str = "all") -> float:
+        """One run of a variant. `chunk` and `residuals`: a plan's."""
         chunk = self.captured.templates[template].chunk(batch, chunk)
-        key = template, variant, batch, length, chunk
+        key = template, variant, batch, length, chunk, residuals
         if key not in self._seconds:
-            work, numbers = self._known(template, variant, chunk)
+            work, numbers = self._known(template, variant, chunk, residuals)
             (gemm, grouped, gemm_bytes, other_bytes, kernels), attentions = numbers(batch, length)
             rates = self.hardware
             rate = self.gemm_rate(self.captured.templates[template])
@@ -107,11 +106,11 @@ class Durations:
         low = any(dtype in (torch.bfloat16, torch.float16) for dtype in dtypes)
         return self.hardware.gemm_flops["bfloat16" if low else "float32"]
 
-    def _known(self, template: str, variant: str, chunk: int) -> tuple[Work, Callable[[int, int], _Numbers]]:
-        key = template, variant, chunk
+    def _known(self, template: str, variant: str, chunk: int, residuals: str) -> tuple[Work, Callable[[int, int], _Numbers]]:
+        key = template, variant, chunk, residuals
         if key not in self._work:
             found = self.captured.templates[template]
-            work = variant_work(found, found.variant(variant, chunk), self.fused)
+            work = variant_work(found, found.variant(variant, chunk, residuals), self.fused)
             numbers = sympy.lambdify((BATCH, LENGTH), (
                 (work.gemm_flops, work.grouped_flops, work.gemm_bytes, work.bytes, work.kernels),
                 tuple(map(tuple, work.attention.values()))), modules=[_SIZE_FUNCTIONS, "math"])
@@ -119,10 +118,11 @@ class Durations:
         return self._work[key]
 
     # ---------------------------------------------------------------- nodes
-    def _node(self, program: Program, node: fx.Node, length: int, chunk: int) -> float:
+    def _node(self, program: Program, node: fx.Node, plan: Plan) -> float:
         op, hardware = op_of(node).name, self.hardware
         if op in TEMPLATE_OPS:
-            return self.seconds(argument(node, "template"), op, program.micro_batches[argument(node, "mb")], length, chunk)
+            return self.seconds(argument(node, "template"), op, program.micro_batches[argument(node, "mb")], plan.length,
+                                plan.token_chunk, plan.residuals)
         tile: Any = program.tiles.get(argument(node, "tile") or "")
         match op:
             case "prefetch" | "fetch_gradients" | "fetch":
@@ -154,7 +154,7 @@ class Durations:
             case "reduce":  # FP32 is read, gradients are written, and read for their norms
                 return self._through_memory(4 * self.layouts[tile.name].elements + 2 * tile.gradient_bytes)
             case "scale":
-                return self._through_memory(2 * self._held(program, operands(node, "value")[0], length))
+                return self._through_memory(2 * self._held(program, operands(node, "value")[0], plan.length))
         return 0.0
 
     def _through_memory(self, count: int) -> float:

@@ -153,7 +153,8 @@ def _table(found: Sequence[Candidate], chosen: Plan, operations: int) -> str:
     for each in found:
         plan, timeline = each.plan, each.timeline
         chunked = f" ({plan.token_chunk} tokens at a time)" if plan.token_chunk else ""
-        sizes = (plan.checkpoint_interval, f"{plan.micro_batches[0]}{chunked}", plan.waves, plan.saved_layers,
+        kept = f"{plan.saved_layers}{f' ({plan.residuals})' if plan.residuals != 'all' else ''}"
+        sizes = (plan.checkpoint_interval, f"{plan.micro_batches[0]}{chunked}", plan.waves, kept,
                  plan.host_checkpoints, len(plan.host_sums),
                  f"{len(plan.resident_state)}{f' + {len(plan.visiting_state)} visit' if plan.visiting_state else ''}",
                  "behind weights" if plan.deferred_moments else "",

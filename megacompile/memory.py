@@ -99,7 +99,8 @@ def training_bytes(captured: CapturedModel, tiling: Tiling, plan: Plan, fused: b
     kinds = {call.template: templates[call.template] for call in (*below, *layer_calls)}
     there = [plan.micro_batches[mb] for mb in plan.wave(0)]  # the first wave is the largest
     hidden = {name: sum(cost.output_bytes(layer, rows, length) for rows in there) for name, layer in kinds.items()}
-    residuals = {name: sum(cost.residual_bytes(layer, rows, length) for rows in there) for name, layer in kinds.items()}
+    residuals = {name: sum(cost.residual_bytes(layer, rows, length, plan.residuals) for rows in there)
+                 for name, layer in kinds.items()}
     shared = sum(cost.output_bytes(templates["prologue"], rows, length) for rows in there)
     names, block = [call.template for call in layer_calls], plan.checkpoint_interval
     recomputing = max(0, len(names) - plan.saved_layers)
@@ -205,4 +206,5 @@ def _sum(tiling: Tiling, tiles: set[str]) -> int:
 def _peak(captured: CapturedModel, template: str, variant: str, plan: Plan, fused: bool) -> int:
     """Of the largest micro-batch, the first."""
     found, rows = captured.templates[template], plan.micro_batches[0]
-    return cost.peak_bytes(found, found.variant(variant, found.chunk(rows, plan.token_chunk)), rows, plan.length, fused)
+    cut = found.variant(variant, found.chunk(rows, plan.token_chunk), plan.residuals)
+    return cost.peak_bytes(found, cut, rows, plan.length, fused)

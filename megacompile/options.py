@@ -66,6 +66,8 @@ class Knobs:
     checkpoint_interval: CheckpointInterval = None
     micro_batch_size: MicroBatchSize = None
     saved_layers: Annotated[int | None, typer.Option(min=0, help="How many last layers keep their residuals.")] = None
+    residuals: Annotated[str | None, typer.Option(
+        help='What these keep: "all", or the results of "attention", and compute the rest again.')] = None
     waves: Annotated[int | None, typer.Option(min=1, help="Shares in which a whole step goes forward and back.")] = None
     host_sums: Annotated[list[str] | None, typer.Option(
         help="A tile whose gradients waves add up in host memory (FP32), or all, or none; repeat for more.")] = None

@@ -109,7 +109,7 @@ class Pace:
         for rows in plan.micro_batches:
 
             def seconds(template: str, variant: str, rows: int = rows) -> float:
-                return self.durations.seconds(template, variant, rows, plan.length, plan.token_chunk)
+                return self.durations.seconds(template, variant, rows, plan.length, plan.token_chunk, plan.residuals)
 
             epilogue = captured.calls_for(plan.output)[-1].template
             variants = ("loss",) if plan.output == "loss" else ("outputs", "recompute_backward")

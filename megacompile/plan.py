@@ -8,6 +8,9 @@ from megacompile.errors import MegacompileError
 
 #: When tiles are updated: at the end of a step, or each as its gradients arrive.
 UPDATES = ("step", "arrival")
+#: What layers that keep residuals keep: all that their backward needs, or the results of attention, around which the rest is
+#: computed again.
+RESIDUALS = ("all", "attention")
 
 
 @dataclass(frozen=True)
@@ -58,13 +61,13 @@ class Plan:
     """How one batch shape is trained.
 
     `micro_batches` are sequences each, in order. Blocks of `checkpoint_interval` layers lie between two activation
-    checkpoints; the last `saved_layers` layers keep their residuals and are not recomputed. A whole step goes forward and
-    back in `waves`, consecutive shares of the micro-batches. Tiles are updated at "step", after an exact clip over all
-    gradients, or each on "arrival" of its gradients, unclipped; in `update_order` (empty: as they arrive). `resident`
-    tiles keep their weights on the device; those of them in `resident_state` their optimizer state and gradients too, and
-    are updated there. `visiting_state` tiles go there for their update, a chunk at a time, and home again. With
-    `deferred_moments` the host updates the weights of all other tiles first, and then their moments, beside the next forward
-    and backward.
+    checkpoints; the last `saved_layers` layers keep their residuals and are not recomputed, or, where `residuals` are those of
+    "attention", keep its results and recompute the rest. A whole step goes forward and back in `waves`, consecutive shares of
+    the micro-batches. Tiles are updated at "step", after an exact clip over all gradients, or each on "arrival" of its
+    gradients, unclipped; in `update_order` (empty: as they arrive). `resident` tiles keep their weights on the device; those
+    of them in `resident_state` their optimizer state and gradients too, and are updated there. `visiting_state` tiles go there
+    for their update, a chunk at a time, and home again. With `deferred_moments` the host updates the weights of all other tiles
+    first, and then their moments, beside the next forward and backward.
     `locked` says that tiles themselves are page-locked; otherwise weights pass through `staging_slabs` and gradients through
     `gradient_slabs` page-locked slabs (the paper's pinned slab pool). Templates compute what treats each token alone
     `token_chunk` positions of a micro-batch at a time; 0: all at once. The checkpoints of the lowest `host_checkpoints`
@@ -94,6 +97,7 @@ class Plan:
     output: str = "loss"
     visiting_state: tuple[str, ...] = ()
     deferred_moments: bool = False
+    residuals: str = "all"
 
     def __post_init__(self) -> None:
         """Raises `MegacompileError` for a plan that cannot be: a person may have written it."""
@@ -109,6 +113,11 @@ class Plan:
                                    "or smaller micro-batches")
         if self.update not in UPDATES:
             raise MegacompileError(f"update is {self.update!r}, and must be one of {', '.join(UPDATES)}")
+        if self.residuals not in RESIDUALS:
+            raise MegacompileError(f"residuals is {self.residuals!r}, and must be one of {', '.join(RESIDUALS)}")
+        if self.residuals != "all" and self.checkpoint_interval > 1:
+            raise MegacompileError("a block of several layers keeps all residuals for a while: attention's alone (residuals) "
+                                   "go with checkpoint_interval=1")
         if not set(self.resident_state) <= set(self.resident):
             raise MegacompileError("what is updated on the device (resident_state) must have its weights there (resident)")
 

@@ -234,10 +234,10 @@ class Planner:
 
     def _candidates(self, batch: int, length: int, update: str = "step") -> Iterator[Plan]:
         """Plans of a loop, in the order of preference: large micro-batches (up to full kernels) first, for each K from 1."""
-        depth = len(self.layers)
-        config = self.config
+        depth, config = len(self.layers), self.config
         sizes = [config.micro_batch_size] if config.micro_batch_size else self._sizes(batch, length)
-        intervals = [config.checkpoint_interval] if config.checkpoint_interval else self._intervals(depth)
+        alone = config.residuals != "all"  # a larger K keeps all residuals for a while
+        intervals = [config.checkpoint_interval or 1] if config.checkpoint_interval or alone else self._intervals(depth)
         for interval in intervals:
             for size in sizes:
                 yield self._candidate(batch, length, update, size, interval, config.token_chunk or 0)
@@ -270,7 +270,7 @@ class Planner:
             batch, length, split(batch, min(size, batch)), interval, min(config.saved_layers or 0, depth), slots,
             config.gradient_slots, self.resident(), self.resident_state(), locked.tiles, locked.staging_slabs,
             locked.gradient_slabs, update=update, token_chunk=chunk, host_checkpoints=wanted, output=self.output,
-            visiting_state=self._visiting(update), deferred_moments=config.defers(update))
+            visiting_state=self._visiting(update), deferred_moments=config.defers(update), residuals=config.residuals)
 
     def plan_step(self, batch: int, length: int, update: str) -> Plan:
         """The plan of a whole step. Where memory allows it, the fewest waves that let every layer keep its residuals: then

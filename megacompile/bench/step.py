@@ -30,6 +30,7 @@ from megacompile.bench import rows
 from megacompile.bench.shapes import random_model
 from megacompile.errors import MegacompileError
 from megacompile.hardware import Hardware, device_name
+from megacompile.plan import RESIDUALS
 from megacompile.program import OPS, Lane, Op
 from megacompile.runtime.lanes import Backend
 from megacompile.runtime.operations import OPERATIONS
@@ -49,6 +50,7 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--visiting-state", nargs="*", help="tiles that go there for their update; default: the planner's")
     parser.add_argument("--deferred-moments", choices=tuple(_YES), help="moments behind all weights; default: the planner's")
     parser.add_argument("--saved-layers", type=int, help="default: as many as fit")
+    parser.add_argument("--residuals", choices=RESIDUALS, default=RESIDUALS[0], help="what these layers keep")
     parser.add_argument("--device-memory")
     parser.add_argument("--locked-memory", help="page-locked memory that tiles may take; less than all: through slabs")
     parser.add_argument("--uncompiled", action="store_true", help="templates op by op")
@@ -68,7 +70,7 @@ def options() -> argparse.ArgumentParser:
 MODEL = ("shape", "layers", "device", "locked_memory", "uncompiled")
 #: Options of a row that a new plan honours.
 _PLANNED = ("checkpoint_interval", "micro_batch_size", "weight_slots", "resident", "resident_state", "visiting_state",
-            "deferred_moments", "saved_layers", "device_memory", "waves")
+            "deferred_moments", "saved_layers", "residuals", "device_memory", "waves")
 _YES = {"yes": True, "no": False}
 
 
@@ -164,6 +166,7 @@ def _measure(given: argparse.Namespace, models: Models) -> rows.Row:
         micro_batch=plan.micro_batches[0], weight_slots=plan.weight_slots,
         resident=list(plan.resident), resident_state=list(plan.resident_state),
         visiting_state=list(plan.visiting_state), deferred_moments=plan.deferred_moments, saved_layers=plan.saved_layers,
+        residuals=plan.residuals,
         host_checkpoints=plan.host_checkpoints, host_sums=list(plan.host_sums), update_order=list(plan.update_order),
         token_chunk=plan.token_chunk,
         compute_only=given.compute_only, device_memory=given.device_memory,

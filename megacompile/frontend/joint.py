@@ -38,6 +38,12 @@ class JointGraph:
     gradients: dict[int, fx.Node]
     residuals: list[fx.Node]
 
+    def attention_results(self) -> list[fx.Node]:
+        """Those of our attention in the forward: where `forward_saving` keeps no more, everything else is computed again."""
+        attention = torch.ops.megacompile.attention.default
+        return [n for n in self.graph.graph.find_nodes(op="call_function", target=operator.getitem)
+                if n.args[0].target is attention]
+
 
 def example_values(graph: fx.GraphModule) -> list[Any]:
     """The fakes of a Dynamo-level graph's placeholders."""

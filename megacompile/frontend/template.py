@@ -7,6 +7,8 @@ A template's variants are all cut out of one joint forward and backward graph:
     backward            inputs, residuals, tangents  -> gradients
     recompute_backward  inputs, tangents             -> gradients
 
+Residuals are "all" that the backward needs, or the results of "attention": then it computes the rest again from the inputs.
+
 The epilogue's are `loss` (inputs -> loss, gradients for a unit loss), `evaluate` (inputs -> loss, logits) and `outputs`
 (inputs -> logits); a head's, whose outputs the caller differentiates, `outputs` and `recompute_backward`. Everything is
 positional, and to run another layer is to pass other tensors.
@@ -29,6 +31,8 @@ from megacompile.token_loop import token_loops
 BATCH, LENGTH = sympy.symbols("B T", integer=True, positive=True)
 #: Variants that can run a chunk of tokens at a time; others keep, or begin with, residuals of all tokens.
 CHUNKED = frozenset({"forward", "recompute_backward", "loss", "outputs"})
+#: Variants that keep residuals, or begin with them.
+KEEPING = frozenset({"forward_saving", "backward"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,8 +175,8 @@ class Template:
         self.share = share
         self._joint, self._inference, self._renaming = joint, inference, symbols
         self._target, self._pipeline = target, tuple(p for p in pipeline if p.level == "variant")
-        self._variants: dict[tuple[str, int], Variant] = {}
-        self._recipes: dict[str, Callable[[str, int], Variant]] = {
+        self._variants: dict[tuple[str, int, str], Variant] = {}
+        self._recipes: dict[str, Callable[[str, int, str], Variant]] = {
             "forward": self._forward, "forward_saving": self._forward,
             "backward": self._backward, "recompute_backward": self._backward}
         if head:
@@ -191,12 +195,14 @@ class Template:
         """Of the device that the template was lowered to."""
         return self._target.device_type
 
-    def variant(self, name: str, chunk: int = 0) -> Variant:
+    def variant(self, name: str, chunk: int = 0, residuals: str = "all") -> Variant:
         """The variant called `name`, cut and lowered at its first use. `chunk`: positions of a sequence at a time, where that
-        is possible (`CHUNKED`); 0 for all at once. Raises `CaptureError` if there is none."""
+        is possible (`CHUNKED`, or with no residuals but attention's); 0 for all at once. `residuals`: those that are kept.
+        Raises `CaptureError` if there is none."""
         if name not in self._recipes:
             raise CaptureError(f"template {self.name} has no variant {name}: it has {', '.join(self._recipes)}")
-        key = name, chunk if name in CHUNKED else 0
+        kept = residuals if name in KEEPING else "all"
+        key = name, chunk if name in CHUNKED or kept != "all" else 0, kept
         if key not in self._variants:
             self._variants[key] = self._recipes[name](*key)
         return self._variants[key]
@@ -225,9 +231,9 @@ class Template:
         """Bytes of a tensor of `meta["val"]`, in B and T; a number takes none."""
         return self.symbolic(value.numel()) * value.element_size() if isinstance(value, Tensor) else sympy.Integer(0)
 
-    def residual_bytes(self) -> sympy.Expr:
+    def residual_bytes(self, residuals: str = "all") -> sympy.Expr:
         """Bytes that `forward_saving` leaves for `backward`, in B and T; residuals that share memory count once."""
-        memory = dict.fromkeys(map(base_of, self._joint.residuals))
+        memory = dict.fromkeys(map(base_of, self._kept(residuals)))
         return sum((self.bytes_of(n.meta["val"]) for n in memory), sympy.Integer(0))
 
     def output_values(self) -> list[Any]:
@@ -239,28 +245,29 @@ class Template:
         return sum((self.bytes_of(n.meta["val"]) for n in self._joint.outputs), sympy.Integer(0))
 
     # -------------------------------------------------------------- recipes: which inputs and results make a variant
-    def _forward(self, name: str, chunk: int) -> Variant:
-        joint = self._joint
-        residuals = joint.residuals if name == "forward_saving" else []
-        return self._lower(name, chunk, joint, joint.inputs, joint.outputs, residuals, {})
+    def _kept(self, residuals: str) -> list[fx.Node]:
+        return self._joint.residuals if residuals == "all" else self._joint.attention_results()
 
-    def _backward(self, name: str, chunk: int) -> Variant:
-        joint = self._joint
-        residuals = joint.residuals if name == "backward" else []
-        return self._lower(name, chunk, joint, [*joint.inputs, *residuals, *joint.tangents], [], [], joint.gradients)
+    def _forward(self, name: str, chunk: int, residuals: str) -> Variant:
+        joint, kept = self._joint, self._kept(residuals) if name in KEEPING else []
+        return self._lower(name, chunk, joint, joint.inputs, joint.outputs, kept, {}, residuals)
 
-    def _loss(self, name: str, chunk: int) -> Variant:
+    def _backward(self, name: str, chunk: int, residuals: str) -> Variant:
+        joint, kept = self._joint, self._kept(residuals) if name in KEEPING else []
+        return self._lower(name, chunk, joint, [*joint.inputs, *kept, *joint.tangents], [], [], joint.gradients, residuals)
+
+    def _loss(self, name: str, chunk: int, residuals: str) -> Variant:
         joint = self._joint
         return self._lower(name, chunk, joint, [*joint.inputs, *joint.tangents], joint.outputs, [], joint.gradients)
 
-    def _evaluate(self, name: str, chunk: int) -> Variant:
+    def _evaluate(self, name: str, chunk: int, residuals: str) -> Variant:
         assert self._inference is not None
         outputs = self._inference.outputs[1:] if name == "outputs" else self._inference.outputs
         return self._lower(name, chunk, self._inference, self._inference.inputs, outputs, [], {})
 
     def _lower(
         self, name: str, chunk: int, joint: JointGraph, inputs: Sequence[fx.Node], outputs: Sequence[fx.Node],
-        residuals: Sequence[fx.Node], gradients: dict[int, fx.Node],
+        residuals: Sequence[fx.Node], gradients: dict[int, fx.Node], kept: str = "all",
     ) -> Variant:
         graph = cut_graph(joint.graph, inputs, [*outputs, *residuals, *gradients.values()])
         if name == "loss":
@@ -269,7 +276,7 @@ class Template:
         graph.meta["gradients"] = tuple((i, (first + k,)) for k, i in enumerate(gradients))
         graph.meta["parameters"] = tuple(i for i, x in enumerate(self.inputs) if x.role.kind == "parameter")
         graph.meta["symbols"], graph.meta["chunk"] = self._renaming, chunk
-        label = f"{name} in chunks of {chunk}" if chunk else name
+        label = f"{name}{f' ({kept})' if kept != 'all' else ''}{f' in chunks of {chunk}' if chunk else ''}"
         for template_pass in self._pipeline:
             graph = run_template_pass(template_pass, graph, self._target)
             self.stages[f"{label}.{template_pass.name}"] = graph.code

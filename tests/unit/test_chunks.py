@@ -131,7 +131,8 @@ def test_compiled_chunks_equal_the_graphs() -> None:
     assert_same_training(compiled.loss_and_gradients(inputs, False), native(model, inputs))
 
 
-@pytest.mark.parametrize("options", [{}, {"checkpoint_interval": 2}, {"reference": True}, {"saved_layers": 1}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"checkpoint_interval": 2}, {"reference": True}, {"saved_layers": 1},
+                                     {"saved_layers": 2, "residuals": "attention"}], ids=str)
 def test_a_streamed_model_trains_in_chunks_as_native(options: dict[str, Any]) -> None:
     model, plain = tiny_models.build(), tiny_models.build()
     model = megacompile.stream(model, device="cpu", token_chunk=4, micro_batch_size=2, **options)

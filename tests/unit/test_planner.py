@@ -20,13 +20,13 @@ from torch.utils._pytree import tree_leaves
 import megacompile
 from megacompile import api, cost, shapes
 from megacompile.config import StreamConfig
-from megacompile.errors import InsufficientMemoryError
+from megacompile.errors import InsufficientMemoryError, MegacompileError
 from megacompile.frontend import attention, linear_cross_entropy
 from megacompile.lowering import model_program
 from megacompile.memory import Estimate
 from megacompile.passes import PIPELINE
 from megacompile.passes.manager import compile_program
-from megacompile.plan import Plan, split
+from megacompile.plan import RESIDUALS, Plan, split
 from megacompile.planner import Planner
 from megacompile.runtime.control_groups import host_bytes
 from megacompile.runtime.store import available_host_bytes
@@ -213,7 +213,9 @@ class LiveBytes(TorchDispatchMode):
     {"micro_batch_size": 8}, {"micro_batch_size": 2}, {"micro_batch_size": 2, "checkpoint_interval": 2},
     {"micro_batch_size": 4, "checkpoint_interval": 3}, {"micro_batch_size": 2, "saved_layers": 3},
     {"micro_batch_size": 2, "host_checkpoints": True}, {"micro_batch_size": 4, "host_checkpoints": 2, "saved_layers": 1},
-    {"micro_batch_size": 1, "token_chunk": 20}, {"micro_batch_size": 4, "token_chunk": 24, "saved_layers": 3}], ids=str)
+    {"micro_batch_size": 1, "token_chunk": 20}, {"micro_batch_size": 4, "token_chunk": 24, "saved_layers": 3},
+    {"micro_batch_size": 2, "saved_layers": 3, "residuals": "attention"},
+    {"micro_batch_size": 1, "saved_layers": 6, "residuals": "attention", "token_chunk": 20}], ids=str)
 def test_what_is_predicted_holds_what_is_measured(options: dict[str, Any], analysis: Analysis,
                                                   monkeypatch: pytest.MonkeyPatch) -> None:
     """Slots aside, which are counted exactly: never less, and at most 40% more."""
@@ -221,7 +223,7 @@ def test_what_is_predicted_holds_what_is_measured(options: dict[str, Any], analy
     analysis[0].check_shape(1, LENGTH)
     for template in analysis[0].templates.values():  # what is traced and lowered once is no part of a step
         for name in template.variant_names:
-            template.variant(name, options.get("token_chunk", 0))
+            template.variant(name, options.get("token_chunk", 0), options.get("residuals", "all"))
     model = megacompile.stream(tiny_models.build(**SIZES), device="cpu", reference=True, **options)
     ids = torch.randint(0, 1000, (8, LENGTH))
     batch = {"input_ids": ids, "labels": ids}
@@ -458,3 +460,16 @@ def test_host_memory_is_no_more_than_a_container_allows(which: str, tmp_path: Pa
     assert available_host_bytes(proc, groups) == expected
     limits = [int(text) for name, text in files.items() if name.rpartition(".")[2] in LIMITS and text != "max"]
     assert min(host_bytes(proc, groups), 1 << 32) == min([*limits, 1 << 32])
+
+
+def test_attention_s_results_alone_are_kept_by_more_layers_and_in_blocks_of_one(analysis: Analysis) -> None:
+    lean = planner(analysis, saved_layers=0).plan(8, LENGTH)
+    spare = planner(analysis).estimate(lean, LENGTH).checkpoints
+    budget = planner(analysis).estimate(replace(lean, saved_layers=3), LENGTH).total + spare
+    whole, alone = (planner(analysis, budget, micro_batch_size=8, residuals=kind).plan(8, LENGTH) for kind in RESIDUALS)
+    assert (whole.residuals, alone.residuals) == RESIDUALS and alone.saved_layers > whole.saved_layers == 3
+    assert {plan.checkpoint_interval for plan in planner(analysis, residuals="attention")._candidates(8, LENGTH)} == {1}
+    with pytest.raises(MegacompileError, match="go with checkpoint_interval=1"):
+        planner(analysis, residuals="attention", checkpoint_interval=2).plan(8, LENGTH)
+    with pytest.raises(MegacompileError, match="residuals must be one of all, attention, not 'some'"):
+        StreamConfig(residuals="some")

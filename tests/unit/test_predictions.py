@@ -80,7 +80,8 @@ def plan_of(row: Row) -> Plan:
                 resident_state=tuple(row.get("resident_state", ())), update="arrival" if row.get("overlap") else "step",
                 visiting_state=tuple(row.get("visiting_state", ())), deferred_moments=row.get("deferred_moments", False),
                 host_checkpoints=row.get("host_checkpoints", 0), update_order=tuple(row.get("update_order", ())),
-                token_chunk=row.get("token_chunk", 0), host_sums=tuple(row.get("host_sums", ())))
+                token_chunk=row.get("token_chunk", 0), host_sums=tuple(row.get("host_sums", ())),
+                residuals=row.get("residuals", "all"))
 
 
 def test_there_are_rows_to_hold_predictions_against() -> None:
@@ -100,7 +101,7 @@ def test_predicted_steps_are_within_a_tenth_of_what_was_measured(measured: tuple
         key = plan, whole, alone, is_compiled(row)
         if key not in simulated:
             program = model.planner.pace.program(plan, whole)
-            seconds = durations[is_compiled(row)].of(program, plan.length)
+            seconds = durations[is_compiled(row)].of(program, plan)
 
             def duration(node: fx.Node, seconds: Callable[[fx.Node], float] = seconds, alone: bool = alone) -> float:
                 return 0.0 if alone and left_out(op_of(node)) else seconds(node)

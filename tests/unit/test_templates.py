@@ -22,10 +22,12 @@ from megacompile.frontend import Template, capture, compile_variant, variants
 from megacompile.frontend import attention as ours
 from megacompile.frontend.attention_kernels import flash_forward, fused_kernel
 from megacompile.frontend.joint import base_of
+from megacompile.frontend.template import BATCH, LENGTH
 from megacompile.inductor import Inductor
 from megacompile.passes import TEMPLATE_PIPELINE
 from megacompile.passes.template import Target, accumulate_in_gemm, attention
 from megacompile.runtime.kernels import grouped_product
+from megacompile.token_loop import token_loops
 
 GEMMS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default}
 ATTENTION = {torch.ops.megacompile.attention.default, torch.ops.megacompile.attention_backward.default}
@@ -101,6 +103,19 @@ def test_a_llama_layer_has_the_fewest_gemms() -> None:
               for name in template.variant_names}
     # 7 projections; the backward has two GEMMs for each; the recompute leaves out the forward's last one.
     assert counts == {"forward": (7, 1), "forward_saving": (7, 1), "backward": (14, 1), "recompute_backward": (20, 2)}
+
+
+def test_a_layer_that_keeps_attention_s_results_alone_computes_all_but_attention_again() -> None:
+    template = captured("llama").templates["decoder"]
+    saving, backward = (template.variant(name, residuals="attention") for name in ("forward_saving", "backward"))
+    assert saving.residuals == 2  # what it gives, and the logarithms of its sums
+    assert 4 * template.residual_bytes("attention").subs(at := {BATCH: 2, LENGTH: 9}) < template.residual_bytes().subs(at)
+    recomputing = template.variant("recompute_backward").graph
+    assert count(saving.graph, ATTENTION) == 1 and count(recomputing, ATTENTION) == 2 and count(backward.graph, ATTENTION) == 1
+    assert count(backward.graph, GEMMS) == count(recomputing, GEMMS)
+    for name in ("forward_saving", "backward"):
+        assert token_loops(template.variant(name, 4, "attention").graph) and not token_loops(template.variant(name, 4).graph)
+    assert template.variant("forward", 0, "attention") is template.variant("forward")
 
 
 class GatedLayer(models.HandWrittenLayer):

@@ -17,7 +17,7 @@ from megacompile.errors import ProgramError
 from megacompile.folding import fold
 from megacompile.lifetimes import placed
 from megacompile.listing import excerpt, op_table, summary, table
-from megacompile.plan import Plan, Shape
+from megacompile.plan import RESIDUALS, Plan, Shape
 from megacompile.program import OPS, STAGES, Builder, Program, argument, copy_section, find, lane_of, nodes, op_of
 from megacompile.text import KINDS, form, parse, parse_with_plan, print_node, print_program
 from megacompile.verify import handed_on, ordered, rule_table, verify
@@ -166,9 +166,11 @@ def test_the_text_of_every_stage_of_any_plan_is_exact(plan: dict[str, Any], make
        plan=st.builds(Plan, st.just(3), st.integers(1, 9), st.just((2, 1)), st.integers(1, 9), st.integers(0, 9),
                       weight_slots=st.integers(1, 9), resident=st.sampled_from(((), ("a",), ("a", "b c"))),
                       locked=st.booleans(), update=st.sampled_from(("step", "arrival")), waves=st.integers(1, 2),
-                      token_chunk=st.integers(0, 9)))
-def test_the_shape_and_the_plan_in_a_text_are_exact(shape: Shape, plan: Plan) -> None:
-    plan = replace(plan, length=shape.length)
+                      token_chunk=st.integers(0, 9)),
+       residuals=st.sampled_from(RESIDUALS))
+def test_the_shape_and_the_plan_in_a_text_are_exact(shape: Shape, plan: Plan, residuals: str) -> None:
+    plan = replace(plan, length=shape.length, checkpoint_interval=1 if residuals != "all" else plan.checkpoint_interval,
+                   residuals=residuals)
     program = parse(EVERY_OP)
     text = print_program(program, made_for=(shape, plan))
     assert parse_with_plan(text) == (program, shape, plan)
