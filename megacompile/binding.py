@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from megacompile.frontend.capture import CapturedModel
-from megacompile.frontend.template import KEEPING, Call, Template, Variant
+from megacompile.frontend.template import Call, Template, Variant
 from megacompile.frontend.variants import compile_variant
 from megacompile.inductor import Inductor
 from megacompile.plan import Plan
@@ -22,14 +22,14 @@ TEMPLATE_OPS = frozenset({"forward", "forward_saving", "loss", "evaluate", "outp
 
 @dataclass
 class Binder:
-    """Kernels of one streamed model. State: compiled variants by (template, variant, batch, length, mode, chunk, residuals);
-    what `inductor` has done for them."""
+    """Kernels of one streamed model. State: compiled variants by (variant, mode, batch, length); what `inductor` has done for
+    them."""
 
     captured: CapturedModel
     tiling: Tiling
     device: torch.device
     compiling: bool
-    compiled: dict[tuple[str, str, int, int, str, int, str], Callable[..., Any]] = field(default_factory=dict)
+    compiled: dict[tuple[Variant, str, int, int], Callable[..., Any]] = field(default_factory=dict)
     inductor: Inductor = field(default_factory=Inductor)
 
     def bind(self, program: Program, section: str, plan: Plan, steady: bool = True) -> dict[tuple[str, str, int], Kernel]:
@@ -47,8 +47,7 @@ class Binder:
 
     def _kernel(self, program: Program, call: Call, op: str, batch: int, plan: Plan, mode: str) -> Kernel:
         template = self.captured.templates[call.template]
-        chunk = template.chunk(batch, plan.token_chunk)
-        variant = template.variant(op, chunk, plan.residuals)
+        variant = template.variant(op, template.chunk(batch, plan.token_chunk), plan.residuals)
         tiles = program.call(call.name).tiles
         trainable = [t for t in tiles if program.tiles[t].trainable]
         parameters, carried = [], {}
@@ -61,7 +60,7 @@ class Binder:
                 assert source.kind == "carried" and len(gradient.results) == 1, f"a gradient for {source}"
                 carried[source.index] = gradient.results[0]
         return Kernel(
-            self._compile(template, variant, batch, plan.length, mode, chunk, plan.residuals),
+            self._compile(template, variant, batch, plan.length, mode),
             tuple(self._input(call, i) for i in range(len(call.sources))),
             variant.outputs, variant.residuals, sum(template.has_gradient), tuple(parameters),
             tuple(carried[i] for i in sorted(carried)))
@@ -73,9 +72,8 @@ class Binder:
             return Input("parameter", source.name, self.tiling.tiles_of[call.name].index(tile), position)
         return Input("constant" if source.kind == "buffer" else source.kind, source.name, position=source.index)
 
-    def _compile(self, template: Template, variant: Variant, batch: int, length: int, mode: str, chunk: int,
-                 residuals: str) -> Callable[..., Any]:
-        key = template.name, variant.name, batch, length, mode, chunk, residuals if variant.name in KEEPING else "all"
+    def _compile(self, template: Template, variant: Variant, batch: int, length: int, mode: str) -> Callable[..., Any]:
+        key = variant, mode, batch, length
         if key not in self.compiled:
             examples = example_inputs(template, variant, batch, length, self.device) if mode == "inductor" else ()
             self.compiled[key] = compile_variant(variant, examples, mode, self.inductor)

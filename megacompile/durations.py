@@ -16,7 +16,7 @@ from megacompile import cost
 from megacompile.binding import TEMPLATE_OPS
 from megacompile.flops import Work, variant_work
 from megacompile.frontend.capture import CapturedModel
-from megacompile.frontend.template import BATCH, LENGTH, Template
+from megacompile.frontend.template import BATCH, LENGTH, Template, Variant
 from megacompile.hardware import Hardware
 from megacompile.plan import Plan
 from megacompile.program import Op, Program, argument, op_of, operands
@@ -67,8 +67,8 @@ class Durations:
     layouts: Mapping[str, TileLayout]
     hardware: Hardware
     fused: bool = True
-    _work: dict[tuple[str, str, int, str], tuple[Work, Callable[[int, int], _Numbers]]] = field(default_factory=dict)
-    _seconds: dict[tuple[str, str, int, int, int, str], float] = field(default_factory=dict)
+    _work: dict[Variant, tuple[Work, Callable[[int, int], _Numbers]]] = field(default_factory=dict)
+    _seconds: dict[tuple[Variant, int, int], float] = field(default_factory=dict)
 
     def of(self, program: Program, plan: Plan) -> Callable[[fx.Node], float]:
         """The duration of each node of a program under its plan."""
@@ -83,17 +83,19 @@ class Durations:
 
     def work(self, template: str, variant: str, chunk: int = 0, residuals: str = "all") -> Work:
         """A variant's FLOPs and bytes in B and T."""
-        return self._known(template, variant, chunk, residuals)[0]
+        found = self.captured.templates[template]
+        return self._known(found, found.variant(variant, chunk, residuals))[0]
 
     def seconds(self, template: str, variant: str, batch: int, length: int, chunk: int = 0, residuals: str = "all") -> float:
         """One run of a variant. `chunk` and `residuals`: a plan's."""
-        chunk = self.captured.templates[template].chunk(batch, chunk)
-        key = template, variant, batch, length, chunk, residuals
+        found = self.captured.templates[template]
+        cut = found.variant(variant, found.chunk(batch, chunk), residuals)
+        key = cut, batch, length
         if key not in self._seconds:
-            work, numbers = self._known(template, variant, chunk, residuals)
+            work, numbers = self._known(found, cut)
             (gemm, grouped, gemm_bytes, other_bytes, kernels), attentions = numbers(batch, length)
             rates = self.hardware
-            rate = self.gemm_rate(self.captured.templates[template])
+            rate = self.gemm_rate(found)
             products = max((gemm + grouped / rates.grouped_efficiency) / rate, gemm_bytes / rates.memory_bandwidth)
             attention = sum((flops + rates.attention_overhead[way] * per_key) / rates.attention_share(kernel, way)
                             for (kernel, way), (flops, per_key) in zip(work.attention, attentions, strict=True)) / rate
@@ -106,16 +108,14 @@ class Durations:
         low = any(dtype in (torch.bfloat16, torch.float16) for dtype in dtypes)
         return self.hardware.gemm_flops["bfloat16" if low else "float32"]
 
-    def _known(self, template: str, variant: str, chunk: int, residuals: str) -> tuple[Work, Callable[[int, int], _Numbers]]:
-        key = template, variant, chunk, residuals
-        if key not in self._work:
-            found = self.captured.templates[template]
-            work = variant_work(found, found.variant(variant, chunk, residuals), self.fused)
+    def _known(self, template: Template, variant: Variant) -> tuple[Work, Callable[[int, int], _Numbers]]:
+        if variant not in self._work:
+            work = variant_work(template, variant, self.fused)
             numbers = sympy.lambdify((BATCH, LENGTH), (
                 (work.gemm_flops, work.grouped_flops, work.gemm_bytes, work.bytes, work.kernels),
                 tuple(map(tuple, work.attention.values()))), modules=[_SIZE_FUNCTIONS, "math"])
-            self._work[key] = work, numbers
-        return self._work[key]
+            self._work[variant] = work, numbers
+        return self._work[variant]
 
     # ---------------------------------------------------------------- nodes
     def _node(self, program: Program, node: fx.Node, plan: Plan) -> float:

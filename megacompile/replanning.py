@@ -10,7 +10,7 @@ from megacompile.streamed import Streamed
 
 #: The options of `stream` that plans alone know. Others have made the tiles, the kernels or the lanes.
 OPTIONS = ("checkpoint_interval", "deferred_moments", "device_memory", "gradient_slots", "host_checkpoints", "host_sums",
-           "micro_batch_size", "residuals", "resident", "resident_state", "saved_layers", "token_chunk",
+           "micro_batch_size", "resident", "resident_state", "residuals", "saved_layers", "token_chunk",
            "visiting_state", "waves", "weight_slots")
 
 

@@ -69,9 +69,9 @@ class Schedule:
         plan, parameters = self.plan, sum(layout.parameters for layout in self.tiling.layouts.values())
         where = self.hardware.name if self.hardware is not None else f"this machine's {self.device.type}"
         chosen = {"K": plan.checkpoint_interval, "micro-batch": plan.micro_batches[0], "waves": plan.waves,
-                  "saved layers": plan.saved_layers, "token chunk": plan.token_chunk,
-                  **({"residuals": plan.residuals} if plan.saved_layers and plan.residuals != "all" else {})}
-        shown = ", ".join(f"{name} {value}" for name, value in chosen.items() if value and (name, value) != ("waves", 1))
+                  "saved layers": plan.saved_layers, "residuals": plan.residuals, "token chunk": plan.token_chunk}
+        shown = ", ".join(f"{name} {value}" for name, value in chosen.items()
+                          if value and (name, value) not in (("waves", 1), ("residuals", "all")))
         return (f"{parameters / 1e9:.3g}B parameters, {len(self.captured.layer_names)} layers, {plan.batch} x {plan.length} "
                 f"tokens, {shown}, {where}")
 
