@@ -26,9 +26,9 @@ def batch() -> dict[str, torch.Tensor]:
     return dict(input_ids=ids, labels=ids)
 
 
-def gradients(chunk: int) -> tuple[dict[str, torch.Tensor], int, int]:
+def gradients(**options: Any) -> tuple[dict[str, torch.Tensor], int, int]:
     """Gradients of one step, the device's peak in bytes, and its estimate."""
-    model = megacompile.stream(build(torch.bfloat16), device="cuda", compile=True, token_chunk=chunk, saved_layers=0)
+    model = megacompile.stream(build(torch.bfloat16), device="cuda", compile=True, **options)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     try:
@@ -47,11 +47,12 @@ def exact() -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.slow
-def test_chunks_on_the_device_are_the_same_training_in_less_memory() -> None:
+@pytest.mark.parametrize("kept", [dict(saved_layers=0), dict(saved_layers=2, residuals="attention")], ids=str)
+def test_chunks_on_the_device_are_the_same_training_in_less_memory(kept: dict[str, Any]) -> None:
     """Not the same bits, since attention's backward adds in no fixed order: no further from float32 than all at once. Errors
     are shares of the largest gradient of a parameter's kind of shape: a key's bias has none but what rounding leaves."""
-    whole, whole_peak, whole_estimate = gradients(0)
-    chunked, peak, estimate = gradients(4096)
+    whole, whole_peak, whole_estimate = gradients(token_chunk=0, **kept)
+    chunked, peak, estimate = gradients(token_chunk=4096, **kept)
     true = exact()
     for name, gradient in true.items():
         scale = max(other.norm() for other in true.values() if other.dim() == gradient.dim())

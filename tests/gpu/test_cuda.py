@@ -74,7 +74,8 @@ def reference() -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("options", [
     dict(checkpoint_interval=1), dict(checkpoint_interval=2), dict(checkpoint_interval=4), dict(resident="all"),
-    dict(locked_memory="6MiB"), dict(saved_layers=2), dict(weight_slots=4), dict(resident_state="all"),
+    dict(locked_memory="6MiB"), dict(saved_layers=2), dict(saved_layers=3, residuals="attention"), dict(weight_slots=4),
+    dict(resident_state="all"),
     dict(resident_state=("tied", "model.layers.1"), checkpoint_interval=2), dict(host_checkpoints=True),
     dict(host_checkpoints=1, checkpoint_interval=2, saved_layers=1), dict(visiting_state="all"),
     dict(visiting_state=("tied", "model.layers.2"), resident_state=("model.layers.0",)), dict(deferred_moments=True),
