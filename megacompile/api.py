@@ -19,7 +19,7 @@ from megacompile.lease import refuse_hooks
 from megacompile.locked import spend_locked_memory
 from megacompile.optim import check_unclaimed, claim
 from megacompile.passes.template import Target
-from megacompile.planner import device_budget
+from megacompile.room import device_budget
 from megacompile.runtime.cuda import CudaBackend
 from megacompile.runtime.lanes import Backend
 from megacompile.runtime.store import Store

@@ -11,7 +11,7 @@ import torch
 from megacompile.errors import MegacompileError
 from megacompile.passes import PIPELINE, TEMPLATE_PIPELINE
 from megacompile.passes.pipeline import check_pipeline, check_template_pipeline
-from megacompile.plan import RESIDUALS
+from megacompile.plan import RESIDUALS, check_residuals
 from megacompile.sizes import parse_bytes
 
 #: Options that name tiles.
@@ -34,7 +34,8 @@ class StreamConfig:
         compile: templates through inductor; None: on cuda.
         saved_layers: how many last layers keep their residuals; None: on cuda as many as fit, elsewhere none.
         residuals: which these keep: "all", or the results of "attention", a fourteenth of a 7B layer's: then the rest is
-            computed again, and not what takes longest in long sequences. Goes with a `checkpoint_interval` of 1.
+            computed again, and not what takes longest in long sequences. Goes with a `checkpoint_interval` of 1. None: those
+            of attention where not all layers could keep all, and that is faster.
         waves: in how many shares `train_step` sends a batch forward and back; None: on cuda as many as let all layers keep
             their residuals, elsewhere one.
         host_sums: names of tiles (or one name) whose gradients are added up between waves in FP32 in host memory, 4 bytes a
@@ -75,7 +76,7 @@ class StreamConfig:
     dtype: torch.dtype | None = None
     compile: bool | None = None
     saved_layers: int | None = None
-    residuals: str = "all"
+    residuals: str | None = None
     waves: int | None = None
     host_sums: tuple[str, ...] | str | None = None
     token_chunk: int | None = None
@@ -100,8 +101,9 @@ class StreamConfig:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise MegacompileError(f"{name} must be a whole number of at least 1, not {value!r}")
-        if self.residuals not in RESIDUALS:
+        if self.residuals not in (None, *RESIDUALS):
             raise MegacompileError(f"residuals must be one of {', '.join(RESIDUALS)}, not {self.residuals!r}")
+        check_residuals(self.residuals, self.checkpoint_interval)
         for name in ("saved_layers", "token_chunk"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 0):

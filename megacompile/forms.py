@@ -23,7 +23,8 @@ from megacompile.frontend.template import TemplateInput
 from megacompile.hardware import Hardware
 from megacompile.pace import pace_of
 from megacompile.plan import PLAIN, Form
-from megacompile.planner import Planner, device_budget, margins
+from megacompile.planner import Planner
+from megacompile.room import device_budget, margins
 from megacompile.runtime.lanes import Backend
 from megacompile.sizes import parse_bytes
 from megacompile.tiling import Tiling

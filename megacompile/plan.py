@@ -56,6 +56,13 @@ class Shape:
         return Form(self.further, self.evaluating, self.without_adapters, self.images)
 
 
+def check_residuals(residuals: str | None, checkpoint_interval: int | None) -> None:
+    """Raises `MegacompileError` where these do not go together."""
+    if residuals == "attention" and (checkpoint_interval or 1) > 1:
+        raise MegacompileError("a block of several layers keeps all residuals for a while: attention's alone (residuals) go "
+                               "with checkpoint_interval=1")
+
+
 @dataclass(frozen=True)
 class Plan:
     """How one batch shape is trained.
@@ -115,9 +122,7 @@ class Plan:
             raise MegacompileError(f"update is {self.update!r}, and must be one of {', '.join(UPDATES)}")
         if self.residuals not in RESIDUALS:
             raise MegacompileError(f"residuals is {self.residuals!r}, and must be one of {', '.join(RESIDUALS)}")
-        if self.residuals != "all" and self.checkpoint_interval > 1:
-            raise MegacompileError("a block of several layers keeps all residuals for a while: attention's alone (residuals) "
-                                   "go with checkpoint_interval=1")
+        check_residuals(self.residuals, self.checkpoint_interval)
         if not set(self.resident_state) <= set(self.resident):
             raise MegacompileError("what is updated on the device (resident_state) must have its weights there (resident)")
 

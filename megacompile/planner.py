@@ -8,21 +8,15 @@ checkpoints on the device or else on the host: attention alone needs all tokens 
 """
 from __future__ import annotations
 
-import functools
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from megacompile.config import StreamConfig
 from megacompile.errors import InsufficientMemoryError
-from megacompile.frontend.capture import CapturedModel
-from megacompile.locked import LockedMemory, spend_locked_memory
-from megacompile.memory import Estimate, evaluation_bytes, host_parts, training_bytes
 from megacompile.pace import Pace
 from megacompile.plan import Plan, split
-from megacompile.sizes import format_bytes, parse_bytes
-from megacompile.tiling import HOST_MARGIN_BYTES, Tiling
+from megacompile.room import Room
 from megacompile.visits import most_helpful_visits, named_visits
 
 #: Sequences' worth of tokens beyond which a larger micro-batch is no faster: kernels are full by then.
@@ -35,52 +29,13 @@ WAVE_TOKENS = 12288
 MOST_SEQUENCES = 1 << 14
 #: A plan must be so much faster to be taken instead of one that computes less: simulations are not exact.
 WORTH = 1.003
-#: Device memory that no estimate knows: workspaces of cuBLAS, kernels that are loaded.
-MARGIN_BYTES = 1 << 29
-
-
-def device_budget(config: StreamConfig, free_bytes: int) -> int:
-    """Bytes of device memory that plans may take: as many as were given, or nearly all that are free."""
-    return parse_bytes(config.device_memory) or int(free_bytes * 0.95)
-
-
-def margins(device_type: str) -> tuple[int, bool]:
-    """`margin_bytes` and `keep_residuals` of a device. On the CPU "device memory" is host memory, which tiles need more."""
-    return (MARGIN_BYTES, True) if device_type == "cuda" else (0, False)
 
 
 @dataclass
-class Planner:
-    captured: CapturedModel
-    tiling: Tiling
-    config: StreamConfig
-    budget_bytes: int  # of device memory
-    locked_bytes: int | None = None  # budget of page-locked memory; None: no limit
-    margin_bytes: int = MARGIN_BYTES
-    keep_residuals: bool = True
-    fused: bool = False  # templates run compiled
-    taken_bytes: Callable[[], int] = lambda: 0  # of the budget, by other models
+class Planner(Room):
     pace: Pace | None = None  # None: nothing is known of the machine, and rules of thumb decide
     stateful: tuple[str, ...] | None = None  # tiles that are updated on the device; None: not chosen yet
-    host_bytes: int = 1 << 62  # budget of host memory, tiles and all
     output: str = "loss"  # of the plans (see `Shape`)
-
-    @functools.cached_property
-    def layers(self) -> list[str]:
-        """Those that have a backward."""
-        return [call.name for call in self.tiling.differentiated(self.captured.calls)]
-
-    @property
-    def device_bytes(self) -> int:
-        """What is left of the budget."""
-        return max(0, self.budget_bytes - self.taken_bytes())
-
-    @property
-    def host_room(self) -> int:
-        """Bytes of the host's budget that a plan may take beside tiles and slabs."""
-        slabs = 0 if self.locked_bytes is None else self.locked_bytes  # they take no more
-        fixed = self.tiling.host_bytes() + HOST_MARGIN_BYTES + (0 if self.locked().tiles else slabs)
-        return max(0, self.host_bytes - fixed)
 
     def choose(self, batch: int, length: int, training: bool = True, update: str = "step",
                whole_step: bool = False, output: str = "loss") -> Plan:
@@ -120,7 +75,7 @@ class Planner:
             try:
                 planner = self._with_state(count)
                 plans = (planner._step_plans(batch, length, update) if whole_step
-                         else [planner.plan(batch, length, update=update)])
+                         else planner._residuals_either_way(planner.plan(batch, length, update=update)))
             except InsufficientMemoryError as error:
                 refusal = error if count == min(counts) else refusal  # its plans need least
                 continue
@@ -161,36 +116,12 @@ class Planner:
         smallest: tuple[int, Plan] | None = None
         for candidate in self._candidates(batch, length, update):
             need = self.estimate(candidate, length, training).total + self.margin_bytes
-            if need <= self.device_bytes and (not training or self._fits_host(candidate)):
+            if need <= self.device_bytes and (not training or self.fits_host(candidate)):
                 return self._keep_residuals(candidate) if training and self.config.saved_layers is None else candidate
             if smallest is None or need < smallest[0]:
                 smallest = need, candidate
         assert smallest is not None
-        raise self._too_small(batch, length, *smallest)
-
-    def _too_small(self, batch: int, length: int, need: int, plan: Plan) -> InsufficientMemoryError:
-        if need <= self.device_bytes:
-            parts = " and ".join(f"{format_bytes(count)} of {what}" for what, count in self.host_parts(plan).items() if count)
-            return InsufficientMemoryError(
-                f"a batch of {batch} x {length} needs {parts} in host memory, and {format_bytes(self.host_room)} are left "
-                "beside the tiles: use fewer or shorter sequences, or a larger host_memory")
-        return InsufficientMemoryError(
-            f"a batch of {batch} x {length} needs {format_bytes(need)} of device memory (micro-batches of "
-            f"{plan.micro_batches[0]}, checkpoint_interval={plan.checkpoint_interval}"
-            f"{f', token_chunk={plan.token_chunk}' if plan.token_chunk else ''}"
-            f"{f', host_checkpoints={plan.host_checkpoints}' if plan.host_checkpoints else ''}) and "
-            f"{format_bytes(self.device_bytes)} are available{self._others()}: use fewer or shorter sequences, or a larger "
-            f"device_memory{self._averaging()}")
-
-    def _averaging(self) -> str:
-        """What else helps where a batch is split at the user's wish alone."""
-        asked = self.config.micro_batch_size or not self.captured.is_averaged
-        return "" if asked else ("; or give micro_batch_size, and the auxiliary loss is the mean of those of micro-batches, as "
-                                 "with gradient accumulation")
-
-    def _others(self) -> str:
-        taken = self.taken_bytes()
-        return f" (other streamed models have planned {format_bytes(taken)}: close() one)" if taken else ""
+        raise self.too_small(batch, length, *smallest)
 
     def considered(self, batch: int, length: int, update: str = "step", whole_step: bool = False) -> Iterator[Plan]:
         """Every plan of a training step that the choice may fall on, in the order of preference: each once with the
@@ -200,7 +131,7 @@ class Planner:
             return
         for candidate in self._candidates(batch, length, update):
             if self.config.saved_layers is None and self.fits(candidate):
-                yield from dict.fromkeys((self._keep_residuals(candidate), candidate))
+                yield from dict.fromkeys((*self._residuals_either_way(self._keep_residuals(candidate)), candidate))
             else:
                 yield candidate
 
@@ -217,26 +148,11 @@ class Planner:
             limit *= 2
         return bisect_left(range(min(limit, MOST_SEQUENCES + 1)), True, lo=limit // 2 + 1, key=too_large) - 1
 
-    def fits(self, plan: Plan) -> bool:
-        """Whether device and host hold a training step under a plan. (Of the host only what the plan adds to the tiles: no plan
-        takes less.)"""
-        return self._fits_device(plan) and self._fits_host(plan)
-
-    def _fits_device(self, plan: Plan) -> bool:
-        return self.estimate(plan, plan.length).total + self.margin_bytes <= self.device_bytes
-
-    def _fits_host(self, plan: Plan) -> bool:
-        return sum(self.host_parts(plan).values()) <= self.host_room
-
-    def host_parts(self, plan: Plan) -> dict[str, int]:
-        """Bytes of host memory that a plan takes beside tiles and slabs, by purpose."""
-        return host_parts(self.captured, self.tiling, plan)
-
     def _candidates(self, batch: int, length: int, update: str = "step") -> Iterator[Plan]:
         """Plans of a loop, in the order of preference: large micro-batches (up to full kernels) first, for each K from 1."""
         depth, config = len(self.layers), self.config
         sizes = [config.micro_batch_size] if config.micro_batch_size else self._sizes(batch, length)
-        alone = config.residuals != "all"  # a larger K keeps all residuals for a while
+        alone = config.residuals == "attention"  # a larger K keeps all residuals for a while
         intervals = [config.checkpoint_interval or 1] if config.checkpoint_interval or alone else self._intervals(depth)
         for interval in intervals:
             for size in sizes:
@@ -256,10 +172,10 @@ class Planner:
     def _fewest_on_the_host(self, plan: Plan) -> Plan:
         """The plan, with as few checkpoints in host memory as let it fit, or all if none do."""
         borders = len(plan.blocks(self.layers)) - 1
-        if self.config.host_checkpoints is not None or borders < 1 or self._fits_device(plan):
+        if self.config.host_checkpoints is not None or borders < 1 or self.fits_device(plan):
             return plan
         others = [replace(plan, host_checkpoints=count) for count in range(1, borders + 1)]
-        return others[min(bisect_left(others, True, key=self._fits_device), borders - 1)]
+        return others[min(bisect_left(others, True, key=self.fits_device), borders - 1)]
 
     def _candidate(self, batch: int, length: int, update: str, size: int, interval: int, chunk: int) -> Plan:
         config, depth, locked = self.config, len(self.layers), self.locked()
@@ -270,7 +186,7 @@ class Planner:
             batch, length, split(batch, min(size, batch)), interval, min(config.saved_layers or 0, depth), slots,
             config.gradient_slots, self.resident(), self.resident_state(), locked.tiles, locked.staging_slabs,
             locked.gradient_slabs, update=update, token_chunk=chunk, host_checkpoints=wanted, output=self.output,
-            visiting_state=self._visiting(update), deferred_moments=config.defers(update), residuals=config.residuals)
+            visiting_state=self._visiting(update), deferred_moments=config.defers(update), residuals=config.residuals or "all")
 
     def plan_step(self, batch: int, length: int, update: str) -> Plan:
         """The plan of a whole step. Where memory allows it, the fewest waves that let every layer keep its residuals: then
@@ -304,7 +220,7 @@ class Planner:
         room = self.device_bytes - self.margin_bytes
         there = self._fewest_sums(plan)
         if not there.host_sums:
-            yield self._most_residuals(self._fewest_on_the_host(there), room)
+            yield from self._residuals_either_way(self._most_residuals(self._fewest_on_the_host(there), room), room)
         if plan.waves > 1 and (sums := self._sums()):
             yield self._fewest_sums(self._most_residuals(self._fewest_on_the_host(replace(plan, host_sums=sums)), room))
 
@@ -316,10 +232,10 @@ class Planner:
         plans = [replace(plan, host_sums=tiles[:count]) for count in range(len(tiles) + 1)]
         if self.config.host_sums is not None:
             return plans[-1]
-        if self._fits_device(plans[0]):
+        if self.fits_device(plans[0]):
             return plans[0]
         # From one tile on: blocks have accumulators of a wave for K layers at once, however few tiles are on the host.
-        return plans[min(bisect_left(plans, True, lo=1, key=self._fits_device), len(tiles))]
+        return plans[min(bisect_left(plans, True, lo=1, key=self.fits_device), len(tiles))]
 
     def _sums(self) -> tuple[str, ...]:
         """Tiles that may be added up on the host, those whose gradients come first at the front: as many as the host has room
@@ -334,7 +250,7 @@ class Planner:
     def _fitting(self, plan: Plan, batch: int, length: int) -> Plan:
         """The plan, if it fits. Raises `InsufficientMemoryError`."""
         if not self.fits(plan):
-            raise self._too_small(batch, length, self.estimate(plan, length).total + self.margin_bytes, plan)
+            raise self.too_small(batch, length, self.estimate(plan, length).total + self.margin_bytes, plan)
         return plan
 
     def _keep_residuals(self, plan: Plan) -> Plan:
@@ -342,8 +258,26 @@ class Planner:
         large lever there is on the step time. Leaves room for a second open forward that keeps none."""
         if not self.keep_residuals:
             return plan
-        lean = self.estimate(plan, plan.length)
-        return self._most_residuals(plan, self.device_bytes - self.margin_bytes - lean.checkpoints)
+        return self._most_residuals(plan, self._room_for_residuals(plan))
+
+    def _room_for_residuals(self, plan: Plan) -> int:
+        """Device bytes for a loop's step."""
+        return self.device_bytes - self.margin_bytes - self.estimate(replace(plan, saved_layers=0), plan.length).checkpoints
+
+    def _residuals_either_way(self, plan: Plan, room: int | None = None) -> list[Plan]:
+        """A plan that keeps as many residuals as there is room for; and, if these are not all of all layers, plans that keep
+        those of attention alone, of as many layers as then fit beside the checkpoints, or with all these on the host. Which is
+        fastest, a simulation has to say."""
+        config, depth = self.config, len(self.layers)
+        if (config.residuals is not None or config.saved_layers is not None or not self.keep_residuals
+                or not self.captured.fused_attention or plan.checkpoint_interval > 1 or plan.saved_layers == depth):
+            return [plan]
+        ways = [replace(plan, residuals="attention")]
+        if config.host_checkpoints is None:
+            ways.append(replace(ways[0], host_checkpoints=depth - 1))
+        kept = [self._most_residuals(way, self._room_for_residuals(way) if room is None else room) for way in ways]
+        return [plan, *(replace(each, host_checkpoints=min(each.host_checkpoints, max(0, depth - each.saved_layers - 1)))
+                        for each in kept if each.saved_layers)]
 
     def _most_residuals(self, plan: Plan, room: int) -> Plan:
         """As many layers with residuals as fit in `room` bytes."""
@@ -390,11 +324,3 @@ class Planner:
 
     def _visiting(self, update: str) -> tuple[str, ...]:
         return named_visits(self.config, self._trained(), self.resident_state(), update)
-
-    def locked(self) -> LockedMemory:
-        """How the budget of page-locked memory is spent. Raises `InsufficientMemoryError`."""
-        return spend_locked_memory(self.captured, self.tiling, self.locked_bytes, self.config.gradient_slabs)
-
-    def estimate(self, plan: Plan, length: int, training: bool = True) -> Estimate:
-        """Device bytes of a training step (or of an evaluation) under a plan, less the margin."""
-        return (training_bytes if training else evaluation_bytes)(self.captured, self.tiling, plan, self.fused)

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from megacompile.errors import MegacompileError
-from megacompile.planner import device_budget
+from megacompile.room import device_budget
 from megacompile.streamed import Streamed
 
 #: The options of `stream` that plans alone know. Others have made the tiles, the kernels or the lanes.

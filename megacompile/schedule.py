@@ -23,8 +23,9 @@ from megacompile.lowering import model_program
 from megacompile.pace import pace_of
 from megacompile.passes.manager import compile_program
 from megacompile.plan import UPDATES, Plan
-from megacompile.planner import Planner, margins
+from megacompile.planner import Planner
 from megacompile.program import Program
+from megacompile.room import margins
 from megacompile.runtime.store import available_host_bytes
 from megacompile.simulate import Timeline
 from megacompile.sizes import parse_bytes

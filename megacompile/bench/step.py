@@ -50,7 +50,7 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--visiting-state", nargs="*", help="tiles that go there for their update; default: the planner's")
     parser.add_argument("--deferred-moments", choices=tuple(_YES), help="moments behind all weights; default: the planner's")
     parser.add_argument("--saved-layers", type=int, help="default: as many as fit")
-    parser.add_argument("--residuals", choices=RESIDUALS, default=RESIDUALS[0], help="what these layers keep")
+    parser.add_argument("--residuals", choices=RESIDUALS, help="what these layers keep")
     parser.add_argument("--device-memory")
     parser.add_argument("--locked-memory", help="page-locked memory that tiles may take; less than all: through slabs")
     parser.add_argument("--uncompiled", action="store_true", help="templates op by op")

@@ -8,8 +8,8 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 import megacompile
-from megacompile.planner import MARGIN_BYTES
 from megacompile.program import Lane
+from megacompile.room import MARGIN_BYTES
 
 pytestmark = pytest.mark.gpu
 LENGTH, LAYERS = 8192, 12

@@ -119,6 +119,8 @@ PLANS: dict[str, dict[str, Any]] = {
     "one layer keeps its residuals, K = 2": {"saved_layers": 1, "checkpoint_interval": 2},
     "two layers keep attention's results": {"saved_layers": 2, "residuals": "attention"},
     "all layers keep attention's results": {"saved_layers": 4, "residuals": "attention"},
+    "two layers keep attention's results, checkpoints on the host": {"host_checkpoints": True, "saved_layers": 2,
+                                                                       "residuals": "attention"},
     "checkpoints on the host": {"host_checkpoints": True},
     "checkpoints on the host, K = 2": {"host_checkpoints": True, "checkpoint_interval": 2},
     "two checkpoints on the host, slab pool": {"host_checkpoints": 2, "locked_memory": "120KiB"},

@@ -470,6 +470,23 @@ def test_attention_s_results_alone_are_kept_by_more_layers_and_in_blocks_of_one(
     assert (whole.residuals, alone.residuals) == RESIDUALS and alone.saved_layers > whole.saved_layers == 3
     assert {plan.checkpoint_interval for plan in planner(analysis, residuals="attention")._candidates(8, LENGTH)} == {1}
     with pytest.raises(MegacompileError, match="go with checkpoint_interval=1"):
-        planner(analysis, residuals="attention", checkpoint_interval=2).plan(8, LENGTH)
+        StreamConfig(residuals="attention", checkpoint_interval=2)
     with pytest.raises(MegacompileError, match="residuals must be one of all, attention, not 'some'"):
         StreamConfig(residuals="some")
+
+
+@pytest.mark.parametrize("whole_step", [False, True])
+@pytest.mark.parametrize(("given", "also"), [({}, True), ({"residuals": "all"}, False), ({"saved_layers": 3}, False),
+                                             ({"checkpoint_interval": 2}, False)], ids=str)
+def test_attention_s_results_alone_are_an_alternative_where_not_all_residuals_fit(
+        given: dict[str, Any], also: bool, whole_step: bool, analysis: Analysis) -> None:
+    lean = planner(analysis, saved_layers=0).plan(8, LENGTH)
+    budget = planner(analysis).estimate(replace(lean, saved_layers=3), LENGTH).total
+    found = [*planner(analysis, budget, micro_batch_size=8, **given).considered(8, LENGTH, whole_step=whole_step)]
+    assert any(plan.residuals == "all" for plan in found)
+    assert any(plan.residuals == "attention" for plan in found) is also
+    for plan in found:
+        if plan.residuals == "attention":
+            assert plan.saved_layers and plan.host_checkpoints <= max(0, DEPTH - plan.saved_layers - 1)
+    roomy = planner(analysis, micro_batch_size=8).considered(8, LENGTH, whole_step=whole_step)
+    assert {plan.residuals for plan in roomy} == {"all"}, "nothing is gained where all of all layers fit"

@@ -318,7 +318,7 @@ def test_waves_whose_accumulators_do_not_fit_keep_more_residuals_with_sums_on_th
     assert whole.saved_layers == DEPTH and not whole.host_sums
     lean = planner(analysis, waves=4, host_sums="all")
     budget = lean.estimate(replace(whole, host_sums=lean._sums()), LENGTH).total
-    found = planner(analysis, budget, waves=4)._step_plans(32, LENGTH, "step")
+    found = planner(analysis, budget, waves=4, residuals="all")._step_plans(32, LENGTH, "step")
     best = max(found, key=lambda plan: plan.saved_layers)
     assert best.saved_layers == DEPTH and best.host_sums
     assert max((plan.saved_layers for plan in found if not plan.host_sums), default=0) < DEPTH
