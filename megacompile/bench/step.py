@@ -51,6 +51,7 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--deferred-moments", choices=tuple(_YES), help="moments behind all weights; default: the planner's")
     parser.add_argument("--saved-layers", type=int, help="default: as many as fit")
     parser.add_argument("--residuals", choices=RESIDUALS, help="what these layers keep")
+    parser.add_argument("--token-chunk", type=int, help="tokens that a layer computes at a time; default: the planner's")
     parser.add_argument("--device-memory")
     parser.add_argument("--locked-memory", help="page-locked memory that tiles may take; less than all: through slabs")
     parser.add_argument("--uncompiled", action="store_true", help="templates op by op")
@@ -70,7 +71,7 @@ def options() -> argparse.ArgumentParser:
 MODEL = ("shape", "layers", "device", "locked_memory", "uncompiled")
 #: Options of a row that a new plan honours.
 _PLANNED = ("checkpoint_interval", "micro_batch_size", "weight_slots", "resident", "resident_state", "visiting_state",
-            "deferred_moments", "saved_layers", "residuals", "device_memory", "waves")
+            "deferred_moments", "saved_layers", "residuals", "token_chunk", "device_memory", "waves")
 _YES = {"yes": True, "no": False}
 
 
