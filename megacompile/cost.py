@@ -128,7 +128,7 @@ def _peak_bytes(template: Template, variant: Variant, batch: int, length: int, f
         if node.op == "output":
             return _products_bytes(template, variant)
         inside = WORKSPACE.get(node.target)
-        return inside(node, size, device_type) if inside else 0
+        return (inside(node, size, device_type) if inside else 0) + (_hole_bytes(node, size, device_type) if loops else 0)
 
     # Ops around loops run one by one.
     return _graph_peak(variant.graph.graph, at(template, batch, length), fused and not loops, workspace)
@@ -167,6 +167,17 @@ def _products_bytes(template: Template, variant: Variant) -> int:
     results: Any = variant.graph.graph.output_node().args[0]
     grouped = [(template.inputs[g.input], results[g.results[0]]) for g in variant.gradients if len(g.results) == 3]
     return 2 * max((math.prod(map(int, made.shape)) * rows.meta["val"].element_size() for made, rows in grouped), default=0)
+
+
+def _hole_bytes(node: fx.Node, size: Callable[[Any], int], device_type: str) -> int:
+    """Where a layer computes in chunks, what it allocates is little more than whole-sequence values, each of them known.
+    Between those that stay, keys, values and their gradients, if smaller than queries, leave holes in the allocator's memory
+    in which nothing that comes has room."""
+    if node.target is not torch.ops.megacompile.attention_backward.default or device_type != "cuda":
+        return 0
+    operands = [argument.meta["val"] for argument in node.args[1:4]]  # type: ignore[union-attr]
+    sizes = [tensor_bytes(value, size) for value in (*operands, *node.meta["val"][:3])]
+    return sum(each for each in sizes if each < max(sizes))
 
 
 _MAKING = ("call_function", "call_module")

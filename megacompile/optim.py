@@ -15,6 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from megacompile.errors import MegacompileError, UnsupportedError
 from megacompile.nonfinite import NonFinite
 from megacompile.optimizer_state import OptimizerState
+from megacompile.runtime import native
 from megacompile.runtime.adam import AdamSegment, join_fp32, split_fp32
 from megacompile.runtime.update import Update, counting
 from megacompile.streamed import Streamed
@@ -114,6 +115,7 @@ class AdamW(torch.optim.Optimizer):
         self.state = OptimizerState(self.state)
         for streamed in self._models():
             streamed.arrival.attach(self if overlap is not None else None)
+        native.library()  # built now, if it must be: at the first update all lanes would wait for the C++ compiler
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         _check_options(param_group)

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import tiny_models
 import torch
 
 import megacompile
@@ -57,6 +58,13 @@ def fresh_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[p
     yield monkeypatch
     monkeypatch.undo()
     native._library.cache_clear()
+
+
+@needs_library
+def test_no_step_waits_for_the_compiler(fresh_library: pytest.MonkeyPatch) -> None:
+    model = megacompile.stream(tiny_models.build(), device="cpu")
+    megacompile.AdamW(model.parameters())
+    assert native._library.cache_info().currsize == 1, "the host's kernels are built with the optimizer"
 
 
 @pytest.mark.parametrize("compiler", ["false", "no-such-compiler", "true"])
