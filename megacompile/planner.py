@@ -1,5 +1,6 @@
 """Chooses a plan: the largest micro-batch and the smallest checkpoint interval that fit the device; then, where memory is
-left, waves, layers that keep residuals and tiles that are updated on the device, as they are fastest when simulated.
+left, waves, layers that keep residuals (all, or attention's results alone) and tiles that are updated on the device, whichever
+is fastest when simulated.
 
 K = 1 is the fastest where it fits: its backward drops the layer's last GEMM from the recompute. A larger K keeps fewer
 checkpoints and pays with the residuals of K - 1 layers of one micro-batch. Where no K fits, checkpoints wait in host memory, as

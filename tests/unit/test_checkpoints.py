@@ -274,15 +274,30 @@ def test_checkpoints_go_to_the_host_where_nothing_else_fits_and_as_few_as_need_t
         within(need[-1] - 1)
 
 
-def test_half_a_million_tokens_of_a_7b_model_fit_an_h200() -> None:
-    """Planned on the meta device: hidden states alone are 98 GiB, of 139."""
+def on_an_h200(layers: int, length: int, **options: Any) -> Any:
+    """One sequence of the 7B shape, planned on the meta device."""
     from transformers import AutoModelForCausalLM, Qwen2Config
-    sizes = {"vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
+    sizes = {"vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": layers,
              "num_attention_heads": 28, "num_key_value_heads": 4, "max_position_embeddings": 1 << 20}
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(Qwen2Config(**sizes), dtype=torch.bfloat16)
+    return megacompile.schedule(model, batch=1, length=length, hardware="h200", **options)
+
+
+def test_long_sequences_keep_attention_s_results_where_all_residuals_do_not_fit() -> None:
+    """Half a million tokens are computed in chunks, with these results too; 65,536 on less memory send checkpoints away."""
+    long, recomputed = on_an_h200(4, 524288), on_an_h200(4, 524288, residuals="all")
+    assert (long.plan.residuals, long.plan.saved_layers, recomputed.plan.saved_layers) == ("attention", 4, 0)
+    assert long.plan.token_chunk and long.simulate().step_s < 0.85 * recomputed.simulate().step_s
+    tight = on_an_h200(8, 65536, device_memory="24GiB")
+    assert tight.plan.residuals == "attention" and tight.plan.saved_layers and tight.plan.host_checkpoints
+    assert tight.planner.fits(tight.plan)
+
+
+def test_half_a_million_tokens_of_a_7b_model_fit_an_h200() -> None:
+    """Hidden states alone are 98 GiB, of 139."""
     length = 524288
-    found = megacompile.schedule(model, batch=1, length=length, hardware="h200")
+    found = on_an_h200(28, length)
     planner, plan = found.planner, found.plan
     assert plan.token_chunk and plan.host_checkpoints
     assert planner.estimate(plan, length).total + planner.margin_bytes <= planner.device_bytes < 139 * 2**30
