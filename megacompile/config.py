@@ -35,7 +35,7 @@ class StreamConfig:
         saved_layers: how many last layers keep their residuals; None: on cuda as many as fit, elsewhere none.
         residuals: which these keep: "all", or the results of "attention", a fourteenth of a 7B layer's: then the rest is
             computed again, and not what takes longest in long sequences. Goes with a `checkpoint_interval` of 1. None: those
-            of attention where not all layers could keep all, and that is faster.
+            of attention where not all layers could keep all, and a simulation says that it is faster; else all.
         waves: in how many shares `train_step` sends a batch forward and back; None: on cuda as many as let all layers keep
             their residuals, elsewhere one.
         host_sums: names of tiles (or one name) whose gradients are added up between waves in FP32 in host memory, 4 bytes a

@@ -172,7 +172,7 @@ def _products_bytes(template: Template, variant: Variant) -> int:
 def _hole_bytes(node: fx.Node, size: Callable[[Any], int], device_type: str) -> int:
     """Where a layer computes in chunks, what it allocates is little more than whole-sequence values, each of them known.
     Between those that stay, keys, values and their gradients, if smaller than queries, leave holes in the allocator's memory
-    in which nothing that comes has room."""
+    in which nothing that comes has room: attention's backward, where such a layer's peak is."""
     if node.target is not torch.ops.megacompile.attention_backward.default or device_type != "cuda":
         return 0
     operands = [argument.meta["val"] for argument in node.args[1:4]]  # type: ignore[union-attr]

@@ -118,7 +118,7 @@ class Outlook:
                   _host_table(self.host_parts, parameters), ""]
         if chosen.timeline is not None:
             lines += [chosen.timeline.table(), ""]
-        return "\n".join([*lines, _table(self.candidates, plan, operations)])
+        return "\n".join([*lines, _table(self.candidates, plan, operations, planner.layers)])
 
 
 def outlook(planner: Planner, chosen: Plan, host_budget: int, whole_step: bool = False) -> Outlook:
@@ -148,14 +148,14 @@ def _host_table(parts: Mapping[str, int], parameters: int) -> str:
                         colalign=("left", "right", "right")))
 
 
-def _table(found: Sequence[Candidate], chosen: Plan, operations: int) -> str:
+def _table(found: Sequence[Candidate], chosen: Plan, operations: int, layers: Sequence[str]) -> str:
     rows: list[tuple[object, ...]] = []
     for each in found:
         plan, timeline = each.plan, each.timeline
         chunked = f" ({plan.token_chunk} tokens at a time)" if plan.token_chunk else ""
         kept = f"{plan.saved_layers}{f' ({plan.residuals})' if plan.residuals != 'all' else ''}"
         sizes = (plan.checkpoint_interval, f"{plan.micro_batches[0]}{chunked}", plan.waves, kept,
-                 plan.host_checkpoints, len(plan.host_sums),
+                 len(plan.from_host(layers)), len(plan.host_sums),
                  f"{len(plan.resident_state)}{f' + {len(plan.visiting_state)} visit' if plan.visiting_state else ''}",
                  "behind weights" if plan.deferred_moments else "",
                  f"{each.device_bytes / 2**30:.1f}", f"{each.host_bytes / 2**30:.1f}")

@@ -125,8 +125,8 @@ class Planner(Room):
         raise self.too_small(batch, length, *smallest)
 
     def considered(self, batch: int, length: int, update: str = "step", whole_step: bool = False) -> Iterator[Plan]:
-        """Every plan of a training step that the choice may fall on, in the order of preference: each once with the
-        residuals that memory is left for, and once without. Some do not fit. Of a whole step: those of `plan_step`."""
+        """Every plan of a training step that the choice may fall on, in the order of preference: each with the residuals that
+        memory is left for, with attention's alone, and without. Some do not fit. Of a whole step: those of `_step_plans`."""
         if whole_step:
             yield from self._step_plans(batch, length, update)
             return
@@ -262,23 +262,24 @@ class Planner(Room):
         return self._most_residuals(plan, self._room_for_residuals(plan))
 
     def _room_for_residuals(self, plan: Plan) -> int:
-        """Device bytes for a loop's step."""
-        return self.device_bytes - self.margin_bytes - self.estimate(replace(plan, saved_layers=0), plan.length).checkpoints
+        """Device bytes for a loop's step, beside a second open forward: its checkpoints, and slots that these alone pass
+        through."""
+        lean, full = (self.estimate(replace(plan, saved_layers=saved), plan.length) for saved in (0, len(self.layers)))
+        return self.device_bytes - self.margin_bytes - lean.checkpoints - max(0, lean.slots - full.slots)
 
     def _residuals_either_way(self, plan: Plan, room: int | None = None) -> list[Plan]:
         """A plan that keeps as many residuals as there is room for; and, if these are not all of all layers, plans that keep
         those of attention alone, of as many layers as then fit beside the checkpoints, or with all these on the host. Which is
-        fastest, a simulation has to say."""
+        fastest, a simulation has to say: none is offered without one."""
         config, depth = self.config, len(self.layers)
-        if (config.residuals is not None or config.saved_layers is not None or not self.keep_residuals
+        if (self.pace is None or config.residuals is not None or config.saved_layers is not None or not self.keep_residuals
                 or not self.captured.fused_attention or plan.checkpoint_interval > 1 or plan.saved_layers == depth):
             return [plan]
         ways = [replace(plan, residuals="attention")]
         if config.host_checkpoints is None:
             ways.append(replace(ways[0], host_checkpoints=depth - 1))
         kept = [self._most_residuals(way, self._room_for_residuals(way) if room is None else room) for way in ways]
-        return [plan, *(replace(each, host_checkpoints=min(each.host_checkpoints, max(0, depth - each.saved_layers - 1)))
-                        for each in kept if each.saved_layers)]
+        return [plan, *(each for each in kept if each.saved_layers)]
 
     def _most_residuals(self, plan: Plan, room: int) -> Plan:
         """As many layers with residuals as fit in `room` bytes."""

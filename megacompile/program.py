@@ -280,7 +280,8 @@ class Builder:
         missing = [p for p in spec.required if arguments.get(p) is None]
         assert not unknown and not missing, f"{op}: unknown {unknown}, missing {missing}"
         given = {p: arguments[p] for p in spec.parameters if arguments.get(p) is not None}
-        node = self.graph.create_node("call_function", spec, (), given, name=name)
+        node = self.graph.create_node("call_function", spec, name=name)
+        node.kwargs = given  # given to create_node, torch 2.13 walks through them, which takes longer than all else here
         node.meta["pass"] = self.source
         return node
 

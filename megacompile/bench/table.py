@@ -61,13 +61,18 @@ def measured(table: Table, found: Iterable[rows.Row], device: str) -> list[Measu
 
         row = max(reversed(same), key=partners)
         beside = rates.get((alone, row.get("commit")), {})
-        alike = [beside.get(key) for key in COMPUTED] == [row.get(key) for key in COMPUTED]
+        alike = [beside.get(key) for key in COMPUTED] == [row.get(key) for key in COMPUTED] and _kept(beside) == _kept(row)
         result.append(Measured(spec, row, beside.get("tflops") if alike else None, natives.get(_size(row))))
     return result
 
 
 #: What two rows that run the same templates as often agree in.
-COMPUTED = ("micro_batch", "checkpoint_interval", "saved_layers", "token_chunk")
+COMPUTED = ("micro_batch", "checkpoint_interval", "token_chunk")
+
+
+def _kept(row: rows.Row) -> str:
+    """How many layers keep residuals, and which, if not all."""
+    return f"{row.get('saved_layers')}{' (attention)' if row.get('residuals') == 'attention' else ''}"
 
 
 def _size(row: rows.Row) -> tuple[Any, ...]:
@@ -146,7 +151,7 @@ def _table(table: Table, lines: Sequence[Measured], brief: bool) -> str:
 
 # ---------------------------------------------------------------- a file as it is
 
-STEP_COLUMNS = {"tokens": "tokens", "layers": "layers", "K": "checkpoint_interval", "residuals kept": "saved_layers",
+STEP_COLUMNS = {"tokens": "tokens", "layers": "layers", "K": "checkpoint_interval", "residuals kept": "kept",
                 "step": "step", "TFLOPS": "tflops", "step, s": "step_s", "GPU, GiB": "peak_device_gib",
                 "predicted": "predicted_device_gib",
                 "checkpoints": "checkpoint_gib", "host, bytes/parameter": "host_bytes_per_parameter", "commit": "commit"}
@@ -160,7 +165,7 @@ def plain(found: Iterable[rows.Row]) -> str:
             continue
         kind = f"train_step, {row['waves']} waves" if row.get("train_step") else "loop"
         clip = "updates on arrival" if row.get("overlap") else "clipped" if row["max_grad_norm"] else "unclipped"
-        shown = row | dict(tokens=f"{row['batch']} x {row['length']}",
+        shown = row | dict(tokens=f"{row['batch']} x {row['length']}", kept=_kept(row),
                            step="compute alone" if row["compute_only"] else f"{kind}, {clip}",
                            tflops=f"{row['tflops']:.0f}", step_s=f"{row['step_s']:.2f}")
         shown |= {size: f"{row[size]:.1f}" for size in ("peak_device_gib", "predicted_device_gib", "checkpoint_gib")}

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import tiny_models
@@ -15,6 +16,7 @@ from tiny_models import batch, same_bits
 from torch import fx
 
 import megacompile
+from megacompile import cost
 from megacompile.config import StreamConfig
 from megacompile.errors import InsufficientMemoryError, LaneError, MegacompileError, ProgramError
 from megacompile.planner import Planner
@@ -289,9 +291,24 @@ def test_long_sequences_keep_attention_s_results_where_all_residuals_do_not_fit(
     long, recomputed = on_an_h200(4, 524288), on_an_h200(4, 524288, residuals="all")
     assert (long.plan.residuals, long.plan.saved_layers, recomputed.plan.saved_layers) == ("attention", 4, 0)
     assert long.plan.token_chunk and long.simulate().step_s < 0.85 * recomputed.simulate().step_s
-    tight = on_an_h200(8, 65536, device_memory="24GiB")
+    tight = on_an_h200(8, 65536, device_memory="24GiB", whole_step=True)
     assert tight.plan.residuals == "attention" and tight.plan.saved_layers and tight.plan.host_checkpoints
     assert tight.planner.fits(tight.plan)
+    template = long.planner.captured.templates[long.planner.captured.calls[1].template]
+    keys = 524288 * 4 * 128 * 2
+    assert [_holes(template, "backward", *how) for how in ((16384, "attention"), (0, "attention"))] == [4 * keys, 0], (
+        "keys, values and their gradients leave holes, where an estimate has nothing to spare")
+
+
+def _holes(template: Any, variant: str, chunk: int, residuals: str) -> int:
+    """Bytes of the peak that `_hole_bytes` is."""
+    found = []
+    for counted in (cost._hole_bytes, lambda *_: 0):
+        cost._peaks.clear()
+        with mock.patch.object(cost, "_hole_bytes", counted):
+            found.append(cost.peak_bytes(template, template.variant(variant, chunk, residuals), 1, 524288, True))
+    cost._peaks.clear()
+    return found[0] - found[1]
 
 
 def test_half_a_million_tokens_of_a_7b_model_fit_an_h200() -> None:

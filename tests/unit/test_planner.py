@@ -482,11 +482,26 @@ def test_attention_s_results_alone_are_an_alternative_where_not_all_residuals_fi
         given: dict[str, Any], also: bool, whole_step: bool, analysis: Analysis) -> None:
     lean = planner(analysis, saved_layers=0).plan(8, LENGTH)
     budget = planner(analysis).estimate(replace(lean, saved_layers=3), LENGTH).total
-    found = [*planner(analysis, budget, micro_batch_size=8, **given).considered(8, LENGTH, whole_step=whole_step)]
+    measured: Any = object()  # there is a pace, which alternatives are not asked for
+    tight = replace(planner(analysis, budget, micro_batch_size=8, **given), pace=measured)
+    found = [*tight.considered(8, LENGTH, whole_step=whole_step)]
     assert any(plan.residuals == "all" for plan in found)
     assert any(plan.residuals == "attention" for plan in found) is also
-    for plan in found:
+    assert all(plan.saved_layers for plan in found if plan.residuals == "attention")
+    unmeasured = replace(tight, pace=None).considered(8, LENGTH, whole_step=whole_step)
+    roomy = replace(tight, budget_bytes=2**40).considered(8, LENGTH, whole_step=whole_step)
+    assert {plan.residuals for plan in (*unmeasured, *roomy)} == {"all"}, "unknown, or nothing to gain"
+
+
+@pytest.mark.parametrize("more", range(0, 40, 4))
+def test_a_second_open_forward_fits_beside_attention_s_results(more: int, analysis: Analysis) -> None:
+    """Whose own checkpoints are on the device, or go to the host as the plan says: through slots that the plan may not have."""
+    lean = planner(analysis, saved_layers=0).plan(8, LENGTH)
+    budget = planner(analysis).estimate(lean, LENGTH).total * (100 + more) // 100
+    measured: Any = object()
+    tight = replace(planner(analysis, budget, micro_batch_size=8), pace=measured)
+    for plan in tight.considered(8, LENGTH):
         if plan.residuals == "attention":
-            assert plan.saved_layers and plan.host_checkpoints <= max(0, DEPTH - plan.saved_layers - 1)
-    roomy = planner(analysis, micro_batch_size=8).considered(8, LENGTH, whole_step=whole_step)
-    assert {plan.residuals for plan in roomy} == {"all"}, "nothing is gained where all of all layers fit"
+            needed, second = (tight.estimate(replace(plan, saved_layers=saved), LENGTH) for saved in (plan.saved_layers, 0))
+            slots = max(0, second.slots - needed.slots)
+            assert needed.total + second.checkpoints + slots <= budget
