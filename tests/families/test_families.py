@@ -22,14 +22,22 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("model_type", classes().values() if everything else FAST)
     if "compiled_type" in metafunc.fixturenames:
         metafunc.parametrize("compiled_type", classes().values() if everything else ())
-    if "planned_type" in metafunc.fixturenames:  # of those that stream
-        exact = [each for each in classes().values() if stated_outcome(each) == "exact"] if everything else ()
+    exact = [each for each in classes().values() if stated_outcome(each) == "exact"] if everything else ()  # those that stream
+    if "planned_type" in metafunc.fixturenames:
         metafunc.parametrize("planned_type", exact)
+    if "keeping_type" in metafunc.fixturenames:
+        metafunc.parametrize("keeping_type", exact or FAST)
 
 
 def test_a_family_has_the_verdict_of_the_page(model_type: str) -> None:
     (verdict,) = judge_each([model_type], start="spawn")
     assert verdict.outcome == stated_outcome(model_type) != "wrong", verdict.reason
+
+
+def test_a_family_that_keeps_attention_s_results_alone_is_exact(keeping_type: str) -> None:
+    """Layers of it that have no attention keep nothing then."""
+    (verdict,) = judge_each([keeping_type], start="spawn", saved_layers=1 << 10, residuals="attention")
+    assert verdict.outcome == "exact", verdict.reason
 
 
 def test_a_family_compiled_in_bf16_is_as_exact_as_native_bf16(compiled_type: str) -> None:

@@ -12,8 +12,9 @@ import resource
 import signal
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from multiprocessing.connection import Connection
+from typing import Any
 
 import torch
 from tiny_configs import FIRST_PLAIN_TOKEN, NOT_ALONE, SETTINGS, VOCABULARY, tiny_config
@@ -42,10 +43,11 @@ class Verdict:
     seconds: float = 0.0
 
 
-def judge(model_type: str) -> Verdict:
-    """Builds a tiny random model of `model_type`, and compares loss and all gradients of a right-padded batch in float32."""
+def judge(model_type: str, options: Mapping[str, Any]) -> Verdict:
+    """Builds a tiny random model of `model_type`, and compares loss and all gradients of a right-padded batch in float32.
+    `options`: of `stream`."""
     started = time.process_time()
-    outcome, reason = _compared(model_type)
+    outcome, reason = _compared(model_type, options)
     if outcome == "not built":
         reason = NOT_ALONE.get(model_type, reason)
     elif outcome == "exact":
@@ -94,13 +96,13 @@ def _on_host(found: tuple[Tensor, dict[str, Tensor]]) -> tuple[Tensor, dict[str,
     return found[0].cpu(), {name: gradient.cpu() for name, gradient in found[1].items()}
 
 
-def judge_each(model_types: Iterable[str], start: str = "fork") -> Iterator[Verdict]:
+def judge_each(model_types: Iterable[str], start: str = "fork", **options: Any) -> Iterator[Verdict]:
     """Each in a process of its own, with a limit of time. `start`: "fork" is quick, and for processes that have not run any
     model yet; "spawn" is for others, whose threads a fork would miss."""
     context = multiprocessing.get_context(start)
     for model_type in model_types:
         ours, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=_judge_into, args=(model_type, theirs))
+        process = context.Process(target=_judge_into, args=(model_type, options, theirs))
         process.start()
         theirs.close()
         try:
@@ -112,14 +114,14 @@ def judge_each(model_types: Iterable[str], start: str = "fork") -> Iterator[Verd
         process.join()
 
 
-def _judge_into(model_type: str, pipe: Connection) -> None:
+def _judge_into(model_type: str, options: Mapping[str, Any], pipe: Connection) -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
     logging.disable(logging.ERROR)
     sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
-    pipe.send(judge(model_type))
+    pipe.send(judge(model_type, options))
 
 
-def _compared(model_type: str) -> tuple[str, str]:
+def _compared(model_type: str, options: Mapping[str, Any]) -> tuple[str, str]:
     torch.manual_seed(0)
     try:
         model = _build(model_type)
@@ -130,7 +132,7 @@ def _compared(model_type: str) -> tuple[str, str]:
     if not native[0].isfinite() or not any(g.any() for g in native[1].values()):
         return "not built", "its native loss has no finite gradient"
     try:
-        streamed = megacompile.stream(copy.deepcopy(model), device="cpu")
+        streamed = megacompile.stream(copy.deepcopy(model), device="cpu", **options)
         ours = _loss_and_gradients(streamed, batch)
         streamed.megacompile.close()
     except MegacompileError as reason:
