@@ -134,7 +134,7 @@ def _estimate(program: Program, shapes: Shapes, shape: Shape, plan: Plan) -> Est
     planner = shapes.forms.serve(shape.form).planner
     slots = sum(slot.bytes for slot in program.slots.values()
                 if not {"staging", "slab"} & set(SLOT_KINDS.get(slot_family(slot.name), ())))
-    planned = planner.estimate(plan, shape.length, shape.training)
+    planned = planner.estimate(plan, shape.training)
     estimate = replace(planned, slots=max(planned.slots, slots))
     if estimate.total + planner.margin_bytes > planner.device_bytes:
         raise InsufficientMemoryError(

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from tabulate import tabulate
 
-from megacompile.plan import Plan
+from megacompile.plan import Plan, kept_residuals
 from megacompile.planner import MOST_SEQUENCES, Planner
 from megacompile.program import Lane, place_kind, places
 from megacompile.simulate import Timeline, step_of
@@ -46,7 +46,7 @@ def _worth_a_look(plans: Iterable[Plan], planner: Planner) -> Iterator[Plan]:
 
 
 def _candidate(planner: Planner, plan: Plan, whole_step: bool) -> Candidate:
-    needed = planner.estimate(plan, plan.length).total + planner.margin_bytes
+    needed = planner.estimate(plan).total + planner.margin_bytes
     host_bytes = planner.tiling.host_bytes() + planner.host_parts(plan)["sums"]
     if not planner.fits(plan):
         return Candidate(plan, needed, host_bytes, None)
@@ -153,9 +153,8 @@ def _table(found: Sequence[Candidate], chosen: Plan, operations: int, layers: Se
     for each in found:
         plan, timeline = each.plan, each.timeline
         chunked = f" ({plan.token_chunk} tokens at a time)" if plan.token_chunk else ""
-        kept = f"{plan.saved_layers}{f' ({plan.residuals})' if plan.residuals != 'all' else ''}"
-        sizes = (plan.checkpoint_interval, f"{plan.micro_batches[0]}{chunked}", plan.waves, kept,
-                 len(plan.from_host(layers)), len(plan.host_sums),
+        sizes = (plan.checkpoint_interval, f"{plan.micro_batches[0]}{chunked}", plan.waves,
+                 kept_residuals(plan.saved_layers, plan.residuals), len(plan.from_host(layers)), len(plan.host_sums),
                  f"{len(plan.resident_state)}{f' + {len(plan.visiting_state)} visit' if plan.visiting_state else ''}",
                  "behind weights" if plan.deferred_moments else "",
                  f"{each.device_bytes / 2**30:.1f}", f"{each.host_bytes / 2**30:.1f}")

@@ -56,6 +56,11 @@ class Shape:
         return Form(self.further, self.evaluating, self.without_adapters, self.images)
 
 
+def kept_residuals(saved_layers: int, residuals: str) -> str:
+    """How many layers keep residuals, and which, if not all: as tables say it."""
+    return f"{saved_layers}{f' ({residuals})' if residuals != 'all' else ''}"
+
+
 def check_residuals(residuals: str | None, checkpoint_interval: int | None) -> None:
     """Raises `MegacompileError` where these do not go together."""
     if residuals == "attention" and (checkpoint_interval or 1) > 1:

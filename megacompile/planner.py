@@ -116,7 +116,7 @@ class Planner(Room):
         """The best plan of a loop that fits. Raises `InsufficientMemoryError` with the smallest need if none does."""
         smallest: tuple[int, Plan] | None = None
         for candidate in self._candidates(batch, length, update):
-            need = self.estimate(candidate, length, training).total + self.margin_bytes
+            need = self.estimate(candidate, training).total + self.margin_bytes
             if need <= self.device_bytes and (not training or self.fits_host(candidate)):
                 return self._keep_residuals(candidate) if training and self.config.saved_layers is None else candidate
             if smallest is None or need < smallest[0]:
@@ -251,7 +251,7 @@ class Planner(Room):
     def _fitting(self, plan: Plan, batch: int, length: int) -> Plan:
         """The plan, if it fits. Raises `InsufficientMemoryError`."""
         if not self.fits(plan):
-            raise self.too_small(batch, length, self.estimate(plan, length).total + self.margin_bytes, plan)
+            raise self.too_small(batch, length, self.estimate(plan).total + self.margin_bytes, plan)
         return plan
 
     def _keep_residuals(self, plan: Plan) -> Plan:
@@ -264,7 +264,7 @@ class Planner(Room):
     def _room_for_residuals(self, plan: Plan) -> int:
         """Device bytes for a loop's step, beside a second open forward: its checkpoints, and slots that these alone pass
         through."""
-        lean, full = (self.estimate(replace(plan, saved_layers=saved), plan.length) for saved in (0, len(self.layers)))
+        lean, full = (self.estimate(replace(plan, saved_layers=saved)) for saved in (0, len(self.layers)))
         return self.device_bytes - self.margin_bytes - lean.checkpoints - max(0, lean.slots - full.slots)
 
     def _residuals_either_way(self, plan: Plan, room: int | None = None) -> list[Plan]:
@@ -285,7 +285,7 @@ class Planner(Room):
         """As many layers with residuals as fit in `room` bytes."""
 
         def need(saved: int) -> int:
-            return self.estimate(replace(plan, saved_layers=saved), plan.length).total
+            return self.estimate(replace(plan, saved_layers=saved)).total
 
         saved = bisect_right(range(len(self.layers) + 1), room, key=need) - 1
         return replace(plan, saved_layers=max(0, saved))

@@ -66,7 +66,7 @@ class Room:
         return self.fits_device(plan) and self.fits_host(plan)
 
     def fits_device(self, plan: Plan) -> bool:
-        return self.estimate(plan, plan.length).total + self.margin_bytes <= self.device_bytes
+        return self.estimate(plan).total + self.margin_bytes <= self.device_bytes
 
     def fits_host(self, plan: Plan) -> bool:
         return sum(self.host_parts(plan).values()) <= self.host_room
@@ -79,11 +79,12 @@ class Room:
         """How the budget of page-locked memory is spent. Raises `InsufficientMemoryError`."""
         return spend_locked_memory(self.captured, self.tiling, self.locked_bytes, self.config.gradient_slabs)
 
-    def estimate(self, plan: Plan, length: int, training: bool = True) -> Estimate:
+    def estimate(self, plan: Plan, training: bool = True) -> Estimate:
         """Device bytes of a training step (or of an evaluation) under a plan, less the margin."""
         return (training_bytes if training else evaluation_bytes)(self.captured, self.tiling, plan, self.fused)
 
     def too_small(self, batch: int, length: int, need: int, plan: Plan) -> InsufficientMemoryError:
+        """What to raise where the plan that needs least, `need` bytes of the device, does not fit it or the host."""
         if need <= self.device_bytes:
             parts = " and ".join(f"{format_bytes(count)} of {what}" for what, count in self.host_parts(plan).items() if count)
             return InsufficientMemoryError(

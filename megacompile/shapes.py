@@ -161,7 +161,7 @@ class Shapes:
         model = self.model_program(shape, plan)
         compiled = compile_program(model, plan, self.planner.config.passes)
         check_agreement(compiled.program, [s.program for s in self.table.values()])
-        estimate = planner.estimate(plan, shape.length, shape.training)
+        estimate = planner.estimate(plan, shape.training)
         self._note(estimate)
         return CompiledShape(shape, plan, estimate, compiled)
 

@@ -18,6 +18,7 @@ from tabulate import tabulate
 
 from megacompile.bench import rows
 from megacompile.bench.tables import TABLES, Spec, Table
+from megacompile.plan import kept_residuals
 
 Cell = Callable[["Measured"], str]
 
@@ -61,18 +62,19 @@ def measured(table: Table, found: Iterable[rows.Row], device: str) -> list[Measu
 
         row = max(reversed(same), key=partners)
         beside = rates.get((alone, row.get("commit")), {})
-        alike = [beside.get(key) for key in COMPUTED] == [row.get(key) for key in COMPUTED] and _kept(beside) == _kept(row)
+        alike = _computed(beside) == _computed(row)
         result.append(Measured(spec, row, beside.get("tflops") if alike else None, natives.get(_size(row))))
     return result
 
 
-#: What two rows that run the same templates as often agree in.
-COMPUTED = ("micro_batch", "checkpoint_interval", "token_chunk")
+def _computed(row: rows.Row) -> tuple[Any, ...]:
+    """What two rows that run the same templates as often agree in."""
+    return (*(row.get(key) for key in ("micro_batch", "checkpoint_interval", "saved_layers", "token_chunk")), _residuals(row))
 
 
-def _kept(row: rows.Row) -> str:
-    """How many layers keep residuals, and which, if not all."""
-    return f"{row.get('saved_layers')}{' (attention)' if row.get('residuals') == 'attention' else ''}"
+def _residuals(row: rows.Row) -> str:
+    """Which residuals layers keep. Older rows do not say it: all."""
+    return str(row.get("residuals", "all"))
 
 
 def _size(row: rows.Row) -> tuple[Any, ...]:
@@ -165,7 +167,8 @@ def plain(found: Iterable[rows.Row]) -> str:
             continue
         kind = f"train_step, {row['waves']} waves" if row.get("train_step") else "loop"
         clip = "updates on arrival" if row.get("overlap") else "clipped" if row["max_grad_norm"] else "unclipped"
-        shown = row | dict(tokens=f"{row['batch']} x {row['length']}", kept=_kept(row),
+        shown = row | dict(tokens=f"{row['batch']} x {row['length']}",
+                           kept=kept_residuals(row["saved_layers"], _residuals(row)),
                            step="compute alone" if row["compute_only"] else f"{kind}, {clip}",
                            tflops=f"{row['tflops']:.0f}", step_s=f"{row['step_s']:.2f}")
         shown |= {size: f"{row[size]:.1f}" for size in ("peak_device_gib", "predicted_device_gib", "checkpoint_gib")}

@@ -18,15 +18,11 @@ def stated_outcome(model_type: str) -> str:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     everything = metafunc.config.getoption("--all-families")
-    if "model_type" in metafunc.fixturenames:
-        metafunc.parametrize("model_type", classes().values() if everything else FAST)
-    if "compiled_type" in metafunc.fixturenames:
-        metafunc.parametrize("compiled_type", classes().values() if everything else ())
-    exact = [each for each in classes().values() if stated_outcome(each) == "exact"] if everything else ()  # those that stream
-    if "planned_type" in metafunc.fixturenames:
-        metafunc.parametrize("planned_type", exact)
-    if "keeping_type" in metafunc.fixturenames:
-        metafunc.parametrize("keeping_type", exact or FAST)
+    exact = [row.model_type for row in read_rows().values() if row.outcome == "exact"]  # those that stream
+    of_all = {"model_type": (classes().values(), FAST), "compiled_type": (classes().values(), ()), "planned_type": (exact, ()),
+              "keeping_type": (exact, FAST)}
+    for name in of_all.keys() & set(metafunc.fixturenames):
+        metafunc.parametrize(name, of_all[name][not everything])
 
 
 def test_a_family_has_the_verdict_of_the_page(model_type: str) -> None:

@@ -262,7 +262,7 @@ def test_a_number_of_checkpoints_that_is_none_is_refused(wrong: Any) -> None:
 def test_checkpoints_go_to_the_host_where_nothing_else_fits_and_as_few_as_need_to(update: str | None, analysis: Any) -> None:
     batch, length = 64, 64
     options = {"micro_batch_size": 1, "checkpoint_interval": 1}
-    need = [planner(analysis).estimate(planner(analysis, host_checkpoints=n, **options).plan(batch, length), length).total
+    need = [planner(analysis).estimate(planner(analysis, host_checkpoints=n, **options).plan(batch, length)).total
             for n in range(6)]
     assert need == sorted(need, reverse=True) and len(set(need)) == 6
 
@@ -302,13 +302,10 @@ def test_long_sequences_keep_attention_s_results_where_all_residuals_do_not_fit(
 
 def _holes(template: Any, variant: str, chunk: int, residuals: str) -> int:
     """Bytes of the peak that `_hole_bytes` is."""
-    found = []
-    for counted in (cost._hole_bytes, lambda *_: 0):
-        cost._peaks.clear()
-        with mock.patch.object(cost, "_hole_bytes", counted):
-            found.append(cost.peak_bytes(template, template.variant(variant, chunk, residuals), 1, 524288, True))
-    cost._peaks.clear()
-    return found[0] - found[1]
+    measured = template, template.variant(variant, chunk, residuals), 1, 524288, True
+    with mock.patch.object(cost, "_hole_bytes", return_value=0):
+        without = cost._peak_bytes(*measured)
+    return cost._peak_bytes(*measured) - without
 
 
 def test_half_a_million_tokens_of_a_7b_model_fit_an_h200() -> None:
@@ -317,13 +314,13 @@ def test_half_a_million_tokens_of_a_7b_model_fit_an_h200() -> None:
     found = on_an_h200(28, length)
     planner, plan = found.planner, found.plan
     assert plan.token_chunk and plan.host_checkpoints
-    assert planner.estimate(plan, length).total + planner.margin_bytes <= planner.device_bytes < 139 * 2**30
+    assert planner.estimate(plan).total + planner.margin_bytes <= planner.device_bytes < 139 * 2**30
     timeline = found.simulate()
     assert timeline.occupancy(Lane.COMPUTE) > 0.99, "copies are hidden"
     with pytest.raises(InsufficientMemoryError):
         replace(planner, config=StreamConfig(host_checkpoints=False)).plan(1, length)
     everything = replace(plan, host_checkpoints=27)
-    assert planner.estimate(everything, length).total < 60 * 2**30
+    assert planner.estimate(everything).total < 60 * 2**30
     assert planner.pace is not None
     assert planner.pace.timeline(everything, whole_step=False).step_s == pytest.approx(timeline.step_s, rel=0.01)
     slots = planner.pace.program(everything, whole_step=False).slots

@@ -283,7 +283,7 @@ def test_chunks_are_the_last_resort(analysis: tuple[Any, Any], monkeypatch: pyte
     batch, length = 4, 2048
     config = StreamConfig.of(device="cpu", host_checkpoints=False)
     free = Planner(*analysis, config, 2**50, margin_bytes=0)
-    need = {c: free.estimate(c, length).total for c in free._candidates(batch, length)}
+    need = {c: free.estimate(c).total for c in free._candidates(batch, length)}
     whole = min(n for c, n in need.items() if not c.token_chunk)
     chunked = {c.token_chunk: n for c, n in need.items() if c.token_chunk}
     assert list(chunked) == [1024, 512, 256, 128], "powers of two below the length, the largest first"

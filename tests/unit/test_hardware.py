@@ -229,7 +229,7 @@ def test_explaining_marks_the_chosen_plan_among_its_candidates(planned: Schedule
 def test_candidates_that_do_not_fit_are_listed_without_a_time(planned: Schedule) -> None:
     config = dataclasses.replace(planned.planner.config, micro_batch_size=None)
     roomy = dataclasses.replace(planned.planner, config=config, margin_bytes=0, keep_residuals=False)
-    needs = [roomy.estimate(p, LENGTH).total for p in roomy.considered(8, LENGTH)]
+    needs = [roomy.estimate(p).total for p in roomy.considered(8, LENGTH)]
     tight = dataclasses.replace(roomy, budget_bytes=max(needs) - 1)
     found = candidates(tight, 8, LENGTH)
     fitting = [c for c in found if c.timeline is not None]

@@ -67,7 +67,7 @@ def plan(analysis: Analysis, batch: int = 8, length: int = LENGTH, micro_batch_s
 
 def estimate(analysis: Analysis, training: bool = True, **choices: Any) -> Estimate:
     chosen = plan(analysis, **choices)
-    return planner(analysis).estimate(chosen, chosen.length, training)
+    return planner(analysis).estimate(chosen, training)
 
 
 # ---- the memory model ------------------------------------------------------------------------------------------------
@@ -89,7 +89,7 @@ def test_estimated_slots_are_those_of_the_program(choices: dict[str, Any], analy
     specs = tiling.call_specs(captured.calls, captured.templates, chosen.length)
     program = compile_program(model_program(specs, tiling.tiles(), 8, labels=True), chosen, PIPELINE).program
     slots = sum(slot.bytes for name, slot in program.slots.items() if name[0] in "WRGC")
-    assert planner(analysis).estimate(chosen, LENGTH).slots == slots
+    assert planner(analysis).estimate(chosen).slots == slots
 
 
 def test_estimated_slots_of_tied_embeddings_are_those_of_the_program(tied_analysis: Analysis) -> None:
@@ -234,7 +234,7 @@ def test_what_is_predicted_holds_what_is_measured(options: dict[str, Any], analy
             model(**batch)
         chosen = model.megacompile.compiled(batch).plan
         for live, is_training in ((training, True), (evaluation, False)):
-            predicted = planner(analysis, **options).estimate(chosen, LENGTH, is_training)
+            predicted = planner(analysis, **options).estimate(chosen, is_training)
             assert live.peak <= predicted.total - predicted.slots <= 1.4 * live.peak
     finally:
         model.megacompile.close()
@@ -284,7 +284,7 @@ def test_a_plan_fits_its_budget_and_more_memory_never_gives_a_slower_one(analysi
         except InsufficientMemoryError:
             assert before is None, f"{budget} bytes are too few, but less was enough"
             continue
-        assert within.estimate(chosen, LENGTH).total + 1000 <= budget
+        assert within.estimate(chosen).total + 1000 <= budget
         if before is not None:
             assert rank(chosen) <= rank(before)
         before = chosen
@@ -296,7 +296,7 @@ def test_a_plan_fits_its_budget_and_more_memory_never_gives_a_slower_one(analysi
 def test_a_tight_budget_is_met_with_blocks(analysis: Analysis) -> None:
     """Many tokens and few layers at once: checkpoints are what is large."""
     generous = planner(analysis)
-    smallest_k1 = generous.estimate(plan(analysis, batch=64, micro_batch_size=1), LENGTH).total
+    smallest_k1 = generous.estimate(plan(analysis, batch=64, micro_batch_size=1)).total
     chosen = planner(analysis, smallest_k1 - 1).plan(64, LENGTH)
     assert chosen.checkpoint_interval > 1
 
@@ -304,9 +304,9 @@ def test_a_tight_budget_is_met_with_blocks(analysis: Analysis) -> None:
 def test_memory_to_spare_keeps_the_residuals_of_as_many_last_layers_as_it_holds(analysis: Analysis) -> None:
     """And leaves room for the checkpoints of a second forward, which keeps none."""
     lean = plan(analysis, micro_batch_size=8)
-    needs = [planner(analysis).estimate(replace(lean, saved_layers=saved), LENGTH).total
+    needs = [planner(analysis).estimate(replace(lean, saved_layers=saved)).total
              for saved in range(DEPTH + 1)]
-    spare = planner(analysis).estimate(lean, LENGTH).checkpoints
+    spare = planner(analysis).estimate(lean).checkpoints
     for saved, need in enumerate(needs):
         exact = planner(analysis, need + spare).plan(8, LENGTH)
         less = planner(analysis, need + spare - 1).plan(8, LENGTH)
@@ -328,7 +328,7 @@ def test_too_little_memory_is_refused_with_what_is_needed(analysis: Analysis, tr
     with pytest.raises(InsufficientMemoryError) as caught:
         planner(analysis, 12345, margin=100).plan(8, LENGTH, training)
     poor = planner(analysis, 12345)
-    needed = min(poor.estimate(c, LENGTH, training).total for c in poor._candidates(8, LENGTH)) + 100
+    needed = min(poor.estimate(c, training).total for c in poor._candidates(8, LENGTH)) + 100
     assert planner(analysis, needed, margin=100).plan(8, LENGTH, training)
     with pytest.raises(InsufficientMemoryError):
         planner(analysis, needed - 1, margin=100).plan(8, LENGTH, training)
@@ -341,7 +341,7 @@ def test_too_little_memory_is_refused_with_what_is_needed(analysis: Analysis, tr
 def test_a_loss_that_cannot_be_split_is_not_split(analysis: Analysis) -> None:
     captured, tiling = analysis
     whole = replace(captured, has_normaliser=False)
-    least = planner(analysis).estimate(plan(analysis, micro_batch_size=8), LENGTH).total
+    least = planner(analysis).estimate(plan(analysis, micro_batch_size=8)).total
     assert planner((whole, tiling)).plan(8, LENGTH).micro_batches == (8,)
     with pytest.raises(InsufficientMemoryError):
         planner((whole, tiling), budget=least // 2).plan(8, LENGTH)
@@ -464,13 +464,15 @@ def test_host_memory_is_no_more_than_a_container_allows(which: str, tmp_path: Pa
 
 def test_attention_s_results_alone_are_kept_by_more_layers_and_in_blocks_of_one(analysis: Analysis) -> None:
     lean = planner(analysis, saved_layers=0).plan(8, LENGTH)
-    spare = planner(analysis).estimate(lean, LENGTH).checkpoints
-    budget = planner(analysis).estimate(replace(lean, saved_layers=3), LENGTH).total + spare
+    spare = planner(analysis).estimate(lean).checkpoints
+    budget = planner(analysis).estimate(replace(lean, saved_layers=3)).total + spare
     whole, alone = (planner(analysis, budget, micro_batch_size=8, residuals=kind).plan(8, LENGTH) for kind in RESIDUALS)
     assert (whole.residuals, alone.residuals) == RESIDUALS and alone.saved_layers > whole.saved_layers == 3
     assert {plan.checkpoint_interval for plan in planner(analysis, residuals="attention")._candidates(8, LENGTH)} == {1}
     with pytest.raises(MegacompileError, match="go with checkpoint_interval=1"):
-        StreamConfig(residuals="attention", checkpoint_interval=2)
+        planner(analysis, residuals="attention", checkpoint_interval=2).plan(8, LENGTH)
+    with pytest.raises(MegacompileError, match="go with checkpoint_interval=1"):
+        replace(alone, checkpoint_interval=2)  # which no options were asked for
     with pytest.raises(MegacompileError, match="residuals must be one of all, attention, not 'some'"):
         StreamConfig(residuals="some")
 
@@ -481,7 +483,7 @@ def test_attention_s_results_alone_are_kept_by_more_layers_and_in_blocks_of_one(
 def test_attention_s_results_alone_are_an_alternative_where_not_all_residuals_fit(
         given: dict[str, Any], also: bool, whole_step: bool, analysis: Analysis) -> None:
     lean = planner(analysis, saved_layers=0).plan(8, LENGTH)
-    budget = planner(analysis).estimate(replace(lean, saved_layers=3), LENGTH).total
+    budget = planner(analysis).estimate(replace(lean, saved_layers=3)).total
     measured: Any = object()  # there is a pace, which alternatives are not asked for
     tight = replace(planner(analysis, budget, micro_batch_size=8, **given), pace=measured)
     found = [*tight.considered(8, LENGTH, whole_step=whole_step)]
@@ -497,11 +499,11 @@ def test_attention_s_results_alone_are_an_alternative_where_not_all_residuals_fi
 def test_a_second_open_forward_fits_beside_attention_s_results(more: int, analysis: Analysis) -> None:
     """Whose own checkpoints are on the device, or go to the host as the plan says: through slots that the plan may not have."""
     lean = planner(analysis, saved_layers=0).plan(8, LENGTH)
-    budget = planner(analysis).estimate(lean, LENGTH).total * (100 + more) // 100
+    budget = planner(analysis).estimate(lean).total * (100 + more) // 100
     measured: Any = object()
     tight = replace(planner(analysis, budget, micro_batch_size=8), pace=measured)
     for plan in tight.considered(8, LENGTH):
         if plan.residuals == "attention":
-            needed, second = (tight.estimate(replace(plan, saved_layers=saved), LENGTH) for saved in (plan.saved_layers, 0))
+            needed, second = (tight.estimate(replace(plan, saved_layers=saved)) for saved in (plan.saved_layers, 0))
             slots = max(0, second.slots - needed.slots)
             assert needed.total + second.checkpoints + slots <= budget

@@ -299,7 +299,7 @@ def test_as_many_accumulators_stay_on_the_device_as_fit(analysis: Any) -> None:
     """And no fewer tiles are added up on the host than must be. (Sequences so short that accumulators are most of it.)"""
     roomy = planner(analysis, waves=4, saved_layers=0).plan_step(4, 8, "step")
     assert roomy.waves == 4 and not roomy.host_sums
-    need = planner(analysis).estimate(roomy, 8).total
+    need = planner(analysis).estimate(roomy).total
     counts = []
     for budget in range(need - 1, need // 3, -need // 60):
         tight = planner(analysis, budget, waves=4, saved_layers=0, host_checkpoints=False)
@@ -317,8 +317,8 @@ def test_waves_whose_accumulators_do_not_fit_keep_more_residuals_with_sums_on_th
     whole = planner(analysis, waves=4).plan_step(32, LENGTH, "step")
     assert whole.saved_layers == DEPTH and not whole.host_sums
     lean = planner(analysis, waves=4, host_sums="all")
-    budget = lean.estimate(replace(whole, host_sums=lean._sums()), LENGTH).total
-    found = planner(analysis, budget, waves=4, residuals="all")._step_plans(32, LENGTH, "step")
+    budget = lean.estimate(replace(whole, host_sums=lean._sums())).total
+    found = planner(analysis, budget, waves=4)._step_plans(32, LENGTH, "step")
     best = max(found, key=lambda plan: plan.saved_layers)
     assert best.saved_layers == DEPTH and best.host_sums
     assert max((plan.saved_layers for plan in found if not plan.host_sums), default=0) < DEPTH
@@ -328,7 +328,7 @@ def test_no_plan_takes_more_of_the_host_than_there_is(analysis: Any) -> None:
     captured, tiling = analysis
     whole = planner(analysis, waves=4).plan_step(32, LENGTH, "step")
     tight = planner(analysis, waves=4, host_sums="all")
-    budget = tight.estimate(replace(whole, host_sums=tight._sums()), LENGTH).total
+    budget = tight.estimate(replace(whole, host_sums=tight._sums())).total
     tiles = tiling.host_bytes() + HOST_MARGIN_BYTES
     layer = tiling.layouts["model.layers.0"].sum_bytes
     summed = []
@@ -346,7 +346,7 @@ def test_checkpoints_that_the_host_has_no_room_for_are_refused(analysis: Any) ->
     def plan(budget: int = 1 << 40, **options: Any) -> Plan:
         return planner(analysis, budget, saved_layers=0, **options).plan(64, LENGTH)
 
-    few, most = (planner(analysis).estimate(plan(host_checkpoints=count), LENGTH).total for count in (True, False))
+    few, most = (planner(analysis).estimate(plan(host_checkpoints=count)).total for count in (True, False))
     assert plan(few).host_checkpoints == DEPTH - 1
     with pytest.raises(InsufficientMemoryError, match="of checkpoints in host memory, and 0 B are left beside the tiles"):
         plan(few, host_bytes=tiles)

@@ -184,8 +184,8 @@ def test_as_many_tiles_visit_as_make_a_step_faster_that_waits_for_the_host() -> 
     seconds = {n: pace.cautious_s(dataclasses.replace(slow.plan, visiting_state=tiles[:n]), True)
                for n in (0, count - 1, count, count + 1) if n <= len(tiles)}
     assert min(seconds, key=seconds.__getitem__) == count
-    assert slow.planner.estimate(slow.plan, 64).slots > slow.planner.estimate(
-        dataclasses.replace(slow.plan, visiting_state=()), 64).slots
+    assert slow.planner.estimate(slow.plan).slots > slow.planner.estimate(
+        dataclasses.replace(slow.plan, visiting_state=())).slots
     assert f"+ {count} visit" in slow.explain()
 
 
@@ -193,7 +193,7 @@ def test_checkpoints_go_to_the_host_where_visits_need_their_memory() -> None:
     options: dict[str, Any] = dict(batch=16, length=256, saved_layers=0)
     ample = schedule(1e8, **options)
     at_home = dataclasses.replace(ample.plan, visiting_state=())
-    need = ample.planner.estimate(at_home, 256).total + ample.planner.margin_bytes
+    need = ample.planner.estimate(at_home).total + ample.planner.margin_bytes
     tight = schedule(1e8, device_memory=need, **options)
     assert ample.plan.host_checkpoints == 0 and 0 < tight.plan.host_checkpoints < 5
     assert tight.plan.visiting_state and tight.planner.fits(tight.plan)
