@@ -42,7 +42,7 @@ class Measured:
 def measured(table: Table, found: Iterable[rows.Row], device: str) -> list[Measured]:
     """What was measured of a table on one device, in its order: the last row of each, or the last that was measured together
     with most of what the table compares it with, its compute alone and native PyTorch. Rows of compute alone stand beside
-    those whose templates they ran: a plan for another update may keep other residuals."""
+    those whose templates they ran, those of clipped steps also beside steps that update on arrival under such a plan."""
     found = [row for row in found if row["device"] == device and "options" in row]
     rates = rows.by_commit(row for row in found if "tflops" in row)
     natives: dict[tuple[Any, ...], float] = {}
@@ -52,19 +52,25 @@ def measured(table: Table, found: Iterable[rows.Row], device: str) -> list[Measu
     has_native = any(spec.system == "native" for spec in table.rows)
     result = []
     for spec in table.rows:
-        same = [row for row in found if rows.identity(row["system"], row["options"], device) == spec.identity(device)]
+        own = spec.identity(device)
+        same = [row for row in found if rows.identity(row["system"], row["options"], device) == own]
         if "compute_only" in spec.options or not same:
             continue
-        alone = spec.alone().identity(device) if spec.system == "megacompile" else ""
-
-        def partners(row: rows.Row, alone: str = alone if spec.alone() in table.rows else "") -> int:
-            return ((alone, row.get("commit")) in rates) + (has_native and _size(row) in natives)
-
-        row = max(reversed(same), key=partners)
-        beside = rates.get((alone, row.get("commit")), {})
-        alike = _computed(beside) == _computed(row)
-        result.append(Measured(spec, row, beside.get("tflops") if alike else None, natives.get(_size(row))))
+        beside = [(row, _alone(spec, row, rates)) for row in same]
+        has_alone = spec.system == "megacompile" and spec.alone() in table.rows
+        partners = [(has_alone and alone is not None) + (has_native and _size(row) in natives) for row, alone in beside]
+        row, alone = beside[max(zip(partners, range(len(same)), strict=True))[1]]  # the last of those with most
+        result.append(Measured(spec, row, alone, natives.get(_size(row))))
     return result
+
+
+def _alone(spec: Spec, row: rows.Row, rates: Mapping[tuple[str, str | None], rows.Row]) -> float | None:
+    """TFLOPS of the templates that a row ran, computing alone; None where that was not measured."""
+    if spec.system != "megacompile":
+        return None
+    keys = ((each.identity(row["device"]), row.get("commit")) for each in (spec.alone(), spec.alone().changed(overlap=None)))
+    beside = (rates[key] for key in keys if key in rates)
+    return next((each["tflops"] for each in beside if _computed(each) == _computed(row)), None)
 
 
 def _computed(row: rows.Row) -> tuple[Any, ...]:

@@ -50,9 +50,13 @@ class Spec:
         return rows.identity(self.system, self.identifying(), device)
 
     def alone(self) -> Spec:
-        """The row of this one's templates alone, without copies and updates: how weights are updated is none of theirs."""
-        options = {name: value for name, value in self.options.items() if name not in ("no_clipping", "overlap")}
-        return replace(self, options={**options, "compute_only": True})
+        """The row of this one's templates alone, without copies and updates. Clipping changes none of them; updates on arrival
+        may have another plan."""
+        return self.changed(no_clipping=None, compute_only=True)
+
+    def changed(self, **options: Any) -> Spec:
+        """With these options as well; without those that are None."""
+        return replace(self, options={name: value for name, value in {**self.options, **options}.items() if value is not None})
 
     def of_shape(self, shape: str | None) -> Spec:
         """With this shape, unless it has one of its own."""

@@ -427,6 +427,17 @@ def test_a_row_is_not_set_beside_other_templates() -> None:
     assert [m.alone_tflops for m in measured(TABLE, found, "d")] == [100.0]
 
 
+def test_updates_on_arrival_are_set_beside_their_own_compute_alone_or_that_of_a_plan_like_theirs() -> None:
+    arrival = OURS.changed(overlap=True)
+    table = Table("Some rows", (arrival, arrival.alone()))
+    found = [result_of(arrival, tflops=90.0, saved_layers=4), result_of(OURS.alone(), tflops=100.0, saved_layers=4)]
+    assert [m.alone_tflops for m in measured(table, found, "d")] == [100.0], "of clipped steps, under the same plan"
+    found.append(result_of(arrival.alone(), tflops=95.0, saved_layers=4))
+    assert [m.alone_tflops for m in measured(table, found, "d")] == [95.0], "its own"
+    found[0]["saved_layers"] = found[2]["saved_layers"] = 3
+    assert [m.alone_tflops for m in measured(table, found, "d")] == [95.0], "other plans do not count"
+
+
 def test_a_table_sets_each_row_beside_its_compute_alone_and_the_best_native_row() -> None:
     found = [result_of(OURS, tflops=100.0), result_of(OURS, tflops=90.0, step_s=2.0, occupancy={"compute": 0.9, "cpu": 0.25}),
              result_of(OURS.alone(), tflops=100.0), result_of(CLIPPED_NOT, tflops=95.0), result_of(EAGER, tflops=80.0),
