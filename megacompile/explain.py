@@ -9,7 +9,7 @@ from tabulate import tabulate
 from megacompile.plan import Plan, kept_residuals
 from megacompile.planner import MOST_SEQUENCES, Planner
 from megacompile.program import Lane, place_kind, places
-from megacompile.simulate import Timeline, step_of
+from megacompile.simulate import StepTimes, step_of
 from megacompile.sizes import format_bytes
 from megacompile.tiling import HOST_MARGIN_BYTES
 
@@ -21,12 +21,12 @@ _SLABS = ("S", "D", "H")
 
 @dataclass(frozen=True)
 class Candidate:
-    """A plan, its needs in bytes, and how its program would run; `timeline` is None where it does not fit."""
+    """A plan, its needs in bytes, and how its steps would be spent; `times` are None where it does not fit."""
 
     plan: Plan
     device_bytes: int
     host_bytes: int
-    timeline: Timeline | None
+    times: StepTimes | None
 
 
 def candidates(planner: Planner, batch: int, length: int, update: str = "step", whole_step: bool = False) -> list[Candidate]:
@@ -56,7 +56,7 @@ def _candidate(planner: Planner, plan: Plan, whole_step: bool) -> Candidate:
         program = planner.pace.program(plan, whole_step)
         used = places(program.section(section) for section in step_of(program))
         slabs = sum(slot.bytes for name, slot in program.slots.items() if name in used and place_kind(name) in _SLABS)
-    return Candidate(plan, needed, host_bytes + slabs, planner.pace.timeline(plan, whole_step))
+    return Candidate(plan, needed, host_bytes + slabs, planner.pace.times(plan, whole_step))
 
 
 def _alike(plan: Plan, other: Plan) -> bool:
@@ -87,7 +87,7 @@ class Outlook:
 
     @property
     def fits(self) -> bool:
-        return self.chosen.timeline is not None and self.host_needed <= self.host_budget
+        return self.chosen.times is not None and self.host_needed <= self.host_budget
 
     @property
     def host_needed(self) -> int:
@@ -108,16 +108,16 @@ class Outlook:
                  f"rates of {hardware.name}: {hardware.source}", "",
                  _verdict("device", chosen.device_bytes, planner.device_bytes),
                  _verdict("host", self.host_needed, self.host_budget)]
-        if chosen.timeline is not None:
-            step = chosen.timeline
+        if chosen.times is not None:
+            step = chosen.times
             lines += [f"speed: {step.step_s:.3f} s a step, {plan.batch * plan.length / step.step_s:,.0f} tokens/s, "
                       f"{operations / step.step_s / 1e12:.3g} TFLOPS; {step.binds} binds "
-                      f"({step.critical()[step.binds] / step.step_s:.0%} of the step)"]
+                      f"({step.critical_s[step.binds] / step.step_s:.0%} of the step)"]
         lines += [f"largest batch: {self.largest_batch}{' or more' * (self.largest_batch == MOST_SEQUENCES)} sequences of "
                   f"{plan.length} tokens fit the device", "",
                   _host_table(self.host_parts, parameters), ""]
-        if chosen.timeline is not None:
-            lines += [chosen.timeline.table(), ""]
+        if chosen.times is not None:
+            lines += [chosen.times.table(), ""]
         return "\n".join([*lines, _table(self.candidates, plan, operations, planner.layers)])
 
 
@@ -125,10 +125,10 @@ def outlook(planner: Planner, chosen: Plan, host_budget: int, whole_step: bool =
     """Simulates a plan and its candidates. `host_budget`: bytes."""
     assert planner.pace is not None, "nothing is known of the machine"
     found = candidates(planner, chosen.batch, chosen.length, chosen.update, whole_step)
-    tried = [plan for plan, whole in planner.pace.timelines if whole == whole_step and _alike(plan, chosen)]
+    tried = [plan for plan, whole in planner.pace.cautious if whole == whole_step and _alike(plan, chosen)]
     listed = {c.plan for c in found}
     found += [_candidate(planner, plan, whole_step) for plan in dict.fromkeys([chosen, *tried]) if plan not in listed]
-    found.sort(key=lambda c: c.timeline.step_s if c.timeline is not None else float("inf"))
+    found.sort(key=lambda c: c.times.step_s if c.times is not None else float("inf"))
     sums = planner.host_parts(chosen)["sums"]
     parts = planner.tiling.host_parts() | ({"sums": sums} if sums else {})
     slabs = next(c.host_bytes for c in found if c.plan == chosen) - sum(parts.values())
@@ -151,22 +151,22 @@ def _host_table(parts: Mapping[str, int], parameters: int) -> str:
 def _table(found: Sequence[Candidate], chosen: Plan, operations: int, layers: Sequence[str]) -> str:
     rows: list[tuple[object, ...]] = []
     for each in found:
-        plan, timeline = each.plan, each.timeline
+        plan, times = each.plan, each.times
         chunked = f" ({plan.token_chunk} tokens at a time)" if plan.token_chunk else ""
         sizes = (plan.checkpoint_interval, f"{plan.micro_batches[0]}{chunked}", plan.waves,
                  kept_residuals(plan.saved_layers, plan.residuals), len(plan.from_host(layers)), len(plan.host_sums),
                  f"{len(plan.resident_state)}{f' + {len(plan.visiting_state)} visit' if plan.visiting_state else ''}",
                  "behind weights" if plan.deferred_moments else "",
                  f"{each.device_bytes / 2**30:.1f}", f"{each.host_bytes / 2**30:.1f}")
-        if timeline is None:
+        if times is None:
             rows.append(("", *sizes, "does not fit", "", "", "", ""))
             continue
-        critical = sorted(((seconds, lane) for lane, seconds in timeline.critical().items()), reverse=True)
-        parts = ", ".join(f"{lane} {seconds / timeline.step_s:.0%}" for seconds, lane in critical
-                          if seconds >= 0.01 * timeline.step_s)
-        rows.append(("->" if plan == chosen else "", *sizes, f"{timeline.step_s:.3f}",
-                     f"{operations / timeline.step_s / 1e12:.3g}", f"{timeline.occupancy(Lane.COMPUTE):.0%}",
-                     str(timeline.binds), parts))
+        critical = sorted(((seconds, lane) for lane, seconds in times.critical_s.items()), reverse=True)
+        parts = ", ".join(f"{lane} {seconds / times.step_s:.0%}" for seconds, lane in critical
+                          if seconds >= 0.01 * times.step_s)
+        rows.append(("->" if plan == chosen else "", *sizes, f"{times.step_s:.3f}",
+                     f"{operations / times.step_s / 1e12:.3g}", f"{times.occupancy(Lane.COMPUTE):.0%}",
+                     str(times.binds), parts))
     header = ["", "K", "micro-batch", "waves", "saved layers", "host checkpoints", "host sums", "updated there", "moments",
               "device GiB", "host GiB", "step s", "TFLOPS", "compute busy", "binds", "critical"]
     return str(tabulate(rows, header, tablefmt="simple", disable_numparse=True, colalign=(

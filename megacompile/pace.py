@@ -12,7 +12,7 @@ from megacompile.passes import PIPELINE
 from megacompile.passes.manager import Pass, run_pass
 from megacompile.plan import Plan
 from megacompile.program import Lane, Program, argument, op_of
-from megacompile.simulate import Timeline
+from megacompile.simulate import StepTimes, Timeline, step_of
 from megacompile.tiling import Tiling
 
 #: Share of the rate of the host's AdamW that plans are chosen with, and of the link's if tiles visit the device beside it. They
@@ -31,31 +31,36 @@ def pace_of(captured: CapturedModel, tiling: Tiling, hardware: Hardware | None, 
 
 @dataclass
 class Pace:
-    """Of one model on one machine. State: what was simulated so far, by plan and whether a step is one program."""
+    """Of one model on one machine. State: the times of what was simulated so far, by plan and whether a step is one program
+    (`known`, and `cautious` ones), and the program that was made last."""
 
     durations: Durations
     tiling: Tiling
     passes: Sequence[Pass] = PIPELINE
-    timelines: dict[tuple[Plan, bool], Timeline] = field(default_factory=dict)
-    _cautious: dict[tuple[Plan, bool], float] = field(default_factory=dict)
+    known: dict[tuple[Plan, bool], StepTimes] = field(default_factory=dict)
+    cautious: dict[tuple[Plan, bool], float] = field(default_factory=dict)
+    _latest: tuple[tuple[Plan, bool], Program] | None = None
+
+    def times(self, plan: Plan, whole_step: bool) -> StepTimes:
+        """Of a training step under a plan."""
+        key = plan, whole_step
+        return self.known[key] if key in self.known else self.timeline(plan, whole_step)
 
     def timeline(self, plan: Plan, whole_step: bool) -> Timeline:
-        """Some training steps under a plan."""
-        return self._simulated(plan, whole_step)[0]
+        """Some training steps under a plan; simulated whenever it is asked for, for it is large."""
+        found = self.durations.simulate(self.program(plan, whole_step), plan)
+        self.known[plan, whole_step] = found.without_items()
+        return found
 
     def cautious_s(self, plan: Plan, whole_step: bool) -> float:
         """Seconds of a step whose AdamW on the host has only `CAUTION` of its rate."""
-        return self._simulated(plan, whole_step)[1]
-
-    def _simulated(self, plan: Plan, whole_step: bool) -> tuple[Timeline, float]:
         key = plan, whole_step
-        if key not in self.timelines:
-            program, hardware = self.program(plan, whole_step), self.durations.hardware
+        if key not in self.cautious:
+            hardware = self.durations.hardware
             link = {way: CAUTION * rate for way, rate in hardware.link.items()} if plan.visiting_state else hardware.link
             slower = replace(self.durations, hardware=replace(hardware, adam=CAUTION * hardware.adam, link=link))
-            self.timelines[key] = self.durations.simulate(program, plan)
-            self._cautious[key] = slower.simulate(program, plan).step_s
-        return self.timelines[key], self._cautious[key]
+            self.cautious[key] = slower.simulate(self.program(plan, whole_step), plan).step_s
+        return self.cautious[key]
 
     def orders(self, plan: Plan, whole_step: bool, may_defer: bool) -> list[Plan]:
         """The plan, and one whose updates come in another order, if that may be faster: lowest tiles first on arrival; at the
@@ -64,8 +69,8 @@ class Pace:
             return list(dict.fromkeys((plan, self.lowest_first(plan, whole_step))))
         if not may_defer or plan.deferred_moments:
             return [plan]
-        timeline = self.timeline(plan, whole_step)
-        held_up = timeline.critical()[Lane.CPU] > HELD_UP * timeline.step_s
+        times = self.times(plan, whole_step)
+        held_up = times.critical_s[Lane.CPU] > HELD_UP * times.step_s
         return [plan, replace(plan, deferred_moments=True)] if held_up else [plan]
 
     def lowest_first(self, plan: Plan, whole_step: bool) -> Plan:
@@ -89,14 +94,19 @@ class Pace:
         return plan if order == sorted(order, key=arrived.__getitem__) else replace(plan, update_order=tuple(order))
 
     def program(self, plan: Plan, whole_step: bool) -> Program:
-        """As `compile_program` makes it, unverified: what is chosen is verified when it is compiled."""
+        """The sections of a training step, as `compile_program` makes them, unverified: what is chosen is verified when it is
+        compiled."""
+        if self._latest is None or self._latest[0] != (plan, whole_step):
+            self._latest = (plan, whole_step), self._made(plan, whole_step)
+        return self._latest[1]
+
+    def _made(self, plan: Plan, whole_step: bool) -> Program:
         captured = self.durations.captured
         specs = self.tiling.call_specs(captured.calls_for(plan.output), captured.templates, plan.length)
         of_loss = plan.output == "loss"
         program = model_program(specs, self.tiling.tiles(), plan.batch, of_loss, whole_step, differentiable=not of_loss)
-        program = program.evolve(sections={key: graph for key, graph in program.sections.items() if key != "evaluate"})
         for each in self.passes:
-            program = run_pass(each, program, plan)
+            program = run_pass(each, program.evolve(sections={key: program.section(key) for key in step_of(program)}), plan)
         return program
 
     def at_least(self, plan: Plan) -> float:

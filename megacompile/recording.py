@@ -58,8 +58,8 @@ class Recording:
             raise MegacompileError("nothing was recorded: " + (
                 "the recording has not ended, or an error ended it" if self._items is None else "no section ran meanwhile"))
         steps = range(max(item.step for item in self._items) + 1)
-        return Timeline(tuple(sorted(self._items, key=lambda item: item.start_s)),
-                        tuple(_end([item for item in self._items if item.step == step]) for step in steps))
+        return Timeline.of(sorted(self._items, key=lambda item: item.start_s),
+                           [_end([item for item in self._items if item.step == step]) for step in steps])
 
 
 def _end(items: list[Item]) -> float:

@@ -7,6 +7,7 @@ seconds alone, and a speed that changes whenever some lane starts or stops.
 """
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -20,6 +21,9 @@ from megacompile.runtime.executor import CarriedEvents
 _WAITS_FOR = {"backward": tuple(Lane), "backward_accumulate": tuple(Lane), "train_step": (Lane.COMPUTE,)}
 #: After a backward that updates, and leaves no gradients to read, once it has been computed.
 _WAITS_ON_ARRIVAL = {**_WAITS_FOR, "backward": (Lane.COMPUTE,)}
+
+#: Ops of a lane that take no time of their own.
+_TIMELESS = ("record", "release", "wait")
 
 Speeds = Callable[[frozenset[Lane]], Mapping[Lane, float]]
 
@@ -50,69 +54,88 @@ class Item:
 
 
 @dataclass(frozen=True)
-class Timeline:
-    """A run, simulated or recorded: instructions in the order of their start, and when each step's last computation ended."""
+class StepTimes:
+    """How the seconds of a step are spent.
 
-    items: tuple[Item, ...] = field(repr=False)
-    steps_s: tuple[float, ...]
+    Attributes:
+        step_s: from step to step.
+        busy_s: for which each lane works meanwhile.
+        critical_s: by lane, along the chain of what waited for one another: what would have to be faster for the step to be.
+            They add up to the step.
+    """
 
-    @property
-    def step_s(self) -> float:
-        """Seconds from step to step, in the last one: the first steps have no update before them to wait for."""
-        begin, end = self.window
-        return end - begin
-
-    @property
-    def window(self) -> tuple[float, float]:
-        """When the last step begins and ends: from the end of one last computation to the next."""
-        return (self.steps_s[-2] if len(self.steps_s) > 1 else 0.0), self.steps_s[-1]
-
-    def busy(self, lane: Lane) -> float:
-        """Seconds for which a lane works during the last step."""
-        return _within(self.window, (item for item in self.items if item.lane == lane))
+    step_s: float
+    busy_s: Mapping[Lane, float]
+    critical_s: Mapping[Lane, float]
 
     def occupancy(self, lane: Lane) -> float:
-        """The same as a part of the step, 0 to 1."""
-        return self.busy(lane) / self.step_s if self.step_s else 0.0
-
-    def chain(self) -> Iterator[Item]:
-        """The instructions of the last step that waited for one another, from its end backwards."""
-        begin, end = self.window
-        item = max((i for i in self.items if i.end_s <= end), key=_last_computation, default=None)
-        while item is not None and item.end_s > begin:
-            yield item
-            item = item.cause
-
-    def critical(self) -> dict[Lane, float]:
-        """Seconds of the last step by lane, along that chain: what would have to be faster for the step to be. They add up to
-        the step."""
-        found = dict.fromkeys(Lane, 0.0)
-        for item in self.chain():
-            found[item.lane] += _within(self.window, (item,))
-        return found
+        """For which part of the step a lane works, 0 to 1."""
+        return self.busy_s[lane] / self.step_s if self.step_s else 0.0
 
     @property
     def binds(self) -> Lane:
         """The lane that most of the critical chain is in."""
-        found = self.critical()
-        return max(found, key=lambda lane: found[lane])
+        return max(self.critical_s, key=lambda lane: self.critical_s[lane])
 
     def table(self) -> str:
-        """A row for each lane: seconds busy in a step, their part of it, and seconds on the critical chain."""
-        critical = self.critical()
-        rows = [(str(lane), self.busy(lane), f"{self.occupancy(lane):.1%}", critical[lane])
-                for lane in Lane if any(item.lane == lane for item in self.items)]
+        """A row for each lane that works: seconds busy in a step, their part of it, and seconds on the critical chain."""
+        rows = [(str(lane), busy, f"{self.occupancy(lane):.1%}", self.critical_s[lane])
+                for lane, busy in self.busy_s.items() if busy]
         title = f"step: {self.step_s:.3f} s"
         return title + "\n" + str(tabulate(rows, ["lane", "busy s", "of the step", "critical s"], floatfmt=".3f"))
 
 
+@dataclass(frozen=True)
+class Timeline(StepTimes):
+    """A run, simulated or recorded; what it says of a step it says of the last: the first steps have no update before them to
+    wait for.
+
+    Attributes:
+        items: instructions in the order of their start.
+        steps_s: when each step's last computation ended.
+    """
+
+    items: tuple[Item, ...] = field(repr=False)
+    steps_s: tuple[float, ...]
+
+    @classmethod
+    def of(cls, items: Iterable[Item], steps_s: Sequence[float]) -> Timeline:
+        items = tuple(items)
+        window = begin, end = _window(steps_s)
+        busy, critical = dict.fromkeys(Lane, 0.0), dict.fromkeys(Lane, 0.0)
+        for seconds, those in ((busy, items), (critical, _chain(items, window))):
+            for item in those:
+                seconds[item.lane] += max(0.0, min(item.end_s, end) - max(item.start_s, begin))
+        return cls(end - begin, busy, critical, items, tuple(steps_s))
+
+    @property
+    def window(self) -> tuple[float, float]:
+        """When the last step begins and ends: from the end of one last computation to the next."""
+        return _window(self.steps_s)
+
+    def chain(self) -> Iterator[Item]:
+        """The instructions of the last step that waited for one another, from its end backwards."""
+        return _chain(self.items, self.window)
+
+    def without_items(self) -> StepTimes:
+        """Items hold their programs: thousands of objects, that nobody should keep for long."""
+        return StepTimes(self.step_s, self.busy_s, self.critical_s)
+
+
+def _window(steps_s: Sequence[float]) -> tuple[float, float]:
+    return (steps_s[-2] if len(steps_s) > 1 else 0.0), steps_s[-1]
+
+
+def _chain(items: Iterable[Item], window: tuple[float, float]) -> Iterator[Item]:
+    begin, end = window
+    item = max((i for i in items if i.end_s <= end), key=_last_computation, default=None)
+    while item is not None and item.end_s > begin:
+        yield item
+        item = item.cause
+
+
 def _last_computation(item: Item) -> tuple[float, bool, float]:
     return item.end_s, item.lane == Lane.COMPUTE, item.start_s
-
-
-def _within(window: tuple[float, float], items: Iterable[Item]) -> float:
-    begin, end = window
-    return sum(max(0.0, min(item.end_s, end) - max(item.start_s, begin)) for item in items)
 
 
 def step_of(program: Program) -> tuple[str, ...]:
@@ -132,7 +155,7 @@ def simulate(program: Program, seconds: Callable[[fx.Node], float], speeds: Spee
             issue.section(step, section)
     items = run_lanes(issue.lanes, speeds)
     computed = [i for i in items if i.lane == Lane.COMPUTE] or items
-    return Timeline(tuple(items), tuple(max(i.end_s for i in computed if i.step == step) for step in range(steps)))
+    return Timeline.of(items, tuple(max(i.end_s for i in computed if i.step == step) for step in range(steps)))
 
 
 @dataclass
@@ -145,13 +168,13 @@ class _Issue:
     lanes: dict[Lane, list[Item]] = field(default_factory=dict)
     carried: CarriedEvents[Item] = field(default_factory=CarriedEvents)
     barrier: list[Item] = field(default_factory=list)
+    instructions: dict[str, list[tuple[fx.Node, str, Lane | None, float]]] = field(default_factory=dict)
 
     def section(self, step: int, name: str) -> None:
         events: dict[fx.Node, Item | None] = {}
         left: list[tuple[str, Access, Lane, Item]] = []
         begun: set[Lane] = set()
-        for node in nodes(self.program.section(name)):
-            op, lane = op_of(node).name, lane_of(node)
+        for node, op, lane, spent in self._instructions(name):
             if op == "enter":
                 events[node] = self.carried.enter(argument(node, "place"), Access(argument(node, "access")),
                                                   Lane(argument(node, "lane")))
@@ -169,16 +192,24 @@ class _Issue:
                 if lane not in begun:
                     after += self.barrier
                     begun.add(lane)
-                spent = 0.0 if op in ("wait", "release") else self.seconds(node)
                 self.lanes.setdefault(lane, []).append(Item(step, name, node, lane, spent, after, behind=event))
         self.carried.leave(left)
         waits_for = _WAITS_FOR if "update" in self.program.sections else _WAITS_ON_ARRIVAL
         if name in waits_for:
             self.barrier = [self.lanes[lane][-1] for lane in waits_for[name] if lane in self.lanes]
 
+    def _instructions(self, name: str) -> list[tuple[fx.Node, str, Lane | None, float]]:
+        """Node, op, lane and seconds alone of a section, which are the same in each step."""
+        if name not in self.instructions:
+            found = ((node, op_of(node).name, lane_of(node)) for node in nodes(self.program.section(name)))
+            self.instructions[name] = [(node, op, lane, self.seconds(node) if lane is not None and op not in _TIMELESS else 0.0)
+                                       for node, op, lane in found]
+        return self.instructions[name]
+
 
 def run_lanes(lanes: Mapping[Lane, Sequence[Item]], speeds: Speeds) -> list[Item]:
     """Gives every item its times; returns them in the order of their start."""
+    speeds = functools.cache(speeds)
     heads = dict.fromkeys(lanes, 0)
     working: dict[Lane, Item] = {}
     remaining: dict[Lane, float] = {}

@@ -27,8 +27,8 @@ def most_helpful_visits(plan: Plan, trained: Sequence[str], pace: Pace, whole_st
     """The plan, with visits of the first so many tiles that it updates on the host: as many as make it fastest, if it is faster
     by a factor of `worth`. The same plan where the host's updates hold it up no longer than that. `fitted` gives a
     plan with visits room for the memory that they take, whatever their number, if that can be had."""
-    timeline = pace.timeline(plan, whole_step)
-    if plan.update != "step" or plan.visiting_state or timeline.critical()[Lane.CPU] * worth <= (worth - 1) * timeline.step_s:
+    times = pace.times(plan, whole_step)
+    if plan.update != "step" or plan.visiting_state or times.critical_s[Lane.CPU] * worth <= (worth - 1) * times.step_s:
         return plan
     tiles = [tile for tile in trained if tile not in plan.resident_state and tile not in plan.host_sums]
     visited = fitted(replace(plan, visiting_state=tuple(tiles[:1])))

@@ -164,10 +164,13 @@ def _insert(program: Program, plan: Plan, graph: fx.Graph) -> fx.Graph:
             stay.weights = build.before(place_next, "prefetch", f"w{number}", tile=stay.tile, staging=staging)
             present.append(stay)
 
-    order = list(nodes(graph))
-    for node in order:
+    used: dict[fx.Node, list[_Stay]] = {}
+    for stay in stays:
+        for node in stay.uses:
+            used.setdefault(node, []).append(stay)
+    for node in list(nodes(graph)):
         issue(node)
-        here = [s for s in stays if node in s.uses]
+        here = used.get(node, [])
         for stay in here:
             if stay.weights is None:
                 raise MegacompileError(

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import re
 from pathlib import Path
@@ -20,6 +21,7 @@ from megacompile.hardware import PROFILES, Hardware, cache_path
 from megacompile.planner import MOST_SEQUENCES
 from megacompile.program import Lane
 from megacompile.schedule import Schedule
+from megacompile.simulate import Item
 from megacompile.sizes import parse_bytes
 
 LENGTH = 64
@@ -232,11 +234,23 @@ def test_candidates_that_do_not_fit_are_listed_without_a_time(planned: Schedule)
     needs = [roomy.estimate(p).total for p in roomy.considered(8, LENGTH)]
     tight = dataclasses.replace(roomy, budget_bytes=max(needs) - 1)
     found = candidates(tight, 8, LENGTH)
-    fitting = [c for c in found if c.timeline is not None]
+    fitting = [c for c in found if c.times is not None]
     assert fitting and len(fitting) < len(found)
     for each in found:
-        assert (each.device_bytes <= tight.device_bytes) == (each.timeline is not None)
+        assert (each.device_bytes <= tight.device_bytes) == (each.times is not None)
         assert each.host_bytes == planned.tiling.host_bytes()
+
+
+def test_plans_that_were_compared_leave_times_and_no_instructions() -> None:
+    """Millions of objects, which Python's collector would go through again and again while the model trains."""
+    def instructions() -> int:
+        gc.collect()
+        return sum(isinstance(each, Item) for each in gc.get_objects())
+
+    before, found = instructions(), plan(whole_step=True)
+    assert found.planner.pace is not None and len(found.planner.pace.cautious) > 1
+    assert instructions() == before
+
 
 @pytest.mark.parametrize("whole_step", [False, True])
 def test_updates_that_fall_behind_are_ordered_by_what_the_next_forward_needs_first(whole_step: bool) -> None:

@@ -86,7 +86,7 @@ def test_a_lane_is_busy_for_as_long_as_its_instructions_take(
     took = time.perf_counter() - begin
     copies = [i for i in found.items if op_of(i.node).name == "prefetch" and i.step == 1]
     assert len(copies) >= 5 and all(0.01 <= i.seconds < 0.1 for i in copies)
-    assert 0.01 * len(copies) * 0.8 <= found.busy(Lane.H2D) <= found.step_s < took
+    assert 0.01 * len(copies) * 0.8 <= found.busy_s[Lane.H2D] <= found.step_s < took
     assert all(0.0 <= found.occupancy(lane) <= 1.0 for lane in Lane)
     assert found.binds == Lane.H2D
     assert "h2d" in found.table() and found.table().startswith(f"step: {found.step_s:.3f} s")

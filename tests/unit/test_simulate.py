@@ -68,8 +68,8 @@ def test_a_wait_holds_its_lane_until_the_event_and_no_other_lane() -> None:
     found = run(section(write))
     assert times(found) == {"w1": (0, 1), "w2": (1, 2), "h1": (1, 5), "w3": (5, 6)}
     assert found.steps_s == (5.0,)  # a step ends with its last computation
-    assert (found.busy(Lane.COMPUTE), found.occupancy(Lane.COMPUTE)) == (4.0, 0.8)
-    assert (found.critical()[Lane.H2D], found.critical()[Lane.COMPUTE]) == (1.0, 4.0)
+    assert (found.busy_s[Lane.COMPUTE], found.occupancy(Lane.COMPUTE)) == (4.0, 0.8)
+    assert (found.critical_s[Lane.H2D], found.critical_s[Lane.COMPUTE]) == (1.0, 4.0)
     assert found.binds == Lane.COMPUTE
 
 
@@ -196,12 +196,12 @@ def test_conflicting_accesses_never_overlap(timeline: Timeline) -> None:
 
 
 def test_the_critical_chain_adds_up_to_the_step(timeline: Timeline) -> None:
-    assert sum(timeline.critical().values()) == pytest.approx(timeline.step_s)
+    assert sum(timeline.critical_s.values()) == pytest.approx(timeline.step_s)
     assert all(0 <= timeline.occupancy(lane) <= 1 for lane in Lane)
 
 
 def test_a_step_takes_no_less_than_its_busiest_lane_and_no_more_than_all_of_them(timeline: Timeline) -> None:
-    busy = [timeline.busy(lane) for lane in Lane]
+    busy = [timeline.busy_s[lane] for lane in Lane]
     assert max(busy) <= timeline.step_s <= sum(busy)
 
 
@@ -226,7 +226,7 @@ def test_double_buffering_hides_copies(make_schedule: Schedules) -> None:
     single, double = (run(make_schedule(layers=8, weight_slots=n).program, steps=3, sections=None, prefetch=2.0)
                       for n in (1, 2))
     assert single.step_s >= double.step_s + 8 * 2.0  # each copy of the forward in the open, and more in the backward
-    assert single.critical()[Lane.H2D] > double.critical()[Lane.H2D]
+    assert single.critical_s[Lane.H2D] > double.critical_s[Lane.H2D]
 
 
 def test_an_update_hides_behind_the_next_forward(make_schedule: Schedules) -> None:

@@ -132,7 +132,7 @@ def test_a_picture_has_a_row_for_each_lane_and_a_legend_of_what_is_there(both: d
 def test_bars_cover_the_step_as_far_as_a_lane_is_busy(simulated: Timeline) -> None:
     for lane in Lane:
         bars = list(picture._bars(simulated, lane, too_short_s=0.0))
-        assert sum(bar.end - bar.begin for bar in bars) == pytest.approx(simulated.busy(lane))
+        assert sum(bar.end - bar.begin for bar in bars) == pytest.approx(simulated.busy_s[lane])
         assert all(0 <= bar.begin < bar.end <= simulated.step_s + 1e-9 for bar in bars)
 
 
