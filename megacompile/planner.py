@@ -259,7 +259,7 @@ class Planner(Room):
         large lever there is on the step time. Leaves room for a second open forward that keeps none."""
         if not self.keep_residuals:
             return plan
-        return self._most_residuals(plan, self._room_for_residuals(plan))
+        return self._most_residuals(plan)
 
     def _room_for_residuals(self, plan: Plan) -> int:
         """Device bytes for a loop's step, beside a second open forward: its checkpoints, and slots that these alone pass
@@ -275,19 +275,19 @@ class Planner(Room):
         if (self.pace is None or config.residuals is not None or config.saved_layers is not None or not self.keep_residuals
                 or not self.captured.fused_attention or plan.checkpoint_interval > 1 or plan.saved_layers == depth):
             return [plan]
-        ways = [replace(plan, residuals="attention")]
-        if config.host_checkpoints is None:
-            ways.append(replace(ways[0], host_checkpoints=depth - 1))
-        kept = [self._most_residuals(way, self._room_for_residuals(way) if room is None else room) for way in ways]
+        kept = [self._most_residuals(replace(plan, residuals="attention"), room)]
+        if config.host_checkpoints is None and kept[0].saved_layers < depth:
+            kept.append(self._most_residuals(replace(kept[0], host_checkpoints=depth - 1), room))
         return [plan, *(each for each in kept if each.saved_layers)]
 
-    def _most_residuals(self, plan: Plan, room: int) -> Plan:
-        """As many layers with residuals as fit in `room` bytes."""
+    def _most_residuals(self, plan: Plan, room: int | None = None) -> Plan:
+        """As many layers with residuals as fit in `room` bytes (None: as a loop has, `_room_for_residuals`)."""
 
         def need(saved: int) -> int:
             return self.estimate(replace(plan, saved_layers=saved)).total
 
-        saved = bisect_right(range(len(self.layers) + 1), room, key=need) - 1
+        there = self._room_for_residuals(plan) if room is None else room
+        saved = bisect_right(range(len(self.layers) + 1), there, key=need) - 1
         return replace(plan, saved_layers=max(0, saved))
 
     def _sizes(self, batch: int, length: int) -> list[int]:
