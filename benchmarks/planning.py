@@ -1,6 +1,7 @@
 """What planning takes: capture, then a plan, of models' shapes on the meta device, each in a process of its own.
 
-    python benchmarks/planning.py --output benchmarks/results/planning.jsonl
+    python benchmarks/planning.py --output benchmarks/results/planning.jsonl                   of loops
+    python benchmarks/planning.py --train-step --output benchmarks/results/planning.jsonl      of whole steps
 
 Seconds of the processor, those of the clock beside them, and the highest resident set, Python and PyTorch included. Needs
 no GPU and no weights.
@@ -33,7 +34,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def measure(shape: str, batch: int, length: int, hardware: str) -> dict[str, Any]:
+def measure(shape: str, batch: int, length: int, hardware: str, train_step: bool) -> dict[str, Any]:
     """Of one shape, in this process."""
     import torch
     import transformers
@@ -54,12 +55,12 @@ def measure(shape: str, batch: int, length: int, hardware: str) -> dict[str, Any
         model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, name)(**fields), dtype=torch.bfloat16)
     started, clock = time.process_time(), time.perf_counter()
     # Of the whole machine's memory: what a 72B or 120B model takes on the host is more than any profile has.
-    megacompile.schedule(model, batch=batch, length=length, hardware=hardware, host_memory="4TiB")
+    megacompile.schedule(model, batch=batch, length=length, hardware=hardware, host_memory="4TiB", whole_step=train_step)
     row["plan_processor_s"] = time.process_time() - started - row["capture_processor_s"]
     row["plan_s"] = time.perf_counter() - clock - row["capture_s"]
     return {
         "benchmark": "planning", "shape": shape, "parameters": sum(p.numel() for p in model.parameters()), "batch": batch,
-        "length": length, "hardware": hardware, **row,
+        "length": length, "hardware": hardware, "train_step": train_step, **row,
         "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, "commit": commit(), **machine("cpu")}
 
 
@@ -69,12 +70,13 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--length", type=int, default=1024)
     parser.add_argument("--hardware", default="h200")
+    parser.add_argument("--train-step", action="store_true", help="plan a whole step, in waves or not")
     parser.add_argument("--output", type=Path, help="append JSON lines to this file")
     arguments = parser.parse_args()
     rows = []
     for shape in arguments.shapes:
         with multiprocessing.get_context("spawn").Pool(1) as pool:
-            row = pool.apply(measure, (shape, arguments.batch, arguments.length, arguments.hardware))
+            row = pool.apply(measure, (shape, arguments.batch, arguments.length, arguments.hardware, arguments.train_step))
         rows.append(row)
         if arguments.output:
             append(arguments.output, row)
