@@ -109,29 +109,49 @@ class Pace:
             program = run_pass(each, program.evolve(sections={key: program.section(key) for key in step_of(program)}), plan)
         return program
 
-    def at_least(self, plan: Plan) -> float:
+    def at_least(self, plan: Plan, may_defer: bool) -> float:
+        """Seconds below which `cautious_s` of a plan, or of its `orders`, does not come: those of its templates; and, where the
+        host updates at the end of a step, those until it has updated the weights of a call and of all before it, and of
+        what is then left to compute."""
+        forwards, total = self._templates(plan)
+        if plan.update != "step":
+            return total
+        rates = self.durations.hardware
+        rate = CAUTION * rates.adam * (rates.adam_parts["weights"] if plan.deferred_moments or may_defer else 1.0)
+        elsewhere = {*plan.resident_state, *plan.visiting_state}
+        tiles = {tile: layout for tile, layout in self.tiling.layouts.items() if layout.trainable and tile not in elsewhere}
+        found, updated, before = total, 0.0, 0.0
+        for call, forward in forwards.items():
+            updated += sum(tiles.pop(tile).parameters / rate for tile in self.tiling.tiles_of[call] if tile in tiles)
+            found = max(found, updated + total - before)
+            before += forward
+        return found
+
+    def compute_s(self, plan: Plan) -> float:
         """Seconds that a step's templates take by themselves."""
+        return self._templates(plan)[1]
+
+    def _templates(self, plan: Plan) -> tuple[dict[str, float], float]:
+        """Seconds of the forward of each call in the first wave, and of all templates of a step."""
         captured = self.durations.captured
-        layers = self.tiling.differentiated(captured.calls)
-        below = captured.calls[1:len(captured.calls) - 1 - len(layers)]  # what has no backward
+        calls = captured.calls_for(plan.output)
+        layers = [call.name for call in self.tiling.differentiated(captured.calls)]
         recomputed = len(layers) - min(plan.saved_layers, len(layers))
-        total = 0.0
-        for rows in plan.micro_batches:
-
-            def seconds(template: str, variant: str, rows: int = rows) -> float:
-                return self.durations.seconds(template, variant, rows, plan.length, plan.token_chunk, plan.residuals)
-
-            epilogue = captured.calls_for(plan.output)[-1].template
-            variants = ("loss",) if plan.output == "loss" else ("outputs", "recompute_backward")
-            total += seconds("prologue", "forward") + sum(seconds(epilogue, variant) for variant in variants)
-            total += sum(seconds(call.template, "forward") for call in below)
-            for position, call in enumerate(layers):
-                block_end = (position + 1) % plan.checkpoint_interval == 0 or position == recomputed - 1
-                if position >= recomputed:
-                    total += seconds(call.template, "forward_saving") + seconds(call.template, "backward")
-                elif block_end:
-                    total += seconds(call.template, "forward") + seconds(call.template, "recompute_backward")
+        ends = {block[-1] for block in plan.blocks(layers)}
+        forwards, total = {call.name: 0.0 for call in calls}, 0.0
+        for mb, rows in enumerate(plan.micro_batches):
+            for call in calls:
+                if call is calls[-1]:
+                    first, *others = ("loss",) if plan.output == "loss" else ("outputs", "recompute_backward")
+                elif call.name not in layers:  # what has no backward, or the prologue
+                    first, *others = ("forward",)
+                elif call.name in layers[recomputed:]:
+                    first, *others = "forward_saving", "backward"
                 else:
-                    total += seconds(call.template, "forward") + seconds(call.template, "forward_saving") + seconds(
-                        call.template, "backward")
-        return total
+                    first, *others = ("forward", "recompute_backward") if call.name in ends else (
+                        "forward", "forward_saving", "backward")
+                seconds = [self.durations.seconds(call.template, variant, rows, plan.length, plan.token_chunk, plan.residuals)
+                           for variant in (first, *others)]
+                total += sum(seconds)
+                forwards[call.name] += seconds[0] if plan.wave_of(mb) == 0 else 0.0
+        return forwards, total

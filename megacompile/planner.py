@@ -68,8 +68,28 @@ class Planner(Room):
         return chosen
 
     def _fastest(self, batch: int, length: int, update: str, whole_step: bool, counts: Sequence[int], pace: Pace) -> Plan:
-        """Simulates plans in the order of their computing alone, as long as one may yet be faster than the best so far: with a
-        host that is slower than its rates say."""
+        """Simulates plans, those first that may be the fastest, as long as one may yet be faster than the best so far: with a
+        host that is slower than its rates say. Of plans that are nearly as fast, the one that computes least is taken."""
+        found = self._with_each_state(batch, length, update, whole_step, counts)
+        may_defer = self.config.deferred_moments is None
+        orders: dict[Plan, list[Plan]] = {}
+        fastest = float("inf")
+        for bound, plan in sorted(((pace.at_least(plan, may_defer), plan) for plan in found), key=lambda pair: pair[0]):
+            if bound * WORTH >= fastest:
+                break
+            orders[plan] = pace.orders(plan, whole_step, may_defer)
+            fastest = min(fastest, *(pace.cautious_s(variant, whole_step) for variant in orders[plan]))
+        tried = sorted((plan for plan in found if plan in orders), key=pace.compute_s)
+        best, *others = (variant for plan in tried for variant in orders[plan])
+        for variant in others:
+            if pace.cautious_s(variant, whole_step) * WORTH < pace.cautious_s(best, whole_step):
+                best = variant
+        if self.config.visiting_state is not None or self.locked_bytes is not None:  # visiting state takes locked memory
+            return best
+        return most_helpful_visits(best, self._trained(), pace, whole_step, WORTH, self._fewest_on_the_host, self.fits)
+
+    def _with_each_state(self, batch: int, length: int, update: str, whole_step: bool, counts: Sequence[int]) -> list[Plan]:
+        """Plans that fit, for each number of tiles that the device updates. Raises `InsufficientMemoryError` if none does."""
         found: dict[Plan, None] = {}
         refusal: InsufficientMemoryError | None = None
         for count in counts:
@@ -83,18 +103,7 @@ class Planner(Room):
             found |= dict.fromkeys(plan for plan in plans if self.fits(plan))
         if refusal is not None and not found:
             raise refusal
-        best: tuple[float, Plan] | None = None
-        for bound, plan in sorted(((pace.at_least(plan), plan) for plan in found), key=lambda pair: pair[0]):
-            if best is not None and bound * WORTH >= best[0]:
-                break
-            for variant in pace.orders(plan, whole_step, self.config.deferred_moments is None):
-                seconds = pace.cautious_s(variant, whole_step)
-                if best is None or seconds * WORTH < best[0]:
-                    best = seconds, variant
-        assert best is not None
-        if self.config.visiting_state is not None or self.locked_bytes is not None:  # visiting state takes locked memory
-            return best[1]
-        return most_helpful_visits(best[1], self._trained(), pace, whole_step, WORTH, self._fewest_on_the_host, self.fits)
+        return list(found)
 
     def _with_state(self, count: int) -> Planner:
         """This planner, with the first so many trained tiles updated on the device."""

@@ -18,7 +18,7 @@ from megacompile import hardware as module
 from megacompile.errors import InsufficientMemoryError, MegacompileError
 from megacompile.explain import candidates
 from megacompile.hardware import PROFILES, Hardware, cache_path
-from megacompile.planner import MOST_SEQUENCES
+from megacompile.planner import MOST_SEQUENCES, WORTH
 from megacompile.program import Lane
 from megacompile.schedule import Schedule
 from megacompile.simulate import Item
@@ -239,6 +239,26 @@ def test_candidates_that_do_not_fit_are_listed_without_a_time(planned: Schedule)
     for each in found:
         assert (each.device_bytes <= tight.device_bytes) == (each.times is not None)
         assert each.host_bytes == planned.tiling.host_bytes()
+
+
+@pytest.mark.parametrize("whole_step", [False, True])
+@pytest.mark.parametrize("update", ["step", "arrival"])
+@pytest.mark.parametrize("rate", [2e7, 2e8, 1e12])
+def test_no_plan_that_was_left_out_would_have_been_faster(rate: float, update: str, whole_step: bool) -> None:
+    """On hosts that hold a step up, and on one that does not, some plans are never simulated: a bound says that they are slower."""
+    own = Hardware.find("h200")
+    found = plan(update=update, whole_step=whole_step, hardware=dataclasses.replace(own, adam=rate), micro_batch_size=2,
+                 device_memory="516MiB")
+    planner, pace = dataclasses.replace(found.planner, stateful=None), found.planner.pace
+    assert pace is not None
+    compared = len(pace.cautious)
+    fitting = planner._with_each_state(8, LENGTH, update, whole_step, planner._state_counts(training=True))
+    every = [variant for each in fitting for variant in pace.orders(each, whole_step, may_defer=True)]
+    for each in every:
+        assert pace.at_least(each, may_defer=False) <= pace.cautious_s(each, whole_step) * (1 + 1e-9)
+        assert pace.at_least(each, may_defer=True) <= pace.at_least(each, may_defer=False)
+    assert pace.cautious_s(found.plan, whole_step) <= WORTH**2 * min(pace.cautious_s(each, whole_step) for each in every)
+    assert update == "arrival" or compared < len(every), "some were left out"
 
 
 def test_plans_that_were_compared_leave_times_and_no_instructions() -> None:
