@@ -36,8 +36,8 @@ class StreamConfig:
         residuals: which these keep: "all", or the results of "attention", a fourteenth of a 7B layer's: then the rest is
             computed again, and not what takes longest in long sequences. Goes with a `checkpoint_interval` of 1. None: those
             of attention where not all layers could keep all, and a simulation says that it is faster; else all.
-        waves: in how many shares `train_step` sends a batch forward and back; None: on cuda as many as let all layers keep
-            their residuals, elsewhere one.
+        waves: in how many shares `train_step` sends a batch forward and back; None: on cuda as many as a simulation says are
+            fastest, or, on a machine of which nothing is known, let all layers keep their residuals; elsewhere one.
         host_sums: names of tiles (or one name) whose gradients are added up between waves in FP32 in host memory, 4 bytes a
             parameter, or "all"; None: those for which the device has no room.
         token_chunk: positions of a sequence that a layer computes at a time, outside of attention; 0: all; None: all, unless

@@ -210,6 +210,14 @@ class Handle:
             shape = replace(shape, update=update or shape.update, whole_step=whole_step)
         return streamed.compiled(shape)
 
+    def _trained(self, batch: Mapping[str, Tensor] | None) -> CompiledShape:
+        """As `compiled`. Raises `MegacompileError` for a batch that does not train."""
+        shape = self.compiled(batch)
+        if not shape.shape.training:
+            raise MegacompileError("plans of training steps are simulated and explained, not those of evaluations: pass a "
+                                   "batch with labels")
+        return shape
+
     def program(self, batch: Mapping[str, Tensor] | None = None, stage: str | None = None) -> Program:
         """The program for a batch's shape: the one that runs, or as the pass of that name left it."""
         stages = self.compiled(batch).compiled.stages
@@ -265,9 +273,9 @@ class Handle:
     def simulate(self, batch: Mapping[str, Tensor] | None = None, hardware: str | Path | Hardware | None = None,
                  without: Callable[[Op], bool] | None = None) -> Timeline:
         """What `record` would show of some steps, predicted: of a batch's program, or of the last one; here, or on `hardware`
-        (as in `megacompile.schedule`). Ops that are `without` take no time. Raises `MegacompileError` for a machine of which
-        nothing is known."""
-        streamed, shape = self.streamed, self.compiled(batch)
+        (as in `megacompile.schedule`). Ops that are `without` take no time. Raises `MegacompileError` for a batch that does not
+        train, and for a machine of which nothing is known."""
+        streamed, shape = self.streamed, self._trained(batch)
         captured = streamed.forms.serve(shape.shape.form).captured
         durations = Durations(captured, streamed.tiling.layouts, self._hardware(hardware), streamed.binder.compiling)
         return durations.simulate(shape.program, shape.plan, without)
@@ -275,9 +283,7 @@ class Handle:
     def explain(self, batch: Mapping[str, Tensor] | None = None, hardware: str | Path | Hardware | None = None) -> str:
         """The training plan of a batch (None: the last one), and those beside it, as text: what each takes, how fast it would
         be and what binds. `hardware`, and what is raised, as for `simulate`."""
-        streamed, shape = self.streamed, self.compiled(batch)
-        if not shape.shape.training:
-            raise MegacompileError("plans of training steps are explained, not those of evaluations: pass a batch with labels")
+        streamed, shape = self.streamed, self._trained(batch)
         served = streamed.forms.serve(shape.shape.form)
         pace = pace_of(served.captured, streamed.tiling, self._hardware(hardware), streamed.binder.compiling,
                        streamed.planner.config.passes)

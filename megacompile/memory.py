@@ -167,10 +167,10 @@ def evaluation_bytes(captured: CapturedModel, tiling: Tiling, plan: Plan, fused:
     hidden = sum(cost.output_bytes(prologue, rows, plan.length) for rows in plan.micro_batches)
     outputs = _outputs(captured, plan)
     kept = len(captured.calls) + 1 if plan.output == ALL else 3  # all of them, and one beside its parts
-    layers = max(_peak(captured, call.template, "forward", plan, fused) for call in captured.calls[1:-1])
+    before = max(_peak(captured, call.template, "forward", plan, fused) for call in captured.calls[:-1])
     last = _peak(captured, epilogue, "evaluate" if plan.output == "loss" else "outputs", plan, fused)
     activations = _given(captured, plan) + kept * hidden + sum(outputs[:-1])
-    return Estimate(slot_bytes(captured, tiling, plan), 0, activations, max(layers, last, _joined(outputs)))
+    return Estimate(slot_bytes(captured, tiling, plan), 0, activations, max(before, last, _joined(outputs)))
 
 
 def _given(captured: CapturedModel, plan: Plan) -> int:

@@ -86,7 +86,8 @@ def _changed(update: Update, kept: int) -> str:
     """`kept`: tiles whose gradients are not finite."""
     if not update.on_arrival or kept == len(update.segments):
         return "nothing was updated"
-    return f"{kept} of {len(update.segments)} tiles kept weights and moments; the others were updated"
+    return (f"{kept} of {len(update.segments)} tiles kept weights and moments; the others were updated, but for those that the "
+            "device may have kept")
 
 
 def _loss(batch: Batch) -> float:

@@ -91,7 +91,8 @@ class AdamW(torch.optim.Optimizer):
     goes on; `model.megacompile.stats["skipped_steps"]` counts), or "dump" (the batch, and the norm of each gradient, are
     written to a folder in `dump_folder`, and the error is raised). With `overlap="backward"` each tile is looked at when its
     gradients arrive, and one whose gradients are not finite keeps weights and moments, whatever becomes of the others
-    (`stats["kept_tiles"]` counts). A step in which nothing was updated is none.
+    (`stats["kept_tiles"]` counts). A step in which nothing was updated is none, unless it was the device that kept a tile:
+    that is known later.
 
     Raises `MegacompileError` for parameters that belong to no streamed model, or to several.
     """

@@ -114,9 +114,11 @@ class Planner(Room):
 
     def _state_counts(self, training: bool) -> list[int]:
         """How many tiles the device may update, the preferred number first."""
+        if self.config.resident_state is not None:
+            return [0]  # those that the user has named, whatever the number
         if self.stateful is not None:
             return list(range(len(self.stateful), -1, -1))
-        if self.config.resident_state is not None or not training or not self.keep_residuals or self.pace is None:
+        if not training or not self.keep_residuals or self.pace is None:
             return [0]
         trained = len(self._trained())
         return sorted({0, 1, trained, *range(2, trained, max(1, trained // 12))})

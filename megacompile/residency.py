@@ -5,6 +5,7 @@ ahead of the host: the weights go home with every update, the state when somebod
 """
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from megacompile.errors import LaneError
@@ -33,7 +34,7 @@ class Residency:
         if self.shape is not None and self._tiles(self.shape) != self._tiles(shape):
             self.leave()
         if self.shape is None:  # nothing is there; slots that another plan had would be in the way
-            kept = {slot for slot in shape.program.slots if stays(slot)}
+            kept = {slot for slot in (*shape.program.slots, *self._awaited()) if stays(slot)}
             for slot in [s for s in self.streamed.arena.slots if stays(s) and s not in kept]:
                 self.streamed.arena.forget(slot)
         self._lock_visiting(shape)
@@ -44,6 +45,11 @@ class Residency:
         if self.shape is None:
             self._run(shape, "load")
         self.shape = shape
+
+    def _awaited(self) -> Iterable[str]:
+        """Slots of a step whose update has failed and may yet be completed: a whole step has gradients nowhere else."""
+        trained = self.streamed.trained
+        return trained.program.slots if trained is not None and self.streamed.unfinished is not None else ()
 
     def _lock_visiting(self, shape: CompiledShape) -> None:
         """Optimizer state that visits the device is page-locked, once there is any, unless the user has limited that; copies of

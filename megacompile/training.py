@@ -179,7 +179,8 @@ def train(model: Any, optimizer: torch.optim.Optimizer, batches: Iterator[Mappin
     """Trains until `steps` steps are done, of which `done` were before, or until `stop()`, asked between steps; returns the
     loss of each step taken. `on_step` is called between steps too: it may evaluate and save.
 
-    Raises MegacompileError when a loss is not finite: the weights have had one bad update and should not be kept.
+    Raises MegacompileError when a loss is not finite: an optimizer that does not look at gradients, as `megacompile.AdamW`
+    does, has made one bad update.
     """
     parameters, losses = parameter_count(model), []
     for number in range(done + 1, steps + 1):
@@ -216,12 +217,14 @@ def _step(model: Any, optimizer: torch.optim.Optimizer, batch: Mapping[str, Tens
 
 @torch.no_grad()
 def evaluate(model: Any, batches: Iterable[Mapping[str, Tensor]]) -> float:
-    """The mean loss of all labels that are predicted, nats a token; leaves the model in the mode that it was in."""
+    """The mean loss of all labels that are predicted, nats a token, batches without any left out; leaves the model in the mode
+    that it was in."""
     training, total, count = model.training, 0.0, 0
     model.eval()
     for batch in batches:
         labels = int((batch["labels"][:, 1:] != IGNORED).sum())
-        total, count = total + labels * float(model(**batch).loss), count + labels
+        if labels:
+            total, count = total + labels * float(model(**batch).loss), count + labels
     model.train(training)
     return total / max(1, count)
 

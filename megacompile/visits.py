@@ -6,6 +6,7 @@ come before the next forward's weights, in the lane of both. How many serve best
 """
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -39,11 +40,6 @@ def most_helpful_visits(plan: Plan, trained: Sequence[str], pace: Pace, whole_st
     def seconds(count: int) -> float:
         return pace.cautious_s(plans[count], whole_step)
 
-    best, stride = 0, 1  # ever fewer seconds up to the best, ever more beyond
-    while stride:
-        further = min(best + stride, len(tiles))
-        if seconds(further) < seconds(best):
-            best, stride = further, 2 * stride
-        else:
-            stride //= 2
+    # Ever fewer seconds up to the best, ever more beyond.
+    best = bisect_left(range(len(tiles)), True, key=lambda count: seconds(count + 1) >= seconds(count))
     return plans[best] if seconds(best) * worth < seconds(0) else plan

@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from megacompile.errors import InsufficientMemoryError
 from megacompile.program import SLOT_KINDS, Slot, slot_family
+from megacompile.sizes import format_bytes
 
 from .lanes import Backend
-from .store import TileLayout, host_memory
+from .store import TileLayout, available_host_bytes, host_memory
 
 if TYPE_CHECKING:
     from .update import Update
@@ -71,9 +73,16 @@ class Arena:
         self._states: dict[tuple[str, str], State] = {}
         self._verdicts: dict[str, tuple[Tensor, Update]] = {}
 
-    def reserve(self, slots: Mapping[str, Slot]) -> bool:
-        """Makes what is missing; True if a slot was made or grew (what lanes hold must be settled by then)."""
+    def reserve(self, slots: Mapping[str, Slot]) -> None:
+        """Makes what is missing, and what is too small anew (lanes must be at rest then). Raises `InsufficientMemoryError`, and
+        has made nothing, where the host has no memory for slabs."""
         grown = [s for s in slots.values() if s.name not in self.slots or self.slots[s.name].numel() < s.bytes]
+        slabs = [s for s in grown if self.is_slab(s.name)]
+        needed = sum(s.bytes - (self.slots[s.name].numel() if s.name in self.slots else 0) for s in slabs)
+        if slabs and needed > (available := available_host_bytes()):
+            raise InsufficientMemoryError(
+                f"{len(slabs)} page-locked slabs need {format_bytes(needed)} of host memory and {format_bytes(available)} are "
+                "available: stream with fewer gradient_slabs, or take one backward a step, with a larger batch")
         for slot in grown:
             self.forget(slot.name)
             if self.is_slab(slot.name):
@@ -82,7 +91,6 @@ class Arena:
                 self.backend.lock(self.slots[slot.name])
             else:
                 self.slots[slot.name] = self.backend.memory(slot.bytes)
-        return bool(grown)
 
     def verdict(self, tile: str, update: Update) -> Tensor:
         """int32 [1] on the device: becomes 1 if an update there keeps a tile, whose gradients are not finite."""

@@ -113,6 +113,7 @@ class Executor:
         self.watchdog = Watchdog(stall_timeout_s)
         self.carried: CarriedEvents[Event] = CarriedEvents()
         self.failure: Failure | None = None
+        self._failing = threading.Lock()
         self.lost: LaneError | None = None  # the device, or a lane that hangs: none can work any more
         self.probe: Callable[[fx.Node], None] | None = None  # called before each instruction; tests raise from it
         self.recorder: Recorder | None = None
@@ -149,7 +150,7 @@ class Executor:
             for lane, program in instructions.items():
                 self._queue(lane).put((run, program))
         except BaseException as error:  # Ctrl-C: lanes that have the section would wait for lanes that never get it
-            self.failure = Failure(run.number, error, None, None)
+            self.fail(Failure(run.number, error, None, None))
             raise
         return run
 
@@ -174,8 +175,7 @@ class Executor:
                     self._look()
                     self.check()
         except BaseException as error:
-            if self.failure is None:  # Ctrl-C: stop the section that the caller waits for
-                self.failure = Failure(self._runs, error, None, None)
+            self.fail(Failure(self._runs, error, None, None))  # Ctrl-C: stop the section that the caller waits for
             raise
         self.check()
 
@@ -203,7 +203,7 @@ class Executor:
         """By whoever waits: if nothing moves, nothing ever will."""
         if not self.hangs and self.watchdog.look(_POLL_S):
             self.lost = self.watchdog.error(self._queues)
-            self.failure = Failure(0, self.lost, None, None)  # a lane that wakes up after all stops there
+            self.fail(Failure(0, self.lost, None, None))  # a lane that wakes up after all stops there
 
     def check(self) -> None:
         """Raises the failure of the earliest run that failed, or that the device is lost."""
@@ -301,12 +301,14 @@ class Executor:
             except AbortedError:
                 return
             except BaseException as error:  # whatever it is, it belongs to the caller, not to this thread
-                self.fail(run, lane, node, error)
+                self.fail(Failure(run.number, error, node, lane, run.frame))
                 return
 
-    def fail(self, run: Run, lane: Lane, node: fx.Node, error: BaseException) -> None:
-        if self.failure is None or run.number < self.failure.run:
-            self.failure = Failure(run.number, error, node, lane, run.frame)
+    def fail(self, failure: Failure) -> None:
+        """Of the failures of several runs, which lanes may come to at once, the earliest run's counts: it stops all."""
+        with self._failing:
+            if self.failure is None or failure.run < self.failure.run:
+                self.failure = failure
 
     def _wait(self, run: Run, lane: Lane, event: Event | None) -> None:
         if event is None:
@@ -333,7 +335,7 @@ def _work(executor: weakref.ref[Executor], backend: Backend, lane: Lane,
                     alive.execute(run, lane, instructions)
             except BaseException as error:  # of entering: a thread that ended here would be waited for without end
                 assert alive is not None
-                alive.fail(run, lane, instructions[0], error)
+                alive.fail(Failure(run.number, error, instructions[0], lane, run.frame))
             finally:
                 if alive is not None:
                     alive.watchdog.begun.pop(lane, None)

@@ -2,6 +2,7 @@
 other with it, since a new process measures those behind it."""
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -20,6 +21,8 @@ from megacompile.bench.tables import MODULES, Spec, Table
 
 #: A row that takes longer hangs, or is not worth its time.
 ROW_LIMIT_S = 20 * 60.0
+#: For a process whose last row has come, to say why it failed, if it did.
+_LAST_WORDS_S = 5.0
 
 
 def missing(table: Table, found: Collection[rows.Row], device: str, retry: bool = False) -> list[Spec]:
@@ -66,6 +69,8 @@ def measured(specs: Sequence[Spec], end: float) -> Iterator[rows.Row]:
                 if row is None:
                     return
         finally:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_LAST_WORDS_S)
             process.kill()
             _repeat(process, said)
 

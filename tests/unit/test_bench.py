@@ -246,9 +246,11 @@ def row(given):
         print("out of luck", file=sys.stderr); os.abort()
     if given.mode == "hangs":
         time.sleep(60)
-    row = {"error": "LaneError: broken"} if given.mode == "fails" else {"tflops": 1.0 + given.size}
+    row = {"error": "LaneError: broken"} if given.mode in ("fails", "explains") else {"tflops": 1.0 + given.size}
     differing = {k: v for k, v in vars(given).items() if v != options().get_default(k)}
     print("something else"); print(json.dumps({"system": "fake", "options": differing, "device": "d", **row}), flush=True)
+    if given.mode == "explains":
+        time.sleep(0.5); sys.exit("what went wrong")
 if __name__ == "__main__":
     for arguments in " ".join(sys.argv[1:]).split(" --then "):
         row(options().parse_args(arguments.split()))
@@ -303,6 +305,12 @@ def test_a_row_that_fails_is_kept_with_its_error_and_stops_no_other(
     run.run(table, output, retry=True)
     assert log()[3:] == ["fails 0", "aborts 0"]
     assert len(rows.read(output)) == 5 and len(rows.latest(rows.read(output))) == 3
+
+
+def test_what_the_last_row_of_a_process_fails_of_is_printed(
+        tmp_path: Path, log: Callable[[], list[str]], capsys: pytest.CaptureFixture[str]) -> None:
+    run.run(Table("t", (fake("explains"),)), tmp_path / "rows.jsonl")
+    assert "what went wrong" in capsys.readouterr().err
 
 
 def test_rows_of_one_model_share_a_process_and_no_other_does(tmp_path: Path, log: Callable[[], list[str]]) -> None:

@@ -21,7 +21,7 @@ from megacompile.config import StreamConfig
 from megacompile.errors import InsufficientMemoryError, LaneError, MegacompileError, ProgramError
 from megacompile.planner import Planner
 from megacompile.program import Builder, Lane, Program, argument, copy_section, find, nodes, op_of
-from megacompile.runtime import checkpoints
+from megacompile.runtime import arena, checkpoints
 from megacompile.runtime.checkpoints import HostCheckpoint, as_bytes, as_tensor, dense, described
 from megacompile.verify import verify
 
@@ -137,6 +137,22 @@ def test_too_little_host_memory_is_refused_before_anything_runs(monkeypatch: pyt
         assert not model.megacompile.streamed.open_leases()
         monkeypatch.undo()
         model(**batch()).loss.backward()
+    finally:
+        model.megacompile.close()
+
+
+def test_too_little_host_memory_for_slabs_is_refused_before_any_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second backward before `step()` brings its gradients through slabs, which nothing needed until then."""
+    model = megacompile.stream(tiny_models.build(), device="cpu")
+    try:
+        model(**batch()).loss.backward()
+        before = dict(model.megacompile.streamed.arena.slots)
+        loss = model(**batch()).loss
+        with monkeypatch.context() as patched:
+            patched.setattr(arena, "available_host_bytes", lambda: 100)
+            with pytest.raises(InsufficientMemoryError, match=r"slabs need .* and 100 B are available: stream with fewer"):
+                loss.backward()
+        assert model.megacompile.streamed.arena.slots == before
     finally:
         model.megacompile.close()
 

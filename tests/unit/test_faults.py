@@ -4,6 +4,7 @@ from __future__ import annotations
 import copy
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ from torch import fx, nn
 import megacompile
 from megacompile.errors import LaneError, TornError
 from megacompile.program import Lane, lane_of, nodes, op_of
+from megacompile.runtime.executor import Failure
 
 SHAPE = {"rows": 3, "length": 9}
 SECTIONS = ("forward", "backward", "backward_accumulate", "evaluate", "update", "load", "store")
@@ -417,6 +419,32 @@ def test_an_update_that_fails_before_its_first_tile_changes_no_weight(slab_model
     assert all(state["step"] == 2 for state in optimizer.state.values())
 
 
+def test_a_whole_step_is_completed_with_its_own_gradients_though_an_evaluation_came_between() -> None:
+    """Gradients of tiles that the device updates are nowhere else, and an evaluation has no slots for them."""
+    def built() -> tuple[Any, Any]:
+        torch.manual_seed(0)
+        model = megacompile.stream(tiny_models.build(bf16=True), device="cpu",
+                                   resident_state=("model.layers.0", "model.layers.1"))
+        return model, megacompile.AdamW(model.parameters(), lr=1e-2, max_grad_norm=0.5)
+
+    expected, optimizer = built()
+    expected.megacompile.train_step(batch(0, **SHAPE), optimizer)
+    model, optimizer = built()
+    throw_at(model, lambda node: op_of(node).name == "clip")
+    model.megacompile.train_step(batch(0, **SHAPE), optimizer)
+    with pytest.raises(LaneError, match="clip failed"):
+        model.megacompile.synchronize()
+    model.megacompile.synchronize()
+    with torch.no_grad():
+        model(input_ids=batch(0, **SHAPE)["input_ids"])
+    optimizer.step()
+    for each in (model, expected):
+        each.megacompile.synchronize()
+    assert same_bits(weights(model), weights(expected))
+    for each in (model, expected):
+        each.megacompile.close()
+
+
 def test_a_forward_that_fails_does_not_tear_the_update_in_flight(slab_model: Any, undisturbed: Any) -> None:
     model = slab_model
     executor = model.megacompile.streamed.executor
@@ -458,6 +486,29 @@ def test_of_two_failures_the_earlier_run_s_is_raised(slab_model: Any) -> None:
     assert model.megacompile.streamed.torn
     optimizer.step()
     model(**batch(1, **SHAPE)).loss.backward()
+
+
+def test_of_failures_at_the_same_time_the_earliest_run_s_is_kept(slab_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    executor, lanes = slab_model.megacompile.streamed.executor, 8
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(200):
+            executor.failure, start = None, threading.Barrier(lanes)
+
+            def fail(run: int, start: threading.Barrier = start) -> None:
+                start.wait()
+                executor.fail(Failure(run, InjectedError(), None, None))
+
+            threads = [threading.Thread(target=fail, args=(run,)) for run in range(lanes, 0, -1)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            assert executor.failure.run == 1
+    finally:
+        sys.setswitchinterval(before)
+        executor.failure = None
 
 
 @pytest.mark.parametrize("call", [

@@ -245,7 +245,7 @@ def test_candidates_that_do_not_fit_are_listed_without_a_time(planned: Schedule)
 @pytest.mark.parametrize("update", ["step", "arrival"])
 @pytest.mark.parametrize("rate", [2e7, 2e8, 1e12])
 def test_no_plan_that_was_left_out_would_have_been_faster(rate: float, update: str, whole_step: bool) -> None:
-    """On hosts that hold a step up, and on one that does not, some plans are never simulated: a bound says that they are slower."""
+    """On hosts that hold a step up, and on one that does not, some are never simulated: a bound says that they are slower."""
     own = Hardware.find("h200")
     found = plan(update=update, whole_step=whole_step, hardware=dataclasses.replace(own, adam=rate), micro_batch_size=2,
                  device_memory="516MiB")

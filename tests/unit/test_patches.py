@@ -135,6 +135,16 @@ def test_a_part_alone_trains_as_it_does_natively(family: str, frozen: str) -> No
     model.megacompile.close()
 
 
+def test_the_estimate_of_an_evaluation_holds_the_tower() -> None:
+    model = streamed(qwen())
+    shape = model.megacompile.compiled(pictured(23, [], [(1, 1, 2)], [(1, 4, 4)]), training=False)
+    captured = model.megacompile.streamed.forms.serve(shape.shape.form).captured
+    tower = cost.peak_bytes(captured.templates["prologue"], captured.templates["prologue"].variant("forward"),
+                            shape.plan.micro_batches[0], shape.plan.length)
+    assert shape.estimate.workspace >= tower > 0
+    model.megacompile.close()
+
+
 @pytest.mark.on_demand
 @pytest.mark.parametrize("family", ["Qwen2_5_VL", "Qwen2VL", "Qwen3VL"])
 def test_videos_train_as_they_do_natively(family: str) -> None:

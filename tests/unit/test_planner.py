@@ -491,10 +491,16 @@ def test_attention_s_results_alone_are_an_alternative_where_not_all_residuals_fi
     assert any(plan.residuals == "attention" for plan in found) is also
     assert all(plan.saved_layers for plan in found if plan.residuals == "attention")
     kept_on_host = [(plan, tuple(plan.from_host(tight.layers))) for plan in found if plan.residuals == "attention"]
-    assert len({(plan.waves, plan.saved_layers, on_host) for plan, on_host in kept_on_host}) == len(kept_on_host), "twice the same"
+    assert len({(plan.waves, plan.saved_layers, on_host) for plan, on_host in kept_on_host}) == len(kept_on_host), "twice"
     unmeasured = replace(tight, pace=None).considered(8, LENGTH, whole_step=whole_step)
     roomy = replace(tight, budget_bytes=2**40).considered(8, LENGTH, whole_step=whole_step)
     assert {plan.residuals for plan in (*unmeasured, *roomy)} == {"all"}, "unknown, or nothing to gain"
+
+
+def test_named_tiles_are_planned_for_once(analysis: Analysis) -> None:
+    measured: Any = object()
+    named = planner(analysis, resident_state=("model.layers.0", "model.layers.1"))
+    assert replace(named, pace=measured, stateful=named.resident_state())._state_counts(training=True) == [0]
 
 
 @pytest.mark.parametrize("more", range(0, 40, 4))

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import tiny_models
+import torch
 from tiny_models import batch, train_step
 
 import megacompile
@@ -197,3 +198,11 @@ def test_what_cannot_be_recorded_is_refused(model: Any, monkeypatch: pytest.Monk
     monkeypatch.setattr(streamed, "executor", ReferenceExecutor(streamed.backend))
     with pytest.raises(MegacompileError, match="reference=True"), model.megacompile.record():
         pass
+
+
+def test_an_evaluation_is_neither_simulated_nor_explained(model: Any) -> None:
+    with torch.no_grad():
+        model(input_ids=batch()["input_ids"])
+    for act in (model.megacompile.simulate, model.megacompile.explain):
+        with pytest.raises(MegacompileError, match="not those of evaluations: pass a batch with labels"):
+            act(hardware="h200")

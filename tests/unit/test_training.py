@@ -125,6 +125,7 @@ def test_an_evaluation_is_the_mean_over_labels_and_not_over_batches() -> None:
     with torch.no_grad():
         expected = nn.functional.cross_entropy(model.table(tokens[:, :-1]).flatten(0, 1), labels[:, 1:].flatten())
     batches = [{"input_ids": tokens[part], "labels": labels[part]} for part in (slice(0, 1), slice(1, 3))]
+    batches.append({"input_ids": tokens, "labels": torch.full_like(labels, -100)})  # whose mean there is not
     assert training.evaluate(model, batches) == pytest.approx(float(expected)) and model.training
 
 

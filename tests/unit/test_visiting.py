@@ -5,6 +5,7 @@ import dataclasses
 import random
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,6 +26,8 @@ from megacompile.runtime.store import HostTile, TileLayout
 from megacompile.runtime.threads import ThreadBackend
 from megacompile.runtime.visiting import visit
 from megacompile.schedule import Schedule
+from megacompile.simulate import StepTimes
+from megacompile.visits import most_helpful_visits
 
 ROWS = 6
 
@@ -187,6 +190,18 @@ def test_as_many_tiles_visit_as_make_a_step_faster_that_waits_for_the_host() -> 
     assert slow.planner.estimate(slow.plan).slots > slow.planner.estimate(
         dataclasses.replace(slow.plan, visiting_state=())).slots
     assert f"+ {count} visit" in slow.explain()
+
+
+@pytest.mark.parametrize("count", range(1, 12))
+def test_the_best_number_of_visits_is_found(count: int) -> None:
+    """Of steps that are ever faster up to it, and ever slower beyond."""
+    held_up = StepTimes(1.0, {}, {Lane.CPU: 1.0})
+    for best in range(count + 1):
+        pace: Any = SimpleNamespace(times=lambda plan, whole: held_up, cautious_s=lambda plan, whole, best=best: 10.0 + max(
+            3 * (best - len(plan.visiting_state)), len(plan.visiting_state) - best))
+        found = most_helpful_visits(Plan(1, 1, (1,)), [f"layers.{i}" for i in range(count)], pace, True, 1.003,
+                                    lambda plan: plan, lambda plan: True)
+        assert len(found.visiting_state) == best
 
 
 def test_checkpoints_go_to_the_host_where_visits_need_their_memory() -> None:
