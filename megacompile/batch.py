@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 #: Arguments whose value changes nothing that a streamed model does, when they have one of these values.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "use_cache": (None, False, True), "return_dict": (None, True), "output_attentions": (None, False),
+    "use_cache": (None, False), "return_dict": (None, True), "output_attentions": (None, False),
     "output_hidden_states": (None, False), "past_key_values": (None,), "cache_position": (None,),
 }
 
@@ -59,6 +59,9 @@ def read_arguments(model: nn.Module, forward: Callable[..., Any], forms: Forms, 
         given = dict(inspect.signature(forward).bind(*args, **{k: v for k, v in kwargs.items() if k not in of_loss}).arguments)
     except TypeError as error:
         raise UnsupportedError(f"{name}: {error}; a streamed model takes {', '.join(plain.batch_inputs)}") from error
+    if given.get("use_cache") is True:  # a loop that passes on what comes back would go on without what came before
+        raise UnsupportedError(f"{name}: use_cache=True cannot be honoured, since a streamed model keeps no cache: leave it "
+                               "out and pass all tokens, or call generate")
     for parameter in inspect.signature(forward).parameters.values():
         if parameter.kind is parameter.VAR_KEYWORD:
             given |= given.pop(parameter.name, {})

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from megacompile.api import make_backend
+from megacompile.config import check_device
 from megacompile.frontend import attention_kernels
 from megacompile.hardware import Hardware, device_name
 from megacompile.program import Lane
@@ -39,8 +40,9 @@ def measure(device: str | torch.device | None = None, scale: float = 1.0) -> Har
     """The rates of this machine with `device` (None: cuda if there is one). `scale` multiplies how long each is measured
     and, below 1, what host memory it works on, until caches flatter the rates.
 
-    Raises `DeviceUnavailableError`. Takes up to five gigabytes of host memory, less where less is available, and two on
-    a GPU."""
+    Raises `DeviceUnavailableError`, and `MegacompileError` for a device of another type. Takes up to five gigabytes of host
+    memory, less where less is available, and two on a GPU."""
+    check_device(device)
     backend = make_backend(device)
     host_bytes = _working_set(scale, available_host_bytes())
     compute = _Compute(backend, scale)

@@ -186,8 +186,8 @@ def calibrate(
     """Measure this machine's rates, once, for plan: less than a minute. Nothing else should run meanwhile."""
     found = measure(device, scale)
     path = output or cache_path(device)
-    found.save(path)
     print(found.table())
+    found.save(path)
     print(f"saved in {path}")
 
 

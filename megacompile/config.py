@@ -18,6 +18,12 @@ from megacompile.sizes import parse_bytes
 NAMES_OF_TILES = ("resident", "resident_state", "visiting_state", "host_sums")
 
 
+def check_device(device: Any) -> None:
+    """Raises `MegacompileError` for a device that nothing is streamed to."""
+    if device is not None and not re.fullmatch(r"(cpu|cuda)(:\d+)?", str(device)):
+        raise MegacompileError(f"device must be 'cpu' or 'cuda', not {device!r}")
+
+
 @dataclass(frozen=True)
 class StreamConfig:
     """Every choice a user may make; None leaves it to the planner.
@@ -133,8 +139,7 @@ class StreamConfig:
                 raise MegacompileError(f"{name} must be True or False, not {getattr(self, name)!r}")
         if self.loss is not None and not callable(self.loss):
             raise MegacompileError(f"loss must be a function of logits and of what it names beside them, not {self.loss!r}")
-        if self.device is not None and not re.fullmatch(r"(cpu|cuda)(:\d+)?", str(self.device)):
-            raise MegacompileError(f"device must be 'cpu' or 'cuda', not {self.device!r}")
+        check_device(self.device)
 
     def defers(self, update: str) -> bool:
         """Whether plans with updates at "step", or on "arrival", must defer moments."""

@@ -8,7 +8,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from megacompile.errors import MegacompileError
+from megacompile.errors import ArgumentError, MegacompileError
+from megacompile.loading import HUB_ID
 
 _BYTE_VALUES = 256
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
@@ -39,9 +40,12 @@ class PretrainedTokenizer:
     """A tokenizer of transformers, from a model's folder or by an id of the Hugging Face hub, with no special tokens added.
     `pretrained`: the tokenizer itself.
 
-    Raises MegacompileError if it cannot be read."""
+    Raises ArgumentError if there is no such folder, MegacompileError if it cannot be read."""
 
     def __init__(self, source: str | Path) -> None:
+        if not Path(source).exists() and not HUB_ID.fullmatch(str(source)):
+            raise ArgumentError(f"there is no tokenizer {str(source)!r} here: give a folder that has one, or an id of the "
+                                "Hugging Face hub")
         from transformers import AutoTokenizer  # slow to import, and not needed for bytes
 
         try:

@@ -151,8 +151,12 @@ class Hardware:
                                    f"{error}") from error
 
     def save(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n", encoding="utf-8")
+        """As a JSON file. Raises `ArgumentError` where it cannot be written."""
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise ArgumentError(f"{path} cannot be written ({error.strerror}): give another file") from error
 
 
 def device_name(device: str | torch.device | None = None) -> tuple[str, str]:

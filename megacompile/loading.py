@@ -32,7 +32,7 @@ from megacompile.weight_files import (
     weight_files,
 )
 
-_HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
+HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 #: Host memory that training takes a parameter, in bytes.
 _BYTES_A_PARAMETER = {torch.bfloat16: 14, torch.float32: 16}
 
@@ -97,7 +97,7 @@ def _find(source: str | Path, revision: str | None) -> tuple[Path, str | None]:
         if not (folder / CONFIG_FILE).exists():
             raise ArgumentError(f"{folder} has no {CONFIG_FILE}: give a folder that save_pretrained wrote")
         return folder, None
-    if folder.exists() or not _HUB_ID.fullmatch(str(source)):
+    if folder.exists() or not HUB_ID.fullmatch(str(source)):
         raise ArgumentError(f"{str(source)!r} is no folder of a checkpoint: give one with {CONFIG_FILE} and safetensors, or an "
                             "id of the Hugging Face hub (owner/name)")
     snapshot = _fetch(str(source), revision, (CONFIG_FILE, GENERATION_FILE))

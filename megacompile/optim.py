@@ -63,6 +63,9 @@ def _check_options(group: Mapping[str, Any]) -> None:
     for option in ("amsgrad", "maximize", "differentiable"):
         if group.get(option):
             raise UnsupportedError(f"{option}=True is not implemented by megacompile.AdamW: leave it out")
+    for option in ("max_grad_norm", "overlap", "non_finite", "dump_folder"):
+        if option in group:
+            raise MegacompileError(f"{option} is of all parameters, and not of a group: give it to AdamW itself")
     for option, (what, good) in _OPTIONS.items():
         if option in group and not good(group[option]):
             raise MegacompileError(f"{option}={group[option]!r} is out of range: give {what}")
@@ -123,6 +126,10 @@ class AdamW(torch.optim.Optimizer):
         super().add_param_group(param_group)
         for parameter in self.param_groups[-1]["params"]:
             self._make_state(parameter)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UnsupportedError("an optimizer of a streamed model can be neither pickled nor copied: its state is its model's "
+                               "memory; use state_dict() or a CheckpointWriter")
 
     def _owner(self, parameter: Tensor) -> tuple[Streamed, str]:
         owner, name = _OWNERS.get(parameter, (None, ""))

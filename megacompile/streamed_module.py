@@ -23,6 +23,7 @@ class StreamedModule(nn.Module):
     if TYPE_CHECKING:  # transformers evaluates the annotations of a model's class where it is made
         megacompile: Handle
 
+    @torch.compiler.disable(reason="a streamed model's layers are compiled by megacompile: leave torch.compile out")
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.megacompile.call(self, super().forward, args, kwargs)
 

@@ -189,9 +189,12 @@ def read(path: Path) -> list[Row]:
     rows = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         try:
-            rows.append(dict(json.loads(line)))
+            row = dict(json.loads(line))
         except (ValueError, TypeError) as error:
             raise MegacompileError(f"line {number} of {path} is no row ({error}): remove it") from error
+        if "device" not in row:
+            raise MegacompileError(f"line {number} of {path} is no row (it names no device): give a file of rows, or a new one")
+        rows.append(row)
     return rows
 
 

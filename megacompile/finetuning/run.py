@@ -46,9 +46,7 @@ def run(source: str, data: Sequence[str], settings: Settings, knobs: Knobs, cons
 def _run(source: str, data: Sequence[str], settings: Settings, knobs: Knobs, console: Console) -> int:
     torch.manual_seed(settings.seed)
     target = settings.save or (settings.output / MODEL if settings.output else None)
-    if target is not None:
-        training.make_directory(target)  # now: what cannot be saved should not be trained first
-    else:
+    if target is None:
         console.print("nothing will be saved: give --output, or --save for the model alone")
     start = _start(settings, console)
     check_sources(data, settings.format)
@@ -62,6 +60,8 @@ def _run(source: str, data: Sequence[str], settings: Settings, knobs: Knobs, con
     steps = settings.steps or order.steps
     console.print(f"{training.parameter_count(outline):,} parameters; {len(rows):,} sequences, {int(rows.lengths.sum()):,} "
                   f"tokens, to train on, and {len(held_out):,} to evaluate on; {steps:,} steps of {settings.batch}")
+    if target is not None:
+        training.make_directory(target)  # now: what cannot be saved should not be trained first
     if settings.output is not None:
         _write_settings(settings.output / SETTINGS, source, data, settings, knobs)
 

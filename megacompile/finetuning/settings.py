@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -82,6 +83,8 @@ class Settings:
             raise ArgumentError("--overlap updates before the norm of all gradients is known: give --max-grad-norm 0 with it")
         if not self.steps and not self.epochs:
             raise ArgumentError("--epochs 0 trains nothing: give more, or --steps")
+        if not self.steps and math.isinf(self.epochs):
+            raise ArgumentError("--epochs inf never ends: give a number, or --steps")
         if max(self.beta1, self.beta2) >= 1:
             raise ArgumentError("--beta1 and --beta2 must be below 1")
 

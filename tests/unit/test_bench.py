@@ -354,9 +354,10 @@ def test_ctrl_c_leaves_whole_rows(tmp_path: Path, log: Callable[[], list[str]], 
 
 
 def test_a_line_that_is_no_row_is_named(tmp_path: Path) -> None:
-    (tmp_path / "rows.jsonl").write_text('{"tflops": 1}\n{"tflops"\n')
-    with pytest.raises(MegacompileError, match=r"line 2 of .*rows\.jsonl is no row"):
-        rows.read(tmp_path / "rows.jsonl")
+    for line in ('{"tflops"', '{"instruction": "of something else"}'):
+        (tmp_path / "rows.jsonl").write_text(f'{{"device": "d"}}\n{line}\n')
+        with pytest.raises(MegacompileError, match=r"line 2 of .*rows\.jsonl is no row"):
+            rows.read(tmp_path / "rows.jsonl")
 
 
 def test_the_command_measures_a_table_and_prints_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -272,6 +272,18 @@ def test_plan_refuses_a_machine_that_was_not_measured_and_takes_one_that_was(
     assert re.search(r"step: \d+\.\d+ s", megacompile_command(*plan).output)
 
 
+@pytest.mark.parametrize("device", ["tpu", "meta"])
+def test_calibrate_measures_no_device_that_nothing_is_streamed_to(device: str) -> None:
+    result = megacompile_command("calibrate", "--device", device)
+    assert result.exit_code != 0 and f"device must be 'cpu' or 'cuda', not '{device}'" in result.output
+
+
+def test_rates_that_cannot_be_kept_are_printed_all_the_same(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    result = megacompile_command("calibrate", "--device", "cpu", "--scale", "0.01", "--output", tmp_path / "file/rates.json")
+    assert result.exit_code == 2 and "AdamW" in result.output and "cannot be written" in result.output
+
+
 def test_calibrate_writes_where_it_is_told(config: Path, tmp_path: Path) -> None:
     megacompile_command("calibrate", "--device", "cpu", "--scale", "0.05", "--output", tmp_path / "mine.json")
     planned = megacompile_command("plan", config, "--batch", 4, "--length", 16, "--hardware", tmp_path / "mine.json")

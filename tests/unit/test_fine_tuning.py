@@ -210,6 +210,7 @@ def test_a_file_that_cannot_be_honoured_is_refused(asked: list[Any], tmp_path: P
 @pytest.mark.parametrize(("settings", "reason"), [
     ({"resume": "latest"}, "--resume latest needs --output"), ({"tensorboard": True}, "--tensorboard needs --output"),
     ({"overlap": True}, "give --max-grad-norm 0 with it"), ({"epochs": 0.0}, "--epochs 0 trains nothing"),
+    ({"epochs": float("inf")}, "--epochs inf never ends"),
     ({"beta2": 1.0}, "must be below 1")])
 def test_settings_that_do_not_go_together_are_refused(settings: dict[str, Any], reason: str) -> None:
     with pytest.raises(MegacompileError, match=reason):
@@ -301,6 +302,13 @@ def test_a_folder_belongs_to_one_run_at_a_time(model: Path, data: Path, tmp_path
     assert result.exit_code == 2 and "another run is writing to" in result.stderr
     assert list(tmp_path.iterdir()) == [], "the other run's files were touched"
     assert command(*arguments).exit_code == 0
+
+
+@pytest.mark.parametrize("wrong", [("nothere",), ("--tokenizer", "/nope")], ids=["model", "tokenizer"])
+def test_what_is_refused_leaves_no_folder_of_a_model(model: Path, data: Path, tmp_path: Path, wrong: tuple[str, ...]) -> None:
+    given = wrong if len(wrong) == 1 else (model, *wrong)
+    result = command("train", *given, "--data", data, "--steps", 1, "--length", 16, "--output", tmp_path / "run")
+    assert result.exit_code == 2 and "there is no" in result.stderr and not (tmp_path / "run/model").exists(), result.output
 
 
 def test_a_run_that_saves_nothing_says_so_before_it_trains(model: Path, data: Path) -> None:

@@ -2,7 +2,9 @@
 from __future__ import annotations
 
 import copy
+import io
 import pickle
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -256,6 +258,7 @@ CALL_REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     "positions of three kinds": ({"position_ids": IDS.expand(3, 2, 4)}, "position_ids cannot be honoured yet"),
     "bounds without positions": ({"cu_seq_lens_q": torch.tensor([0, 2, 8])}, "without position_ids that start again"),
     "inputs_embeds": ({"inputs_embeds": torch.zeros(2, 4, 16)}, "inputs_embeds cannot be honoured yet"),
+    "a cache": ({"use_cache": True}, "keeps no cache: leave it out and pass all tokens, or call generate"),
     "past_key_values": ({"past_key_values": object()}, "past_key_values cannot be honoured yet"),
     "hidden states": ({"output_hidden_states": True}, "leave labels out and call under"),
     "attentions": ({"output_attentions": True}, "output_attentions cannot be honoured yet"),
@@ -499,6 +502,33 @@ def test_a_hyper_parameter_out_of_range_is_refused(model: Any, options: dict[str
 def test_an_option_of_another_adam_is_refused(model: Any) -> None:
     with pytest.raises(UnsupportedError, match="amsgrad=True is not implemented"):
         megacompile.AdamW([{"params": list(model.parameters()), "amsgrad": True}])
+
+
+@pytest.mark.parametrize("option", [{"max_grad_norm": 1.0}, {"overlap": "backward"}, {"non_finite": "skip"},
+                                    {"dump_folder": "here"}], ids=str)
+def test_an_option_of_all_parameters_is_refused_in_a_group(model: Any, option: dict[str, Any]) -> None:
+    with pytest.raises(MegacompileError, match="is of all parameters, and not of a group: give it to AdamW itself"):
+        megacompile.AdamW([{"params": list(model.parameters()), **option}])
+
+
+def test_an_optimizer_is_neither_pickled_nor_copied(model: Any) -> None:
+    optimizer = megacompile.AdamW(model.parameters())
+    for act in (copy.deepcopy, pickle.dumps, lambda each: torch.save(each, io.BytesIO())):
+        with pytest.raises(UnsupportedError, match=r"neither pickled nor copied.*use state_dict\(\) or a CheckpointWriter"):
+            act(optimizer)
+    with pytest.raises(UnsupportedError, match="neither pickled nor copied"):
+        copy.deepcopy(torch.optim.lr_scheduler.StepLR(optimizer, 1))
+
+
+def test_torch_compile_leaves_a_streamed_model_as_it_is(model: Any) -> None:
+    expected = model(**batch(1)).loss.detach()
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"are compiled by megacompile: leave torch\.compile out"):
+        torch.compile(model, fullgraph=True)(**batch(1))
+    torch._dynamo.reset()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)  # of what Dynamo cannot trace
+        assert torch.equal(torch.compile(model)(**batch(1)).loss.detach(), expected)
 
 
 def test_parameters_that_are_not_streamed_are_refused(model: Any) -> None:
