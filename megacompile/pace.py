@@ -117,7 +117,8 @@ class Pace:
         if plan.update != "step":
             return total
         rates = self.durations.hardware
-        rate = CAUTION * rates.adam * (rates.adam_parts["weights"] if plan.deferred_moments or may_defer else 1.0)
+        faster = rates.adam_parts["weights"]  # than a whole update; not everywhere
+        rate = CAUTION * rates.adam * (faster if plan.deferred_moments else max(1.0, faster) if may_defer else 1.0)
         elsewhere = {*plan.resident_state, *plan.visiting_state}
         tiles = {tile: layout for tile, layout in self.tiling.layouts.items() if layout.trainable and tile not in elsewhere}
         found, updated, before = total, 0.0, 0.0
@@ -137,21 +138,17 @@ class Pace:
         calls = captured.calls_for(plan.output)
         layers = [call.name for call in self.tiling.differentiated(captured.calls)]
         recomputed = len(layers) - min(plan.saved_layers, len(layers))
-        ends = {block[-1] for block in plan.blocks(layers)}
+        # Of what has no backward, and the prologue:
+        runs: dict[str, tuple[str, ...]] = {call.name: ("forward",) for call in calls}
+        runs |= dict.fromkeys(layers[:recomputed], ("forward", "forward_saving", "backward"))
+        runs |= {block[-1]: ("forward", "recompute_backward") for block in plan.blocks(layers)}
+        runs |= dict.fromkeys(layers[recomputed:], ("forward_saving", "backward"))
+        runs[calls[-1].name] = ("loss",) if plan.output == "loss" else ("outputs", "recompute_backward")
         forwards, total = {call.name: 0.0 for call in calls}, 0.0
         for mb, rows in enumerate(plan.micro_batches):
             for call in calls:
-                if call is calls[-1]:
-                    first, *others = ("loss",) if plan.output == "loss" else ("outputs", "recompute_backward")
-                elif call.name not in layers:  # what has no backward, or the prologue
-                    first, *others = ("forward",)
-                elif call.name in layers[recomputed:]:
-                    first, *others = "forward_saving", "backward"
-                else:
-                    first, *others = ("forward", "recompute_backward") if call.name in ends else (
-                        "forward", "forward_saving", "backward")
                 seconds = [self.durations.seconds(call.template, variant, rows, plan.length, plan.token_chunk, plan.residuals)
-                           for variant in (first, *others)]
+                           for variant in runs[call.name]]
                 total += sum(seconds)
                 forwards[call.name] += seconds[0] if plan.wave_of(mb) == 0 else 0.0
         return forwards, total
