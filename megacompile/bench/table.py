@@ -56,20 +56,19 @@ def measured(table: Table, found: Iterable[rows.Row], device: str) -> list[Measu
         same = [row for row in found if rows.identity(row["system"], row["options"], device) == own]
         if "compute_only" in spec.options or not same:
             continue
-        beside = [(row, _alone(spec, row, rates)) for row in same]
-        has_alone = spec.system == "megacompile" and spec.alone() in table.rows
+        alones = (spec.alone(), spec.alone().changed(overlap=None)) if spec.system == "megacompile" else ()
+        identities = [each.identity(device) for each in alones]
+        beside = [(row, _alone(identities, row, rates)) for row in same]
+        has_alone = any(each in table.rows for each in alones[:1])
         partners = [(has_alone and alone is not None) + (has_native and _size(row) in natives) for row, alone in beside]
         row, alone = beside[max(zip(partners, range(len(same)), strict=True))[1]]  # the last of those with most
         result.append(Measured(spec, row, alone, natives.get(_size(row))))
     return result
 
 
-def _alone(spec: Spec, row: rows.Row, rates: Mapping[tuple[str, str | None], rows.Row]) -> float | None:
-    """TFLOPS of the templates that a row ran, computing alone; None where that was not measured."""
-    if spec.system != "megacompile":
-        return None
-    keys = ((each.identity(row["device"]), row.get("commit")) for each in (spec.alone(), spec.alone().changed(overlap=None)))
-    beside = (rates[key] for key in keys if key in rates)
+def _alone(identities: Sequence[str], row: rows.Row, rates: Mapping[tuple[str, str | None], rows.Row]) -> float | None:
+    """TFLOPS of the templates that a row ran, computing alone: of the first of these rows that has; None if none has."""
+    beside = (rates[key] for each in identities if (key := (each, row.get("commit"))) in rates)
     return next((each["tflops"] for each in beside if _computed(each) == _computed(row)), None)
 
 
