@@ -59,12 +59,12 @@ def read_arguments(model: nn.Module, forward: Callable[..., Any], forms: Forms, 
         given = dict(inspect.signature(forward).bind(*args, **{k: v for k, v in kwargs.items() if k not in of_loss}).arguments)
     except TypeError as error:
         raise UnsupportedError(f"{name}: {error}; a streamed model takes {', '.join(plain.batch_inputs)}") from error
-    if given.get("use_cache") is True:  # a loop that passes on what comes back would go on without what came before
-        raise UnsupportedError(f"{name}: use_cache=True cannot be honoured, since a streamed model keeps no cache: leave it "
-                               "out and pass all tokens, or call generate")
     for parameter in inspect.signature(forward).parameters.values():
         if parameter.kind is parameter.VAR_KEYWORD:
             given |= given.pop(parameter.name, {})
+    if given.get("use_cache") is True:  # a loop that passes on what comes back would go on without what came before
+        raise UnsupportedError(f"{name}: use_cache=True cannot be honoured, since a streamed model keeps no cache: leave it "
+                               "out and pass all tokens, or call generate")
     given |= of_loss
     items = None if "num_items_in_batch" in plain.batch_inputs else given.pop("num_items_in_batch", None)
     kept = given.pop("logits_to_keep", None)
