@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from megacompile.errors import MegacompileError
+from megacompile.errors import MegacompileError, listed, shortened
+from megacompile.limits import check_whole
 from megacompile.passes import PIPELINE, TEMPLATE_PIPELINE
 from megacompile.passes.pipeline import check_pipeline, check_template_pipeline
 from megacompile.plan import RESIDUALS, check_residuals
@@ -16,12 +17,15 @@ from megacompile.sizes import parse_bytes
 
 #: Options that name tiles.
 NAMES_OF_TILES = ("resident", "resident_state", "visiting_state", "host_sums")
+#: The least of each option that is a whole number. (`limits.LARGEST` has the largest.)
+_LEAST = {"checkpoint_interval": 1, "micro_batch_size": 1, "saved_layers": 0, "waves": 1, "token_chunk": 0, "weight_slots": 1,
+          "expert_pieces": 1, "gradient_slots": 1, "gradient_slabs": 1}
 
 
 def check_device(device: Any) -> None:
     """Raises `MegacompileError` for a device that nothing is streamed to."""
-    if device is not None and not re.fullmatch(r"(cpu|cuda)(:\d+)?", str(device)):
-        raise MegacompileError(f"device must be 'cpu' or 'cuda', not {device!r}")
+    if device is not None and not re.fullmatch(r"(cpu|cuda)(:\d{1,2})?", str(device)):
+        raise MegacompileError(f"device must be 'cpu' or 'cuda', not {shortened(repr(device))}")
 
 
 @dataclass(frozen=True)
@@ -102,28 +106,21 @@ class StreamConfig:
     reference: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("checkpoint_interval", "micro_batch_size", "weight_slots", "gradient_slots", "gradient_slabs", "waves",
-                     "expert_pieces"):
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-                raise MegacompileError(f"{name} must be a whole number of at least 1, not {value!r}")
+        for name, least in _LEAST.items():
+            if getattr(self, name) is not None:
+                check_whole(name, getattr(self, name), least)
         if self.residuals not in (None, *RESIDUALS):
-            raise MegacompileError(f"residuals must be one of {', '.join(RESIDUALS)}, not {self.residuals!r}")
+            raise MegacompileError(f"residuals must be one of {', '.join(RESIDUALS)}, not {shortened(repr(self.residuals))}")
         check_residuals(self.residuals, self.checkpoint_interval)
-        for name in ("saved_layers", "token_chunk"):
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
-                raise MegacompileError(f"{name} must be a whole number of at least 0, not {value!r}")
-        checkpoints = self.host_checkpoints
-        if checkpoints is not None and (not isinstance(checkpoints, int) or checkpoints < 0):
-            raise MegacompileError(f"host_checkpoints must be True, False or a whole number of at least 0, not {checkpoints!r}")
+        if self.host_checkpoints not in (None, True, False):
+            check_whole("host_checkpoints", self.host_checkpoints, 0)
         for option in NAMES_OF_TILES:
             names = getattr(self, option)
             if isinstance(names, str) and names != "all":
                 object.__setattr__(self, option, (names,))
             elif names not in ("all", None) and not (
                     isinstance(names, tuple | list) and all(isinstance(name, str) for name in names)):
-                raise MegacompileError(f"{option} must be the names of tiles, or 'all', not {names!r}")
+                raise MegacompileError(f"{option} must be the names of tiles, or 'all', not {shortened(repr(names))}")
         timeout = self.stall_timeout
         if timeout is not None and (isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout > 0):
             raise MegacompileError(f"stall_timeout must be a number of seconds above 0, or None, not {timeout!r}")
@@ -150,8 +147,8 @@ class StreamConfig:
         for option in NAMES_OF_TILES:
             names = getattr(self, option)
             if names not in ("all", None) and (unknown := set(names) - set(tiles)):
-                raise MegacompileError(f"{option} names {', '.join(sorted(unknown))}, which are no tiles of {model}: it has "
-                                       f"{', '.join(tiles)}")
+                raise MegacompileError(f"{option} names {listed(sorted(unknown))}, which are no tiles of {model}: it has "
+                                       f"{listed(tiles)}")
 
     @classmethod
     def of(cls, **options: Any) -> StreamConfig:

@@ -5,7 +5,28 @@ the program around the fault (`verify.py`), errors about a model name the module
 """
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
+
+#: Characters of a message. What was given, and is repeated in it, may be larger.
+LONGEST_MESSAGE = 10_000
+#: Characters of something that was given, where a message repeats it.
+_LONGEST_PIECE = 200
+
+
+def shortened(text: str, longest: int = _LONGEST_PIECE) -> str:
+    """A text, or its beginning and its end with what lies between left out."""
+    if len(text) <= longest:
+        return text
+    gap, tail = f" ... ({len(text):,} characters) ... ", longest // 6
+    return text[:longest - len(gap) - tail] + gap + text[len(text) - tail:]
+
+
+def listed(names: Collection[str], most: int = 20) -> str:
+    """Names for a message: all, or the first of many."""
+    some = [shortened(name) for _, name in zip(range(most), names, strict=False)]
+    rest = len(names) - len(some)
+    return ", ".join([*some, *([f"and {rest:,} more"] if rest else [])])
 
 
 def first_line(error: BaseException) -> str:
@@ -19,7 +40,10 @@ def named_line(error: BaseException) -> str:
 
 
 class MegacompileError(ValueError):
-    """Base of all errors that a user can cause and mend."""
+    """Base of all errors that a user can cause and mend. Its text has at most `LONGEST_MESSAGE` characters."""
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__(shortened(str(message), LONGEST_MESSAGE))
 
 
 class ArgumentError(MegacompileError):

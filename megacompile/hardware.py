@@ -20,7 +20,7 @@ from tabulate import tabulate
 
 import megacompile
 from megacompile.cache import cache_directory, processor_name
-from megacompile.errors import ArgumentError, MegacompileError
+from megacompile.errors import ArgumentError, MegacompileError, shortened
 from megacompile.program import Lane
 
 PROFILES = Path(__file__).parent / "profiles"
@@ -116,9 +116,9 @@ class Hardware:
         """A profile by name, or a JSON file. Raises `ArgumentError`, naming the profiles there are."""
         known = {path.stem: path for path in sorted(PROFILES.glob("*.json"))}
         path = known.get(str(name), Path(name))
-        if not path.is_file():
-            raise ArgumentError(f"there is no hardware {str(name)!r}: give one of {', '.join(known)}, or a file that "
-                                "megacompile calibrate --output has written")
+        if not os.path.isfile(path):  # unlike Path.is_file, no error for a name that no file can have
+            raise ArgumentError(f"there is no hardware {shortened(str(name))!r}: give one of {', '.join(known)}, or a file "
+                                "that megacompile calibrate --output has written")
         return cls.load(path)
 
     @classmethod
@@ -146,7 +146,7 @@ class Hardware:
     def load(cls, path: Path) -> Hardware:
         try:
             return cls(**json.loads(path.read_text(encoding="utf-8")))
-        except (TypeError, ValueError) as error:
+        except (AttributeError, OSError, RecursionError, TypeError, ValueError) as error:
             raise MegacompileError(f"{path} does not describe hardware: measure it again with megacompile calibrate\n"
                                    f"{error}") from error
 

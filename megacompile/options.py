@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
+from megacompile.limits import LARGEST
+
 if TYPE_CHECKING:
     import torch
 
@@ -47,8 +49,8 @@ class Update(enum.StrEnum):
 Model = Annotated[str, typer.Argument(
     metavar="MODEL", help="A model directory, a config (directory or JSON file), or the id of a model of the Hugging Face hub, "
                           "of which only the config is read.")]
-Batch = Annotated[int, typer.Option(min=1, help="Sequences a step.")]
-Length = Annotated[int, typer.Option(min=2, help="Tokens a sequence.")]
+Batch = Annotated[int, typer.Option(min=1, max=LARGEST["batch"], help="Sequences a step.")]
+Length = Annotated[int, typer.Option(min=2, max=LARGEST["length"], help="Tokens a sequence.")]
 CheckpointInterval = Annotated[int | None, typer.Option(min=1, help="Layers between activation checkpoints.")]
 MicroBatchSize = Annotated[int | None, typer.Option(min=1, help="Sequences that the device works on at a time.")]
 Device = Annotated[str | None, typer.Option(help="Where layers are computed: cpu or cuda.")]

@@ -4,7 +4,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megacompile.errors import MegacompileError
+from megacompile.errors import MegacompileError, shortened
+from megacompile.limits import check_micro_batches, check_whole
 
 #: When tiles are updated: at the end of a step, or each as its gradients arrive.
 UPDATES = ("step", "arrival")
@@ -116,10 +117,15 @@ class Plan:
         least = {"batch": 1, "length": 1, "weight_slots": 1, "gradient_slots": 1, "staging_slabs": 1, "gradient_slabs": 1,
                  "checkpoint_slots": 1, "checkpoint_interval": 1, "saved_layers": 0, "token_chunk": 0, "host_checkpoints": 0}
         for name, value in least.items():
-            if getattr(self, name) < value:
-                raise MegacompileError(f"{name} is {getattr(self, name)}, and must be at least {value}")
+            check_whole(name, getattr(self, name), value)
+        check_micro_batches(len(self.micro_batches))
+        for name in ("resident", "resident_state", "update_order", "host_sums", "visiting_state"):
+            tiles = getattr(self, name)
+            if len(set(tiles)) < len(tiles):
+                raise MegacompileError(f"{name} names a tile twice: name each once")
         if sum(self.micro_batches) != self.batch or min(self.micro_batches, default=0) < 1:
-            raise MegacompileError(f"micro-batches of {self.micro_batches} are no split of {self.batch} sequences")
+            raise MegacompileError(f"micro-batches of {shortened(str(self.micro_batches))} are no split of {self.batch} "
+                                   "sequences")
         if not 1 <= self.waves <= len(self.micro_batches):
             raise MegacompileError(f"{len(self.micro_batches)} micro-batches cannot go in {self.waves} waves: plan fewer waves "
                                    "or smaller micro-batches")
@@ -167,6 +173,7 @@ class Plan:
 
 
 def split(batch: int, micro_batch_size: int) -> tuple[int, ...]:
-    """Sequences of each micro-batch; the last may be smaller."""
+    """Sequences of each micro-batch; the last may be smaller. Raises `MegacompileError` for more than a program takes."""
+    check_micro_batches(-(-batch // micro_batch_size))
     whole, rest = divmod(batch, micro_batch_size)
     return (micro_batch_size,) * whole + ((rest,) if rest else ())

@@ -19,6 +19,7 @@ from megacompile.frontend.capture import CapturedModel
 from megacompile.frontend.layers import Layers
 from megacompile.frontend.template import Template
 from megacompile.hardware import Hardware
+from megacompile.limits import check_whole
 from megacompile.lowering import model_program
 from megacompile.pace import pace_of
 from megacompile.passes.manager import compile_program
@@ -104,9 +105,8 @@ def schedule(model: nn.Module, *, batch: int, length: int, layers: Layers | None
     check_module(model)
     if update not in UPDATES:
         raise MegacompileError(f"update must be {' or '.join(map(repr, UPDATES))}, not {update!r}")
-    for name, size in (("batch", batch), ("length", length)):
-        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-            raise MegacompileError(f"{name} must be a whole number of at least 1, not {size!r}")
+    check_whole("batch", batch)
+    check_whole("length", length)
     config = StreamConfig.of(**options)
     if isinstance(hardware, str | Path):
         hardware = Hardware.find(hardware)

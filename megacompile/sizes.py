@@ -3,20 +3,24 @@ from __future__ import annotations
 
 import re
 
-from megacompile.errors import MegacompileError
+from megacompile.errors import MegacompileError, shortened
+from megacompile.limits import LARGEST_NUMBER
 
 _UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,
           "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
 def parse_bytes(size: int | float | str | None) -> int | None:
-    """"24GiB" -> bytes. Raises `MegacompileError` for anything else, and for less than one byte."""
+    """"24GiB" -> bytes. Raises `MegacompileError` for anything else, for less than one byte, and for more than any machine
+    has."""
     if size is None:
         return None
-    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([A-Za-z]*)\s*", str(size))
+    written = str(min(size, LARGEST_NUMBER + 1) if isinstance(size, int) else size)  # Python prints no number of 5,000 digits
+    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([A-Za-z]*)\s*", written)
     count = float(match[1]) * _UNITS.get(match[2].upper(), 0) if match is not None else 0
-    if count < 1:
-        raise MegacompileError(f"{size!r} is no amount of memory: write bytes, or a number and a unit like '24GiB'")
+    if not 1 <= count <= LARGEST_NUMBER:
+        raise MegacompileError(f"{shortened(written, 80)!r} is no amount of memory: write bytes, or a number and a unit like "
+                               "'24GiB'")
     return int(count)
 
 

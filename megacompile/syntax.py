@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NoReturn
 
-from megacompile.errors import ProgramError
+from megacompile.errors import ProgramError, shortened
 
 #: A string that is not closed takes the rest of its line: then no character is looked at twice.
 _TOKEN = re.compile(r'''(?P<space>[ \t\r\f]+|\#[^\n]*)|(?P<newline>\n)|(?P<name>[A-Za-z_][A-Za-z0-9_]*)|(?P<number>[0-9]+)
@@ -142,7 +142,7 @@ class Source:
             if argument.value is None:
                 return
             if self._take(",") is None and self._next.kind != ")":
-                self.fail(self._next, f"{word.text}( is not closed; expected `,` or `)`")
+                self.fail(self._next, f"{shortened(word.text)}( is not closed; expected `,` or `)`")
 
     def _argument(self) -> Argument:
         start, name = self._next, self._take("name")

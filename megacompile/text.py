@@ -28,7 +28,8 @@ from typing import Any, NoReturn
 
 from torch import fx
 
-from megacompile.errors import MegacompileError
+from megacompile.errors import MegacompileError, shortened
+from megacompile.limits import LARGEST, LARGEST_NUMBER, LONGEST_NAME, check_micro_batches
 from megacompile.plan import UPDATES, Plan, Shape
 from megacompile.program import (
     OPS,
@@ -49,8 +50,6 @@ from megacompile.syntax import Argument, Call, Source, Statement, Token
 
 #: Parameters that say what a node is about. Those that lead an op's parameters are positional in text, others keywords.
 POSITIONAL = frozenset({"name", "tile", "template", "call", "key", "place", "access", "lane", "node", "event", "value"})
-#: What text may hold: longer names or larger numbers are no program of ours.
-LONGEST_NAME, LARGEST_NUMBER = 1024, 2**63 - 1
 
 _COMMENT_COLUMN = 88
 _EXPECTED = {
@@ -196,7 +195,12 @@ class _Parser:
         match statement:
             case Statement(start=Token(column=1), target=Token(text="program"),
                            call=Call(owner=None, word=Token(text="Program")) as call):
-                return self.arguments(call, _PROGRAM, (), form)
+                head = self.arguments(call, _PROGRAM, (), form)
+                try:
+                    check_micro_batches(len(head["micro_batches"]))
+                except MegacompileError as error:
+                    self.fail(call.word, f"{error}; expected fewer")
+                return head
         self.fail(statement.start, f"a program begins otherwise; {form}")
 
     def declaration(self, statement: Statement) -> None:
@@ -206,7 +210,7 @@ class _Parser:
             case Statement(start=Token(column=1), target=None, call=Call(owner=Token(text="program")) as call):
                 kind = call.word.text
                 if kind not in _DECLARATIONS and kind not in _MADE_FOR:
-                    self.fail(statement.start, f"unknown declaration {kind}; {form}")
+                    self.fail(statement.start, f"unknown declaration {shortened(kind)}; {form}")
             case _:
                 self.fail(statement.start, f"no declaration; {form}")
         if self.sections:
@@ -217,7 +221,7 @@ class _Parser:
         make, signature, optional = _DECLARATIONS[kind]
         given = self.arguments(call, signature, optional, f"expected `{_form(f'program.{kind}', signature, optional)}`")
         if given["name"] in self.declared[kind]:
-            self.fail(statement.start, f"{kind} {given['name']} is declared twice; expected another name")
+            self.fail(statement.start, f"{kind} {shortened(given['name'])} is declared twice; expected another name")
         self.declared[kind][given["name"]] = make(**given)
 
     def made_for(self, call: Call, kind: str) -> None:
@@ -237,11 +241,11 @@ class _Parser:
 
     def section(self, statement: Statement, name: Token) -> None:
         if not statement.plain or statement.start.column > 1:
-            self.fail(statement.start, f"section {name.text} has another signature; expected `def {name.text}(p):`")
+            self.fail(statement.start, f"section {shortened(name.text)} has another signature; expected `def <section>(p):`")
         if keyword.iskeyword(name.text) or len(name.text) > LONGEST_NAME:
             self.fail(name, "a section cannot have this name; expected another")
         if name.text in self.sections:
-            self.fail(statement.start, f"section {name.text} is defined twice; expected another name")
+            self.fail(statement.start, f"section {shortened(name.text)} is defined twice; expected another name")
         self.graph = self.sections[name.text] = fx.Graph()
         self.names, self.indent, self.unnamed = {}, 0, Counter()
 
@@ -269,13 +273,13 @@ class _Parser:
             case _:
                 self.fail(statement.start, "no node; expected `name = p.op(...)` or `p.op(...)`")
         if word.text not in OPS:
-            self.fail(word, f"unknown op {word.text[:LONGEST_NAME]}; expected one of {', '.join(OPS)}")
+            self.fail(word, f"unknown op {shortened(word.text)}; expected one of {', '.join(OPS)}")
         op = OPS[word.text]
         form = f"expected `{_form(f'p.{op.name}', op.parameters, op.optional, op)}`"
         if name is None and op.result is not None:
             self.fail(statement.start, f"{op.name} makes a value that has no name; {form}")
         if name == "p" or name in self.names:
-            self.fail(statement.start, f"{name} is defined twice; expected another name")
+            self.fail(statement.start, f"{shortened(name)} is defined twice; expected another name")
         if name is not None and len(name) > LONGEST_NAME:
             self.fail(statement.start, f"a name of {len(name)} characters; expected at most {LONGEST_NAME}")
         given = self.arguments(call, {k: KINDS[k] for k in op.parameters}, op.optional, form)
@@ -284,7 +288,8 @@ class _Parser:
         if name is None:
             return
         if made.name != name:
-            self.fail(statement.start, f"{name} is no name for a value (a node has it, or Python); expected another name")
+            self.fail(statement.start, f"{shortened(name)} is no name for a value (a node has it, or Python); expected another "
+                                       "name")
         self.names[name] = made
 
     def free_name(self, op: str) -> str:
@@ -304,14 +309,14 @@ class _Parser:
             if argument.name is None:
                 if number >= len(positional) or len(given) > number or any(a.name for a in call.arguments[:number]):
                     extra = argument.start.text if argument.value is None else None
-                    self.fail(argument.start, f"unexpected argument {extra[:40]}; {form}" if extra is not None else
+                    self.fail(argument.start, f"unexpected argument {shortened(extra, 80)}; {form}" if extra is not None else
                               f"too many positional arguments; {form}")
                 name = positional[number]
             else:
                 name = argument.name.text
                 by_position = sum(a.name is None for a in call.arguments[:len(positional)])
                 if name not in signature or name in positional[by_position:]:
-                    self.fail(argument.start, f"unexpected argument {name[:LONGEST_NAME]}; {form}")
+                    self.fail(argument.start, f"unexpected argument {shortened(name)}; {form}")
             if name in given:
                 self.fail(argument.start, f"argument {name} is given twice; {form}")
             given[name] = self.value(name, argument, signature[name])
@@ -333,8 +338,12 @@ class _Parser:
             value = self.reference(written)
         if value is None:
             self.fail(argument.start, f"{parameter} is something else; expected {_EXPECTED[kind]}")
+        largest = LARGEST.get(parameter, LARGEST_NUMBER)
+        if kind in ("number", "numbers") and max(value if isinstance(value, tuple) else (value,), default=0) > largest:
+            self.fail(argument.start, f"{parameter} is too large; expected at most {largest:,}")
         if parameter in _CHOICES and value not in _CHOICES[parameter]:
-            self.fail(argument.start, f"unknown {parameter} {value}; expected one of {', '.join(_CHOICES[parameter])}")
+            self.fail(argument.start, f"unknown {parameter} {shortened(value)}; expected one of "
+                                      f"{', '.join(_CHOICES[parameter])}")
         return value
 
     def text(self, token: Token) -> str | None:
@@ -358,7 +367,7 @@ class _Parser:
         if token.kind != "name":
             return None
         if token.text not in self.names:
-            self.fail(token, f"{token.text[:LONGEST_NAME]} is not defined here; expected the name of a node above")
+            self.fail(token, f"{shortened(token.text)} is not defined here; expected the name of a node above")
         return self.names[token.text]
 
 

@@ -26,7 +26,7 @@ from tabulate import tabulate
 from torch import fx
 
 from megacompile.completeness import sent_home, supplied, trained
-from megacompile.errors import ProgramError
+from megacompile.errors import LONGEST_MESSAGE, ProgramError, shortened
 from megacompile.fault import Fault
 from megacompile.lifetimes import kept_slots, placed
 from megacompile.listing import describe
@@ -94,7 +94,8 @@ def judge(program: Program) -> tuple[list[Verdict], ProgramError | None]:
         else:
             fault = next(rule(program), None)
             error = None if fault is None else fault.error(program)
-            verdicts.append(Verdict(rule.__name__, fault is None, "" if fault is None else fault.message))
+            why = "" if fault is None else shortened(fault.message, LONGEST_MESSAGE)
+            verdicts.append(Verdict(rule.__name__, fault is None, why))
     return verdicts, error
 
 

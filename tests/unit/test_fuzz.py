@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megacompile.errors import ProgramError
+from megacompile.errors import LONGEST_MESSAGE, ProgramError
 from megacompile.program import OPS, STAGES, Program
 from megacompile.text import KINDS, form, parse, print_program
 from megacompile.verify import RULES, judge
@@ -34,10 +34,12 @@ def judged(text: str) -> Program | None:
         refused = str(error)
     if refused is not None:
         assert re.match(r"line \d+, column \d+: .*; expected ", refused), refused
+        assert len(refused) <= LONGEST_MESSAGE
         return None
     verdicts, error = judge(program)
     assert len(verdicts) == len(RULES)
     assert (error is not None) == any(v.holds is False for v in verdicts)
+    assert max(map(len, (str(error), *(v.why for v in verdicts)))) <= LONGEST_MESSAGE
     return program
 
 
@@ -183,6 +185,41 @@ ADVERSARIAL: dict[str, Callable[[int], str]] = {
 }
 
 
+def declared(micro_batches: int = 1, tiles: int = 1, calls: int = 1, slots: int = 0, tiles_a_call: int = 1,
+             stage: str = STAGES[-1]) -> str:
+    """Declarations of a program that is ready to run, as far as its stage says."""
+    return "\n".join([
+        f'program = Program(stage="{stage}", micro_batches=({"1, " * micro_batches}))',
+        *(f'program.tile("t{n}", parameters=4, weight_bytes=8, gradient_bytes=8, trainable=True)' for n in range(tiles)),
+        *(f'program.call("c{n}", role="layer", template="t", tiles=({tiles_a_call * """"t0", """}))' for n in range(calls)),
+        *(f'program.slot("W{n}", bytes=8)' for n in range(slots)), ""])
+
+
+def body(line: str, count: int, section: str = "forward", before: str = "") -> str:
+    """A section of so many lines, each with its number in the place of a #."""
+    return f"def {section}(p):\n{before}" + "".join(f"    {line.replace('#', str(n))}\n" for n in range(count))
+
+
+#: Texts that parse, and are large in one respect: what they declare, or what their nodes refer to.
+LARGE: dict[str, Callable[[int], str]] = {
+    "micro-batches of many calls": lambda n: declared(micro_batches=n, calls=n) + body(
+        'l# = p.forward("t", "c#", mb=0, weights=(), inputs=())', n),
+    "tiles": lambda n: declared(tiles=n) + body('w# = p.prefetch("t#")', n),
+    "tiles of a call": lambda n: declared(tiles_a_call=n) + body('c = p.clip(tiles=("t0",))', 1),
+    "calls": lambda n: declared(calls=n) + body('l# = p.forward("t", "c#", mb=0, weights=(), inputs=())', n),
+    "slots": lambda n: declared(slots=n) + body('e# = p.enter("W#", "read", "compute")', n),
+    "prefetches": lambda n: declared(slots=2) + body('w# = p.prefetch("t0", into="W0")', n),
+    "records and waits": lambda n: declared(slots=1) + body(
+        'e# = p.record(w)\n    p.wait("compute", e#)\n    p.wait("cpu", e#)', n, before=(
+            '    w = p.prefetch("t0", into="W0")\n')),
+    "leaves": lambda n: declared(slots=1) + body('p.leave("W0", "write", e)', n, before=(
+        '    w = p.prefetch("t0", into="W0")\n    e = p.record(w)\n')),
+    "values": lambda n: declared() + body('p.result("loss", values=(' + "l, " * n + "))", 1, before=(
+        '    l = p.forward("t", "c0", mb=0, weights=(), inputs=())\n')),
+    "sections": lambda n: declared() + "".join(body('e = p.enter("W0", "read", "cpu")', 1, f"x{i}") for i in range(n)),
+}
+
+
 def seconds(work: Callable[[], Any]) -> float:
     """The lesser of two."""
     taken = []
@@ -206,6 +243,19 @@ def test_parsing_takes_linear_time(case: str) -> None:
 
     small, large = read(1_000), read(8_000)
     assert large < 20 * small + 0.02, f"{small:.4f} s, then {large:.4f} s"
+
+
+@pytest.mark.parametrize("case", LARGE)
+def test_judging_takes_linear_time(case: str) -> None:
+    """As parsing does; and what it says is short."""
+    small, large = (seconds(functools.partial(judge, parse(LARGE[case](size)))) for size in (250, 2_000))
+    assert large < 20 * small + 0.1, f"{small:.4f} s, then {large:.4f} s"
+    judged(LARGE[case](2_000))
+
+
+@pytest.mark.parametrize("case", ADVERSARIAL)
+def test_refusals_repeat_no_more_than_a_piece_of_the_text(case: str) -> None:
+    judged(ADVERSARIAL[case](20_000))
 
 
 def test_verifying_a_deep_model_takes_about_linear_time(make_schedule: Callable[..., Any]) -> None:
