@@ -44,6 +44,11 @@ app = typer.Typer(cls=_Commands, help="Train decoder models whose weights live i
                   add_completion=False, pretty_exceptions_enable=False)
 
 
+def _terminal() -> bool:
+    """Whether a person reads what is printed, and no program does."""
+    return sys.stdout.isatty()
+
+
 class Form(enum.StrEnum):
     PYTHON = "python"
     TABLE = "table"
@@ -96,7 +101,9 @@ def inspect(
     diff: Annotated[str | None, typer.Option(metavar="STAGE..STAGE", help="Show what changed from one stage to "
                                                                           "another.")] = None,
     form: Annotated[Form, typer.Option(help="How to print it.")] = Form.PYTHON,
-    fold: Annotated[bool, typer.Option(help="Fold what repeats from layer to layer.")] = True,
+    fold: Annotated[bool | None, typer.Option(
+        "--fold/--no-fold", help="Fold what repeats from layer to layer, for reading. By default a whole program is folded on "
+                                 "a terminal alone, so that verify reads what a file or a pipe gets.")] = None,
     template: Annotated[str | None, typer.Option(help="Show this template's graphs instead; with --stage, of one of its "
                                                       "passes.")] = None,
     log: Annotated[bool, typer.Option("--log", help="Show what each pass did instead: op counts before and after it.")] = False,
@@ -113,6 +120,8 @@ def inspect(
         "--section": section, "--layers": layers, "--form": form is not Form.PYTHON}.items() if value])
     if picture is not None:
         pictures.check(picture)
+    if fold is None:
+        fold = _terminal() or any((section, layers, diff))
     compiled = planning.schedule(model, knobs)
     stages = compiled.stages
     if trace is not None or picture is not None:
@@ -141,8 +150,8 @@ def inspect(
 
 @app.command()
 def verify(
-    program_file: Annotated[Path, typer.Argument(metavar="PROGRAM_FILE", exists=True, dir_okay=False, readable=True,
-                                                 help="A program as text, as printed or edited.")],
+    program_file: Annotated[Path, typer.Argument(metavar="PROGRAM_FILE",
+                                                 help="A program as text, as printed or edited; - reads standard input.")],
 ) -> None:
     """Prove a program safe, or show where it is not: exit code 0 or 1. Runs nothing, and needs no model."""
     from tabulate import tabulate
@@ -150,10 +159,14 @@ def verify(
     from megacompile.editing import source_text
     from megacompile.text import parse
     from megacompile.verify import judge
-    program = parse(source_text(program_file))
+    piped = str(program_file) == "-"
+    named = "standard input" if piped else program_file
+    if not piped and (not program_file.exists() or program_file.is_dir()):
+        raise ArgumentError(f"there is no file {program_file}: give a program's text, or - for standard input")
+    program = parse(source_text(sys.stdin if piped else program_file))
     verdicts, error = judge(program)
     words = {True: "holds", False: "BROKEN", None: "not asked"}
-    print(f"{program_file}: stage {program.stage}, sections {', '.join(program.sections) or 'none'}\n")
+    print(f"{named}: stage {program.stage}, sections {', '.join(program.sections) or 'none'}\n")
     print(tabulate([(v.rule, words[v.holds], v.why) for v in verdicts], ["rule", "", ""], tablefmt="simple"))
     if error is not None:
         print(f"\n{error}")
@@ -236,3 +249,7 @@ def bench(
     print(markdown(table, rows.read(output)))
     if plot is not None:
         plots.draw(table, rows.read(output), plot)
+
+
+if __name__ == "__main__":
+    app(prog_name="megacompile")

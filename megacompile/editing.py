@@ -12,8 +12,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import TextIO
 
 from torch import fx
 
@@ -41,17 +43,18 @@ def editable_text(compiled: CompiledShape) -> str:
     return print_program(compiled.program, made_for=(compiled.shape, compiled.plan))
 
 
-def source_text(source: str | Path) -> str:
+def source_text(source: str | Path | TextIO) -> str:
     """The text itself, or what the file holds: a string of one line is a file's name. Raises `MegacompileError`."""
     if isinstance(source, str) and ("\n" in source or not source):
         return source
     try:
-        with Path(source).open(encoding="utf-8-sig") as file:  # some editors put a mark of their own in front
+        # Some editors put a mark of their own in front.
+        with Path(source).open(encoding="utf-8-sig") if isinstance(source, str | Path) else nullcontext(source) as file:
             text = file.read(LONGEST_TEXT + 1)
     except (OSError, UnicodeDecodeError, ValueError) as error:
         raise MegacompileError(f"the program cannot be read: {error}") from None
     if len(text) > LONGEST_TEXT:
-        raise MegacompileError(f"{shortened(str(source))} has more than {LONGEST_TEXT:,} characters: give a program's text")
+        raise MegacompileError(f"the program cannot be read: it has more than {LONGEST_TEXT:,} characters")
     return text
 
 

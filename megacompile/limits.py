@@ -16,7 +16,7 @@ LONGEST_TEXT = 1 << 29
 
 _SEQUENCES, _TOKENS, _LAYERS = 1 << 20, 1 << 24, 1 << 16
 #: A program has some nodes for each call and each micro-batch: as many as these take minutes to compile.
-MOST_MICRO_BATCHES = 1 << 12
+MOST_MICRO_BATCHES = 1 << 14
 _BUFFERS = 1 << 12
 LARGEST: Mapping[str, int] = {
     "batch": _SEQUENCES, "micro_batch_size": _SEQUENCES, "micro_batches": _SEQUENCES, "images": _SEQUENCES,

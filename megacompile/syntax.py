@@ -64,6 +64,7 @@ class Source:
     """A text while it is read."""
 
     def __init__(self, text: str) -> None:
+        self.text = text
         self._lines = text.split("\n")
         self._tokens = _tokens(text)
         self._next = next(self._tokens)

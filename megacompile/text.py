@@ -79,6 +79,8 @@ _MADE_FOR: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
     kind: ({f.name: _FIELD_KINDS[str(f.type)] for f in dataclasses.fields(made) if f.name not in written},
            tuple(f.name for f in dataclasses.fields(made) if f.default is not dataclasses.MISSING))
     for kind, made, written in (("shape", Shape, ()), ("plan", Plan, ("batch", "length", "micro_batches")))}
+#: What stands above the lines that repeat in a folded text (`folding.py`), which lacks the rest of them.
+FOLDED = re.compile(r"^ *# x \d+ alike", re.MULTILINE)
 _PASSED = -1  # the indentation of what may follow `pass`: nothing
 
 
@@ -174,6 +176,11 @@ class _Parser:
         self.source.fail(where, message)
 
     def program(self) -> Program:
+        folded = FOLDED.search(self.source.text)
+        if folded is not None:
+            line = self.source.text.count("\n", 0, folded.start()) + 1
+            self.fail(Token("other", "", line, 1), "the text is folded, for reading only; expected the whole program, as "
+                                                   "`megacompile inspect --no-fold` or `program.text()` prints it")
         for statement in self.source.statements():
             if self.head is None:
                 self.head = self.opening(statement)

@@ -301,6 +301,36 @@ def test_verify_says_of_each_rule_that_it_holds() -> None:
     assert len(re.findall(r"^\w+ +holds *$", result.output, re.MULTILINE)) == len(RULES)
 
 
+def test_what_inspect_prints_into_a_file_or_a_pipe_can_be_verified(config: Path, tmp_path: Path) -> None:
+    for stage in ("model", "place", "synchronize"):
+        printed = inspect(config, "--stage", stage).stdout
+        (tmp_path / "program.txt").write_text(printed)
+        from_file = megacompile_command("verify", tmp_path / "program.txt")
+        from_pipe = CliRunner().invoke(cli.app, ["verify", "-"], input=printed)
+        assert from_file.exit_code == from_pipe.exit_code == 0, from_file.output + from_pipe.output
+        assert f"program.txt: stage {stage}" in from_file.output and f"standard input: stage {stage}" in from_pipe.output
+
+
+def test_a_terminal_and_parts_of_a_program_are_folded(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "alike" not in inspect(config).output
+    assert "alike" in inspect(config, "--fold").output and "alike" in inspect(config, "--layers", "0:3").output
+    monkeypatch.setattr(cli, "_terminal", lambda: True)
+    assert "alike" in inspect(config).output and "alike" not in inspect(config, "--no-fold").output
+
+
+def test_a_folded_program_is_refused_with_what_to_do(config: Path) -> None:
+    result = CliRunner().invoke(cli.app, ["verify", "-"], input=inspect(config, "--fold").stdout)
+    assert result.exit_code == 1
+    assert re.match(r"megacompile: line \d+, column \d+: the text is folded, for reading only; expected the whole program, as "
+                    r"`megacompile inspect --no-fold` or `program.text\(\)` prints it\n", result.stderr)
+
+
+@pytest.mark.parametrize(("given", "message"), [("", "no program; expected"), ("\0", "a program begins otherwise")])
+def test_standard_input_that_is_no_program_is_refused(given: str, message: str) -> None:
+    result = CliRunner().invoke(cli.app, ["verify", "-"], input=given)
+    assert result.exit_code == 1 and message in result.stderr
+
+
 def test_verify_shows_the_fault_and_fails(tmp_path: Path) -> None:
     broken = tmp_path / "broken.txt"
     broken.write_text(re.sub(r'    p.wait\("compute", e_\d+\).*\n', "", GOLDEN.read_text(), count=1))
@@ -318,6 +348,8 @@ def test_verify_says_where_a_text_is_malformed_and_what_was_expected(tmp_path: P
     result = megacompile_command("verify", broken)
     assert result.exit_code == 1
     assert re.match(r"megacompile: line \d+, column 12: unknown lane gpu; expected one of compute, h2d", result.stderr)
-    assert megacompile_command("verify", tmp_path / "nowhere.txt").exit_code == 2
+    for absent in (tmp_path / "nowhere.txt", tmp_path):
+        result = megacompile_command("verify", absent)
+        assert result.exit_code == 2 and f"there is no file {absent}: give a program's text, or -" in result.stderr
     broken.write_bytes(b"\xff\xfe\x00")
     assert "the program cannot be read" in megacompile_command("verify", broken).stderr

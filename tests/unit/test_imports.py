@@ -44,6 +44,12 @@ def test_the_help_of_every_command_imports_nothing_heavy() -> None:
     assert not HEAVY & modules_after(script)
 
 
+@pytest.mark.parametrize("module", ["megacompile", "megacompile.cli"])
+def test_the_package_can_be_run_as_the_command(module: str) -> None:
+    done = subprocess.run([sys.executable, "-m", module, "--version"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout.strip()) == (0, megacompile.__version__), done.stderr
+
+
 def test_every_public_name_is_there_and_listed() -> None:
     for name in megacompile.__all__:
         assert getattr(megacompile, name).__name__ == name

@@ -9,6 +9,7 @@ import pytest
 import tiny_models
 
 import megacompile
+from megacompile import editing
 from megacompile.config import StreamConfig
 from megacompile.errors import LONGEST_MESSAGE, ArgumentError, CheckpointError, MegacompileError, listed, shortened
 from megacompile.hardware import Hardware
@@ -30,7 +31,7 @@ def test_options_beyond_what_any_machine_has_are_refused(name: str) -> None:
 @pytest.mark.parametrize(("options", "message"), [
     (dict(batch=2**62), "batch must be a whole number of at least 1 and at most"),
     (dict(length=2**62), "length must be a whole number of at least 1 and at most"),
-    (dict(batch=100_000, micro_batch_size=1), "100,000 micro-batches are more than the 4,096"),
+    (dict(batch=100_000, micro_batch_size=1), "100,000 micro-batches are more than the 16,384"),
     (dict(device="cuda:99999999999"), "device must be 'cpu' or 'cuda'"),
     (dict(device_memory="9" * 5000), "is no amount of memory"),
     (dict(residuals="x" * 10**6), "residuals must be one of"),
@@ -48,7 +49,7 @@ def test_a_plan_has_at_most_so_many_micro_batches() -> None:
     with pytest.raises(MegacompileError, match="micro-batches are more than"):
         split(MOST_MICRO_BATCHES + 1, 1)
     with pytest.raises(MegacompileError, match="micro-batches are more than"):
-        Plan(8192, 8, (1,) * 8192)
+        Plan(20_000, 8, (1,) * 20_000)
 
 
 @pytest.mark.parametrize("size", ["9" * 400, "9" * 5000, "9" * 40 + "TiB", 2**63, float("inf"), float("nan")])
@@ -80,3 +81,9 @@ def test_no_message_is_longer_than_people_read() -> None:
     assert str(pickle.loads(pickle.dumps(error))) == str(error)
     assert shortened("x" * 200) == "x" * 200 and len(shortened("x" * 201)) == 200
     assert listed(["a", "b"]) == "a, b" and listed(["a", "b", "c"], most=2) == "a, b, and 1 more"
+
+
+def test_a_text_of_any_length_is_not_read_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(editing, "LONGEST_TEXT", 1000)
+    with pytest.raises(MegacompileError, match="the program cannot be read: it has more than 1,000 characters"):
+        editing.source_text("/dev/zero")

@@ -1,0 +1,6 @@
+"""`python -m megacompile` is the command `megacompile`."""
+from __future__ import annotations
+
+from megacompile.cli import app
+
+app(prog_name="megacompile")
