@@ -1,4 +1,4 @@
-"""Measures a machine's rates: `measure(device) -> Hardware`, in well under a minute.
+"""Measures a machine's rates: `measure(device) -> Hardware`, in about a minute where nothing else runs.
 
 Work on lanes is timed as the runtime does it: copies of page-locked memory by the backend, AdamW by the host's kernel, each
 in a thread of its own, alone and then beside each other.
@@ -21,6 +21,7 @@ from megacompile.config import check_device
 from megacompile.frontend import attention_kernels
 from megacompile.hardware import Hardware, device_name
 from megacompile.program import Lane
+from megacompile.progress import Say, nothing
 from megacompile.runtime import adam, control_groups
 from megacompile.runtime.lanes import Backend
 from megacompile.runtime.store import PAGE, available_host_bytes, host_memory
@@ -33,12 +34,13 @@ CALLS_IN_FLIGHT = 4
 WORKING_SET_BYTES = 1 << 31
 #: That an update of a parameter reads or writes: weight, gradient, remainder and two moments, rounded up to a power of two.
 ADAM_BYTES = 16
+_WORK = {Lane.H2D: "copies to the device", Lane.D2H: "copies to the host", Lane.CPU: "AdamW"}
 _TOGETHER = (("d2h", "h2d"), ("cpu", "h2d"), ("cpu", "d2h"), ("cpu", "d2h", "h2d"))
 
 
-def measure(device: str | torch.device | None = None, scale: float = 1.0) -> Hardware:
+def measure(device: str | torch.device | None = None, scale: float = 1.0, say: Say = nothing) -> Hardware:
     """The rates of this machine with `device` (None: cuda if there is one). `scale` multiplies how long each is measured
-    and, below 1, what host memory it works on, until caches flatter the rates.
+    and, below 1, what host memory it works on, until caches flatter the rates. `say` is told what is measured.
 
     Raises `DeviceUnavailableError`, and `MegacompileError` for a device of another type. Takes up to five gigabytes of host
     memory, less where less is available, and two on a GPU."""
@@ -46,11 +48,16 @@ def measure(device: str | torch.device | None = None, scale: float = 1.0) -> Har
     backend = make_backend(device)
     host_bytes = _working_set(scale, available_host_bytes())
     compute = _Compute(backend, scale)
+    say("reserving host memory, and building the host's kernels if they are not yet")
     activities = _activities(backend, host_bytes)
     try:
-        alone = {lane: _together(backend, {lane: activities[lane]}, SHORT_S * scale)[lane] for lane in activities}
+        alone = {}
+        for lane, activity in activities.items():
+            say(f"measuring {_WORK[lane]}")
+            alone[lane] = _together(backend, {lane: activity}, SHORT_S * scale)[lane]
         beside = {}
         for names in _TOGETHER:
+            say(f"measuring {' beside '.join(_WORK[Lane(name)] for name in names)}")
             chosen = {Lane(name): activities[Lane(name)] for name in names}
             found = _together(backend, chosen, SHORT_S * scale)
             beside[" ".join(names)] = {str(lane): min(1.0, found[lane] / alone[lane]) for lane in chosen}
@@ -59,14 +66,26 @@ def measure(device: str | torch.device | None = None, scale: float = 1.0) -> Har
             activity.close()
     cuda = backend.device.type == "cuda"
     source = f"measured with torch {torch.__version__}" + (f", CUDA {torch.version.cuda}" if cuda else "")
-    gemm = {"bfloat16": compute.gemm(torch.bfloat16), "float32": compute.gemm(torch.float32)}
+    gemm = {}
+    for dtype in (torch.bfloat16, torch.float32):
+        name = str(dtype).removeprefix("torch.")
+        say(f"measuring matrix products in {name}")
+        gemm[name] = compute.gemm(dtype)
+    say("measuring products of experts")
+    grouped = compute.grouped() / gemm["bfloat16"]
+    say("measuring attention")
+    attention = compute.attention(gemm)
+    say("measuring memory and launches of the device")
+    memory_bandwidth, launch = compute.memory_bandwidth(), compute.launch()
+    say("measuring host memory")
+    host_copy = _host_copy(SHORT_S * scale, host_bytes // 2)
+    say("measuring AdamW of weights alone and of moments alone")
+    adam_parts = _adam_parts(SHORT_S * scale, host_bytes)
     return Hardware(
         name=device_name(backend.device)[1], cores=len(os.sched_getaffinity(0)), device_type=backend.device.type, source=source,
-        gemm_flops=gemm, grouped_efficiency=compute.grouped() / gemm["bfloat16"], **compute.attention(gemm),
-        memory_bandwidth=compute.memory_bandwidth(), launch_s=compute.launch(),
+        gemm_flops=gemm, grouped_efficiency=grouped, **attention, memory_bandwidth=memory_bandwidth, launch_s=launch,
         link={"h2d": alone[Lane.H2D], "d2h": alone[Lane.D2H]},
-        host_copy=_host_copy(SHORT_S * scale, host_bytes // 2), adam=alone[Lane.CPU], beside=beside,
-        adam_parts=_adam_parts(SHORT_S * scale, host_bytes),
+        host_copy=host_copy, adam=alone[Lane.CPU], beside=beside, adam_parts=adam_parts,
         host_memory=control_groups.host_bytes(), fused_attention=attention_kernels.fused_kernel(backend.device),
         device_memory=torch.cuda.mem_get_info(backend.device)[1] if cuda else control_groups.host_bytes())
 

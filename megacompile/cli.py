@@ -156,7 +156,7 @@ def verify(
     """Prove a program safe, or show where it is not: exit code 0 or 1. Runs nothing, and needs no model."""
     from tabulate import tabulate
 
-    from megacompile.editing import source_text
+    from megacompile.reading import source_text
     from megacompile.text import parse
     from megacompile.verify import judge
     piped = str(program_file) == "-"
@@ -197,10 +197,14 @@ def calibrate(
                                                                      "another.")] = None,
     scale: Annotated[float, typer.Option(min=0.01, help="How long to measure, as a multiple of the usual.")] = 1.0,
 ) -> None:
-    """Measure this machine's rates, once, for plan: less than a minute. Nothing else should run meanwhile."""
+    """Measure this machine's rates, once, for plan.
+
+    Takes a minute or two, longer where something else runs, which would spoil the measurement: nothing should."""
     from megacompile.calibrate import measure
     from megacompile.hardware import cache_path
-    found = measure(device, scale)
+    from megacompile.progress import Progress
+    with Progress() as say:
+        found = measure(device, scale, say)
     path = output or cache_path(device)
     print(found.table())
     found.save(path)
@@ -211,7 +215,9 @@ def calibrate(
 def doctor() -> None:
     """Say what this machine has of what training needs, and what to do about the rest; exit code 1 if nothing can train."""
     from megacompile.doctor import devices, examine, report
-    findings = examine()
+    from megacompile.progress import Progress
+    with Progress() as say:
+        findings = examine(say)
     print(report(findings))
     if not devices(findings):
         raise typer.Exit(EXIT_FAILED)

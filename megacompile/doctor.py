@@ -5,7 +5,6 @@ from __future__ import annotations
 import enum
 import os
 import platform
-import resource
 import shutil
 import subprocess
 import sys
@@ -20,6 +19,8 @@ from tabulate import tabulate
 
 from megacompile.cache import CacheError, cache_directory
 from megacompile.hardware import Hardware, device_name
+from megacompile.linux import resource
+from megacompile.progress import Say, nothing
 from megacompile.runtime import native
 from megacompile.runtime.control_groups import cores, group_rooms, host_bytes
 from megacompile.runtime.store import available_host_bytes
@@ -46,12 +47,15 @@ class Finding:
     remedy: str = ""
 
 
-def examine() -> list[Finding]:
-    """All findings about this machine, in the order of the report."""
-    checks: tuple[Callable[[], Finding | Iterator[Finding]], ...] = (
-        _versions, _compiler, _headers, _cache, _openmp, _host_memory, _locked_memory, _huge_pages, _cuda, _cupy, _link)
+def examine(say: Say = nothing) -> list[Finding]:
+    """All findings about this machine, in the order of the report. `say` is told what is looked at."""
+    checks: dict[Callable[[], Finding | Iterator[Finding]], str] = {
+        _versions: "versions", _compiler: "the host's kernels, built if they are not yet", _headers: "Python's headers",
+        _cache: "the cache folder", _openmp: "OpenMP", _host_memory: "host memory", _locked_memory: "locked memory",
+        _huge_pages: "huge pages", _cuda: "CUDA", _cupy: "CuPy", _link: "the link"}
     findings: list[Finding] = []
-    for check in checks:
+    for check, what in checks.items():
+        say(f"looking at {what}")
         found = check()
         findings.extend([found] if isinstance(found, Finding) else found)
     return findings
@@ -182,7 +186,7 @@ def _cuda() -> Iterator[Finding]:
 
 def _cupy() -> Finding:
     major = (torch.version.cuda or "13").split(".")[0]
-    remedy = f"pip install 'megacompile[{'cuda12' if major == '12' else 'cuda'}]'"
+    remedy = f"pip install cupy-cuda{'12x' if major == '12' else '13x'}"
     try:
         import cupy
     except Exception as error:  # absent, or a library of it is

@@ -12,22 +12,20 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import TextIO
 
 from torch import fx
 
 from megacompile.binding import TEMPLATE_OPS
-from megacompile.errors import InsufficientMemoryError, MegacompileError, ProgramError, listed, shortened
+from megacompile.errors import InsufficientMemoryError, ProgramError, listed, shortened
 from megacompile.frontend.pairs import argument as argument_of
 from megacompile.lifetimes import kept_slots
-from megacompile.limits import LONGEST_TEXT
 from megacompile.memory import Estimate
 from megacompile.passes.manager import Compiled, run_pass
 from megacompile.plan import Plan, Shape
 from megacompile.program import SLOT_KINDS, STAGES, Program, argument, find, op_of, slot_family
+from megacompile.reading import source_text
 from megacompile.shapes import CompiledShape, Shapes
 from megacompile.sizes import format_bytes
 from megacompile.sums import summed_tiles
@@ -41,21 +39,6 @@ _ON_HOST = frozenset({"staging", "slab", "stashed"})
 def editable_text(compiled: CompiledShape) -> str:
     """The program of a shape, with the shape and the plan that it was made for."""
     return print_program(compiled.program, made_for=(compiled.shape, compiled.plan))
-
-
-def source_text(source: str | Path | TextIO) -> str:
-    """The text itself, or what the file holds: a string of one line is a file's name. Raises `MegacompileError`."""
-    if isinstance(source, str) and ("\n" in source or not source):
-        return source
-    try:
-        # Some editors put a mark of their own in front.
-        with Path(source).open(encoding="utf-8-sig") if isinstance(source, str | Path) else nullcontext(source) as file:
-            text = file.read(LONGEST_TEXT + 1)
-    except (OSError, UnicodeDecodeError, ValueError) as error:
-        raise MegacompileError(f"the program cannot be read: {error}") from None
-    if len(text) > LONGEST_TEXT:
-        raise MegacompileError(f"the program cannot be read: it has more than {LONGEST_TEXT:,} characters")
-    return text
 
 
 def load(source: str | Path, shapes: Shapes, others: Iterable[Program]) -> CompiledShape:

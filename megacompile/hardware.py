@@ -131,7 +131,7 @@ class Hardware:
         for profile in map(cls.load, sorted(PROFILES.glob("*.json"))):
             if re.match(rf"{re.escape(profile.name)}\b", name):
                 return profile
-        raise MegacompileError(f"{name} has not been measured: run megacompile calibrate once (less than a minute), or name "
+        raise MegacompileError(f"{name} has not been measured: run megacompile calibrate once (a minute or two), or name "
                                f"a profile, such as hardware={min(p.stem for p in PROFILES.glob('*.json'))!r}")
 
     @classmethod

@@ -45,7 +45,7 @@ def check_matplotlib() -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
-        raise MegacompileError("pictures need matplotlib: pip install 'megacompile[bench]'") from error
+        raise MegacompileError("pictures need matplotlib: pip install matplotlib") from error
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ that comes with a project, a container or a shared disk brings no code with it. 
 from __future__ import annotations
 
 import atexit
-import fcntl
 import functools
 import hmac
 import json
@@ -22,6 +21,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from megacompile.cache import cache_directory
+from megacompile.linux import fcntl
 
 _SIZE = 32
 _TABLE, _LOCK = "seals.json", "seals.lock"

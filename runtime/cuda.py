@@ -54,7 +54,7 @@ class CudaBackend:
             import cupy
         except ImportError as error:
             raise DeviceUnavailableError(
-                "device='cuda' needs CuPy: pip install 'megacompile[cuda]' (CUDA 13) or 'megacompile[cuda12]'") from error
+                "device='cuda' needs CuPy: pip install cupy-cuda13x (CUDA 13) or cupy-cuda12x") from error
         self.cupy, self.index = cupy, index
         self.device = torch.device("cuda", index)
         expandable_segments()

@@ -11,7 +11,6 @@ once. The lock goes with the process that holds it, however that ends: what can 
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import re
 import secrets
@@ -20,6 +19,7 @@ from pathlib import Path
 
 from megacompile.checkpoint.manifest import Manifest
 from megacompile.errors import CheckpointError
+from megacompile.linux import fcntl
 
 _NAME = re.compile(r"(\d{6,})-step-(\d+)")
 _INCOMPLETE = ".incomplete-"

@@ -118,4 +118,4 @@ def needs_train_extra(what: str) -> Iterator[None]:
     try:
         yield
     except ImportError as error:
-        raise MegacompileError(f"{what} need libraries that are not installed: pip install 'megacompile[train]'") from error
+        raise MegacompileError(f"{what} need libraries that are not installed: pip install datasets pyarrow") from error

@@ -2,12 +2,12 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
 from megacompile.errors import ArgumentError
+from megacompile.linux import fcntl
 
 
 @contextlib.contextmanager

@@ -78,7 +78,7 @@ def draw_curve(folder: Path) -> str | None:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        return "for want of matplotlib: pip install 'megacompile[train]'"
+        return "for want of matplotlib: pip install matplotlib"
     entries = read_log(folder / LOG)
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()

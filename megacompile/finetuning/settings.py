@@ -78,7 +78,7 @@ class Settings:
                 if given:
                     raise ArgumentError(f"{name} needs --output, the folder of the run")
         if self.tensorboard and importlib.util.find_spec("tensorboard") is None:
-            raise MegacompileError("--tensorboard needs TensorBoard: pip install 'megacompile[train]'")
+            raise MegacompileError("--tensorboard needs TensorBoard: pip install tensorboard")
         if self.overlap and self.max_grad_norm:
             raise ArgumentError("--overlap updates before the norm of all gradients is known: give --max-grad-norm 0 with it")
         if not self.steps and not self.epochs:

@@ -1,18 +1,22 @@
 """The command line, from arguments to exit code."""
 from __future__ import annotations
 
+import io
 import json
 import re
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner, Result
 
 import megacompile
 from megacompile import cli, training
+from megacompile.progress import Progress
 from megacompile.runtime.operations import OPERATIONS
 from megacompile.verify import RULES
 
@@ -282,6 +286,26 @@ def test_rates_that_cannot_be_kept_are_printed_all_the_same(tmp_path: Path) -> N
     (tmp_path / "file").write_text("")
     result = megacompile_command("calibrate", "--device", "cpu", "--scale", "0.01", "--output", tmp_path / "file/rates.json")
     assert result.exit_code == 2 and "AdamW" in result.output and "cannot be written" in result.output
+
+
+@pytest.mark.parametrize("command", [("doctor",), ("calibrate", "--device", "cpu", "--scale", "0.01")])
+def test_what_takes_long_says_what_is_being_done(command: tuple[str, ...], tmp_path: Path) -> None:
+    more = ("--output", tmp_path / "rates.json") if command[0] == "calibrate" else ()
+    result = megacompile_command(*command, *more)
+    assert result.exit_code == 0, result.output
+    said = {"doctor": "looking at host memory ...", "calibrate": "measuring attention ..."}[command[0]]
+    assert said in result.stderr.splitlines() and "..." not in result.stdout
+
+
+def test_on_a_terminal_one_line_says_what_is_being_done() -> None:
+    terminal = io.StringIO()
+    with Progress(Console(file=terminal, force_terminal=True, width=60)) as say:
+        for what in ("measuring one", "measuring two"):
+            say(what)
+            time.sleep(0.2)
+    written = terminal.getvalue()
+    assert "measuring one ..." in written and "measuring two ..." in written
+    assert written.count("\n") <= 1 and "\x1b[2K" in written, "lines are written over"
 
 
 def test_calibrate_writes_where_it_is_told(config: Path, tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ def test_all_is_well_with_a_gpu_of_today(gpu: Any) -> None:
 
 @pytest.mark.parametrize(("name", "value", "subject", "said"), [
     ("major", 7, "CUDA device", "use float32"),
-    ("cupy", 12090, "CuPy", "pip install 'megacompile[cuda]'"),
+    ("cupy", 12090, "CuPy", "pip install cupy-cuda13x"),
     ("link", "5, 4, 16", "PCIe", "slot with all lanes"),
 ])
 def test_a_gpu_that_could_do_better_is_told_how(gpu: Any, name: str, value: Any, subject: str, said: str) -> None:
@@ -77,7 +77,7 @@ def test_a_gpu_that_could_do_better_is_told_how(gpu: Any, name: str, value: Any,
 def test_a_gpu_without_cupy_trains_on_the_cpu_alone(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cupy", None)
     assert finding("CuPy") == Finding("CuPy", State.ABSENT, "not usable (ModuleNotFoundError)",
-                                      "pip install 'megacompile[cuda]'")
+                                      "pip install cupy-cuda13x")
     assert devices(examine()) == ["cpu"]
 
 

@@ -15,6 +15,7 @@ import pytest
 
 import megacompile
 
+GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "streamed_k1_three_micro_batches.txt"
 #: Seconds of processor time each.
 HEAVY = {"numpy", "sympy", "torch", "transformers"}
 
@@ -42,6 +43,38 @@ def test_the_help_of_every_command_imports_nothing_heavy() -> None:
         assert result.exit_code == 0, result.output
 """
     assert not HEAVY & modules_after(script)
+
+
+def test_another_system_is_refused_in_a_sentence() -> None:
+    script = """
+import platform, sys
+import torch, torch._dynamo, torch._inductor.compile_fx, transformers  # they are made for the system that is here
+from typer.testing import CliRunner
+from megacompile.cli import app
+
+def run(system, fcntl):
+    sys.platform, sys.modules["fcntl"] = system.lower(), fcntl
+    platform.system = lambda: system
+    for words in (["doctor"], ["calibrate"], ["plan", "absent"], ["train", "absent", "--data", "absent"]):
+        print(CliRunner().invoke(app, words).stderr, end="")
+
+fcntl = sys.modules["fcntl"]
+run("Linux", None)
+run("Darwin", fcntl)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    remedy = "use a Linux machine or container"
+    assert done.stdout.splitlines() == [
+        *4 * [f"megacompile: megacompile runs on Linux, and this Linux has a Python without fcntl: {remedy}"],
+        *4 * [f"megacompile: megacompile runs on Linux, and this is Darwin: {remedy}"]], done.stdout + done.stderr
+
+
+def test_other_systems_have_what_needs_no_linux() -> None:
+    script = ("import sys\nsys.modules['fcntl'] = sys.modules['resource'] = None\nimport megacompile\n"
+              "from megacompile.cli import app\n"
+              f"app(['verify', {str(GOLDEN)!r}])")
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("module", ["megacompile", "megacompile.cli"])

@@ -9,7 +9,7 @@ import pytest
 import tiny_models
 
 import megacompile
-from megacompile import editing
+from megacompile import reading
 from megacompile.config import StreamConfig
 from megacompile.errors import LONGEST_MESSAGE, ArgumentError, CheckpointError, MegacompileError, listed, shortened
 from megacompile.hardware import Hardware
@@ -84,6 +84,6 @@ def test_no_message_is_longer_than_people_read() -> None:
 
 
 def test_a_text_of_any_length_is_not_read_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(editing, "LONGEST_TEXT", 1000)
+    monkeypatch.setattr(reading, "LONGEST_TEXT", 1000)
     with pytest.raises(MegacompileError, match="the program cannot be read: it has more than 1,000 characters"):
-        editing.source_text("/dev/zero")
+        reading.source_text("/dev/zero")

@@ -97,6 +97,13 @@ def test_the_checkout_finds_its_folders_beside_the_package() -> None:
     assert done.stdout.split() == [str(ROOT / "passes/__init__.py"), str(ROOT / "runtime/__init__.py")]
 
 
+def test_nobody_is_told_to_install_from_an_index_that_has_no_megacompile() -> None:
+    files = [*(path for folder in (*FOLDERS, "docs") for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".md")),
+             ROOT / "README.md"]
+    told = {path.name for path in files if re.search(r"pip install ['\"]?megacompile", path.read_text(encoding="utf-8"))}
+    assert not told
+
+
 def test_every_dependency_is_pinned_by_the_constraints() -> None:
     wanted = [*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["dev"]]
     pins = re.findall(r"^([A-Za-z0-9_.-]+)==\S+$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)

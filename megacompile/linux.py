@@ -1,0 +1,20 @@
+"""Modules of Python's library that only Linux has whole. What uses them imports them from here, so that any other system is
+refused in a sentence."""
+from __future__ import annotations
+
+import platform
+import sys
+
+from megacompile.errors import UnsupportedError
+
+_REMEDY = "use a Linux machine or container"
+
+if sys.platform != "linux":
+    raise UnsupportedError(f"megacompile runs on Linux, and this is {platform.system()}: {_REMEDY}")
+
+try:
+    import fcntl as fcntl
+    import resource as resource
+except ModuleNotFoundError as error:
+    raise UnsupportedError(f"megacompile runs on Linux, and this {platform.system()} has a Python without {error.name}: "
+                           f"{_REMEDY}") from None
