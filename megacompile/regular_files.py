@@ -1,0 +1,50 @@
+"""Reading files that somebody else may have put there: only regular files are opened.
+
+Opening a FIFO waits until somebody writes to it, and a device may never end. Whoever names a pipe on the command line means it;
+a file that is found by its name in a folder must be a file.
+"""
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+
+_KINDS = {stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device",
+          stat.S_IFDIR: "a folder", stat.S_IFLNK: "a link, which is not followed"}
+
+
+def open_regular(path: Path, *, follow_links: bool = True) -> int:
+    """A descriptor for reading. Returns or raises at once.
+
+    Raises `OSError` for anything but a regular file, and for a link unless links are followed; `strerror` says what it is.
+    Hugging Face caches hold links to files; a checkpoint of a run holds none."""
+    _require_regular(path, os.stat(path, follow_symlinks=follow_links))
+    links = 0 if follow_links else os.O_NOFOLLOW
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | links)
+    try:
+        _require_regular(path, os.fstat(descriptor))  # it may have been replaced since
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def read_regular(path: Path, *, follow_links: bool = True) -> bytes:
+    """The contents of a file. Raises `OSError` as `open_regular` does."""
+    with open(open_regular(path, follow_links=follow_links), "rb") as file:
+        return file.read()
+
+
+def require_files_and_folders(folder: Path) -> None:
+    """Raises `OSError` if a folder holds a FIFO, a socket or a device: libraries that read from it would wait for ever. Links
+    count as what they lead to."""
+    for path in sorted(folder.iterdir()):
+        if path.exists() and not path.is_dir():
+            _require_regular(path, path.stat())
+
+
+def _require_regular(path: Path, status: os.stat_result) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        kind = _KINDS.get(stat.S_IFMT(status.st_mode), "something else")
+        raise OSError(errno.EINVAL, f"it is {kind}, not a regular file" if "link" not in kind else f"it is {kind}", str(path))
