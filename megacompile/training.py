@@ -10,7 +10,6 @@ import math
 import os
 import re
 import signal
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -66,17 +65,6 @@ def check_length(config: Any, length: int) -> None:
     if positions is not None and length > positions > 0:
         raise MegacompileError(f"a sequence of {length} tokens is longer than the {positions} positions of the model: give a "
                                "smaller --length, or a model whose config has a larger max_position_embeddings")
-
-
-def make_directory(path: Path) -> None:
-    """Makes a directory, with its parents, if it is not there. Raises MegacompileError if nothing can be written there."""
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path):
-            pass
-    except OSError as error:
-        raise MegacompileError(f"nothing can be saved in {path} ({error.strerror}): give a directory that can be "
-                               "written") from error
 
 
 def parameter_count(model: nn.Module) -> int:

@@ -18,6 +18,7 @@ import secrets
 import shutil
 from pathlib import Path
 
+from megacompile.atomic_files import sync_folder
 from megacompile.checkpoint.manifest import Manifest
 from megacompile.errors import CheckpointError
 
@@ -74,7 +75,7 @@ class Incomplete:
     def publish(self, step: int, keep: int) -> Path:
         """Gives the folder its name, and removes all but the last `keep` complete ones. Raises `OSError`."""
         directory = self.path.parent
-        _sync(self.path)
+        sync_folder(self.path)
         number = max(map(_number, named(directory)), default=0)
         while True:
             number += 1
@@ -85,7 +86,7 @@ class Incomplete:
             except OSError as error:  # another process was first
                 if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                     raise
-        _sync(directory)
+        sync_folder(directory)
         self._unlock()
         for old in complete(directory)[:-keep]:
             _remove(old)
@@ -141,11 +142,3 @@ def _remove(path: Path) -> None:
 
 def _unused(directory: Path) -> Path:
     return directory / f"{_INCOMPLETE}{secrets.token_hex(6)}"
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

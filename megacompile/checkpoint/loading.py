@@ -1,6 +1,7 @@
 """Going on from a checkpoint: everything is checked before anything is changed."""
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -55,8 +56,19 @@ def load_checkpoint(directory: str | Path, model: Any, optimizer: Any, *, schedu
     return decoded.extra
 
 
+def read_extra(directory: str | Path) -> Any:
+    """The `extra` of a checkpoint that `load_checkpoint` would load. Raises `CheckpointError` as it does for a manifest."""
+    folder = _find(Path(directory))
+    saved = Manifest.read(folder)
+    try:
+        return decode(saved.extra)
+    except CheckpointError as error:
+        raise CheckpointError(f"{folder / manifest.NAME} holds a value that no checkpoint holds ({error}): take another "
+                              "checkpoint") from error
+
+
 def _find(directory: Path) -> Path:
-    if (directory / manifest.NAME).exists():
+    if os.path.lexists(directory / manifest.NAME):
         return directory
     latest = latest_checkpoint(directory)
     if latest is None:

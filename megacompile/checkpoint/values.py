@@ -76,7 +76,7 @@ def _decoded(value: Any, levels: int) -> Any:
     if len(value) != 1 or tag not in _KINDS:
         raise CheckpointError(f"there is no value of kind {tag[:_SHOWN]!r}")
     inside: Any = value[tag]
-    if not isinstance(inside, str if tag == "$bytes" else list):
+    if type(inside) is not _KINDS[tag]:
         raise CheckpointError(f"a {type(inside).__name__} is no value of kind {tag!r}")
     match tag:
         case "$bytes":
@@ -89,7 +89,7 @@ def _decoded(value: Any, levels: int) -> Any:
     return Counter(items) if tag == "$counter" else items
 
 
-_KINDS = ("$bytes", "$tensor", "$tuple", "$dict", "$counter")
+_KINDS: dict[str, type] = {"$bytes": str, "$tensor": list, "$tuple": list, "$dict": list, "$counter": list}
 
 
 def _tensor(dtype: str, shape: list[int], data: dict[str, str]) -> Tensor:

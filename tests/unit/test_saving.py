@@ -5,13 +5,13 @@ import json
 import os
 import re
 import stat
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from killed import killed_at
 from safetensors.torch import load_file
 from tiny_models import same_bits, weights
 
@@ -109,29 +109,6 @@ def test_a_save_that_fails_leaves_the_old_checkpoint(
         assert re.search(r"what was there is as it was .*No space left", str(raised.value))
     assert read(old) == "old" and names(old) == shards(3) | USERS
     assert [path.name for path in old.parent.iterdir()] == ["out"]
-
-
-def killed_at(number: int, save: Callable[[], Any]) -> bool:
-    """Whether a process that saves was killed at its `number`th file operation; False: it has fewer."""
-    child = os.fork()
-    if child == 0:
-        left = [number]
-
-        def count(event: str, arguments: tuple[Any, ...]) -> None:
-            if event == "open" or event.startswith(("os.", "shutil.", "ctypes.dlsym")):
-                left[0] -= 1
-                if left[0] < 0:
-                    os._exit(9)
-
-        try:
-            sys.addaudithook(count)
-            save()
-        except BaseException:
-            os._exit(1)
-        os._exit(0)
-    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    assert status in (0, 9), "the save itself failed"
-    return status == 9
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
