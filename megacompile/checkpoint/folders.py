@@ -6,21 +6,19 @@
       .incomplete-x3k9q/     one that is being written, or being removed; locked by whoever does it
 
 A checkpoint is made whole in a folder with another name and then renamed, so that whatever has a checkpoint's name was complete
-once. The lock goes with the process that holds it, however that ends: what can be locked belongs to nobody and is removed.
+once. What a dead process has left is removed when the next one is written.
 """
 from __future__ import annotations
 
 import errno
-import fcntl
-import os
 import re
-import secrets
 import shutil
 from pathlib import Path
 
 from megacompile.atomic_files import sync_folder
 from megacompile.checkpoint.manifest import Manifest
 from megacompile.errors import CheckpointError
+from megacompile.working_folders import WorkingFolder, abandoned, unused
 
 _NAME = re.compile(r"(\d{6,})-step-(\d+)")
 _INCOMPLETE = ".incomplete-"
@@ -57,20 +55,14 @@ def latest_checkpoint(directory: str | Path) -> Path | None:
     return next((path for path in reversed(named(Path(directory))) if _has_manifest(path)), None)
 
 
-class Incomplete:
-    """A folder in which a checkpoint is being written. State: its lock, a descriptor, until it is published or discarded."""
+class Incomplete(WorkingFolder):
+    """A folder in which a checkpoint is being written, until it is published or discarded."""
 
     def __init__(self, directory: Path) -> None:
         """Raises `OSError`."""
         directory.mkdir(parents=True, exist_ok=True)
         sweep(directory)
-        while True:
-            self.path = _unused(directory)
-            self.path.mkdir()
-            self._lock = _locked(self.path)
-            if self.path.exists():  # nobody has swept it before it was locked
-                break
-            self._unlock()
+        super().__init__(directory, _INCOMPLETE)
 
     def publish(self, step: int, keep: int) -> Path:
         """Gives the folder its name, and removes all but the last `keep` complete ones. Raises `OSError`."""
@@ -87,58 +79,24 @@ class Incomplete:
                 if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                     raise
         sync_folder(directory)
-        self._unlock()
+        self.release()
         for old in complete(directory)[:-keep]:
             _remove(old)
         return target
 
     def discard(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)  # what is left is swept when the next one is written
-        self._unlock()
-
-    def _unlock(self) -> None:
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+        self.release()
 
 
 def sweep(directory: Path) -> None:
     """Removes what was left by writers that are dead."""
-    for path in directory.glob(_INCOMPLETE + "*"):
-        try:
-            lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        except OSError:  # no folder, or gone by now
-            continue
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:  # somebody is at work there, or the file system has no locks to tell
-            continue
-        else:
-            shutil.rmtree(path, ignore_errors=True)
-        finally:
-            os.close(lock)
-
-
-def _locked(path: Path) -> int | None:
-    """A descriptor that holds a folder's lock; None where it is gone, or the file system has no locks (then nobody sweeps)."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return None
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-    except OSError:
-        os.close(descriptor)
-        return None
-    return descriptor
+    for path in abandoned(directory, _INCOMPLETE):
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def _remove(path: Path) -> None:
     """Under another name first: half of a checkpoint must not look like one."""
-    doomed = _unused(path.parent)
+    doomed = unused(path.parent, _INCOMPLETE)
     path.rename(doomed)
     shutil.rmtree(doomed, ignore_errors=True)
-
-
-def _unused(directory: Path) -> Path:
-    return directory / f"{_INCOMPLETE}{secrets.token_hex(6)}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -73,23 +74,19 @@ def _decoded(value: Any, levels: int) -> Any:
     tag = next((key for key in value if key.startswith("$")), None)
     if tag is None:
         return {key: _decoded(item, levels - 1) for key, item in value.items()}
-    if len(value) != 1 or tag not in _KINDS:
+    if len(value) != 1 or tag not in _DECODERS:
         raise CheckpointError(f"there is no value of kind {tag[:_SHOWN]!r}")
-    inside: Any = value[tag]
-    if type(inside) is not _KINDS[tag]:
+    return _of_kind(tag, value[tag], levels - 1)
+
+
+def _of_kind(tag: str, inside: Any, levels: int) -> Any:
+    if not isinstance(inside, str if tag == "$bytes" else list):
         raise CheckpointError(f"a {type(inside).__name__} is no value of kind {tag!r}")
-    match tag:
-        case "$bytes":
-            return base64.b64decode(inside, validate=True)
-        case "$tensor":
-            return _tensor(*inside)
-        case "$tuple":
-            return tuple(_decoded(item, levels - 1) for item in inside)
-    items = {_decoded(key, levels - 1): _decoded(item, levels - 1) for key, item in inside}
-    return Counter(items) if tag == "$counter" else items
+    return _DECODERS[tag](inside, levels)
 
 
-_KINDS: dict[str, type] = {"$bytes": str, "$tensor": list, "$tuple": list, "$dict": list, "$counter": list}
+def _pairs(items: list[list[Any]], levels: int) -> dict[Any, Any]:
+    return {_decoded(key, levels): _decoded(item, levels) for key, item in items}
 
 
 def _tensor(dtype: str, shape: list[int], data: dict[str, str]) -> Tensor:
@@ -98,3 +95,12 @@ def _tensor(dtype: str, shape: list[int], data: dict[str, str]) -> Tensor:
         raise CheckpointError(f"{dtype} {shape} is no dtype and shape")
     memory = bytearray(base64.b64decode(data["$bytes"], validate=True))
     return (torch.frombuffer(memory, dtype=found) if memory else torch.empty(0, dtype=found)).view(shape)
+
+
+_DECODERS: dict[str, Callable[[Any, int], Any]] = {
+    "$tuple": lambda items, levels: tuple(_decoded(item, levels) for item in items),
+    "$dict": _pairs,
+    "$counter": lambda items, levels: Counter(_pairs(items, levels)),
+    "$bytes": lambda text, _: base64.b64decode(text, validate=True),
+    "$tensor": lambda parts, _: _tensor(*parts),
+}

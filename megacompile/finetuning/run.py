@@ -26,6 +26,7 @@ from megacompile.finetuning.rows import Order, collate, in_turn, split
 from megacompile.finetuning.saves import CHECKPOINTS, Saves
 from megacompile.finetuning.settings import Settings
 from megacompile.options import Knobs
+from megacompile.saving import recover
 
 #: In the folder of a run, beside checkpoints and reports.
 MODEL, SETTINGS = "model", "settings.yaml"
@@ -43,6 +44,7 @@ def run(source: str, data: Sequence[str], settings: Settings, knobs: Knobs, cons
         if settings.output is not None:
             stack.enter_context(made(settings.output))
             stack.enter_context(held(settings.output))
+            recover(settings.output)
         return _run(source, data, settings, knobs, console)
 
 

@@ -19,23 +19,26 @@ from megacompile import CheckpointWriter, latest_checkpoint, save_checkpoint
 from megacompile.runtime.reference import ReferenceExecutor
 
 
-def killed_at(number: int, save: Callable[[], Any]) -> bool:
-    """Whether a process that saves was killed at its `number`th file operation; False: it has fewer."""
+def killed_at(number: int, save: Callable[[], Any], interrupt: type[BaseException] | None = None) -> bool:
+    """Whether a process that saves was killed at its `number`th file operation, or `interrupt` was raised there; False: it has
+    fewer."""
     child = os.fork()
     if child == 0:
         left = [number]
 
         def count(event: str, arguments: tuple[Any, ...]) -> None:
-            if event == "open" or event.startswith(("os.", "shutil.", "ctypes.dlsym")):
+            if event == "open" or event.startswith(("os.", "shutil.")):
                 left[0] -= 1
-                if left[0] < 0:
+                if left[0] == -1 and interrupt is not None:
+                    raise interrupt
+                if left[0] < 0 and interrupt is None:
                     os._exit(9)
 
         try:
             sys.addaudithook(count)
             save()
-        except BaseException:
-            os._exit(1)
+        except BaseException as error:
+            os._exit(9 if interrupt is not None and isinstance(error, interrupt) else 1)
         os._exit(0)
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     assert status in (0, 9), "the save itself failed"
