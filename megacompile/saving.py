@@ -1,9 +1,9 @@
 """Saving a checkpoint so that its folder always has a whole one: the new one is written beside, then both change places.
 
-Folders of the user's in it, such as checkpoints of a run, cannot be in both. Each moves into the new folder before the exchange, by
-changing places with a link that leads to it there: it can be reached by its own name at every moment, and is a plain folder
-again after the exchange. What a killed process has left, `.NAME.saving-...` beside and links into it, the next save or start
-of a run puts back and removes (`recover`); until then such a folder may hold a folder of the user's.
+Folders of the user's in it, such as checkpoints of a run, cannot be in both. Each moves into the new folder before the
+exchange, by changing places with a link that leads to it there: it can be reached by its own name at every moment, and is a
+plain folder again after the exchange. What a killed process has left, `.NAME.saving-...` beside and links into it, the next
+save or start of a run puts back and removes (`recover`); until then such a folder may hold a folder of the user's.
 """
 from __future__ import annotations
 
@@ -79,8 +79,8 @@ def _prefix(target: Path) -> str:
 
 
 def _place(target: Path) -> Path:
-    """For a working folder: beside the target, with which it can then change places; inside it where that is impossible: a mount point, a parent that
-    may not be written, the working directory of this process."""
+    """Where a working folder is made: beside the target, with which it can then change places; inside it where that is
+    impossible, for a mount point, a parent that may not be written and the working directory of this process."""
     inside = target.exists() and (not os.access(target.parent, os.W_OK)
                                   or target.stat().st_dev != target.parent.stat().st_dev
                                   or _working_directory().is_relative_to(target))
@@ -183,7 +183,7 @@ def _to_disk(folder: Path) -> None:
 
 
 def _give_back(folder: Path, target: Path) -> None:
-    """Removes what is left of a working folder, parts of a new checkpoint or the old one, once it holds nothing of the user's."""
+    """Removes what is left of a working folder, parts of a new checkpoint or the old one, but no folders."""
     with contextlib.suppress(OSError):
         _take_back(folder, target)
         for path in folder.iterdir():
