@@ -10,6 +10,8 @@ import os
 import stat
 from pathlib import Path
 
+from megacompile.errors import ArgumentError
+
 _KINDS = {stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device",
           stat.S_IFDIR: "a folder", stat.S_IFLNK: "a link, which is not followed"}
 
@@ -36,12 +38,15 @@ def read_regular(path: Path, *, follow_links: bool = True) -> bytes:
         return file.read()
 
 
-def require_files_and_folders(folder: Path) -> None:
-    """Raises `OSError` if a folder holds a FIFO, a socket or a device: libraries that read from it would wait for ever. Links
-    count as what they lead to."""
-    for path in sorted(folder.iterdir()):
-        if path.exists() and not path.is_dir():
-            _require_regular(path, path.stat())
+def refuse_irregular(source: Path) -> None:
+    """Raises `ArgumentError` if a file, or anything in a folder, is a FIFO, a socket or a device: libraries that read it would
+    wait for ever. A link counts as what it leads to; subfolders are not looked into."""
+    for path in sorted(source.iterdir()) if source.is_dir() else (source,):
+        try:
+            if path.exists() and not path.is_dir():
+                _require_regular(path, path.stat())
+        except OSError as error:
+            raise ArgumentError(f"{path} cannot be read ({error.strerror}): give files") from error
 
 
 def _require_regular(path: Path, status: os.stat_result) -> None:

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from megacompile.errors import ArgumentError, MegacompileError
 from megacompile.joining import IGNORED
+from megacompile.regular_files import refuse_irregular
 
 GIB = 2**30
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
@@ -45,6 +46,8 @@ def load_model(source: str | Path, *, dtype: torch.dtype | None = None, meta: bo
     if remote and not (meta and _HUB_ID.fullmatch(name)):
         raise ArgumentError(f"there is no model {name!r} here: give a model directory, a config.json"
                             + (", or an id of the Hugging Face hub (owner/name)" if meta else ""))
+    if source.exists():
+        refuse_irregular(source)
     try:
         config = AutoConfig.from_pretrained(name, local_files_only=not remote)
         if not meta and source.is_dir() and any(any(source.glob(pattern)) for pattern in _WEIGHT_FILES):

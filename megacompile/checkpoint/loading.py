@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megacompile.checkpoint import manifest, random_state, schedulers, schema
+from megacompile import schema
+from megacompile.checkpoint import manifest, random_state, schedulers
 from megacompile.checkpoint.files import check_file, read_tensors
 from megacompile.checkpoint.folders import latest_checkpoint
 from megacompile.checkpoint.manifest import Manifest, Saved

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from megacompile.checkpoint import schema
+from megacompile import schema
 from megacompile.checkpoint.files import DTYPES, TENSOR_FILE, Entry, Written, write_file
 from megacompile.errors import CheckpointError
 from megacompile.regular_files import read_regular

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megacompile.checkpoint import schema
+from megacompile import schema
 
 _WORDS = 624  # of a Mersenne twister
 _word = schema.whole(0, 2**32 - 1)
@@ -42,7 +42,7 @@ _STATE = schema.record({
     "numpy": _in_turn(schema.one_of(["MT19937"]), _tensor(torch.int32, _WORDS), schema.whole(0, _WORDS), schema.whole(0, 1),
                       schema.finite()),
     "torch": _tensor(torch.uint8),
-}, others=_tensor(torch.uint8))  # "cuda"
+}, optional={"cuda": _tensor(torch.uint8)})
 
 
 def capture(device: torch.device) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from megacompile.checkpoint import schema
+from megacompile import schema
 from megacompile.errors import CheckpointError, named_line
 
 _KNOWN = {"last_epoch": schema.whole(-1, 2**53), "_step_count": schema.whole(0, 2**53)}

@@ -13,9 +13,9 @@ import yaml
 from rich.console import Console
 
 import megacompile
-from megacompile import training
+from megacompile import schema, training
 from megacompile.atomic_files import replace_file
-from megacompile.checkpoint import latest_checkpoint, schema
+from megacompile.checkpoint import latest_checkpoint
 from megacompile.checkpoint.loading import read_extra
 from megacompile.corpus import PretrainedTokenizer, load_tokenizer
 from megacompile.errors import ArgumentError, CheckpointError, MegacompileError

@@ -102,16 +102,18 @@ def table(key: Rule, of: Rule) -> Rule:
     return rule
 
 
-def record(fields: Mapping[str, Rule], others: Rule | None = None) -> Rule:
-    """A dict with all of these keys; with more only if they keep the rule `others`."""
+def record(fields: Mapping[str, Rule], optional: Mapping[str, Rule] | None = None, others: Rule | None = None) -> Rule:
+    """A dict with all of these keys, and perhaps with the `optional` ones; with more only if they keep the rule `others`."""
+    known = {**fields, **(optional or {})}
+
     def rule(value: Any, name: str) -> None:
         _is_dict(value, name)
         if missing := fields.keys() - value.keys():
             raise SchemaError(f"{name} has no {min(missing)}")
         for key, item in value.items():
-            if key not in fields and others is None:
+            if key not in known and others is None:
                 raise SchemaError(f"{name} has {_shown(key)}, which it must not have")
-            fields.get(key, others or anything)(item, f"{name}[{key!r}]")
+            known.get(key, others or anything)(item, f"{name}[{key!r}]")
     return rule
 
 
