@@ -45,11 +45,10 @@ def save_whole(save: Callable[..., Any], directory: str | os.PathLike[str], **op
 def replacing(directory: Path) -> Iterator[Path]:
     """A new folder, whose files are those of `directory` once the block has ended, on disk and all at once. Where it raises,
     `directory` is as it was. Raises `CheckpointError` for what the system refuses."""
-    target = directory.resolve()
-    if target.exists() and not target.is_dir():
-        raise CheckpointError(f"{directory} is a file: give a folder to save in")
-    working = None
+    target, working = directory.resolve(), None
     try:
+        if target.exists() and not target.is_dir():
+            raise CheckpointError(f"{directory} is a file: give a folder to save in")
         target.parent.mkdir(parents=True, exist_ok=True)
         recover(target)
         working = WorkingFolder(_place(target), _prefix(target))

@@ -18,8 +18,12 @@ class WorkingFolder:
             self.path = unused(directory, prefix)
             self.path.mkdir()
             self._lock = _locked(self.path)
-            if self.path.exists():  # nobody has swept it before it was locked
-                break
+            try:
+                if self.path.exists():  # nobody has swept it before it was locked
+                    break
+            except BaseException:
+                self.release()
+                raise
             self.release()
 
     def release(self) -> None:

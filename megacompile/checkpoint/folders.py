@@ -25,10 +25,14 @@ _INCOMPLETE = ".incomplete-"
 
 
 def named(directory: Path) -> list[Path]:
-    """The folders that have a checkpoint's name, oldest save first."""
-    if not directory.is_dir():
-        return []
-    return sorted((path for path in directory.iterdir() if _NAME.fullmatch(path.name) and path.is_dir()), key=_number)
+    """The folders that have a checkpoint's name, oldest save first. Raises `CheckpointError` where that cannot be seen."""
+    try:
+        if not directory.is_dir():
+            return []
+        return sorted((path for path in directory.iterdir() if _NAME.fullmatch(path.name) and path.is_dir()), key=_number)
+    except OSError as error:
+        raise CheckpointError(f"{directory} cannot be looked into ({error.strerror}): give a folder that can be "
+                              "read") from error
 
 
 def _number(path: Path) -> int:
@@ -51,7 +55,8 @@ def _has_manifest(path: Path) -> bool:
 
 
 def latest_checkpoint(directory: str | Path) -> Path | None:
-    """The newest complete checkpoint in a folder of checkpoints; None if there is none."""
+    """The newest complete checkpoint in a folder of checkpoints; None if there is none. Raises `CheckpointError` for a folder
+    that cannot be looked into."""
     return next((path for path in reversed(named(Path(directory))) if _has_manifest(path)), None)
 
 

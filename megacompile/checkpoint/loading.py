@@ -95,10 +95,8 @@ def _check_subject(saved: Manifest, subject: Subject, path: Path) -> None:
     if groups != then:
         raise refuse(f"its parameter groups have {list(map(len, then))} parameters, and the optimizer's "
                      f"{list(map(len, groups))}, or others", "make the optimizer as it was made then")
-    lacking = [name for name in subject.remainders() if "remainder" not in saved.tensors[name].parts]
-    lacking += [name for name in subject.steps() if saved.tensors[name].step is None]
-    if lacking:
-        raise refuse(f"it has no optimizer's state of {lacking[0]}", "take another checkpoint")
+    if lacking := [name for name in subject.remainders() if "remainder" not in saved.tensors[name].parts]:
+        raise refuse(f"it has no remainder of {lacking[0]}", "take another checkpoint")
     ours, theirs = (type(subject.scheduler).__name__ if subject.scheduler is not None else "no scheduler",
                     saved.scheduler["class"] if saved.scheduler else "no scheduler")
     if ours != theirs:

@@ -24,7 +24,8 @@ FORMAT, VERSION = "megacompile checkpoint", 1
 _DTYPE_NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
 
 #: What a tensor has: itself, and what an optimizer keeps beside it.
-PARTS = ("weight", "remainder", "exp_avg", "exp_avg_sq")
+MOMENTS = frozenset(("exp_avg", "exp_avg_sq"))
+PARTS = ("weight", "remainder", *sorted(MOMENTS))
 #: Float64 counts to here; no run gets this far.
 MOST_STEPS = 2**53
 
@@ -53,7 +54,8 @@ _BODY = schema.record({
 @dataclass(frozen=True)
 class Saved:
     """A parameter or buffer: what it is in the model, and which file has it. `parts` are "weight" and what an optimizer keeps
-    beside it ("exp_avg", "exp_avg_sq", "remainder"); `step`: its updates so far, None without an optimizer's state."""
+    beside it ("exp_avg", "exp_avg_sq", "remainder"); `step`: its updates so far, None without an optimizer's state, and then it
+    has no moments."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -132,7 +134,7 @@ def _check_relations(body: Mapping[str, Any]) -> None:
     for name, saved in tensors.items():
         if saved["file"] not in body["files"]:
             raise schema.SchemaError(f"it does not list {saved['file']}, which holds {name}")
-        needed = {"weight"} if saved["step"] is None else {"weight", "exp_avg", "exp_avg_sq"}
+        needed = {"weight"} if saved["step"] is None else {"weight", *MOMENTS}
         if missing := needed.difference(saved["parts"]):
             raise schema.SchemaError(f"{name} has no {min(missing)}")
     steps = max((saved["step"] for saved in tensors.values() if saved["step"] is not None), default=0)
@@ -141,6 +143,9 @@ def _check_relations(body: Mapping[str, Any]) -> None:
     grouped = [name for names in body["groups"] for name in names]
     if len(set(grouped)) != len(grouped):
         raise schema.SchemaError("a parameter is in two groups")
+    for name in tensors.keys() & set(grouped):  # of others a tile may have moments that nobody uses
+        if tensors[name]["step"] is None and not MOMENTS.isdisjoint(tensors[name]["parts"]):
+            raise schema.SchemaError(f"{name} has moments and no step")
     if len(body["options"]) != len(body["groups"]):
         raise schema.SchemaError(f"it has options of {len(body['options'])} parameter groups, and {len(body['groups'])} groups")
 

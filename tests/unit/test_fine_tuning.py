@@ -3,11 +3,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import multiprocessing
 import os
 import re
 import signal
 import subprocess
 import sys
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ import tiny_tokenizer
 import torch
 import yaml
 from killed import killed_at
+from killed_runs import kill_runs_at_random_moments
 from tiny_models import build
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner, Result
@@ -149,6 +152,15 @@ def test_a_run_that_sigterm_stops_goes_on_to_the_bit(model: Path, data: Path, tm
     again = command(*arguments, "--steps", done + 4, "--output", tmp_path / "again", "--resume", whole)
     assert again.exit_code == 0 and f"goes on after step {done + 4}" in again.output
     assert f"saved in {tmp_path / 'again' / 'model'} after {done + 4} steps" in again.output
+
+
+@pytest.mark.on_demand
+def test_runs_that_are_killed_at_random_moments_end_as_one_that_was_not(
+        model: Path, data: Path, tmp_path: Path, pytestconfig: pytest.Config) -> None:
+    """Log, settings, checkpoints and model: pytest -k random_moments_end --all-families --kill-moments 100"""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as fresh:
+        moments = int(pytestconfig.getoption("--kill-moments"))
+        print(fresh.submit(kill_runs_at_random_moments, tmp_path, model, data, moments).result())
 
 
 @pytest.mark.usefixtures("ctrl_c_after_two_steps")
