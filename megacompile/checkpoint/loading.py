@@ -120,8 +120,9 @@ def _decoded(saved: Manifest, subject: Subject, path: Path) -> _Decoded:
         found = _Decoded(*map(decode, (saved.options, (saved.scheduler or {}).get("state"), saved.random, saved.extra)))
         for number, (options, (now, _)) in enumerate(zip(found.options, subject.groups(), strict=True)):
             _OPTIONS(options, f"options[{number}]")
-            # A scheduler reads what it has put there, initial_lr for example; without one nobody does.
-            schema.like(now, _NUMBERS, subject.scheduler is not None and same_torch)(options, f"options[{number}]")
+            schema.like(now, _NUMBERS, complete=False)(options, f"options[{number}]")  # other versions may have had fewer
+            if subject.scheduler is not None and "initial_lr" in now:
+                _SCHEDULED(options, f"options[{number}]")
         schedulers.check(found.scheduler, subject.scheduler, same_torch)
         random_state.check(found.random, subject.streamed.backend.device)
         return found
@@ -140,6 +141,7 @@ _NUMBERS = dict.fromkeys(("lr", "eps", "weight_decay", "betas"), schema.anything
 _OPTIONS = schema.record(dict.fromkeys(("lr", "eps", "weight_decay"), _number) | {
     "betas": schema.must(lambda value: isinstance(value, list | tuple) and len(value) == 2, "two numbers")},
     others=schema.anything)
+_SCHEDULED = schema.record({"initial_lr": _number}, others=schema.anything)
 
 
 def _tensors(saved: Manifest, folder: Path) -> Iterator[tuple[str, Tensor]]:
