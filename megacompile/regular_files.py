@@ -41,12 +41,13 @@ def read_regular(path: Path, *, follow_links: bool = True) -> bytes:
 def refuse_irregular(source: Path) -> None:
     """Raises `ArgumentError` if a file, or anything in a folder, is a FIFO, a socket or a device: libraries that read it would
     wait for ever. A link counts as what it leads to; subfolders are not looked into."""
-    for path in sorted(source.iterdir()) if source.is_dir() else (source,):
-        try:
+    path = source
+    try:
+        for path in sorted(source.iterdir()) if source.is_dir() else (source,):
             if path.exists() and not path.is_dir():
                 _require_regular(path, path.stat())
-        except OSError as error:
-            raise ArgumentError(f"{path} cannot be read ({error.strerror}): give files") from error
+    except OSError as error:
+        raise ArgumentError(f"{path} cannot be read ({error.strerror}): give files") from error
 
 
 def _require_regular(path: Path, status: os.stat_result) -> None:

@@ -65,12 +65,17 @@ def replacing(directory: Path) -> Iterator[Path]:
 
 
 def recover(directory: Path) -> None:
-    """Puts back folders of `directory` that a killed save has taken along, and removes what it has left. Raises `OSError`."""
+    """Puts back folders of `directory` that a killed save has taken along, and removes what it has left. Raises
+    `CheckpointError`."""
     target = directory.resolve()
-    for place in {target.parent, target}:
-        if place.is_dir() and os.access(place, os.W_OK):
-            for folder in abandoned(place, _prefix(target)):
-                _give_back(folder, target)
+    try:
+        for place in {target.parent, target}:
+            if place.is_dir() and os.access(place, os.R_OK | os.W_OK | os.X_OK):
+                for folder in abandoned(place, _prefix(target)):
+                    _give_back(folder, target)
+    except OSError as error:
+        raise CheckpointError(f"{directory} cannot be looked into ({error.strerror}): give a folder that can be "
+                              "written") from error
 
 
 def _prefix(target: Path) -> str:

@@ -93,7 +93,10 @@ def draw_curve(folder: Path) -> str | None:
         from matplotlib.figure import Figure
     except ImportError:
         return "for want of matplotlib: pip install 'megacompile[train]'"
-    entries = read_log(folder / LOG)
+    try:
+        entries = read_log(folder / LOG)
+    except OSError as error:
+        return f"since {folder / LOG} cannot be read: {error.strerror}"
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
     for key, name, style in (("loss", "training", "-"), ("eval_loss", "evaluation", "o-")):

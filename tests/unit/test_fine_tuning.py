@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
 import multiprocessing
 import os
@@ -30,7 +31,7 @@ from megacompile.errors import CheckpointError, MegacompileError
 from megacompile.finetuning import folder, saves
 from megacompile.finetuning import run as runs
 from megacompile.finetuning.data import read
-from megacompile.finetuning.reports import Reports, read_log
+from megacompile.finetuning.reports import Reports, draw_curve, read_log
 from megacompile.finetuning.rows import Order, Rows, collate, in_turn, split
 from megacompile.finetuning.settings import Settings
 from megacompile.options import Knobs
@@ -286,6 +287,8 @@ def test_a_log_that_is_no_file_is_refused_at_once(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "log.jsonl")
     with pytest.raises(MegacompileError, match=r"log.jsonl cannot be written \(it is a FIFO, not a regular file"):
         Reports(tmp_path, 3, tensorboard=False)
+    if importlib.util.find_spec("matplotlib"):
+        assert draw_curve(tmp_path) == f"since {tmp_path / 'log.jsonl'} cannot be read: it is a FIFO, not a regular file"
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no device that is always full")
