@@ -26,7 +26,7 @@ from megacompile.finetuning.rows import Order, collate, in_turn, split
 from megacompile.finetuning.saves import CHECKPOINTS, Saves
 from megacompile.finetuning.settings import Settings
 from megacompile.options import Knobs
-from megacompile.saving import recover
+from megacompile.saving import recover, replacing
 
 #: In the folder of a run, beside checkpoints and reports.
 MODEL, SETTINGS = "model", "settings.yaml"
@@ -106,7 +106,8 @@ def _run(source: str, data: Sequence[str], settings: Settings, knobs: Knobs, con
         if target is not None and (settings.save or not stopped):  # what goes on later has its checkpoint
             model.save_pretrained(target)
             if isinstance(tokenizer, PretrainedTokenizer):
-                tokenizer.pretrained.save_pretrained(target)
+                with replacing(target) as folder:  # all of its files at once
+                    tokenizer.pretrained.save_pretrained(folder)
             console.print(f"saved in {target} after {trained} steps")
         if failed is not None:
             raise failed

@@ -139,6 +139,7 @@ def test_a_process_stopped_at_any_file_operation_leaves_a_whole_checkpoint_and_t
     assert number > 20 and set(found) == {"old", "new"} and (linked > 3 or way == "interrupted")
 
 
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 def test_what_a_killed_save_has_taken_along_is_put_back_by_the_next_start(old: Path) -> None:
     number, found = 0, 0
     while killed_at(number, lambda: save_all(old)):
