@@ -10,8 +10,11 @@ from torch import Tensor
 
 from megacompile.errors import ArgumentError, MegacompileError
 from megacompile.loading import HUB_ID
+from megacompile.regular_files import read_regular, refuse_irregular
 
 _BYTE_VALUES = 256
+#: How compressed files begin. None of them is UTF-8 to its end.
+_COMPRESSED = {b"\x1f\x8b": "gzip", b"PK\x03\x04": "zip", b"\x28\xb5\x2f\xfd": "zstd", b"\xfd7zXZ\0": "xz", b"BZh": "bzip2"}
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
 
@@ -46,6 +49,8 @@ class PretrainedTokenizer:
         if not Path(source).exists() and not HUB_ID.fullmatch(str(source)):
             raise ArgumentError(f"there is no tokenizer {str(source)!r} here: give a folder that has one, or an id of the "
                                 "Hugging Face hub")
+        if Path(source).exists():
+            refuse_irregular(Path(source))
         from transformers import AutoTokenizer  # slow to import, and not needed for bytes
 
         try:
@@ -74,14 +79,34 @@ def load_tokenizer(source: str | Path) -> ByteTokenizer | PretrainedTokenizer:
 def read_text(files: Sequence[Path], tokenizer: Tokenizer) -> Tensor:
     """The tokens of all files, 1-D, of any integer dtype; each is encoded by itself, in the order given.
 
-    Raises MegacompileError if a file cannot be read."""
+    Raises MegacompileError if a file cannot be read, is empty or is no text: UTF-8 without NUL."""
     parts = []
     for file in files:
         try:
-            parts.append(tokenizer.encode(file.read_bytes()))
+            data = read_regular(file)
         except OSError as error:
             raise MegacompileError(f"{file} cannot be read ({error.strerror}): give readable text files") from error
+        if not data:
+            raise MegacompileError(f"{file} is empty: give text, or leave it out")
+        if why := _no_text(data):
+            raise MegacompileError(f"{file} is no text: {why}")
+        parts.append(tokenizer.encode(data))
     return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
+
+
+def _no_text(data: bytes) -> str | None:
+    """Why some bytes are no text, and what to do; None if they are."""
+    place = data.find(0)
+    if place < 0:
+        try:
+            data.decode()
+            return None
+        except UnicodeDecodeError as error:
+            place = error.start
+    if kind := next((kind for begin, kind in _COMPRESSED.items() if data.startswith(begin)), None):
+        return f"it is compressed ({kind}): unpack it"
+    line = data.count(b"\n", 0, place) + 1
+    return f"byte 0x{data[place]:02x} at {place} (line {line}) is not of a text in UTF-8: convert it, with iconv for example"
 
 
 def check_vocabulary(tokens: Tensor, tokenizer: Tokenizer, vocabulary_size: int) -> None:

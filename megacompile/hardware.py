@@ -19,11 +19,30 @@ import torch
 from tabulate import tabulate
 
 import megacompile
+from megacompile import schema
+from megacompile.atomic_files import replace_file
 from megacompile.cache import cache_directory, processor_name
 from megacompile.errors import ArgumentError, MegacompileError, shortened
 from megacompile.program import Lane
+from megacompile.regular_files import read_regular
 
 PROFILES = Path(__file__).parent / "profiles"
+
+_rate = schema.finite(least=0)
+_size = schema.whole(0, 2**63 - 1)
+_both_ways = schema.record(dict.fromkeys(("forward", "backward"), _rate))
+_lanes = schema.text(rf"({'|'.join(Lane)})( ({'|'.join(Lane)}))*", "lanes")
+#: What a file of rates holds; `Hardware` itself sees to it that they are positive.
+_PROFILE = schema.record({
+    "name": schema.text(), "cores": schema.whole(1, 2**20), "device_type": schema.one_of(("cuda", "cpu")),
+    "source": schema.text(), "gemm_flops": schema.table(schema.text(), _rate), "attention_efficiency": _both_ways,
+    "memory_bandwidth": _rate, "launch_s": _rate, "link": schema.record(dict.fromkeys(("h2d", "d2h"), _rate)),
+    "host_copy": _rate, "adam": _rate, "device_memory": _size, "host_memory": _size,
+}, optional={
+    "beside": schema.table(_lanes, schema.table(schema.one_of(tuple(Lane)), _rate)), "grouped_efficiency": _rate,
+    "fused_attention": schema.one_of(("flash", "cudnn")), "flash_efficiency": schema.table(schema.text(), _rate),
+    "attention_overhead": _both_ways, "adam_parts": schema.record(dict.fromkeys(("weights", "moments"), _rate)),
+})
 
 
 @dataclass(frozen=True)
@@ -144,9 +163,14 @@ class Hardware:
 
     @classmethod
     def load(cls, path: Path) -> Hardware:
+        """Raises `MegacompileError` for a file that cannot be read, or does not say what a profile says."""
         try:
-            return cls(**json.loads(path.read_text(encoding="utf-8")))
-        except (AttributeError, OSError, RecursionError, TypeError, ValueError) as error:
+            found = json.loads(read_regular(path))
+            _PROFILE(found, "profile")
+            return cls(**found)
+        except (OSError, RecursionError, ValueError) as error:
+            if isinstance(error, MegacompileError):
+                raise
             raise MegacompileError(f"{path} does not describe hardware: measure it again with megacompile calibrate\n"
                                    f"{error}") from error
 
@@ -154,7 +178,7 @@ class Hardware:
         """As a JSON file. Raises `ArgumentError` where it cannot be written."""
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n", encoding="utf-8")
+            replace_file(path, [json.dumps(dataclasses.asdict(self), indent=1).encode() + b"\n"])
         except OSError as error:
             raise ArgumentError(f"{path} cannot be written ({error.strerror}): give another file") from error
 

@@ -48,9 +48,9 @@ class Inductor:
 
         Where that fails with what an earlier process left in the cache, it is tried in a new folder, which serves from then
         on. Raises what inductor raises without a cache."""
-        begin = time.perf_counter()
+        begin, folder = time.perf_counter(), newest_folder()
         try:
-            function, found = _compile(graph, examples, folder := newest_folder())
+            function, found = _compile(graph, examples, folder)
         except Exception as error:
             if folder is None or not any(folder.iterdir()):
                 raise
@@ -111,7 +111,8 @@ def newest_folder() -> Path | None:
     try:
         versions = cache_directory() / "compiled" / _versions()
         versions.mkdir(parents=True, exist_ok=True)
-        newest = versions / str(max((int(f.name) for f in versions.iterdir() if f.name.isdigit()), default=0))
+        numbers = [int(each.name) for each in versions.iterdir() if each.name.isascii() and each.name.isdecimal()]
+        newest = versions / str(max(numbers, default=0))
         newest.mkdir(exist_ok=True)
         try:
             sealed(newest)

@@ -20,6 +20,7 @@ from megacompile.errors import ArgumentError, CheckpointError, UnsupportedError
 from megacompile.filling import fill
 from megacompile.frontend.layers import Layers
 from megacompile.matching import Match, match
+from megacompile.regular_files import refuse_irregular
 from megacompile.sizes import format_bytes
 from megacompile.tiling import require_host_memory
 from megacompile.weight_files import (
@@ -96,6 +97,7 @@ def _find(source: str | Path, revision: str | None) -> tuple[Path, str | None]:
     if folder.is_dir():
         if not (folder / CONFIG_FILE).exists():
             raise ArgumentError(f"{folder} has no {CONFIG_FILE}: give a folder that save_pretrained wrote")
+        refuse_irregular(folder)
         return folder, None
     if folder.exists() or not HUB_ID.fullmatch(str(source)):
         raise ArgumentError(f"{str(source)!r} is no folder of a checkpoint: give one with {CONFIG_FILE} and safetensors, or an "
@@ -134,7 +136,7 @@ def _read_generation_config(model: Any, folder: Path) -> None:
     if (folder / GENERATION_FILE).exists() and model.can_generate():
         try:
             model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
-        except (OSError, ValueError) as error:
+        except Exception as error:  # whatever the file makes transformers raise
             raise CheckpointError(f"{folder / GENERATION_FILE} cannot be read: mend or remove it\n{error}") from error
 
 

@@ -295,6 +295,18 @@ class AdamW(torch.optim.Optimizer):
         and for options as the constructor does."""
         streamed = self.streamed
         streamed.residency.leave()
+        states = self.check_state_dict(state_dict)
+        streamed.adopt_writes()  # sets remainders to zero, before the saved ones are loaded
+        self._update = None
+        streamed.arrival.end()
+        streamed.store.preserve()
+        for saved, group in zip(state_dict["param_groups"], self.param_groups, strict=True):
+            group.update({k: v for k, v in saved.items() if k != "params"})
+        for parameter, saved in states:
+            self._load_state(parameter, saved)
+
+    def check_state_dict(self, state_dict: dict[str, Any]) -> list[tuple[Tensor, Mapping[str, Any]]]:
+        """Raises what `load_state_dict` raises. The saved state of each parameter."""
         groups = state_dict["param_groups"]
         if [len(g["params"]) for g in groups] != [len(g["params"]) for g in self.param_groups]:
             raise MegacompileError("the saved optimizer has other parameter groups: make it with the groups it was saved with")
@@ -305,14 +317,7 @@ class AdamW(torch.optim.Optimizer):
             _check_options(group)
         for parameter, saved in states:
             self._check_state(parameter, saved)
-        streamed.adopt_writes()  # sets remainders to zero, before the saved ones are loaded
-        self._update = None
-        streamed.arrival.end()
-        streamed.store.preserve()
-        for saved, group in zip(groups, self.param_groups, strict=True):
-            group.update({k: v for k, v in saved.items() if k != "params"})
-        for parameter, saved in states:
-            self._load_state(parameter, saved)
+        return states
 
     def _check_state(self, parameter: Tensor, saved: Mapping[str, Any]) -> None:
         """Raises what `load_state_dict` raises for the saved state of one parameter; a remainder may be missing."""

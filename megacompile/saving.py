@@ -1,22 +1,28 @@
 """Saving a checkpoint so that its folder always has a whole one: the new one is written beside, then both change places.
 
-A process that is killed while it writes leaves a folder `.NAME.saving-...` beside, which can be deleted.
+Folders of the user's in it, such as checkpoints of a run, cannot be in both. Each moves into the new folder before the
+exchange, by changing places with a link that leads to it there: it can be reached by its own name at every moment, and is a
+plain folder again after the exchange. What a killed process has left, `.NAME.saving-...` beside and links into it, the next
+save or start of a run puts back and removes (`recover`); until then such a folder may hold a folder of the user's.
 """
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import os
 import re
-import secrets
 import shutil
+import sys
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
 
+from megacompile.atomic_files import sync_folder
 from megacompile.errors import CheckpointError
+from megacompile.working_folders import WorkingFolder, abandoned
 
 #: Small enough that a shard more of host memory is no matter, where the safetensors library copies what it writes.
 MAX_SHARD_SIZE = "5GB"
@@ -39,29 +45,50 @@ def save_whole(save: Callable[..., Any], directory: str | os.PathLike[str], **op
 def replacing(directory: Path) -> Iterator[Path]:
     """A new folder, whose files are those of `directory` once the block has ended, on disk and all at once. Where it raises,
     `directory` is as it was. Raises `CheckpointError` for what the system refuses."""
-    target = directory.resolve()
-    if target.exists() and not target.is_dir():
-        raise CheckpointError(f"{directory} is a file: give a folder to save in")
-    folder = _working_folder(target)
+    target, working = directory.resolve(), None
     try:
-        folder.mkdir(parents=True)
-        yield folder
-        _to_disk(folder)
-        _publish(folder, target)
+        if target.exists() and not target.is_dir():
+            raise CheckpointError(f"{directory} is a file: give a folder to save in")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        recover(target)
+        working = WorkingFolder(_place(target), _prefix(target))
+        yield working.path
+        _to_disk(working.path)
+        _publish(working.path, target)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{directory} could not be saved, and what was there is as it was ({error}): free space, or give "
                               "another folder") from error
     finally:
-        _discard(folder)
+        if working is not None:
+            _give_back(working.path, target)
+            working.release()
 
 
-def _working_folder(target: Path) -> Path:
-    """Beside the target, with which it can then change places; inside it where that is impossible: a mount point, a parent that
-    may not be written, the working directory of this process."""
+def recover(directory: Path) -> None:
+    """Puts back folders of `directory` that a killed save has taken along, and removes what it has left. Raises
+    `CheckpointError`."""
+    target = directory.resolve()
+    try:
+        for place in {target.parent, target}:
+            if place.is_dir() and os.access(place, os.R_OK | os.W_OK | os.X_OK):
+                for folder in abandoned(place, _prefix(target)):
+                    _give_back(folder, target)
+    except OSError as error:
+        raise CheckpointError(f"{directory} cannot be looked into ({error.strerror}): give a folder that can be "
+                              "written") from error
+
+
+def _prefix(target: Path) -> str:
+    return f".{target.name}.saving-"
+
+
+def _place(target: Path) -> Path:
+    """Where a working folder is made: beside the target, with which it can then change places; inside it where that is
+    impossible, for a mount point, a parent that may not be written and the working directory of this process."""
     inside = target.exists() and (not os.access(target.parent, os.W_OK)
                                   or target.stat().st_dev != target.parent.stat().st_dev
                                   or _working_directory().is_relative_to(target))
-    return (target if inside else target.parent) / f".{target.name}.saving-{secrets.token_hex(4)}"
+    return target if inside else target.parent
 
 
 def _working_directory() -> Path:
@@ -74,9 +101,11 @@ def _working_directory() -> Path:
 def _publish(folder: Path, target: Path) -> None:
     if not target.exists():
         folder.rename(target)
-        _sync(target.parent)
+        sync_folder(target.parent)
         return
     new = {path.name for path in folder.iterdir()}
+    if in_the_way := sorted(name for name in new if (target / name).is_dir() and not (folder / name).is_dir()):
+        raise IsADirectoryError(errno.EISDIR, "it is a folder, and a file is to be saved there", str(target / in_the_way[0]))
     weights = {_weights_name(name) for name in new if ".safetensors" in name}
     old = {path.name for path in target.iterdir()} - {folder.name}
     replaced = {name for name in old if name in new or _weights_name(name) in weights}
@@ -90,30 +119,47 @@ def _weights_name(name: str) -> str:
 
 
 def _change_places(folder: Path, target: Path, kept: Collection[str]) -> bool:
-    """Makes the folder the target in one step, with the files of the target that are `kept`; False, and nothing has changed,
-    where the system cannot. Folders in the target follow in a second step: they have no second name."""
-    library = ctypes.CDLL(None)
-    if not hasattr(library, "renameat2"):
-        return False
+    """Makes the folder the target in one step, with what is `kept` of the target; False, and nothing has changed, where the
+    system cannot: on file systems without links or exchange, and for a folder that another file system is mounted on."""
     try:
         shutil.copymode(target, folder)
         for name in kept:
             if (target / name).is_symlink() or not (target / name).is_dir():
                 os.link(target / name, folder / name, follow_symlinks=False)
-    except OSError:  # a file system without hard links
+        sync_folder(folder)
+        for name in kept:
+            if not (folder / name).is_symlink() and (target / name).is_dir():
+                (folder / name).symlink_to(_way(folder, name))
+                _exchange(folder / name, target / name)
+        _exchange(folder, target)
+    except OSError:
+        _take_back(folder, target)
         return False
-    _sync(folder)
-    if library.renameat2(_AT_FDCWD, os.fsencode(folder), _AT_FDCWD, os.fsencode(target), _RENAME_EXCHANGE) != 0:
-        return False
-    for name in kept:
-        if not (target / name).is_symlink() and not (target / name).exists():
-            try:
-                (folder / name).rename(target / name)
-            except OSError as error:
-                raise CheckpointError(f"{target} was saved, but its folder {name} could not follow and is in {folder} now "
-                                      f"({error.strerror}): move it back") from error
-    _sync(target.parent)
+    sync_folder(target.parent)
     return True
+
+
+def _way(folder: Path, name: str) -> Path:
+    """From the target to what is in a working folder beside it."""
+    return Path("..", folder.name, name)
+
+
+def _exchange(one: Path, other: Path) -> None:
+    """Two names change places in one step. Raises `OSError` where the system cannot."""
+    library = ctypes.CDLL(None, use_errno=True)
+    if not hasattr(library, "renameat2"):
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+    sys.audit("os.rename", one, other, -1, -1)  # as Python's own calls tell it
+    if library.renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code), str(one), None, str(other))
+
+
+def _take_back(folder: Path, target: Path) -> None:
+    """Folders of the target that are in a working folder, where links lead to them, come home. Raises `OSError`."""
+    for path in target.iterdir() if folder.parent != target and target.is_dir() else ():
+        if path.is_symlink() and path.readlink() == _way(folder, path.name) and (folder / path.name).is_dir():
+            _exchange(folder / path.name, path)
 
 
 def _replace_files(folder: Path, target: Path, new: Collection[str], old: Collection[str]) -> None:
@@ -127,27 +173,23 @@ def _replace_files(folder: Path, target: Path, new: Collection[str], old: Collec
         (folder / name).replace(target / name)
     for name in old:
         (target / name).unlink(missing_ok=True)
-    _sync(target)
+    sync_folder(target)
 
 
 def _to_disk(folder: Path) -> None:
     for path in folder.iterdir():
-        _sync(path)
-    _sync(folder)
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    sync_folder(folder)
 
 
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _discard(folder: Path) -> None:
-    """Removes what is left of a working folder: parts of a new checkpoint, or the old one. Never folders in it, which are the
-    user's and could not be moved."""
+def _give_back(folder: Path, target: Path) -> None:
+    """Removes what is left of a working folder, parts of a new checkpoint or the old one, but no folders."""
     with contextlib.suppress(OSError):
+        _take_back(folder, target)
         for path in folder.iterdir():
-            path.unlink()
+            path.unlink()  # not folders
         folder.rmdir()

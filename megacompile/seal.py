@@ -9,6 +9,7 @@ that comes with a project, a container or a shared disk brings no code with it. 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import hmac
 import json
@@ -22,6 +23,7 @@ from pathlib import Path
 
 from megacompile.cache import cache_directory
 from megacompile.linux import fcntl
+from megacompile.regular_files import open_regular
 
 _SIZE = 32
 _TABLE, _LOCK = "seals.json", "seals.lock"
@@ -67,12 +69,12 @@ def key_in(folder: Path) -> bytes:
 def _private(path: Path) -> bytes | None:
     """The contents of a file that only this user can read and write, and that is a key; None otherwise."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        descriptor = open_regular(path, follow_links=False)
     except OSError:
         return None
     with open(descriptor, "rb") as file:
         status = os.fstat(descriptor)
-        mine = stat.S_ISREG(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o077
+        mine = status.st_uid == os.getuid() and not status.st_mode & 0o077
         found = file.read(_SIZE + 1) if mine else b""
     return found if len(found) == _SIZE else None
 
@@ -85,9 +87,9 @@ def _digest(name: str, contents: Iterator[bytes]) -> bytes:
 
 
 def _chunks(path: Path, size: int | None = None) -> Iterator[bytes]:
-    """A file's contents, or its first bytes. Raises `OSError`, also for a link."""
+    """A file's contents, or its first bytes. Raises `OSError`, also for a link and a FIFO."""
     left = size
-    with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as file:
+    with open(open_regular(path, follow_links=False), "rb") as file:
         while chunk := file.read(1 << 20 if left is None else min(left, 1 << 20)):
             left = None if left is None else left - len(chunk)
             yield chunk
@@ -123,6 +125,9 @@ class SealedFolder:
         """Raises `OSError`, also where others are at work and not everything is sealed: what is theirs cannot be told from what
         is nobody's. Alone, what is not sealed is removed; and if anything sealed was changed, everything."""
         self.path = path
+        for name in (_TABLE, _LOCK):
+            with contextlib.suppress(FileNotFoundError):
+                os.close(open_regular(path / name, follow_links=False))  # nobody's FIFO
         self._lock = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         self._sealed: dict[str, tuple[int, int]] = {}
         try:
@@ -141,6 +146,8 @@ class SealedFolder:
         except OSError:
             alone = False
         for name, state in self._files():
+            if name not in seals and state is not None and state[0] == 0 and not alone:
+                continue  # a lock file of another process
             if name not in seals or state is None:
                 foreign.append(name)
             elif self._seal(name) != seals[name]:
@@ -160,7 +167,8 @@ class SealedFolder:
     def seal(self) -> None:
         """Seals what was written since. What cannot be sealed will not be used."""
         try:
-            new = {name: state for name, state in self._files() if state is not None and self._sealed.get(name) != state}
+            new = {name: state for name, state in self._files()
+                   if state is not None and state[0] and self._sealed.get(name) != state}
             if not new:
                 return
             seals = {name: self._seal(name) for name in new}
@@ -179,7 +187,7 @@ class SealedFolder:
     def _table(self) -> dict[str, str]:
         try:
             table = json.loads(b"".join(_chunks(self.path / _TABLE)))
-        except (OSError, ValueError):
+        except (OSError, RecursionError, ValueError):
             return {}
         return table if isinstance(table, dict) else {}
 
@@ -190,18 +198,24 @@ class SealedFolder:
             return ""
 
     def _files(self) -> Iterator[tuple[str, tuple[int, int] | None]]:
-        """Name below the folder, and size and time, of each file that is not empty; None of a link, which is never sealed."""
-        for root, folders, files in os.walk(self.path):
+        """Name below the folder, and size and time, of all that is no folder; None of links, FIFOs and the like, which are
+        never sealed. Raises `OSError` where a folder cannot be looked into."""
+        for root, folders, files in os.walk(self.path, onerror=_raise):
             for each in (Path(root, name) for name in (*files, *folders)):
                 name = each.relative_to(self.path).as_posix()
                 try:
                     status = each.lstat()
                 except FileNotFoundError:
                     continue
-                if stat.S_ISLNK(status.st_mode):
-                    yield name, None
-                elif stat.S_ISREG(status.st_mode) and status.st_size and name not in (_TABLE, _LOCK):
+                if stat.S_ISREG(status.st_mode) and name not in (_TABLE, _LOCK):
                     yield name, (status.st_size, status.st_mtime_ns)
+                elif not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(status.st_mode):
+                    yield name, None
+
+
+def _raise(error: OSError) -> None:
+    if not isinstance(error, FileNotFoundError):  # another process may remove what it has made
+        raise error
 
 
 _open: dict[Path, SealedFolder] = {}

@@ -9,7 +9,6 @@ import math
 import os
 import re
 import signal
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from torch import Tensor, nn
 from megacompile.decay import Decay
 from megacompile.errors import ArgumentError, MegacompileError
 from megacompile.joining import IGNORED
+from megacompile.regular_files import refuse_irregular
 
 GIB = 2**30
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
@@ -46,6 +46,8 @@ def load_model(source: str | Path, *, dtype: torch.dtype | None = None, meta: bo
     if remote and not (meta and _HUB_ID.fullmatch(name)):
         raise ArgumentError(f"there is no model {name!r} here: give a model directory, a config.json"
                             + (", or an id of the Hugging Face hub (owner/name)" if meta else ""))
+    if source.exists():
+        refuse_irregular(source)
     try:
         config = AutoConfig.from_pretrained(name, local_files_only=not remote)
         if not meta and source.is_dir() and any(any(source.glob(pattern)) for pattern in _WEIGHT_FILES):
@@ -66,17 +68,6 @@ def check_length(config: Any, length: int) -> None:
     if positions is not None and length > positions > 0:
         raise MegacompileError(f"a sequence of {length} tokens is longer than the {positions} positions of the model: give a "
                                "smaller --length, or a model whose config has a larger max_position_embeddings")
-
-
-def make_directory(path: Path) -> None:
-    """Makes a directory, with its parents, if it is not there. Raises MegacompileError if nothing can be written there."""
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path):
-            pass
-    except OSError as error:
-        raise MegacompileError(f"nothing can be saved in {path} ({error.strerror}): give a directory that can be "
-                               "written") from error
 
 
 def parameter_count(model: nn.Module) -> int:

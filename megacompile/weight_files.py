@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megacompile.errors import CheckpointError
+from megacompile.regular_files import open_regular, read_regular
 
 CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
@@ -56,8 +57,8 @@ def weight_files(folder: Path) -> list[Path]:
             f"{folder} should hold weights as {WEIGHTS_FILE} or {INDEX_FILE} and has {found}: convert them once, where you "
             "trust them, with AutoModelForCausalLM.from_pretrained(...).save_pretrained(folder)")
     try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        names = sorted(set(json.loads(read_regular(index))["weight_map"].values()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{index} is no index of weight files ({type(error).__name__}: {error}): copy or download it "
                               "again") from error
     for name in names:
@@ -84,12 +85,12 @@ def stored_tensors(files: list[Path]) -> dict[str, StoredTensor]:
 
 def _header(file: Path) -> Iterator[StoredTensor]:
     try:
-        with safe_open(file, framework="pt"):  # proves the header: sizes, offsets, the file's end
-            pass
-        with file.open("rb") as stream:
+        with open(open_regular(file), "rb") as stream:
+            with safe_open(file, framework="pt"):  # proves the header: sizes, offsets, the file's end
+                pass
             length = int.from_bytes(stream.read(8), "little")
             entries = json.loads(stream.read(length))
-    except (OSError, SafetensorError) as error:
+    except (OSError, RecursionError, SafetensorError, ValueError) as error:
         raise CheckpointError(f"{file} is damaged or truncated ({error}): copy or download it again") from error
     for name, entry in entries.items():
         if name != "__metadata__":
@@ -114,7 +115,7 @@ class WeightReader:
     def open(self, files: list[Path]) -> None:
         for file in files:
             if file not in self._descriptors:
-                self._descriptors[file] = os.open(file, os.O_RDONLY)
+                self._descriptors[file] = open_regular(file)
 
     def read(self, stored: StoredTensor, start: int, out: Tensor) -> None:
         """Elements from `start` on, as many as `out` has: 1-D, contiguous, on the CPU, of the dtype that is stored.

@@ -26,6 +26,7 @@ from megacompile.bench import clocks
 from megacompile.bench.shapes import SHAPES, active_parameters, attention_flops, layers_that_fit
 from megacompile.errors import MegacompileError, named_line
 from megacompile.hardware import device_name
+from megacompile.regular_files import read_regular
 
 Row = dict[str, Any]
 Measure = Callable[[argparse.Namespace], Row]
@@ -186,11 +187,15 @@ def read(path: Path) -> list[Row]:
     """The rows of a file; none if there is no file. Raises `MegacompileError` for a line that is no row."""
     if not path.exists():
         return []
+    try:
+        lines = read_regular(path).splitlines()
+    except OSError as error:
+        raise MegacompileError(f"{path} cannot be read ({error.strerror}): give a file of rows, or a new one") from error
     rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(lines, 1):
         try:
             row = dict(json.loads(line))
-        except (ValueError, TypeError) as error:
+        except (RecursionError, TypeError, ValueError) as error:
             raise MegacompileError(f"line {number} of {path} is no row ({error}): remove it") from error
         if "device" not in row:
             raise MegacompileError(f"line {number} of {path} is no row (it names no device): give a file of rows, or a new one")

@@ -23,6 +23,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from megacompile.errors import CheckpointError
+from megacompile.regular_files import open_regular
 
 #: A checkpoint names its files like this and no other way: no path in it can lead anywhere else.
 TENSOR_FILE = re.compile(r"tensors-\d{5,}\.safetensors")
@@ -87,19 +88,18 @@ def write_file(path: Path, chunks: Iterable[Any]) -> Written:
 
 
 def check_file(path: Path, expected: Written) -> None:
-    """Raises `CheckpointError` if the file is not there, is a link, or is not what was written."""
+    """Raises `CheckpointError` if there is no such file, it is a link or a FIFO, or it is not what was written."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        with open(open_regular(path, follow_links=False), "rb", buffering=0) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size != expected.bytes:
+                raise CheckpointError(f"{path} is damaged: it has {size} bytes, and {expected.bytes} were written; take "
+                                      "another checkpoint")
+            checksum, buffer = 0, memoryview(bytearray(min(_BUFFER_BYTES, size + 1)))
+            while count := file.readinto(buffer):
+                checksum = zlib.crc32(buffer[:count], checksum)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read ({error.strerror}): take another checkpoint") from error
-    with open(descriptor, "rb", buffering=0) as file:
-        size = os.fstat(descriptor).st_size
-        if size != expected.bytes:
-            raise CheckpointError(f"{path} is damaged: it has {size} bytes, and {expected.bytes} were written; take another "
-                                  "checkpoint")
-        checksum, buffer = 0, memoryview(bytearray(min(_BUFFER_BYTES, size + 1)))
-        while count := file.readinto(buffer):
-            checksum = zlib.crc32(buffer[:count], checksum)
     if f"{checksum:08x}" != expected.crc32:
         raise CheckpointError(f"{path} is damaged: its checksum is {checksum:08x}, and was {expected.crc32} when it was "
                               "written; take another checkpoint")

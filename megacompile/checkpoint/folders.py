@@ -6,30 +6,33 @@
       .incomplete-x3k9q/     one that is being written, or being removed; locked by whoever does it
 
 A checkpoint is made whole in a folder with another name and then renamed, so that whatever has a checkpoint's name was complete
-once. The lock goes with the process that holds it, however that ends: what can be locked belongs to nobody and is removed.
+once. What a dead process has left is removed when the next one is written.
 """
 from __future__ import annotations
 
 import errno
-import os
 import re
-import secrets
 import shutil
 from pathlib import Path
 
+from megacompile.atomic_files import sync_folder
 from megacompile.checkpoint.manifest import Manifest
 from megacompile.errors import CheckpointError
-from megacompile.linux import fcntl
+from megacompile.working_folders import WorkingFolder, abandoned, unused
 
 _NAME = re.compile(r"(\d{6,})-step-(\d+)")
 _INCOMPLETE = ".incomplete-"
 
 
 def named(directory: Path) -> list[Path]:
-    """The folders that have a checkpoint's name, oldest save first."""
-    if not directory.is_dir():
-        return []
-    return sorted((path for path in directory.iterdir() if _NAME.fullmatch(path.name) and path.is_dir()), key=_number)
+    """The folders that have a checkpoint's name, oldest save first. Raises `CheckpointError` where that cannot be seen."""
+    try:
+        if not directory.is_dir():
+            return []
+        return sorted((path for path in directory.iterdir() if _NAME.fullmatch(path.name) and path.is_dir()), key=_number)
+    except OSError as error:
+        raise CheckpointError(f"{directory} cannot be looked into ({error.strerror}): give a folder that can be "
+                              "read") from error
 
 
 def _number(path: Path) -> int:
@@ -52,29 +55,24 @@ def _has_manifest(path: Path) -> bool:
 
 
 def latest_checkpoint(directory: str | Path) -> Path | None:
-    """The newest complete checkpoint in a folder of checkpoints; None if there is none."""
+    """The newest complete checkpoint in a folder of checkpoints; None if there is none. Raises `CheckpointError` for a folder
+    that cannot be looked into."""
     return next((path for path in reversed(named(Path(directory))) if _has_manifest(path)), None)
 
 
-class Incomplete:
-    """A folder in which a checkpoint is being written. State: its lock, a descriptor, until it is published or discarded."""
+class Incomplete(WorkingFolder):
+    """A folder in which a checkpoint is being written, until it is published or discarded."""
 
     def __init__(self, directory: Path) -> None:
         """Raises `OSError`."""
         directory.mkdir(parents=True, exist_ok=True)
         sweep(directory)
-        while True:
-            self.path = _unused(directory)
-            self.path.mkdir()
-            self._lock = _locked(self.path)
-            if self.path.exists():  # nobody has swept it before it was locked
-                break
-            self._unlock()
+        super().__init__(directory, _INCOMPLETE)
 
     def publish(self, step: int, keep: int) -> Path:
         """Gives the folder its name, and removes all but the last `keep` complete ones. Raises `OSError`."""
         directory = self.path.parent
-        _sync(self.path)
+        sync_folder(self.path)
         number = max(map(_number, named(directory)), default=0)
         while True:
             number += 1
@@ -85,67 +83,25 @@ class Incomplete:
             except OSError as error:  # another process was first
                 if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                     raise
-        _sync(directory)
-        self._unlock()
+        sync_folder(directory)
+        self.release()
         for old in complete(directory)[:-keep]:
             _remove(old)
         return target
 
     def discard(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)  # what is left is swept when the next one is written
-        self._unlock()
-
-    def _unlock(self) -> None:
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+        self.release()
 
 
 def sweep(directory: Path) -> None:
     """Removes what was left by writers that are dead."""
-    for path in directory.glob(_INCOMPLETE + "*"):
-        try:
-            lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        except OSError:  # no folder, or gone by now
-            continue
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:  # somebody is at work there, or the file system has no locks to tell
-            continue
-        else:
-            shutil.rmtree(path, ignore_errors=True)
-        finally:
-            os.close(lock)
-
-
-def _locked(path: Path) -> int | None:
-    """A descriptor that holds a folder's lock; None where it is gone, or the file system has no locks (then nobody sweeps)."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return None
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-    except OSError:
-        os.close(descriptor)
-        return None
-    return descriptor
+    for path in abandoned(directory, _INCOMPLETE):
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def _remove(path: Path) -> None:
     """Under another name first: half of a checkpoint must not look like one."""
-    doomed = _unused(path.parent)
+    doomed = unused(path.parent, _INCOMPLETE)
     path.rename(doomed)
     shutil.rmtree(doomed, ignore_errors=True)
-
-
-def _unused(directory: Path) -> Path:
-    return directory / f"{_INCOMPLETE}{secrets.token_hex(6)}"
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

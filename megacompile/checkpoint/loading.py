@@ -1,22 +1,24 @@
 """Going on from a checkpoint: everything is checked before anything is changed."""
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megacompile.checkpoint import manifest
+from megacompile import schema
+from megacompile.checkpoint import manifest, random_state, schedulers
 from megacompile.checkpoint.files import check_file, read_tensors
 from megacompile.checkpoint.folders import latest_checkpoint
 from megacompile.checkpoint.manifest import Manifest, Saved
-from megacompile.checkpoint.random_state import restore
 from megacompile.checkpoint.subject import Subject
 from megacompile.checkpoint.values import decode
-from megacompile.errors import CheckpointError
+from megacompile.errors import CheckpointError, MegacompileError
 
 _THREADS = 4
 
@@ -34,26 +36,40 @@ def load_checkpoint(directory: str | Path, model: Any, optimizer: Any, *, schedu
     subject = Subject(model, optimizer, scheduler)
     folder = _find(Path(directory))
     saved = Manifest.read(folder)
+    path = folder / manifest.NAME
+    _check_subject(saved, subject, path)
+    decoded = _decoded(saved, subject, path)
     with ThreadPoolExecutor(_THREADS) as pool:
         for _ in pool.map(lambda item: check_file(folder / item[0], item[1]), saved.files.items()):
             pass
-    _check_subject(saved, subject, folder / manifest.NAME)
     tensors = dict(_tensors(saved, folder))
+    state = _optimizer_state(saved, tensors, subject, decoded.options)
     try:
-        options, state, random, extra = map(decode, (saved.options, (saved.scheduler or {}).get("state"), saved.random,
-                                                     saved.extra))
-    except (CheckpointError, ValueError, TypeError, AttributeError) as error:
+        optimizer.check_state_dict(state)
+    except MegacompileError as error:
+        raise CheckpointError(f"{path} is of another optimizer: {error}") from error
+    subject.streamed.residency.leave()
+    subject.streamed.store.preserve()
+    if scheduler is not None:
+        schedulers.load(decoded.scheduler, scheduler)  # may refuse; nothing below does
+    _load(tensors, subject, state)
+    random_state.restore(decoded.random, subject.streamed.backend.device)
+    return decoded.extra
+
+
+def read_extra(directory: str | Path) -> Any:
+    """The `extra` of a checkpoint that `load_checkpoint` would load. Raises `CheckpointError` as it does for a manifest."""
+    folder = _find(Path(directory))
+    saved = Manifest.read(folder)
+    try:
+        return decode(saved.extra)
+    except CheckpointError as error:
         raise CheckpointError(f"{folder / manifest.NAME} holds a value that no checkpoint holds ({error}): take another "
                               "checkpoint") from error
-    _load_tensors(saved, tensors, subject, options)
-    if scheduler is not None:
-        scheduler.load_state_dict(state)
-    restore(random, subject.streamed.backend.device)
-    return extra
 
 
 def _find(directory: Path) -> Path:
-    if (directory / manifest.NAME).exists():
+    if os.path.lexists(directory / manifest.NAME):
         return directory
     latest = latest_checkpoint(directory)
     if latest is None:
@@ -79,49 +95,93 @@ def _check_subject(saved: Manifest, subject: Subject, path: Path) -> None:
     if groups != then:
         raise refuse(f"its parameter groups have {list(map(len, then))} parameters, and the optimizer's "
                      f"{list(map(len, groups))}, or others", "make the optimizer as it was made then")
+    if lacking := [name for name in subject.remainders() if "remainder" not in saved.tensors[name].parts]:
+        raise refuse(f"it has no remainder of {lacking[0]}", "take another checkpoint")
     ours, theirs = (type(subject.scheduler).__name__ if subject.scheduler is not None else "no scheduler",
                     saved.scheduler["class"] if saved.scheduler else "no scheduler")
     if ours != theirs:
         raise refuse(f"it was saved with {theirs}, and {ours} is given", "pass the scheduler that was saved, or none")
 
 
+@dataclass(frozen=True)
+class _Decoded:
+    """The values of a manifest, checked: `options` of each parameter group, `scheduler`'s state."""
+
+    options: list[dict[str, Any]]
+    scheduler: Any
+    random: dict[str, Any]
+    extra: Any
+
+
+def _decoded(saved: Manifest, subject: Subject, path: Path) -> _Decoded:
+    """Raises `CheckpointError` for values that could not be put back."""
+    same_torch = saved.made_with.get("torch") == torch.__version__
+    try:
+        found = _Decoded(*map(decode, (saved.options, (saved.scheduler or {}).get("state"), saved.random, saved.extra)))
+        for number, (options, (now, _)) in enumerate(zip(found.options, subject.groups(), strict=True)):
+            _OPTIONS(options, f"options[{number}]")
+            schema.like(now, _NUMBERS, complete=False)(options, f"options[{number}]")  # other versions may have had fewer
+            if subject.scheduler is not None and "initial_lr" in now:
+                _SCHEDULED(options, f"options[{number}]")
+        schedulers.check(found.scheduler, subject.scheduler, same_torch)
+        random_state.check(found.random, subject.streamed.backend.device)
+        return found
+    except (CheckpointError, schema.SchemaError) as error:
+        raise CheckpointError(f"{path} holds a value that no checkpoint holds ({error}): take another checkpoint") from error
+
+
+def _number(value: Any, name: str) -> None:
+    """A finite number of at least 0, also as a tensor."""
+    is_one = isinstance(value, Tensor) and value.numel() == 1 and value.is_floating_point()
+    schema.finite(least=0)(value.item() if is_one else value, name)
+
+
+#: What each parameter group must say. Schedulers and the user may keep more there.
+_NUMBERS = dict.fromkeys(("lr", "eps", "weight_decay", "betas"), schema.anything)
+_OPTIONS = schema.record(dict.fromkeys(("lr", "eps", "weight_decay"), _number) | {
+    "betas": schema.must(lambda value: isinstance(value, list | tuple) and len(value) == 2, "two numbers")},
+    others=schema.anything)
+_SCHEDULED = schema.record({"initial_lr": _number}, others=schema.anything)
+
+
 def _tensors(saved: Manifest, folder: Path) -> Iterator[tuple[str, Tensor]]:
     """All tensors by key, mapped. A file's pages are read when they are copied, and the system may drop them at any time."""
     inside: dict[str, list[Any]] = {name: [] for name in saved.files}
     for name, each in saved.tensors.items():
-        if each.file not in inside:
-            raise CheckpointError(f"{folder / manifest.NAME} does not list {each.file}, which holds {name}: take another "
-                                  "checkpoint")
         inside[each.file] += each.entries(name)
     for file, entries in inside.items():
         yield from read_tensors(folder / file, entries).items()
 
 
+def _optimizer_state(saved: Manifest, tensors: Mapping[str, Tensor], subject: Subject,
+                     options: list[dict[str, Any]]) -> dict[str, Any]:
+    """As an optimizer's `state_dict` has it."""
+    numbers = {name: i for i, name in enumerate(n for _, names in subject.groups() for n in names)}
+
+    def state(name: str) -> dict[str, Any]:
+        each = saved.tensors[name]
+        if each.step is None:
+            return {}
+        return {"step": each.step, **{part: tensors[f"{part}:{name}"] for part in each.parts if part != "weight"}}
+
+    return dict(param_groups=[{**each, "params": [numbers[n] for n in names]}
+                              for each, (_, names) in zip(options, subject.groups(), strict=True)],
+                state={number: state(name) for name, number in numbers.items()})
+
+
 @torch.no_grad()
-def _load_tensors(saved: Manifest, tensors: Mapping[str, Tensor], subject: Subject, options: list[dict[str, Any]]) -> None:
-    streamed, optimizer = subject.streamed, subject.optimizer
-    streamed.residency.leave()
-    streamed.store.preserve()
+def _load(tensors: Mapping[str, Tensor], subject: Subject, optimizer_state: dict[str, Any]) -> None:
+    """Of what was checked."""
+    streamed = subject.streamed
     for name, tensor in [*streamed.parameters.items(), *subject.rest().items()]:
         tensor.copy_(tensors[f"weight:{name}"])
     streamed.adopt_writes()
     streamed.mend()
-    optimizer.zero_grad()
-    numbers: dict[str, int] = {name: i for i, name in enumerate(n for _, names in subject.groups() for n in names)}
-    optimizer.load_state_dict(dict(
-        param_groups=[{**each, "params": [numbers[n] for n in names]}
-                      for each, (_, names) in zip(options, subject.groups(), strict=True)],
-        state={number: _state(saved, tensors, name) for name, number in numbers.items()}))
-    for name, (tile_name, position) in streamed.tiling.position.items():
+    subject.optimizer.zero_grad()
+    subject.optimizer.load_state_dict(optimizer_state)
+    for name in subject.remainders():  # of those too that the optimizer does not have
+        tile_name, position = streamed.tiling.position[name]
         tile = streamed.store.tiles[tile_name]
         part = tile.layout.slices[position]
-        if tile.remainder is not None and part.trainable:  # of those too that the optimizer does not have
-            tile.remainder[part.start:part.stop].view(part.shape).copy_(tensors[f"remainder:{name}"])
-
-
-def _state(saved: Manifest, tensors: Mapping[str, Tensor], name: str) -> dict[str, Any]:
-    """As an optimizer's `state_dict` has it, of one parameter."""
-    each = saved.tensors[name]
-    if each.step is None:
-        return {}
-    return {"step": each.step, **{part: tensors[f"{part}:{name}"] for part in each.parts if part != "weight"}}
+        assert tile.remainder is not None, f"{name} has no remainder"
+        tile.remainder[part.start:part.stop].view(part.shape).copy_(tensors[f"remainder:{name}"])

@@ -14,18 +14,48 @@ from typing import Any
 
 import torch
 
+from megacompile import schema
 from megacompile.checkpoint.files import DTYPES, TENSOR_FILE, Entry, Written, write_file
 from megacompile.errors import CheckpointError
+from megacompile.regular_files import read_regular
 
 NAME = "manifest.json"
 FORMAT, VERSION = "megacompile checkpoint", 1
 _DTYPE_NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
 
+#: What a tensor has: itself, and what an optimizer keeps beside it.
+MOMENTS = frozenset(("exp_avg", "exp_avg_sq"))
+PARTS = ("weight", "remainder", *sorted(MOMENTS))
+#: Float64 counts to here; no run gets this far.
+MOST_STEPS = 2**53
+
+_file = schema.text(TENSOR_FILE.pattern, "the name of a file in a checkpoint")
+_size = schema.whole(0, 2**63 - 1)
+_step = schema.whole(0, MOST_STEPS)
+_name = schema.text()
+#: All that a manifest holds, but for `format`, `version` and `crc32`. What is encoded is checked when it is decoded.
+_BODY = schema.record({
+    "step": _step,
+    "model": _name,
+    "tensors": schema.table(_name, schema.record({
+        "dtype": schema.one_of(_DTYPE_NAMES), "shape": schema.sequence(_size), "trained": schema.flag, "file": _file,
+        "parts": schema.distinct(schema.sequence(schema.one_of(PARTS))), "step": schema.optional(_step)})),
+    "files": schema.table(_file, schema.record({
+        "bytes": _size, "crc32": schema.text("[0-9a-f]{8}", "eight hexadecimal digits")})),
+    "groups": schema.sequence(schema.distinct(schema.sequence(_name))),
+    "options": schema.sequence(schema.anything),
+    "scheduler": schema.optional(schema.record({"class": _name, "state": schema.anything})),
+    "random": schema.anything,
+    "extra": schema.anything,
+    "made_with": schema.table(_name, _name),
+})
+
 
 @dataclass(frozen=True)
 class Saved:
     """A parameter or buffer: what it is in the model, and which file has it. `parts` are "weight" and what an optimizer keeps
-    beside it ("exp_avg", "exp_avg_sq", "remainder"); `step`: its updates so far, None without an optimizer's state."""
+    beside it ("exp_avg", "exp_avg_sq", "remainder"); `step`: its updates so far, None without an optimizer's state, and then it
+    has no moments."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -73,39 +103,51 @@ class Manifest:
         """Raises `CheckpointError`, with the file and the reason, for anything but a whole manifest of this format."""
         path = folder / NAME
         try:
-            body = json.loads(path.read_bytes())
+            body = json.loads(read_regular(path, follow_links=False))
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read ({error.strerror}): give a checkpoint's folder, or the folder that "
                                   "checkpoints were saved in") from error
         except (ValueError, RecursionError) as error:
             raise CheckpointError(f"{path} is damaged: it is not JSON ({error}); take another checkpoint") from error
-        if not isinstance(body, dict) or body.get("format") != FORMAT:
+        if not isinstance(body, dict) or body.pop("format", None) != FORMAT:
             raise CheckpointError(f"{path} is no manifest of a {FORMAT}: give a folder that megacompile has saved")
-        if body.get("version") != VERSION:
-            raise CheckpointError(f"{path} has version {body.get('version')!r} of the format, and this megacompile reads "
-                                  f"{VERSION}: use the megacompile that wrote it ({body.get('made_with')})")
-        if body.pop("crc32", None) != _checksum(body):
-            raise CheckpointError(f"{path} is damaged: its checksum does not fit; take another checkpoint")
+        version = body.pop("version", None)
+        if type(version) is not int or version != VERSION:
+            raise CheckpointError(f"{path} has version {str(version)[:20]} of the format, and this megacompile reads "
+                                  f"{VERSION}: use the megacompile that wrote it ({str(body.get('made_with'))[:100]})")
         try:
-            del body["format"], body["version"]
-            body["files"] = {_file_name(name): Written(**written) for name, written in body["files"].items()}
-            body["tensors"] = {name: _saved(**saved) for name, saved in body["tensors"].items()}
-            return cls(**body)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise CheckpointError(f"{path} does not say what a manifest says ({type(error).__name__}: {error}): take another "
-                                  "checkpoint") from error
+            if body.pop("crc32", None) != _checksum(dict(format=FORMAT, version=VERSION, **body)):
+                raise CheckpointError(f"{path} is damaged: its checksum does not fit; take another checkpoint")
+            _BODY(body, "manifest")
+            _check_relations(body)
+        except (schema.SchemaError, RecursionError) as error:
+            raise CheckpointError(f"{path} does not say what a manifest says ({error}): take another checkpoint") from error
+        body["files"] = {name: Written(**written) for name, written in body["files"].items()}
+        body["tensors"] = {name: Saved(_DTYPE_NAMES[saved["dtype"]], tuple(saved["shape"]), saved["trained"], saved["file"],
+                                       tuple(saved["parts"]), saved["step"]) for name, saved in body["tensors"].items()}
+        return cls(**body)
 
 
-def _file_name(name: str) -> str:
-    if not TENSOR_FILE.fullmatch(name):
-        raise ValueError(f"{name!r} is no name of a file in a checkpoint")
-    return name
-
-
-def _saved(dtype: str, shape: list[int], trained: bool, file: str, parts: list[str], step: int | None) -> Saved:
-    if not all(type(size) is int and size >= 0 for size in shape):
-        raise ValueError(f"{shape} is no shape")
-    return Saved(_DTYPE_NAMES[dtype], tuple(shape), trained, _file_name(file), tuple(parts), step)
+def _check_relations(body: Mapping[str, Any]) -> None:
+    """What one field says of another. Raises `SchemaError`."""
+    tensors = body["tensors"]
+    for name, saved in tensors.items():
+        if saved["file"] not in body["files"]:
+            raise schema.SchemaError(f"it does not list {saved['file']}, which holds {name}")
+        needed = {"weight"} if saved["step"] is None else {"weight", *MOMENTS}
+        if missing := needed.difference(saved["parts"]):
+            raise schema.SchemaError(f"{name} has no {min(missing)}")
+    steps = max((saved["step"] for saved in tensors.values() if saved["step"] is not None), default=0)
+    if body["step"] != steps:
+        raise schema.SchemaError(f"it is of step {body['step']}, and its tensors of step {steps}")
+    grouped = [name for names in body["groups"] for name in names]
+    if len(set(grouped)) != len(grouped):
+        raise schema.SchemaError("a parameter is in two groups")
+    for name in tensors.keys() & set(grouped):  # of others a tile may have moments that nobody uses
+        if tensors[name]["step"] is None and not MOMENTS.isdisjoint(tensors[name]["parts"]):
+            raise schema.SchemaError(f"{name} has moments and no step")
+    if len(body["options"]) != len(body["groups"]):
+        raise schema.SchemaError(f"it has options of {len(body['options'])} parameter groups, and {len(body['groups'])} groups")
 
 
 def _checksum(body: Mapping[str, Any]) -> str:

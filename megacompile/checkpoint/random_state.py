@@ -9,6 +9,40 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
+
+from megacompile import schema
+
+_WORDS = 624  # of a Mersenne twister
+_word = schema.whole(0, 2**32 - 1)
+
+
+def _tensor(dtype: torch.dtype, count: int | None = None) -> schema.Rule:
+    size = "" if count is None else f" of {count} numbers"
+    return schema.must(lambda value: type(value) is Tensor and value.dtype is dtype and value.dim() == 1
+                       and count in (None, value.numel()), f"a tensor of {dtype}{size}")
+
+
+def _in_turn(*rules: schema.Rule) -> schema.Rule:
+    """A tuple of as many values."""
+    def rule(value: Any, name: str) -> None:
+        schema.sequence(schema.anything, kind=tuple, length=len(rules))(value, name)
+        for number, (each, item) in enumerate(zip(rules, value, strict=True)):
+            each(item, f"{name}[{number}]")
+    return rule
+
+
+def _python_words(value: Any, name: str) -> None:
+    schema.sequence(_word, kind=tuple, length=_WORDS + 1)(value, name)
+    schema.whole(0, _WORDS)(value[-1], f"the position of {name}")
+
+
+_STATE = schema.record({
+    "python": _in_turn(schema.whole(3, 3), _python_words, schema.optional(schema.finite())),
+    "numpy": _in_turn(schema.one_of(["MT19937"]), _tensor(torch.int32, _WORDS), schema.whole(0, _WORDS), schema.whole(0, 1),
+                      schema.finite()),
+    "torch": _tensor(torch.uint8),
+}, optional={"cuda": _tensor(torch.uint8)})
 
 
 def capture(device: torch.device) -> dict[str, Any]:
@@ -21,8 +55,21 @@ def capture(device: torch.device) -> dict[str, Any]:
     return state
 
 
+def check(state: Any, device: torch.device) -> None:
+    """Raises `SchemaError` for anything that `restore` could not put back. Changes nothing."""
+    _STATE(state, "random")
+    generators = {"torch": torch.Generator()}
+    if device.type == "cuda":
+        generators["cuda"] = torch.Generator(device)
+    for name in generators.keys() & state.keys():
+        try:
+            generators[name].set_state(state[name])
+        except (RuntimeError, TypeError) as error:
+            raise schema.SchemaError(f"random[{name!r}] is no state of such a generator") from error
+
+
 def restore(state: dict[str, Any], device: torch.device) -> None:
-    """A checkpoint from another kind of device leaves the device's own generator as it is."""
+    """Of a state that was checked. A checkpoint from another kind of device leaves the device's own generator as it is."""
     kind, keys, *rest = state["numpy"]
     random.setstate(state["python"])
     np.random.set_state((kind, keys.numpy().view(np.uint32), *rest))

@@ -50,6 +50,12 @@ class Subject:
         known = self.streamed.parameters.items()
         return {name: int(self.optimizer.state[p]["step"]) for name, p in known if self.optimizer.state.get(p)}
 
+    def remainders(self) -> list[str]:
+        """Names of the parameters whose FP32 master is kept in two parts."""
+        tiles = self.streamed.store.tiles
+        return [name for name, (tile, position) in self.streamed.tiling.position.items()
+                if tiles[tile].remainder is not None and tiles[tile].layout.slices[position].trainable]
+
     def rest(self) -> dict[str, Tensor]:
         """What `state_dict` has beside the tiles: buffers, and parameters that no layer reads."""
         kept = nn.Module.state_dict(self.model)

@@ -21,7 +21,7 @@ import torch
 import megacompile
 from megacompile.checkpoint.files import Entry, Written, header, write_file
 from megacompile.checkpoint.folders import Incomplete
-from megacompile.checkpoint.manifest import Manifest, Saved
+from megacompile.checkpoint.manifest import MOMENTS, Manifest, Saved
 from megacompile.checkpoint.random_state import capture
 from megacompile.checkpoint.subject import Subject
 from megacompile.checkpoint.values import encode
@@ -136,6 +136,7 @@ class _Save:
         self.keep = keep
         self.rest = {name: tensor.detach().cpu().clone() for name, tensor in subject.rest().items()}
         self.steps = subject.steps()
+        self.without_state = {name for _, names in groups for name in names} - self.steps.keys()
         self.about: dict[str, Any] = dict(
             step=max(self.steps.values(), default=0), model=type(streamed.model).__name__,
             groups=[names for _, names in groups],
@@ -188,7 +189,8 @@ class _Save:
 
     def _write_tile(self, name: str, buffer: np.ndarray[Any, Any]) -> None:
         file, tile = f"tensors-{self.numbers[name]:05d}.safetensors", self.tiles[name]
-        parts = sorted(pieces(tile), key=lambda piece: -piece.dtype.itemsize)
+        parts = [piece for piece in sorted(pieces(tile), key=lambda piece: -piece.dtype.itemsize)
+                 if piece.name not in MOMENTS or piece.parameter.name not in self.without_state]
         for s in tile.layout.slices:
             self.tensors[s.name] = Saved(tile.layout.dtype, s.shape, s.trainable, file,
                                          tuple(p.name for p in parts if p.parameter is s), self.steps.get(s.name))

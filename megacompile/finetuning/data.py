@@ -61,9 +61,7 @@ def _of_rows(sources: Sequence[str], tokenizer: Any, format: Format | None, leng
 
 def _detected(source: str) -> Format:
     """By the first row."""
-    row = next(iter(read_rows(source)), None)
-    if row is None:
-        raise MegacompileError(f"{source} holds no row: give data")
+    row = next(read_rows(source))
     with placed(source):
         return detect(row)
 

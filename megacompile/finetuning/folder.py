@@ -3,11 +3,40 @@ from __future__ import annotations
 
 import contextlib
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from megacompile.errors import ArgumentError
+from megacompile.errors import ArgumentError, MegacompileError
 from megacompile.linux import fcntl
+
+
+def check_writable(folder: Path) -> None:
+    """Raises `MegacompileError` if a folder could not be made, or nothing could be written in it. Makes nothing that lasts."""
+    there = next(each for each in (folder, *folder.absolute().parents) if each.exists())
+    try:
+        with tempfile.TemporaryFile(dir=there):
+            pass
+    except OSError as error:
+        raise MegacompileError(f"nothing can be saved in {folder} ({error.strerror}): give a directory that can be "
+                               "written") from error
+
+
+@contextlib.contextmanager
+def made(folder: Path) -> Iterator[None]:
+    """Makes a folder with its parents. Where the block raises, those that were made and are still empty go again.
+
+    Raises `MegacompileError` if nothing can be written there."""
+    check_writable(folder)
+    new = [each for each in (folder, *folder.absolute().parents) if not each.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    except BaseException:
+        for each in new:
+            with contextlib.suppress(OSError):
+                each.rmdir()
+        raise
 
 
 @contextlib.contextmanager

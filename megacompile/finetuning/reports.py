@@ -3,12 +3,14 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from megacompile.atomic_files import replace_file
 from megacompile.errors import MegacompileError
+from megacompile.regular_files import read_regular
 from megacompile.training import Step
 
 LOG, CURVE, TENSORBOARD = "log.jsonl", "loss.svg", "tensorboard"
@@ -26,9 +28,8 @@ class Reports:
         if folder is None:
             return
         try:
-            kept = [json.dumps(entry) + "\n" for entry in read_log(folder / LOG) if entry["step"] <= done] if done else []
-            self._log = (folder / LOG).open("w", encoding="utf-8", buffering=1)  # by lines: a kill loses none
-            self._log.writelines(kept)
+            replace_file(folder / LOG, _kept(folder / LOG, done) if done else [])
+            self._log = (folder / LOG).open("a", encoding="utf-8", buffering=1)  # by lines: a kill loses none
         except OSError as error:
             raise MegacompileError(f"{folder / LOG} cannot be written ({error.strerror}): give an --output that can") from error
         if tensorboard:
@@ -63,14 +64,27 @@ class Reports:
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:
-    """The entries of a log, but for a last line that a kill has cut off."""
-    found = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+    """The entries of a log; lines that are none, such as one that a kill has cut off, are left out. Raises `OSError`."""
+    return [entry for _, entry in _lines(path) if entry is not None]
+
+
+def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
+    """Each line of a log, without its end, and its entry. Raises `OSError`."""
+    for line in read_regular(path).split(b"\n") if path.exists() else []:
         try:
-            found.append(json.loads(line))
-        except ValueError:
-            break
-    return found
+            found = json.loads(line)
+        except (ValueError, RecursionError):
+            found = None
+        yield line, found if isinstance(found, dict) and type(found.get("step")) is int else None
+
+
+def _kept(path: Path, done: int) -> list[bytes]:
+    """The lines that a run goes on with after `done` steps: all but entries of later steps and what follows the last end of a
+    line. What is no entry of ours is somebody's note."""
+    lines = list(_lines(path))
+    if lines and lines[-1][1] is None:
+        lines.pop()
+    return [line + b"\n" for line, entry in lines if entry is None or entry["step"] <= done]
 
 
 def draw_curve(folder: Path) -> str | None:
@@ -79,7 +93,10 @@ def draw_curve(folder: Path) -> str | None:
         from matplotlib.figure import Figure
     except ImportError:
         return "for want of matplotlib: pip install matplotlib"
-    entries = read_log(folder / LOG)
+    try:
+        entries = read_log(folder / LOG)
+    except OSError as error:
+        return f"since {folder / LOG} cannot be read: {error.strerror}"
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
     for key, name, style in (("loss", "training", "-"), ("eval_loss", "evaluation", "o-")):

@@ -13,22 +13,26 @@ import yaml
 from rich.console import Console
 
 import megacompile
-from megacompile import training
+from megacompile import schema, training
+from megacompile.atomic_files import replace_file
 from megacompile.checkpoint import latest_checkpoint
+from megacompile.checkpoint.loading import read_extra
 from megacompile.corpus import PretrainedTokenizer, load_tokenizer
-from megacompile.errors import ArgumentError, CheckpointError
+from megacompile.errors import ArgumentError, CheckpointError, MegacompileError
 from megacompile.finetuning.data import check_sources, read
-from megacompile.finetuning.folder import held
+from megacompile.finetuning.folder import check_writable, held, made
 from megacompile.finetuning.reports import Reports, draw_curve
 from megacompile.finetuning.rows import Order, collate, in_turn, split
 from megacompile.finetuning.saves import CHECKPOINTS, Saves
 from megacompile.finetuning.settings import Settings
 from megacompile.options import Knobs
+from megacompile.saving import recover, replacing
 
 #: In the folder of a run, beside checkpoints and reports.
 MODEL, SETTINGS = "model", "settings.yaml"
 #: What decides the order of the data, and what a checkpoint puts back: a run goes on with what it began with.
 FIXED = ("batch", "length", "seed", "lr", "beta1", "beta2", "eps", "weight_decay")
+_PROGRESS = schema.record({"done": schema.whole(0, 2**53), "fixed": schema.table(schema.text(), schema.anything)})
 
 
 def run(source: str, data: Sequence[str], settings: Settings, knobs: Knobs, console: Console) -> int:
@@ -38,8 +42,9 @@ def run(source: str, data: Sequence[str], settings: Settings, knobs: Knobs, cons
     settings.check()
     with ExitStack() as stack:
         if settings.output is not None:
-            training.make_directory(settings.output)
+            stack.enter_context(made(settings.output))
             stack.enter_context(held(settings.output))
+            recover(settings.output)
         return _run(source, data, settings, knobs, console)
 
 
@@ -49,6 +54,7 @@ def _run(source: str, data: Sequence[str], settings: Settings, knobs: Knobs, con
     if target is None:
         console.print("nothing will be saved: give --output, or --save for the model alone")
     start = _start(settings, console)
+    began = None if start is None else _progress(start, read_extra(start))
     check_sources(data, settings.format)
     outline = training.load_model(source, meta=True)
     training.check_length(outline.config, settings.length)
@@ -61,14 +67,13 @@ def _run(source: str, data: Sequence[str], settings: Settings, knobs: Knobs, con
     console.print(f"{training.parameter_count(outline):,} parameters; {len(rows):,} sequences, {int(rows.lengths.sum()):,} "
                   f"tokens, to train on, and {len(held_out):,} to evaluate on; {steps:,} steps of {settings.batch}")
     if target is not None:
-        training.make_directory(target)  # now: what cannot be saved should not be trained first
-    if settings.output is not None:
-        _write_settings(settings.output / SETTINGS, source, data, settings, knobs)
-
+        check_writable(target)  # now: what cannot be saved should not be trained first
+    fixed = {name: getattr(settings, name) for name in FIXED} | {"data": rows.fingerprint()}
+    if start is not None and began is not None:
+        _check_same_run(start, began["fixed"], fixed)
     model = _open(source, settings, knobs).train()
     optimizer = _optimizer(model, settings)
     schedule = training.warmup_then_decay(optimizer, steps, settings.warmup, settings.decay, settings.final_lr)
-    fixed = {name: getattr(settings, name) for name in FIXED} | {"data": rows.fingerprint()}
     done = 0 if start is None else _go_on(start, fixed, model, optimizer, schedule)
     if start is not None:
         console.print(f"goes on after step {done}, from {start}")
@@ -76,6 +81,8 @@ def _run(source: str, data: Sequence[str], settings: Settings, knobs: Knobs, con
         stop = stack.enter_context(training.Interruption())
         saves = stack.enter_context(Saves(settings, model, optimizer, schedule, fixed, done, console.print))
         reports = stack.enter_context(Reports(settings.output, done, settings.tensorboard, console.print))
+        if settings.output is not None:  # what is refused has changed no file
+            _write_settings(settings.output / SETTINGS, source, data, settings, knobs)
         display = stack.enter_context(training.ProgressDisplay(console, steps, settings.log_interval, done))
 
         def on_step(step: training.Step) -> None:
@@ -99,7 +106,8 @@ def _run(source: str, data: Sequence[str], settings: Settings, knobs: Knobs, con
         if target is not None and (settings.save or not stopped):  # what goes on later has its checkpoint
             model.save_pretrained(target)
             if isinstance(tokenizer, PretrainedTokenizer):
-                tokenizer.pretrained.save_pretrained(target)
+                with replacing(target) as folder:  # all of its files at once
+                    tokenizer.pretrained.save_pretrained(folder)
             console.print(f"saved in {target} after {trained} steps")
         if failed is not None:
             raise failed
@@ -154,14 +162,26 @@ def _optimizer(model: Any, settings: Settings) -> megacompile.AdamW:
 
 def _go_on(start: Path, fixed: Mapping[str, Any], model: Any, optimizer: Any, schedule: Any) -> int:
     """Loads a checkpoint; the steps that were done. Raises `CheckpointError` for one of another run."""
-    extra = megacompile.load_checkpoint(start, model, optimizer, scheduler=schedule)
-    if not isinstance(extra, dict) or set(extra) != {"done", "fixed"}:
-        raise CheckpointError(f"{start} was not saved by megacompile train: it does not say how far the data was read")
-    then = extra["fixed"]
-    if changed := [f"{name} ({then.get(name)} then, {value} now)" for name, value in fixed.items() if then.get(name) != value]:
+    then = _progress(start, megacompile.load_checkpoint(start, model, optimizer, scheduler=schedule))
+    _check_same_run(start, then["fixed"], fixed)
+    return int(then["done"])
+
+
+def _progress(start: Path, extra: Any) -> dict[str, Any]:
+    """`done`, the steps that were done; `fixed`, what they were done with. Raises `CheckpointError`."""
+    try:
+        _PROGRESS(extra, "extra")
+    except schema.SchemaError as error:
+        raise CheckpointError(f"{start} was not saved by megacompile train, since it does not say how far the data was read "
+                              f"({error}): give a checkpoint of a run") from error
+    return dict(extra)
+
+
+def _check_same_run(start: Path, then: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Raises `CheckpointError`."""
+    if changed := [f"{name} ({then.get(name)} then, {value} now)" for name, value in now.items() if then.get(name) != value]:
         raise CheckpointError(f"{start} is of a run that began otherwise: {', '.join(changed)}; go on with what it began with, "
                               "or begin anew with the model that it has saved")
-    return int(extra["done"])
 
 
 def _write_settings(path: Path, source: str, data: Sequence[str], settings: Settings, knobs: Knobs) -> None:
@@ -169,4 +189,8 @@ def _write_settings(path: Path, source: str, data: Sequence[str], settings: Sett
     given = {"model": source, "data": list(data), **asdict(settings), **asdict(knobs)}
     del given["resume"]
     words = {name: str(value) if isinstance(value, Path | enum.Enum) else value for name, value in given.items()}
-    path.write_text(yaml.safe_dump({k: v for k, v in words.items() if v is not None}, sort_keys=False), encoding="utf-8")
+    text = yaml.safe_dump({k: v for k, v in words.items() if v is not None}, sort_keys=False)
+    try:
+        replace_file(path, [text.encode()])
+    except OSError as error:
+        raise MegacompileError(f"{path} cannot be written ({error.strerror}): give an --output that can") from error

@@ -97,9 +97,15 @@ def read_defaults(context: typer.Context, path: Path | None) -> Path | None:
     if path is None:
         return None
     try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")  # also from a pipe that is named here
+        twice = _named_twice(yaml.compose(text, Loader=yaml.SafeLoader))
+        found = yaml.safe_load(text)
+    except RecursionError:
+        raise ArgumentError(f"{path} is nested too deeply for settings: give keys and values, such as steps: 1000") from None
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise ArgumentError(f"{path} is no YAML: mend it\n{error}") from error
+    if twice is not None:
+        raise ArgumentError(f"{path} has the key {twice} twice: remove one")
     if not isinstance(found, dict):
         raise ArgumentError(f"{path} holds no keys and values, such as steps: 1000")
     known = {each.name: each for each in context.command.params if each.name is not None}
@@ -114,6 +120,12 @@ def read_defaults(context: typer.Context, path: Path | None) -> Path | None:
             defaults[name] = _words(value, several, f"{path}: {key}")
     context.default_map = {**(context.default_map or {}), **defaults}
     return path
+
+
+def _named_twice(node: yaml.Node | None) -> str | None:
+    """A key that a mapping has twice, of which YAML would take the last."""
+    names = [str(key.value).replace("-", "_") for key, _ in node.value] if isinstance(node, yaml.MappingNode) else []
+    return next((name for name in names if names.count(name) > 1), None)
 
 
 def _words(value: Any, several: bool, where: str) -> str | list[str]:

@@ -4,11 +4,11 @@ Data sets write both as JSON within JSON, templates want objects: a string would
 """
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
 from megacompile.errors import MegacompileError
+from megacompile.finetuning import strict_json
 
 
 def tools_of(row: Mapping[str, Any]) -> list[Any] | None:
@@ -44,6 +44,6 @@ def _decoded(value: Any, what: str) -> Any:
     if not isinstance(value, str) or not value.strip():
         return value
     try:
-        return json.loads(value)
+        return strict_json.parse(value)
     except ValueError as error:
         raise MegacompileError(f"{what} is a text and no JSON ({error})") from error

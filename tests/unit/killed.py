@@ -1,12 +1,14 @@
-"""A training run that is killed again and again, at any moment: for a process of its own."""
+"""Processes that are killed: at each of their file operations, or again and again at any moment while they train."""
 from __future__ import annotations
 
 import mmap
 import os
 import random
 import signal
+import sys
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,32 @@ from resumable import Run, Streamed, load
 
 from megacompile import CheckpointWriter, latest_checkpoint, save_checkpoint
 from megacompile.runtime.reference import ReferenceExecutor
+
+
+def killed_at(number: int, save: Callable[[], Any], interrupt: type[BaseException] | None = None) -> bool:
+    """Whether a process that saves was killed at its `number`th file operation, or `interrupt` was raised there; False: it has
+    fewer."""
+    child = os.fork()
+    if child == 0:
+        left = [number]
+
+        def count(event: str, arguments: tuple[Any, ...]) -> None:
+            if event == "open" or event.startswith(("os.", "shutil.")):
+                left[0] -= 1
+                if left[0] == -1 and interrupt is not None:
+                    raise interrupt
+                if left[0] < 0 and interrupt is None:
+                    os._exit(9)
+
+        try:
+            sys.addaudithook(count)
+            save()
+        except BaseException as error:
+            os._exit(9 if interrupt is not None and isinstance(error, interrupt) else 1)
+        os._exit(0)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert status in (0, 9), "the save itself failed"
+    return status == 9
 
 
 def kill_at_random_moments(directory: Path, moments: int) -> None:

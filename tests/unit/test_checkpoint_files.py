@@ -4,11 +4,13 @@
 """
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import multiprocessing
 import os
 import pickle
+import socket
 import subprocess
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -97,6 +99,8 @@ def test_a_full_disk_costs_one_save_and_nothing_else(small_disk: Any, run: Run) 
 
 
 # ---------------------------------------------------------------- damaged, foreign, hostile
+SHARD = "tensors-00001.safetensors"
+
 
 def flip(path: Path) -> None:
     data = bytearray(path.read_bytes())
@@ -113,16 +117,32 @@ def rewrite(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
 
 
 def replace_file(folder: Path, data: bytes) -> None:
-    path = folder / "tensors-00001.safetensors"
+    path = folder / SHARD
     path.unlink()
     written = files.write_file(path, [data])
     rewrite(folder, lambda body: body["files"].update({path.name: {"bytes": written.bytes, "crc32": written.crc32}}))
 
 
-def link_elsewhere(folder: Path) -> None:
-    path, elsewhere = folder / "tensors-00001.safetensors", folder.parent / "elsewhere"
+def link_elsewhere(path: Path) -> None:
+    elsewhere = path.parent.parent / "elsewhere"
     path.rename(elsewhere)
     path.symlink_to(elsewhere)
+
+
+def fifo(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def a_socket(path: Path) -> None:
+    path.unlink()
+    with socket.socket(socket.AF_UNIX) as made, contextlib.chdir(path.parent):  # names of sockets are short
+        made.bind(path.name)
+
+
+def a_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
 
 
 class Trap:
@@ -136,16 +156,25 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a flipped bit": (lambda f: flip(f / "tensors-00002.safetensors"), "tensors-00002.safetensors is damaged: its checksum"),
     "truncated": (lambda f: os.truncate(f / "tensors-00000.safetensors", 99), r"tensors-00000.* it has 99 bytes, and \d+ were"),
     "missing": (lambda f: (f / "tensors-00003.safetensors").unlink(), "tensors-00003.safetensors cannot be read .No such"),
-    "a link": (link_elsewhere, "tensors-00001.safetensors cannot be read"),
+    "a link": (lambda f: link_elsewhere(f / SHARD), "tensors-00001.safetensors cannot be read .it is a link, which is not"),
+    "a FIFO": (lambda f: fifo(f / SHARD), "tensors-00001.safetensors cannot be read .it is a FIFO, not a regular file"),
+    "a socket": (lambda f: a_socket(f / SHARD), "tensors-00001.safetensors cannot be read .it is a socket, not a regular"),
+    "a folder": (lambda f: a_folder(f / SHARD), "tensors-00001.safetensors cannot be read .it is a folder, not a regular"),
+    "a link as manifest": (lambda f: link_elsewhere(f / manifest.NAME), "manifest.json cannot be read .it is a link, which is"),
+    "a FIFO as manifest": (lambda f: fifo(f / manifest.NAME), "manifest.json cannot be read .it is a FIFO"),
+    "a socket as manifest": (lambda f: a_socket(f / manifest.NAME), "manifest.json cannot be read .it is a socket"),
+    "a folder as manifest": (lambda f: a_folder(f / manifest.NAME), "manifest.json cannot be read .it is a folder"),
     "a flipped bit of the manifest": (lambda f: rewrite_raw(f, '"step": 2', '"step": 3'), "is damaged: its check"),
     "half a manifest": (lambda f: os.truncate(f / manifest.NAME, 500), "manifest.json is damaged: it is not JSON"),
     "no manifest": (lambda f: (f / manifest.NAME).unlink(), "there is no complete checkpoint"),
+    "deep values": (lambda f: rewrite_raw(f, '"extra": null', f'"extra": {"[" * 400}{"]" * 400}', crc32=True),
+                    "manifest.json (holds a value|does not say what|is damaged)"),
     "nesting": (lambda f: (f / manifest.NAME).write_text("[" * 100000), "manifest.json is damaged: it is not JSON"),
     "another format": (lambda f: (f / manifest.NAME).write_text('{"weights": 1}'), "no manifest of a megacompile checkpoint"),
     "a later version": (lambda f: rewrite(f, lambda b: b.update(version=2)), "has version 2 of the format, and .* reads 1"),
     "a missing field": (lambda f: rewrite(f, lambda b: b.pop("files")), "does not say what a manifest says"),
     "a path upwards": (lambda f: rewrite(f, lambda b: b["files"].update({"../../x": b["files"].popitem()[1]})),
-                       "'../../x' is no name of a file in a checkpoint"),
+                       "is '../../x', and must be the name of a file in a checkpoint"),
     "a file not listed": (lambda f: rewrite(f, lambda b: b["files"].pop("tensors-00002.safetensors")), "does not list tens"),
     "a pickle": (lambda f: replace_file(f, pickle.dumps(Trap())), "tensors-00001.safetensors is no safetensors file"),
     "other tensors": (lambda f: replace_file(f, (f / "tensors-00002.safetensors").read_bytes()), "and its manifest says"),
@@ -162,10 +191,15 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
 }
 
 
-def rewrite_raw(folder: Path, old: str, new: str) -> None:
-    text = (folder / manifest.NAME).read_text()
+def rewrite_raw(folder: Path, old: str, new: str, crc32: bool = False) -> None:
+    path = folder / manifest.NAME
+    text = path.read_text()
     assert old in text
-    (folder / manifest.NAME).write_text(text.replace(old, new, 1))
+    path.write_text(text.replace(old, new, 1))
+    if crc32:
+        body = json.loads(path.read_text())
+        body.pop("crc32")
+        path.write_text(json.dumps({"crc32": manifest._checksum(body), **body}))
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
@@ -181,6 +215,22 @@ def test_what_is_damaged_or_foreign_is_refused_and_nothing_changes(kind: str, ru
     assert torch.equal(torch.get_rng_state(), before[2])
 
 
+@pytest.mark.parametrize("value", ["list", "tuple", "dict", "keys"])
+def test_what_is_nested_too_deeply_to_be_read_back_is_refused_when_it_is_saved(value: str, run: Run, tmp_path: Path) -> None:
+    wrap: dict[str, Callable[[Any], Any]] = {"list": lambda v: [v], "tuple": lambda v: (v,), "dict": lambda v: {"k": v},
+                                             "keys": lambda v: {("k", 1): v}}
+    deep: Any = ()
+    for _ in range(40):
+        deep = wrap[value](deep)
+    saved = save_checkpoint(tmp_path, run.model, run.optimizer, scheduler=run.scheduler, extra=deep)
+    assert load(saved, run) == deep
+    for _ in range(100_000):
+        deep = wrap["list"](deep)
+    with pytest.raises(CheckpointError, match=r"extra.* is nested deeper than 100 levels, which .*: flatten it"):
+        save_checkpoint(tmp_path, run.model, run.optimizer, extra=deep)
+    assert list(tmp_path.iterdir()) == [saved]
+
+
 def test_the_latest_checkpoint_is_the_newest_with_a_whole_manifest(run: Run, saved: Path) -> None:
     directory = saved.parent
     newer = save_checkpoint(directory, run.model, run.optimizer)
@@ -188,6 +238,7 @@ def test_the_latest_checkpoint_is_the_newest_with_a_whole_manifest(run: Run, sav
     flip(newer / manifest.NAME)
     (directory / "000009-step-9").mkdir()
     (directory / "notes").write_text("mine")
+    os.mkfifo(directory / "000009-step-9" / manifest.NAME)
     assert latest_checkpoint(directory) == saved
     assert latest_checkpoint(directory / "nowhere") is None
 

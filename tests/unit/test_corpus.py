@@ -1,13 +1,18 @@
 """Text -> tokens."""
 from __future__ import annotations
 
+import bz2
+import gzip
+import lzma
+import os
 from pathlib import Path
 
 import pytest
 import torch
 
-from megacompile.corpus import ByteTokenizer, check_vocabulary, load_tokenizer, read_text
+from megacompile.corpus import ByteTokenizer, PretrainedTokenizer, check_vocabulary, load_tokenizer, read_text
 from megacompile.errors import MegacompileError
+from megacompile.training import load_model
 
 
 def write(folder: Path, name: str, text: bytes) -> Path:
@@ -21,7 +26,7 @@ def test_bytes_survive_encoding_and_decoding() -> None:
 
 
 def test_files_are_joined_in_the_order_given(tmp_path: Path) -> None:
-    files = [write(tmp_path, "b", b"first "), write(tmp_path, "empty", b""), write(tmp_path, "a", b"second")]
+    files = [write(tmp_path, "b", b"first "), write(tmp_path, "a", b"second")]
     assert bytes(read_text(files, ByteTokenizer()).tolist()) == b"first second"
 
 
@@ -34,6 +39,32 @@ def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:
     save_tokenizer(tmp_path)
     with pytest.raises(MegacompileError, match=r"token 1000, but the model's vocabulary ends at 999"):
         check_vocabulary(torch.tensor([1, 1000]), load_tokenizer(tmp_path), 1000)
+
+
+@pytest.mark.parametrize(("text", "reason"), [
+    (gzip.compress(b"text " * 50), r"it is compressed \(gzip\): unpack it"), (bz2.compress(b"text " * 50), r".*\(bzip2\)"),
+    (lzma.compress(b"text " * 50), r".*\(xz\)"), (bytes.fromhex("28b52ffd") + bytes(9), r".*\(zstd\)"),
+    ("one\ntwo\nüber".encode("latin-1"), r"byte 0xfc at 8 \(line 3\) is not of a text in UTF-8: convert it"),
+    ("text".encode("utf-16"), r"byte 0x00 at 3 \(line 1\)"), (b"a\0b", r"byte 0x00 at 1"), (b"\xed\xa0\xbd", "byte 0xed at 0"),
+], ids=["gz", "bz2", "xz", "zstd", "latin-1", "utf-16", "NUL", "half a character"])
+def test_what_is_no_text_is_refused_whatever_it_is_called(tmp_path: Path, text: bytes, reason: str) -> None:
+    for tokenizer in (ByteTokenizer(), PretrainedTokenizer.__new__(PretrainedTokenizer)):
+        with pytest.raises(MegacompileError, match=rf"a\.txt is no text: {reason}"):
+            read_text([write(tmp_path, "a.txt", text)], tokenizer)
+
+
+def test_an_empty_text_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(MegacompileError, match=r"a\.txt is empty: give text, or leave it out"):
+        read_text([write(tmp_path, "b.txt", b"text"), write(tmp_path, "a.txt", b"")], ByteTokenizer())
+
+
+def test_a_pipe_and_a_model_s_folder_with_one_are_refused_at_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "tokenizer.json")
+    with pytest.raises(MegacompileError, match=r"tokenizer.json cannot be read \(it is a FIFO, not a regular file\)"):
+        read_text([tmp_path / "tokenizer.json"], ByteTokenizer())
+    for load in (load_tokenizer, load_model):
+        with pytest.raises(MegacompileError, match=r"tokenizer.json cannot be read \(it is a FIFO, not a regular file\)"):
+            load(tmp_path)
 
 
 def test_an_unreadable_file_is_named(tmp_path: Path) -> None:

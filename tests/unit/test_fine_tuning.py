@@ -2,11 +2,15 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
+import multiprocessing
+import os
 import re
 import signal
 import subprocess
 import sys
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +18,8 @@ import pytest
 import tiny_tokenizer
 import torch
 import yaml
+from killed import killed_at
+from killed_runs import kill_runs_at_random_moments
 from tiny_models import build
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner, Result
@@ -25,7 +31,7 @@ from megacompile.errors import CheckpointError, MegacompileError
 from megacompile.finetuning import folder, saves
 from megacompile.finetuning import run as runs
 from megacompile.finetuning.data import read
-from megacompile.finetuning.reports import Reports, read_log
+from megacompile.finetuning.reports import Reports, draw_curve, read_log
 from megacompile.finetuning.rows import Order, Rows, collate, in_turn, split
 from megacompile.finetuning.settings import Settings
 from megacompile.options import Knobs
@@ -149,6 +155,15 @@ def test_a_run_that_sigterm_stops_goes_on_to_the_bit(model: Path, data: Path, tm
     assert f"saved in {tmp_path / 'again' / 'model'} after {done + 4} steps" in again.output
 
 
+@pytest.mark.on_demand
+def test_runs_that_are_killed_at_random_moments_end_as_one_that_was_not(
+        model: Path, data: Path, tmp_path: Path, pytestconfig: pytest.Config) -> None:
+    """Log, settings, checkpoints and model: pytest -k random_moments_end --all-families --kill-moments 100"""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as fresh:
+        moments = int(pytestconfig.getoption("--kill-moments"))
+        print(fresh.submit(kill_runs_at_random_moments, tmp_path, model, data, moments).result())
+
+
 @pytest.mark.usefixtures("ctrl_c_after_two_steps")
 def test_ctrl_c_saves_a_checkpoint_and_says_how_to_go_on(model: Path, data: Path, tmp_path: Path) -> None:
     result = command("train", model, "--data", data, *FLAGS, "--output", tmp_path, "--resume", "latest")
@@ -199,7 +214,9 @@ def test_the_settings_that_are_written_ask_for_the_same_again(asked: list[Any], 
 @pytest.mark.parametrize(("text", "reason"), [
     ("warm_up: 3", "has the key warm_up, which there is not: is it warmup?"), ("x_y: 3", "has the key x_y, which there is not"),
     ("steps: [1, 2]", "steps is a list, and takes one value"), ("data: [{a: 1}]", "data must be a number, a word"),
-    ("- steps", "holds no keys and values"), ("a: [", "is no YAML: mend it"),
+    ("- steps", "holds no keys and values"), ("a: [", "is no YAML: mend it"), ("[" * 100_000, "is nested too deeply"),
+    ("{a: " * 100_000, "is nested too deeply"), ("steps: 1\nlr: 1\nsteps: 2", "has the key steps twice: remove one"),
+    ("save-interval: 1\nsave_interval: 2", "has the key save_interval twice"),
     ("steps: 1.5", "Invalid value for '--steps'"), ("lr: -1", "Invalid value for '--lr'"), ("overlap: 3", "'--overlap'")])
 def test_a_file_that_cannot_be_honoured_is_refused(asked: list[Any], tmp_path: Path, text: str, reason: str) -> None:
     (tmp_path / "a.yaml").write_text(text)
@@ -236,6 +253,42 @@ def test_a_log_that_goes_on_has_each_step_once_and_tensorboard_the_same(tmp_path
     board = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [(event.step, event.value) for event in board.Scalars("loss")] == [(1, 2.0), (2, 2.0), (3, 2.0)]
     assert [event.value for event in board.Scalars("eval_loss")] == [1.5]
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+def test_a_kill_at_any_file_operation_of_a_start_leaves_the_log_and_the_settings_whole(tmp_path: Path) -> None:
+    """The log has what it had, or what the run goes on with; nothing but complete lines, and a note of the user's."""
+    log, settings = tmp_path / "log.jsonl", tmp_path / "settings.yaml"
+    lines = [json.dumps({"step": step, "loss": 1.0}) + "\n" for step in range(1, 10)]
+    lines.insert(3, "# learning rate halved here\n")
+    first = Settings(output=tmp_path, seed=1)
+    runs._write_settings(settings, "m", ["d"], first, Knobs())
+    before = settings.read_bytes()
+
+    def start() -> None:
+        with Reports(tmp_path, 5, tensorboard=False):
+            runs._write_settings(settings, "m", ["d"], dataclasses.replace(first, seed=2), Knobs())
+
+    number, found = 0, set()
+    while True:
+        log.write_text("".join(lines) + '{"step": 10, "lo')
+        settings.write_bytes(before)
+        if not killed_at(number, start):
+            break
+        left = log.read_text().splitlines(keepends=True)
+        assert left in ([*lines, '{"step": 10, "lo'], lines[:6])
+        found.add((len(left), yaml.safe_load(settings.read_text())["seed"]))
+        number += 1
+    assert found == {(11, 1), (6, 1), (6, 2)} and log.read_text() == "".join(lines[:6])
+    assert {path.name for path in tmp_path.iterdir()} == {"log.jsonl", "settings.yaml"}, "a start leaves nothing beside"
+
+
+def test_a_log_that_is_no_file_is_refused_at_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "log.jsonl")
+    with pytest.raises(MegacompileError, match=r"log.jsonl cannot be written \(it is a FIFO, not a regular file"):
+        Reports(tmp_path, 3, tensorboard=False)
+    if importlib.util.find_spec("matplotlib"):
+        assert draw_curve(tmp_path) == f"since {tmp_path / 'log.jsonl'} cannot be read: it is a FIFO, not a regular file"
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no device that is always full")
@@ -311,6 +364,28 @@ def test_what_is_refused_leaves_no_folder_of_a_model(model: Path, data: Path, tm
     assert result.exit_code == 2 and "there is no" in result.stderr and not (tmp_path / "run/model").exists(), result.output
 
 
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.relative_to(folder).as_posix(): path.read_bytes() if path.is_file() else b"" for path in folder.rglob("*")}
+
+
+def test_a_resume_that_is_refused_changes_no_file(model: Path, data: Path, tmp_path: Path) -> None:
+    arguments = ("train", model, "--data", data, *FLAGS, "--steps", 4)
+    output, other = tmp_path / "run", tmp_path / "new" / "run"
+    assert command(*arguments, "--output", output).exit_code == 0
+    before = contents(output)
+    for where, resume in ((output, "latest"), (other, output), (other, output / "nowhere")):
+        refused = command(*arguments, "--lr", "1e-3", "--output", where, "--resume", resume)
+        assert refused.exit_code in (1, 2) and "step 5" not in refused.output
+    (shard,) = (output / "checkpoints").glob("*/tensors-00001.safetensors")
+    damaged = bytearray(shard.read_bytes())
+    damaged[-1] ^= 1
+    shard.write_bytes(damaged)
+    refused = command(*arguments, "--steps", 5, "--epochs", 9, "--output", output, "--resume", "latest")
+    assert refused.exit_code == 1 and "is damaged: its checksum" in refused.stderr
+    shard.write_bytes(before[shard.relative_to(output).as_posix()])
+    assert contents(output) == before and not other.parent.exists()
+
+
 def test_a_run_that_saves_nothing_says_so_before_it_trains(model: Path, data: Path) -> None:
     result = command("train", model, "--data", data, *FLAGS, "--steps", 1)
     said, trained = (result.output.index(words) for words in ("nothing will be saved: give --output", "step 1/1"))
@@ -318,9 +393,10 @@ def test_a_run_that_saves_nothing_says_so_before_it_trains(model: Path, data: Pa
 
 
 def test_a_checkpoint_of_something_else_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(megacompile, "load_checkpoint", lambda *arguments, **options: {"batch": 3})
-    with pytest.raises(CheckpointError, match="was not saved by megacompile train"):
-        runs._go_on(tmp_path, {}, None, None, None)
+    for extra in ({"batch": 3}, {"done": -5, "fixed": {}}, {"done": 2.5, "fixed": {}}, {"done": 3, "fixed": None}, None):
+        monkeypatch.setattr(megacompile, "load_checkpoint", lambda *arguments, found=extra, **options: found)
+        with pytest.raises(CheckpointError, match="was not saved by megacompile train"):
+            runs._go_on(tmp_path, {}, None, None, None)
 
 
 def test_the_settings_of_a_run_are_yaml_that_people_can_read(tmp_path: Path) -> None:

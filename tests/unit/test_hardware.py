@@ -4,6 +4,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -82,10 +83,23 @@ def test_an_unknown_profile_is_refused_with_those_there_are() -> None:
 
 
 def test_a_broken_file_is_refused(tmp_path: Path) -> None:
-    for content in ("{", json.dumps({"name": "x"}), "[]"):
-        (tmp_path / "x.json").write_text(content)
+    for content in (b"{", json.dumps({"name": "x"}).encode(), b"[]", b"[" * 100_000, b"\xff", b"null"):
+        (tmp_path / "x.json").write_bytes(content)
         with pytest.raises(MegacompileError, match="does not describe hardware"):
             Hardware.find(tmp_path / "x.json")
+
+
+@pytest.mark.parametrize(("field", "value"), [
+    ("cores", 2.5), ("cores", 0), ("gemm_flops", 3), ("gemm_flops", {"bfloat16": "fast"}), ("link", {"h2d": 1.0}),
+    ("adam", math.nan), ("adam", math.inf), ("adam", True), ("device_memory", -1), ("device_memory", 2**70),
+    ("beside", {"x y": {}}), ("beside", {"d2h h2d": {"d2h": None}}), ("fused_attention", "slow"), ("adam_parts", {}),
+    ("name", None)])
+def test_a_file_with_a_wrong_value_is_refused_by_name(field: str, value: Any, tmp_path: Path) -> None:
+    Hardware.find("h200").save(tmp_path / "x.json")
+    assert Hardware.find(tmp_path / "x.json") == Hardware.find("h200")
+    (tmp_path / "x.json").write_text(json.dumps({**json.loads((tmp_path / "x.json").read_text()), field: value}))
+    with pytest.raises(MegacompileError, match=rf"x.json does not describe hardware: (?s:.*){field}"):
+        Hardware.find(tmp_path / "x.json")
 
 
 def test_a_rate_of_zero_is_refused() -> None:

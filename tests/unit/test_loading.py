@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import struct
@@ -289,6 +290,9 @@ def _header_of_a_terabyte(folder: Path) -> None:
     (_only_pickles, r"has only pytorch_model.bin, a pickle, which can run code when it is read: convert them once"),
     (lambda f: (f / "config.json").write_text("{"), "is no config that transformers reads"),
     (lambda f: edit_config(f, auto_map={"AutoConfig": "x.Y"}, model_type="own"), "trust_remote_code"),
+    (lambda f: (f / INDEX).write_text("[" * 100_000), "is no index of weight files"),
+    (lambda f: (f / "config.json").write_text("[" * 100_000), "is no config that transformers reads"),
+    (lambda f: (f / "generation_config.json").write_text("[" * 100_000), "generation_config.json cannot be read"),
     (lambda f: edit_config(f, num_attention_heads=0), "makes no causal language model"),
     (lambda f: (f / "generation_config.json").write_text("{"), "generation_config.json cannot be read"),
 ])
@@ -297,6 +301,14 @@ def test_a_damaged_or_foreign_checkpoint_is_refused_with_place_and_reason(saved:
     with pytest.raises(CheckpointError, match=message) as raised:
         megacompile.from_pretrained(saved, device="cpu")
     assert str(saved) in str(raised.value)
+
+
+@pytest.mark.parametrize("name", ["config.json", INDEX, "model-00002-of-00004.safetensors", "generation_config.json"])
+def test_a_pipe_in_a_file_s_place_is_refused_at_once(saved: Path, name: str) -> None:
+    (saved / name).unlink()
+    os.mkfifo(saved / name)
+    with pytest.raises(MegacompileError, match=rf"{name} cannot be read \(it is a FIFO, not a regular file\): give files"):
+        megacompile.from_pretrained(saved, device="cpu")
 
 
 def test_a_file_that_shrinks_while_it_is_read_is_refused(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:

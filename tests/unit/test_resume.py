@@ -16,6 +16,7 @@ from torch import fx, nn
 import megacompile
 from megacompile import CheckpointWriter, load_checkpoint, save_checkpoint
 from megacompile.checkpoint import files
+from megacompile.checkpoint.manifest import MOMENTS, Manifest
 from megacompile.errors import CheckpointError, LaneError, MegacompileError, TornError, UnsupportedError
 from megacompile.program import argument, op_of
 
@@ -82,6 +83,22 @@ def test_an_optimizer_of_some_parameters_keeps_the_remainders_of_the_others(one:
     assert not any(r.any() for r in remainders())
     load_checkpoint(tmp_path, one.model, optimizer)
     assert all(map(torch.equal, remainders(), expected)) and all(r.any() for r in expected)
+
+
+def test_a_parameter_whose_state_was_removed_starts_anew_after_a_resume(one: Streamed, tmp_path: Path) -> None:
+    run = Run(one.fresh())
+    run.steps(2)
+    run.model.megacompile.synchronize()
+    run.optimizer.state.pop(run.model.head.bias)
+    saved = Manifest.read(save_checkpoint(tmp_path, run.model, run.optimizer, scheduler=run.scheduler)).tensors
+    assert saved["head.bias"].step is None and MOMENTS.isdisjoint(saved["head.bias"].parts)
+    assert saved["head.weight"].step == 2 and MOMENTS.issubset(saved["head.weight"].parts)
+    again = Run(one.fresh())
+    again.steps(1)
+    load_checkpoint(tmp_path, again.model, again.optimizer, scheduler=again.scheduler)
+    state = again.optimizer.state[again.model.head.bias]
+    assert state["step"] == 0 and not state["exp_avg"].any() and not state["exp_avg_sq"].any()
+    assert again.optimizer.state[again.model.head.weight]["exp_avg"].any()
 
 
 def test_a_checkpoint_mends_what_an_update_left_half_way_and_torn_weights_are_not_saved(one: Streamed, tmp_path: Path) -> None:

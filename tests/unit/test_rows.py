@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -56,7 +57,19 @@ def test_parquet_files_and_folders_of_them_give_the_same_rows(tmp_path: Path, mo
     ("a.jsonl", lines(ALPACA) + '{"instruction": "three"', r"a\.jsonl, row 3 cannot be read \(Expecting"),
     ("a.jsonl", lines([*ALPACA, [1]]), r"a\.jsonl, row 3: is a list, not an object"),
     ("a.jsonl", lines([None]), r"a\.jsonl, row 1: is a NoneType, not an object"),
-    ("a.json", "[{}", r"a\.json, row 1 cannot be read \(Expecting"),
+    ("a.json", "[{}", r"a\.json, row 2 cannot be read \(Expecting"),
+    ("a.json", json.dumps(ALPACA)[:-1] + ', {"a": 1 2}]', r"a\.json, row 3 cannot be read \(Expecting"),
+    ("a.json", json.dumps(ALPACA)[:-1] + ",]", r"a\.json, row 3 cannot be read \(Expecting value"),
+    ("a.json", json.dumps(ALPACA) + "x", r"a\.json, row 3 cannot be read \(Extra data"),
+    ("a.json", "[" * 100_000, r"a\.json, row 1 cannot be read \(it is nested too deeply"),
+    ("a.json", '[{}, {"a": "\\ud83d"}]', r"a\.json, row 2 cannot be read \(\\ud83d is half of a character"),
+    ("a.jsonl", '{"a": "\\ud83d\\ude00"}\n{"a": ["\\uDE00"]}', r"a\.jsonl, row 2 cannot be read \(\\ude00 is half of"),
+    ("a.jsonl", '{"a": 1}\n{"a": 1, "b": {"c": 2, "c": 3}}', r"a\.jsonl, row 2 cannot be read \(two values are named 'c'"),
+    ("a.csv", "output,instruction,output\n1,2,3\n", r"a\.csv: two columns are named 'output': rename or remove one"),
+    ("a.csv", ",instruction,\n1,2,3\n", r"a\.csv: two columns are named ''"),
+    ("a.csv", "", r"a\.csv holds no row: give data that does, or leave it out"),
+    ("a.csv", "instruction,output\n", "holds no row"), ("a.json", "[]", "holds no row"), ("a.json", "", "holds no row"),
+    ("a.jsonl", "\n \n", "holds no row"),
     ("a.jsonl", "[" * 100_000, r"a\.jsonl, row 1 cannot be read"),
     ("a.csv", "instruction,output\none,1\ntwo,2,3\n", r"a\.csv, row 2 cannot be read \(it has more fields than"),
     ("a.csv", "instruction,output\none\n", r"a\.csv, row 1 cannot be read \(it has fewer fields than"),
@@ -69,10 +82,41 @@ def test_a_row_that_cannot_be_read_is_refused_with_its_place(tmp_path: Path, nam
         list(read_rows(write(tmp_path / name, content)))
 
 
-def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_bytes(b'{"text": "\xff"}\n')
-    with pytest.raises(MegacompileError, match=r"row 1 cannot be read \('utf-8' codec"):
-        list(read_rows(str(tmp_path / "a.jsonl")))
+@pytest.mark.parametrize(("name", "before", "after"), [
+    ("a.jsonl", b'{"text": "x"}\n' * 2000 + b'{"text": "ab', b'c"}\n{"text": "x"}\n'),
+    ("a.json", b"[" + b'{"text": "x"}, ' * 2000 + b'{"text": "ab', b'c"}, {"text": "x"}]'),
+    ("a.csv", b"text,other\n" + b'x,"two\nlines"\n' * 2000 + b"x,ab", b"c\nx,y\n")])
+def test_bytes_that_are_not_utf8_are_refused_in_the_row_where_they_are(
+        tmp_path: Path, name: str, before: bytes, after: bytes) -> None:
+    (tmp_path / name).write_bytes(before + "é".encode() + after)
+    assert len(list(read_rows(str(tmp_path / name)))) in (2001, 2002)
+    (tmp_path / name).write_bytes(before + b"\xe9" + after)
+    with pytest.raises(MegacompileError, match=r", row 2001 cannot be read \(byte 0xe9 after \d+ characters is not UTF-8"):
+        list(read_rows(str(tmp_path / name)))
+
+
+def test_columns_of_a_name_bytes_that_are_not_utf8_and_no_rows_are_refused_in_parquet_files_too(tmp_path: Path) -> None:
+    parquet, arrow = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
+    path = tmp_path / "a.parquet"
+    parquet.write_table(arrow.table([["1"], ["2"]], names=["text", "text"]), path)
+    with pytest.raises(MegacompileError, match=r"a\.parquet: two columns are named 'text'"):
+        list(read_rows(str(path)))
+    texts = arrow.array([b"one", b"\xff", b"three"]).cast(arrow.binary())
+    torn = arrow.StringArray.from_buffers(3, *texts.buffers()[1:])
+    parquet.write_table(arrow.table([torn], names=["text"]), path)
+    with pytest.raises(MegacompileError, match=r"a\.parquet, row 2 cannot be read \('utf-8' codec"):
+        list(read_rows(str(path)))
+    parquet.write_table(arrow.table([[]], names=["text"]), path)
+    with pytest.raises(MegacompileError, match=r"a\.parquet holds no row"):
+        list(read_rows(str(path)))
+
+
+def test_names_in_capitals_are_of_rows_too_and_pipes_of_nothing(tmp_path: Path) -> None:
+    assert not is_text(write(tmp_path / "A.JSONL", lines(ALPACA))) and list(read_rows(str(tmp_path / "A.JSONL"))) == ALPACA
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    for refused in (tmp_path / "pipe.jsonl", tmp_path):
+        with pytest.raises(ArgumentError, match=r"pipe.jsonl cannot be read \(it is a FIFO, not a regular file\): give files"):
+            is_text(str(refused))
 
 
 def test_what_is_not_there_is_no_data_set_either(tmp_path: Path) -> None:

@@ -1,23 +1,24 @@
 """Saving: the folder has a whole checkpoint at every moment, the old one or the new."""
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
 import stat
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from killed import killed_at
 from safetensors.torch import load_file
 from tiny_models import same_bits, weights
 
 from megacompile import saving
 from megacompile.errors import CheckpointError
-from megacompile.saving import replacing
+from megacompile.saving import recover, replacing
 
 INDEX = "model.safetensors.index.json"
 
@@ -111,46 +112,83 @@ def test_a_save_that_fails_leaves_the_old_checkpoint(
     assert [path.name for path in old.parent.iterdir()] == ["out"]
 
 
-def killed_at(number: int, save: Callable[[], Any]) -> bool:
-    """Whether a process that saves was killed at its `number`th file operation; False: it has fewer."""
-    child = os.fork()
-    if child == 0:
-        left = [number]
-
-        def count(event: str, arguments: tuple[Any, ...]) -> None:
-            if event == "open" or event.startswith(("os.", "shutil.", "ctypes.dlsym")):
-                left[0] -= 1
-                if left[0] < 0:
-                    os._exit(9)
-
-        try:
-            sys.addaudithook(count)
-            save()
-        except BaseException:
-            os._exit(1)
-        os._exit(0)
-    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    assert status in (0, 9), "the save itself failed"
-    return status == 9
-
-
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
-def test_a_process_killed_at_any_file_operation_leaves_a_whole_checkpoint(old: Path) -> None:
+@pytest.mark.parametrize("way", ["killed", "interrupted"])
+def test_a_process_stopped_at_any_file_operation_leaves_a_whole_checkpoint_and_the_user_s_folders(old: Path, way: str) -> None:
+    """Each can be reached by its name at once, and is a folder again after the next save."""
     def save() -> None:
         with replacing(old) as folder:
             write(folder, "new", 3)
 
-    found, number = [], 0
-    while killed_at(number, save):
+    (old / "runs 2").mkdir()
+    (old / "runs 2/log").write_text("2")
+    found, linked, number = [], 0, 0
+    while killed_at(number, save, KeyboardInterrupt if way == "interrupted" else None):
         found.append(read(old))
-        assert USERS - {"runs", "runs/log"} <= names(old)
-        assert len(list(old.parent.rglob("runs/log"))) >= 1, "the user's folder is lost"
-        if not (old / "runs").exists():  # between the two steps; put it back as a person would
-            next(old.parent.glob(".out.saving-*/runs")).rename(old / "runs")
-        if found[-1] == "new":
-            write(old, "old", 3)
+        assert names(old) >= USERS - {"runs/log"}
+        assert [(old / name / "log").read_text() for name in ("runs", "runs 2")] == ["1", "2"]
+        inside = sum((old / name).is_symlink() for name in ("runs", "runs 2"))
+        assert inside == 0 or way == "killed", "an interrupted save puts back what it has moved"
+        linked += inside
+        with replacing(old) as folder:
+            write(folder, "old", 3)
+        assert read(old) == "old" and names(old) == shards(3) | USERS | {"runs 2", "runs 2/log"}
+        assert not any((old / name).is_symlink() for name in ("runs", "runs 2"))
+        assert [path.name for path in old.parent.iterdir()] == ["out"], "something was left"
         number += 1
-    assert number > 20 and set(found) == {"old", "new"}
+    assert number > 20 and set(found) == {"old", "new"} and (linked > 3 or way == "interrupted")
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+def test_what_a_killed_save_has_taken_along_is_put_back_by_the_next_start(old: Path) -> None:
+    number, found = 0, 0
+    while killed_at(number, lambda: save_all(old)):
+        found += (old / "runs").is_symlink()
+        recover(old)
+        assert not (old / "runs").is_symlink() and (old / "runs/log").read_text() == "1"
+        number += 1
+    assert found
+    recover(old.parent / "absent")
+
+
+def save_all(target: Path) -> None:
+    with replacing(target) as folder:
+        write(folder, "new", 3)
+
+
+def test_what_a_living_save_works_on_is_left_alone(old: Path) -> None:
+    with replacing(old) as mine:
+        write(mine, "mine", 2)
+        save_all(old)
+        assert mine.exists()
+    assert read(old) == "mine" and names(old) == shards(2) | USERS
+
+
+def test_a_folder_that_cannot_move_stays_and_the_files_are_replaced_one_by_one(
+        old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where another file system is mounted on it."""
+    exchange = saving._exchange
+
+    def busy(one: Path, other: Path) -> None:
+        if other.name == "runs 2":
+            raise OSError(errno.EBUSY, "Device or resource busy")
+        exchange(one, other)
+
+    (old / "runs 2").mkdir()
+    monkeypatch.setattr(saving, "_exchange", busy)
+    save_all(old)
+    assert read(old) == "new" and names(old) == shards(3) | USERS | {"runs 2"}
+    assert not any(path.is_symlink() for path in (old / "runs", old / "runs 2"))
+    assert [path.name for path in old.parent.iterdir()] == ["out"]
+
+
+def test_a_folder_with_a_file_s_name_is_refused_and_stays(old: Path) -> None:
+    (old / "config.json").unlink()
+    (old / "config.json").mkdir()
+    (old / "config.json/mine").write_text("1")
+    with pytest.raises(CheckpointError, match="it is a folder, and a file is to be saved there"):
+        save_all(old)
+    assert (old / "config.json/mine").read_text() == "1"
 
 
 def test_a_file_in_the_way_and_a_folder_that_cannot_be_made_are_refused(tmp_path: Path) -> None:

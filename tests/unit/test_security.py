@@ -2,8 +2,10 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import os
 import pickle
+import socket
 import stat
 import sys
 import textwrap
@@ -193,7 +195,7 @@ def test_a_file_that_takes_another_s_name_is_not_used(folder: Path) -> None:
     assert not files(folder)
 
 
-@pytest.mark.parametrize("table", [b"", b"[1]", b"{", b'{"fxgraph/entry": 1, "kernel.so": "00"}'])
+@pytest.mark.parametrize("table", [b"", b"[1]", b"{", b"[" * 200_000, b"\xff", b'{"fxgraph/entry": 1, "kernel.so": "00"}'])
 def test_a_damaged_table_of_seals_costs_the_cache_and_nothing_else(folder: Path, table: bytes) -> None:
     (folder / "seals.json").write_bytes(table)
     with warnings.catch_warnings():
@@ -202,9 +204,61 @@ def test_a_damaged_table_of_seals_costs_the_cache_and_nothing_else(folder: Path,
     assert not files(folder)
 
 
+def test_a_file_that_was_emptied_counts_as_changed_and_an_empty_one_of_nobody_s_is_removed(folder: Path) -> None:
+    (folder / "locks").mkdir()
+    (folder / "locks/left").touch()
+    os.close(seal.SealedFolder(folder)._lock)
+    assert files(folder) == {"fxgraph/entry", "kernel.so"}
+    os.truncate(folder / "kernel.so", 0)
+    with pytest.warns(RuntimeWarning, match=r"kernel.so\) was changed since megacompile wrote it, and is compiled anew"):
+        seal.SealedFolder(folder)
+    assert not files(folder)
+
+
+def test_pipes_and_sockets_are_removed_unread(folder: Path) -> None:
+    os.mkfifo(folder / "fxgraph/pipe")
+    with socket.socket(socket.AF_UNIX) as made, contextlib.chdir(folder):
+        made.bind("socket")
+    (folder / "kernel.so").unlink()
+    os.mkfifo(folder / "kernel.so")
+    seal.SealedFolder(folder)
+    assert {each.name for each in folder.rglob("*") if not each.is_dir()} == {"seals.json", "seals.lock", "entry"}
+
+
+@pytest.mark.parametrize("name", ["seals.json", "seals.lock"])
+@pytest.mark.parametrize("plant", [os.mkfifo, os.mkdir, lambda p: os.symlink("/dev/zero", p)], ids=["FIFO", "folder", "link"])
+def test_a_folder_whose_seals_are_no_files_is_not_used(name: str, plant: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setenv("MEGACOMPILE_CACHE", str(tmp_path / "cache"))
+    first = inductor.newest_folder()
+    assert first is not None
+    monkeypatch.setattr(seal, "_open", {})
+    (first / name).unlink(missing_ok=True)
+    plant(first / name)
+    second = inductor.newest_folder()
+    assert second is not None and (first.name, second.name) == ("0", "1")
+
+
+def test_a_key_that_is_a_pipe_is_replaced_at_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "cache.key")
+    assert seal.key_in(tmp_path) == seal.key_in(tmp_path)
+
+
+def test_a_table_of_seals_that_nobody_can_read_costs_one_compilation_and_no_error(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEGACOMPILE_CACHE", str(tmp_path / "cache"))
+    first = inductor.newest_folder()
+    assert first is not None
+    monkeypatch.setattr(seal, "_open", {})
+    (first / "seals.json").write_text("[" * 200_000)
+    (first.parent / "²").mkdir()
+    assert inductor.newest_folder() == first
+
+
 def test_where_another_process_is_at_work_nothing_is_removed_and_only_what_is_sealed_is_used(folder: Path) -> None:
     other = seal.SealedFolder(folder)
     seal.SealedFolder(folder)  # all of it is sealed
+    (folder / "lock of the other").touch()
+    seal.SealedFolder(folder)
     (folder / "fxgraph/half").write_bytes(b"being written")
     with pytest.raises(OSError, match="is in use, and not all of it is sealed"):
         seal.SealedFolder(folder)

@@ -1,0 +1,79 @@
+"""JSON that says one thing only: no name twice in an object, no half of a character, no nesting that Python cannot follow."""
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+_SPACE = re.compile(r"[ \t\n\r]*")
+#: Half of a character beyond the first 65,536, escaped. Two in a row are a character.
+_HALF = re.compile(r"\\u[dD][89abcdefABCDEF]")
+
+
+def parse(text: str) -> Any:
+    """Raises `ValueError` for what is no JSON, or not strictly so."""
+    found, end = _value(text, _after_space(text, 0))
+    if _after_space(text, end) < len(text):
+        raise json.JSONDecodeError("Extra data", text, end)
+    return found
+
+
+def items(text: str) -> Iterator[Any]:
+    """Those of an array, one by one: an error is in the item that was asked for. Raises `ValueError` as `parse` does."""
+    place = _after_space(text, _after_space(text, 0) + 1)  # after the bracket
+    more = text[place:place + 1] != "]"
+    while more:
+        found, place = _value(text, place)
+        yield found
+        place = _after_space(text, place)
+        more = text[place:place + 1] == ","
+        if more:
+            place = _after_space(text, place + 1)
+        elif text[place:place + 1] != "]":
+            raise json.JSONDecodeError("Expecting ',' delimiter", text, place)
+    if _after_space(text, place + 1) < len(text):
+        raise json.JSONDecodeError("Extra data", text, place + 1)
+
+
+def utf8(text: str) -> str:
+    """A text that was read with `errors="surrogateescape"`. Raises `ValueError` for the first byte of it that was not UTF-8."""
+    if not text.isascii():
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"byte 0x{ord(text[error.start]) - 0xdc00:02x} after {error.start} characters is not "
+                             "UTF-8") from None
+    return text
+
+
+def _after_space(text: str, place: int) -> int:
+    found = _SPACE.match(text, place)
+    assert found is not None, "nothing is space enough"
+    return found.end()
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"two values are named {twice[:60]!r}")
+    return found
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_object)
+
+
+def _value(text: str, place: int) -> tuple[Any, int]:
+    """The value that begins at a place, and where it ends."""
+    try:
+        found, end = _DECODER.raw_decode(text, place)
+        utf8(text[place:end])
+        if _HALF.search(text, place, end):
+            json.dumps(found, ensure_ascii=False).encode()
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    except UnicodeEncodeError as error:
+        raise ValueError(f"\\u{ord(error.object[error.start]):04x} is half of a character") from None
+    return found, end
