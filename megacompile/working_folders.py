@@ -7,6 +7,8 @@ import secrets
 from collections.abc import Iterator
 from pathlib import Path
 
+from megacompile.linux import fcntl
+
 
 class WorkingFolder:
     """A new folder, locked. State: the lock, a descriptor; None where the file system has no locks."""

@@ -139,7 +139,7 @@ def transformers_attention(
         raise UnsupportedError(
             f"attention dropout {dropout} in {type(module).__name__} is not supported: set it to 0 in the config "
             "(attention_dropout, attn_pdrop)")
-    if form != "pairs" and not options.get("is_causal", getattr(module, "is_causal", True)):
+    if not of_pairs and not options.get("is_causal", getattr(module, "is_causal", True)):
         raise UnsupportedError(f"{type(module).__name__} is not causal: only causal decoders can be streamed")
     if key.shape[2] != query.shape[2]:
         raise UnsupportedError(f"attention of {type(module).__name__} has keys of other positions than its queries have")

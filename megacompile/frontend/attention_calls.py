@@ -23,9 +23,10 @@ def is_eager(model: Any, stack: LayerStack) -> bool:
 
 def says_causal(stack: LayerStack) -> bool:
     """Whether layers of every list have modules that say whether they are causal, as those of transformers do, and all say
-    yes."""
+    yes. Their config may say otherwise for all of them (`is_causal=False`)."""
     layers = dict(zip(stack.names, stack.layers, strict=True))
-    said = {path: [module.is_causal for name, layer in layers.items() if name.startswith(f"{path}.")
+    said = {path: [module.is_causal and getattr(getattr(module, "config", None), "is_causal", None) is not False
+                   for name, layer in layers.items() if name.startswith(f"{path}.")
                    for module in layer.modules() if hasattr(module, "is_causal")] for path in stack.paths}
     return all(bool(each) and all(each) for each in said.values())
 

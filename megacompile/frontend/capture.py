@@ -34,6 +34,7 @@ from megacompile.frontend.layers import Layers, find_layers, largest_of
 from megacompile.frontend.loss import is_averaged, normalise_loss
 from megacompile.frontend.model_graph import ModelGraph
 from megacompile.frontend.modes import Said, alike, operations, torch_calls
+from megacompile.frontend.options import refuse_options
 from megacompile.frontend.output import OutputStructure, output_structure
 from megacompile.frontend.pairs import argument, masks_in, masks_of, of_pairs, pairs_of, refuse_added
 from megacompile.frontend.patches import Patches, install_encoders, model_arguments, refuse_adapters, with_places
@@ -191,6 +192,7 @@ def capture(
     of = functools.partial(_capture, model, example=example, pipeline=pipeline, target=target, form=form, loss=loss,
                            expert_pieces=expert_pieces)
     stack = find_layers(model, layers)
+    refuse_options(model, stack)
     if stack.found and len(stack.paths) > 1:
         with contextlib.suppress(CaptureError, UnsupportedError):
             return of(stack.paths, chained=True)

@@ -7,8 +7,6 @@ import dataclasses
 import itertools
 import operator
 import os
-import re
-import textwrap
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -25,15 +23,15 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
-from megacompile.errors import CaptureError, MegacompileError, UnsupportedError
+from megacompile.errors import CaptureError, MegacompileError
 from megacompile.frontend.adapters import traceable_adapters
 from megacompile.frontend.buffers import own_rewritten_buffers
+from megacompile.frontend.explained import explained
 from megacompile.frontend.layers import LayerStack, layers_as_regions
 from megacompile.frontend.pairs import pairs_of
 from megacompile.frontend.template import Source
 
 INVOKE = torch.ops.higher_order.invoke_subgraph
-FIXED_SIZES_REMEDY = "compute with the sizes of the inputs, not with constants"
 
 
 @dataclasses.dataclass
@@ -99,7 +97,7 @@ def capture_model_graph(
         except MegacompileError:
             raise
         except Exception as reason:
-            raise _explained(model, reason) from reason
+            raise explained(model, reason) from reason
         for replay in (graph._dynamo_bytecode_flatten, graph._dynamo_bytecode_unflatten):
             # torch 2.11 looks for builtins (`type`) among the module's globals, and refuses without.
             replay.f_globals = {**vars(builtins), **replay.f_globals}  # type: ignore[union-attr]
@@ -239,46 +237,3 @@ def _attribute_of(model: nn.Module, value: Any, node: fx.Node) -> str:
             if held is value:
                 return f"tensor attribute {name + '.' if name else ''}{attribute} of {type(model).__name__}"
     return f"the tensor or number {node.name} that {type(model).__name__} reads"
-
-
-def _explained(model: nn.Module, reason: Exception) -> MegacompileError:
-    """Dynamo's exceptions, as one line of cause and remedy and the user's source line; its own text follows."""
-    text = str(reason)
-    refused = re.search(r"UnsupportedError\((['\"])(.+?)\1\)", text)  # raised by our attention function, in a layer
-    if refused:
-        return UnsupportedError(refused[2])
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    name, source = type(model).__name__, _user_line(reason, lines)
-    if "onstraint" in type(reason).__name__ or "ConstraintViolation" in text:
-        return CaptureError(f"{name} fixes the batch size or the length{source}: {FIXED_SIZES_REMEDY}\n{text}")
-    views = re.search(r"aliasing detected at nodes (\w+) and (\w+)", text)
-    # Dynamo takes attributes of weights out of a layer.
-    if "Freevar has no source" in text or (views and any(view.startswith("getattr") for view in views.groups())):
-        return CaptureError(f"{name} reads a weight and its .T within one layer{source}: write weight.t() in the place of "
-                            f"weight.T\n{text}")
-    if views:
-        return CaptureError(f"{name} gives a layer, or gets from one, two views of one tensor ({views[1]} and {views[2]})"
-                            f"{source}: pass or return {views[1]}.clone()\n{text}")
-    if "_hook_installation_lock" in text:
-        line = _user_line(reason, lines, ones_own=True)
-        return CaptureError(f"{name} asks a model of transformers inside it for hidden states{line}, which are collected as no "
-                            "graph can: call its decoder (get_decoder()) for last_hidden_state, and its head with "
-                            f"that\n{text}")
-    explanation = next((line.removeprefix("Explanation: ") for line in lines if line.startswith("Explanation: ")), "")
-    cause = re.sub(r"<(\S+) object at 0x\w+>", r"\1", explanation or (lines[0] if lines else type(reason).__name__))
-    cause = textwrap.shorten(cause, 200, placeholder=" ...")
-    return CaptureError(
-        f"{name} cannot be captured as one graph{source}: {cause.rstrip('.')}; let no Python control flow depend on "
-        f"tensor values, and change no Python state in forward\n{text}")
-
-
-def _user_line(reason: Exception, lines: list[str], ones_own: bool = False) -> str:
-    """' at file:line (code)' of the innermost frame that is neither torch's nor ours (nor of transformers, if `ones_own`), if
-    Dynamo gives one."""
-    frames = [(frame.filename, frame.lineno, frame.line) for frame in getattr(reason, "real_stack", None) or ()]
-    for line, code in itertools.pairwise(lines):
-        if line.startswith('File "'):
-            frames.append((line.split('"')[1], line.split("line ")[1].split(",")[0], code))
-    known = ["/torch/", "/megacompile/frontend/", *(["/transformers/"] if ones_own else [])]
-    theirs = [frame for frame in frames if not any(part in frame[0] for part in known)]
-    return " at {}:{} ({})".format(*theirs[-1]) if theirs else ""

@@ -1,11 +1,16 @@
 """Hooks by which models of transformers collect values on their way: routers' logits, an encoder's hidden states."""
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from megacompile.frontend.layers import LayerStack, encoders
+
+ROUTERS = "router_logits"
 
 
 def install_recorders(model: nn.Module, stack: LayerStack) -> None:
@@ -14,11 +19,15 @@ def install_recorders(model: nn.Module, stack: LayerStack) -> None:
     Dynamo cannot follow."""
     beside = {id(module) for module in encoders(model, stack)}
     for module in model.modules():  # from the outside in, as forwards go
-        routers = getattr(getattr(module, "config", None), "output_router_logits", False) is True
+        routers = getattr(getattr(module, "config", None), f"output_{ROUTERS}", False) is True
         if (routers or id(module) in beside) and _collects(module):
             from transformers.utils.output_capturing import maybe_install_capturing_hooks
 
             maybe_install_capturing_hooks(module)  # type: ignore[arg-type]
+    for module in model.modules():
+        for key, hook in module._forward_hooks.items():
+            if _records_routers(hook):
+                module._forward_hooks[key] = functools.partial(_record_copies, hook)
 
 
 def _collects(module: nn.Module) -> bool:
@@ -29,3 +38,14 @@ def _collects(module: nn.Module) -> bool:
             return True
         forward = getattr(forward, "__wrapped__", None)
     return False
+
+
+def _records_routers(hook: Any) -> bool:
+    """Whether a forward hook is transformers' own that collects router logits: it holds their name."""
+    return any(cell.cell_contents == ROUTERS for cell in getattr(hook, "__closure__", None) or ())
+
+
+def _record_copies(hook: Callable[..., None], module: nn.Module, args: Any, output: Any) -> None:
+    """Calls `hook` with copies. Dynamo records no value that shares memory with another one of the layer's, and a router's
+    `logits.float()` in float32 is the tensor `logits`."""
+    hook(module, args, pytree.tree_map_only(Tensor, Tensor.clone, output))

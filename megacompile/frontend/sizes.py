@@ -11,7 +11,8 @@ import torch
 
 from megacompile.errors import CaptureError
 from megacompile.frontend.build import Renaming
-from megacompile.frontend.model_graph import FIXED_SIZES_REMEDY, ModelGraph
+from megacompile.frontend.explained import FIXED_SIZES_REMEDY
+from megacompile.frontend.model_graph import ModelGraph
 from megacompile.frontend.template import BATCH, LENGTH
 
 

@@ -28,14 +28,16 @@ def mixtral(**changes: Any) -> Any:
 
 
 def other_experts(family: str) -> Any:
-    """Qwen3-MoE, whose second layer has no experts, or OLMoE, with auxiliary losses as `mixtral`."""
+    """Qwen3-MoE, whose second layer has no experts, OLMoE, GraniteMoE or GraniteMoE-shared, with auxiliary losses as `mixtral`."""
     import transformers
 
     torch.manual_seed(0)
     sizes = dict(vocab_size=64, hidden_size=16, intermediate_size=24, num_hidden_layers=3, num_attention_heads=2,
                  num_key_value_heads=1, num_experts=4, num_experts_per_tok=2, output_router_logits=True,
                  router_aux_loss_coef=WEIGHT, initializer_range=0.3)
-    own = dict(moe_intermediate_size=12, mlp_only_layers=[1], head_dim=8) if family == "Qwen3Moe" else {}
+    own = {"Qwen3Moe": dict(moe_intermediate_size=12, mlp_only_layers=[1], head_dim=8),
+           "GraniteMoe": dict(num_local_experts=4),
+           "GraniteMoeShared": dict(num_local_experts=4, shared_intermediate_size=12)}.get(family, {})
     config = getattr(transformers, f"{family}Config")(**sizes, **own)
     return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").train()
 
@@ -74,9 +76,14 @@ def test_a_routers_loss_is_native_of_the_whole_batch_and_of_the_micro_batches_as
     assert_native(rows, batch(1, rows=5, length=11))
 
 
+def test_router_logits_that_are_cast_to_the_dtype_they_have_are_recorded() -> None:
+    """GraniteMoE's routers return `logits.float()`, which in float32 is the tensor that the layer computed."""
+    assert_native(2, batch(1, rows=5, length=11), other_experts("GraniteMoe"))
+
+
 @pytest.mark.on_demand
 @pytest.mark.parametrize("rows", [None, 2])
-@pytest.mark.parametrize("family", ["Qwen3Moe", "Olmoe"])
+@pytest.mark.parametrize("family", ["Qwen3Moe", "Olmoe", "GraniteMoeShared"])
 def test_routers_losses_of_other_families_are_native(family: str, rows: int | None) -> None:
     assert_native(rows, batch(1, rows=5, length=11), other_experts(family))
 
