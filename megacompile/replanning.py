@@ -4,8 +4,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from megacompile.device import device_budget
 from megacompile.errors import MegacompileError
-from megacompile.room import device_budget
 from megacompile.streamed import Streamed
 
 #: The options of `stream` that plans alone know. Others have made the tiles, the kernels or the lanes.

@@ -11,16 +11,11 @@ from megacompile.frontend.capture import CapturedModel
 from megacompile.locked import LockedMemory, spend_locked_memory
 from megacompile.memory import Estimate, evaluation_bytes, host_parts, training_bytes
 from megacompile.plan import Plan
-from megacompile.sizes import format_bytes, parse_bytes
+from megacompile.sizes import format_bytes
 from megacompile.tiling import HOST_MARGIN_BYTES, Tiling
 
 #: Device memory that no estimate knows: workspaces of cuBLAS, kernels that are loaded.
 MARGIN_BYTES = 1 << 29
-
-
-def device_budget(config: StreamConfig, free_bytes: int) -> int:
-    """Bytes of device memory that plans may take: as many as were given, or nearly all that are free."""
-    return parse_bytes(config.device_memory) or int(free_bytes * 0.95)
 
 
 def margins(device_type: str) -> tuple[int, bool]:

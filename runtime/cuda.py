@@ -29,6 +29,13 @@ def expandable_segments() -> None:
         torch.cuda.memory._set_allocator_settings("expandable_segments:True")
 
 
+def free_bytes(device: torch.device) -> int:
+    """Memory of a CUDA device that this process could have now: what is free, and what PyTorch's allocator keeps unused."""
+    gc.collect()
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
 #: Lanes whose work is queued on the device. The lane cpu has a stream as well, for copies that it waits for.
 _QUEUES = (Lane.COMPUTE, Lane.H2D, Lane.D2H)
 #: Sets of streams that no backend uses, by device. Streams are never destroyed: PyTorch's allocator records an event on
@@ -163,6 +170,4 @@ class CudaBackend:
         return torch.cuda.max_memory_reserved(self.device)
 
     def free_bytes(self) -> int:
-        gc.collect()
-        free, _ = torch.cuda.mem_get_info(self.device)
-        return free + torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        return free_bytes(self.device)
