@@ -36,6 +36,7 @@ def replan(streamed: Streamed, **options: Any) -> None:
     streamed.arena.close()
     streamed.checkpoints.close()
     streamed.store.drop_sums()
+    streamed.backend.trim()
     streamed.shapes.note_budget()
     budget = device_budget(config, streamed.backend.free_bytes())
     streamed.config = config

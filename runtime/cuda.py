@@ -169,5 +169,12 @@ class CudaBackend:
     def peak_bytes(self) -> int:
         return torch.cuda.max_memory_reserved(self.device)
 
+    def trim(self) -> None:
+        # A workspace of cuBLAS stays where the first product has put it, amid the slots and activations of that plan. The next
+        # plan's would have to go around it, and leave holes that count as reserved.
+        torch._C._cuda_clearCublasWorkspaces()
+        with torch.cuda.device(self.device):
+            torch.cuda.empty_cache()
+
     def free_bytes(self) -> int:
         return free_bytes(self.device)
