@@ -24,6 +24,7 @@ from megacompile.editing import source_text
 from megacompile.errors import ArgumentError, LaneError, MegacompileError
 from megacompile.finetuning.settings import Settings, read_defaults
 from megacompile.hardware import cache_path
+from megacompile.lora import Lora
 from megacompile.options import Device, Knobs, Model, Planning, with_options
 from megacompile.text import parse
 from megacompile.verify import judge
@@ -94,6 +95,7 @@ def train(
 def inspect(
     model: Model,
     planning: Planning,
+    lora: Lora,
     knobs: Knobs,
     stage: Annotated[str | None, typer.Option(help="Show what this pass made; else the last stage.")] = None,
     section: Annotated[str | None, typer.Option(help="Show one section, such as forward, backward or update.")] = None,
@@ -117,7 +119,7 @@ def inspect(
         "--section": section, "--layers": layers, "--form": form is not Form.PYTHON}.items() if value])
     if picture is not None:
         pictures.check(picture)
-    compiled = planning.schedule(model, knobs)
+    compiled = planning.schedule(model, knobs, lora)
     stages = compiled.stages
     if trace is not None or picture is not None:
         simulated = {"simulated": compiled.simulate()}
@@ -164,13 +166,14 @@ def verify(
 def plan(
     model: Model,
     planning: Planning,
+    lora: Lora,
     knobs: Knobs,
 ) -> None:
     """Predict whether a model fits, how fast a step is and what binds, for the plan that would be chosen and those beside it.
 
     Loads no weights, trains nothing, and needs no GPU to plan for one. Exit code 1 if the model does not fit.
     """
-    found = planning.schedule(model, knobs).outlook()
+    found = planning.schedule(model, knobs, lora).outlook()
     print(found.text())
     if not found.fits:
         raise typer.Exit(EXIT_FAILED)

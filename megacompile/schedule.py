@@ -17,9 +17,10 @@ from megacompile.errors import MegacompileError, UnsupportedError
 from megacompile.explain import Outlook, outlook
 from megacompile.frontend.attention_kernels import fused_kernel
 from megacompile.frontend.capture import CapturedModel
-from megacompile.frontend.layers import Layers
+from megacompile.frontend.layers import Layers, find_layers
 from megacompile.frontend.template import Template
 from megacompile.hardware import Hardware
+from megacompile.host_needs import check_host_first, host_too_small
 from megacompile.lowering import model_program
 from megacompile.pace import pace_of
 from megacompile.passes.manager import compile_program
@@ -31,7 +32,7 @@ from megacompile.runtime.store import available_host_bytes
 from megacompile.shapes import planned_and_not_taken
 from megacompile.simulate import Timeline
 from megacompile.sizes import parse_bytes
-from megacompile.tiling import Tiling
+from megacompile.tiling import HOST_MARGIN_BYTES, Tiling
 
 
 @dataclass(frozen=True)
@@ -114,6 +115,8 @@ def schedule(model: nn.Module, *, batch: int, length: int, layers: Layers | None
         hardware = Hardware.find(hardware)
     device = compute_device(config.device, hardware)
     device_type = device.type
+    there = parse_bytes(config.host_memory) or (hardware.host_memory if hardware is not None else available_host_bytes())
+    check_host_first(model, layers, config, there)
     budget = device_budget(config, free_device_bytes(device, hardware))
     captured, tiling = analyse(model, config, device_type, layers, example,
                                hardware.fused_attention if hardware is not None else fused_kernel(device), budget)
@@ -121,9 +124,10 @@ def schedule(model: nn.Module, *, batch: int, length: int, layers: Layers | None
         raise UnsupportedError(f"no parameter of {type(model).__name__} is trained, so that there is no training step to plan: "
                                "leave some requires_grad=True")
     fused = config.compile if config.compile is not None else device_type == "cuda"
-    there = hardware.host_memory if hardware is not None else available_host_bytes()
+    if tiling.host_bytes() + HOST_MARGIN_BYTES > there:
+        raise host_too_small(model, find_layers(model, layers), config, tiling.host_bytes(), there)
     planner = Planner(captured, tiling, config, budget, parse_bytes(config.locked_memory), *margins(device_type), fused=fused,
-                      host_bytes=parse_bytes(config.host_memory) or there, output=captured.main_output)
+                      host_bytes=there, output=captured.main_output)
     if hardware is None and config.device_memory is None:
         others = planned_and_not_taken(device)
         planner.taken_bytes = lambda: others

@@ -60,8 +60,8 @@ def test_what_the_last_plan_took_is_given_back(shared: Shared) -> None:
 
 
 def test_memory_that_the_last_plan_took_goes_back_to_the_device(shared: Shared, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No slot is held by a lane, a view or a step that is over; and the backend is told, when all of them are gone, so that the
-    next plan finds the device as a first one does."""
+    """No slot is held by a lane, a view or a step that is over; and the backend is told when all of them are gone, so that the next
+    plan finds the device as a first one does."""
     model = shared.fresh()
     model.megacompile.replan(resident_state="all", checkpoint_interval=2)
     train_step(model, megacompile.AdamW(model.parameters()))
@@ -75,7 +75,7 @@ def test_memory_that_the_last_plan_took_goes_back_to_the_device(shared: Shared, 
 
 
 def test_slots_of_another_shape_are_given_back_where_they_would_be_over_the_budget() -> None:
-    """Those of a large batch, whose blocks of layers are more weights at a time, beside a small batch that needs all there is."""
+    """Those of a large batch, whose blocks are several layers' weights, beside a small batch that needs all there is."""
     model = megacompile.stream(tiny_models.build(num_hidden_layers=6), device="cpu", micro_batch_size=1)
     handle, streamed = model.megacompile, model.megacompile.streamed
     small, *larger = (tiny_models.batch(rows=rows, length=64) for rows in range(24, 30))
@@ -88,8 +88,8 @@ def test_slots_of_another_shape_are_given_back_where_they_would_be_over_the_budg
             model(**batch).loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            taken = streamed.arena.device_bytes() + handle.compiled(batch).estimate.total - handle.compiled(batch).estimate.slots
-            assert taken <= streamed.planner.device_bytes
+            estimate = handle.compiled(batch).estimate
+            assert streamed.arena.device_bytes() + estimate.total - estimate.slots <= streamed.planner.device_bytes
     finally:
         handle.close()
 
