@@ -122,13 +122,14 @@ class Hardware:
         meant = [stem for stem in known if short == stem] or [stem for stem in known if short and short in _parts(stem)]
         if len(meant) > 1:
             raise ArgumentError(f"{str(name)!r} may be {' or '.join(meant)}: give one of them")
-        if not meant:
+        if not meant or not any(map(str.isdigit, short)):
             raise ArgumentError(f"there is no hardware {str(name)!r}: give one of {', '.join(known)}, or a file that "
                                 "megacompile calibrate --output has written")
         found = cls.load(known[meant[0]])
         if size is not None and abs(size - found.device_memory / 2**30) > 0.1 * size:
-            raise ArgumentError(f"{str(name)!r} has {size} GB and the profile {meant[0]} {found.device_memory / 2**30:.0f} GiB: "
-                                f"give {meant[0]}, and device_memory='{size}GB' (--device-memory {size}GB)")
+            profile = f"the profile {meant[0]} {found.device_memory / 2**30:.0f} GiB"
+            raise ArgumentError(f"{str(name)!r} has {size} GB and {profile}: give {meant[0]}, and "
+                                f"device_memory='{size}GB' (--device-memory {size}GB)")
         return found
 
     @classmethod

@@ -59,8 +59,9 @@ def _smaller(model: nn.Module, stack: LayerStack, config: StreamConfig, needed: 
         found.append(f"in bfloat16 it takes {format_bytes(narrow + HOST_MARGIN_BYTES)}")
     frozen = host_bytes([model], config, trained=False)
     if needed > frozen <= room:
-        upper = sum(host_bytes(stack.layers[first:], config, trained=True) - host_bytes(stack.layers[first:], config, trained=False)
-                    <= room - frozen for first in range(len(stack.layers)))
+        more = [host_bytes(stack.layers[first:], config, trained=True) - host_bytes(stack.layers[first:], config, trained=False)
+                for first in range(len(stack.layers))]
+        upper = sum(size <= room - frozen for size in more)
         found.append(f"frozen, with adapters that train (LoRA), it takes {format_bytes(frozen + HOST_MARGIN_BYTES)} and theirs")
         if upper:
             found.append(f"the last {upper} of {len(stack.layers)} layers can train, with all else frozen")

@@ -20,13 +20,13 @@ LEAST_LENGTH = 16
 
 
 def explained(planner: Planner, batch: int, length: int, training: bool, refusal: NoFittingPlanError) -> NoFittingPlanError:
-    """The refusal of the smallest plan of a training step that was tried, with batches and options that would fit the device."""
+    """The refusal of the smallest plan of a training step, with batches and options that would fit the device."""
     if not training or refusal.need <= planner.device_bytes:
         return refusal
     found = [*_batches(planner, batch, length), *_options(planner, batch, length)]
     found = found or ["no shorter sequence and no smaller batch fits"]
-    return NoFittingPlanError(
-        f"{refusal}; {'; '.join(found)}; device_memory of {format_bytes(refusal.need)} would hold the smallest plan", refusal.need)
+    found.append(f"device_memory of {format_bytes(refusal.need)} would hold this smallest plan")
+    return NoFittingPlanError(f"{refusal}; {'; '.join(found)}", refusal.need)
 
 
 def _batches(planner: Planner, batch: int, length: int) -> list[str]:
@@ -45,6 +45,9 @@ def _batches(planner: Planner, batch: int, length: int) -> list[str]:
 def _options(planner: Planner, batch: int, length: int) -> list[str]:
     """Options that were given and without which this batch fits."""
     defaults = {field.name: field.default for field in fields(StreamConfig)}
-    given = [name for name in OPTIONS if getattr(planner.config, name) != defaults[name]]
-    hinder = [name for name in given if replace(planner, config=replace(planner.config, **{name: defaults[name]})).holds(batch, length)]
-    return [f"without {name}={getattr(planner.config, name)!r} it would fit" for name in hinder]
+    given = {name: value for name in OPTIONS if (value := getattr(planner.config, name)) != defaults[name]}
+
+    def hinders(name: str) -> bool:
+        return replace(planner, config=replace(planner.config, **{name: defaults[name]})).holds(batch, length)
+
+    return [f"without {name}={value!r} it would fit" for name, value in given.items() if hinders(name)]

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import sys
+import time
 import weakref
 from typing import Any
 
@@ -13,9 +14,13 @@ import megacompile
 from megacompile import shapes
 from megacompile.config import StreamConfig
 from megacompile.device import device_budget
+from megacompile.errors import InsufficientMemoryError
+from megacompile.host_needs import host_bytes
 from megacompile.runtime.cuda import CudaBackend
 from megacompile.runtime.threads import ThreadBackend
 from megacompile.schedule import Schedule
+from megacompile.sizes import format_bytes, parse_bytes
+from megacompile.tiling import HOST_MARGIN_BYTES
 
 GIB = 2**30
 
@@ -69,3 +74,64 @@ def test_a_schedule_leaves_other_models_on_the_device_what_they_have_planned(mon
     assert planned(hardware="rtx3090").planner.taken_bytes() == 0, "another machine"
     for model in (first, second):
         model.megacompile.close()
+
+
+# ---- the host comes first --------------------------------------------------------------------------------------------
+
+
+def test_a_model_that_the_host_cannot_hold_is_refused_before_it_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    def traced(*_: Any, **__: Any) -> None:
+        raise AssertionError("traced")
+
+    monkeypatch.setattr(megacompile.api, "capture", traced)
+    for entry in (lambda **more: planned(hardware="rtx3090", **more),
+                  lambda **more: megacompile.stream(tiny_models.build(), **more)):
+        with pytest.raises(InsufficientMemoryError, match=r"training Qwen2ForCausalLM takes .* bytes each\) and 1.00 GiB are"):
+            entry(host_memory="1GiB")
+        with pytest.raises(AssertionError, match="traced"):
+            entry(host_memory="4GiB", device="cpu")
+
+
+def test_what_is_said_to_be_needed_is_what_the_tiles_take(for_a_gpu: Schedule) -> None:
+    model = tiny_models.build()
+    needed, tiles = host_bytes([model], StreamConfig()), for_a_gpu.tiling.host_bytes()
+    assert needed <= tiles <= 1.3 * needed  # each parameter is padded
+    with pytest.raises(InsufficientMemoryError, match=format_bytes(tiles + HOST_MARGIN_BYTES)):
+        megacompile.schedule(model, batch=2, length=8, hardware="rtx3090", host_memory=HOST_MARGIN_BYTES + tiles - 1)
+    assert megacompile.schedule(model, batch=2, length=8, hardware="rtx3090", host_memory=HOST_MARGIN_BYTES + tiles)
+
+
+@pytest.fixture
+def large() -> Any:
+    """80 layers of Llama-70B's shape, without weights."""
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    sizes = {"vocab_size": 128256, "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80,
+             "num_attention_heads": 64, "num_key_value_heads": 8, "tie_word_embeddings": False}
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(LlamaConfig(**sizes), dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(("memory", "said"), [
+    ("128GiB", "even frozen, with adapters, it takes 132.42 GiB; a model of up to 9.74 G parameters fits whole"),
+    ("192GiB", "frozen, with adapters that train (LoRA), it takes 132.42 GiB and theirs; the last 6 of 80 layers can train")])
+def test_a_refusal_for_the_host_says_what_is_needed_in_all_and_what_would_fit(memory: str, said: str, large: Any) -> None:
+    begin = time.perf_counter()
+    with pytest.raises(InsufficientMemoryError, match=r"takes 920.92 GiB of host memory \(70.6 G para") as caught:
+        megacompile.schedule(large, batch=4, length=2048, hardware="rtx4090", host_memory=memory)
+    assert time.perf_counter() - begin < 5
+    assert "14 bytes each" in str(caught.value) and said in str(caught.value) and f"{parse_bytes(memory) / GIB:.2f} GiB are available" in str(caught.value)
+
+
+def test_layers_that_a_refusal_lets_train_fit(large: Any) -> None:
+    upper, room = 6, 192 * GIB - HOST_MARGIN_BYTES
+    for count, fits in ((upper, True), (upper + 1, False)):
+        large.requires_grad_(False)
+        for layer in large.model.layers[-count:]:
+            layer.requires_grad_(True)
+        assert (host_bytes([large], StreamConfig()) <= room) is fits
+
+
+def test_float32_is_told_that_bfloat16_would_fit(large: Any) -> None:
+    with pytest.raises(InsufficientMemoryError, match=r"16 bytes each.*: in bfloat16 it takes 920.92 GiB;"):
+        megacompile.schedule(large, batch=4, length=2048, hardware="rtx4090", host_memory="1000GiB", dtype=torch.float32)

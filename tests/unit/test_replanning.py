@@ -60,8 +60,8 @@ def test_what_the_last_plan_took_is_given_back(shared: Shared) -> None:
 
 
 def test_memory_that_the_last_plan_took_goes_back_to_the_device(shared: Shared, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No slot is held by a lane, a view or a step that is over; and the backend is told when all of them are gone, so that the next
-    plan finds the device as a first one does."""
+    """No slot is held by a lane, a view or a step that is over, and the backend is told when all of them are gone: the
+    next plan finds the device as a first one does."""
     model = shared.fresh()
     model.megacompile.replan(resident_state="all", checkpoint_interval=2)
     train_step(model, megacompile.AdamW(model.parameters()))
