@@ -9,20 +9,21 @@ import torch
 from torch import Tensor, nn
 
 from megacompile.config import StreamConfig
+from megacompile.device import compute_device, device_budget
 from megacompile.division import expert_pieces
 from megacompile.errors import MegacompileError, UnsupportedError
 from megacompile.frontend.attention_kernels import fused_kernel
 from megacompile.frontend.capture import CapturedModel, capture
 from megacompile.frontend.layers import Layers
 from megacompile.handle import Handle
+from megacompile.host_needs import check_host_first
 from megacompile.lease import refuse_hooks
 from megacompile.locked import spend_locked_memory
 from megacompile.optim import check_unclaimed, claim
 from megacompile.passes.template import Target
-from megacompile.room import device_budget
 from megacompile.runtime.cuda import CudaBackend
 from megacompile.runtime.lanes import Backend
-from megacompile.runtime.store import Store
+from megacompile.runtime.store import Store, available_host_bytes
 from megacompile.runtime.threads import ThreadBackend
 from megacompile.sizes import parse_bytes
 from megacompile.streamed import Streamed
@@ -59,10 +60,12 @@ def attach(model: M, fill: Callable[[nn.Module, Tiling], Store], config: StreamC
            example: Mapping[str, Tensor] | None) -> M:
     """`stream`, of a model whose weights may yet be nowhere: `fill` makes the tiles and points the model's parameters there."""
     backend = make_backend(config.device)
+    there = available_host_bytes()
+    check_host_first(model, layers, config, min(there, parse_bytes(config.host_memory) or there))
     device_bytes = device_budget(config, backend.free_bytes())
     captured, tiling = analyse(model, config, backend.device.type, layers, example, fused_kernel(backend.device), device_bytes)
     check_host_memory(tiling, parse_bytes(config.host_memory))
-    check_device_memory(tiling, parse_bytes(config.device_memory) or backend.free_bytes())
+    check_device_memory(tiling, device_bytes)
     spend_locked_memory(captured, tiling, parse_bytes(config.locked_memory), config.gradient_slabs)
     streamed = Streamed(model, captured, tiling, fill(model, tiling), backend, config)
     claim(streamed)
@@ -80,8 +83,8 @@ def check_module(model: Any) -> None:
 
 
 def make_backend(device: str | torch.device | None) -> Backend:
-    chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    return CudaBackend(chosen.index or 0) if chosen.type == "cuda" else ThreadBackend()
+    chosen = compute_device(device)
+    return CudaBackend(chosen.index) if chosen.type == "cuda" else ThreadBackend()
 
 
 def analyse(model: nn.Module, config: StreamConfig, device_type: str, layers: Layers | None,

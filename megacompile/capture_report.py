@@ -5,16 +5,17 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
 from tabulate import tabulate
 from torch import Tensor, nn
 
 from megacompile.api import analyse, check_module
 from megacompile.config import StreamConfig
+from megacompile.device import compute_device, device_budget, free_device_bytes
+from megacompile.frontend.attention_kernels import fused_kernel
 from megacompile.frontend.capture import CapturedModel
 from megacompile.frontend.layers import Layers, stack_candidates
 from megacompile.frontend.template import Call, Template
-from megacompile.sizes import format_bytes, parse_bytes
+from megacompile.sizes import format_bytes
 from megacompile.streamed_module import StreamedModule
 from megacompile.tiling import Tiling
 
@@ -31,9 +32,9 @@ def explain_capture(model: nn.Module, *, layers: Layers | None = None, example: 
         streamed = model.megacompile.streamed
         return report(model, streamed.captured, streamed.tiling)
     config = StreamConfig.of(**options)
-    device = torch.device(config.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    return report(model, *analyse(model, config, device.type, layers, example,
-                                  device_bytes=parse_bytes(config.device_memory)))
+    device = compute_device(config.device)
+    return report(model, *analyse(model, config, device.type, layers, example, fused_kernel(device),
+                                  device_budget(config, free_device_bytes(device))))
 
 
 def report(model: nn.Module, captured: CapturedModel, tiling: Tiling) -> str:

@@ -18,6 +18,7 @@ from typer.core import TyperGroup
 from megacompile import __version__
 from megacompile.errors import ArgumentError, LaneError, MegacompileError
 from megacompile.finetuning.settings import Settings, read_defaults
+from megacompile.lora import Lora
 from megacompile.options import Device, Knobs, Model, Planning, with_options
 
 EXIT_FAILED = 1
@@ -93,6 +94,7 @@ def train(
 def inspect(
     model: Model,
     planning: Planning,
+    lora: Lora,
     knobs: Knobs,
     stage: Annotated[str | None, typer.Option(help="Show what this pass made; else the last stage.")] = None,
     section: Annotated[str | None, typer.Option(help="Show one section, such as forward, backward or update.")] = None,
@@ -122,7 +124,7 @@ def inspect(
         pictures.check(picture)
     if fold is None:
         fold = _terminal() or any((section, layers, diff))
-    compiled = planning.schedule(model, knobs)
+    compiled = planning.schedule(model, knobs, lora)
     stages = compiled.stages
     if trace is not None or picture is not None:
         simulated = {"simulated": compiled.simulate()}
@@ -178,13 +180,14 @@ def verify(
 def plan(
     model: Model,
     planning: Planning,
+    lora: Lora,
     knobs: Knobs,
 ) -> None:
     """Predict whether a model fits, how fast a step is and what binds, for the plan that would be chosen and those beside it.
 
     Loads no weights, trains nothing, and needs no GPU to plan for one. Exit code 1 if the model does not fit.
     """
-    found = planning.schedule(model, knobs).outlook()
+    found = planning.schedule(model, knobs, lora).outlook()
     print(found.text())
     if not found.fits:
         raise typer.Exit(EXIT_FAILED)

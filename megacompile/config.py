@@ -63,7 +63,9 @@ class StreamConfig:
         deferred_moments: whether the host updates the weights of all tiles first, which the next forward waits for, and their
             moments beside it: 36 bytes of memory traffic a parameter instead of 26, 18 of them waited for; None: where that
             makes a step faster. Updates at the end of a step only.
-        weight_slots, gradient_slots, gradient_slabs: sizes of the pools.
+        weight_slots, gradient_slots: how many device buffers layers' weights, and their gradients, take turns in; None: two, so
+            that copies run beside compute (more weights where `checkpoint_interval` asks for them), or one where nothing else
+            fits. gradient_slabs: how many page-locked buffers gradients that are added to others pass through.
         expert_pieces: into how many calls a layer's routed experts are divided, each with tiles of its own, so that a slot
             holds a piece and not a layer; None: one, unless half of the device cannot hold the layers under way.
             Then `checkpoint_interval` and `saved_layers` count calls, of which such a layer has one more than pieces.
@@ -97,7 +99,7 @@ class StreamConfig:
     deferred_moments: bool | None = None
     weight_slots: int | None = None
     expert_pieces: int | None = None
-    gradient_slots: int = 2
+    gradient_slots: int | None = None
     gradient_slabs: int = 12
     passes: tuple[Any, ...] = PIPELINE
     template_passes: tuple[Any, ...] = TEMPLATE_PIPELINE

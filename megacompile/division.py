@@ -41,4 +41,4 @@ def _pieces(experts: Any, config: StreamConfig, device_bytes: int) -> int:
 def _bytes_on_device(parameter: torch.Tensor, config: StreamConfig, slots: int) -> int:
     """Of one parameter: in all slots of its weights and gradients, and its gradient's FP32 sum."""
     size = (config.dtype or parameter.dtype).itemsize
-    return parameter.numel() * (slots * size + (config.gradient_slots * size + 4) * parameter.requires_grad)
+    return parameter.numel() * (slots * size + ((config.gradient_slots or 2) * size + 4) * parameter.requires_grad)

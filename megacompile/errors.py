@@ -67,6 +67,14 @@ class InsufficientMemoryError(MegacompileError):
     """Host or device memory does not hold what the plan needs; the message gives bytes needed and available."""
 
 
+class NoFittingPlanError(InsufficientMemoryError):
+    """No plan fits. Attribute: `need`, the bytes of device memory that the plan which needs least would take."""
+
+    def __init__(self, message: str, need: int) -> None:
+        super().__init__(message)
+        self.need = need
+
+
 class DeviceUnavailableError(MegacompileError):
     """A device was asked for (CUDA, CuPy) that this machine does not have."""
 

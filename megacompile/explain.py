@@ -104,7 +104,10 @@ class Outlook:
         hardware = planner.pace.durations.hardware
         parameters = sum(layout.parameters for layout in planner.tiling.layouts.values())
         operations = planner.tiling.operations(planner.captured.calls) * plan.batch * plan.length
-        lines = [f"{plan.batch} x {plan.length} tokens a step, {parameters:,} parameters",
+        trained = sum(layout.parameters for layout in planner.tiling.layouts.values() if layout.trainable)
+        frozen = f", {trained:,} of them trained" if trained < parameters else ""
+        update = ", updates on arrival of gradients" if plan.update == "arrival" else ""
+        lines = [f"{plan.batch} x {plan.length} tokens a step{update}, {parameters:,} parameters{frozen}",
                  f"rates of {hardware.name}: {hardware.source}", "",
                  _verdict("device", chosen.device_bytes, planner.device_bytes),
                  _verdict("host", self.host_needed, self.host_budget)]
@@ -113,6 +116,9 @@ class Outlook:
             lines += [f"speed: {step.step_s:.3f} s a step, {plan.batch * plan.length / step.step_s:,.0f} tokens/s, "
                       f"{operations / step.step_s / 1e12:.3g} TFLOPS; {step.binds} binds "
                       f"({step.critical_s[step.binds] / step.step_s:.0%} of the step)"]
+        slots = {"weights": plan.weight_slots, "gradients": plan.gradient_slots}
+        if single := [name for name, count in slots.items() if count == 1]:
+            lines += [f"slots: one of {' and one of '.join(single)}, for want of device memory: some copies wait for compute"]
         lines += [f"largest batch: {self.largest_batch}{' or more' * (self.largest_batch == MOST_SEQUENCES)} sequences of "
                   f"{plan.length} tokens fit the device", "",
                   _host_table(self.host_parts, parameters), ""]

@@ -15,6 +15,7 @@ from megacompile.adapters import AdapterStates
 from megacompile.batch import batch_types
 from megacompile.binding import Binder
 from megacompile.config import StreamConfig
+from megacompile.device import device_budget
 from megacompile.errors import CaptureError, UnsupportedError
 from megacompile.frontend.adapters import forward_signature
 from megacompile.frontend.capture import CapturedModel
@@ -24,7 +25,7 @@ from megacompile.hardware import Hardware
 from megacompile.pace import pace_of
 from megacompile.plan import PLAIN, Form
 from megacompile.planner import Planner
-from megacompile.room import device_budget, margins
+from megacompile.room import margins
 from megacompile.runtime.lanes import Backend
 from megacompile.sizes import parse_bytes
 from megacompile.tiling import Tiling

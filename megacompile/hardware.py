@@ -132,13 +132,24 @@ class Hardware:
     # ---------------------------------------------------------------- finding and keeping
     @classmethod
     def find(cls, name: str | Path) -> Hardware:
-        """A profile by name, or a JSON file. Raises `ArgumentError`, naming the profiles there are."""
+        """A profile by name ("rtx4090", "RTX 4090", "4090", "A100-80GB"), or a JSON file. Raises `ArgumentError`, naming the
+        profiles there are, or those that a name may stand for."""
+        if os.path.isfile(name):  # unlike Path.is_file, no error for a name that no file can have
+            return cls.load(Path(name))
         known = {path.stem: path for path in sorted(PROFILES.glob("*.json"))}
-        path = known.get(str(name), Path(name))
-        if not os.path.isfile(path):  # unlike Path.is_file, no error for a name that no file can have
+        short, size = _plain(str(name), known)
+        meant = [stem for stem in known if short == stem] or [stem for stem in known if short and short in _parts(stem)]
+        if len(meant) > 1:
+            raise ArgumentError(f"{shortened(str(name))!r} may be {' or '.join(meant)}: give one of them")
+        if not meant or not any(map(str.isdigit, short)):
             raise ArgumentError(f"there is no hardware {shortened(str(name))!r}: give one of {', '.join(known)}, or a file "
                                 "that megacompile calibrate --output has written")
-        return cls.load(path)
+        found = cls.load(known[meant[0]])
+        if size is not None and abs(size - found.device_memory / 2**30) > 0.1 * size:
+            profile = f"the profile {meant[0]} {found.device_memory / 2**30:.0f} GiB"
+            raise ArgumentError(f"{shortened(str(name))!r} has {size} GB and {profile}: give {meant[0]}, and "
+                                f"device_memory='{size}GB' (--device-memory {size}GB)")
+        return found
 
     @classmethod
     def here(cls, device: str | torch.device | None = None) -> Hardware:
@@ -181,6 +192,26 @@ class Hardware:
             replace_file(path, [json.dumps(dataclasses.asdict(self), indent=1).encode() + b"\n"])
         except OSError as error:
             raise ArgumentError(f"{path} cannot be written ({error.strerror}): give another file") from error
+
+
+#: What names of cards have beside the card's own.
+_MAKERS = re.compile(r"nvidia|geforce|tesla|sxm\d?|pcie|hbm\d?e?")
+
+
+def _plain(name: str, known: Collection[str]) -> tuple[str, int | None]:
+    """A name without case, separators, maker and kind of socket; and the memory that it says, in GB: "NVIDIA A100-SXM4-80GB" is
+    "a100" with 80."""
+    plain = _MAKERS.sub("", re.sub(r"[^a-z0-9]", "", name.lower()))
+    for stem in known:
+        for part in _parts(stem):
+            if match := re.fullmatch(rf"{part}(\d{{2,3}})gb?", plain):
+                return part, int(match[1])
+    return plain, None
+
+
+def _parts(stem: str) -> list[str]:
+    """A profile's name, and what of it people say alone: its letters, its number."""
+    return [stem, *(part for part in re.split(r"(?<=[a-z])(?=\d)", stem) if part != stem)]
 
 
 def device_name(device: str | torch.device | None = None) -> tuple[str, str]:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 import typer
 
 from megacompile.limits import LARGEST
+from megacompile.lora import Lora
 
 if TYPE_CHECKING:
     import torch
@@ -107,22 +108,31 @@ class Planning:
     batch: Batch = 8
     length: Length = 512
     update: Annotated[Update, typer.Option(
-        help="Update tiles at the end of a step, or each on arrival of its gradients in the backward.")] = Update.STEP
+        help="Update tiles at the end of a step, or each on arrival of its gradients in the backward, as "
+             "AdamW(overlap='backward') does: in a loop, and with --train-step.")] = Update.STEP
     train_step: Annotated[bool, typer.Option(
         "--train-step",
         help="A step as one program, as train_step runs it; else forward, backward and step of a loop.")] = False
     hardware: Annotated[str | None, typer.Option(
-        help="A profile (h200, a100, rtx3090, ...) or a file of calibrate; else this machine with its GPU, or "
+        help="A profile (h200, a100, 4090, ...) or a file of calibrate; else this machine with its GPU, or "
              f"{DEFAULT_HARDWARE} where there is none.")] = None
     dtype: ModelDType = DType.AUTO
+    frozen_layers: Annotated[int, typer.Option(
+        min=0, help="How many layers, from the lowest, are frozen, and the embeddings with them.")] = 0
 
-    def schedule(self, model: str, knobs: Knobs) -> Schedule:
+    def schedule(self, model: str, knobs: Knobs, lora: Lora) -> Schedule:
         """Loads no weights. Raises what `megacompile.schedule` raises, and `ArgumentError` where there is no such model."""
         import torch
 
         from megacompile import training
+        from megacompile.frozen import freeze_lowest, with_adapter
         from megacompile.scheduling import schedule
+
+        lora.check()
         loaded = training.load_model(model, dtype=self.dtype.resolve(), meta=True)
+        freeze_lowest(loaded, self.frozen_layers)
+        if (adapter := lora.config()) is not None:
+            loaded = with_adapter(loaded, adapter)
         here = knobs.device is not None or torch.cuda.is_available()
         hardware = self.hardware or (None if here else DEFAULT_HARDWARE)
         return schedule(loaded, batch=self.batch, length=self.length, update=self.update.value,

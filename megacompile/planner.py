@@ -5,7 +5,9 @@ is fastest when simulated.
 K = 1 is the fastest where it fits: its backward drops the layer's last GEMM from the recompute. A larger K keeps fewer
 checkpoints and pays with the residuals of K - 1 layers of one micro-batch. Where no K fits, checkpoints wait in host memory, as
 few as need to. Where not even a micro-batch of one sequence fits then, its tokens are computed in chunks, as large as fit, with
-checkpoints on the device or else on the host: attention alone needs all tokens at once.
+checkpoints on the device or else on the host: attention alone needs all tokens at once. Where nothing of this fits, gradients
+have one slot, which costs little (a backward computes while the slot is sent home), and then weights too, which costs more: no
+layer's weights arrive while another is computed.
 """
 from __future__ import annotations
 
@@ -14,9 +16,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from megacompile.errors import InsufficientMemoryError
+from megacompile.errors import InsufficientMemoryError, NoFittingPlanError
 from megacompile.pace import Pace
 from megacompile.plan import Plan, split
+from megacompile.remedies import explained
 from megacompile.room import Room
 from megacompile.visits import most_helpful_visits, named_visits
 
@@ -50,22 +53,48 @@ class Planner(Room):
             chosen = other.choose(batch, length, training, update, whole_step, output)
             self.stateful = other.stateful
             return chosen
+        refusals: list[NoFittingPlanError] = []
+        for planner in self._with_fewer_slots():
+            try:
+                chosen = planner._chosen(batch, length, training, update, whole_step)
+            except NoFittingPlanError as error:
+                refusals.append(error)
+                continue
+            if training or self.stateful is not None:
+                self.stateful = chosen.resident_state
+            return chosen
+        raise explained(self, batch, length, training, min(refusals, key=lambda error: error.need))
+
+    def _with_fewer_slots(self) -> Iterator[Planner]:
+        """This planner, and others for where it finds no plan: with one gradient slot, then with as few weight slots as blocks
+        have layers. Slots that the user has named stay."""
+        yield self
+        lean = replace(self, config=replace(self.config, gradient_slots=self.config.gradient_slots or 1))
+        if self.config.gradient_slots is None:
+            yield lean
+        if self.config.weight_slots is None:
+            interval = self.config.checkpoint_interval or 1
+            yield replace(lean, config=replace(lean.config, weight_slots=interval, checkpoint_interval=interval))
+
+    def holds(self, batch: int, length: int) -> bool:
+        """Whether a training step fits, under any of the plans that are tried."""
+        planners = [planner._with_state(0) for planner in self._with_fewer_slots()]
+        return any(planner.fits(plan) for planner in reversed(planners)
+                   for plan in reversed([*planner._candidates(batch, length)]))
+
+    def _chosen(self, batch: int, length: int, training: bool, update: str, whole_step: bool) -> Plan:
         counts = self._state_counts(training)
         if self.pace is None or not training or not self.keep_residuals:
             for count in counts:  # the most that fits
                 try:
                     planner = self._with_state(count)
-                    chosen = (planner.plan_step(batch, length, update) if whole_step
-                              else planner.plan(batch, length, training, update))
-                    break
+                    return (planner.plan_step(batch, length, update) if whole_step
+                            else planner.plan(batch, length, training, update))
                 except InsufficientMemoryError:
                     if count == counts[-1]:
                         raise
-        else:
-            chosen = self._fastest(batch, length, update, whole_step, counts, self.pace)
-        if training or self.stateful is not None:
-            self.stateful = chosen.resident_state
-        return chosen
+        assert self.pace is not None, "some number of tiles was tried, and all of them were refused"
+        return self._fastest(batch, length, update, whole_step, counts, self.pace)
 
     def _fastest(self, batch: int, length: int, update: str, whole_step: bool, counts: Sequence[int], pace: Pace) -> Plan:
         """Simulates plans, those first that may be the fastest, as long as one may yet be faster than the best so far: with a
@@ -150,10 +179,8 @@ class Planner(Room):
     def largest_batch(self, length: int) -> int:
         """The most sequences of which a training step fits, under any of the plans that are considered; 0 if none does, and
         `MOST_SEQUENCES` at most."""
-        planner = self._with_state(0)
-
         def too_large(batch: int) -> bool:
-            return not any(planner.fits(plan) for plan in reversed([*planner._candidates(batch, length)]))
+            return not self.holds(batch, length)
 
         limit = 1
         while limit <= MOST_SEQUENCES and not too_large(limit):
@@ -196,7 +223,7 @@ class Planner(Room):
         slots = config.weight_slots or min(len(self.captured.calls) - 2, max(2, interval + 1))
         return Plan(
             batch, length, split(batch, min(size, batch)), interval, min(config.saved_layers or 0, depth), slots,
-            config.gradient_slots, self.resident(), self.resident_state(), locked.tiles, locked.staging_slabs,
+            config.gradient_slots or 2, self.resident(), self.resident_state(), locked.tiles, locked.staging_slabs,
             locked.gradient_slabs, update=update, token_chunk=chunk, host_checkpoints=wanted, output=self.output,
             visiting_state=self._visiting(update), deferred_moments=config.defers(update), residuals=config.residuals or "all")
 

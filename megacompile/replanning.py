@@ -4,8 +4,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from megacompile.device import device_budget
 from megacompile.errors import MegacompileError
-from megacompile.room import device_budget
 from megacompile.streamed import Streamed
 
 #: The options of `stream` that plans alone know. Others have made the tiles, the kernels or the lanes.
@@ -36,6 +36,7 @@ def replan(streamed: Streamed, **options: Any) -> None:
     streamed.arena.close()
     streamed.checkpoints.close()
     streamed.store.drop_sums()
+    streamed.backend.trim()
     streamed.shapes.note_budget()
     budget = device_budget(config, streamed.backend.free_bytes())
     streamed.config = config

@@ -34,7 +34,7 @@ class Residency:
         if self.shape is not None and self._tiles(self.shape) != self._tiles(shape):
             self.leave()
         if self.shape is None:  # nothing is there; slots that another plan had would be in the way
-            kept = {slot for slot in (*shape.program.slots, *self._awaited()) if stays(slot)}
+            kept = {slot for slot in (*shape.program.slots, *self.awaited()) if stays(slot)}
             for slot in [s for s in self.streamed.arena.slots if stays(s) and s not in kept]:
                 self.streamed.arena.forget(slot)
         self._lock_visiting(shape)
@@ -46,10 +46,20 @@ class Residency:
             self._run(shape, "load")
         self.shape = shape
 
-    def _awaited(self) -> Iterable[str]:
+    def awaited(self) -> Iterable[str]:
         """Slots of a step whose update has failed and may yet be completed: a whole step has gradients nowhere else."""
         trained = self.streamed.trained
         return trained.program.slots if trained is not None and self.streamed.unfinished is not None else ()
+
+    def surplus(self, shape: CompiledShape) -> list[str]:
+        """Device slots that other shapes have left, or have made larger, if the budget does not hold them beside this shape."""
+        arena, planner, own = self.streamed.arena, self.streamed.planner, shape.program.slots
+        more = {name: memory.numel() - (own[name].bytes if name in own else 0) for name, memory in arena.slots.items()
+                if not arena.is_slab(name)}
+        found = {name: size for name, size in more.items() if size > 0}
+        if not found or shape.estimate.total + planner.margin_bytes + sum(found.values()) <= planner.device_bytes:
+            return []
+        return [name for name in found if name not in self.awaited()]
 
     def _lock_visiting(self, shape: CompiledShape) -> None:
         """Optimizer state that visits the device is page-locked, once there is any, unless the user has limited that; copies of

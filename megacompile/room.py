@@ -6,21 +6,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from megacompile.config import StreamConfig
-from megacompile.errors import InsufficientMemoryError
+from megacompile.errors import NoFittingPlanError
 from megacompile.frontend.capture import CapturedModel
 from megacompile.locked import LockedMemory, spend_locked_memory
 from megacompile.memory import Estimate, evaluation_bytes, host_parts, training_bytes
 from megacompile.plan import Plan
-from megacompile.sizes import format_bytes, parse_bytes
+from megacompile.sizes import format_bytes
 from megacompile.tiling import HOST_MARGIN_BYTES, Tiling
 
 #: Device memory that no estimate knows: workspaces of cuBLAS, kernels that are loaded.
 MARGIN_BYTES = 1 << 29
-
-
-def device_budget(config: StreamConfig, free_bytes: int) -> int:
-    """Bytes of device memory that plans may take: as many as were given, or nearly all that are free."""
-    return parse_bytes(config.device_memory) or int(free_bytes * 0.95)
 
 
 def margins(device_type: str) -> tuple[int, bool]:
@@ -83,20 +78,22 @@ class Room:
         """Device bytes of a training step (or of an evaluation) under a plan, less the margin."""
         return (training_bytes if training else evaluation_bytes)(self.captured, self.tiling, plan, self.fused)
 
-    def too_small(self, batch: int, length: int, need: int, plan: Plan) -> InsufficientMemoryError:
+    def too_small(self, batch: int, length: int, need: int, plan: Plan) -> NoFittingPlanError:
         """What to raise where the plan that needs least, `need` bytes of the device, does not fit it or the host."""
         if need <= self.device_bytes:
             parts = " and ".join(f"{format_bytes(count)} of {what}" for what, count in self.host_parts(plan).items() if count)
-            return InsufficientMemoryError(
+            return NoFittingPlanError(
                 f"a batch of {batch} x {length} needs {parts} in host memory, and {format_bytes(self.host_room)} are left "
-                "beside the tiles: use fewer or shorter sequences, or a larger host_memory")
-        return InsufficientMemoryError(
+                "beside the tiles: use fewer or shorter sequences, or a larger host_memory", need)
+        slots = {"weight_slots": plan.weight_slots, "gradient_slots": plan.gradient_slots}
+        single = "".join(f", {name}=1" for name, count in slots.items() if count == 1)
+        return NoFittingPlanError(
             f"a batch of {batch} x {length} needs {format_bytes(need)} of device memory (micro-batches of "
             f"{plan.micro_batches[0]}, checkpoint_interval={plan.checkpoint_interval}"
             f"{f', token_chunk={plan.token_chunk}' if plan.token_chunk else ''}"
-            f"{f', host_checkpoints={plan.host_checkpoints}' if plan.host_checkpoints else ''}) and "
+            f"{f', host_checkpoints={plan.host_checkpoints}' if plan.host_checkpoints else ''}{single}) and "
             f"{format_bytes(self.device_bytes)} are available{self._others()}: use fewer or shorter sequences, or a larger "
-            f"device_memory{self._averaging()}")
+            f"device_memory{self._averaging()}", need)
 
     def _averaging(self) -> str:
         """What else helps where a batch is split at the user's wish alone."""

@@ -11,14 +11,16 @@ from torch import Tensor, nn
 
 from megacompile.api import analyse, check_module
 from megacompile.config import StreamConfig
+from megacompile.device import compute_device, device_budget, free_device_bytes
 from megacompile.durations import Durations
 from megacompile.errors import MegacompileError, UnsupportedError
 from megacompile.explain import Outlook, outlook
 from megacompile.frontend.attention_kernels import fused_kernel
 from megacompile.frontend.capture import CapturedModel
-from megacompile.frontend.layers import Layers
+from megacompile.frontend.layers import Layers, find_layers
 from megacompile.frontend.template import Template
 from megacompile.hardware import Hardware
+from megacompile.host_needs import check_host_first, host_too_small
 from megacompile.limits import check_whole
 from megacompile.lowering import model_program
 from megacompile.pace import pace_of
@@ -28,9 +30,10 @@ from megacompile.planner import Planner
 from megacompile.program import Program
 from megacompile.room import margins
 from megacompile.runtime.store import available_host_bytes
+from megacompile.shapes import planned_and_not_taken
 from megacompile.simulate import Timeline
 from megacompile.sizes import parse_bytes
-from megacompile.tiling import Tiling
+from megacompile.tiling import HOST_MARGIN_BYTES, Tiling
 
 
 @dataclass(frozen=True)
@@ -110,19 +113,24 @@ def schedule(model: nn.Module, *, batch: int, length: int, layers: Layers | None
     config = StreamConfig.of(**options)
     if isinstance(hardware, str | Path):
         hardware = Hardware.find(hardware)
-    default = hardware.device_type if hardware is not None else "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(config.device or default)
+    device = compute_device(config.device, hardware)
     device_type = device.type
-    budget = parse_bytes(config.device_memory) or _default_budget(device_type, hardware)
+    there = parse_bytes(config.host_memory) or (hardware.host_memory if hardware is not None else available_host_bytes())
+    check_host_first(model, layers, config, there)
+    budget = device_budget(config, free_device_bytes(device, hardware))
     captured, tiling = analyse(model, config, device_type, layers, example,
                                hardware.fused_attention if hardware is not None else fused_kernel(device), budget)
     if not tiling.trains:
         raise UnsupportedError(f"no parameter of {type(model).__name__} is trained, so that there is no training step to plan: "
                                "leave some requires_grad=True")
     fused = config.compile if config.compile is not None else device_type == "cuda"
-    there = hardware.host_memory if hardware is not None else available_host_bytes()
+    if tiling.host_bytes() + HOST_MARGIN_BYTES > there:
+        raise host_too_small(model, find_layers(model, layers), config, tiling.host_bytes(), there)
     planner = Planner(captured, tiling, config, budget, parse_bytes(config.locked_memory), *margins(device_type), fused=fused,
-                      host_bytes=parse_bytes(config.host_memory) or there, output=captured.main_output)
+                      host_bytes=there, output=captured.main_output)
+    if hardware is None and config.device_memory is None:
+        others = planned_and_not_taken(device)
+        planner.taken_bytes = lambda: others
     planner.pace = pace_of(captured, tiling, hardware or Hardware.known(device), fused, config.passes)
     if whole_step and not captured.has_loss:
         raise UnsupportedError(f"{type(model).__name__} has no loss, and a whole step needs one: leave whole_step out, or give "
@@ -132,11 +140,3 @@ def schedule(model: nn.Module, *, batch: int, length: int, layers: Layers | None
                             labels=captured.has_loss, whole_step=whole_step, differentiable=not captured.has_loss)
     compiled = compile_program(program, plan, config.passes)
     return Schedule(captured, tiling, plan, compiled.stages, compiled.log, planner, device, hardware)
-
-
-def _default_budget(device_type: str, hardware: Hardware | None) -> int:
-    if hardware is not None and hardware.device_type == device_type:
-        return int(hardware.device_memory * 0.95)  # what `stream` takes of a device that is free
-    if device_type == "cuda" and torch.cuda.is_available():
-        return torch.cuda.mem_get_info()[0]
-    return available_host_bytes()

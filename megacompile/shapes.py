@@ -6,6 +6,8 @@ import weakref
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
+import torch
+
 from megacompile.errors import UnsupportedError
 from megacompile.forms import Forms
 from megacompile.frontend.heads import LOGITS
@@ -23,6 +25,11 @@ MAX_SHAPES = 32
 
 #: Those of all models that are streamed now: models on one device share its memory.
 _live: weakref.WeakSet[Shapes] = weakref.WeakSet()
+
+
+def planned_and_not_taken(device: torch.device) -> int:
+    """Device bytes that the models streamed to a device have planned, and that are still free: all but their slots."""
+    return sum(s.planned - s.slot_bytes for s in _live if s.binder.device == device)
 
 
 @dataclass(eq=False)

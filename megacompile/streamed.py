@@ -102,9 +102,12 @@ class Streamed:
                 f"{format_bytes(held)}: run backward (or drop the loss) before the next forward, or give more device_memory")
 
     def _reserve(self, shape: CompiledShape, *sections: str) -> None:
-        wanted = shape.slots(*sections)
-        if any(s not in self.arena.slots or self.arena.slots[s].numel() < slot.bytes for s, slot in wanted.items()):
+        """Slots for these sections are there, and none of other shapes that would be over the budget beside this one."""
+        wanted, surplus = shape.slots(*sections), self.residency.surplus(shape)
+        if surplus or any(s not in self.arena.slots or self.arena.slots[s].numel() < slot.bytes for s, slot in wanted.items()):
             self.residency.leave()
+            for slot in surplus:
+                self.arena.forget(slot)
             self.arena.reserve(wanted)
 
     # ---------------------------------------------------------------- running sections

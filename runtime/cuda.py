@@ -29,6 +29,13 @@ def expandable_segments() -> None:
         torch.cuda.memory._set_allocator_settings("expandable_segments:True")
 
 
+def free_bytes(device: torch.device) -> int:
+    """Memory of a CUDA device that this process could have now: what is free, and what PyTorch's allocator keeps unused."""
+    gc.collect()
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
 #: Lanes whose work is queued on the device. The lane cpu has a stream as well, for copies that it waits for.
 _QUEUES = (Lane.COMPUTE, Lane.H2D, Lane.D2H)
 #: Sets of streams that no backend uses, by device. Streams are never destroyed: PyTorch's allocator records an event on
@@ -162,7 +169,12 @@ class CudaBackend:
     def peak_bytes(self) -> int:
         return torch.cuda.max_memory_reserved(self.device)
 
+    def trim(self) -> None:
+        # A workspace of cuBLAS stays where the first product has put it, amid the slots and activations of that plan. The next
+        # plan's would have to go around it, and leave holes that count as reserved.
+        torch._C._cuda_clearCublasWorkspaces()
+        with torch.cuda.device(self.device):
+            torch.cuda.empty_cache()
+
     def free_bytes(self) -> int:
-        gc.collect()
-        free, _ = torch.cuda.mem_get_info(self.device)
-        return free + torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        return free_bytes(self.device)

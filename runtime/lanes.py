@@ -71,5 +71,9 @@ class Backend(Protocol):
     def peak_bytes(self) -> int:
         """Most device memory ever reserved, in bytes; 0 where the device is the host."""
 
+    def trim(self) -> None:
+        """Gives the device what was freed and is kept for later, with what libraries keep beside it: they make it anew. The
+        lanes are at rest."""
+
     def free_bytes(self) -> int:
         """Device memory that could be had now, in bytes."""

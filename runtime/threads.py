@@ -79,5 +79,8 @@ class ThreadBackend:
     def peak_bytes(self) -> int:
         return 0
 
+    def trim(self) -> None:
+        pass  # nothing is kept
+
     def free_bytes(self) -> int:
         return available_host_bytes()

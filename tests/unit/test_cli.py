@@ -249,13 +249,41 @@ def test_a_model_that_does_not_exist_is_refused_in_a_line(command: str, name: st
     assert result.stderr.startswith(f"megacompile: there is no model '{name}' here") and result.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize(("memory", "code", "verdict"), [("64GiB", 0, "fits"), ("1GiB", 1, "does not fit")])
-def test_plan_says_whether_the_host_holds_it(config: Path, memory: str, code: int, verdict: str) -> None:
-    result = megacompile_command("plan", config, "--batch", 4, "--length", 16, "--hardware", "rtx3090",
-                                 "--device-memory", "8GiB", "--host-memory", memory)
-    assert result.exit_code == code, result.output
-    assert re.search(rf"^host: {verdict}, ", result.output, re.MULTILINE) and "of 8.00 GiB" in result.output
+def test_plan_says_whether_the_host_holds_it(config: Path) -> None:
+    plan = ("plan", config, "--batch", 4, "--length", 16, "--hardware", "RTX 3090", "--device-memory", "8GiB", "--host-memory")
+    refused = megacompile_command(*plan, "1GiB")
+    assert refused.exit_code == 1
+    assert re.match(r"megacompile: training \w+ takes .* and 1.00 GiB are available: ", refused.stderr)
+    result = megacompile_command(*plan, "64GiB")
+    assert result.exit_code == 0, result.output
+    assert re.search(r"^host: fits, ", result.output, re.MULTILINE) and "of 8.00 GiB" in result.output
     assert re.search(r"^(moments +\S+ +8\.\d\d)$", result.output, re.MULTILINE)
+
+
+@pytest.mark.parametrize(("more", "said"), [
+    (("--lora", "--lora-rank", 4, "--lora-targets", "q_proj,v_proj"), r"parameters, [\d,]+ of them trained"),
+    (("--frozen-layers", 2, "--update", "arrival"), r"updates on arrival of gradients, .* parameters, [\d,]+ of them trained")])
+def test_plan_knows_adapters_frozen_layers_and_updates_on_arrival(config: Path, more: tuple[object, ...], said: str) -> None:
+    plan = ("plan", config, "--batch", 4, "--length", 16, "--hardware", "4090")
+    whole, less = megacompile_command(*plan), megacompile_command(*plan, *more)
+    assert less.exit_code == 0, less.output
+    assert re.search(said, less.output) and not re.search(said, whole.output)
+    moments = [re.search(r"^moments +\S+ +(\S+)$", each.output, re.MULTILINE) for each in (whole, less)]
+    assert moments[0] is not None and moments[1] is not None and float(moments[1][1]) < float(moments[0][1])
+
+
+def test_inspect_shows_what_is_frozen_and_an_adapter_s_program(config: Path) -> None:
+    frozen, adapted = inspect(config, "--frozen-layers", 2), inspect(config, "--lora", "--lora-rank", 4)
+    assert frozen.exit_code == adapted.exit_code == 0, frozen.output + adapted.output
+    assert 'offload("model.layers.2"' in frozen.output and 'offload("model.layers.1"' not in frozen.output
+    assert "layers.0.frozen" in adapted.output
+
+
+@pytest.mark.parametrize(("more", "said"), [
+    (("--frozen-layers", 99), "99 layers cannot be frozen: "), (("--lora-rank", 4), "--lora-rank needs --lora: ")])
+def test_plan_refuses_what_cannot_be_frozen_or_adapted(config: Path, more: tuple[object, ...], said: str) -> None:
+    result = megacompile_command("plan", config, "--hardware", "h200", *more)
+    assert result.exit_code == 2 and result.stderr.startswith(f"megacompile: {said}")
 
 
 def test_plan_predicts_a_step_on_hardware_that_is_not_there(config: Path) -> None:

@@ -16,7 +16,7 @@ import torch
 import megacompile
 from megacompile import calibrate
 from megacompile import hardware as module
-from megacompile.errors import InsufficientMemoryError, MegacompileError
+from megacompile.errors import ArgumentError, InsufficientMemoryError, MegacompileError
 from megacompile.explain import candidates
 from megacompile.hardware import PROFILES, Hardware, cache_path
 from megacompile.planner import MOST_SEQUENCES, WORTH
@@ -80,6 +80,25 @@ def test_newer_cards_are_faster() -> None:
 def test_an_unknown_profile_is_refused_with_those_there_are() -> None:
     with pytest.raises(MegacompileError, match=r"no hardware 'h2000'.*a100.*h200"):
         Hardware.find("h2000")
+
+
+@pytest.mark.parametrize(("name", "profile"), [
+    ("RTX4090", "rtx4090"), ("4090", "rtx4090"), ("rtx-4090", "rtx4090"), ("RTX 4090", "rtx4090"), ("H100", "h100"),
+    ("NVIDIA GeForce RTX 4090", "rtx4090"), ("A100-80GB", "a100"), ("NVIDIA A100-SXM4-80GB", "a100"), ("a100_80g", "a100"),
+    ("NVIDIA H100 80GB HBM3", "h100"), ("H100-PCIe", "h100"), ("3090_24GB", "rtx3090"), ("L40S", "l40s"), ("gb-10", "gb10")])
+def test_a_profile_is_found_by_the_names_that_people_write(name: str, profile: str) -> None:
+    assert Hardware.find(name) == Hardware.find(profile)
+
+
+@pytest.mark.parametrize(("name", "said"), [
+    ("rtx", "'rtx' may be rtx3090 or rtx4090 or rtx5090: give one of them"), ("100", "'100' may be a100 or h100"),
+    ("A100-40GB", "'A100-40GB' has 40 GB and the profile a100 80 GiB: give a100, and device_memory='40GB'"),
+    ("h20", "no hardware 'h20'"), ("L40", "no hardware 'L40'"), ("RTX 4090 Ti", "no hardware"), ("4090D", "no hardware"),
+    ("a", "no hardware 'a'"),
+    ("", "no hardware ''"), ("nvidia", "no hardware 'nvidia'")])
+def test_a_name_of_several_cards_or_of_another_one_is_refused(name: str, said: str) -> None:
+    with pytest.raises(ArgumentError, match=re.escape(said)):
+        Hardware.find(name)
 
 
 def test_a_broken_file_is_refused(tmp_path: Path) -> None:

@@ -5,8 +5,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import tiny_models
 import torch
 from tiny_models import Shared, same_bits, train_step, weights
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import megacompile
 from megacompile.errors import MegacompileError
@@ -55,6 +57,41 @@ def test_what_the_last_plan_took_is_given_back(shared: Shared) -> None:
     assert (after["slot_bytes"], after["checkpoint_bytes"], after["shapes"]) == (0, 0, 0)
     train_step(model, megacompile.AdamW(model.parameters()))
     assert 0 < handle.stats["slot_bytes"] < before["slot_bytes"] and not handle.stats["checkpoint_bytes"]
+
+
+def test_memory_that_the_last_plan_took_goes_back_to_the_device(shared: Shared, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No slot is held by a lane, a view or a step that is over, and the backend is told when all of them are gone: the
+    next plan finds the device as a first one does."""
+    model = shared.fresh()
+    model.megacompile.replan(resident_state="all", checkpoint_interval=2)
+    train_step(model, megacompile.AdamW(model.parameters()))
+    streamed = model.megacompile.streamed
+    slots = {name: StorageWeakRef(slot.untyped_storage()) for name, slot in streamed.arena.slots.items()}
+    held: list[str] = []
+    monkeypatch.setattr(streamed.backend, "trim", lambda: held.extend(
+        ["nothing", *(name for name, slot in slots.items() if not slot.expired())]), raising=False)
+    model.megacompile.replan(resident_state=None, checkpoint_interval=None)
+    assert slots and held == ["nothing"]
+
+
+def test_slots_of_another_shape_are_given_back_where_they_would_be_over_the_budget() -> None:
+    """Those of a large batch, whose blocks are several layers' weights, beside a small batch that needs all there is."""
+    model = megacompile.stream(tiny_models.build(num_hidden_layers=6), device="cpu", micro_batch_size=1)
+    handle, streamed = model.megacompile, model.megacompile.streamed
+    small, *larger = (tiny_models.batch(rows=rows, length=64) for rows in range(24, 30))
+    try:
+        handle.replan(device_memory=handle.compiled(small).estimate.total)
+        least = handle.compiled(small).plan.weight_slots
+        large = next(batch for batch in larger if handle.compiled(batch).plan.weight_slots > least)
+        optimizer = megacompile.AdamW(model.parameters())
+        for batch in (large, small):
+            model(**batch).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            estimate = handle.compiled(batch).estimate
+            assert streamed.arena.device_bytes() + estimate.total - estimate.slots <= streamed.planner.device_bytes
+    finally:
+        handle.close()
 
 
 def test_a_plan_stays_within_the_memory_that_it_is_given_last(shared: Shared) -> None:

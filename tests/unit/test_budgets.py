@@ -1,0 +1,138 @@
+"""What memory plans are made for: one answer for `stream`, `schedule` and `megacompile plan`."""
+from __future__ import annotations
+
+import sys
+import time
+import weakref
+from typing import Any
+
+import pytest
+import tiny_models
+import torch
+
+import megacompile
+from megacompile import shapes
+from megacompile.config import StreamConfig
+from megacompile.device import device_budget
+from megacompile.errors import InsufficientMemoryError
+from megacompile.host_needs import host_bytes
+from megacompile.runtime.cuda import CudaBackend
+from megacompile.runtime.threads import ThreadBackend
+from megacompile.schedule import Schedule
+from megacompile.sizes import format_bytes, parse_bytes
+from megacompile.tiling import HOST_MARGIN_BYTES
+
+GIB = 2**30
+
+
+def pretend_two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two devices with 16 and 40 GiB free, the second the current one; PyTorch keeps 3 GiB of each, 1 of it in use."""
+
+    def index(device: Any) -> int:
+        found = torch.device(device).index if device is not None else None
+        return 1 if found is None else found
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: ((16 * GIB, 40 * GIB)[index(device)], 80 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device=None: 3 * GIB)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device=None: GIB)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: f"card {index(device)}")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
+
+
+def planned(**options: Any) -> Schedule:
+    return megacompile.schedule(tiny_models.build(), batch=2, length=8, **options)
+
+
+@pytest.fixture(scope="module")
+def for_a_gpu() -> Schedule:
+    return planned(hardware="rtx3090")
+
+
+@pytest.mark.parametrize("device", [None, "cuda", "cuda:0", "cuda:1"])
+def test_a_schedule_is_made_for_the_device_and_the_memory_that_stream_would_take(
+        device: str | None, for_a_gpu: Schedule, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["megacompile.schedule"], "analyse", lambda *_: (for_a_gpu.captured, for_a_gpu.tiling))
+    pretend_two_gpus(monkeypatch)
+    backend = CudaBackend.__new__(CudaBackend)  # without CuPy
+    backend.device = torch.device("cuda", torch.device(device or "cuda").index or 0)
+    found = planned(**{"device": device} if device else {})
+    assert found.device == backend.device
+    assert found.planner.device_bytes == device_budget(StreamConfig(), backend.free_bytes())
+
+
+def test_a_schedule_leaves_other_models_on_the_device_what_they_have_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ThreadBackend, "free_bytes", lambda self: 3 * 2**20)
+    monkeypatch.setattr(shapes, "_live", weakref.WeakSet())  # models of other tests
+    first = megacompile.stream(tiny_models.build(), device="cpu")
+    first(**tiny_models.batch())
+    second = megacompile.stream(tiny_models.build(), device="cpu")
+    found, given = (planned(device="cpu", **more) for more in ({}, {"device_memory": "2MiB"}))
+    assert found.planner.taken_bytes() == second.megacompile.streamed.planner.taken_bytes() > 0
+    assert found.plan == second.megacompile.compiled(tiny_models.batch(rows=2, length=8)).plan
+    assert (given.planner.taken_bytes(), given.planner.device_bytes) == (0, 2 * 2**20)
+    assert planned(hardware="rtx3090").planner.taken_bytes() == 0, "another machine"
+    for model in (first, second):
+        model.megacompile.close()
+
+
+# ---- the host comes first --------------------------------------------------------------------------------------------
+
+
+def test_a_model_that_the_host_cannot_hold_is_refused_before_it_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    def traced(*_: Any, **__: Any) -> None:
+        raise AssertionError("traced")
+
+    monkeypatch.setattr(megacompile.api, "capture", traced)
+    for entry in (lambda **more: planned(hardware="rtx3090", **more),
+                  lambda **more: megacompile.stream(tiny_models.build(), **more)):
+        with pytest.raises(InsufficientMemoryError, match=r"training Qwen2ForCausalLM takes .* bytes each\) and 1.00 GiB are"):
+            entry(host_memory="1GiB")
+        with pytest.raises(AssertionError, match="traced"):
+            entry(host_memory="4GiB", device="cpu")
+
+
+def test_what_is_said_to_be_needed_is_what_the_tiles_take(for_a_gpu: Schedule) -> None:
+    model = tiny_models.build()
+    needed, tiles = host_bytes([model], StreamConfig()), for_a_gpu.tiling.host_bytes()
+    assert needed <= tiles <= 1.3 * needed  # each parameter is padded
+    with pytest.raises(InsufficientMemoryError, match=format_bytes(tiles + HOST_MARGIN_BYTES)):
+        megacompile.schedule(model, batch=2, length=8, hardware="rtx3090", host_memory=HOST_MARGIN_BYTES + tiles - 1)
+    assert megacompile.schedule(model, batch=2, length=8, hardware="rtx3090", host_memory=HOST_MARGIN_BYTES + tiles)
+
+
+@pytest.fixture
+def large() -> Any:
+    """80 layers of Llama-70B's shape, without weights."""
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    sizes = {"vocab_size": 128256, "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80,
+             "num_attention_heads": 64, "num_key_value_heads": 8, "tie_word_embeddings": False}
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(LlamaConfig(**sizes), dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(("memory", "said"), [
+    ("128GiB", "even frozen, with adapters, it takes 132.42 GiB; a model of up to 9.74 G parameters fits whole"),
+    ("192GiB", "frozen, with adapters that train (LoRA), it takes 132.42 GiB and theirs; the last 6 of 80 layers can train")])
+def test_a_refusal_for_the_host_says_what_is_needed_in_all_and_what_would_fit(memory: str, said: str, large: Any) -> None:
+    begin = time.perf_counter()
+    with pytest.raises(InsufficientMemoryError, match=r"takes 920.92 GiB of host memory \(70.6 G para") as caught:
+        megacompile.schedule(large, batch=4, length=2048, hardware="rtx4090", host_memory=memory)
+    assert time.perf_counter() - begin < 5
+    available = f"{parse_bytes(memory) / GIB:.2f} GiB are available"
+    assert all(each in str(caught.value) for each in ("14 bytes each", said, available))
+
+
+def test_layers_that_a_refusal_lets_train_fit(large: Any) -> None:
+    upper, room = 6, 192 * GIB - HOST_MARGIN_BYTES
+    for count, fits in ((upper, True), (upper + 1, False)):
+        large.requires_grad_(False)
+        for layer in large.model.layers[-count:]:
+            layer.requires_grad_(True)
+        assert (host_bytes([large], StreamConfig()) <= room) is fits
+
+
+def test_float32_is_told_that_bfloat16_would_fit(large: Any) -> None:
+    with pytest.raises(InsufficientMemoryError, match=r"16 bytes each.*: in bfloat16 it takes 920.92 GiB;"):
+        megacompile.schedule(large, batch=4, length=2048, hardware="rtx4090", host_memory="1000GiB", dtype=torch.float32)
