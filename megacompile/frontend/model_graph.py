@@ -90,7 +90,8 @@ def capture_model_graph(
 
     torch._dynamo.reset()
     with (fakes, warnings.catch_warnings(record=True) as warned, traceable_adapters(), unchecked_distributions(),
-          unchecked_values(), sizes_unread_by_messages(), layers_as_regions(stack, each_call)):
+          unchecked_values(), sizes_unread_by_messages(), torch._dynamo.config.patch(fake_tensor_cache_enabled=False),
+          layers_as_regions(stack, each_call)):
         warnings.simplefilter("always")
         try:
             graph = dynamo_graph_capture_for_export(step)(*tensors)

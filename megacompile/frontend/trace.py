@@ -19,6 +19,7 @@ from megacompile.frontend.model_graph import ModelGraph, capture_model_graph
 from megacompile.frontend.pairs import masks_of
 from megacompile.frontend.patches import model_arguments
 from megacompile.frontend.recorders import install_recorders
+from megacompile.frontend.rehearsal import Rehearsal, rehearse
 from megacompile.frontend.rows import images_of, join_rows, traced_apart
 from megacompile.frontend.twin import CAPTURE_SHAPE, fake_batch, fake_twin, is_transformers_model
 from megacompile.plan import Form
@@ -39,9 +40,10 @@ def trace(
     if is_transformers_model(model):
         asked = (*form.further, *masks_of(example))
         ours = implementation_for(asked, model.config._attn_implementation)  # type: ignore[union-attr, arg-type]
-    for attention in dict.fromkeys((ours, None)):
+    shown = _rehearsed(model, layers, example, form, size, ours)
+    for attention in dict.fromkeys((None if shown.without_attention else ours, None)):
         try:
-            graph, twin, batch = _traced(model, layers, example, form, size, attention, images_apart)
+            graph, twin, batch = _traced(model, layers, example, form, size, attention, images_apart, shown.again)
         except (UnsupportedError, CaptureError):
             if attention is not None:  # biases, a mask that layers index: what our op lacks, the model's own has
                 continue
@@ -53,6 +55,15 @@ def trace(
         if attention is None or all_layers_call_attention(graph):
             return graph, twin, batch, attention
     raise AssertionError("the last trace is always returned")
+
+
+def _rehearsed(
+    model: nn.Module, layers: tuple[str, ...], example: Mapping[str, Tensor] | None, form: Form, size: tuple[int, int],
+    attention: str | None,
+) -> Rehearsal:
+    fakes, twin, batch, options = subject(model, layers, example, form, size, attention)
+    with fakes:
+        return rehearse(twin, model_arguments(batch, form.images), options, find_layers(twin, layers))
 
 
 def _traced(
