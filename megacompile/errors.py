@@ -19,7 +19,7 @@ def named_line(error: BaseException) -> str:
 
 
 class MegacompileError(ValueError):
-    """Base of all errors that a user can cause and mend."""
+    """Base of all errors that megacompile raises on purpose."""
 
 
 class ArgumentError(MegacompileError):
@@ -59,7 +59,7 @@ class HazardError(ProgramError):
     """Two accesses to one place are not ordered, or a place is overwritten while its value is alive."""
 
 
-class LaneError(RuntimeError):
+class LaneError(MegacompileError, RuntimeError):
     """An instruction failed in a lane. `__cause__` is the original exception; the text shows the program around it."""
 
 
