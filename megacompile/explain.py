@@ -116,7 +116,8 @@ class Outlook:
             lines += [f"speed: {step.step_s:.3f} s a step, {plan.batch * plan.length / step.step_s:,.0f} tokens/s, "
                       f"{operations / step.step_s / 1e12:.3g} TFLOPS; {step.binds} binds "
                       f"({step.critical_s[step.binds] / step.step_s:.0%} of the step)"]
-        if single := [name for name, count in (("weights", plan.weight_slots), ("gradients", plan.gradient_slots)) if count == 1]:
+        slots = {"weights": plan.weight_slots, "gradients": plan.gradient_slots}
+        if single := [name for name, count in slots.items() if count == 1]:
             lines += [f"slots: one of {' and one of '.join(single)}, for want of device memory: some copies wait for compute"]
         lines += [f"largest batch: {self.largest_batch}{' or more' * (self.largest_batch == MOST_SEQUENCES)} sequences of "
                   f"{plan.length} tokens fit the device", "",
