@@ -68,11 +68,12 @@ class InsufficientMemoryError(MegacompileError):
 
 
 class NoFittingPlanError(InsufficientMemoryError):
-    """No plan fits. Attribute: `need`, the bytes of device memory that the plan which needs least would take."""
+    """No plan fits. Attributes: `need`, the bytes of device memory that the plan which needs least would take; `cause`, the
+    message without its `remedy`."""
 
-    def __init__(self, message: str, need: int) -> None:
-        super().__init__(message)
-        self.need = need
+    def __init__(self, cause: str, remedy: str, need: int) -> None:
+        super().__init__(f"{cause}: {remedy}")
+        self.cause, self.need = cause, need
 
 
 class DeviceUnavailableError(MegacompileError):

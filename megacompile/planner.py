@@ -193,6 +193,8 @@ class Planner(Room):
         sizes = [config.micro_batch_size] if config.micro_batch_size else self._sizes(batch, length)
         alone = config.residuals == "attention"  # a larger K keeps all residuals for a while
         intervals = [config.checkpoint_interval or 1] if config.checkpoint_interval or alone else self._intervals(depth)
+        # A block's weights are there together.
+        intervals = intervals if config.checkpoint_interval else [k for k in intervals if k <= (config.weight_slots or k)]
         for interval in intervals:
             for size in sizes:
                 yield self._candidate(batch, length, update, size, interval, config.token_chunk or 0)

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megacompile.config import StreamConfig
 from megacompile.errors import NoFittingPlanError
@@ -23,10 +23,13 @@ def explained(planner: Planner, batch: int, length: int, training: bool, refusal
     """The refusal of the smallest plan of a training step, with batches and options that would fit the device."""
     if not training or refusal.need <= planner.device_bytes:
         return refusal
-    found = [*_batches(planner, batch, length), *_options(planner, batch, length)]
-    found = found or ["no shorter sequence and no smaller batch fits"]
-    found.append(f"device_memory of {format_bytes(refusal.need)} would hold this smallest plan")
-    return NoFittingPlanError(f"{refusal}; {'; '.join(found)}", refusal.need)
+    more = f"a larger device_memory ({format_bytes(refusal.need)} for this smallest plan)"
+    batches, options = _batches(planner, batch, length), _options(planner, batch, length)
+    if batches:
+        remedy = f"use fewer or shorter sequences ({' or '.join(batches)} would fit), or {more}"
+    else:
+        remedy = f"no shorter sequence and no smaller batch fits, use {more} or a smaller model"
+    return NoFittingPlanError(refusal.cause, "; ".join([remedy, *options]) + planner.averaging(), refusal.need)
 
 
 def _batches(planner: Planner, batch: int, length: int) -> list[str]:
@@ -39,15 +42,16 @@ def _batches(planner: Planner, batch: int, length: int) -> list[str]:
     fitting = next((each for each in shorter if each >= LEAST_LENGTH and planner.holds(batch, each)), None)
     if fitting is not None:
         found.append(f"{batch} x {fitting}")
-    return [f"{' or '.join(found)} would fit"] if found else []
+    return found
 
 
 def _options(planner: Planner, batch: int, length: int) -> list[str]:
     """Options that were given and without which this batch fits."""
-    defaults = {field.name: field.default for field in fields(StreamConfig)}
+    defaults: dict[str, Any] = {field.name: field.default for field in fields(StreamConfig)}
     given = {name: value for name in OPTIONS if (value := getattr(planner.config, name)) != defaults[name]}
 
     def hinders(name: str) -> bool:
-        return replace(planner, config=replace(planner.config, **{name: defaults[name]})).holds(batch, length)
+        other: dict[str, Any] = {name: defaults[name]}
+        return replace(planner, config=replace(planner.config, **other)).holds(batch, length)
 
     return [f"without {name}={value!r} it would fit" for name, value in given.items() if hinders(name)]

@@ -84,7 +84,7 @@ class Room:
             parts = " and ".join(f"{format_bytes(count)} of {what}" for what, count in self.host_parts(plan).items() if count)
             return NoFittingPlanError(
                 f"a batch of {batch} x {length} needs {parts} in host memory, and {format_bytes(self.host_room)} are left "
-                "beside the tiles: use fewer or shorter sequences, or a larger host_memory", need)
+                "beside the tiles", "use fewer or shorter sequences, or a larger host_memory", need)
         slots = {"weight_slots": plan.weight_slots, "gradient_slots": plan.gradient_slots}
         single = "".join(f", {name}=1" for name, count in slots.items() if count == 1)
         return NoFittingPlanError(
@@ -92,10 +92,10 @@ class Room:
             f"{plan.micro_batches[0]}, checkpoint_interval={plan.checkpoint_interval}"
             f"{f', token_chunk={plan.token_chunk}' if plan.token_chunk else ''}"
             f"{f', host_checkpoints={plan.host_checkpoints}' if plan.host_checkpoints else ''}{single}) and "
-            f"{format_bytes(self.device_bytes)} are available{self._others()}: use fewer or shorter sequences, or a larger "
-            f"device_memory{self._averaging()}", need)
+            f"{format_bytes(self.device_bytes)} are available{self._others()}",
+            f"use fewer or shorter sequences, or a larger device_memory{self.averaging()}", need)
 
-    def _averaging(self) -> str:
+    def averaging(self) -> str:
         """What else helps where a batch is split at the user's wish alone."""
         asked = self.config.micro_batch_size or not self.captured.is_averaged
         return "" if asked else ("; or give micro_batch_size, and the auxiliary loss is the mean of those of micro-batches, as "

@@ -269,7 +269,7 @@ def test_a_model_that_does_not_exist_is_refused_in_a_line(command: str, name: st
 
 
 def test_plan_says_whether_the_host_holds_it(config: Path) -> None:
-    plan = ("plan", config, "--batch", 4, "--length", 16, "--hardware", "RTX 3090", "--device-memory", "8GiB", "--host-memory")
+    plan = ("plan", config, "--batch", 4, "--length", 16, "--hardware", "3090", "--device-memory", "8GiB", "--host-memory")
     refused = megacompile_command(*plan, "1GiB")
     assert refused.exit_code == 1
     assert re.match(r"megacompile: training \w+ takes .* and 1.00 GiB are available: ", refused.stderr)

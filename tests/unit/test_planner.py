@@ -522,31 +522,35 @@ def test_a_second_open_forward_fits_beside_attention_s_results(more: int, analys
 
 def test_where_nothing_else_fits_gradients_have_one_slot_and_then_weights(analysis: Analysis) -> None:
     def least(**options: Any) -> int:
-        poor = planner(analysis, **options)
+        poor = planner(analysis, 12345, **options)
         return min(poor.estimate(each).total for each in poor._candidates(8, LENGTH))
 
     def slots(budget: int, **options: Any) -> tuple[int, int]:
-        chosen = planner(analysis, budget, **options).choose(8, LENGTH)
+        chosen = planner(analysis, budget, **whole, **options).choose(8, LENGTH)
         return chosen.weight_slots, chosen.gradient_slots
 
-    usual, gradients, both = least(), least(gradient_slots=1), least(gradient_slots=1, weight_slots=1)
+    whole: dict[str, Any] = {"checkpoint_interval": 1}  # blocks of several layers are another way out
+    usual, gradients, both = (least(**whole, **more) for more in (
+        {}, {"gradient_slots": 1}, {"gradient_slots": 1, "weight_slots": 1}))
     assert both < gradients < usual
     assert (slots(usual), slots(usual - 1), slots(gradients - 1), slots(both)) == ((2, 2), (2, 1), (1, 1), (1, 1))
-    assert slots(least(weight_slots=1), weight_slots=1, gradient_slots=2) == (1, 2), "named ones stay"
-    for options, budget in (({}, both), ({"gradient_slots": 2}, least(weight_slots=1)), ({"weight_slots": 2}, gradients)):
+    assert slots(least(**whole, weight_slots=1), weight_slots=1, gradient_slots=2) == (1, 2), "named ones stay"
+    assert {each.checkpoint_interval for each in planner(analysis, weight_slots=1)._candidates(8, LENGTH)} == {1}
+    single = least(**whole, weight_slots=1)
+    for options, budget in (({}, both), ({"gradient_slots": 2}, single), ({"weight_slots": 2}, gradients)):
         with pytest.raises(InsufficientMemoryError):
             slots(budget - 1, **options)
 
 
 def test_a_refusal_names_the_smallest_plan_and_what_would_fit(analysis: Analysis) -> None:
     """Each batch and option that it names fits, and no larger batch does."""
-    leanest = planner(analysis, gradient_slots=1, weight_slots=1)
+    leanest = planner(analysis, 12345, gradient_slots=1, weight_slots=1)
     least = min(leanest.estimate(each).total for each in leanest._candidates(8, LENGTH))
     poor = planner(analysis, least - 1)
     with pytest.raises(InsufficientMemoryError, match="weight_slots=1, gradient_slots=1") as caught:
         poor.choose(8, LENGTH)
     said = str(caught.value)
-    assert f"device_memory of {format_bytes(least)} would hold this smallest plan" in said
+    assert f"or a larger device_memory ({format_bytes(least)} for this smallest plan)" in said
     batches = [(int(rows), int(length)) for rows, length in re.findall(r"(\d+) x (\d+)(?= or | would fit)", said)]
     assert len(batches) == 2 and batches[0][1] == LENGTH and batches[1][0] == 8
     assert all(poor.choose(*each) for each in batches)
