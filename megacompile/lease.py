@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from megacompile.errors import LeaseError, UnsupportedError
+from megacompile.frontend.recorders import asks_for_gradients
 from megacompile.runtime.arena import Accumulators
 from megacompile.runtime.checkpoints import HostCheckpoint
 from megacompile.runtime.kernels import Activation, Batch
@@ -101,4 +102,4 @@ def refuse_hooks(model: nn.Module) -> None:
 def _acts(hook: Callable[..., Any]) -> bool:
     """Whether a module's hook does anything. transformers leaves hooks behind once it was asked for hidden states, which
     collect them only while a model of its own is asked again."""
-    return getattr(hook, "__module__", "") != "transformers.utils.output_capturing"
+    return getattr(hook, "__module__", "") != "transformers.utils.output_capturing" and not asks_for_gradients(hook)

@@ -14,7 +14,8 @@ from megacompile.errors import CaptureError, MegacompileError, UnsupportedError
 from megacompile.frontend.options import config_name
 
 FIXED_SIZES_REMEDY = "compute with the sizes of the inputs, not with constants"
-#: What Dynamo's texts have where Python reads a value of a tensor. (In "fake modes", a value that fakes have made of a size.)
+#: What Dynamo's texts have where Python reads a value of a tensor. Fakes of several modes meet where
+#: `.tolist()` gives sizes.
 _READS_VALUES = ("data-dependent", "DataDependent", "Mixing fake modes", "_local_scalar_dense")
 
 
@@ -60,7 +61,8 @@ def explained(model: nn.Module, reason: Exception) -> MegacompileError:
     if any(sign in text for sign in _READS_VALUES):
         return CaptureError(
             f"{name} cannot be captured as one graph{source}: {_reader(model, line)} lets values of a tensor decide what is "
-            "computed; let no Python control flow depend on tensor values: compute for all values, with masks or torch.where\n"
+            "computed; let no Python control flow depend on tensor values: give it a forward that computes for all values, with "
+            "masks or torch.where\n"
             f"{text}")
     explanation = next((line.removeprefix("Explanation: ") for line in lines if line.startswith("Explanation: ")), "")
     cause = re.sub(r"<(\S+) object at 0x\w+>", r"\1", explanation or (lines[0] if lines else type(reason).__name__))
@@ -89,7 +91,7 @@ def _reader(model: nn.Module, line: Line | None) -> str:
         return "the model"
     path, module = found
     said = f"{path} ({type(module).__name__})" if path else type(module).__name__
-    read = {name: _value(module, name) for name in re.findall(r"\b(?:self|config)\.(\w+)", line.code)}
+    read = {name: _value(module, name) for name in re.findall(r"\b(?:self\.config|self|config)\.(\w+)", line.code)}
     options = [f"{config_name(model, module, name, value)}={value!r}" for name, value in read.items() if value is not None]
     return f"{said}, with {', '.join(options)}," if options else said
 

@@ -81,7 +81,8 @@ def refuse_options(model: nn.Module, stack: LayerStack) -> None:
 def config_name(model: nn.Module, module: nn.Module, attribute: str, value: Any) -> str:
     """What the config calls an option that a module keeps as `attribute`: `layerdrop` may be its `decoder_layerdrop`."""
     for config in (getattr(each, "config", None) for each in (module, model)):
-        fields = [key for key, held in vars(config).items() if key.endswith(attribute) and held == value] if config else []
+        held = vars(config).items() if config is not None else ()
+        fields = [key.lstrip("_") for key, each in held if key.endswith(attribute) and each == value]
         if fields:
             return min(fields, key=lambda key: (key != attribute, "encoder" in key))
     return attribute

@@ -1,4 +1,5 @@
-"""Hooks by which models of transformers collect values on their way: routers' logits, an encoder's hidden states."""
+"""Hooks of models of transformers: those that collect values (routers' logits, an encoder's hidden states), and those that
+let embeddings' outputs require a gradient."""
 from __future__ import annotations
 
 import functools
@@ -28,6 +29,20 @@ def install_recorders(model: nn.Module, stack: LayerStack) -> None:
         for key, hook in module._forward_hooks.items():
             if _records_routers(hook):
                 module._forward_hooks[key] = functools.partial(_record_copies, hook)
+
+
+def remove_hooks_for_gradients(model: nn.Module) -> None:
+    """Removes the hooks by which embeddings' outputs require a gradient."""
+    for module in model.modules():
+        for key in [key for key, hook in module._forward_hooks.items() if asks_for_gradients(hook)]:
+            del module._forward_hooks[key]
+
+
+def asks_for_gradients(hook: Any) -> bool:
+    """Whether a forward hook is the one that `enable_input_require_grads` of transformers or PEFT installs, and with it
+    `gradient_checkpointing_enable`. torch.utils.checkpoint needs it above frozen embeddings; the recomputation of streamed
+    layers does not, and no gradient of a parameter depends on it."""
+    return "make_inputs_require_grad" in getattr(hook, "__qualname__", "")
 
 
 def _collects(module: nn.Module) -> bool:

@@ -19,6 +19,7 @@ from megacompile.frontend.attention import register_with_transformers
 from megacompile.frontend.layers import Layers, encoders, find_layers
 from megacompile.frontend.modalities import aligned, is_images
 from megacompile.frontend.pairs import argument, example_of, pairs_of, tokens_of
+from megacompile.frontend.recorders import remove_hooks_for_gradients
 
 CAPTURE_SHAPE = (3, 17)  # batch, length. 0 and 1 would be specialised, and equal sizes could share one symbol.
 
@@ -49,6 +50,7 @@ def fake_twin(model: nn.Module, fakes: FakeTensorMode, attention: str | None = N
             "buffers, and nothing in the model that copy.deepcopy refuses"
         ) from reason
     twin.train(training)
+    remove_hooks_for_gradients(twin)
     module: Any
     if is_transformers_model(twin):
         for module in twin.modules():

@@ -28,7 +28,7 @@ def mixtral(**changes: Any) -> Any:
 
 
 def other_experts(family: str) -> Any:
-    """Qwen3-MoE, whose second layer has no experts, OLMoE, or GraniteMoE (shared too), with auxiliary losses as `mixtral`."""
+    """Qwen3-MoE, whose second layer has no experts, OLMoE or GraniteMoE, with auxiliary losses as `mixtral`."""
     import transformers
 
     torch.manual_seed(0)
