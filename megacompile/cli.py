@@ -16,7 +16,7 @@ import typer
 from typer.core import TyperGroup
 
 from megacompile import __version__
-from megacompile.errors import ArgumentError, LaneError, MegacompileError
+from megacompile.errors import ArgumentError, MegacompileError
 from megacompile.finetuning.settings import Settings, read_defaults
 from megacompile.options import Device, Knobs, Model, Planning, with_options
 
@@ -27,15 +27,14 @@ EXIT_INTERRUPTED = 130
 
 class _Commands(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
-        """Ends on an error of ours with its message alone; any other exception is a fault and keeps its traceback."""
+        """Ends on an error of ours with its message alone, all lines of it: where each lane stood, or a dump's folder, come
+        after the first. Any other exception is a fault and keeps its traceback."""
         try:
             return super().invoke(ctx)
         except ArgumentError as error:
             message, code = str(error), EXIT_ARGUMENT
         except MegacompileError as error:
             message, code = str(error), EXIT_FAILED
-        except LaneError as error:
-            message, code = str(error).splitlines()[0], EXIT_FAILED  # without the program around it
         print(f"megacompile: {message}", file=sys.stderr)
         raise typer.Exit(code)
 

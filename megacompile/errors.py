@@ -40,7 +40,7 @@ def named_line(error: BaseException) -> str:
 
 
 class MegacompileError(ValueError):
-    """Base of all errors that a user can cause and mend. Its text has at most `LONGEST_MESSAGE` characters."""
+    """Base of all errors that megacompile raises on purpose. Its text has at most `LONGEST_MESSAGE` characters."""
 
     def __init__(self, message: str = "") -> None:
         super().__init__(shortened(str(message), LONGEST_MESSAGE))
@@ -83,7 +83,7 @@ class HazardError(ProgramError):
     """Two accesses to one place are not ordered, or a place is overwritten while its value is alive."""
 
 
-class LaneError(RuntimeError):
+class LaneError(MegacompileError, RuntimeError):
     """An instruction failed in a lane. `__cause__` is the original exception; the text shows the program around it."""
 
 

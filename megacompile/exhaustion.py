@@ -27,7 +27,7 @@ def explained(streamed: Streamed, error: BaseException, cause: torch.OutOfMemory
     planned = "" if shape is None else (
         f", whose plan for {shape.shape.batch} x {shape.shape.length} tokens foresaw {format_bytes(shape.estimate.total)}")
     changed = "the weights are torn" if streamed.torn else "no weight has changed"
-    where = first_line(error).split(":")[0] if error is not cause else "a slot could not be made"
+    where = first_line(error).split(":")[0] if error is not cause else "making a slot or a result"
     return DeviceMemoryError(
         f"out of device memory ({where}){planned}, of a budget of {format_bytes(streamed.planner.device_bytes)}; {changed}: "
         "run a smaller batch, or stream() with less device_memory, so that plans leave room for what else is on the device\n"

@@ -47,8 +47,12 @@ def outputs_of(backend: Backend, batch: Batch) -> tuple[Tensor, ...]:
     return outputs
 
 
-def hidden_states_of(backend: Backend, batch: Batch) -> tuple[Tensor, ...]:
-    """What each call but the last layer's hands on, of all sequences, where the program returns it."""
+def outputs_and_hidden_states_of(backend: Backend, batch: Batch) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """`outputs_of`; and what each call but the last layer's hands on, of all sequences, where the program returns it."""
+    return outputs_of(backend, batch), _hidden_states_of(backend, batch)
+
+
+def _hidden_states_of(backend: Backend, batch: Batch) -> tuple[Tensor, ...]:
     found, count, states = batch.results.pop("forward"), len(batch.micro_batches), []
     with backend.lane(Lane.COMPUTE):
         while found:
@@ -58,8 +62,11 @@ def hidden_states_of(backend: Backend, batch: Batch) -> tuple[Tensor, ...]:
     return tuple(states)
 
 
-def evaluation_of(backend: Backend, batch: Batch) -> tuple[Tensor, Tensor | None]:
-    """The loss, and logits where the model returns them."""
+def evaluation_of(backend: Backend, batch: Batch) -> tuple[Tensor | None, Tensor | None]:
+    """The loss, and logits where the model returns them; of a batch without labels logits alone."""
+    if "outputs" in batch.results:
+        (logits_alone,) = outputs_of(backend, batch)
+        return None, logits_alone
     losses, *logits = _columns(batch.results.pop("evaluate"))
     with backend.lane(Lane.COMPUTE):
         loss, joined = _total(losses), _joined(logits[0]) if logits else None

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from megacompile.errors import LaneError
 from megacompile.program import stays
 from megacompile.runtime.kernels import Batch
@@ -68,7 +70,8 @@ class Residency:
         """The host's optimizer state becomes that of the device. Lanes are at rest afterwards."""
         self.streamed.settle()
         if self.state_ahead:
-            self._run(self.shape, "store")
+            with self.streamed.guarded():
+                self._run(self.shape, "store")
             self.streamed.settle()
             self.state_ahead = False
 
@@ -98,7 +101,7 @@ class Residency:
             self._run(self.shape, "rescue")
             executor.idle()
             executor.check()
-        except LaneError:
+        except (LaneError, torch.OutOfMemoryError):
             executor.recover()
         else:
             self.streamed.backend.synchronize()

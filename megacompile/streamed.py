@@ -3,9 +3,9 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from megacompile.arrival import Arrival
 from megacompile.closing import give_back
 from megacompile.config import StreamConfig
-from megacompile.errors import InsufficientMemoryError, LaneError, LeaseError, MegacompileError, TornError
+from megacompile.errors import DeviceMemoryError, InsufficientMemoryError, LaneError, LeaseError, MegacompileError, TornError
 from megacompile.exhaustion import exhausted, explained
 from megacompile.forms import Forms
 from megacompile.frontend.capture import CapturedModel
 from megacompile.frontend.heads import of_tokens
 from megacompile.frontend.hidden_states import ALL
 from megacompile.frontend.pairs import described
-from megacompile.handover import batch_of, evaluation_of, hidden_states_of, loss_of, outputs_of, send_gradients
+from megacompile.handover import batch_of, evaluation_of, loss_of, outputs_and_hidden_states_of, outputs_of, send_gradients
 from megacompile.images import images_of_each
 from megacompile.lease import Lease
 from megacompile.nonfinite import report_late
@@ -40,6 +40,8 @@ from megacompile.shapes import CompiledShape, Shape, Shapes
 from megacompile.sizes import format_bytes, parse_bytes
 from megacompile.tiling import Tiling, named_gradients
 from megacompile.writes import Constants, ForeignWrites
+
+R = TypeVar("R")
 
 
 class Streamed:
@@ -130,9 +132,10 @@ class Streamed:
     def adopt_writes(self) -> None:
         """Takes over what was written to parameters and buffers from outside."""
         if self.writes.pending() or self.constants.stale():
-            self.residency.leave()
-            self.writes.adopt()
-            self.constants.refresh()
+            with self.guarded():
+                self.residency.leave()
+                self.writes.adopt()
+                self.constants.refresh()
             self.version += 1
 
     def forward(self, inputs: Mapping[str, Tensor], normaliser: Tensor | None,
@@ -149,11 +152,12 @@ class Streamed:
             lease = self._open(shape, batch)
             try:
                 self.submit(shape, "forward", batch, lease).wait((Lane.COMPUTE,))
+                results = (loss_of(self.backend, batch),) if output == "loss" else outputs_of(self.backend, batch)
             except BaseException:
                 lease.end()  # though whoever catches this may keep the traceback
                 raise
         self.leases.add(lease)
-        return (loss_of(self.backend, batch),) if output == "loss" else outputs_of(self.backend, batch), lease
+        return results, lease
 
     def _open(self, shape: CompiledShape, batch: Batch) -> Lease:
         lease = Lease(shape, batch, self.version)
@@ -177,10 +181,11 @@ class Streamed:
             self.submit(shape, "train_step", batch, self._open(shape, batch), update).wait((Lane.COMPUTE,))
             self.residency.gradients_current = True
             self.writes.note_gradients(self.gradients)  # an update that fails is completed if they stay as they are
+            loss = loss_of(self.backend, batch)
             if not overlap:
                 self.begin_update(shape, update)
                 self.submit(shape, "update", Batch([], self.constants.on_device), update=update)
-        return loss_of(self.backend, batch)
+        return loss
 
     def begin_update(self, shape: CompiledShape, update: Update) -> None:
         self.residency.updated(shape)
@@ -192,29 +197,25 @@ class Streamed:
 
     def evaluate(self, inputs: Mapping[str, Tensor], normaliser: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         """(loss or None, logits) without gradients."""
-        batch = self._evaluate(inputs, normaliser, "loss")
-        if "outputs" not in batch.results:
-            return evaluation_of(self.backend, batch)
-        (logits,) = outputs_of(self.backend, batch)
-        return None, logits
+        return self._evaluate(inputs, normaliser, "loss", evaluation_of)
 
     def evaluate_outputs(self, inputs: Mapping[str, Tensor], output: str) -> tuple[Tensor, ...]:
         """A head's outputs, without gradients."""
-        return outputs_of(self.backend, self._evaluate(inputs, None, output))
+        return self._evaluate(inputs, None, output, outputs_of)
 
     def evaluate_hidden_states(self, inputs: Mapping[str, Tensor]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """(logits and the last hidden state, or of a model without a head this alone; all states before it)."""
-        batch = self._evaluate(inputs, None, ALL)
-        return outputs_of(self.backend, batch), hidden_states_of(self.backend, batch)
+        return self._evaluate(inputs, None, ALL, outputs_and_hidden_states_of)
 
-    def _evaluate(self, inputs: Mapping[str, Tensor], normaliser: Tensor | None, output: str) -> Batch:
+    def _evaluate(self, inputs: Mapping[str, Tensor], normaliser: Tensor | None, output: str,
+                  results_of: Callable[[Backend, Batch], R]) -> R:
         with self.guarded():
             self.executor.check()
             shape = self.compiled(self.shape_of(inputs, training=False, output=output))
             self.enter(shape, "evaluate")
             batch = self._batch(shape, inputs, normaliser)
             self.submit(shape, "evaluate", batch).wait((Lane.COMPUTE,))
-        return batch
+            return results_of(self.backend, batch)
 
     def backward(self, lease: Lease, gradients: Sequence[Tensor]) -> None:
         """Runs a lease's backward, given the gradients of what its forward gave, and sets `.grad` of every trained parameter.
@@ -235,12 +236,12 @@ class Streamed:
         section = "backward_accumulate" if added else "backward"
         with self.guarded():
             self._reserve(lease.shape, section)
-        self.residency.enter(lease.shape)
+            self.residency.enter(lease.shape)
         lease.closed, self.trained, self.unfinished = True, lease.shape, None
         self.batches = [*(self.batches if added else ()), lease.batch]
-        send_gradients(self.backend, lease.shape.plan, lease.batch, gradients)
         try:
             with self.guarded():
+                send_gradients(self.backend, lease.shape.plan, lease.batch, gradients)
                 update = self.arrival.begin(lease)
                 run = self.submit(lease.shape, section, lease.batch, lease, update)
                 if update is not None:
@@ -280,8 +281,7 @@ class Streamed:
         assert self.trained is not None, "no backward has stored gradients"
         with self.guarded():
             self._reserve(self.trained, "update")
-        self.residency.enter(self.trained)
-        with self.guarded():
+            self.residency.enter(self.trained)
             self.residency.refresh_gradients(self.trained)
             self.begin_update(self.trained, update)
             self.submit(self.trained, "update", Batch([], self.constants.on_device), update=update)
@@ -304,9 +304,9 @@ class Streamed:
             yield
         except (LaneError, KeyboardInterrupt, SystemExit, torch.OutOfMemoryError) as error:
             self.recover()
-            if (cause := exhausted(error)) is not None:
-                raise explained(self, error, cause) from cause
-            raise
+            if isinstance(error, DeviceMemoryError) or (cause := exhausted(error)) is None:
+                raise
+            raise explained(self, error, cause) from cause
 
     def raise_pending(self) -> None:
         """Raises what an update in flight has failed with."""

@@ -16,6 +16,7 @@ from typer.testing import CliRunner, Result
 
 import megacompile
 from megacompile import cli, training
+from megacompile.errors import NonFiniteError, StallError
 from megacompile.progress import Progress
 from megacompile.runtime.operations import OPERATIONS
 from megacompile.verify import RULES
@@ -94,14 +95,32 @@ def test_sequences_that_the_model_has_no_positions_for_are_refused(config: Path,
                              "smaller --length, or a model whose config has a larger max_position_embeddings\n")
 
 
-def test_a_lane_that_fails_is_one_line(config: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lane_that_fails_is_shown_with_the_program_around_it(config: Path, text: Path,
+                                                               monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: Any) -> None:
         raise ZeroDivisionError("in a lane")
 
     monkeypatch.setitem(OPERATIONS, "reduce", broken)
     result = train(config, text, "--steps", 1)
-    assert result.exit_code == 1
-    assert result.stderr == "megacompile: reduce failed in lane compute: ZeroDivisionError: in a lane\n"
+    assert result.exit_code == 1 and "Traceback" not in result.output
+    cause, *program = result.stderr.splitlines()
+    assert cause == "megacompile: reduce failed in lane compute: ZeroDivisionError: in a lane"
+    assert any("reduce" in line and line.endswith("<-- FAILED HERE") for line in program) and len(program) < 12
+
+
+@pytest.mark.parametrize("error", [
+    StallError("no lane has begun an instruction for 1800 s\ncompute  stands at  p.wait(e1)  of forward\nh2d      is at rest"),
+    NonFiniteError("the gradients of step 1 are not finite\nnot finite: layers.1\ndumped: there/step-1", 1, 1.0, 1.0,
+                   ("layers.1",), Path("there/step-1"))])
+def test_the_lines_of_an_error_are_all_shown(config: Path, text: Path, monkeypatch: pytest.MonkeyPatch,
+                                             error: Exception) -> None:
+    """Where each lane stands, and the folder of a dump, come after the first line."""
+    def failed(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setitem(OPERATIONS, "reduce", failed)
+    result = train(config, text, "--steps", 1)
+    assert result.exit_code == 1 and result.stderr == f"megacompile: {error}\n"
 
 
 def test_a_fault_keeps_its_traceback(config: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -92,16 +92,103 @@ def test_a_slot_that_cannot_be_made_is_an_error_and_no_end(model: Any, monkeypat
     train_step(model, megacompile.AdamW(model.parameters()))
     before = weights(model)
 
-    def full(size: int) -> Any:
-        raise torch.OutOfMemoryError("CUDA out of memory.")
-
     with monkeypatch.context() as patch:
         patch.setattr(streamed.backend, "memory", full)
         streamed.arena.forget(next(iter(streamed.arena.slots)))
-        with pytest.raises(DeviceMemoryError, match="a slot could not be made"):
+        with pytest.raises(DeviceMemoryError, match="making a slot or a result"):
             model(**batch())
     assert same_bits(weights(model), before)
     model(**batch()).loss.backward()
+
+
+def full(*_: Any, **__: Any) -> Any:
+    raise torch.OutOfMemoryError("CUDA out of memory.")
+
+
+def _resident_in_backward(model: Any, patch: pytest.MonkeyPatch) -> Callable[[], Any]:
+    loss = model(**batch()).loss
+    model.megacompile.synchronize()  # what lives on the device is loaded anew
+    patch.setattr(model.megacompile.streamed.residency, "_run", full)
+    return loss.backward
+
+
+def _resident_in_update(model: Any, patch: pytest.MonkeyPatch) -> Callable[[], Any]:
+    optimizer = megacompile.AdamW(model.parameters(), lr=1e-2)
+    model(**batch()).loss.backward()
+    model.megacompile.synchronize()
+    patch.setattr(model.megacompile.streamed.residency, "_run", full)
+    return optimizer.step
+
+
+def _state_to_store(model: Any, patch: pytest.MonkeyPatch) -> Callable[[], Any]:
+    streamed = model.megacompile.streamed
+    model(**batch())
+    patch.setattr(streamed.residency, "state_ahead", True)
+    patch.setattr(streamed.residency, "_run", full)
+    return model.megacompile.synchronize
+
+
+def _buffer(model: Any, patch: pytest.MonkeyPatch) -> Callable[[], Any]:
+    optimizer = megacompile.AdamW(model.parameters())
+    patch.setattr(model.megacompile.streamed.constants, "stale", lambda: True)
+    patch.setattr(model.megacompile.streamed.constants, "refresh", full)
+    return optimizer.state_dict
+
+
+def _loss(model: Any, patch: pytest.MonkeyPatch) -> Callable[[], Any]:
+    patch.setattr("megacompile.streamed.loss_of", full)
+    return lambda: model(**batch())
+
+
+def _loss_of_whole_step(model: Any, patch: pytest.MonkeyPatch) -> Callable[[], Any]:
+    optimizer = megacompile.AdamW(model.parameters(), lr=1e-2)
+    patch.setattr("megacompile.streamed.loss_of", full)
+    return lambda: model.megacompile.train_step(batch(), optimizer)
+
+
+def _gradient_of_loss(model: Any, patch: pytest.MonkeyPatch) -> Callable[[], Any]:
+    loss = model(**batch()).loss
+    patch.setattr("megacompile.streamed.send_gradients", full)
+    return loss.backward
+
+
+def _logits(model: Any, patch: pytest.MonkeyPatch) -> Callable[[], Any]:
+    patch.setattr("megacompile.streamed.outputs_of", full)
+    return lambda: model(input_ids=batch()["input_ids"])
+
+
+def _logits_of_evaluation(model: Any, patch: pytest.MonkeyPatch) -> Callable[[], Any]:
+    patch.setattr("megacompile.handover.outputs_of", full)
+    return lambda: torch.no_grad()(model)(input_ids=batch()["input_ids"])
+
+
+def _loss_of_evaluation(model: Any, patch: pytest.MonkeyPatch) -> Callable[[], Any]:
+    patch.setattr("megacompile.streamed.evaluation_of", full)
+    return lambda: torch.no_grad()(model)(**batch())
+
+
+def _hidden_states(model: Any, patch: pytest.MonkeyPatch) -> Callable[[], Any]:
+    patch.setattr("megacompile.streamed.outputs_and_hidden_states_of", full)
+    return lambda: torch.no_grad()(model)(input_ids=batch()["input_ids"], output_hidden_states=True)
+
+
+@pytest.mark.parametrize("prepare", [
+    _resident_in_backward, _resident_in_update, _state_to_store, _buffer, _loss, _loss_of_whole_step, _gradient_of_loss,
+    _logits, _logits_of_evaluation, _loss_of_evaluation, _hidden_states])
+def test_out_of_memory_is_explained_once_wherever_it_happens(bf16_model: Any, monkeypatch: pytest.MonkeyPatch,
+                                                             prepare: Callable[..., Callable[[], Any]]) -> None:
+    model, before = bf16_model, weights(bf16_model)
+    with monkeypatch.context() as patch:
+        call = prepare(model, patch)
+        with pytest.raises(DeviceMemoryError) as caught:
+            call()
+    text = str(caught.value)
+    assert text.count("out of device memory") == text.count("the allocator said: CUDA out of memory.") == 1, text
+    assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
+    assert same_bits(weights(model), before)
+    assert prepare is _resident_in_backward or not model.megacompile.streamed.open_leases(), "what it holds would be missing"
+    model.zero_grad()
+    model(**batch()).loss.backward()  # the next step runs
 
 
 def test_an_update_on_the_device_that_runs_out_of_memory_says_whether_weights_are_torn(model: Any) -> None:
