@@ -61,9 +61,8 @@ def explained(model: nn.Module, reason: Exception) -> MegacompileError:
     if any(sign in text for sign in _READS_VALUES):
         return CaptureError(
             f"{name} cannot be captured as one graph{source}: {_reader(model, line)} lets values of a tensor decide what is "
-            "computed; let no Python control flow depend on tensor values: give it a forward that computes for all values, with "
-            "masks or torch.where\n"
-            f"{text}")
+            "computed; let no Python control flow depend on tensor values: give it a forward that computes for all values, "
+            f"with masks or torch.where\n{text}")
     explanation = next((line.removeprefix("Explanation: ") for line in lines if line.startswith("Explanation: ")), "")
     cause = re.sub(r"<(\S+) object at 0x\w+>", r"\1", explanation or (lines[0] if lines else type(reason).__name__))
     cause = textwrap.shorten(cause, 200, placeholder=" ...")

@@ -21,12 +21,13 @@ BART = dict(vocab_size=64, d_model=16, decoder_layers=2, decoder_attention_heads
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "dynamic rotary frequencies": ("Llama", dict(**LLAMA, rope_parameters=DYNAMIC), (
-        r"rope_type='dynamic', by which model\.rotary_emb .*changes the rotary frequencies.*: use rope_type=\"linear\" or \"yarn\"")),
+        r"rope_type='dynamic', by which model\.rotary_emb .*changes the rotary freq.*: use rope_type=.linear. or .yarn.")),
     "an eager loop over experts": ("Mixtral", dict(**LLAMA, num_local_experts=4, experts_implementation="eager"), (
         r"experts_implementation='eager', by which model\.layers\.0\.mlp\.experts .*loops over the experts.*: call "
         r"model\.set_experts_implementation\(\"grouped_mm\"\)")),
     "skipped layers": ("OPT", dict(**SIZES, ffn_dim=24, word_embed_proj_dim=16, layerdrop=0.1), (
-        r"layerdrop=0\.1, by which model\.decoder .*skips layers at random: set layerdrop, or model\.decoder\.layerdrop .* to 0")),
+        r"with layerdrop=0\.1, by which model\.decoder .*skips layers at random: "
+        r"set layerdrop, or model\.decoder\.layerdrop .*to 0")),
     "skipped layers of another name": ("Bart", dict(**BART, decoder_layerdrop=0.1), "with decoder_layerdrop=0.1, by which"),
     "a router's noise": ("Mixtral", dict(**LLAMA, num_local_experts=4, router_jitter_noise=0.1), (
         "router_jitter_noise=0.1, by which .*multiplies a router's input by random numbers: set router_jitter_noise, or")),
