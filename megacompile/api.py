@@ -17,7 +17,7 @@ from megacompile.frontend.layers import Layers
 from megacompile.handle import Handle
 from megacompile.lease import refuse_hooks
 from megacompile.locked import spend_locked_memory
-from megacompile.optim import check_unclaimed, claim
+from megacompile.owners import check_unclaimed, claim
 from megacompile.passes.template import Target
 from megacompile.room import device_budget
 from megacompile.runtime.cuda import CudaBackend
