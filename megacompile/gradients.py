@@ -19,8 +19,8 @@ from megacompile.runtime import adam as host
 from megacompile.runtime.store import Store, TileLayout
 from megacompile.tiling import Tiling, named_gradients
 
-#: How many elements of a gradient are looked at.
-_SAMPLED = 16
+#: How many elements of a gradient are looked at. An embedding's is zero in most rows.
+_SAMPLED = 256
 #: Bits of an element: a NaN equals itself.
 _BITS = {2: torch.int16, 4: torch.int32}
 
@@ -72,13 +72,12 @@ class Gradients(Mapping[str, Tensor]):
     @torch.no_grad()
     def hand_out(self) -> None:
         """After a backward, which has written all tiles: sets `.grad`, or adds to what it is."""
-        for name, stored in self._stored.items():
-            parameter = self._parameters[name]
-            if parameter.grad is None:
-                parameter.grad = self._lend(name)
-            elif not _same_memory(parameter.grad, stored):
-                parameter.grad.add_(stored)
+        for name in self._stored:
+            if self._parameters[name].grad is None:
+                self._parameters[name].grad = self._lend(name)
         self._note()
+        for name, given in self._replaced().items():  # which may be another parameter's: that one's norm has changed too
+            given.add_(self._stored[name])
 
     def _lend(self, name: str) -> Tensor:
         tile, index = self._tiling.position[name]
@@ -108,18 +107,19 @@ class Gradients(Mapping[str, Tensor]):
 
     def _write_anew(self, names: Collection[str], replaced: Mapping[str, Tensor]) -> None:
         """Before the memory of these gradients is overwritten: whoever has them keeps their values."""
-        at = {self._stored[name].data_ptr(): name for name in names} if replaced else {}
-        for given in replaced.values():  # another parameter's gradient, say: two of them were exchanged
-            name = at.get(given.untyped_storage().data_ptr(), "")
-            if name and not (name in self._lent and self._lent[name].is_(given)):
-                move(given, self._memory(name))
+        held: dict[int, list[Tensor]] = {}  # by address, such as another parameter's: two of them were exchanged
+        for given in replaced.values():
+            held.setdefault(given.untyped_storage().data_ptr(), []).append(given)
         for name in names:
-            if (lent := self._lent.pop(name, None)) is not None:
-                lent.move()
-                if lent.has_views and not self._warned:
-                    self._warned = True
-                    warnings.warn(f"a view of an earlier gradient of {name} is still in use and shows later gradients from now "
-                                  "on: clone() what you keep (.grad itself may be kept as it is)", stacklevel=2)
+            stored, lent = self._stored[name], self._lent.pop(name, None)
+            holders = [*held.get(stored.data_ptr(), ()), *([lent.kept] if lent is not None and lent.kept is not None else ())]
+            values = stored.clone() if holders else stored
+            for tensor in holders:  # those that have shared memory share it still
+                move(tensor, values.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset()), self._memory(name))
+            if lent is not None and lent.has_views and not self._warned:
+                self._warned = True
+                warnings.warn(f"a view of an earlier gradient of {name} is still in use and shows later gradients from now on: "
+                              "clone() what you keep (.grad itself may be kept as it is)", stacklevel=2)
 
     # ---------------------------------------------------------------- around an update
     def _note(self) -> None:
@@ -141,16 +141,27 @@ class Gradients(Mapping[str, Tensor]):
     def untouched(self) -> bool:
         """Whether tiles hold what they held when they were last noted."""
         changed = any((tensor := of()) is not None and tensor._version != version for of, version in self._noted.values())
-        return not changed and not self._changed_tiles()
+        return not changed and not any(self._changed())
 
-    def _changed_tiles(self) -> set[str]:
-        return {tile for tile, sampled in self._sampled.items() if not torch.equal(sampled, self._sample(tile))}
+    def _changed(self) -> Iterator[str]:
+        """Gradients whose elements in the tiles are not those that were noted."""
+        for tile, noted in self._sampled.items():
+            sampled, start = self._sample(tile), 0
+            if not torch.equal(sampled, noted):
+                for s in self._store.tiles[tile].layout.slices:
+                    stop = start + min(_SAMPLED, s.count)
+                    if not torch.equal(sampled[start:stop], noted[start:stop]):
+                        yield s.name
+                    start = stop
 
     @torch.no_grad()
     def refresh(self) -> bool:
         """Before an update: tiles hold what `.grad` is now, and norms are of that. Whether anything had changed. Updates must
         not read gradients then."""
-        replaced, changed_tiles = self._replaced(), self._changed_tiles()
+        replaced = self._replaced()
+        # Whoever changes one gradient without a trace, as a scaler, changes others too, perhaps where nobody looks.
+        untold = any(name not in replaced and (given := self._parameters[name].grad) is not None and self._is_noted(name, given)
+                     for name in self._changed())
         self._write_anew(replaced, replaced)
         changed = False
         for name, stored in self._stored.items():
@@ -159,7 +170,7 @@ class Gradients(Mapping[str, Tensor]):
                 continue
             if name in replaced:
                 stored.copy_(given)
-            elif self._tiling.position[name][0] not in changed_tiles and self._is_noted(name, given):
+            elif not untold and self._is_noted(name, given):
                 continue
             changed = True
             self._refresh_norms(name)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import weakref
 
-import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import TensorWeakRef
@@ -21,15 +20,16 @@ class Lent:
         self._tensor, self._storage = TensorWeakRef(tensor), StorageWeakRef(tensor.untyped_storage())
         self._address, self._memory = tensor.data_ptr(), memory
 
-    def is_(self, tensor: Tensor) -> bool:
-        """Whether it is this one."""
-        return self._tensor() is tensor
+    @property
+    def kept(self) -> Tensor | None:
+        """The tensor, if the user still has it, over this memory."""
+        tensor = self._tensor()
+        return tensor if tensor is not None and tensor.data_ptr() == self._address else None
 
     def move(self) -> None:
         """Before the memory is written anew: if the user still has the tensor, it gets memory of its own."""
-        tensor = self._tensor()
-        if tensor is not None and tensor.data_ptr() == self._address:
-            move(tensor, self._memory)
+        if (tensor := self.kept) is not None:
+            move(tensor, tensor.clone(), self._memory)
 
     @property
     def has_views(self) -> bool:
@@ -38,10 +38,9 @@ class Lent:
         return not self._storage.expired()
 
 
-@torch.no_grad()
-def move(tensor: Tensor, memory: Tensor) -> None:
-    """A tensor over `memory` of a tile gets memory of its own, with the same values."""
-    tensor.data = tensor.clone()
+def move(tensor: Tensor, elsewhere: Tensor, memory: Tensor) -> None:
+    """A tensor over `memory` of a tile gets other memory, with the same values."""
+    tensor.data = elsewhere
     # An array of `tensor.numpy()` still points to the tile, and keeps nothing alive but the tensor.
     weakref.finalize(tensor, _forget, memory).atexit = False
 

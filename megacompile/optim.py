@@ -35,7 +35,7 @@ class AdamW(torch.optim.Optimizer):
     Parameters of the model that its forward does not read are left alone, as those without a gradient are.
 
     Changes of `.grad` between backward and step count, in the norm too. Those that PyTorch does not count (through
-    `.grad.data` or NumPy, `GradScaler.unscale_`) are found by a sample of 16 elements of each gradient: a change of whole
+    `.grad.data` or NumPy, `GradScaler.unscale_`) are found by a sample of 256 elements of each gradient: a change of whole
     gradients is seen, and one of a few elements may not be. A gradient that is None leaves its parameter alone.
 
     Of several optimizers each updates its own parameters. One that is made over parameters of another takes its place: they

@@ -127,7 +127,7 @@ class StateMemory:
 
     def take(self, key: str, value: Any) -> Any:
         """Copies a value that was checked to where it belongs. What stands for it in the state."""
-        if key not in KEYS or (key in self._lent and self._lent[key].is_(value)):
+        if key not in KEYS or (key in self._lent and self._lent[key].kept is value):
             return value
         self._rest()
         if key == "step":
