@@ -46,6 +46,11 @@ class Arrival:
         """From the next forward on: updates on arrival by this one, or none."""
         self._optimizer, self._update = weakref.ref(optimizer) if optimizer is not None else None, None
 
+    def detach(self, optimizer: Updater) -> None:
+        """From the next forward on this one does not update on arrival."""
+        if self.optimizer is optimizer:
+            self.attach(None)
+
     @property
     def optimizer(self) -> Updater | None:
         return self._optimizer() if self._optimizer is not None else None

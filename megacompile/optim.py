@@ -165,6 +165,7 @@ class AdamW(torch.optim.Optimizer):
         for _, memory in found:
             if (former := self._other(memory)) is not None:
                 former._lost, former._state = memory.name, OptimizerState(former)
+                self.streamed.arrival.detach(former)
             memory.optimizer = self
         for parameter, memory in found:
             self._state.ready(parameter, memory)
