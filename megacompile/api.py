@@ -19,7 +19,7 @@ from megacompile.handle import Handle
 from megacompile.host_needs import check_host_first
 from megacompile.lease import refuse_hooks
 from megacompile.locked import spend_locked_memory
-from megacompile.optim import check_unclaimed, claim
+from megacompile.owners import check_unclaimed, claim
 from megacompile.passes.template import Target
 from megacompile.runtime.cuda import CudaBackend
 from megacompile.runtime.lanes import Backend

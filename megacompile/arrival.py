@@ -28,6 +28,10 @@ class Updater(Protocol):
     def request(self) -> Update:
         """An update of every parameter, with the hyper-parameters of the moment."""
 
+    def prepare(self) -> None:
+        """Before a backward that updates, and before tiles are sent to the device. Raises `MegacompileError` for options that
+        no update can have."""
+
 
 class Arrival:
     """State: the `optimizer` made last for this model, if it updates on arrival, and the update that a backward has made, as
@@ -41,6 +45,11 @@ class Arrival:
     def attach(self, optimizer: Updater | None) -> None:
         """From the next forward on: updates on arrival by this one, or none."""
         self._optimizer, self._update = weakref.ref(optimizer) if optimizer is not None else None, None
+
+    def detach(self, optimizer: Updater) -> None:
+        """From the next forward on this one does not update on arrival."""
+        if self.optimizer is optimizer:
+            self.attach(None)
 
     @property
     def optimizer(self) -> Updater | None:
@@ -81,7 +90,7 @@ class Arrival:
             return LeaseError(
                 "another forward waits for its backward, and this one would change its weights (overlap='backward'): run one "
                 "forward at a time (others under torch.no_grad()), give both batches to one forward, or leave overlap out")
-        if any(self.streamed.parameters[name].grad is not None for name in self.streamed.gradients):
+        if self.streamed.gradients.waiting:
             return MegacompileError("gradients of an earlier backward wait for a step: call step() or zero_grad() first")
         given = {id(parameter) for group in self.optimizer.param_groups for parameter in group["params"]}
         left_out = [name for name in self.streamed.gradients if id(self.streamed.parameters[name]) not in given]
@@ -89,6 +98,10 @@ class Arrival:
             return MegacompileError(f"the gradient of {left_out[0]} would be lost, since overlap='backward' keeps none and the "
                                     "optimizer has no such parameter: add it to a group, freeze it before stream(), or leave "
                                     "overlap out")
+        try:
+            self.optimizer.prepare()
+        except MegacompileError as error:
+            return error
         return None
 
     def check_step(self, optimizer: Updater) -> None:

@@ -22,7 +22,8 @@ from megacompile.frontend.token_functions import described
 from megacompile.hardware import Hardware
 from megacompile.images import arrange_images
 from megacompile.lease import StreamedResults, refuse_hooks
-from megacompile.optim import AdamW, disclaim
+from megacompile.optim import AdamW
+from megacompile.owners import disclaim
 from megacompile.pace import pace_of
 from megacompile.packing import further_arguments
 from megacompile.pairs import hidden_as_bool
@@ -176,7 +177,7 @@ class Handle:
             raise UnsupportedError(f"train_step needs labels ({', '.join(streamed.captured.labels)}): pass them in the batch")
         if optimizer.streamed is not streamed:
             raise MegacompileError("the optimizer belongs to another model: make one of this model's parameters")
-        if any(streamed.parameters[name].grad is not None for name in streamed.gradients):
+        if streamed.gradients.waiting:
             raise MegacompileError("gradients of an earlier backward wait for a step: call step() or zero_grad() first")
         return streamed.train_step(given.inputs, given.normaliser, optimizer.request(), optimizer.overlap is not None)
 

@@ -2,73 +2,25 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import os
-import weakref
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils.weak import WeakIdKeyDictionary
+from torch import Tensor
 
 from megacompile.errors import MegacompileError, UnsupportedError
+from megacompile.hyper_parameters import HyperParameters, check_options, checked_norm
 from megacompile.nonfinite import NonFinite
-from megacompile.optimizer_state import OptimizerState
+from megacompile.optimizer_state import KEYS, OptimizerState, ParameterState, SavedState, StateMemory
+from megacompile.owners import owner_of, owners_of
 from megacompile.runtime import native
 from megacompile.runtime.adam import AdamSegment, join_fp32, split_fp32
 from megacompile.runtime.update import Update, counting
 from megacompile.streamed import Streamed
-
-#: Which streamed model a parameter belongs to.
-_OWNERS: MutableMapping[Tensor, tuple[weakref.ref[Streamed], str]] = WeakIdKeyDictionary()
-
-
-def claim(streamed: Streamed) -> None:
-    """Lets optimizers find the streamed model behind its parameters."""
-    for name, parameter in nn.Module.named_parameters(streamed.model):  # those too that no call reads
-        _OWNERS[parameter] = (weakref.ref(streamed), name)
-
-
-def disclaim(streamed: Streamed) -> None:
-    for _, parameter in nn.Module.named_parameters(streamed.model):
-        if parameter in _OWNERS and _OWNERS[parameter][0]() is streamed:
-            del _OWNERS[parameter]
-
-
-def check_unclaimed(model: nn.Module) -> None:
-    """Raises `MegacompileError` if a parameter lives in another model's tiles: two tiles would fight over its memory."""
-    for name, parameter in nn.Module.named_parameters(model):
-        owner = _OWNERS[parameter][0]() if parameter in _OWNERS else None
-        if owner is not None:
-            raise MegacompileError(
-                f"{name} belongs to a {type(owner.model).__name__} that is streamed already: close() that one first, or give "
-                "each model parameters of its own")
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)
-
-
-#: What an option of a parameter group must be, and whether a value is that.
-_OPTIONS: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    **dict.fromkeys(("lr", "eps", "weight_decay"), ("a number of at least 0", lambda x: _is_number(x) and x >= 0)),
-    "betas": ("two numbers of at least 0 and below 1", lambda x: (
-        isinstance(x, tuple | list) and len(x) == 2 and all(_is_number(b) and 0 <= b < 1 for b in x))),
-}
-
-
-def _check_options(group: Mapping[str, Any]) -> None:
-    """Raises `MegacompileError` for an option of a parameter group that is out of range or that is not implemented."""
-    for option in ("amsgrad", "maximize", "differentiable"):
-        if group.get(option):
-            raise UnsupportedError(f"{option}=True is not implemented by megacompile.AdamW: leave it out")
-    for option in ("max_grad_norm", "overlap", "non_finite", "dump_folder"):
-        if option in group:
-            raise MegacompileError(f"{option} is of all parameters, and not of a group: give it to AdamW itself")
-    for option, (what, good) in _OPTIONS.items():
-        if option in group and not good(group[option]):
-            raise MegacompileError(f"{option}={group[option]!r} is out of range: give {what}")
 
 
 class AdamW(torch.optim.Optimizer):
@@ -77,12 +29,18 @@ class AdamW(torch.optim.Optimizer):
     `step()` returns at once; the update runs on the host beside the next forward. With `max_grad_norm`, gradients are
     clipped by their exact global norm, as `torch.nn.utils.clip_grad_norm_` does; `grad_norm` is the norm of the last step
     before clipping. `state_dict` holds exp_avg, exp_avg_sq (fp32), step, and for bf16 parameters the FP32 master's 16 low
-    bits (`remainder`, int16).
+    bits (`remainder`, int16). `state` holds no remainder: a state that is removed or replaced starts the moments anew, as in
+    torch.optim, and leaves the master as it is.
 
     Parameters of the model that its forward does not read are left alone, as those without a gradient are.
 
-    Changes of `.grad` between backward and step count, in the norm too (those made through `.grad.data` leave no trace, and
-    the norm does not see them). A gradient that is None leaves its parameter alone.
+    Changes of `.grad` between backward and step count, in the norm too. Those that PyTorch does not count (through
+    `.grad.data` or NumPy, `GradScaler.unscale_`) are found by a sample of 256 elements of each gradient: a change of whole
+    gradients is seen, and one of a few elements may not be. A gradient that is None leaves its parameter alone.
+
+    Of several optimizers each updates its own parameters. One that is made over parameters of another takes its place: they
+    have one state, and every later use of the other raises. Whole steps, updates on arrival and checkpoints take one optimizer.
+    Options of groups may be changed at any time, and count from the next `step()` on.
 
     With `overlap="backward"` each tile is updated as its gradients arrive: nothing is clipped, `.grad` stays None (PyTorch's
     own clipping would find nothing), `grad_norm` too, and there is one forward, one backward and one `step()` in turn. The
@@ -104,77 +62,135 @@ class AdamW(torch.optim.Optimizer):
                  eps: float = 1e-8, weight_decay: float = 1e-2, *, max_grad_norm: float | None = None,
                  overlap: str | None = None, non_finite: str = "raise",
                  dump_folder: str | os.PathLike[str] = "non-finite") -> None:
-        _check_options(dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
-        if max_grad_norm is not None and not (_is_number(max_grad_norm) and max_grad_norm > 0):
-            raise MegacompileError(f"max_grad_norm={max_grad_norm!r} is out of range: give a number above 0, or None")
+        check_options(dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
         if overlap not in (None, "backward"):
             raise MegacompileError(f"overlap={overlap!r} must be None (update beside the next forward) or 'backward' (as "
                                    "gradients arrive)")
-        if overlap is not None and max_grad_norm is not None:
-            raise MegacompileError("overlap='backward' updates before the global norm is known: leave max_grad_norm out")
         self.non_finite = NonFinite(non_finite, Path(dump_folder))
-        self.max_grad_norm, self.overlap = max_grad_norm, overlap
+        self._overlap, self.max_grad_norm = overlap, max_grad_norm
         self._update: Update | None = None
+        self._lost = ""  # a parameter that another optimizer, made later, updates
+        self._made, self._state = False, OptimizerState(self)
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
-        self.state = OptimizerState(self.state)
+        self._take_over(self._parameters())
+        self._made = True
         for streamed in self._models():
             streamed.arrival.attach(self if overlap is not None else None)
         native.library()  # built now, if it must be: at the first update all lanes would wait for the C++ compiler
 
+    @property
+    def overlap(self) -> str | None:
+        return self._overlap
+
+    @property
+    def max_grad_norm(self) -> float | None:
+        return self._max_grad_norm
+
+    @max_grad_norm.setter
+    def max_grad_norm(self, value: float | None) -> None:
+        self._max_grad_norm = checked_norm(value, self.overlap)
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        _check_options(param_group)
+        self._check_lost()
+        check_options(param_group)
         super().add_param_group(param_group)
-        for parameter in self.param_groups[-1]["params"]:
-            self._make_state(parameter)
+        if not self._made:  # the constructor does it for all groups, once all are good
+            return
+        try:
+            self._take_over(self.param_groups[-1]["params"])
+        except BaseException:
+            self.param_groups.pop()
+            raise
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise UnsupportedError("an optimizer of a streamed model can be neither pickled nor copied: its state is its model's "
                                "memory; use state_dict() or a CheckpointWriter")
 
+    def _parameters(self) -> Iterator[Tensor]:
+        return (parameter for group in self.param_groups for parameter in group["params"])
+
     def _owner(self, parameter: Tensor) -> tuple[Streamed, str]:
-        owner, name = _OWNERS.get(parameter, (None, ""))
-        streamed = owner() if owner is not None else None
-        if streamed is None:
+        owner = owner_of(parameter)
+        if owner is None:
             raise MegacompileError(
                 f"a parameter of shape {list(parameter.shape)} belongs to no streamed model: call model = "
                 "megacompile.stream(model) before making the optimizer, and make a new optimizer after close()")
-        return streamed, name
+        return owner
 
     @property
     def streamed(self) -> Streamed:
-        """The streamed model whose parameters these are."""
+        """The streamed model whose parameters these are. Raises `MegacompileError` if another optimizer has taken over."""
+        self._check_lost()
         models = self._models()
         if len(models) != 1:
             raise MegacompileError("an optimizer updates one streamed model: make one optimizer for each")
         return models[0]
 
     def _models(self) -> list[Streamed]:
-        return list({id(s): s for group in self.param_groups for p in group["params"] for s, _ in (self._owner(p),)}.values())
+        return list({id(streamed): streamed for streamed, _ in map(self._owner, self._parameters())}.values())
 
-    def _make_state(self, parameter: Tensor) -> None:
-        """State tensors are views of the tile's own memory."""
+    # ---------------------------------------------------------------- state
+    @property
+    def state(self) -> OptimizerState:  # type: ignore[override]
+        """Waits for the update in flight. What is written to it before the next call counts."""
+        self._check_lost()
+        for streamed in owners_of(self._parameters()):
+            streamed.residency.leave()
+        return self._state
+
+    @state.setter
+    def state(self, state: Mapping[Tensor, Any]) -> None:
+        self._check_lost()
+        if state is not self._state:
+            self._state = OptimizerState(self, state)
+
+    def _memory(self, parameter: Tensor) -> StateMemory | None:
+        """Of a parameter that is trained and read; None for others."""
         streamed, name = self._owner(parameter)
-        if name not in streamed.tiling.position:  # no call reads it
-            return
-        tile_name, position = streamed.tiling.position[name]
-        tile = streamed.store.tiles[tile_name]
-        part = tile.layout.slices[position]
-        if not part.trainable:
-            return
-        streamed.residency.leave()
-        tile.allocate_moments()
-        assert tile.m is not None and tile.v is not None
-        state = self.state[parameter]
-        state["step"] = 0
-        state["exp_avg"] = tile.m[part.start:part.stop].view(part.shape)
-        state["exp_avg_sq"] = tile.v[part.start:part.stop].view(part.shape)
-        if tile.moments_written:  # by an optimizer before this one
-            streamed.store.preserve(tile_name)
-            state["exp_avg"].zero_()
-            state["exp_avg_sq"].zero_()
-        if tile.remainder is not None:
-            state["remainder"] = tile.remainder[part.start:part.stop].view(part.shape)
+        return streamed.states.get(name)
 
+    def memory_of(self, parameter: Any) -> StateMemory | None:
+        """As `_memory`, of what is this optimizer's; None for anything else that somebody keeps a state for."""
+        owner = owner_of(parameter) if isinstance(parameter, Tensor) else None
+        memory = owner[0].states.get(owner[1]) if owner is not None else None
+        return memory if memory is not None and memory.optimizer is self else None
+
+    def _take_over(self, parameters: Iterable[Tensor]) -> None:
+        """From now on this optimizer alone updates these parameters, whose state there is only one of."""
+        found = [(parameter, memory) for parameter in parameters if (memory := self._memory(parameter)) is not None]
+        for _, memory in found:
+            if (former := self._other(memory)) is not None:
+                former._lost, former._state = memory.name, OptimizerState(former)
+                self.streamed.arrival.detach(former)
+            memory.optimizer = self
+        for parameter, memory in found:
+            self._state.ready(parameter, memory)
+
+    def _other(self, memory: StateMemory) -> AdamW | None:
+        """Another optimizer that updates this parameter."""
+        other = memory.optimizer
+        if other is None or other is self or other._lost:
+            return None
+        return other if any(memory.name in names for _, names in other.named_groups()) else None
+
+    def _check_lost(self) -> None:
+        if self._lost:
+            raise MegacompileError(f"another megacompile.AdamW, made later, updates {self._lost} now, and has taken its state: "
+                                   "use that one, or make a new optimizer")
+
+    def check_alone(self, doing: str) -> None:
+        """Raises `MegacompileError` if another optimizer updates parameters of the model, for which `doing` knows one."""
+        for memory in self.streamed.states.values():
+            if self._other(memory) is not None:
+                raise MegacompileError(f"{doing} one optimizer, and another megacompile.AdamW updates {memory.name}: make one "
+                                       "with parameter groups, or drop the other (del optimizer)")
+
+    def steps(self) -> dict[str, int]:
+        """Updates of each parameter that has a state, by name."""
+        return {memory.name: int(state["step"]) for parameter, state in self._state.items()
+                if (memory := self.memory_of(parameter)) is not None and "step" in state}
+
+    # ---------------------------------------------------------------- steps
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Hands the update to the lanes. Parameters without `.grad` are left alone. Raises what an earlier update failed
@@ -200,7 +216,7 @@ class AdamW(torch.optim.Optimizer):
         if self._completes():
             return loss
         streamed.check_whole()
-        trained = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        trained = [p for p in self._parameters() if p.grad is not None]
         if not trained:
             return loss
         if unread := [name for name in (self._owner(p)[1] for p in trained) if name not in streamed.tiling.position]:
@@ -208,9 +224,10 @@ class AdamW(torch.optim.Optimizer):
                                    "optimizer of torch.optim")
         streamed.check_trained()
         streamed.adopt_writes()
-        if streamed.writes.refresh_norms(streamed.gradients):
+        update = self._request(lambda parameter: parameter.grad is not None)
+        if streamed.gradients.refresh():
             streamed.residency.gradients_current = False
-        self._update = self._request(lambda parameter: parameter.grad is not None)
+        self._update = update
         streamed.update(self._update)
         return loss
 
@@ -221,40 +238,53 @@ class AdamW(torch.optim.Optimizer):
     def _ended(self) -> bool:
         """Whether the update in flight is the one that is asked for: it is ours, and no gradient has come since."""
         update = self.streamed.updating
-        return update is not None and update is self._update and all(
-            p.grad is None for group in self.param_groups for p in group["params"])
+        return update is not None and update is self._update and all(p.grad is None for p in self._parameters())
 
     def request(self) -> Update:
         """An update of every parameter, for a step that runs as one program or for a backward that updates."""
+        self.check_alone("a whole step, or one with overlap='backward', takes")
         self.streamed.raise_pending()
         self.streamed.check_whole()
         self.streamed.adopt_writes()
         self._update = self._request(lambda parameter: True)
         return self._update
 
+    def prepare(self) -> None:
+        """Before a backward that updates. Raises `MegacompileError` for options that are out of range."""
+        self._ready(lambda parameter: True)
+
+    def _ready(self, wanted: Callable[[Tensor], bool]) -> list[tuple[HyperParameters, StateMemory, ParameterState]]:
+        """The parameters that are wanted, with their options of the moment and a state each. Raises `MegacompileError` for
+        options and states that no update can have."""
+        groups = [(HyperParameters.of(group), group["params"]) for group in self.param_groups]
+        found = [(options, parameter, memory) for options, parameters in groups for parameter in parameters
+                 if wanted(parameter) and (memory := self._memory(parameter)) is not None]
+        if len({memory.name for _, _, memory in found}) < len(found):
+            raise MegacompileError("a parameter is in the optimizer's groups twice: leave it in one of them, once")
+        self._take_over([parameter for _, parameter, memory in found if memory.optimizer is not self])
+        return [(options, memory, self._state.ready(parameter, memory)) for options, parameter, memory in found]
+
     def _request(self, wanted: Callable[[Tensor], bool]) -> Update:
         """What the lanes need to know of a step: hyper-parameters as they are now, of the parameters that are wanted."""
         streamed = self.streamed
         segments: dict[str, list[AdamSegment]] = {}
         counted: dict[str, list[int]] = {}
-        states: list[dict[str, Any]] = []
+        ready = self._ready(wanted)
         with counting:
             before = self._update if self._update is not None and self._update.open else None
-            for group, parameter in ((g, p) for g in self.param_groups for p in g["params"] if wanted(p) and self.state[p]):
-                _, name = self._owner(parameter)
-                state = self.state[parameter]
-                for tile, position in streamed.tiling.places[name]:
+            for options, memory, state in ready:
+                for tile, position in streamed.tiling.places[memory.name]:
                     part = streamed.tiling.layouts[tile].at_home(position)
                     segments.setdefault(tile, []).append(AdamSegment(
-                        part.start, part.stop, float(group["lr"]), group["betas"][0], group["betas"][1], group["eps"],
-                        group["weight_decay"], int(state["step"]) + 1))
+                        part.start, part.stop, options.lr, options.beta1, options.beta2, options.eps, options.weight_decay,
+                        state["step"] + 1))
                     counted.setdefault(tile, []).append(position)
-                states.append(state)
         for each in segments.values():
             each.sort(key=lambda s: s.start)
         for positions in counted.values():
             positions.sort()
-        return Update(segments, counted, self.max_grad_norm, on_arrival=self.overlap is not None, states=states, before=before,
+        return Update(segments, counted, self.max_grad_norm, on_arrival=self.overlap is not None,
+                      states=[state for _, _, state in ready], before=before,
                       report=functools.partial(self.non_finite.report, streamed.skipped, streamed.kept))
 
     @property
@@ -275,76 +305,70 @@ class AdamW(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Moments and remainders are views of the tiles, as those of `torch.optim` are of its own: save or copy them before
         the next step. Works after `close()` too."""
-        for owner in {_OWNERS[p][0] for group in self.param_groups for p in group["params"] if p in _OWNERS}:
-            if (streamed := owner()) is not None:
-                streamed.residency.bring_home()
-                streamed.check_whole()
-                streamed.adopt_writes()  # a remainder is of the weight that was there before
+        self.settle()
         saved = super().state_dict()
         saved["state"] = {index: dict(state) for index, state in saved["state"].items()}  # of types that are unpickled
+        for index, parameter in enumerate(self._parameters()):
+            if (remainder := self._remainder(parameter)) is not None:
+                saved["state"].setdefault(index, {})["remainder"] = remainder
         return saved
+
+    def _remainder(self, parameter: Tensor) -> Tensor | None:
+        """The low bits of a parameter's master, in its tile; None where there are none."""
+        memory = self._memory(parameter) if owner_of(parameter) else getattr(self._state.get(parameter), "memory", None)
+        return memory.remainder if memory is not None else None
+
+    def settle(self) -> None:
+        """Waits until the state and the remainders on the host are those of the last step. Raises what a failed update has left
+        behind."""
+        self._check_lost()
+        for streamed in owners_of(self._parameters()):
+            streamed.residency.bring_home()
+            streamed.check_whole()
+            streamed.adopt_writes()  # a remainder is of the weight that was there before
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Copies moments and remainders into the tiles, exactly: the base class would cast them to the parameter's dtype.
         Load the model first: a remainder belongs to the weight that it was saved with, and loading a weight clears it.
 
-        As in `torch.optim`, a parameter without a saved state starts anew.
+        As in `torch.optim`, a parameter without a saved state starts anew. One without a saved remainder keeps its master.
 
         Raises, before anything has changed, `MegacompileError` for another number of groups, parameters, or another shape,
         and for options as the constructor does."""
         streamed = self.streamed
         streamed.residency.leave()
-        states = self.check_state_dict(state_dict)
+        groups, states = self.check_state_dict(state_dict)
         streamed.adopt_writes()  # sets remainders to zero, before the saved ones are loaded
         self._update = None
         streamed.arrival.end()
         streamed.store.preserve()
-        for saved, group in zip(state_dict["param_groups"], self.param_groups, strict=True):
-            group.update({k: v for k, v in saved.items() if k != "params"})
-        for parameter, saved in states:
-            self._load_state(parameter, saved)
+        for options, group in zip(groups, self.param_groups, strict=True):
+            group.update(options)
+        self._take_over([parameter for parameter, memory, _ in states if memory.optimizer is not self])
+        for parameter, memory, saved in states:
+            self._state[parameter] = {key: saved[key] for key in KEYS if key in saved}
+            self._state.ready(parameter, memory)
+            if memory.remainder is not None and "remainder" in saved:
+                memory.remainder.copy_(saved["remainder"])
 
-    def check_state_dict(self, state_dict: dict[str, Any]) -> list[tuple[Tensor, Mapping[str, Any]]]:
-        """Raises what `load_state_dict` raises. The saved state of each parameter."""
-        groups = state_dict["param_groups"]
-        if [len(g["params"]) for g in groups] != [len(g["params"]) for g in self.param_groups]:
+    def check_state_dict(self, state_dict: dict[str, Any]) -> tuple[list[dict[str, Any]], list[SavedState]]:
+        """The saved options of each group, and the saved state of each parameter beside its memory. Raises what
+        `load_state_dict` raises."""
+        others = ("params", "decoupled_weight_decay")  # of a state of Adam's, which torch.optim.AdamW takes the same way
+        groups = [{option: deepcopy(value) for option, value in group.items() if option not in others}
+                  for group in state_dict["param_groups"]]
+        indices = [group["params"] for group in state_dict["param_groups"]]
+        if [len(each) for each in indices] != [len(group["params"]) for group in self.param_groups]:
             raise MegacompileError("the saved optimizer has other parameter groups: make it with the groups it was saved with")
-        states = [(parameter, state_dict["state"].get(index, {}))
-                  for saved, group in zip(groups, self.param_groups, strict=True)
-                  for index, parameter in zip(saved["params"], group["params"], strict=True)]
         for group in groups:
-            _check_options(group)
-        for parameter, saved in states:
-            self._check_state(parameter, saved)
-        return states
-
-    def _check_state(self, parameter: Tensor, saved: Mapping[str, Any]) -> None:
-        """Raises what `load_state_dict` raises for the saved state of one parameter; a remainder may be missing."""
-        for key, value in self.state[parameter].items() if saved else ():
-            if key not in saved and key == "remainder":
-                continue
-            if key not in saved or (isinstance(value, Tensor) and value.shape != getattr(saved[key], "shape", None)):
-                raise MegacompileError(f"the saved optimizer state has no {key} of shape {list(parameter.shape)}: load one "
-                                       "that was saved with this model")
-            if key == "remainder" and saved[key].dtype != torch.int16:
-                raise UnsupportedError("the saved remainder is not int16: it was cast on the way; save it unchanged")
-
-    def _load_state(self, parameter: Tensor, saved: Mapping[str, Any]) -> None:
-        """Copies a saved state that was checked; what it does not have becomes zero."""
-        state = self.state[parameter]
-        if not state:
-            return
-        streamed, name = self._owner(parameter)
-        tile = streamed.store.tiles[streamed.tiling.position[name][0]]
-        for key, value in state.items():
-            if not isinstance(value, Tensor):
-                state[key] = int(saved.get(key, 0))
-            elif key in saved:
-                value.copy_(saved[key])
-            elif key == "remainder" or tile.moments_written:
-                value.zero_()
-        tile.moments_written |= bool(saved)
+            check_options(group)
+        states = [(parameter, memory, state_dict["state"].get(index, {}))
+                  for index, parameter in zip(itertools.chain(*indices), self._parameters(), strict=True)
+                  if (memory := self._memory(parameter)) is not None]
+        for _, memory, saved in states:
+            memory.check_saved(saved)
+        return groups, states
 
     def named_groups(self) -> list[tuple[dict[str, Any], list[str]]]:
         """Each parameter group: its options, and the names that its parameters have in the model."""
@@ -355,7 +379,7 @@ class AdamW(torch.optim.Optimizer):
         """A copy of a parameter's FP32 master weight, of its shape."""
         self.streamed.residency.bring_home()
         self.streamed.adopt_writes()
-        remainder = self.state[parameter].get("remainder")
+        remainder = self._remainder(parameter)
         if remainder is None:
             return parameter.detach().float().clone()
         return join_fp32(parameter.detach().flatten(), remainder.flatten()).view(parameter.shape)
@@ -366,7 +390,7 @@ class AdamW(torch.optim.Optimizer):
         streamed = self.streamed
         streamed.residency.leave()
         streamed.store.preserve()
-        remainder = self.state[parameter].get("remainder")
+        remainder = self._remainder(parameter)
         if remainder is None:
             parameter.copy_(master)
             return

@@ -26,7 +26,7 @@ def replan(streamed: Streamed, **options: Any) -> None:
     config.check_tiles(streamed.tiling.layouts, type(streamed.model).__name__)
     if streamed.open_leases():
         raise MegacompileError("a loss waits for its backward: run it, or drop the loss, before replan()")
-    if any(streamed.parameters[name].grad is not None for name in streamed.gradients):
+    if streamed.gradients.waiting:
         raise MegacompileError("gradients wait for their step: call step() or zero_grad() before replan()")
     streamed.settle()
     streamed.check_whole()

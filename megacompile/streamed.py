@@ -20,10 +20,12 @@ from megacompile.frontend.capture import CapturedModel
 from megacompile.frontend.heads import of_tokens
 from megacompile.frontend.hidden_states import ALL
 from megacompile.frontend.pairs import described
+from megacompile.gradients import Gradients
 from megacompile.handover import batch_of, evaluation_of, loss_of, outputs_and_hidden_states_of, outputs_of, send_gradients
 from megacompile.images import images_of_each
 from megacompile.lease import Lease
 from megacompile.nonfinite import report_late
+from megacompile.optimizer_state import StateMemory
 from megacompile.plan import Form
 from megacompile.program import Lane
 from megacompile.residency import Residency
@@ -38,7 +40,7 @@ from megacompile.runtime.store import Store
 from megacompile.runtime.update import Update
 from megacompile.shapes import CompiledShape, Shape, Shapes
 from megacompile.sizes import format_bytes, parse_bytes
-from megacompile.tiling import Tiling, named_gradients
+from megacompile.tiling import Tiling
 from megacompile.writes import Constants, ForeignWrites
 
 R = TypeVar("R")
@@ -56,10 +58,11 @@ class Streamed:
         self.executor: Executor | ReferenceExecutor = (
             ReferenceExecutor(backend) if config.reference else Executor(backend, stall_timeout_s=config.stall_timeout))
         self.parameters = {n: p for n, p in model.named_parameters() if n in tiling.position}
-        self.gradients = dict(named_gradients(store))
+        self.gradients = Gradients(self.parameters, tiling, store)
+        self.states = {name: StateMemory(self, name) for name in self.gradients}
         self.constants = Constants(model, backend.device)
         self.constants.add(captured.calls)
-        self.writes = ForeignWrites(model, self.parameters, tiling, store)
+        self.writes = ForeignWrites(model, self.parameters, tiling, store, self.gradients)
         self.forms = Forms(model, captured, tiling, config, backend, store.room(parse_bytes(config.host_memory)))
         self.planner, self.binder = self.forms.first.planner, self.forms.first.binder
         self.shapes = Shapes(self.forms)
@@ -78,6 +81,10 @@ class Streamed:
         if self.planner.locked().tiles:
             for part in store.streamed_memory():
                 backend.lock(part)
+
+    @property
+    def closed(self) -> bool:
+        return not self._give_back.alive
 
     # ---------------------------------------------------------------- programs and memory
     def compiled(self, shape: Shape) -> CompiledShape:
@@ -177,13 +184,13 @@ class Streamed:
             self.store.allocate_sums(shape.plan.host_sums)
             self.enter(shape, "train_step", "update")
             batch = self._batch(shape, inputs, normaliser)
+            self.gradients.gather()
             self.trained, self.unfinished, self.batches = shape, None, [batch]
             if overlap:
                 self.begin_update(shape, update)
             # Compute comes to its end only after every tile's weights were sent, so after the update before this one.
             self.submit(shape, "train_step", batch, self._open(shape, batch), update).wait((Lane.COMPUTE,))
             self.residency.gradients_current = True
-            self.writes.note_gradients(self.gradients)  # an update that fails is completed if they stay as they are
             loss = loss_of(self.backend, batch)
             if not overlap:
                 self.begin_update(shape, update)
@@ -226,7 +233,7 @@ class Streamed:
 
         Whatever stops it, no parameter has a `.grad` afterwards: some would hold this batch's gradients, others not."""
         self.raise_pending()
-        if not self._give_back.alive:
+        if self.closed:
             raise LeaseError("the model was closed since this loss was computed: run the forward of the plain model again")
         if lease.closed:
             raise LeaseError("this loss has had its backward, or was refused one: run the forward again (retain_graph cannot "
@@ -235,7 +242,9 @@ class Streamed:
             raise LeaseError("the weights have changed since this loss was computed: run backward before optimizer.step(), "
                              "or the forward again")
         self.arrival.check(lease)
-        added = self._gather_gradients()
+        if self.gradients.waiting:
+            self.settle()  # an update in flight reads them
+        added = self.gradients.gather()
         section = "backward_accumulate" if added else "backward"
         with self.guarded():
             self._reserve(lease.shape, section)
@@ -254,29 +263,12 @@ class Streamed:
                 self.drain()
         except BaseException:
             self.arrival.fail()
-            for name in self.gradients:
-                self.parameters[name].grad = None
+            self.gradients.clear()
             raise
         finally:
             lease.end()
-        for name, view in self.gradients.items():
-            self.parameters[name].grad = view
+        self.gradients.hand_out()
         self.residency.gradients_current = True
-        self.writes.note_gradients(self.gradients)
-
-    def _gather_gradients(self) -> bool:
-        """Whether gradients exist to be added to; then all of them do, in the tiles."""
-        given = {n: self.parameters[n].grad for n in self.gradients}
-        if all(g is None for g in given.values()):
-            return False
-        self.settle()
-        for name, view in self.gradients.items():
-            gradient = given[name]
-            if gradient is None:
-                view.zero_()
-            elif gradient.data_ptr() != view.data_ptr():
-                view.copy_(gradient)
-        return True
 
     def update(self, update: Update) -> None:
         """Hands an optimizer step to the cpu lane and returns. Raises what the one before it failed with."""
@@ -294,7 +286,7 @@ class Streamed:
         its gradients have changed since."""
         update = self.unfinished
         assert update is not None, "no update has failed"
-        if not self._stored() or not self.writes.gradients_untouched(self.gradients):
+        if not self._stored() or not self.gradients.untouched():
             return False
         self.update(update)
         return True

@@ -12,20 +12,20 @@ from torch import Tensor, nn
 
 from megacompile.errors import UnsupportedError
 from megacompile.frontend.template import Call
-from megacompile.runtime import adam as host
+from megacompile.gradients import Gradients
 from megacompile.runtime.store import HostTile, Store
 from megacompile.tiling import Tiling
 
 
 class ForeignWrites:
-    """State: the version and address last seen of each parameter, and the version of each gradient."""
+    """State: the version and address last seen of each parameter."""
 
-    def __init__(self, model: nn.Module, parameters: Mapping[str, nn.Parameter], tiling: Tiling, store: Store) -> None:
-        self.parameters, self.tiling, self.store = parameters, tiling, store
+    def __init__(self, model: nn.Module, parameters: Mapping[str, nn.Parameter], tiling: Tiling, store: Store,
+                 gradients: Gradients) -> None:
+        self.parameters, self.tiling, self.store, self.gradients = parameters, tiling, store, gradients
         self.objects = {name: id(p) for name, p in nn.Module.named_parameters(model)}
         self.seen = {name: self._state(p) for name, p in parameters.items()}
         self.homes = {name: p.data_ptr() for name, p in parameters.items()}
-        self.gradients: dict[str, int] = {}
         self.warned = False
 
     @staticmethod
@@ -58,7 +58,7 @@ class ForeignWrites:
             self.seen[name] = self._state(parameter)
 
     def _warn_of_other_optimizer(self, tile: HostTile, parameter: nn.Parameter) -> None:
-        if self.gradients and tile.m is None and not self.warned:  # gradients were made, and none of our optimizers
+        if self.gradients.made and tile.m is None and not self.warned:  # gradients were made, and none of our optimizers
             self.warned = True
             warnings.warn(f"another optimizer updates the parameters in their own {parameter.dtype}, where small updates are "
                           "lost to rounding: megacompile.AdamW keeps an FP32 master", stacklevel=2)
@@ -75,35 +75,6 @@ class ForeignWrites:
             if parameter.requires_grad != self.store.tiles[tile].layout.slices[position].trainable:
                 raise UnsupportedError(f"requires_grad of {name} was changed after stream(): close() the model, change it, "
                                        "and stream() it again")
-
-    # ---------------------------------------------------------------- gradients
-    def note_gradients(self, gradients: Mapping[str, Tensor]) -> None:
-        self.gradients = {name: g._version for name, g in gradients.items()}
-
-    def gradients_untouched(self, gradients: Mapping[str, Tensor]) -> bool:
-        """Whether what is stored is what was last noted."""
-        return self.gradients == {name: g._version for name, g in gradients.items()}
-
-    def refresh_norms(self, gradients: Mapping[str, Tensor]) -> bool:
-        """Norms of gradients that the user changed in place (`clip_grad_norm_`) or replaced since they were stored. Whether
-        there were any."""
-        changed = False
-        for name, stored in gradients.items():
-            given = self.parameters[name].grad
-            if given is None:
-                continue
-            replaced = given.data_ptr() != stored.data_ptr()
-            if replaced:
-                stored.copy_(given)
-            if replaced or stored._version != self.gradients.get(name):
-                changed = True
-                for tile_name, position in self.tiling.places[name]:
-                    tile = self.store[tile_name]
-                    assert tile.home.gradients is not None and tile.norm_bytes is not None
-                    changed_part = tile.home.layout.flat(tile.home.gradients)[tile.layout.at_home(position)]
-                    tile.norm_bytes.view(torch.float32)[position] = host.norm(changed_part)
-        self.note_gradients(gradients)
-        return changed
 
 
 class Constants:

@@ -84,9 +84,10 @@ class Update:
                 self._renumber()
 
     def _count(self, by: int) -> None:
-        counts = [state["step"] + by for state in self.states]
+        states = [state for state in self.states if "step" in state]  # the user may have removed some since
+        counts = [state["step"] + by for state in states]
         # One call into C, which Ctrl-C does not divide: no parameter is counted and another not, or without `begun`.
-        deque(map(dict.__setitem__, [*self.states, vars(self)], [*repeat("step", len(counts)), "begun"], [*counts, by > 0]),
+        deque(map(dict.__setitem__, [*states, vars(self)], [*repeat("step", len(counts)), "begun"], [*counts, by > 0]),
               maxlen=0)
 
     def judge(self, norms: Norms) -> None:

@@ -24,6 +24,7 @@ class Subject:
                                    "make the optimizer with megacompile.AdamW")
         if optimizer.streamed is not self.streamed:
             raise MegacompileError("the optimizer belongs to another model: make one of this model's parameters")
+        optimizer.check_alone("a checkpoint holds the state of")
 
     @property
     def streamed(self) -> Streamed:
@@ -42,13 +43,13 @@ class Subject:
         `MegacompileError` between a backward that has updated and its step()."""
         if self.streamed.arrival.updated:
             raise MegacompileError("a backward has updated the weights and its step has not ended: save after optimizer.step()")
-        self.optimizer.state_dict()
+        self.optimizer.check_alone("a checkpoint holds the state of")
+        self.optimizer.settle()
         return self.groups()
 
     def steps(self) -> dict[str, int]:
         """Updates of each parameter that the optimizer trains, by name."""
-        known = self.streamed.parameters.items()
-        return {name: int(self.optimizer.state[p]["step"]) for name, p in known if self.optimizer.state.get(p)}
+        return self.optimizer.steps()
 
     def remainders(self) -> list[str]:
         """Names of the parameters whose FP32 master is kept in two parts."""

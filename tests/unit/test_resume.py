@@ -213,6 +213,7 @@ def test_our_own_writes_wait_for_the_writer_too(write: Any, one: Streamed, tmp_p
         assert slow_disk.held.wait(20)
         write(run, *earlier)
         slow_disk.open.set()
+    run = Run(run.model)
     load_checkpoint(tmp_path, run.model, run.optimizer, scheduler=run.scheduler)
     assert same_bits(run.masters(), expected[0]) and same_bits(run.moments(), expected[1])
 

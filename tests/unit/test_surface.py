@@ -173,12 +173,11 @@ def test_a_write_through_no_grad_is_used_and_clears_the_remainder(bf16_model: An
     train_step(model, optimizer)
     parameter = model.lm_head.weight
     model.megacompile.synchronize()
-    assert optimizer.state[parameter]["remainder"].any()
+    assert not torch.equal(optimizer.master(parameter), parameter.float())
     with torch.no_grad():
         before = model(**batch(1)).loss
         parameter.mul_(-50.0)
         after = model(**batch(1)).loss
-    assert not optimizer.state[parameter]["remainder"].any()
     assert torch.equal(optimizer.master(parameter), parameter.float())
     plain = copy.deepcopy(model)
     with torch.no_grad():
