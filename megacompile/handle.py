@@ -36,6 +36,7 @@ from megacompile.shapes import CompiledShape
 from megacompile.simulate import Timeline
 from megacompile.streamed import Streamed
 from megacompile.streamed_module import StreamedModule, original_class
+from megacompile.turns import in_turn
 
 
 class Handle:
@@ -46,6 +47,7 @@ class Handle:
         self.anchor = torch.zeros((), requires_grad=True)
 
     # ---------------------------------------------------------------- calls of the model
+    @in_turn
     def call(self, model: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         streamed = self.streamed
         given = self._arguments(model, forward, args, kwargs)
@@ -73,6 +75,7 @@ class Handle:
             outputs, before = self.streamed.evaluate_hidden_states(given.inputs)
         return outputs[0], (*before, outputs[-1])
 
+    @in_turn
     def last_hidden_state(self, batch: Mapping[str, Any]) -> Tensor:
         """What the model would make logits of, [B, T, hidden], without these: of `batch`, the model's arguments without labels.
         Differentiable.
@@ -117,6 +120,7 @@ class Handle:
         return StreamedResults.apply(self.anchor.view_as(self.anchor), results, has_gradient, self.streamed, lease,
                                      *self.streamed.parameters.values())
 
+    @in_turn
     def per_token(self, function: Callable[..., Any], batch: Mapping[str, Any], **tensors: Tensor) -> Any:
         """Values of each token, differentiable, without all logits at once: what `function(logits, **tensors)` returns for the
         tokens of `batch`, the model's arguments without labels.
@@ -159,6 +163,7 @@ class Handle:
         model = self.streamed.model
         return self._arguments(model, original_class(model).forward.__get__(model), (), batch, training)
 
+    @in_turn
     def train_step(self, batch: Mapping[str, Any], optimizer: AdamW) -> Tensor:
         """One whole training step as one program: forward, backward and update of `batch`, which has its labels. The loss,
         0-d, on the compute device, without gradient. Whole steps alone run in waves (see `StreamConfig.waves`) and update as
@@ -182,6 +187,7 @@ class Handle:
         return streamed.train_step(given.inputs, given.normaliser, optimizer.request(), optimizer.overlap is not None)
 
     # ---------------------------------------------------------------- looking
+    @in_turn
     def compiled(self, batch: Mapping[str, Tensor] | None = None, *, training: bool = True,
                  update: str | None = None, whole_step: bool = False) -> CompiledShape:
         """The compiled shape of a batch; of the last one without. `training` False: of an evaluation, as a batch without labels
@@ -247,6 +253,7 @@ class Handle:
         return self.compiled().plan
 
     @property
+    @in_turn
     def stats(self) -> dict[str, Any]:
         """Counters, sizes in bytes and times in seconds. `skipped_steps`: those of `steps` whose gradients were not finite;
         `kept_tiles`: with updates on arrival, tiles whose gradients were not, one for each step (known after `synchronize`).
@@ -297,6 +304,7 @@ class Handle:
         return Hardware.here(self.streamed.backend.device) if hardware is None else Hardware.find(hardware)
 
     # ---------------------------------------------------------------- control
+    @in_turn
     def load_program(self, source: str | Path) -> Shape:
         """Runs an edited `text` from now on for the shape that it was made for, which is returned: a string, or a file.
         Forwards that are open go on with the program that they began with. Evaluations have a program of their own
@@ -311,12 +319,14 @@ class Handle:
         streamed.shapes.adopt(loaded)
         return loaded.shape
 
+    @in_turn
     def unload_program(self, shape: Shape | None = None) -> None:
         """Goes back to the compiled program of a shape, or of all. Raises `MegacompileError` if none was loaded for it."""
         if not self.streamed.shapes.drop(shape):
             raise MegacompileError("no edited program is loaded" + (f" for {shape}" if shape is not None else "")
                                    + ": there is nothing to go back from")
 
+    @in_turn
     def replan(self, **options: Any) -> None:
         """Other options of `stream` from the next step on, where plans alone know them (`device_memory`,
         `checkpoint_interval`, `micro_batch_size`, ...; see `megacompile.replanning.OPTIONS`): weights, optimizers and compiled
@@ -324,17 +334,20 @@ class Handle:
         between a forward and the end of its step."""
         replan(self.streamed, **options)
 
+    @in_turn
     def synchronize(self) -> None:
         """Waits for updates in flight. Afterwards parameters, gradients and optimizer state that you hold are current, and what
         you write to them before the next call counts, through `.data` too, which leaves no trace: what lives on the device is
         sent there anew."""
         self.streamed.residency.leave()
 
+    @in_turn
     def whole(self) -> None:
         """As `synchronize`; raises `TornError` if the weights are not all of one step."""
         self.streamed.settle()
         self.streamed.check_whole()
 
+    @in_turn
     def close(self) -> None:
         """Gives everything back: what remains is a plain model on the CPU, trained. Raises, when that is done, what an
         update in flight failed with."""

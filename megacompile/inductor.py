@@ -51,6 +51,8 @@ class Inductor:
         begin, folder = time.perf_counter(), newest_folder()
         try:
             function, found = _compile(graph, examples, folder)
+        except (MemoryError, TimeoutError, torch.OutOfMemoryError):  # no fault of the cache
+            raise
         except Exception as error:
             if folder is None or not any(folder.iterdir()):
                 raise

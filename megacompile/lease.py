@@ -83,7 +83,8 @@ class StreamedResults(torch.autograd.Function):
                              "a streamed backward makes all of them; call loss.backward() and read .grad")
         streamed: Streamed = ctx.streamed
         refuse_hooks(streamed.model)
-        streamed.backward(ctx.lease, tuple(itertools.compress(gradients, ctx.has_gradient)))
+        with streamed.turn:
+            streamed.backward(ctx.lease, tuple(itertools.compress(gradients, ctx.has_gradient)))
         return (None,) * len(ctx.needs_input_grad)
 
 

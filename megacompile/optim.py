@@ -21,6 +21,7 @@ from megacompile.runtime import native
 from megacompile.runtime.adam import AdamSegment, join_fp32, split_fp32
 from megacompile.runtime.update import Update, counting
 from megacompile.streamed import Streamed
+from megacompile.turns import in_turn
 
 
 class AdamW(torch.optim.Optimizer):
@@ -135,7 +136,8 @@ class AdamW(torch.optim.Optimizer):
         """Waits for the update in flight. What is written to it before the next call counts."""
         self._check_lost()
         for streamed in owners_of(self._parameters()):
-            streamed.residency.leave()
+            with streamed.turn:
+                streamed.residency.leave()
         return self._state
 
     @state.setter
@@ -207,18 +209,25 @@ class AdamW(torch.optim.Optimizer):
                 return None
             streamed.check_whole()
             with torch.enable_grad():
-                loss = closure()
+                loss = closure()  # not in turn: its backward may run in a thread of autograd's
+        self._take_step()
+        return loss
+
+    @in_turn
+    def _take_step(self) -> None:
+        """`step`, after its closure."""
+        streamed = self.streamed
         if streamed.arrival.end() or self._ended():
             streamed.raise_pending()
             streamed.check_whole()
-            return loss
+            return
         streamed.settle()
         if self._completes():
-            return loss
+            return
         streamed.check_whole()
         trained = [p for p in self._parameters() if p.grad is not None]
         if not trained:
-            return loss
+            return
         if unread := [name for name in (self._owner(p)[1] for p in trained) if name not in streamed.tiling.position]:
             raise UnsupportedError(f"{unread[0]} has a gradient, and the streamed forward does not read it: give it to an "
                                    "optimizer of torch.optim")
@@ -229,8 +238,8 @@ class AdamW(torch.optim.Optimizer):
             streamed.residency.gradients_current = False
         self._update = update
         streamed.update(self._update)
-        return loss
 
+    @in_turn
     def _completes(self) -> bool:
         """Completes an update of ours that has failed; whether there was one, with its gradients as they were."""
         return self._update is not None and self._update is self.streamed.unfinished and self.streamed.complete()
@@ -240,6 +249,7 @@ class AdamW(torch.optim.Optimizer):
         update = self.streamed.updating
         return update is not None and update is self._update and all(p.grad is None for p in self._parameters())
 
+    @in_turn
     def request(self) -> Update:
         """An update of every parameter, for a step that runs as one program or for a backward that updates."""
         self.check_alone("a whole step, or one with overlap='backward', takes")
@@ -323,10 +333,12 @@ class AdamW(torch.optim.Optimizer):
         behind."""
         self._check_lost()
         for streamed in owners_of(self._parameters()):
-            streamed.residency.bring_home()
-            streamed.check_whole()
-            streamed.adopt_writes()  # a remainder is of the weight that was there before
+            with streamed.turn:
+                streamed.residency.bring_home()
+                streamed.check_whole()
+                streamed.adopt_writes()  # a remainder is of the weight that was there before
 
+    @in_turn
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Copies moments and remainders into the tiles, exactly: the base class would cast them to the parameter's dtype.
@@ -375,6 +387,7 @@ class AdamW(torch.optim.Optimizer):
         return [({k: v for k, v in group.items() if k not in ("params", "param_names")},
                  [self._owner(parameter)[1] for parameter in group["params"]]) for group in self.param_groups]
 
+    @in_turn
     def master(self, parameter: Tensor) -> Tensor:
         """A copy of a parameter's FP32 master weight, of its shape."""
         self.streamed.residency.bring_home()
@@ -384,6 +397,7 @@ class AdamW(torch.optim.Optimizer):
             return parameter.detach().float().clone()
         return join_fp32(parameter.detach().flatten(), remainder.flatten()).view(parameter.shape)
 
+    @in_turn
     @torch.no_grad()
     def set_master(self, parameter: Tensor, master: Tensor) -> None:
         """Sets a parameter from an FP32 master, remainder and all."""

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -52,6 +53,7 @@ class Streamed:
 
     def __init__(self, model: nn.Module, captured: CapturedModel, tiling: Tiling, store: Store, backend: Backend,
                  config: StreamConfig) -> None:
+        self.turn = threading.RLock()  # see turns.py
         self.model, self.captured, self.tiling, self.store = model, captured, tiling, store
         self.backend, self.config = backend, config
         self.arena, self.checkpoints = Arena(backend), HostCheckpoints(backend)
@@ -317,10 +319,11 @@ class Streamed:
     def settle(self) -> None:
         """As `drain`, for callers outside a step: afterwards host memory may be read and written freely (optimizer state
         after `residency.bring_home`)."""
-        with self.guarded():
-            self.drain()
-        self.residency.rescue()
-        report_late(self)
+        with self.turn:
+            with self.guarded():
+                self.drain()
+            self.residency.rescue()
+            report_late(self)
 
     @property
     def torn(self) -> bool:

@@ -80,11 +80,13 @@ class StreamedModule(nn.Module):
         if kwargs.get("assign"):
             raise UnsupportedError("load_state_dict(assign=True) would replace parameters that live in host tiles: leave "
                                    "assign out")
-        self.megacompile.streamed.settle()
-        self.megacompile.streamed.store.preserve()
-        result = super().load_state_dict(*args, **kwargs)
-        if not result.missing_keys:
-            self.megacompile.streamed.mend()
+        streamed = self.megacompile.streamed
+        with streamed.turn:
+            streamed.settle()
+            streamed.store.preserve()
+            result = super().load_state_dict(*args, **kwargs)
+            if not result.missing_keys:
+                streamed.mend()
         return result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:

@@ -52,7 +52,8 @@ def load_checkpoint(directory: str | Path, model: Any, optimizer: Any, *, schedu
     subject.streamed.store.preserve()
     if scheduler is not None:
         schedulers.load(decoded.scheduler, scheduler)  # may refuse; nothing below does
-    _load(tensors, subject, state)
+    with subject.streamed.turn:
+        _load(tensors, subject, state)
     random_state.restore(decoded.random, subject.streamed.backend.device)
     return decoded.extra
 

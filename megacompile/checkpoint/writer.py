@@ -71,7 +71,8 @@ class CheckpointWriter:
 
         Raises `CheckpointError` (also what the save before this one failed with), `LaneError`, `TornError`."""
         self.wait()
-        self._save = _Save(self.subject, self.directory, self.keep, extra, self.bandwidth, self.copy_memory)
+        with self.subject.streamed.turn:
+            self._save = _Save(self.subject, self.directory, self.keep, extra, self.bandwidth, self.copy_memory)
 
     @property
     def saving(self) -> bool:

@@ -13,12 +13,13 @@ from torch._decomp import get_decompositions
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megacompile.errors import CaptureError, first_line
+from megacompile.errors import CaptureError, MegacompileError, first_line
 from megacompile.frontend import linear_cross_entropy  # noqa: F401  # registers the op that fuse_loss inserts
 from megacompile.frontend.joint import forward_graph, joint_graph
 from megacompile.frontend.refused_ops import line_of_mutation, refuse_ops, refuse_unknown_sizes
 from megacompile.frontend.split import Section, relative
 from megacompile.frontend.template import TargetLike, Template, TemplateInput, TemplatePass, run_template_pass
+from megacompile.frontend.tracing import TRACING_ERRORS, raise_foreign
 
 #: Losses of each token, as ops that are known to treat each token alone.
 LOSSES_OF_TOKENS = get_decompositions([torch.ops.aten.nll_loss_forward, torch.ops.aten.nll_loss_backward])
@@ -49,7 +50,10 @@ def build_template(
                                 device_type=target.device_type)
             if epilogue:  # with logits as a result, no loss can be fused
                 inference = forward_graph(_run_model_passes(section.graph, target, pipeline, {}), fakes)
-    except Exception as reason:
+    except MegacompileError:
+        raise
+    except TRACING_ERRORS as reason:
+        raise_foreign(reason)
         raise CaptureError(
             f"{section.name} cannot be differentiated as one graph: {first_line(reason).rstrip('.')}; use "
             f"differentiable, functional torch ops, and change no input in place{line_of_mutation(section)}") from reason

@@ -48,6 +48,7 @@ from megacompile.frontend.split import split_at_layers, structural_key
 from megacompile.frontend.template import BATCH, LENGTH, Call, Source, TargetLike, Template, TemplatePass
 from megacompile.frontend.token_functions import CHUNK_TOKENS, Described, taken_by_loss, with_loss
 from megacompile.frontend.trace import subject, trace
+from megacompile.frontend.tracing import TRACING_ERRORS
 from megacompile.frontend.twin import CAPTURE_SHAPE, fake_twin, is_transformers_model
 from megacompile.plan import PLAIN, Form
 
@@ -342,7 +343,7 @@ def _same_logits_without_labels(
     with fakes, torch.no_grad():
         try:
             returned = twin(**{k: torch.zeros(v.shape, dtype=v.dtype) for k, v in batch.items() if k not in labels})
-        except Exception:  # whatever a model raises that needs its labels: it has no logits without them
+        except TRACING_ERRORS:  # of a model that needs its labels: it has no logits without them
             return False
     leading = min(2, len(captured) - 1)  # dimensions of the batch: a classifier's logits have rows alone
     shapes = [tuple(t.shape) for t in pytree.tree_leaves(returned) if isinstance(t, Tensor) and t.dim() > leading]

@@ -15,6 +15,7 @@ from torch import Tensor, fx, nn
 
 from megacompile.errors import UnsupportedError
 from megacompile.frontend.split import Section, needs_gradient, owned
+from megacompile.frontend.tracing import TRACING_ERRORS
 
 #: Outputs of programs: the last hidden state alone; and beside the logits, with those of all layers.
 LAST, ALL = "last_hidden_state", "hidden_states"
@@ -88,7 +89,7 @@ class HiddenStates:
             with fakes, torch.no_grad():
                 returned = self.twin(**{key: torch.zeros(x.shape, dtype=x.dtype) for key, x in self.batch.items()},
                                      output_hidden_states=True)
-        except Exception:  # whatever a model raises that knows no such argument
+        except TRACING_ERRORS:  # of a model that knows no such argument
             return False
         finally:
             for hook in hooks:

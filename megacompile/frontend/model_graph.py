@@ -30,6 +30,7 @@ from megacompile.frontend.explained import explained
 from megacompile.frontend.layers import LayerStack, layers_as_regions
 from megacompile.frontend.pairs import pairs_of
 from megacompile.frontend.template import Source
+from megacompile.frontend.tracing import TRACING_ERRORS, raise_foreign
 
 INVOKE = torch.ops.higher_order.invoke_subgraph
 
@@ -97,7 +98,8 @@ def capture_model_graph(
             graph = dynamo_graph_capture_for_export(step)(*tensors)
         except MegacompileError:
             raise
-        except Exception as reason:
+        except TRACING_ERRORS as reason:
+            raise_foreign(reason)
             raise explained(model, reason) from reason
         for replay in (graph._dynamo_bytecode_flatten, graph._dynamo_bytecode_unflatten):
             # torch 2.11 looks for builtins (`type`) among the module's globals, and refuses without.

@@ -22,6 +22,7 @@ from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode, resolve_name
 
 from megacompile.frontend.model_graph import ModelGraph
+from megacompile.frontend.tracing import TRACING_ERRORS
 
 #: Broadcasting changes no value, and models leave it out where there is one sequence.
 _BROADCASTS = frozenset({"expand", "expand_as", "broadcast_to", "contiguous"})
@@ -52,7 +53,7 @@ def torch_calls(model: nn.Module, batch: Mapping[str, Tensor], options: Mapping[
         warnings.simplefilter("ignore")
         try:
             model(**batch, **options)
-        except Exception:  # a branch on values, say: whether the model can be traced there, its trace says
+        except TRACING_ERRORS:  # a branch on values, say: whether the model can be traced there, its trace says
             return None
     return tuple(found.said) if found.all_seen else None
 

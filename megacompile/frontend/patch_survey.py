@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megacompile.errors import CaptureError, UnsupportedError, first_line
 from megacompile.frontend.patch_encoder import PatchEncoder
 from megacompile.frontend.refused_ops import draws
+from megacompile.frontend.tracing import TRACING_ERRORS
 
 #: Features along each side of the image that is looked at.
 _SIDE = 4
@@ -42,7 +43,7 @@ def survey(encoder: PatchEncoder, name: str) -> int:
                 gradient = torch.empty_like(torch.cat(levels, -1))
                 with torch.enable_grad(), backward:
                     encoder(patches, sizes, (gradient, weights))
-        except Exception as reason:  # whatever the module raises
+        except TRACING_ERRORS as reason:
             raise CaptureError(f"the encoder of {name} does not run on an image of {side} x {side} patches {[*encoder.patch]} "
                                f"({first_line(reason)}): stream it for text alone, without images in the example") from reason
     shapes = {tuple(level.shape) for level in levels}

@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from megacompile.frontend.modalities import aligned, is_images
 from megacompile.frontend.model_graph import INVOKE, ModelGraph
 from megacompile.frontend.pairs import pairs_of
+from megacompile.frontend.tracing import TRACING_ERRORS
 
 #: Of images, where their number is traced apart from that of sequences: a graph that has it as a constant is refused.
 TRACED_ROWS = 7
@@ -107,7 +108,7 @@ def _propagate(graph: ModelGraph, images: Collection[str], traced: Collection[in
                     return False
                 try:
                     after = _computed(node)
-                except Exception:  # whatever an op raises for sizes that do not fit
+                except TRACING_ERRORS:  # of an op given sizes that do not fit
                     return False
                 if not _alike(before, after):
                     node.meta["example_value"] = after

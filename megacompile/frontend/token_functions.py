@@ -23,6 +23,7 @@ from megacompile.frontend.loss import NORMALISER
 from megacompile.frontend.model_graph import ModelGraph
 from megacompile.frontend.split import Section, needs_gradient
 from megacompile.frontend.template import Source
+from megacompile.frontend.tracing import TRACING_ERRORS
 from megacompile.tokenwise import across_tokens
 
 #: Tokens of which logits exist at a time. (As of the fused loss.)
@@ -132,7 +133,7 @@ def _trial(model: ModelGraph, name: str, tokenwise: _OfTokens, arguments: Sequen
             return tokenwise(*(node.meta["example_value"] for node in arguments))
     except UnsupportedError:
         raise
-    except Exception as reason:
+    except TRACING_ERRORS as reason:
         raise UnsupportedError(f"the function {name} cannot be traced: {first_line(reason)}; let it compute with torch "
                                "functions of what it is given, and decide nothing by values") from reason
 

@@ -52,7 +52,7 @@ def _compile_graph(graph: fx.GraphModule, reads: Sequence[int], live: Sequence[T
     specialised, tensors, examples = _specialise(graph, reads, live)
     try:
         compiled = inductor.compile(specialised, examples)
-    except (MegacompileError, MemoryError, torch.OutOfMemoryError):
+    except (MegacompileError, MemoryError, TimeoutError, torch.OutOfMemoryError):
         raise
     except Exception as reason:  # whatever a compiler raises that meets what it does not know, or that is not there
         raise CompilationError(f"inductor cannot compile a layer ({named_line(reason)}): {_UNCOMPILED}, or see what this "

@@ -5,13 +5,19 @@ import ast
 import builtins
 import inspect
 from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_models
 
 from megacompile import errors
-from megacompile.errors import LaneError, MegacompileError
+from megacompile.errors import CaptureError, LaneError, MegacompileError
+from megacompile.frontend import build, model_graph
+from megacompile.frontend.capture import capture
 
 ROOT = Path(__file__).resolve().parents[2]
 #: Exceptions that end inside the package: no caller meets one.
-INTERNAL = {"AbortedError", "BuildError", "NotTokensError", "TouchedError", "_WholeError"}
+INTERNAL = {"AbortedError", "BuildError", "NotTokensError", "SchemaError", "TouchedError", "_WholeError"}
 CLASSES = [each for each in vars(errors).values() if inspect.isclass(each) and issubclass(each, BaseException)]
 
 
@@ -32,3 +38,40 @@ def test_errors_of_lanes_stay_runtime_errors() -> None:
     """A loop that was written for RuntimeError catches them as before."""
     of_lanes = [each for each in CLASSES if issubclass(each, LaneError)]
     assert len(of_lanes) >= 4 and all(issubclass(each, RuntimeError) for each in of_lanes)
+
+
+class _UserError(Exception):
+    pass
+
+
+FOREIGN = [TimeoutError("the user's alarm"), MemoryError(), OSError("the disk"), _UserError("a signal handler's")]
+
+
+def _capture_with(patch: pytest.MonkeyPatch, module: Any, function: str, error: Exception) -> None:
+    """Captures a model, in which this function, one of tracing's, raises an error."""
+    def failed(*_: Any, **__: Any) -> Any:
+        raise error
+
+    patch.setattr(module, function, failed)
+    capture(tiny_models.build())
+
+
+@pytest.mark.parametrize("error", FOREIGN, ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize(("module", "function"), [(build, "joint_graph"), (model_graph, "dynamo_graph_capture_for_export")])
+def test_what_happens_to_be_raised_while_a_model_is_traced_stays_what_it_is(
+        monkeypatch: pytest.MonkeyPatch, module: Any, function: str, error: Exception) -> None:
+    with pytest.raises(type(error)) as caught:
+        _capture_with(monkeypatch, module, function, error)
+    assert caught.value is error
+
+
+def test_a_system_error_that_tracing_has_wrapped_comes_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrapped = RuntimeError("internal error of Dynamo")
+    wrapped.__cause__ = TimeoutError("the user's alarm")
+    with pytest.raises(TimeoutError, match="the user's alarm"):
+        _capture_with(monkeypatch, build, "joint_graph", wrapped)
+
+
+def test_what_tracing_raises_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(CaptureError, match="cannot be differentiated as one graph: not differentiable; use"):
+        _capture_with(monkeypatch, build, "joint_graph", NotImplementedError("not differentiable"))

@@ -1,0 +1,33 @@
+"""One thread at a time: calls from several threads happen as if one thread had made them, in some order.
+
+The lock is held for the length of one call (a forward, a backward, what `step()` does after its closure), and never while code
+of the user runs: autograd runs the backward of CUDA tensors in a thread of its own, which must get the lock while the caller of
+`loss.backward()` waits.
+"""
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class _HasModel(Protocol):
+    """Whose methods use one streamed model."""
+
+    @property
+    def streamed(self) -> Any: ...
+
+
+M = TypeVar("M", bound=_HasModel)
+
+
+def in_turn(method: Callable[Concatenate[M, P], R]) -> Callable[Concatenate[M, P], R]:
+    """The method, in which its thread alone uses the model."""
+    @functools.wraps(method)
+    def alone(self: M, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        with self.streamed.turn:
+            return method(self, *args, **kwargs)
+    return alone
