@@ -1,0 +1,74 @@
+"""What a LoRA adapter is asked for: options that `train` has, and any other command that wants them."""
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any
+
+import typer
+
+from megacompile.errors import ArgumentError, MegacompileError
+
+_PANEL = "LoRA"
+#: What PEFT calls every linear layer but the head.
+ALL_LINEAR = "all-linear"
+DEFAULT_RANK = 16
+
+
+@dataclass(frozen=True)
+class Lora:
+    """Without `lora` there is no adapter, and the other fields must be None."""
+
+    lora: Annotated[bool, typer.Option(
+        "--lora", rich_help_panel=_PANEL, help="Train a LoRA adapter (PEFT) and leave the weights of the model as they are.")
+    ] = False
+    lora_rank: Annotated[int | None, typer.Option(
+        "--lora-rank", "--lora-r", min=1, rich_help_panel=_PANEL, help="Rank of the adapter's matrices.",
+        show_default=str(DEFAULT_RANK))] = None
+    lora_alpha: Annotated[int | None, typer.Option(
+        "--lora-alpha", min=1, rich_help_panel=_PANEL, help="The adapter is scaled by alpha / rank.",
+        show_default="twice the rank")] = None
+    lora_targets: Annotated[list[str] | None, typer.Option(
+        "--lora-targets", "--lora-target-modules", rich_help_panel=_PANEL,
+        help="Layers that get an adapter, such as q_proj,v_proj; separate them by commas, or repeat.",
+        show_default=f"{ALL_LINEAR}: every linear layer but the head")] = None
+    lora_dropout: Annotated[float | None, typer.Option(
+        "--lora-dropout", min=0.0, max=0.99, rich_help_panel=_PANEL, help="Dropout before the adapter.",
+        show_default="0")] = None
+
+    def check(self) -> None:
+        """Raises `ArgumentError` for an option without `lora`, `MegacompileError` where PEFT is not installed."""
+        if not self.lora:
+            for name, value in asdict(self).items():
+                if name != "lora" and value is not None:
+                    raise ArgumentError(f"--{name.replace('_', '-')} needs --lora: give both, or neither")
+        elif importlib.util.find_spec("peft") is None:
+            raise MegacompileError("--lora needs PEFT, which is not installed: pip install 'megacompile[train]'")
+
+    @property
+    def rank(self) -> int:
+        return self.lora_rank or DEFAULT_RANK
+
+    @property
+    def alpha(self) -> int:
+        return self.lora_alpha or 2 * self.rank
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """Names of layers, or `ALL_LINEAR` alone."""
+        given = tuple(name.strip() for each in self.lora_targets or () for name in each.split(",") if name.strip())
+        return given or (ALL_LINEAR,)
+
+    def resolved(self) -> Lora:
+        """The same with every value that was left out."""
+        return Lora(True, self.rank, self.alpha, list(self.targets), self.lora_dropout or 0.0) if self.lora else self
+
+    def config(self) -> Any | None:
+        """The `peft.LoraConfig`, None without an adapter."""
+        if not self.lora:
+            return None
+        from peft import LoraConfig
+
+        targets = self.targets
+        return LoraConfig(r=self.rank, lora_alpha=self.alpha, lora_dropout=self.lora_dropout or 0.0, task_type="CAUSAL_LM",
+                          target_modules=ALL_LINEAR if targets == (ALL_LINEAR,) else list(targets))
