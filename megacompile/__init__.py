@@ -1,7 +1,13 @@
-"""megacompile: train decoder models whose weights, gradients and optimizer state live in host memory."""
+"""megacompile: train decoder models whose weights, gradients and optimizer state live in host memory.
+
+Importing the package imports nothing else of it. Names and modules are loaded when they are first asked for (PEP 562).
+"""
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import pathlib
+from typing import TYPE_CHECKING, Any
 
 _checkout = pathlib.Path(__file__).resolve().parent.parent
 if (_checkout / "pyproject.toml").exists() and (_checkout / "passes").is_dir():
@@ -11,14 +17,46 @@ if (_checkout / "pyproject.toml").exists() and (_checkout / "passes").is_dir():
 
 __version__ = "0.1.0"
 
-from megacompile.api import stream  # noqa: E402  (after the path is complete)
-from megacompile.capture_report import explain_capture  # noqa: E402
-from megacompile.checkpoint import CheckpointWriter, latest_checkpoint, load_checkpoint, save_checkpoint  # noqa: E402
-from megacompile.errors import MegacompileError  # noqa: E402
-from megacompile.frontend.layers import layer_stack, register_layers  # noqa: E402
-from megacompile.loading import from_pretrained  # noqa: E402
-from megacompile.optim import AdamW  # noqa: E402
-from megacompile.schedule import schedule  # noqa: E402
+from megacompile.errors import MegacompileError  # noqa: E402  (after the path is complete)
 
 __all__ = ["AdamW", "CheckpointWriter", "MegacompileError", "explain_capture", "from_pretrained", "latest_checkpoint",
            "layer_stack", "load_checkpoint", "register_layers", "save_checkpoint", "schedule", "stream"]
+
+#: Where each public name comes from. `TYPE_CHECKING` below says the same to type checkers; a test compares the two.
+_MODULE_OF = {
+    "AdamW": "megacompile.optim",
+    "CheckpointWriter": "megacompile.checkpoint",
+    "explain_capture": "megacompile.capture_report",
+    "from_pretrained": "megacompile.loading",
+    "latest_checkpoint": "megacompile.checkpoint",
+    "layer_stack": "megacompile.frontend.layers",
+    "load_checkpoint": "megacompile.checkpoint",
+    "register_layers": "megacompile.frontend.layers",
+    "save_checkpoint": "megacompile.checkpoint",
+    "schedule": "megacompile.scheduling",
+    "stream": "megacompile.api",
+}
+
+if TYPE_CHECKING:
+    from megacompile.api import stream
+    from megacompile.capture_report import explain_capture
+    from megacompile.checkpoint import CheckpointWriter, latest_checkpoint, load_checkpoint, save_checkpoint
+    from megacompile.frontend.layers import layer_stack, register_layers
+    from megacompile.loading import from_pretrained
+    from megacompile.optim import AdamW
+    from megacompile.scheduling import schedule
+else:
+    def __getattr__(name: str) -> Any:
+        """A public name, or a module of the package, when it is first asked for."""
+        if name in _MODULE_OF:
+            found = getattr(importlib.import_module(_MODULE_OF[name]), name)
+        elif not name.startswith("_") and importlib.util.find_spec(f"{__name__}.{name}") is not None:
+            found = importlib.import_module(f"{__name__}.{name}")
+        else:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        globals()[name] = found
+        return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

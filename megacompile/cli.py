@@ -2,6 +2,8 @@
 
 Exit codes: 0 done; 1 refused, the reason on stderr; 2 wrong arguments; 130 stopped by Ctrl-C, 143 by SIGTERM (and saved,
 if asked).
+
+What a command needs to run it imports itself: torch takes seconds, which --help need not.
 """
 from __future__ import annotations
 
@@ -11,22 +13,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from tabulate import tabulate
 from typer.core import TyperGroup
 
-import megacompile
-from megacompile import inspection, timeline
-from megacompile import picture as pictures
-from megacompile.calibrate import measure
-from megacompile.doctor import devices, examine, report
-from megacompile.editing import source_text
+from megacompile import __version__
 from megacompile.errors import ArgumentError, LaneError, MegacompileError
 from megacompile.finetuning.settings import Settings, read_defaults
-from megacompile.hardware import cache_path
 from megacompile.options import Device, Knobs, Model, Planning, with_options
-from megacompile.text import parse
-from megacompile.verify import judge
 
 EXIT_FAILED = 1
 EXIT_ARGUMENT = 2
@@ -61,7 +53,7 @@ class Form(enum.StrEnum):
 @app.callback(invoke_without_command=True)
 def version(show: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False) -> None:
     if show:
-        print(megacompile.__version__)
+        print(__version__)
         raise typer.Exit
 
 
@@ -83,6 +75,8 @@ def train(
     Conversations go through the tokenizer's chat template, and what the assistant says is learnt. Texts are packed into
     sequences of --length tokens. A first Ctrl-C or SIGTERM ends the step, saves and stops; --resume latest goes on.
     """
+    from rich.console import Console
+
     from megacompile.finetuning.run import run
     code = run(model, data, settings, knobs, Console(markup=False, highlight=False, soft_wrap=True))
     if code:
@@ -112,6 +106,8 @@ def inspect(
                                                                       "Nothing is printed.")] = None,
 ) -> None:
     """Show what a model compiles to: stages, schedule, templates, timelines. Loads no weights and needs no GPU."""
+    from megacompile import inspection, timeline
+    from megacompile import picture as pictures
     inspection.check_options([name for name, value in {
         "--trace": trace, "--picture": picture, "--log": log, "--template": template, "--diff": diff, "--stage": stage,
         "--section": section, "--layers": layers, "--form": form is not Form.PYTHON}.items() if value])
@@ -149,6 +145,11 @@ def verify(
                                                  help="A program as text, as printed or edited.")],
 ) -> None:
     """Prove a program safe, or show where it is not: exit code 0 or 1. Runs nothing, and needs no model."""
+    from tabulate import tabulate
+
+    from megacompile.editing import source_text
+    from megacompile.text import parse
+    from megacompile.verify import judge
     program = parse(source_text(program_file))
     verdicts, error = judge(program)
     words = {True: "holds", False: "BROKEN", None: "not asked"}
@@ -184,6 +185,8 @@ def calibrate(
     scale: Annotated[float, typer.Option(min=0.01, help="How long to measure, as a multiple of the usual.")] = 1.0,
 ) -> None:
     """Measure this machine's rates, once, for plan: less than a minute. Nothing else should run meanwhile."""
+    from megacompile.calibrate import measure
+    from megacompile.hardware import cache_path
     found = measure(device, scale)
     path = output or cache_path(device)
     print(found.table())
@@ -194,6 +197,7 @@ def calibrate(
 @app.command()
 def doctor() -> None:
     """Say what this machine has of what training needs, and what to do about the rest; exit code 1 if nothing can train."""
+    from megacompile.doctor import devices, examine, report
     findings = examine()
     print(report(findings))
     if not devices(findings):
@@ -212,6 +216,8 @@ def bench(
     plot: Annotated[Path | None, typer.Option(dir_okay=False, help="Draw the table here (SVG).")] = None,
 ) -> None:
     """Measure a table's rows that are not in a file yet, those of one model in one process, and print the table."""
+    from megacompile import inspection
+    from megacompile import picture as pictures
     from megacompile.bench import plots, rows
     from megacompile.bench.run import run
     from megacompile.bench.shapes import SHAPES

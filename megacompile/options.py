@@ -4,7 +4,8 @@
     @with_options
     def plan(model: Model, planning: Planning) -> None: ...
 
-A command's parameter whose type is a dataclass stands for an option for each of its fields.
+A command's parameter whose type is a dataclass stands for an option for each of its fields. Nothing here imports torch before a
+command runs: --help is quick.
 """
 from __future__ import annotations
 
@@ -13,13 +14,14 @@ import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, is_dataclass
-from typing import Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
-import torch
 import typer
 
-from megacompile import training
-from megacompile.schedule import Schedule, schedule
+if TYPE_CHECKING:
+    import torch
+
+    from megacompile.scheduling import Schedule
 
 #: What to plan for where no GPU is.
 DEFAULT_HARDWARE = "h200"
@@ -31,6 +33,7 @@ class DType(enum.StrEnum):
     BFLOAT16 = "bfloat16"
 
     def resolve(self) -> torch.dtype | None:
+        import torch
         return None if self is DType.AUTO else getattr(torch, self.value)
 
 
@@ -113,6 +116,10 @@ class Planning:
 
     def schedule(self, model: str, knobs: Knobs) -> Schedule:
         """Loads no weights. Raises what `megacompile.schedule` raises, and `ArgumentError` where there is no such model."""
+        import torch
+
+        from megacompile import training
+        from megacompile.scheduling import schedule
         loaded = training.load_model(model, dtype=self.dtype.resolve(), meta=True)
         here = knobs.device is not None or torch.cuda.is_available()
         hardware = self.hardware or (None if here else DEFAULT_HARDWARE)

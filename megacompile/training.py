@@ -5,7 +5,6 @@ optimizer, by forward, backward, step and zero_grad.
 """
 from __future__ import annotations
 
-import enum
 import math
 import os
 import re
@@ -23,6 +22,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
 
+from megacompile.decay import Decay
 from megacompile.errors import ArgumentError, MegacompileError
 from megacompile.joining import IGNORED
 
@@ -82,24 +82,6 @@ def make_directory(path: Path) -> None:
 def parameter_count(model: nn.Module) -> int:
     """Parameters of a model, tied ones counted once."""
     return sum(parameter.numel() for parameter in model.parameters())
-
-
-class Decay(enum.StrEnum):
-    """How the learning rate falls after the warm-up."""
-
-    COSINE = "cosine"
-    LINEAR = "linear"
-    CONSTANT = "constant"
-
-    def height(self, progress: float) -> float:
-        """1 at `progress` 0, 0 at 1, unless constant."""
-        match self:
-            case Decay.COSINE:
-                return 0.5 * (1.0 + math.cos(math.pi * progress))
-            case Decay.LINEAR:
-                return 1.0 - progress
-            case Decay.CONSTANT:
-                return 1.0
 
 
 def warmup_then_decay(optimizer: torch.optim.Optimizer, steps: int, warmup: int, decay: Decay = Decay.LINEAR,

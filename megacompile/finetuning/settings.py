@@ -11,10 +11,10 @@ from typing import Annotated, Any
 import typer
 import yaml
 
+from megacompile.decay import Decay
 from megacompile.errors import ArgumentError, MegacompileError
 from megacompile.finetuning.formats import Format
 from megacompile.options import Batch, DType, Length, ModelDType
-from megacompile.training import Decay
 
 _DATA = "Data"
 _LEARNING = "Learning"

@@ -24,7 +24,7 @@ from megacompile.passes import PIPELINE
 from megacompile.passes.manager import Compiled, run_pass
 from megacompile.plan import Plan
 from megacompile.program import Program
-from megacompile.schedule import Schedule
+from megacompile.scheduling import Schedule
 
 #: Kinds of slots in host memory.
 _HOST = ("S", "D", "H")

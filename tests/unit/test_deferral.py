@@ -16,7 +16,7 @@ from megacompile.errors import LaneError, MegacompileError, NonFiniteError, Torn
 from megacompile.hardware import Hardware
 from megacompile.plan import Plan
 from megacompile.program import argument, find, op_of
-from megacompile.schedule import Schedule
+from megacompile.scheduling import Schedule
 
 ROWS = 6
 DEFERRED: dict[str, Any] = {"deferred_moments": True, "resident": ("prologue", "model.layers.0"),

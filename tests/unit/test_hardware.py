@@ -20,7 +20,7 @@ from megacompile.explain import candidates
 from megacompile.hardware import PROFILES, Hardware, cache_path
 from megacompile.planner import MOST_SEQUENCES, WORTH
 from megacompile.program import Lane
-from megacompile.schedule import Schedule
+from megacompile.scheduling import Schedule
 from megacompile.simulate import Item
 from megacompile.sizes import parse_bytes
 

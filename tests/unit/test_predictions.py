@@ -19,7 +19,7 @@ from megacompile.durations import Durations
 from megacompile.hardware import PROFILES, Hardware
 from megacompile.plan import Plan, split
 from megacompile.program import op_of
-from megacompile.schedule import Schedule
+from megacompile.scheduling import Schedule
 from megacompile.simulate import simulate
 
 ROOT = Path(__file__).resolve().parents[2]

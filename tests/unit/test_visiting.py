@@ -25,7 +25,7 @@ from megacompile.runtime.adam import AdamSegment
 from megacompile.runtime.store import HostTile, TileLayout
 from megacompile.runtime.threads import ThreadBackend
 from megacompile.runtime.visiting import visit
-from megacompile.schedule import Schedule
+from megacompile.scheduling import Schedule
 from megacompile.simulate import StepTimes
 from megacompile.visits import most_helpful_visits
 

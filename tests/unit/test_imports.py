@@ -1,0 +1,87 @@
+"""What starting costs: the package and every command's help import no torch, and no name is lost by that."""
+from __future__ import annotations
+
+import ast
+import importlib
+import json
+import pickle
+import pkgutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import megacompile
+
+#: Seconds of processor time each.
+HEAVY = {"numpy", "sympy", "torch", "transformers"}
+
+
+def modules_after(script: str) -> set[str]:
+    """The modules that a fresh process has imported after a script."""
+    code = f"import contextlib, io, json, sys\nwith contextlib.redirect_stdout(io.StringIO()):\n{script}\n" \
+           "print(json.dumps(sorted(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).resolve().parents[2])
+    assert done.returncode == 0, done.stderr
+    return set(json.loads(done.stdout))
+
+
+def test_importing_the_package_imports_nothing_heavy() -> None:
+    assert not HEAVY & modules_after("    import megacompile")
+
+
+def test_the_help_of_every_command_imports_nothing_heavy() -> None:
+    script = """
+    from typer.testing import CliRunner
+    from megacompile.cli import app
+    for name in ("", "--version", *(command.callback.__name__ for command in app.registered_commands)):
+        words = [name] if name.startswith("--") else [*filter(None, [name]), "--help"]
+        result = CliRunner().invoke(app, words)
+        assert result.exit_code == 0, result.output
+"""
+    assert not HEAVY & modules_after(script)
+
+
+def test_every_public_name_is_there_and_listed() -> None:
+    for name in megacompile.__all__:
+        assert getattr(megacompile, name).__name__ == name
+    assert set(megacompile.__all__) <= set(dir(megacompile))
+    star: dict[str, Any] = {}
+    exec("from megacompile import *", star)
+    assert set(megacompile.__all__) <= set(star)
+
+
+def test_public_names_can_be_pickled() -> None:
+    for name in megacompile.__all__:
+        assert pickle.loads(pickle.dumps(getattr(megacompile, name))) is getattr(megacompile, name)
+
+
+def test_type_checkers_see_the_names_that_are_loaded_when_asked_for() -> None:
+    tree = ast.parse(Path(megacompile.__file__).read_text())
+    (typed,) = (node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
+    seen = {alias.name: node.module for node in typed.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    assert seen == megacompile._MODULE_OF
+    assert set(megacompile.__all__) == {*seen, "MegacompileError"}
+
+
+def test_no_public_name_is_that_of_a_module() -> None:
+    """Importing the module would put it in the place of what the name stands for."""
+    assert not {module.name for module in pkgutil.iter_modules(megacompile.__path__)} & set(megacompile.__all__)
+
+
+def test_modules_are_attributes_without_an_import_of_their_own() -> None:
+    script = "    import megacompile\n    assert megacompile.passes.PIPELINE and megacompile.sizes.parse_bytes"
+    assert "megacompile.passes" in modules_after(script)
+
+
+@pytest.mark.parametrize("name", ["absent", "_absent", "__absent__"])
+def test_what_does_not_exist_is_missed_as_of_any_module(name: str) -> None:
+    assert not hasattr(megacompile, name)
+    with pytest.raises(AttributeError, match=f"module 'megacompile' has no attribute '{name}'"):
+        getattr(megacompile, name)
+    with pytest.raises(ImportError):
+        exec(f"from megacompile import {name}")
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module(f"megacompile.{name}")
