@@ -56,7 +56,8 @@ class Recipe:
     def words(self, steps: int, endless: bool) -> list[tuple[tuple[str, ...], str]]:
         """What matters of it for people: (the names of the settings, what they say). `steps`: of the whole run; `endless`:
         they were asked for, and epochs say nothing."""
-        warmup = f"warm-up {self.warmup_steps(steps):,} steps" + (f" ({self.warmup_ratio:.3g} of all)" if self.warmup is None else "")
+        count = self.warmup_steps(steps)
+        warmup = f"warm-up {count:,} step{'s' * (count != 1)}" + (f" ({self.warmup_ratio:.1%})" if self.warmup is None else "")
         decay = "constant after it" if self.decay is Decay.CONSTANT else f"{self.decay} decay to {self.final_lr:.3g} of it"
         return [
             (("lr",), f"learning rate {self.lr:.3g}"),
