@@ -29,8 +29,8 @@ EXIT_INTERRUPTED = 130
 
 class _Commands(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """With the options of a command as people spell them: --max_length is --max-length. Raises `ArgumentError` for options of
-        other trainers that there are not here."""
+        """With the options of a command as people spell them: --max_length is --max-length. Raises `ArgumentError` for options
+        that other trainers have."""
         return super().resolve_command(ctx, [args[0], *spelled(args[1:])])
 
     def invoke(self, ctx: Any) -> Any:
@@ -70,8 +70,8 @@ def train(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A model directory, a config (directory or JSON file: random "
                                                                "weights), or an id of the Hugging Face hub.")],
     data: Annotated[list[str], typer.Option(
-        "--data", "--dataset", "--dataset-name", help="A text file, a file of rows (.jsonl, .json, .csv, .parquet), a folder of "
-                                                      "such or a data set of the Hugging Face hub; repeat for more.")],
+        "--data", "--dataset", "--dataset-name", help="A text file, a file of rows (.jsonl, .json, .csv, .parquet), a folder "
+                                                      "of such or a data set of the Hugging Face hub; repeat for more.")],
     settings: Settings,
     lora: Lora,
     knobs: Knobs,

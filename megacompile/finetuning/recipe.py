@@ -20,8 +20,8 @@ class Kind(enum.StrEnum):
 
 @dataclass(frozen=True)
 class Recipe:
-    """`batch`: sequences a step; `length`: tokens that a sequence has at most; `warmup`: steps, which `warmup_ratio`, a share of
-    all steps, gives where it is None."""
+    """`batch`: sequences a step; `length`: tokens that a sequence has at most; `warmup`: steps, or None where `warmup_ratio`,
+    a share of all steps, gives them."""
 
     batch: int = 16
     length: int = 2048

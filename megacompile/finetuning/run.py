@@ -173,8 +173,8 @@ def _kind(source: str, lora: Lora) -> Kind:
     if training.has_weights(source):
         return Kind.LORA if lora.lora else Kind.FULL
     if lora.lora:
-        raise ArgumentError(f"--lora adapts a pretrained model, and {source} is a config alone: give a folder with weights, or an "
-                            "id of the Hugging Face hub")
+        raise ArgumentError(f"--lora adapts a pretrained model, and {source} is a config alone: give a folder with weights, or "
+                            "an id of the Hugging Face hub")
     return Kind.SCRATCH
 
 
@@ -182,20 +182,20 @@ def _outset(source: str, kind: Kind, outline: Any, rows: Rows, held_out: Rows, r
             settings: Settings, lora: Lora, steps: int) -> str:
     """What a run prints before it begins. Raises `ArgumentError` for an adapter of layers that the model does not have."""
     total, words = training.parameter_count(outline), recipe.words(steps, endless=settings.steps is not None)
-    title = f"{kind} of {source}: {total:,} parameters"
+    title, more = f"{kind} of {source}: {total:,} parameters", []
     if lora.lora:
         adapted = put_adapter(outline, lora.config())
         trained = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
-        title = f"{kind} of {source}: {trained:,} parameters in an adapter of {total:,}"
-        words = [*words, ((), _words_of(lora))]
+        title = f"{kind} of {source}: {trained:,} parameters train, beside {total:,} frozen ones"
+        more = [("adapter", _words_of(lora))]
     data = (f"{len(rows):,} sequences, {int(rows.lengths.sum()):,} tokens, to train on, and {len(held_out):,} sequences to "
             f"evaluate on; {steps:,} steps of {recipe.batch}")
-    return block(title, words, asked, ("data", data))
+    return block(title, words, asked, *more, ("data", data))
 
 
 def _words_of(lora: Lora) -> str:
     dropout = f", dropout {lora.lora_dropout:g}" if lora.lora_dropout else ""
-    return f"adapter of rank {lora.rank}, alpha {lora.alpha}, on {' '.join(lora.targets)}{dropout}"
+    return f"rank {lora.rank}, alpha {lora.alpha}, on {' '.join(lora.targets)}{dropout}"
 
 
 def _open(source: str, settings: Settings, lora: Lora, knobs: Knobs) -> Any:

@@ -12,7 +12,7 @@ import typer
 import yaml
 
 from megacompile.decay import Decay
-from megacompile.errors import ArgumentError, MegacompileError
+from megacompile.errors import ArgumentError
 from megacompile.finetuning.formats import Format
 from megacompile.finetuning.recipe import default_words
 from megacompile.finetuning.refused import REFUSED, key_of
@@ -33,8 +33,8 @@ class TooLong(enum.StrEnum):
 
 @dataclass(frozen=True)
 class Settings:
-    """All but the model, the data, an adapter (`Lora`) and what shapes the plan (`Knobs`). None of a field of `Recipe` leaves it
-    to the kind of run."""
+    """All but the model, the data, an adapter (`Lora`) and what shapes the plan (`Knobs`). A field of `Recipe` that is None is
+    left to the kind of run."""
 
     format: Annotated[Format | None, typer.Option(
         rich_help_panel=_DATA, help="Of the rows; else the first whose columns are there.")] = None
@@ -44,12 +44,13 @@ class Settings:
         "--batch", "--batch-size", min=1, rich_help_panel=_DATA, help="Sequences a step.",
         show_default=default_words("batch"))] = None
     per_device_train_batch_size: Annotated[int | None, typer.Option(
-        min=1, rich_help_panel=_DATA, help="As elsewhere: this times --gradient-accumulation-steps is --batch. How many sequences "
-                                           "the device works on at a time is the plan's choice, or --micro-batch-size.")] = None
+        min=1, rich_help_panel=_DATA, help="As elsewhere: this times --gradient-accumulation-steps is --batch. How many "
+                                           "sequences the device works on at a time is the plan's choice.")] = None
     gradient_accumulation_steps: Annotated[int | None, typer.Option(
         min=1, rich_help_panel=_DATA, help="As elsewhere: see --per-device-train-batch-size.")] = None
     length: Annotated[int | None, typer.Option(
-        "--length", "--max-length", "--max-seq-length", min=2, rich_help_panel=_DATA, help="Tokens that a sequence has at most.",
+        "--length", "--max-length", "--max-seq-length", min=2, rich_help_panel=_DATA,
+        help="Tokens that a sequence has at most.",
         show_default=f"{default_words('length')}, or the model's positions if they are fewer")] = None
     too_long: Annotated[TooLong, typer.Option(
         rich_help_panel=_DATA, help="Conversations that are longer: truncate them, or drop them.")] = TooLong.TRUNCATE
@@ -61,7 +62,8 @@ class Settings:
     steps: Annotated[int | None, typer.Option(
         "--steps", "--max-steps", min=1, rich_help_panel=_LEARNING, help="Steps, whatever --epochs says.")] = None
     epochs: Annotated[float | None, typer.Option(
-        "--epochs", "--num-train-epochs", "--num-epochs", min=0.0, rich_help_panel=_LEARNING, help="How often each row is seen.",
+        "--epochs", "--num-train-epochs", "--num-epochs", min=0.0, rich_help_panel=_LEARNING,
+        help="How often each row is seen.",
         show_default=default_words("epochs"))] = None
     lr: Annotated[float | None, typer.Option(
         "--lr", "--learning-rate", min=0.0, rich_help_panel=_LEARNING, help="Peak learning rate.",

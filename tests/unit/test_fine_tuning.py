@@ -214,7 +214,8 @@ def test_a_file_that_cannot_be_honoured_is_refused(asked: list[Any], tmp_path: P
 
 
 @pytest.mark.parametrize(("settings", "reason"), [
-    ({"resume": "latest"}, "--resume latest needs --output"), ({"report_to": [Tracker.TENSORBOARD]}, "--report-to tensorboard needs --output"),
+    ({"resume": "latest"}, "--resume latest needs --output"),
+    ({"report_to": [Tracker.TENSORBOARD]}, "--report-to tensorboard needs --output"),
     ({"overlap": True}, "give --max-grad-norm 0 with it"), ({"epochs": 0.0}, "--epochs 0 trains nothing"),
     ({"epochs": float("inf")}, "--epochs inf never ends"),
     ({"beta2": 1.0}, "must be below 1")])
@@ -345,9 +346,9 @@ def test_defaults_differ_by_kind_of_run_and_stay_within_the_model_s_positions() 
 
 
 def test_names_from_elsewhere_mean_what_they_mean_there(asked: list[Any], tmp_path: Path) -> None:
-    words = ("--learning_rate", 2e-5, "--max-seq-length", 128, "--output_dir", tmp_path, "--num-train-epochs", 2, "--packing", "--bf16",
-             "--per-device-train-batch-size", 2, "--gradient-accumulation-steps", 8, "--warmup-ratio", 0.1, "--lora-r", 4, "--lora",
-             "--lora-target-modules", "q_proj,v_proj")
+    words = ("--learning_rate", 2e-5, "--max-seq-length", 128, "--output_dir", tmp_path, "--num-train-epochs", 2, "--packing",
+             "--bf16", "--per-device-train-batch-size", 2, "--gradient-accumulation-steps", 8, "--warmup-ratio", 0.1, "--lora",
+             "--lora-r", 4, "--lora-target-modules", "q_proj,v_proj")
     assert command("train", "m", "--data", "d", *words).exit_code == 0
     (tmp_path / "a.yaml").write_text("model: m\ndata: d\nlearning_rate: 2e-5\nmax_seq_length: 128\noutput_dir: " f"{tmp_path}\n"
                                      "num_train_epochs: 2\npacking: true\nbf16: true\nper_device_train_batch_size: 2\n"
@@ -364,7 +365,8 @@ def test_names_from_elsewhere_mean_what_they_mean_there(asked: list[Any], tmp_pa
 @pytest.mark.parametrize(("option", "remedy"), [
     ("load_in_4bit", "give --lora"), ("fp16", "give --bf16"), ("deepspeed", "leave it out"), ("fsdp", "leave it out"),
     ("gradient_checkpointing", "--checkpoint-interval"), ("model_name_or_path", "megacompile train MODEL")])
-def test_an_option_of_other_trainers_is_refused_with_what_to_use(asked: list[Any], tmp_path: Path, option: str, remedy: str) -> None:
+def test_an_option_of_other_trainers_is_refused_with_what_to_use(
+        asked: list[Any], tmp_path: Path, option: str, remedy: str) -> None:
     (tmp_path / "a.yaml").write_text(f"model: m\ndata: d\n{option}: true\n")
     for words in ((f"--{option}",), ("--" + option.replace("_", "-") + "=1",), ("--config", tmp_path / "a.yaml")):
         result = command("train", "m", "--data", "d", *words)
@@ -413,7 +415,7 @@ def test_an_adapter_that_is_stopped_goes_on_to_the_bit_and_is_saved_as_peft_s(
     again = command(*arguments, "--output", tmp_path / "stopped", "--resume", "latest")
     whole = command(*arguments, "--output", tmp_path / "whole")
     assert again.exit_code == whole.exit_code == 0, again.output + whole.output
-    assert "LoRA of" in whole.output and "adapter of rank 2, alpha 4, on all-linear" in whole.output
+    assert "LoRA of" in whole.output and "rank 2, alpha 4, on all-linear" in whole.output
     entries = [[{key: entry.get(key) for key in ("step", "loss", "mean_loss", "grad_norm", "epoch", "lr")}
                 for entry in read_log(tmp_path / name / "log.jsonl")] for name in ("stopped", "whole")]
     assert entries[0] == entries[1] and len(entries[0]) == 4 and all(entry["grad_norm"] for entry in entries[0])

@@ -162,7 +162,8 @@ def test_norms_are_read_one_step_late_or_when_flushed() -> None:
     handed: list[tuple[int, float | None]] = []
     late = progress.OneStepLate(lambda each: handed.append((each.step.number, each.grad_norm)))
     for number in (1, 2):
-        late(progress.Entry(training.Step(number, 1.0, 0.0, 0.0, 0.0, 0.0, 0, 0, functools.partial(known.get, number)), 0, 0, None))
+        step = training.Step(number, 1.0, 0.0, 0.0, 0.0, 0.0, 0, 0, functools.partial(known.get, number))
+        late(progress.Entry(step, 0.0, 0.0, None))
         assert handed == [(1, 0.5)] * (number - 1), "it waited, or came early"
         known[number] = 0.5 * number
     late.flush()
