@@ -17,6 +17,7 @@ from typer.core import TyperGroup
 
 from megacompile import __version__
 from megacompile.errors import ArgumentError, MegacompileError
+from megacompile.finetuning.refused import spelled
 from megacompile.finetuning.settings import Settings, read_defaults
 from megacompile.lora import Lora
 from megacompile.options import Device, Knobs, Model, Planning, with_options
@@ -27,6 +28,11 @@ EXIT_INTERRUPTED = 130
 
 
 class _Commands(TyperGroup):
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """With the options of a command as people spell them: --max_length is --max-length. Raises `ArgumentError` for options
+        that other trainers have."""
+        return super().resolve_command(ctx, [args[0], *spelled(args[1:])])
+
     def invoke(self, ctx: Any) -> Any:
         """Ends on an error of ours with its message alone, all lines of it: where each lane stood, or a dump's folder, come
         after the first. Any other exception is a fault and keeps its traceback."""
@@ -67,9 +73,11 @@ def version(show: Annotated[bool, typer.Option("--version", help="Print the vers
 def train(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A model directory, a config (directory or JSON file: random "
                                                                "weights), or an id of the Hugging Face hub.")],
-    data: Annotated[list[str], typer.Option(help="A text file, a file of rows (.jsonl, .json, .csv, .parquet), a folder of "
-                                                 "such or a data set of the Hugging Face hub; repeat for more.")],
+    data: Annotated[list[str], typer.Option(
+        "--data", "--dataset", "--dataset-name", help="A text file, a file of rows (.jsonl, .json, .csv, .parquet), a folder "
+                                                      "of such or a data set of the Hugging Face hub; repeat for more.")],
     settings: Settings,
+    lora: Lora,
     knobs: Knobs,
     config: Annotated[Path | None, typer.Option(exists=True, dir_okay=False, is_eager=True, callback=read_defaults,
                                                 help="A YAML file of these options; flags win.")] = None,
@@ -83,7 +91,7 @@ def train(
     from rich.console import Console
 
     from megacompile.finetuning.run import run
-    code = run(model, data, settings, knobs, Console(markup=False, highlight=False, soft_wrap=True))
+    code = run(model, data, settings, lora, knobs, Console(markup=False, highlight=False, soft_wrap=True))
     if code:
         raise typer.Exit(code)
 

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 import trl
@@ -9,7 +10,8 @@ from trl.trainer import grpo_trainer
 
 from megacompile import trainer
 from megacompile.fused_head import refuse_copied_adapter, refuse_dropout, refuse_moving_reference, streamed_heads
-from megacompile.reference_model import loaded_as, reference_of
+from megacompile.named_models import load_named
+from megacompile.reference_model import loaded_as
 
 
 class GRPOTrainer(trainer.Trainer, trl.GRPOTrainer):
@@ -25,10 +27,20 @@ class GRPOTrainer(trainer.Trainer, trl.GRPOTrainer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         given = inspect.signature(trl.GRPOTrainer.__init__).bind(self, *args, **kwargs).arguments
+        del given["self"]
+        if isinstance(given["model"], str) and given.get("args") is None:
+            given["args"] = trl.GRPOConfig(f"{given['model'].split('/')[-1]}-GRPO")
         settings = given.get("args")
         refuse_copied_adapter(given["model"], bool(getattr(settings, "beta", 0.0)))  # before TRL changes the model
         refuse_moving_reference(settings)
         if getattr(settings, "disable_dropout", False):
             refuse_dropout(given["model"], given.get("peft_config"))
-        with streamed_heads(grpo_trainer, given["model"]), loaded_as(grpo_trainer, lambda: reference_of(given["model"])):
-            super().__init__(*args, **kwargs)
+
+        def load(name: str, options: Mapping[str, Any]) -> Any:
+            loaded = load_named(name, settings, options)
+            if getattr(settings, "disable_dropout", False):
+                refuse_dropout(loaded, given.get("peft_config"))
+            return loaded
+
+        with streamed_heads(grpo_trainer, given["model"]), loaded_as(grpo_trainer, given["model"], load):
+            super().__init__(**given)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from megacompile.adapters import put_adapter, replace_parameters
 from megacompile.api import attach, stream
 from megacompile.config import StreamConfig
 from megacompile.errors import ArgumentError, CheckpointError, UnsupportedError
@@ -28,6 +29,7 @@ from megacompile.weight_files import (
     DTYPES,
     FILE_PATTERNS,
     GENERATION_FILE,
+    StoredTensor,
     WeightReader,
     stored_tensors,
     weight_files,
@@ -40,7 +42,7 @@ _BYTES_A_PARAMETER = {torch.bfloat16: 14, torch.float32: 16}
 
 def from_pretrained(source: str | Path, *, dtype: torch.dtype | None = None, config: Any = None, revision: str | None = None,
                     strict: bool = True, layers: Layers | None = None, example: Mapping[str, Tensor] | None = None,
-                    **options: Any) -> Any:
+                    adapter: Any = None, **options: Any) -> Any:
     """A causal language model of transformers, streamed: what `stream(AutoModelForCausalLM.from_pretrained(source))` gives, in
     evaluation mode like that, but read from the files into tiles, so that host memory never holds more than training needs. Or
     a model of images and text (`AutoModelForImageTextToText`); give an `example` with images if it is to take some.
@@ -54,6 +56,8 @@ def from_pretrained(source: str | Path, *, dtype: torch.dtype | None = None, con
         strict: every parameter must be in the files, and everything in the files must be used. False: parameters that are
             missing get the random values of a new model, and a warning lists both.
         layers, example, options: as for `stream`.
+        adapter: a `peft.LoraConfig`. The result is PEFT's model, with an adapter in the dtype of the weights, and host memory
+            holds no gradients and no optimizer state of the weights, which are frozen.
 
     Raises `CheckpointError` for files that cannot be read or do not fit the model, with the list of what does not;
     `InsufficientMemoryError`, before weights are fetched or read, with the bytes that training takes; `ArgumentError` where
@@ -67,7 +71,11 @@ def from_pretrained(source: str | Path, *, dtype: torch.dtype | None = None, con
                                "made from")
     known = dtype or config.dtype
     model = _empty_model(source, config, known or torch.bfloat16)
-    require_host_memory(sum(p.numel() * _BYTES_A_PARAMETER.get(p.dtype, 14) for p in model.parameters()))
+    config._name_or_path = model.name_or_path = str(source)  # an adapter's files name the model by it
+    if adapter is None:
+        require_host_memory(_training_bytes(model))
+    else:
+        require_host_memory(sum(p.nbytes for p in model.parameters()))  # what an adapter adds is little, and counted later
     if commit is not None:
         folder = _fetch(str(source), commit, FILE_PATTERNS)
     files = weight_files(folder)
@@ -78,15 +86,19 @@ def from_pretrained(source: str | Path, *, dtype: torch.dtype | None = None, con
         reader.open(files)
         found = match(model, stored, reader)
         if found.converted:
-            return _convert(folder, config, found, model, strict, dtype=dtype, layers=layers, example=example, **options)
+            return _convert(folder, config, found, model, strict, adapter, dtype=dtype, layers=layers, example=example,
+                            **options)
         found.check(source, model, strict)
         if problems := found.text():
             warnings.warn(f"{source} is not all of {type(model).__name__}, or more:\n{problems}", stacklevel=2)
         _initialise(model, found.missing)
         _keep_precise(model, parameters=dtype is None)
         _read_generation_config(model, folder)
+        sources = found.sources
+        if adapter is not None:
+            model, sources = _adapted(model, adapter, sources)
         model.eval()
-        filled = functools.partial(fill, sources=found.sources, reader=reader)
+        filled = functools.partial(fill, sources=sources, reader=reader)
         return attach(model, filled, stream_config, layers, example)
 
 
@@ -201,21 +213,32 @@ def _initialise(model: Any, missing: Sequence[str]) -> None:
     if not made:
         return
     for module in model.modules():
-        for name, held in module._parameters.items():
-            if held is not None and id(held) in made:
-                module._parameters[name] = made[id(held)]
-                module._is_hf_initialized = False
+        if any(id(held) in made for held in module._parameters.values()):
+            module._is_hf_initialized = False
+    replace_parameters(model, made)
     model.initialize_weights()
 
 
+def _training_bytes(model: nn.Module) -> int:
+    return sum(p.numel() * _BYTES_A_PARAMETER.get(p.dtype, 14) for p in model.parameters())
+
+
+def _adapted(model: Any, adapter: Any, sources: Mapping[str, StoredTensor]) -> tuple[Any, dict[str, StoredTensor]]:
+    """(PEFT's model around a model, what is read for it by the names that it has there)."""
+    plain = {id(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+    adapted = put_adapter(model, adapter)
+    named = {plain.get(id(tensor)): name for name, tensor in (*adapted.named_parameters(), *adapted.named_buffers())}
+    return adapted, {named[name]: stored for name, stored in sources.items()}
+
+
 # -------------------------------------------------------------------- checkpoints in another layout
-def _convert(folder: Path, config: Any, found: Match, empty: Any, strict: bool, **options: Any) -> Any:
+def _convert(folder: Path, config: Any, found: Match, empty: Any, strict: bool, adapter: Any, **options: Any) -> Any:
     """The model through transformers' own loader, which knows how a checkpoint in another layout is converted."""
     from transformers import AutoModelForCausalLM
 
     parameters = list(empty.parameters())
     weights = sum(p.nbytes for p in parameters)
-    require_host_memory(weights + sum(p.numel() * _BYTES_A_PARAMETER.get(p.dtype, 14) for p in parameters))
+    require_host_memory(weights + (_training_bytes(empty) if adapter is None else weights))
     warnings.warn(f"{found.converted[0]} and {len(found.converted) - 1} more are stored in a layout that has to be converted: "
                   f"transformers loads the model first, which takes {format_bytes(weights)} more of host memory meanwhile",
                   stacklevel=3)
@@ -225,4 +248,4 @@ def _convert(folder: Path, config: Any, found: Match, empty: Any, strict: bool, 
     wrong = [f"{name} has shape {list(a)}, and the model's has {list(b)}" for name, a, b in sorted(info["mismatched_keys"])]
     Match({}, tuple(sorted(info["missing_keys"])), tuple(sorted(info["unexpected_keys"])), tuple(wrong)).check(
         folder, model, strict)
-    return stream(model, **options)
+    return stream(model if adapter is None else put_adapter(model, adapter), **options)

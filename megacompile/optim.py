@@ -306,6 +306,12 @@ class AdamW(torch.optim.Optimizer):
             self.streamed.settle()
         return self._update.norm
 
+    def norm_of_last_step(self) -> Callable[[], float | None]:
+        """Gives `grad_norm` of the last step later, when others may have followed, and without a wait: None until its update
+        has begun. When the loss of the next step is known, so is this."""
+        update = self._update
+        return lambda: None if update is None else update.norm
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         if not set_to_none:
             self.streamed.settle()  # the update in flight reads them

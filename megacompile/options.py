@@ -125,14 +125,15 @@ class Planning:
         import torch
 
         from megacompile import training
-        from megacompile.frozen import freeze_lowest, with_adapter
+        from megacompile.adapters import put_adapter
+        from megacompile.frozen import freeze_lowest
         from megacompile.scheduling import schedule
 
         lora.check()
         loaded = training.load_model(model, dtype=self.dtype.resolve(), meta=True)
         freeze_lowest(loaded, self.frozen_layers)
         if (adapter := lora.config()) is not None:
-            loaded = with_adapter(loaded, adapter)
+            loaded = put_adapter(loaded, adapter)
         here = knobs.device is not None or torch.cuda.is_available()
         hardware = self.hardware or (None if here else DEFAULT_HARDWARE)
         return schedule(loaded, batch=self.batch, length=self.length, update=self.update.value,

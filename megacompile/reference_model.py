@@ -6,9 +6,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from types import ModuleType
+from typing import Any
 
 from torch import nn
 
@@ -45,10 +46,19 @@ def reference_of(policy: nn.Module) -> nn.Module:
 
 
 @contextlib.contextmanager
-def loaded_as(trainer: ModuleType, reference: Callable[[], nn.Module]) -> Iterator[None]:
-    """Within, the model that one of TRL's trainer modules would load from the hub is `reference()`."""
+def loaded_as(trainer: ModuleType, policy: Any, load: Callable[[str, Mapping[str, Any]], Any]) -> Iterator[None]:
+    """Within, a policy that one of TRL's trainer modules is given by name is what `load` makes of it; and what the module
+    would load then is the reference model of this policy."""
     theirs = trainer.create_model_from_path
-    trainer.create_model_from_path = lambda *args, **kwargs: reference()  # type: ignore[attr-defined]
+    policies = [] if isinstance(policy, str) else [policy]
+
+    def create(name: str, *_: Any, **options: Any) -> Any:
+        if policies:
+            return reference_of(policies[0])
+        policies.append(load(name, options))
+        return policies[0]
+
+    trainer.create_model_from_path = create  # type: ignore[attr-defined]
     try:
         yield
     finally:

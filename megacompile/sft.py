@@ -13,6 +13,8 @@ from megacompile import trainer
 from megacompile.adapters import add_adapter
 from megacompile.errors import UnsupportedError
 from megacompile.fused_head import streamed_heads
+from megacompile.named_models import load_named
+from megacompile.reference_model import loaded_as
 from megacompile.trainer_arguments import check_model
 
 
@@ -24,15 +26,28 @@ class SFTTrainer(trainer.Trainer, trl.SFTTrainer):
     With a `peft_config` the streamed model is closed, gets the adapter, and is streamed again as it was: `trainer.model` is
     that.
 
+    A model may be a name, as for TRL: it is loaded with `model_init_kwargs`, and streamed (`load_named`).
+
     Raises `UnsupportedError` for router losses other than those that the model was streamed with."""
 
-    def __init__(self, model: Any, *args: Any, peft_config: Any = None, **kwargs: Any) -> None:
-        if peft_config is not None:
-            check_model(model)
-            model = add_adapter(model, peft_config)
-        streamed_with = _router_coefficient(model)
-        with streamed_heads(sft_trainer):
-            super().__init__(model, *args, **kwargs)
+    def __init__(self, model: Any, args: Any = None, *more: Any, peft_config: Any = None, **kwargs: Any) -> None:
+        coefficients: list[float] = []
+
+        def load(name: str, options: Mapping[str, Any]) -> Any:
+            loaded = load_named(name, args, options, peft_config)
+            coefficients.append(_router_coefficient(loaded))
+            return loaded
+
+        if isinstance(model, str):
+            args = args or trl.SFTConfig(f"{model.split('/')[-1]}-SFT")
+        else:
+            if peft_config is not None:
+                check_model(model)
+                model = add_adapter(model, peft_config)
+            coefficients.append(_router_coefficient(model))
+        with streamed_heads(sft_trainer), loaded_as(sft_trainer, model, load):
+            super().__init__(model, args, *more, **kwargs)
+        streamed_with = coefficients[0]
         if self.losses_are_models:
             self.model.__dict__.pop("forward", None)
         wanted = self.router_aux_loss_coef if self.aux_loss_enabled else 0.0

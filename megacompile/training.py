@@ -17,8 +17,6 @@ from types import FrameType
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
 
 from megacompile.decay import Decay
@@ -26,7 +24,6 @@ from megacompile.errors import ArgumentError, MegacompileError
 from megacompile.joining import IGNORED
 from megacompile.regular_files import refuse_irregular
 
-GIB = 2**30
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _WEIGHT_FILES = ("*.safetensors", "*.bin")
 
@@ -41,6 +38,9 @@ def load_model(source: str | Path, *, dtype: torch.dtype | None = None, meta: bo
     """
     from transformers import AutoConfig, AutoModelForCausalLM  # seconds to import; only what needs a model pays
 
+    from megacompile.loading import parameters_on_meta
+    from megacompile.random_weights import fill_randomly
+
     name, source = str(source), Path(source)
     remote = not source.exists()
     if remote and not (meta and _HUB_ID.fullmatch(name)):
@@ -50,16 +50,28 @@ def load_model(source: str | Path, *, dtype: torch.dtype | None = None, meta: bo
         refuse_irregular(source)
     try:
         config = AutoConfig.from_pretrained(name, local_files_only=not remote)
-        if not meta and source.is_dir() and any(any(source.glob(pattern)) for pattern in _WEIGHT_FILES):
+        if not meta and has_weights(source):
             return AutoModelForCausalLM.from_pretrained(source, dtype=dtype or "auto", local_files_only=True)
-        with torch.device("meta" if meta else "cpu"):
-            return AutoModelForCausalLM.from_config(config, dtype=dtype or config.dtype or torch.float32)
+        dtype = dtype or config.dtype or torch.float32
+        if meta:
+            with torch.device("meta"):
+                return AutoModelForCausalLM.from_config(config, dtype=dtype)
+        with parameters_on_meta():
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        fill_randomly(model)
+        return model
     except Exception as error:  # whatever the files make transformers raise: a division by zero, a torn safetensors
         if remote and isinstance(error, OSError):
             raise ArgumentError(f"there is no model {name!r} here, and the Hugging Face hub gave no config of it: give a model "
                                 "directory or a config.json, or check the id and the network") from error
         raise MegacompileError(f"{name} holds no causal language model that transformers reads: give a model "
                                f"directory or its config.json\n{type(error).__name__}: {error}") from error
+
+
+def has_weights(source: str | Path) -> bool:
+    """Whether a model's weights are pretrained: a config alone has none. What is not here is on the hub."""
+    source = Path(source)
+    return not source.exists() or (source.is_dir() and any(any(source.glob(pattern)) for pattern in _WEIGHT_FILES))
 
 
 def check_length(config: Any, length: int) -> None:
@@ -88,23 +100,26 @@ def warmup_then_decay(optimizer: torch.optim.Optimizer, steps: int, warmup: int,
     return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
 
 
+def _unknown() -> None:
+    """The norm of gradients that nobody measured."""
+
+
 @dataclass(frozen=True)
 class Step:
     """What one step did. `loss` is in nats a token, `lr` the learning rate that it had, `rate` in tokens a second (padding
-    is computed, and counted), `tflops` is 6 x parameters x tokens a second (recomputation not counted)."""
+    is computed, and counted), `useful_rate` in tokens a second that have a label, `tflops` is 6 x parameters x tokens a second
+    (recomputation not counted). `norm` gives the norm of all gradients before clipping, without a wait: None until the update
+    has begun, and where it is never known."""
 
     number: int
     loss: float
     lr: float
     rate: float
+    useful_rate: float
     tflops: float
     device_bytes: int
     host_bytes: int
-
-    def line(self, steps: int) -> str:
-        return (f"step {self.number:>{len(str(steps))}}/{steps}  loss {self.loss:.4f}  lr {self.lr:.2e}  "
-                f"{self.rate:,.0f} tokens/s  {self.tflops:.3g} TFLOPS  device {self.device_bytes / GIB:.2f} GiB  "
-                f"host {self.host_bytes / GIB:.2f} GiB")
+    norm: Callable[[], float | None] = _unknown
 
 
 def _write_at_once(text: str) -> None:
@@ -169,9 +184,11 @@ def train(model: Any, optimizer: torch.optim.Optimizer, batches: Iterator[Mappin
             raise MegacompileError(
                 f"the loss of step {number} is {loss}: lower the learning rate or clip the gradients")
         losses.append(loss)
-        rate = batch["input_ids"].numel() / (time.perf_counter() - begin)
+        taken = time.perf_counter() - begin
+        rate, useful = batch["input_ids"].numel() / taken, int((batch["labels"] != IGNORED).sum()) / taken
         device_bytes, host_bytes = memory(model)
-        on_step(Step(number, loss, lr, rate, 6e-12 * parameters * rate, device_bytes, host_bytes))
+        norm = getattr(optimizer, "norm_of_last_step", lambda: _unknown)()
+        on_step(Step(number, loss, lr, rate, useful, 6e-12 * parameters * rate, device_bytes, host_bytes, norm))
     return losses
 
 
@@ -212,27 +229,3 @@ def memory(model: Any) -> tuple[int, int]:
     held = sum(p.nbytes for p in model.parameters())
     on_device = sum(p.nbytes for p in model.parameters() if p.device.type != "cpu")
     return on_device, held - on_device
-
-
-class ProgressDisplay:
-    """A live bar on a terminal; and a line every `interval` steps, which is all that a log file gets."""
-
-    def __init__(self, console: Console, steps: int, interval: int, done: int = 0) -> None:
-        self._console, self._steps, self._interval = console, steps, interval
-        self._progress = Progress(
-            TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=None), TextColumn("{task.description}"),
-            TimeRemainingColumn(), console=console, transient=True, disable=not console.is_terminal)
-        self._task = self._progress.add_task("", total=steps, completed=done)
-
-    def __enter__(self) -> ProgressDisplay:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()
-
-    def __call__(self, step: Step) -> None:
-        summary = step.line(self._steps)
-        self._progress.update(self._task, completed=step.number, description=summary.split("  ", 1)[1])
-        if step.number == 1 or step.number % self._interval == 0 or step.number == self._steps:
-            self._console.print(summary, highlight=False, soft_wrap=True)  # a log file has no width

@@ -7,8 +7,12 @@
     packing.py   texts, or conversations, that share sequences
     data.py      all of this: what --data names -> rows
     settings.py  what a run is asked for, in flags or in a YAML file
+    recipe.py    the numbers that decide what is learned, and their defaults for each kind of run
+    refused.py   options of other trainers that are refused, with what to use instead
     saves.py     checkpoints, beside training and at the end
-    reports.py   what is written of a run: log.jsonl, TensorBoard, loss.svg
+    progress.py  what is measured of each step, and how it is shown
+    reports.py   what is written of a run: log.jsonl, loss.svg
+    trackers.py  TensorBoard, W&B and MLflow, which get the same
     run.py       the run itself
 """
 from __future__ import annotations

@@ -12,6 +12,7 @@ from megacompile.finetuning.files import is_text, placed, read_rows
 from megacompile.finetuning.formats import Format, Row, detect, messages_of, text_of
 from megacompile.finetuning.packing import join, pack, together
 from megacompile.finetuning.rows import Rows
+from megacompile.finetuning.settings import TooLong
 from megacompile.finetuning.tools import tools_of
 
 Say = Callable[[str], None]
@@ -27,22 +28,22 @@ def check_sources(sources: Sequence[str], format: Format | None) -> None:
 
 
 def read(sources: Sequence[str], tokenizer: ByteTokenizer | PretrainedTokenizer, format: Format | None, length: int,
-         packed: bool, vocabulary_size: int, say: Say) -> Rows:
+         packed: bool, vocabulary_size: int, say: Say, too_long: TooLong = TooLong.TRUNCATE) -> Rows:
     """Of sources that were checked. Texts are packed into sequences of `length`; conversations are one each, or
-    `packed`, and those that are longer are left out, which is said.
+    `packed`. Those that are longer are truncated or dropped, which is said.
 
     Raises `MegacompileError` for rows that are none, with file, number and reason; `ArgumentError` for formats that do not go
     together, or a tokenizer that is missing."""
     if is_text(sources[0]):
         rows = pack(read_text([Path(source) for source in sources], tokenizer), length)
     else:
-        rows = _of_rows(sources, tokenizer, format, length, packed, say)
+        rows = _of_rows(sources, tokenizer, format, length, packed, say, too_long)
     check_vocabulary(rows.tokens, tokenizer, vocabulary_size)
     return rows
 
 
 def _of_rows(sources: Sequence[str], tokenizer: Any, format: Format | None, length: int, packed: bool,
-             say: Say) -> Rows:
+             say: Say, too_long: TooLong) -> Rows:
     if isinstance(tokenizer, ByteTokenizer):
         raise ArgumentError("rows need a tokenizer with a token that ends them, and this model has none: give --tokenizer")
     formats = [format or _detected(source) for source in sources]
@@ -50,13 +51,30 @@ def _of_rows(sources: Sequence[str], tokenizer: Any, format: Format | None, leng
         raise ArgumentError("texts and conversations cannot be trained on together: give one kind of --data, or --format")
     if formats[0] is Format.TEXT:
         return pack(join(_texts(sources, tokenizer.pretrained), _end_of(tokenizer.pretrained)), length)
-    found = Rows.of(_conversations(sources, formats, ChatEncoder(tokenizer.pretrained)))
-    short = found.lengths <= length
-    if left_out := len(found) - int(short.sum()):
-        say(f"{left_out:,} of {len(found):,} conversations are longer than {length} tokens and left out")
-    if left_out == len(found):
-        raise MegacompileError(f"no conversation is left to train on: give a larger --length than {length}, or more data")
-    return together(found.select(short), length) if packed else found.select(short)
+    found = _fitted(Rows.of(_conversations(sources, formats, ChatEncoder(tokenizer.pretrained))), length, too_long, say)
+    return together(found, length) if packed else found
+
+
+def _fitted(rows: Rows, length: int, too_long: TooLong, say: Say) -> Rows:
+    """Rows of `length` tokens at most. Raises `MegacompileError` where none is left."""
+    longer = rows.lengths > length
+    count = int(longer.sum())
+    if not count:
+        return rows
+    cut = rows.truncated(length)
+    kept = ~longer if too_long is TooLong.DROP else ~longer | cut.learning()
+    dropped = len(rows) - int(kept.sum())
+    what = f"{count:,} of {len(rows):,} conversations ({count / len(rows):.1%}) are longer than {length:,} tokens"
+    remedy = f"--length {int(rows.lengths.max()):,} keeps all of every one".replace(",", "")
+    if dropped == len(rows):
+        raise MegacompileError(f"{what}, and nothing to learn is left of any: {remedy}")
+    if too_long is TooLong.DROP:
+        say(f"warning: {what}, and DROPPED: {remedy}")
+    else:
+        lost = int((rows.lengths - cut.lengths)[kept].sum())
+        gone = f", and {dropped:,} whose answers begin later are DROPPED" if dropped else ""
+        say(f"warning: {what}, and TRUNCATED ({lost:,} tokens are cut off{gone}): {remedy}, --too-long drop leaves them out")
+    return cut.select(kept)
 
 
 def _detected(source: str) -> Format:

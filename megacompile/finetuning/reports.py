@@ -1,4 +1,4 @@
-"""What is written of a run: a line of JSON for each step, TensorBoard where it is wanted, and at the end the curve."""
+"""What is written of a run: a line of JSON for each step, the same to trackers, and at the end the curve."""
 from __future__ import annotations
 
 import json
@@ -10,10 +10,11 @@ from typing import Any
 
 from megacompile.atomic_files import replace_file
 from megacompile.errors import MegacompileError
+from megacompile.finetuning.progress import Entry
+from megacompile.finetuning.trackers import Trackers
 from megacompile.regular_files import read_regular
-from megacompile.training import Step
 
-LOG, CURVE, TENSORBOARD = "log.jsonl", "loss.svg", "tensorboard"
+LOG, CURVE = "log.jsonl", "loss.svg"
 
 
 class Reports:
@@ -22,9 +23,9 @@ class Reports:
 
     `done`: steps that were trained before; what an interrupted run has logged of later ones goes, since they come again."""
 
-    def __init__(self, folder: Path | None, done: int, tensorboard: bool, say: Callable[[str], None] = print) -> None:
-        self._log = self._board = None
-        self._say = say
+    def __init__(self, folder: Path | None, done: int, trackers: Trackers | None = None,
+                 say: Callable[[str], None] = print) -> None:
+        self._log, self._trackers, self._say = None, trackers or Trackers({}), say
         if folder is None:
             return
         try:
@@ -32,12 +33,13 @@ class Reports:
             self._log = (folder / LOG).open("a", encoding="utf-8", buffering=1)  # by lines: a kill loses none
         except OSError as error:
             raise MegacompileError(f"{folder / LOG} cannot be written ({error.strerror}): give an --output that can") from error
-        if tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
-            self._board = SummaryWriter(str(folder / TENSORBOARD), purge_step=done + 1)
 
-    def step(self, step: Step) -> None:
-        self._write(step.number, loss=step.loss, lr=step.lr, tokens_per_second=step.rate, tflops=step.tflops,
+    def step(self, entry: Entry) -> None:
+        step = entry.step
+        known = {"grad_norm": entry.grad_norm, "seconds_left": entry.seconds_left}
+        self._write(step.number, epoch=entry.epoch, loss=step.loss, mean_loss=entry.mean_loss,
+                    **{name: value for name, value in known.items() if value is not None}, lr=step.lr,
+                    tokens_per_second=step.rate, useful_tokens_per_second=step.useful_rate, tflops=step.tflops,
                     device_bytes=step.device_bytes, host_bytes=step.host_bytes)
 
     def evaluation(self, number: int, loss: float) -> None:
@@ -50,17 +52,14 @@ class Reports:
             except OSError as error:
                 self._say(f"{self._log.name} ends at step {number} ({error.strerror}): training goes on")
                 self._log = None
-        if self._board is not None:
-            for name, value in values.items():
-                self._board.add_scalar(name, value, number)
+        self._trackers.log(number, values)
 
     def __enter__(self) -> Reports:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        for each in (self._log, self._board):
-            if each is not None:
-                each.close()
+        if self._log is not None:
+            self._log.close()
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:

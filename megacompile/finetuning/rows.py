@@ -17,6 +17,8 @@ from megacompile.joining import IGNORED
 
 #: Batches are padded to the length, or to this many halves of it: each width is a program of its own.
 _HALVINGS = 3
+#: Of the length that batches are padded to, where rows are shorter than they may be.
+_LENGTH_STEP = 64
 
 Batch = dict[str, Tensor]
 
@@ -50,6 +52,18 @@ class Rows:
     def lengths(self) -> Tensor:
         """int64 [rows]."""
         return self.spans[:, 1] - self.spans[:, 0]
+
+    def truncated(self, length: int) -> Rows:
+        """The same rows, each without what is beyond `length` tokens; in the same memory."""
+        ends = torch.minimum(self.spans[:, 1], self.spans[:, 0] + length)
+        return replace(self, spans=torch.stack([self.spans[:, 0], ends], dim=1))
+
+    def learning(self) -> Tensor:
+        """bool [rows]: which have a token that is learned."""
+        if self.learnt is None:
+            return self.lengths > 0
+        before = torch.cat([torch.zeros(1, dtype=torch.int64), self.learnt.cumsum(0)])
+        return before[self.spans[:, 1]] > before[self.spans[:, 0]]
 
     def row(self, index: int) -> tuple[Tensor, Tensor]:
         """(tokens, labels) of one sequence, int64; the model itself shifts labels."""
@@ -152,6 +166,12 @@ def collate(rows: Rows, indices: Sequence[int], batch: int, length: int) -> Batc
 def _width(longest: int, length: int) -> int:
     """The least of `length`, its half, ... that is enough."""
     return min(width for width in (-(-length // 2**halvings) for halvings in range(_HALVINGS + 1)) if width >= longest)
+
+
+def padded_length(length: int, *rows: Rows) -> int:
+    """What batches are padded to at most: `length`, or less if no row is that long."""
+    longest = max((int(each.lengths.max()) for each in rows if len(each)), default=length)
+    return min(length, -(-longest // _LENGTH_STEP) * _LENGTH_STEP)
 
 
 def in_turn(rows: Rows, batch: int, length: int) -> Iterator[Batch]:

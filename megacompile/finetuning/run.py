@@ -14,6 +14,7 @@ from rich.console import Console
 
 import megacompile
 from megacompile import schema, training
+from megacompile.adapters import put_adapter
 from megacompile.atomic_files import replace_file
 from megacompile.checkpoint import latest_checkpoint
 from megacompile.checkpoint.loading import read_extra
@@ -21,34 +22,39 @@ from megacompile.corpus import PretrainedTokenizer, load_tokenizer
 from megacompile.errors import ArgumentError, CheckpointError, MegacompileError
 from megacompile.finetuning.data import check_sources, read
 from megacompile.finetuning.folder import check_writable, held, made
-from megacompile.finetuning.reports import Reports, draw_curve
-from megacompile.finetuning.rows import Order, collate, in_turn, split
+from megacompile.finetuning.progress import WINDOW, Course, Entry, OneStepLate, ProgressDisplay
+from megacompile.finetuning.recipe import Kind, Recipe, block
+from megacompile.finetuning.reports import LOG, Reports, draw_curve, read_log
+from megacompile.finetuning.rows import Order, Rows, collate, in_turn, padded_length, split
 from megacompile.finetuning.saves import CHECKPOINTS, Saves
 from megacompile.finetuning.settings import Settings
+from megacompile.finetuning.trackers import started
+from megacompile.lora import Lora
 from megacompile.options import Knobs
 from megacompile.saving import recover, replacing
 
 #: In the folder of a run, beside checkpoints and reports.
 MODEL, SETTINGS = "model", "settings.yaml"
 #: What decides the order of the data, and what a checkpoint puts back: a run goes on with what it began with.
-FIXED = ("batch", "length", "seed", "lr", "beta1", "beta2", "eps", "weight_decay")
+FIXED = ("batch", "length", "lr", "beta1", "beta2", "eps", "weight_decay")
 _PROGRESS = schema.record({"done": schema.whole(0, 2**53), "fixed": schema.table(schema.text(), schema.anything)})
 
 
-def run(source: str, data: Sequence[str], settings: Settings, knobs: Knobs, console: Console) -> int:
+def run(source: str, data: Sequence[str], settings: Settings, lora: Lora, knobs: Knobs, console: Console) -> int:
     """Trains, and returns the exit code: 0, or 128 and the number of the signal that has stopped it.
 
     What can be refused is refused before weights are loaded. Raises `MegacompileError` and its children."""
     settings.check()
+    lora.check()
     with ExitStack() as stack:
         if settings.output is not None:
             stack.enter_context(made(settings.output))
             stack.enter_context(held(settings.output))
             recover(settings.output)
-        return _run(source, data, settings, knobs, console)
+        return _run(source, data, settings, lora.resolved(), knobs, console)
 
 
-def _run(source: str, data: Sequence[str], settings: Settings, knobs: Knobs, console: Console) -> int:
+def _run(source: str, data: Sequence[str], settings: Settings, lora: Lora, knobs: Knobs, console: Console) -> int:
     torch.manual_seed(settings.seed)
     target = settings.save or (settings.output / MODEL if settings.output else None)
     if target is None:
@@ -57,46 +63,72 @@ def _run(source: str, data: Sequence[str], settings: Settings, knobs: Knobs, con
     began = None if start is None else _progress(start, read_extra(start))
     check_sources(data, settings.format)
     outline = training.load_model(source, meta=True)
-    training.check_length(outline.config, settings.length)
+    kind = _kind(source, lora)
+    recipe, asked = Recipe.of(settings, kind, getattr(outline.config, "max_position_embeddings", None))
+    training.check_length(outline.config, recipe.length)
     tokenizer = PretrainedTokenizer(settings.tokenizer) if settings.tokenizer else load_tokenizer(source)
     with console.status("reading the data"):
-        found = read(data, tokenizer, settings.format, settings.length, settings.pack, outline.config.vocab_size, console.print)
+        found = read(data, tokenizer, settings.format, recipe.length, settings.pack, outline.config.vocab_size,
+                     lambda text: console.print(text, style="bold yellow"), settings.too_long)
     rows, held_out = split(found, settings.eval_share, settings.seed)
-    order = Order(len(rows), settings.batch, settings.seed, None if settings.steps else settings.epochs)
+    length = padded_length(recipe.length, rows, held_out)
+    order = Order(len(rows), recipe.batch, settings.seed, None if settings.steps else recipe.epochs)
     steps = settings.steps or order.steps
-    console.print(f"{training.parameter_count(outline):,} parameters; {len(rows):,} sequences, {int(rows.lengths.sum()):,} "
-                  f"tokens, to train on, and {len(held_out):,} to evaluate on; {steps:,} steps of {settings.batch}")
+    console.print(_outset(source, kind, outline, rows, held_out, recipe, asked, settings, lora, steps))
     if target is not None:
         check_writable(target)  # now: what cannot be saved should not be trained first
-    fixed = {name: getattr(settings, name) for name in FIXED} | {"data": rows.fingerprint()}
+    fixed = {name: getattr(recipe, name) for name in FIXED} | {"seed": settings.seed, "data": rows.fingerprint()}
+    if lora.lora:
+        fixed["lora"] = _words_of(lora)
     if start is not None and began is not None:
         _check_same_run(start, began["fixed"], fixed)
-    model = _open(source, settings, knobs).train()
-    optimizer = _optimizer(model, settings)
-    schedule = training.warmup_then_decay(optimizer, steps, settings.warmup, settings.decay, settings.final_lr)
+    if kind is Kind.SCRATCH:
+        console.print("drawing random weights ...")
+    model = _open(source, settings, lora, knobs).train()
+    optimizer = _optimizer(model, settings, recipe)
+    schedule = training.warmup_then_decay(optimizer, steps, recipe.warmup_steps(steps), recipe.decay, recipe.final_lr)
     done = 0 if start is None else _go_on(start, fixed, model, optimizer, schedule)
     if start is not None:
         console.print(f"goes on after step {done}, from {start}")
     with ExitStack() as stack:
         stop = stack.enter_context(training.Interruption())
         saves = stack.enter_context(Saves(settings, model, optimizer, schedule, fixed, done, console.print))
-        reports = stack.enter_context(Reports(settings.output, done, settings.tensorboard, console.print))
+        trackers = stack.enter_context(started(settings.report_to or (), settings.output, done, _plain(
+            {"model": source, **asdict(settings), **asdict(recipe), **asdict(lora)}), console.print))
+        before = [] if settings.output is None else [
+            entry["loss"] for entry in read_log(settings.output / LOG) if "loss" in entry and entry["step"] <= done][-WINDOW:]
+        reports = stack.enter_context(Reports(settings.output, done, trackers, console.print))
         if settings.output is not None:  # what is refused has changed no file
-            _write_settings(settings.output / SETTINGS, source, data, settings, knobs)
-        display = stack.enter_context(training.ProgressDisplay(console, steps, settings.log_interval, done))
+            _write_settings(settings.output / SETTINGS, source, data, settings, recipe, lora, knobs)
+        display = stack.enter_context(ProgressDisplay(console, steps, settings.log_interval, done))
+        course = Course(steps, recipe.batch, len(rows), before)
+
+        def report(entry: Entry) -> None:
+            reports.step(entry)
+            display.line(entry)
+
+        late = OneStepLate(report)
+        stack.callback(late.flush)
 
         def on_step(step: training.Step) -> None:
-            reports.step(step)
-            display(step)
-            if len(held_out) and (step.number % settings.eval_interval == 0 or step.number == steps):
-                loss = training.evaluate(model, in_turn(held_out, settings.batch, settings.length))
+            entry = course(step)
+            late(entry)
+            display(entry)
+            evaluates = bool(len(held_out)) and (step.number % settings.eval_interval == 0 or step.number == steps)
+            if evaluates or step.number % settings.save_interval == 0:  # both wait for the update, and so may this
+                _ = optimizer.grad_norm
+                late.flush()
+            if evaluates:
+                loss = training.evaluate(model, in_turn(held_out, recipe.batch, length))
                 reports.evaluation(step.number, loss)
                 console.print(f"step {step.number}/{steps}  evaluation loss {loss:.4f}")
             saves.after(step.number)
 
-        batches = (collate(rows, each, settings.batch, settings.length) for each in order.batches(done))
+        batches = (collate(rows, each, recipe.batch, length) for each in order.batches(done))
         trained = done + len(training.train(model, optimizer, batches, steps, done=done, schedule=schedule, on_step=on_step,
                                             stop=lambda: stop.asked))
+        _ = optimizer.grad_norm  # waits for the last update
+        late.flush()
         stopped = stop.asked and trained < steps
         failed: CheckpointError | None = None
         try:
@@ -108,7 +140,8 @@ def _run(source: str, data: Sequence[str], settings: Settings, knobs: Knobs, con
             if isinstance(tokenizer, PretrainedTokenizer):
                 with replacing(target) as folder:  # all of its files at once
                     tokenizer.pretrained.save_pretrained(folder)
-            console.print(f"saved in {target} after {trained} steps")
+            what = f" (an adapter of {source})" if lora.lora else ""
+            console.print(f"saved in {target} after {trained} steps{what}")
         if failed is not None:
             raise failed
     model.megacompile.close()
@@ -143,21 +176,52 @@ def _start(settings: Settings, console: Console) -> Path | None:
     return None
 
 
-def _open(source: str, settings: Settings, knobs: Knobs) -> Any:
+def _kind(source: str, lora: Lora) -> Kind:
+    """Raises `ArgumentError` for an adapter of random weights."""
+    if training.has_weights(source):
+        return Kind.LORA if lora.lora else Kind.FULL
+    if lora.lora:
+        raise ArgumentError(f"--lora adapts a pretrained model, and {source} is a config alone: give a folder with weights, or "
+                            "an id of the Hugging Face hub")
+    return Kind.SCRATCH
+
+
+def _outset(source: str, kind: Kind, outline: Any, rows: Rows, held_out: Rows, recipe: Recipe, asked: frozenset[str],
+            settings: Settings, lora: Lora, steps: int) -> str:
+    """What a run prints before it begins. Raises `ArgumentError` for an adapter of layers that the model does not have."""
+    total, words = training.parameter_count(outline), recipe.words(steps, endless=settings.steps is not None)
+    title, more = f"{kind} of {source}: {total:,} parameters", []
+    if lora.lora:
+        adapted = put_adapter(outline, lora.config())
+        trained = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
+        title = f"{kind} of {source}: {trained:,} parameters train, beside {total:,} frozen ones"
+        more = [("adapter", _words_of(lora))]
+    data = (f"{len(rows):,} sequences, {int(rows.lengths.sum()):,} tokens, to train on, and {len(held_out):,} sequences to "
+            f"evaluate on; {steps:,} steps of {recipe.batch}")
+    return block(title, words, asked, *more, ("data", data))
+
+
+def _words_of(lora: Lora) -> str:
+    dropout = f", dropout {lora.lora_dropout:g}" if lora.lora_dropout else ""
+    return f"rank {lora.rank}, alpha {lora.alpha}, on {' '.join(lora.targets)}{dropout}"
+
+
+def _open(source: str, settings: Settings, lora: Lora, knobs: Knobs) -> Any:
     """The streamed model: from safetensors if there are any, else from a config (random weights) or pickles."""
-    path, dtype = Path(source), settings.dtype.resolve()
+    path, dtype, adapter = Path(source), settings.weights_dtype.resolve(), lora.config()
     if path.is_file() or (path.is_dir() and not any(path.glob("*.safetensors"))):
-        return megacompile.stream(training.load_model(source, dtype=dtype), **knobs.given())
-    return megacompile.from_pretrained(source, dtype=dtype, **knobs.given())
+        model = training.load_model(source, dtype=dtype)
+        return megacompile.stream(model if adapter is None else put_adapter(model, adapter), **knobs.given())
+    return megacompile.from_pretrained(source, dtype=dtype, adapter=adapter, **knobs.given())
 
 
-def _optimizer(model: Any, settings: Settings) -> megacompile.AdamW:
-    matrices = [p for p in model.parameters() if p.dim() > 1]
-    rest = [p for p in model.parameters() if p.dim() <= 1]
-    groups: list[dict[str, Any]] = [{"params": matrices}, {"params": rest, "weight_decay": 0.0}]
-    return megacompile.AdamW([group for group in groups if group["params"]], lr=settings.lr,
-                             betas=(settings.beta1, settings.beta2), eps=settings.eps, weight_decay=settings.weight_decay,
-                             max_grad_norm=settings.max_grad_norm or None, overlap="backward" if settings.overlap else None)
+def _optimizer(model: Any, settings: Settings, recipe: Recipe) -> megacompile.AdamW:
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups: list[dict[str, Any]] = [{"params": [p for p in trained if p.dim() > 1]},
+                                    {"params": [p for p in trained if p.dim() <= 1], "weight_decay": 0.0}]
+    return megacompile.AdamW([group for group in groups if group["params"]], lr=recipe.lr, betas=(recipe.beta1, recipe.beta2),
+                             eps=recipe.eps, weight_decay=recipe.weight_decay, max_grad_norm=recipe.max_grad_norm or None,
+                             overlap="backward" if settings.overlap else None)
 
 
 def _go_on(start: Path, fixed: Mapping[str, Any], model: Any, optimizer: Any, schedule: Any) -> int:
@@ -184,13 +248,23 @@ def _check_same_run(start: Path, then: Mapping[str, Any], now: Mapping[str, Any]
                               "or begin anew with the model that it has saved")
 
 
-def _write_settings(path: Path, source: str, data: Sequence[str], settings: Settings, knobs: Knobs) -> None:
-    """What was asked for, all of it, so that `--config` repeats it."""
-    given = {"model": source, "data": list(data), **asdict(settings), **asdict(knobs)}
-    del given["resume"]
-    words = {name: str(value) if isinstance(value, Path | enum.Enum) else value for name, value in given.items()}
-    text = yaml.safe_dump({k: v for k, v in words.items() if v is not None}, sort_keys=False)
+def _write_settings(path: Path, source: str, data: Sequence[str], settings: Settings, recipe: Recipe, lora: Lora,
+                    knobs: Knobs) -> None:
+    """What was asked for and what was used by default, so that `--config` repeats it when defaults are others."""
+    given = {"model": source, "data": list(data), **asdict(settings), **asdict(recipe), **asdict(lora), **asdict(knobs)}
+    for name in ("resume", "per_device_train_batch_size", "gradient_accumulation_steps",  # the last two made the batch
+                 *(["warmup_ratio"] if recipe.warmup is not None else [])):
+        del given[name]
     try:
-        replace_file(path, [text.encode()])
+        replace_file(path, [yaml.safe_dump(_plain(given), sort_keys=False).encode()])
     except OSError as error:
         raise MegacompileError(f"{path} cannot be written ({error.strerror}): give an --output that can") from error
+
+
+def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
+    """As YAML and trackers take them, without None."""
+    def word(value: Any) -> Any:
+        return [word(each) for each in value] if isinstance(value, list) else (
+            str(value) if isinstance(value, Path | enum.Enum) else value)
+
+    return {name: word(value) for name, value in values.items() if value is not None}

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import difflib
-import importlib.util
+import enum
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,81 +12,141 @@ import typer
 import yaml
 
 from megacompile.decay import Decay
-from megacompile.errors import ArgumentError, MegacompileError
+from megacompile.errors import ArgumentError
 from megacompile.finetuning.formats import Format
-from megacompile.options import Batch, DType, Length, ModelDType
+from megacompile.finetuning.recipe import default_words
+from megacompile.finetuning.refused import REFUSED, key_of
+from megacompile.finetuning.trackers import Tracker, check_trackers
+from megacompile.options import DType, ModelDType
 
 _DATA = "Data"
 _LEARNING = "Learning"
 _RUN = "The run"
 
 
+class TooLong(enum.StrEnum):
+    """What becomes of a conversation with more tokens than a sequence may have."""
+
+    TRUNCATE = "truncate"
+    DROP = "drop"
+
+
 @dataclass(frozen=True)
 class Settings:
-    """All but the model, the data and what shapes the plan (`Knobs`)."""
+    """All but the model, the data, an adapter (`Lora`) and what shapes the plan (`Knobs`). A field of `Recipe` that is None is
+    left to the kind of run."""
 
     format: Annotated[Format | None, typer.Option(
         rich_help_panel=_DATA, help="Of the rows; else the first whose columns are there.")] = None
     tokenizer: Annotated[str | None, typer.Option(
         rich_help_panel=_DATA, help="A folder or an id of the Hugging Face hub; else the model's own.")] = None
-    batch: Batch = 8
-    length: Length = 512
+    batch: Annotated[int | None, typer.Option(
+        "--batch", "--batch-size", min=1, rich_help_panel=_DATA, help="Sequences a step.",
+        show_default=default_words("batch"))] = None
+    per_device_train_batch_size: Annotated[int | None, typer.Option(
+        min=1, rich_help_panel=_DATA, help="As elsewhere: this times --gradient-accumulation-steps is --batch. How many "
+                                           "sequences the device works on at a time is the plan's choice.")] = None
+    gradient_accumulation_steps: Annotated[int | None, typer.Option(
+        min=1, rich_help_panel=_DATA, help="As elsewhere: see --per-device-train-batch-size.")] = None
+    length: Annotated[int | None, typer.Option(
+        "--length", "--max-length", "--max-seq-length", min=2, rich_help_panel=_DATA,
+        help="Tokens that a sequence has at most.",
+        show_default=f"{default_words('length')}, or the model's positions if they are fewer")] = None
+    too_long: Annotated[TooLong, typer.Option(
+        rich_help_panel=_DATA, help="Conversations that are longer: truncate them, or drop them.")] = TooLong.TRUNCATE
     pack: Annotated[bool, typer.Option(
-        "--pack", rich_help_panel=_DATA, help="Pack conversations into sequences; they do not see each other.")] = False
+        "--pack", "--packing", rich_help_panel=_DATA, help="Pack conversations into sequences; they do not see each other.")
+    ] = False
     eval_share: Annotated[float, typer.Option(
         min=0.0, max=0.9, rich_help_panel=_DATA, help="Share of the rows to evaluate on instead.")] = 0.0
-    steps: Annotated[int | None, typer.Option(min=1, rich_help_panel=_LEARNING, help="Steps, whatever --epochs says.")] = None
-    epochs: Annotated[float, typer.Option(min=0.0, rich_help_panel=_LEARNING, help="How often each row is seen.")] = 1.0
-    lr: Annotated[float, typer.Option(min=0.0, rich_help_panel=_LEARNING, help="Peak learning rate.")] = 1e-4
-    warmup: Annotated[int, typer.Option(
-        min=0, rich_help_panel=_LEARNING, help="Steps over which the learning rate rises.")] = 0
-    decay: Annotated[Decay, typer.Option(rich_help_panel=_LEARNING, help="How it falls then.")] = Decay.COSINE
-    final_lr: Annotated[float, typer.Option(
-        min=0.0, max=1.0, rich_help_panel=_LEARNING, help="Where it ends, as a share of the peak.")] = 0.1
-    weight_decay: Annotated[float, typer.Option(
-        min=0.0, rich_help_panel=_LEARNING, help="Of matrices; norms and biases have none.")] = 0.01
-    beta1: Annotated[float, typer.Option(min=0.0, max=1.0, rich_help_panel=_LEARNING)] = 0.9
-    beta2: Annotated[float, typer.Option(min=0.0, max=1.0, rich_help_panel=_LEARNING)] = 0.999
-    eps: Annotated[float, typer.Option(min=0.0, rich_help_panel=_LEARNING)] = 1e-8
-    max_grad_norm: Annotated[float, typer.Option(
-        min=0.0, rich_help_panel=_LEARNING, help="Largest norm of all gradients (0: any).")] = 1.0
+    steps: Annotated[int | None, typer.Option(
+        "--steps", "--max-steps", min=1, rich_help_panel=_LEARNING, help="Steps, whatever --epochs says.")] = None
+    epochs: Annotated[float | None, typer.Option(
+        "--epochs", "--num-train-epochs", "--num-epochs", min=0.0, rich_help_panel=_LEARNING,
+        help="How often each row is seen.",
+        show_default=default_words("epochs"))] = None
+    lr: Annotated[float | None, typer.Option(
+        "--lr", "--learning-rate", min=0.0, rich_help_panel=_LEARNING, help="Peak learning rate.",
+        show_default=default_words("lr"))] = None
+    warmup: Annotated[int | None, typer.Option(
+        "--warmup", "--warmup-steps", min=0, rich_help_panel=_LEARNING, help="Steps over which the learning rate rises.",
+        show_default="by --warmup-ratio")] = None
+    warmup_ratio: Annotated[float | None, typer.Option(
+        min=0.0, max=1.0, rich_help_panel=_LEARNING, help="The same, as a share of all steps.",
+        show_default=default_words("warmup_ratio"))] = None
+    decay: Annotated[Decay | None, typer.Option(
+        "--decay", "--lr-scheduler-type", rich_help_panel=_LEARNING, help="How the learning rate falls then.",
+        show_default=default_words("decay"))] = None
+    final_lr: Annotated[float | None, typer.Option(
+        min=0.0, max=1.0, rich_help_panel=_LEARNING, help="Where it ends, as a share of the peak.",
+        show_default=default_words("final_lr"))] = None
+    weight_decay: Annotated[float | None, typer.Option(
+        min=0.0, rich_help_panel=_LEARNING, help="Of matrices; norms and biases have none.",
+        show_default=default_words("weight_decay"))] = None
+    beta1: Annotated[float | None, typer.Option(
+        "--beta1", "--adam-beta1", min=0.0, max=1.0, rich_help_panel=_LEARNING, show_default=default_words("beta1"))] = None
+    beta2: Annotated[float | None, typer.Option(
+        "--beta2", "--adam-beta2", min=0.0, max=1.0, rich_help_panel=_LEARNING, show_default=default_words("beta2"))] = None
+    eps: Annotated[float | None, typer.Option(
+        "--eps", "--adam-epsilon", min=0.0, rich_help_panel=_LEARNING, show_default=default_words("eps"))] = None
+    max_grad_norm: Annotated[float | None, typer.Option(
+        min=0.0, rich_help_panel=_LEARNING, help="Largest norm of all gradients (0: any).",
+        show_default=default_words("max_grad_norm"))] = None
     overlap: Annotated[bool, typer.Option(
         "--overlap", rich_help_panel=_LEARNING, help="Update layers as gradients arrive; needs --max-grad-norm 0.")] = False
     dtype: ModelDType = DType.AUTO
+    bf16: Annotated[bool, typer.Option(
+        "--bf16", rich_help_panel=_LEARNING, help="As elsewhere: --dtype bfloat16, with FP32 masters.")] = False
     seed: Annotated[int, typer.Option(
         min=0, rich_help_panel=_LEARNING, help="Of random weights, of the order of the data and of what is evaluated on.")] = 0
     output: Annotated[Path | None, typer.Option(
-        file_okay=False, rich_help_panel=_RUN, help="Folder of the run: checkpoints, log, loss curve, the model.")] = None
+        "--output", "--output-dir", file_okay=False, rich_help_panel=_RUN,
+        help="Folder of the run: checkpoints, log, loss curve, the model.")] = None
     save: Annotated[Path | None, typer.Option(
         file_okay=False, rich_help_panel=_RUN, help="Save the trained model here, instead of in OUTPUT/model.")] = None
     save_interval: Annotated[int, typer.Option(
-        min=1, rich_help_panel=_RUN, help="Steps between checkpoints, written beside training.")] = 500
-    keep: Annotated[int, typer.Option(min=1, rich_help_panel=_RUN, help="The last checkpoints that are kept.")] = 3
+        "--save-interval", "--save-steps", min=1, rich_help_panel=_RUN,
+        help="Steps between checkpoints, written beside training.")] = 500
+    keep: Annotated[int, typer.Option(
+        "--keep", "--save-total-limit", min=1, rich_help_panel=_RUN, help="The last checkpoints that are kept.")] = 3
     resume: Annotated[str | None, typer.Option(
-        metavar="latest|FOLDER", rich_help_panel=_RUN,
+        "--resume", "--resume-from-checkpoint", metavar="latest|FOLDER", rich_help_panel=_RUN,
         help="Go on from OUTPUT's latest checkpoint (from the beginning if there is none yet), or from this one.")] = None
     eval_interval: Annotated[int, typer.Option(
-        min=1, rich_help_panel=_RUN, help="Steps between evaluations; there is one at the end anyway.")] = 100
-    log_interval: Annotated[int, typer.Option(min=1, rich_help_panel=_RUN, help="Steps between printed lines.")] = 10
-    tensorboard: Annotated[bool, typer.Option(
-        "--tensorboard", rich_help_panel=_RUN, help="Write OUTPUT/tensorboard too.")] = False
+        "--eval-interval", "--eval-steps", min=1, rich_help_panel=_RUN,
+        help="Steps between evaluations; there is one at the end anyway.")] = 100
+    log_interval: Annotated[int, typer.Option(
+        "--log-interval", "--logging-steps", min=1, rich_help_panel=_RUN, help="Steps between printed lines.")] = 10
+    report_to: Annotated[list[Tracker] | None, typer.Option(
+        rich_help_panel=_RUN, help="Send what is logged there too; repeat for more.", show_default="none")] = None
 
     def check(self) -> None:
         """Raises `ArgumentError` for what does not go together, `MegacompileError` for what is not installed."""
-        if self.output is None:
-            for name, given in {"--resume latest": self.resume == "latest", "--tensorboard": self.tensorboard}.items():
-                if given:
-                    raise ArgumentError(f"{name} needs --output, the folder of the run")
-        if self.tensorboard and importlib.util.find_spec("tensorboard") is None:
-            raise MegacompileError("--tensorboard needs TensorBoard: pip install tensorboard")
-        if self.overlap and self.max_grad_norm:
+        if self.resume == "latest" and self.output is None:
+            raise ArgumentError("--resume latest needs --output, the folder of the run")
+        check_trackers(self.report_to or (), self.output)
+        if self.overlap and self.max_grad_norm != 0:
             raise ArgumentError("--overlap updates before the norm of all gradients is known: give --max-grad-norm 0 with it")
-        if not self.steps and not self.epochs:
+        if not self.steps and self.epochs == 0:
             raise ArgumentError("--epochs 0 trains nothing: give more, or --steps")
-        if not self.steps and math.isinf(self.epochs):
+        if not self.steps and self.epochs is not None and math.isinf(self.epochs):
             raise ArgumentError("--epochs inf never ends: give a number, or --steps")
-        if max(self.beta1, self.beta2) >= 1:
+        if max(self.beta1 or 0, self.beta2 or 0) >= 1:
             raise ArgumentError("--beta1 and --beta2 must be below 1")
+        if self.warmup is not None and self.warmup_ratio is not None:
+            raise ArgumentError("--warmup counts steps and --warmup-ratio is a share of all steps: give one of them")
+        if self.batch is not None and (self.per_device_train_batch_size or self.gradient_accumulation_steps):
+            raise ArgumentError("--batch is all sequences of a step, --per-device-train-batch-size times "
+                                "--gradient-accumulation-steps: give --batch, or these two")
+        if self.gradient_accumulation_steps is not None and self.per_device_train_batch_size is None:
+            raise ArgumentError("--gradient-accumulation-steps is a factor of --per-device-train-batch-size, which is missing: "
+                                "give both, or their product as --batch")
+        if self.bf16 and self.dtype is DType.FLOAT32:
+            raise ArgumentError("--bf16 is --dtype bfloat16, and --dtype float32 is given: give one of them")
+
+    @property
+    def weights_dtype(self) -> DType:
+        return DType.BFLOAT16 if self.bf16 else self.dtype
 
 
 def read_defaults(context: typer.Context, path: Path | None) -> Path | None:
@@ -109,15 +169,21 @@ def read_defaults(context: typer.Context, path: Path | None) -> Path | None:
     if not isinstance(found, dict):
         raise ArgumentError(f"{path} holds no keys and values, such as steps: 1000")
     known = {each.name: each for each in context.command.params if each.name is not None}
+    known |= {key_of(option): each for each in known.values() for option in each.opts if option.startswith("--")}
     defaults = {}
     for key, value in found.items():
-        name = str(key).replace("-", "_")
+        name = key_of(str(key))
+        if name not in known and name in REFUSED:
+            raise ArgumentError(f"{path} has the key {key}: {REFUSED[name]}")
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             raise ArgumentError(f"{path} has the key {key}, which there is not" + (f": is it {near[0]}?" if near else ""))
         if value is not None:
             several = known[name].nargs != 1 or getattr(known[name], "multiple", False)
-            defaults[name] = _words(value, several, f"{path}: {key}")
+            meant = str(known[name].name)
+            if meant in defaults:
+                raise ArgumentError(f"{path} has the key {key}, another name of {meant}, which it has too: leave one out")
+            defaults[meant] = _words(value, several, f"{path}: {key}")
     context.default_map = {**(context.default_map or {}), **defaults}
     return path
 

@@ -15,7 +15,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent / "parity")]  # tests are no package;
 
 import tiny_models  # noqa: E402  (after the path is complete)
 
-from megacompile import training  # noqa: E402
+from megacompile.finetuning import progress  # noqa: E402
 
 
 @pytest.fixture(scope="session")
@@ -53,11 +53,11 @@ def bf16_model(_shared_bf16: tiny_models.Shared) -> Any:
 @pytest.fixture
 def ctrl_c_after_two_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """`megacompile train` gets SIGINT when its second step has been shown."""
-    show = training.ProgressDisplay.__call__
+    show = progress.ProgressDisplay.__call__
 
-    def show_then_interrupt(display: training.ProgressDisplay, step: training.Step) -> None:
-        show(display, step)
-        if step.number == 2:
+    def show_then_interrupt(display: progress.ProgressDisplay, entry: progress.Entry) -> None:
+        show(display, entry)
+        if entry.step.number == 2:
             os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr(training.ProgressDisplay, "__call__", show_then_interrupt)
+    monkeypatch.setattr(progress.ProgressDisplay, "__call__", show_then_interrupt)

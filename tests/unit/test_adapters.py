@@ -12,7 +12,7 @@ import torch
 from tiny_models import assert_same_gradients, assert_same_weights, batch
 
 import megacompile
-from megacompile.errors import UnsupportedError
+from megacompile.errors import ArgumentError, UnsupportedError
 
 peft = pytest.importorskip("peft")
 
@@ -146,3 +146,39 @@ def test_adapters_in_float32_train_beside_bf16_weights() -> None:
     assert losses[0] == pytest.approx(losses[1], rel=5e-3)
     assert_same_gradients(model, native, tolerance=0.05)
     model.megacompile.close()
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("base")
+    tiny_models.build(True, num_hidden_layers=2).save_pretrained(folder)
+    return folder
+
+
+def test_a_model_read_with_an_adapter_is_the_loaded_one_with_it_and_frozen_weights_have_no_state(saved: Path) -> None:
+    """Values and names are PEFT's own; the adapter is bf16 as the weights are, and has FP32 masters."""
+    from transformers import AutoModelForCausalLM
+
+    config = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+    torch.manual_seed(3)
+    native = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(saved), config, autocast_adapter_dtype=False)
+    torch.manual_seed(3)
+    model = megacompile.from_pretrained(saved, adapter=config, device="cpu")
+    for (name, ours), (known, theirs) in zip(model.named_parameters(), native.named_parameters(), strict=True):
+        assert name == known and torch.equal(ours, theirs) and ours.requires_grad == theirs.requires_grad
+    assert model.peft_config["default"].base_model_name_or_path == str(saved)
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert model.megacompile.stats["host_parts"]["gradients"] < 2.2 * trained + 1000
+    model.megacompile.close()
+
+
+@pytest.mark.parametrize(("changes", "error", "reason"), [
+    (dict(use_dora=True), UnsupportedError, "use_dora=True takes the adapter's first values from weights"),
+    (dict(init_lora_weights="pissa"), UnsupportedError, "init_lora_weights='pissa' takes"),
+    (dict(modules_to_save=["lm_head"]), UnsupportedError, "modules_to_save=.'lm_head'. takes"),
+    (dict(target_modules=["absent"]), ArgumentError, "PEFT cannot put this adapter on a Qwen2ForCausalLM: name layers")])
+def test_an_adapter_that_needs_the_weights_or_other_layers_is_refused_before_anything_is_read(
+        saved: Path, changes: dict[str, Any], error: type[Exception], reason: str) -> None:
+    config = peft.LoraConfig(**{"r": 4, "target_modules": "all-linear", "task_type": "CAUSAL_LM", **changes})
+    with pytest.raises(error, match=reason):
+        megacompile.from_pretrained(saved, adapter=config, device="cpu")

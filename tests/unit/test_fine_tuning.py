@@ -31,9 +31,13 @@ from megacompile.errors import CheckpointError, MegacompileError
 from megacompile.finetuning import folder, saves
 from megacompile.finetuning import run as runs
 from megacompile.finetuning.data import read
+from megacompile.finetuning.progress import Entry
+from megacompile.finetuning.recipe import DEFAULTS, Kind, Recipe
 from megacompile.finetuning.reports import Reports, draw_curve, read_log
 from megacompile.finetuning.rows import Order, Rows, collate, in_turn, split
-from megacompile.finetuning.settings import Settings
+from megacompile.finetuning.settings import Settings, TooLong
+from megacompile.finetuning.trackers import Tracker, started
+from megacompile.lora import Lora
 from megacompile.options import Knobs
 
 LENGTH, BATCH, STEPS = 64, 4, 6
@@ -116,7 +120,7 @@ def test_packed_conversations_are_learnt_as_if_they_were_alone(model: Path, data
     """Two to a sequence have the loss that they have one by one."""
     pytest.importorskip("megacompile.packing", reason="positions that begin anew are refused")
     result = command("train", model, "--data", data, *FLAGS, "--pack", "--steps", 1, "--batch", 10, "--output", tmp_path)
-    assert result.exit_code == 0 and "parameters; 10 sequences" in result.output, result.output
+    assert result.exit_code == 0 and "10 sequences" in result.output, result.output
     plain = AutoModelForCausalLM.from_pretrained(model, attn_implementation="eager")
     rows = read([str(data)], load_tokenizer(model), None, LENGTH, False, plain.config.vocab_size, print)
     assert losses(tmp_path)[1] == pytest.approx(training.evaluate(plain, in_turn(rows, 20, LENGTH)), rel=1e-5)
@@ -180,7 +184,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     found: list[Any] = []
 
     def record(*arguments: Any) -> int:
-        found.append(arguments[:4])
+        found.append(arguments[:5])
         return 0
 
     monkeypatch.setattr(runs, "run", record)
@@ -193,22 +197,24 @@ def test_flags_win_over_the_file_and_the_file_over_defaults(asked: list[Any], tm
     result = command("train", "--config", tmp_path / "a.yaml", "--lr", 2, "--resident-state", "c")
     assert result.exit_code == 0, result.output
     expected = Settings(lr=2.0, save_interval=7, overlap=True, max_grad_norm=0.0, decay=training.Decay.LINEAR)
-    assert asked == [("m", ["d.jsonl"], expected, Knobs(resident_state=["c"]))]
+    assert asked == [("m", ["d.jsonl"], expected, Lora(), Knobs(resident_state=["c"]))]
 
 
 def test_the_file_of_the_page_is_one_that_runs(asked: list[Any], tmp_path: Path) -> None:
     page = (Path(__file__).resolve().parents[2] / "docs" / "fine-tuning.md").read_text(encoding="utf-8")
     (tmp_path / "run.yaml").write_text(re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)[0])
     assert command("train", "--config", tmp_path / "run.yaml").exit_code == 0
-    assert asked[0][2].warmup == 100 and asked[0][3] == Knobs(device_memory="24GiB")
+    assert asked[0][2].warmup == 100 and asked[0][4] == Knobs(device_memory="24GiB")
 
 
 def test_the_settings_that_are_written_ask_for_the_same_again(asked: list[Any], tmp_path: Path) -> None:
     settings = Settings(lr=1e-5, output=tmp_path / "run", overlap=True, max_grad_norm=0.0, resume="latest", tokenizer="t")
     knobs = Knobs(resident_state=["none"], device="cpu")
-    runs._write_settings(tmp_path / "settings.yaml", "m", ["a", "b"], settings, knobs)
+    recipe, lora = Recipe.of(settings, Kind.LORA, 512)[0], Lora(True, lora_targets=["a,b"]).resolved()
+    runs._write_settings(tmp_path / "settings.yaml", "m", ["a", "b"], settings, recipe, lora, knobs)
     assert command("train", "--config", tmp_path / "settings.yaml").exit_code == 0
-    assert asked == [("m", ["a", "b"], dataclasses.replace(settings, resume=None), knobs)]
+    assert asked[0][:2] == ("m", ["a", "b"]) and asked[0][3:] == (lora, knobs) and asked[0][2].output == settings.output
+    assert Recipe.of(asked[0][2], Kind.FULL, None)[0] == recipe, "defaults of another kind"
 
 
 @pytest.mark.parametrize(("text", "reason"), [
@@ -225,7 +231,8 @@ def test_a_file_that_cannot_be_honoured_is_refused(asked: list[Any], tmp_path: P
 
 
 @pytest.mark.parametrize(("settings", "reason"), [
-    ({"resume": "latest"}, "--resume latest needs --output"), ({"tensorboard": True}, "--tensorboard needs --output"),
+    ({"resume": "latest"}, "--resume latest needs --output"),
+    ({"report_to": [Tracker.TENSORBOARD]}, "--report-to tensorboard needs --output"),
     ({"overlap": True}, "give --max-grad-norm 0 with it"), ({"epochs": 0.0}, "--epochs 0 trains nothing"),
     ({"epochs": float("inf")}, "--epochs inf never ends"),
     ({"beta2": 1.0}, "must be below 1")])
@@ -237,17 +244,18 @@ def test_settings_that_do_not_go_together_are_refused(settings: dict[str, Any], 
 # ---------------------------------------------------------------- reports and saves
 def test_a_log_that_goes_on_has_each_step_once_and_tensorboard_the_same(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
-    step = training.Step(1, 2.0, 1e-3, 100.0, 0.5, 10, 20)
-    with Reports(tmp_path, 0, tensorboard=True) as reports:
+    step = training.Step(1, 2.0, 1e-3, 100.0, 50.0, 0.5, 10, 20)
+    with started([Tracker.TENSORBOARD], tmp_path, 0, {}, print) as trackers, Reports(tmp_path, 0, trackers) as reports:
         for number in (1, 2, 3):
-            reports.step(dataclasses.replace(step, number=number))
+            reports.step(Entry(dataclasses.replace(step, number=number), 0.5, 2.5, 9.0, 0.75))
         reports.evaluation(3, 1.5)
     with (tmp_path / "log.jsonl").open("a") as file:
         file.write('{"step": 4, "lo')  # cut off by a kill
-    with Reports(tmp_path, 2, tensorboard=False) as reports:
-        reports.step(dataclasses.replace(step, number=3, loss=1.0))
+    with Reports(tmp_path, 2) as reports:
+        reports.step(Entry(dataclasses.replace(step, number=3, loss=1.0), 0.5, 2.5, None))
     entries = read_log(tmp_path / "log.jsonl")
     assert [(entry["step"], entry["loss"]) for entry in entries] == [(1, 2.0), (2, 2.0), (3, 1.0)]
+    assert entries[0].items() >= {"epoch": 0.5, "mean_loss": 2.5, "grad_norm": 0.75, "seconds_left": 9.0}.items()
     assert entries[0].items() >= {"lr": 1e-3, "tokens_per_second": 100.0, "device_bytes": 10, "host_bytes": 20}.items()
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     board = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
@@ -294,7 +302,7 @@ def test_a_log_that_is_no_file_is_refused_at_once(tmp_path: Path) -> None:
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no device that is always full")
 def test_a_log_on_a_full_disk_is_said_once_and_ends_nothing(tmp_path: Path) -> None:
     heard: list[str] = []
-    with Reports(tmp_path, 0, tensorboard=False, say=heard.append) as reports:
+    with Reports(tmp_path, 0, say=heard.append) as reports:
         reports._log = open("/dev/full", "w", buffering=1)  # noqa: SIM115
         reports.evaluation(1, 1.5)
         reports.evaluation(2, 1.5)
@@ -400,5 +408,94 @@ def test_a_checkpoint_of_something_else_is_refused(tmp_path: Path, monkeypatch: 
 
 
 def test_the_settings_of_a_run_are_yaml_that_people_can_read(tmp_path: Path) -> None:
-    runs._write_settings(tmp_path / "a.yaml", "m", ["d"], Settings(output=tmp_path), Knobs())
+    runs._write_settings(tmp_path / "a.yaml", "m", ["d"], Settings(output=tmp_path), Recipe(), Lora(), Knobs())
     assert yaml.safe_load((tmp_path / "a.yaml").read_text()).items() >= {"model": "m", "data": ["d"], "decay": "cosine"}.items()
+
+
+# ---------------------------------------------------------------- defaults, names and adapters
+def test_defaults_differ_by_kind_of_run_and_stay_within_the_model_s_positions() -> None:
+    found = {kind: Recipe.of(Settings(batch=3), kind, 1024) for kind in Kind}
+    assert 1e-5 <= found[Kind.FULL][0].lr <= 2e-5 and 1e-4 <= found[Kind.LORA][0].lr <= 2e-4 < found[Kind.SCRATCH][0].lr
+    for recipe, asked in found.values():
+        assert recipe.warmup_steps(1000) == 30 and recipe.length == 1024 and recipe.batch == 3 and asked == {"batch"}
+    assert all(recipe.length >= 2048 for recipe in DEFAULTS.values())
+
+
+def test_names_from_elsewhere_mean_what_they_mean_there(asked: list[Any], tmp_path: Path) -> None:
+    words = ("--learning_rate", 2e-5, "--max-seq-length", 128, "--output_dir", tmp_path, "--num-train-epochs", 2, "--packing",
+             "--bf16", "--per-device-train-batch-size", 2, "--gradient-accumulation-steps", 8, "--warmup-ratio", 0.1, "--lora",
+             "--lora-r", 4, "--lora-target-modules", "q_proj,v_proj")
+    assert command("train", "m", "--data", "d", *words).exit_code == 0
+    (tmp_path / "a.yaml").write_text("model: m\ndata: d\nlearning_rate: 2e-5\nmax_seq_length: 128\noutput_dir: " f"{tmp_path}\n"
+                                     "num_train_epochs: 2\npacking: true\nbf16: true\nper_device_train_batch_size: 2\n"
+                                     "gradient_accumulation_steps: 8\nwarmup_ratio: 0.1\nlora_r: 4\nlora: true\n"
+                                     "lora_target_modules: 'q_proj,v_proj'\n")
+    assert command("train", "--config", tmp_path / "a.yaml").exit_code == 0
+    assert asked[0] == asked[1]
+    settings, lora = asked[0][2:4]
+    recipe, _ = Recipe.of(settings, Kind.LORA, None)
+    assert (recipe.lr, recipe.length, recipe.epochs, recipe.batch, recipe.warmup_ratio) == (2e-5, 128, 2, 16, 0.1)
+    assert settings.pack and settings.weights_dtype == "bfloat16" and (lora.rank, lora.targets) == (4, ("q_proj", "v_proj"))
+
+
+@pytest.mark.parametrize(("option", "remedy"), [
+    ("load_in_4bit", "give --lora"), ("fp16", "give --bf16"), ("deepspeed", "leave it out"), ("fsdp", "leave it out"),
+    ("gradient_checkpointing", "--checkpoint-interval"), ("model_name_or_path", "megacompile train MODEL")])
+def test_an_option_of_other_trainers_is_refused_with_what_to_use(
+        asked: list[Any], tmp_path: Path, option: str, remedy: str) -> None:
+    (tmp_path / "a.yaml").write_text(f"model: m\ndata: d\n{option}: true\n")
+    for words in ((f"--{option}",), ("--" + option.replace("_", "-") + "=1",), ("--config", tmp_path / "a.yaml")):
+        result = command("train", "m", "--data", "d", *words)
+        assert result.exit_code == 2 and remedy in result.stderr and len(result.stderr.splitlines()) == 1 and not asked
+
+
+@pytest.mark.parametrize(("settings", "reason"), [
+    (Settings(batch=4, gradient_accumulation_steps=2), "give --batch, or these two"),
+    (Settings(gradient_accumulation_steps=2), "give both, or their product"),
+    (Settings(warmup=3, warmup_ratio=0.1), "give one of them"), (Lora(lora_rank=3), "--lora-rank needs --lora")])
+def test_options_that_say_two_things_are_refused(settings: Settings | Lora, reason: str) -> None:
+    with pytest.raises(MegacompileError, match=reason):
+        settings.check()
+
+
+def test_a_tracker_that_is_not_installed_is_one_sentence_before_training(
+        model: Path, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from megacompile.finetuning import trackers
+    monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda name: None)
+    result = command("train", model, "--data", data, *FLAGS, "--report-to", "wandb")
+    assert result.exit_code == 1 and result.stderr == (
+        "megacompile: --report-to wandb needs wandb, which is not installed: pip install wandb\n")
+
+
+@pytest.mark.parametrize(("too_long", "lengths", "said"), [
+    (TooLong.TRUNCATE, 2, "TRUNCATED"), (TooLong.DROP, 1, "DROPPED")])
+def test_conversations_that_are_too_long_are_counted_and_said(
+        model: Path, tmp_path: Path, too_long: TooLong, lengths: int, said: str) -> None:
+    rows = [("a", "b"), ("a", "b" * 50), ("a" * 90, "b")]
+    (tmp_path / "d.jsonl").write_text("".join(json.dumps({"instruction": a, "output": b}) + "\n" for a, b in rows))
+    heard: list[str] = []
+    found = read([str(tmp_path / "d.jsonl")], load_tokenizer(model), None, LENGTH, False, 1000, heard.append, too_long)
+    assert len(found) == lengths and int(found.lengths.max()) <= LENGTH and bool(found.learning().all())
+    assert len(heard) == 1 and heard[0].startswith("warning: 2 of 3 conversations (66.7%)") and said in heard[0]
+
+
+@pytest.mark.usefixtures("ctrl_c_after_two_steps")
+def test_an_adapter_that_is_stopped_goes_on_to_the_bit_and_is_saved_as_peft_s(
+        model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    peft = pytest.importorskip("peft")
+    arguments = ("train", model, "--data", data, *FLAGS, "--lora", "--lora-rank", 2, "--steps", 4)
+    stopped = command(*arguments, "--output", tmp_path / "stopped")
+    assert stopped.exit_code == cli.EXIT_INTERRUPTED, stopped.output
+    monkeypatch.undo()
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    again = command(*arguments, "--output", tmp_path / "stopped", "--resume", "latest")
+    whole = command(*arguments, "--output", tmp_path / "whole")
+    assert again.exit_code == whole.exit_code == 0, again.output + whole.output
+    assert "LoRA of" in whole.output and "rank 2, alpha 4, on all-linear" in whole.output
+    entries = [[{key: entry.get(key) for key in ("step", "loss", "mean_loss", "grad_norm", "epoch", "lr")}
+                for entry in read_log(tmp_path / name / "log.jsonl")] for name in ("stopped", "whole")]
+    assert entries[0] == entries[1] and len(entries[0]) == 4 and all(entry["grad_norm"] for entry in entries[0])
+    saved = [(tmp_path / name / "model" / "adapter_model.safetensors").read_bytes() for name in ("stopped", "whole")]
+    assert saved[0] == saved[1]
+    adapted = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model), tmp_path / "whole" / "model")
+    assert any(float(p.detach().abs().max()) > 0 for name, p in adapted.named_parameters() if "lora_B" in name)

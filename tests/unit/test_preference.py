@@ -201,3 +201,17 @@ def test_adapters_and_dropout_are_refused(policy: Any, tokenizer: Any, tmp_path:
             DPOTrainer(**given)
     finally:
         del policy.late
+
+
+def test_a_policy_given_by_name_is_streamed_and_its_reference_is_a_frozen_copy(tokenizer: Any, tmp_path: Path) -> None:
+    tiny_models.build(num_hidden_layers=2).save_pretrained(tmp_path / "base")
+    found = []
+    for trainer in (trl.DPOTrainer, DPOTrainer):
+        made = trainer(model=str(tmp_path / "base"), args=trl.DPOConfig(str(tmp_path), **{**SHARED, "max_steps": 2}),
+                       train_dataset=preferences(12), processing_class=tokenizer)
+        made.train()
+        found.append(trained.curve(made, "loss", "grad_norm"))
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=2e-4)
+    assert not any(p.requires_grad for p in made.ref_model.parameters())
+    for each in (made.model, made.ref_model):
+        each.megacompile.close()

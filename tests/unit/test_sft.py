@@ -139,3 +139,30 @@ def test_a_trainer_that_replaces_the_forward_is_refused(model: Any, tokenizer: A
             trainer.train()
     finally:
         del model.forward
+
+
+def test_a_model_given_by_name_is_loaded_and_streamed_as_trl_loads_it(tokenizer: Any, tmp_path: Path) -> None:
+    """With its config changed by `model_init_kwargs`, and an adapter."""
+    peft = pytest.importorskip("peft")
+    tiny_models.build(num_hidden_layers=2).save_pretrained(tmp_path / "base")
+    curves = []
+    for trainer in (trl.SFTTrainer, SFTTrainer):
+        config = peft.LoraConfig(r=4, target_modules=["v_proj", "down_proj"])
+        made = make(trainer, tmp_path, str(tmp_path / "base"), tokenizer, dict(peft_config=config), max_steps=3,
+                    learning_rate=1e-1, model_init_kwargs={"initializer_range": 0.5, "dtype": "float32"})
+        made.train()
+        curves.append(trained.curve(made, "loss", "grad_norm"))
+    torch.testing.assert_close(curves[1], curves[0], rtol=0, atol=1e-4)
+    assert made.model.config.initializer_range == 0.5
+    made.model.megacompile.close()
+
+
+@pytest.mark.parametrize(("options", "reason"), [
+    ({"attn_implementation": "flash_attention_2"}, "the attention kernel is chosen"), ({"dtype": "float16"}, "is not trained"),
+    ({"device_map": "balanced"}, "streaming places the weights"), ({"trust_remote_code": True}, "is not run"),
+    ({"absent_option": 1}, "absent_option, which neither the config")])
+def test_model_init_kwargs_that_cannot_be_honoured_are_refused(
+        options: dict[str, Any], reason: str, tokenizer: Any, tmp_path: Path) -> None:
+    tiny_models.build(num_hidden_layers=1).config.save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedError, match=reason):
+        make(SFTTrainer, tmp_path, str(tmp_path), tokenizer, model_init_kwargs=options)

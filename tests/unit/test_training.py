@@ -1,6 +1,7 @@
 """The training loop, on plain PyTorch models: it asks nothing of a model but a loss."""
 from __future__ import annotations
 
+import functools
 import io
 import json
 import math
@@ -19,6 +20,7 @@ from torch import nn
 
 from megacompile import training
 from megacompile.errors import MegacompileError
+from megacompile.finetuning import progress
 
 CONFIG = """{"model_type": "qwen2", "vocab_size": 256, "hidden_size": 32, "intermediate_size": 48,
  "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 64}"""
@@ -129,14 +131,66 @@ def test_an_evaluation_is_the_mean_over_labels_and_not_over_batches() -> None:
     assert training.evaluate(model, batches) == pytest.approx(float(expected)) and model.training
 
 
+def entry(number: int, **changes: Any) -> progress.Entry:
+    step = training.Step(number, 2.5, 1e-4, 1000.0, 500.0, 0.125, 2**20, 3 * 2**30)
+    return progress.Entry(step, **{**dict(epoch=0.5, mean_loss=2.75, seconds_left=7500.0, grad_norm=0.5), **changes})
+
+
 def test_a_log_file_gets_the_first_the_last_and_every_nth_line() -> None:
     out = io.StringIO()
-    with training.ProgressDisplay(Console(file=out, width=200), steps=7, interval=3) as display:
+    with progress.ProgressDisplay(Console(file=out, width=200), steps=7, interval=3) as display:
         for number in range(1, 8):
-            display(training.Step(number, 2.5, 1e-4, 1000.0, 0.125, 2**30, 3 * 2**30))
+            display(entry(number))
+            display.line(entry(number))
     lines = out.getvalue().splitlines()
     assert [line.split("  ")[0] for line in lines] == ["step 1/7", "step 3/7", "step 6/7", "step 7/7"]
-    assert lines[0] == "step 1/7  loss 2.5000  lr 1.00e-04  1,000 tokens/s  0.125 TFLOPS  device 1.00 GiB  host 3.00 GiB"
+    assert lines[0] == ("step 1/7  epoch 0.50  loss 2.5000  mean 2.7500  norm 0.5  lr 1.00e-04  1,000 tokens/s  0.125 TFLOPS  "
+                        "device 1.00 MiB  host 3.00 GiB  2 h 05 min left")
+
+
+def test_a_run_s_course_has_epoch_mean_loss_and_time_left() -> None:
+    ends = iter([100.0, 102.0, 106.0])
+    course = progress.Course(10, batch=4, rows=8, losses=[4.0], clock=lambda: next(ends))
+    entries = [course(training.Step(n, loss, 0.0, 0.0, 0.0, 0.0, 0, 0)) for n, loss in ((2, 2.0), (3, 3.0), (4, 1.0))]
+    assert [each.epoch for each in entries] == [1.0, 1.5, 2.0]
+    assert [each.mean_loss for each in entries] == [3.0, 3.0, 2.5]
+    assert [each.seconds_left for each in entries] == [None, 14.0, 18.0]
+
+
+def test_norms_are_read_one_step_late_or_when_flushed() -> None:
+    known: dict[int, float] = {}
+    handed: list[tuple[int, float | None]] = []
+    late = progress.OneStepLate(lambda each: handed.append((each.step.number, each.grad_norm)))
+    for number in (1, 2):
+        step = training.Step(number, 1.0, 0.0, 0.0, 0.0, 0.0, 0, 0, functools.partial(known.get, number))
+        late(progress.Entry(step, 0.0, 0.0, None))
+        assert handed == [(1, 0.5)] * (number - 1), "it waited, or came early"
+        known[number] = 0.5 * number
+    late.flush()
+    late.flush()
+    assert handed == [(1, 0.5), (2, 1.0)]
+
+
+def test_random_weights_are_drawn_once_and_do_not_depend_on_threads(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from megacompile import random_weights
+    monkeypatch.setattr(random_weights, "BLOCK", 100)
+    drawn, dispatch = [], random_weights._Blocks.__torch_dispatch__
+
+    def counted(mode: Any, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        drawn.append(args[0].numel() if function in random_weights._DRAWS else 0)
+        return dispatch(mode, function, types, args, kwargs)
+
+    monkeypatch.setattr(random_weights._Blocks, "__torch_dispatch__", counted)
+    found = []
+    for threads in (1, 3, 3):
+        drawn.clear()
+        monkeypatch.setattr(random_weights.os, "cpu_count", lambda threads=threads: threads)
+        torch.manual_seed(len(found) // 2)
+        found.append(training.load_model(config).state_dict())
+        assert sum(drawn) == sum(p.numel() for name, p in found[-1].items() if p.dim() > 1 and name != "absent")
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+    assert not torch.equal(found[0]["lm_head.weight"], found[2]["lm_head.weight"])
+    assert float(found[0]["lm_head.weight"].std()) == pytest.approx(0.02, rel=0.1)
 
 
 def test_a_config_gives_random_weights_and_its_saved_directory_gives_them_back(config: Path, tmp_path: Path) -> None:

@@ -1,0 +1,117 @@
+"""How a run goes: what is measured of each step, and how it is shown."""
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from megacompile.sizes import format_bytes
+from megacompile.training import Step
+
+#: Losses that the running mean is of, and steps that the time left is estimated from.
+WINDOW = 100
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A step within its run. `epoch`: how often each row has been seen; `mean_loss`: of the last `WINDOW` steps;
+    `seconds_left`: None until there are two steps to estimate it from."""
+
+    step: Step
+    epoch: float
+    mean_loss: float
+    seconds_left: float | None
+    grad_norm: float | None = None
+
+    def line(self, steps: int) -> str:
+        step = self.step
+        norm = "" if self.grad_norm is None else f"  norm {self.grad_norm:.3g}"
+        left = "" if self.seconds_left is None else f"  {format_seconds(self.seconds_left)} left"
+        return (f"step {step.number:>{len(str(steps))}}/{steps}  epoch {self.epoch:.2f}  loss {step.loss:.4f}  mean "
+                f"{self.mean_loss:.4f}{norm}  lr {step.lr:.2e}  {step.rate:,.0f} tokens/s  {step.tflops:.3g} TFLOPS  device "
+                f"{format_bytes(step.device_bytes)}  host {format_bytes(step.host_bytes)}{left}")
+
+
+def format_seconds(seconds: float) -> str:
+    """"45 s", "12 min 05 s", "2 d 03 h"."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes_rest = divmod(minutes, 60)
+    days, hours_rest = divmod(hours, 24)
+    if days:
+        return f"{days} d {hours_rest:02} h"
+    if hours:
+        return f"{hours} h {minutes_rest:02} min"
+    return f"{minutes} min {rest:02} s" if minutes else f"{rest} s"
+
+
+class Course:
+    """State: the last losses, and when the last steps ended. `steps` of `batch` rows each, of `rows` in all; `losses`: of steps
+    that were trained before, in their order."""
+
+    def __init__(self, steps: int, batch: int, rows: int, losses: Iterable[float] = (),
+                 clock: Callable[[], float] = time.monotonic) -> None:
+        self._steps, self._batch, self._rows, self._clock = steps, batch, rows, clock
+        self._losses: deque[float] = deque(losses, WINDOW)
+        self._ends: deque[float] = deque(maxlen=WINDOW)
+
+    def __call__(self, step: Step) -> Entry:
+        self._losses.append(step.loss)
+        self._ends.append(self._clock())
+        taken = self._ends[-1] - self._ends[0]  # with evaluations and saves, and without the first step, which compiles
+        left = (self._steps - step.number) * taken / (len(self._ends) - 1) if len(self._ends) > 1 else None
+        return Entry(step, step.number * self._batch / self._rows, sum(self._losses) / len(self._losses), left)
+
+
+class OneStepLate:
+    """Hands on each entry when the next one comes, with the norm of its gradients: it is known when its update has begun, and
+    nothing waits for that. State: the last entry.
+
+    `flush` hands on the last one at once, with its norm if that is known: after an evaluation, a save or the end, it is."""
+
+    def __init__(self, hand_on: Callable[[Entry], None]) -> None:
+        self._hand_on, self._last = hand_on, None
+
+    _last: Entry | None
+
+    def __call__(self, entry: Entry) -> None:
+        self.flush()
+        self._last = entry
+
+    def flush(self) -> None:
+        last, self._last = self._last, None
+        if last is not None:
+            self._hand_on(replace(last, grad_norm=last.step.norm()))
+
+
+class ProgressDisplay:
+    """A live bar on a terminal; and a line every `interval` steps, which is all that a log file gets."""
+
+    def __init__(self, console: Console, steps: int, interval: int, done: int = 0) -> None:
+        self._console, self._steps, self._interval, self._first = console, steps, interval, done + 1
+        self._progress = Progress(
+            TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=None), TextColumn("{task.description}"),
+            TimeRemainingColumn(), console=console, transient=True, disable=not console.is_terminal)
+        self._task = self._progress.add_task("", total=steps, completed=done)
+
+    def __enter__(self) -> ProgressDisplay:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def __call__(self, entry: Entry) -> None:
+        """At once: the bar."""
+        step = entry.step
+        self._progress.update(self._task, completed=step.number,
+                              description=f"loss {step.loss:.4f}  mean {entry.mean_loss:.4f}  {step.rate:,.0f} tokens/s")
+
+    def line(self, entry: Entry) -> None:
+        """When all is known of a step."""
+        number = entry.step.number
+        if number in (self._first, self._steps) or number % self._interval == 0:
+            self._console.print(entry.line(self._steps), highlight=False, soft_wrap=True)  # a log file has no width
