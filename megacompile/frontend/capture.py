@@ -51,6 +51,7 @@ from megacompile.frontend.trace import subject, trace
 from megacompile.frontend.tracing import TRACING_ERRORS
 from megacompile.frontend.twin import CAPTURE_SHAPE, fake_twin, is_transformers_model
 from megacompile.plan import PLAIN, Form
+from megacompile.under_way import at, under_way
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,11 +195,12 @@ def capture(
                            expert_pieces=expert_pieces)
     stack = find_layers(model, layers)
     refuse_options(model, stack)
-    if stack.found and len(stack.paths) > 1:
-        with contextlib.suppress(CaptureError, UnsupportedError):
-            return of(stack.paths, chained=True)
-        return of((largest_of(model, stack),))
-    return of(stack.paths)
+    with under_way(f"tracing {type(model).__name__}"):
+        if stack.found and len(stack.paths) > 1:
+            with contextlib.suppress(CaptureError, UnsupportedError):
+                return of(stack.paths, chained=True)
+            return of((largest_of(model, stack),))
+        return of(stack.paths)
 
 
 def _capture(
@@ -250,10 +252,12 @@ def _capture(
         found = None if expected is None else called(where, size)
         if expected is not None and found is not None and alike(found, expected, exact):
             return True
-        return alike(operations(trace(plain, layers, traced, where, size, apart)[0]), performed, exact)
+        with under_way(f"tracing {name} in another mode or size"):
+            return alike(operations(trace(plain, layers, traced, where, size, apart)[0]), performed, exact)
 
     def in_form(other: Form) -> CapturedModel:
-        with torch.inference_mode(False), torch.enable_grad():  # whatever the batch is computed under that needs it first
+        # Whatever the batch is computed under that needs it first.
+        with torch.inference_mode(False), torch.enable_grad(), under_way(f"tracing {name} for another form of batch"):
             return _capture(plain, layers, example=example, pipeline=pipeline, target=target, form=other,
                             loss=loss, patches=patches)  # its experts are in pieces already
 
@@ -282,6 +286,7 @@ def _capture(
     names: dict[str, str] = {}  # structural key -> template
     calls, mixing = [], ""
     for section in sections if has_loss else sections[:-1]:
+        at(section.call_name)
         key = structural_key(section)
         if key not in names:
             names[key] = section.name if section.name in ("prologue", "epilogue") else _next_layer_name(templates)

@@ -1,7 +1,7 @@
-"""A plain run of a model on fakes before it is traced, which takes a hundredth of the time: it tells which trace would be void.
+"""A plain run of a model on fakes before it is traced, in a small part of the time: it tells which trace would be of no use.
 
-A model whose layers do not all call our attention is traced with its own, and one whose layers run more than once is traced
-with each call apart (see `trace.py`). Dynamo would find both out at the end of a trace.
+A model whose layers do not all call our attention is traced with its own. One whose layers run more than once is traced with
+each call apart (see `trace.py`). Without this run, both would be known at the end of a first trace.
 """
 from __future__ import annotations
 

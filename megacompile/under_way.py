@@ -1,0 +1,89 @@
+"""What a library call is doing, where it takes long: "tracing Zamba2ForCausalLM: model.layers.3, 12 s".
+
+    with under_way("tracing Zamba2ForCausalLM"):
+        at("model.layers.3")
+
+Nothing is said in the first two seconds. Then a terminal's stderr shows one line, which goes when the work is done; elsewhere
+the logger "megacompile" gets a record of level INFO, and further ones after twice the time. MEGACOMPILE_PROGRESS=0 turns
+both off.
+"""
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextvars import ContextVar
+
+#: Work that takes less is not worth a line.
+SILENT_S = 2.0
+_REFRESH_S = 1.0
+_LOG = logging.getLogger("megacompile")
+
+
+class _Work:
+    """State: the `step` that the work is at."""
+
+    def __init__(self, task: str) -> None:
+        self.task, self.step, self.started = task, "", time.monotonic()
+
+    def seconds(self) -> float:
+        return time.monotonic() - self.started
+
+    def line(self) -> str:
+        return f"{self.task}: {f'{self.step}, ' if self.step else ''}{self.seconds():.0f} s"
+
+
+_current: ContextVar[_Work | None] = ContextVar("work under way", default=None)
+
+
+def at(step: str) -> None:
+    """Says which step the innermost work of this thread is at. Does nothing where none is under way."""
+    work = _current.get()
+    if work is not None:
+        work.step = step
+
+
+@contextlib.contextmanager
+def under_way(task: str) -> Iterator[None]:
+    """Within, `task` is said to be under way. Work inside of other work is part of that, and is not said."""
+    if _current.get() is not None or os.environ.get("MEGACOMPILE_PROGRESS") == "0":
+        yield
+        return
+    work, done = _Work(task), threading.Event()
+    teller = threading.Thread(target=_tell, args=(work, done), name="megacompile progress", daemon=True)
+    token = _current.set(work)
+    teller.start()
+    try:
+        yield
+    finally:
+        _current.reset(token)
+        done.set()
+        teller.join()
+
+
+def _tell(work: _Work, done: threading.Event) -> None:
+    if done.wait(SILENT_S):
+        return
+    if not sys.stderr.isatty():
+        _log(work, done)
+        return
+    try:
+        while True:
+            sys.stderr.write(f"\r{work.line()}\033[K")
+            sys.stderr.flush()
+            if done.wait(_REFRESH_S):
+                break
+    finally:
+        sys.stderr.write("\r\033[K")
+        sys.stderr.flush()
+
+
+def _log(work: _Work, done: threading.Event) -> None:
+    while True:
+        _LOG.info("%s", work.line())
+        if done.wait(work.seconds()):
+            return
