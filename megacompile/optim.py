@@ -130,14 +130,12 @@ class AdamW(torch.optim.Optimizer):
     def _models(self) -> list[Streamed]:
         return list({id(streamed): streamed for streamed, _ in map(self._owner, self._parameters())}.values())
 
-    # ---------------------------------------------------------------- state
     @property
     def state(self) -> OptimizerState:  # type: ignore[override]
         """Waits for the update in flight. What is written to it before the next call counts."""
         self._check_lost()
         for streamed in owners_of(self._parameters()):
-            with streamed.turn:
-                streamed.residency.leave()
+            streamed.residency.leave()
         return self._state
 
     @state.setter
@@ -192,7 +190,6 @@ class AdamW(torch.optim.Optimizer):
         return {memory.name: int(state["step"]) for parameter, state in self._state.items()
                 if (memory := self.memory_of(parameter)) is not None and "step" in state}
 
-    # ---------------------------------------------------------------- steps
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Hands the update to the lanes. Parameters without `.grad` are left alone. Raises what an earlier update failed
@@ -210,13 +207,11 @@ class AdamW(torch.optim.Optimizer):
             streamed.check_whole()
             with torch.enable_grad():
                 loss = closure()  # not in turn: its backward may run in a thread of autograd's
-        self._take_step()
+        with streamed.turn:
+            self._take_step(streamed)
         return loss
 
-    @in_turn
-    def _take_step(self) -> None:
-        """`step`, after its closure."""
-        streamed = self.streamed
+    def _take_step(self, streamed: Streamed) -> None:
         if streamed.arrival.end() or self._ended():
             streamed.raise_pending()
             streamed.check_whole()
@@ -225,8 +220,7 @@ class AdamW(torch.optim.Optimizer):
         if self._completes():
             return
         streamed.check_whole()
-        trained = [p for p in self._parameters() if p.grad is not None]
-        if not trained:
+        if not (trained := [p for p in self._parameters() if p.grad is not None]):
             return
         if unread := [name for name in (self._owner(p)[1] for p in trained) if name not in streamed.tiling.position]:
             raise UnsupportedError(f"{unread[0]} has a gradient, and the streamed forward does not read it: give it to an "
@@ -234,12 +228,10 @@ class AdamW(torch.optim.Optimizer):
         streamed.check_trained()
         streamed.adopt_writes()
         update = self._request(lambda parameter: parameter.grad is not None)
-        if streamed.gradients.refresh():
-            streamed.residency.gradients_current = False
+        streamed.residency.gradients_current &= not streamed.gradients.refresh()
         self._update = update
         streamed.update(self._update)
 
-    @in_turn
     def _completes(self) -> bool:
         """Completes an update of ours that has failed; whether there was one, with its gradients as they were."""
         return self._update is not None and self._update is self.streamed.unfinished and self.streamed.complete()
@@ -249,7 +241,6 @@ class AdamW(torch.optim.Optimizer):
         update = self.streamed.updating
         return update is not None and update is self._update and all(p.grad is None for p in self._parameters())
 
-    @in_turn
     def request(self) -> Update:
         """An update of every parameter, for a step that runs as one program or for a backward that updates."""
         self.check_alone("a whole step, or one with overlap='backward', takes")
@@ -339,10 +330,7 @@ class AdamW(torch.optim.Optimizer):
         behind."""
         self._check_lost()
         for streamed in owners_of(self._parameters()):
-            with streamed.turn:
-                streamed.residency.bring_home()
-                streamed.check_whole()
-                streamed.adopt_writes()  # a remainder is of the weight that was there before
+            streamed.residency.bring_all_home()
 
     @in_turn
     @torch.no_grad()
@@ -393,7 +381,6 @@ class AdamW(torch.optim.Optimizer):
         return [({k: v for k, v in group.items() if k not in ("params", "param_names")},
                  [self._owner(parameter)[1] for parameter in group["params"]]) for group in self.param_groups]
 
-    @in_turn
     def master(self, parameter: Tensor) -> Tensor:
         """A copy of a parameter's FP32 master weight, of its shape."""
         self.streamed.residency.bring_home()
@@ -403,7 +390,6 @@ class AdamW(torch.optim.Optimizer):
             return parameter.detach().float().clone()
         return join_fp32(parameter.detach().flatten(), remainder.flatten()).view(parameter.shape)
 
-    @in_turn
     @torch.no_grad()
     def set_master(self, parameter: Tensor, master: Tensor) -> None:
         """Sets a parameter from an FP32 master, remainder and all."""

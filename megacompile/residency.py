@@ -73,8 +73,16 @@ class Residency:
 
     def leave(self) -> None:
         """Everything is at home, and is loaded again before it is next used. Lanes are at rest afterwards."""
-        self.bring_home()
-        self.shape, self.stale, self.gradients_current = None, False, False
+        with self.streamed.turn:
+            self.bring_home()
+            self.shape, self.stale, self.gradients_current = None, False, False
+
+    def bring_all_home(self) -> None:
+        """As `bring_home`, of weights that are all of one step, with what was written to them from outside."""
+        with self.streamed.turn:
+            self.bring_home()
+            self.streamed.check_whole()
+            self.streamed.adopt_writes()  # a remainder is of the weight that was there before
 
     def bring_home(self) -> None:
         """The host's optimizer state becomes that of the device. Lanes are at rest afterwards."""
