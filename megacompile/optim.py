@@ -16,7 +16,7 @@ from megacompile.errors import MegacompileError, UnsupportedError
 from megacompile.hyper_parameters import HyperParameters, check_options, checked_norm
 from megacompile.nonfinite import NonFinite
 from megacompile.optimizer_state import KEYS, OptimizerState, ParameterState, SavedState, StateMemory
-from megacompile.owners import owner_of, owners_of
+from megacompile.owners import owner_of, owners_of, require_owner
 from megacompile.runtime import native
 from megacompile.runtime.adam import AdamSegment, join_fp32, split_fp32
 from megacompile.runtime.update import Update, counting
@@ -75,7 +75,7 @@ class AdamW(torch.optim.Optimizer):
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
         self._take_over(self._parameters())
         self._made = True
-        for streamed in self._models():
+        for streamed in owners_of(self._parameters()):
             streamed.arrival.attach(self if overlap is not None else None)
         native.library()  # built now, if it must be: at the first update all lanes would wait for the C++ compiler
 
@@ -95,10 +95,8 @@ class AdamW(torch.optim.Optimizer):
         self._check_lost()
         check_options(param_group)
         super().add_param_group(param_group)
-        if not self._made:  # the constructor does it for all groups, once all are good
-            return
         try:
-            self._take_over(self.param_groups[-1]["params"])
+            self._take_over(self.param_groups[-1]["params"] if self._made else ())  # the constructor: once all groups are good
         except BaseException:
             self.param_groups.pop()
             raise
@@ -110,26 +108,16 @@ class AdamW(torch.optim.Optimizer):
     def _parameters(self) -> Iterator[Tensor]:
         return (parameter for group in self.param_groups for parameter in group["params"])
 
-    def _owner(self, parameter: Tensor) -> tuple[Streamed, str]:
-        owner = owner_of(parameter)
-        if owner is None:
-            raise MegacompileError(
-                f"a parameter of shape {list(parameter.shape)} belongs to no streamed model: call model = "
-                "megacompile.stream(model) before making the optimizer, and make a new optimizer after close()")
-        return owner
-
     @property
     def streamed(self) -> Streamed:
         """The streamed model whose parameters these are. Raises `MegacompileError` if another optimizer has taken over."""
         self._check_lost()
-        models = self._models()
+        models = list({id(streamed): streamed for streamed, _ in map(require_owner, self._parameters())}.values())
         if len(models) != 1:
             raise MegacompileError("an optimizer updates one streamed model: make one optimizer for each")
         return models[0]
 
-    def _models(self) -> list[Streamed]:
-        return list({id(streamed): streamed for streamed, _ in map(self._owner, self._parameters())}.values())
-
+    # ---------------------------------------------------------------- state
     @property
     def state(self) -> OptimizerState:  # type: ignore[override]
         """Waits for the update in flight. What is written to it before the next call counts."""
@@ -146,7 +134,7 @@ class AdamW(torch.optim.Optimizer):
 
     def _memory(self, parameter: Tensor) -> StateMemory | None:
         """Of a parameter that is trained and read; None for others."""
-        streamed, name = self._owner(parameter)
+        streamed, name = require_owner(parameter)
         return streamed.states.get(name)
 
     def memory_of(self, parameter: Any) -> StateMemory | None:
@@ -222,7 +210,7 @@ class AdamW(torch.optim.Optimizer):
         streamed.check_whole()
         if not (trained := [p for p in self._parameters() if p.grad is not None]):
             return
-        if unread := [name for name in (self._owner(p)[1] for p in trained) if name not in streamed.tiling.position]:
+        if unread := [name for name in (require_owner(p)[1] for p in trained) if name not in streamed.tiling.position]:
             raise UnsupportedError(f"{unread[0]} has a gradient, and the streamed forward does not read it: give it to an "
                                    "optimizer of torch.optim")
         streamed.check_trained()
@@ -340,8 +328,7 @@ class AdamW(torch.optim.Optimizer):
 
         As in `torch.optim`, a parameter without a saved state starts anew. One without a saved remainder keeps its master.
 
-        Raises, before anything has changed, `MegacompileError` for another number of groups, parameters, or another shape,
-        and for options as the constructor does."""
+        Raises `MegacompileError`, before anything has changed, for other groups, parameters or shapes, and for options."""
         streamed = self.streamed
         streamed.residency.leave()
         groups, states = self.check_state_dict(state_dict)
@@ -379,7 +366,7 @@ class AdamW(torch.optim.Optimizer):
     def named_groups(self) -> list[tuple[dict[str, Any], list[str]]]:
         """Each parameter group: its options, and the names that its parameters have in the model."""
         return [({k: v for k, v in group.items() if k not in ("params", "param_names")},
-                 [self._owner(parameter)[1] for parameter in group["params"]]) for group in self.param_groups]
+                 [require_owner(parameter)[1] for parameter in group["params"]]) for group in self.param_groups]
 
     def master(self, parameter: Tensor) -> Tensor:
         """A copy of a parameter's FP32 master weight, of its shape."""

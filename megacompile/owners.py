@@ -45,6 +45,16 @@ def owner_of(parameter: Tensor) -> tuple[Streamed, str] | None:
     return None if streamed is None else (streamed, name)
 
 
+def require_owner(parameter: Tensor) -> tuple[Streamed, str]:
+    """As `owner_of`. Raises `MegacompileError` where there is none."""
+    owner = owner_of(parameter)
+    if owner is None:
+        raise MegacompileError(
+            f"a parameter of shape {list(parameter.shape)} belongs to no streamed model: call model = "
+            "megacompile.stream(model) before making the optimizer, and make a new optimizer after close()")
+    return owner
+
+
 def owners_of(parameters: Iterable[Tensor]) -> list[Streamed]:
     """The streamed models of these parameters, each once."""
     found = (owner_of(parameter) for parameter in parameters)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import megacompile
+from megacompile.owners import require_owner
 from megacompile.program import Lane
 
 
@@ -67,7 +68,7 @@ def test_lightning_s_calls_train_as_they_do_natively(model: Any, native: Any) ->
     """And the optimizer's state stays in the tiles, so that it can be saved."""
     def check(optimizer: Any) -> None:
         for parameter, state in optimizer.state.items():
-            _, name = optimizer._owner(parameter)
+            _, name = require_owner(parameter)
             tile, position = streamed.tiling.position[name]
             start = streamed.store[tile].layout.slices[position].start
             assert state["exp_avg"].data_ptr() == streamed.store[tile].m[start:].data_ptr()
