@@ -20,14 +20,10 @@ from megacompile.frontend.heads import LOGITS, batch_name
 from megacompile.frontend.hidden_states import LAST
 from megacompile.frontend.token_functions import described
 from megacompile.hardware import Hardware
-from megacompile.images import arrange_images
 from megacompile.lease import StreamedResults, refuse_hooks
 from megacompile.optim import AdamW
 from megacompile.owners import disclaim
 from megacompile.pace import pace_of
-from megacompile.packing import further_arguments
-from megacompile.pairs import hidden_as_bool
-from megacompile.patches import align_patches
 from megacompile.plan import Plan, Shape
 from megacompile.program import Op, Program
 from megacompile.recording import Recording
@@ -71,7 +67,7 @@ class Handle:
                                    "model.megacompile.last_hidden_state(batch)")
         with torch.inference_mode(False), torch.no_grad():
             outputs, before = self.streamed.evaluate_hidden_states(given.inputs)
-        return outputs[0], (*before, outputs[-1])
+        return outputs[0], tuple(given.unpacked(state) for state in (*before, outputs[-1]))
 
     def last_hidden_state(self, batch: Mapping[str, Any]) -> Tensor:
         """What the model would make logits of, [B, T, hidden], without these: of `batch`, the model's arguments without labels.
@@ -87,7 +83,7 @@ class Handle:
                                    "the model without its head (AutoModel), freeze it before stream(), or call under "
                                    "torch.no_grad()")
         (hidden,) = self._outputs(given.inputs, LAST)
-        return hidden
+        return given.unpacked(hidden)
 
     def _of_mapping(self, caller: str, batch: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Arguments:
         """Arguments of a method that takes the model's by name, without labels; and `tensors` of the same tokens."""
@@ -127,12 +123,12 @@ class Handle:
 
         Raises `UnsupportedError` for what cannot be traced or honoured."""
         given = self._of_mapping("per_token", batch, tensors)
-        inputs = given.inputs | {batch_name(name): tensor.contiguous() for name, tensor in tensors.items()}
+        inputs = given.inputs | {batch_name(name): given.packed(tensor).contiguous() for name, tensor in tensors.items()}
         heads = self._captured(inputs).require_heads()
         output = heads.of_function(function, described(tensors))
         head = heads.head(output)
         assert head.structure is not None, "a function's head has one"
-        return pytree.tree_unflatten(self._outputs(inputs, output), head.structure)
+        return pytree.tree_unflatten([given.unpacked(made) for made in self._outputs(inputs, output)], head.structure)
 
     def _captured(self, inputs: Mapping[str, Tensor]) -> CapturedModel:
         """The capture that serves a batch."""
@@ -152,7 +148,8 @@ class Handle:
         differentiating = training or torch.is_grad_enabled()
         streamed.forms.adapters.check(differentiating)
         streamed.writes.check_model(model, differentiating)
-        return read_arguments(model, forward, streamed.forms, args, kwargs)
+        return read_arguments(model, forward, streamed.forms, args, kwargs,
+                              loss_only=differentiating and streamed.tiling.trains)
 
     def _named(self, batch: Mapping[str, Any], training: bool = False) -> Arguments:
         """As `_arguments`, of those that are given by name."""
@@ -193,20 +190,13 @@ class Handle:
                 raise MegacompileError("nothing has been compiled yet: pass a batch, or run one")
             return streamed.shapes.latest
         known = streamed.captured.batch_inputs
-        given = {k: v for k, v in batch.items() if isinstance(v, Tensor)} if isinstance(batch, Mapping) else {}
-        given = align_patches(streamed.model, streamed.captured, given, streamed.backend.device)
-        inputs = {k: given[k] for k in known if k in given}
-        first = next(iter(inputs.values()), None)
-        if not isinstance(first, Tensor) or first.dim() < 2:
+        tensors = {k: v for k, v in batch.items() if isinstance(v, Tensor)} if isinstance(batch, Mapping) else {}
+        if not any(k in known and v.dim() >= 2 for k, v in tensors.items()):
             raise MegacompileError(f"a batch must map {', '.join(known)} to tensors [batch, length]: this is a "
                                    f"{type(batch).__name__} without such")
-        inputs = arrange_images(type(streamed.model).__name__, streamed.captured, inputs)
-        further = {k: v for k, v in given.items() if k not in known and k != "num_items_in_batch"}
-        further = further_arguments(type(streamed.model).__name__, streamed.captured, further, inputs,
-                                    streamed.forms.parameters)
-        inputs |= hidden_as_bool(further, streamed.captured, lambda changed: streamed.forms.reads_masks(
-            streamed.form_of({**inputs, **changed})))
-        shape = streamed.shape_of(inputs, training=training and streamed.tiling.trains and set(known) <= inputs.keys())
+        training = training and streamed.tiling.trains
+        inputs = self._named(tensors, training).inputs
+        shape = streamed.shape_of(inputs, training=training and set(known) <= inputs.keys())
         if shape.training:
             shape = replace(shape, update=update or shape.update, whole_step=whole_step)
         return streamed.compiled(shape)

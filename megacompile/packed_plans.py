@@ -1,0 +1,56 @@
+"""Plans of packed rows: searched once for a length, and derived for whatever number of rows a step has.
+
+A search simulates dozens of programs and takes seconds; steps of packed rows differ only in how many micro-batches they have.
+So a plan is searched for whole micro-batches of full kernels, and a step with another number of rows takes its every choice.
+Its last rows go in micro-batches of powers of two, so that kernels are compiled for few sizes.
+"""
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megacompile.plan import Plan, Shape
+from megacompile.planner import FULL_TOKENS, Planner
+
+#: A step of so many times the rows that a plan was searched for may deserve another plan.
+_FAR = 2
+
+
+class PackedPlans:
+    """State: the plan that was searched for each kind of step, by its shape without a batch size; `searches`, how many."""
+
+    def __init__(self) -> None:
+        self._searched: dict[Shape, Plan] = {}
+        self.searches = 0
+
+    def choose(self, planner: Planner, shape: Shape) -> Plan:
+        """The plan of a training step of packed rows. Raises what `Planner.choose` raises."""
+        kind = replace(shape, batch=0)
+        base = self._searched.get(kind)
+        if base is not None and shape.batch <= _FAR * base.batch:
+            plan = derived(base, shape.batch)
+            if planner.fits(plan) and plan.resident_state == planner.resident_state():
+                return plan
+        full = max(1, FULL_TOKENS // shape.length)
+        self.searches += 1
+        base = planner.choose(-(-shape.batch // full) * full, shape.length, True, shape.update, shape.whole_step, shape.output)
+        self._searched[kind] = base
+        return derived(base, shape.batch)
+
+    def clear(self) -> None:
+        self._searched.clear()
+
+
+def derived(plan: Plan, batch: int) -> Plan:
+    """The same choices for a batch of another number of rows: micro-batches of the same size, what is left in powers of two, and
+    waves of no more micro-batches."""
+    size = max(plan.micro_batches)
+    micro_batches = (size,) * (batch // size) + _powers_of_two(batch % size)
+    in_wave = -(-len(plan.micro_batches) // plan.waves)
+    waves = -(-len(micro_batches) // in_wave)
+    return replace(plan, batch=batch, micro_batches=micro_batches, waves=waves,
+                   host_sums=plan.host_sums if waves > 1 else ())
+
+
+def _powers_of_two(number: int) -> tuple[int, ...]:
+    """The powers of two that a number is the sum of, the largest first."""
+    return tuple(1 << bit for bit in reversed(range(number.bit_length())) if number >> bit & 1)
