@@ -19,6 +19,7 @@ from megacompile.packing import further_arguments
 from megacompile.pairs import hidden_as_bool, read_typed_mask
 from megacompile.patches import align_patches
 from megacompile.plan import Form
+from megacompile.repacking import Wanted
 
 if TYPE_CHECKING:
     from megacompile.forms import Forms
@@ -69,9 +70,9 @@ def batch_types(captured: CapturedModel) -> dict[str, TemplateInput]:
 
 
 def read_arguments(model: nn.Module, forward: Callable[..., Any], forms: Forms, args: tuple[Any, ...],
-                   kwargs: Mapping[str, Any], loss_only: bool = False) -> Arguments:
-    """Raises `UnsupportedError` for an argument that cannot be honoured. Without all labels a forward gives logits.
-    `loss_only`: with labels it gives nothing but the loss."""
+                   kwargs: Mapping[str, Any], wanted: Wanted = Wanted.ALL, differentiating: bool = False) -> Arguments:
+    """Raises `UnsupportedError` for an argument that cannot be honoured. Without all labels a forward gives logits; where it
+    is differentiated, with labels it gives nothing but the loss."""
     name, plain = type(model).__name__, forms.first.captured
     # Of a loss of the user's own: the model's forward may not know these.
     of_loss = {key: kwargs[key] for key in (*plain.labels, "num_items_in_batch") if plain.token_loss and key in kwargs}
@@ -98,7 +99,9 @@ def read_arguments(model: nn.Module, forward: Callable[..., Any], forms: Forms, 
     further = further_arguments(name, plain, others, inputs, forms.parameters)
     layout = None
     mask = others.get("attention_mask")
-    if (found := forms.repacking.pack(inputs, mask, further, model.training, loss_only)) is not None:
+    if differentiating and plain.labels and set(plain.labels) <= inputs.keys():
+        wanted = Wanted.LOSS
+    if (found := forms.repacking.pack(inputs, mask, further, model.training, wanted)) is not None:
         inputs, layout = found
         further = {"position_ids": inputs.pop("position_ids")}
 

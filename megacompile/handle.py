@@ -27,6 +27,7 @@ from megacompile.pace import pace_of
 from megacompile.plan import Plan, Shape
 from megacompile.program import Op, Program
 from megacompile.recording import Recording
+from megacompile.repacking import Wanted
 from megacompile.replanning import replan
 from megacompile.shapes import CompiledShape
 from megacompile.simulate import Timeline
@@ -85,12 +86,13 @@ class Handle:
         (hidden,) = self._outputs(given.inputs, LAST)
         return given.unpacked(hidden)
 
-    def _of_mapping(self, caller: str, batch: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Arguments:
+    def _of_mapping(self, caller: str, batch: Mapping[str, Any], tensors: Mapping[str, Tensor],
+                    wanted: Wanted = Wanted.ALL) -> Arguments:
         """Arguments of a method that takes the model's by name, without labels; and `tensors` of the same tokens."""
         if not isinstance(batch, Mapping):
             raise MegacompileError(f"{caller} takes the model's arguments by name, such as {{'input_ids': ids}}, not a "
                                    f"{type(batch).__name__}")
-        given = self._named(batch)
+        given = self._named(batch, wanted=wanted)
         check_token_tensors(caller, tensors, given, self.streamed.captured.labels)
         return given
 
@@ -122,7 +124,12 @@ class Handle:
         changes as tensors. Returned are [B, T, ...]. Nothing is shifted: logits tell the next position's token.
 
         Raises `UnsupportedError` for what cannot be traced or honoured."""
-        given = self._of_mapping("per_token", batch, tensors)
+        return self.values_of_tokens(function, batch, tensors)
+
+    def values_of_tokens(self, function: Callable[..., Any], batch: Mapping[str, Any], tensors: Mapping[str, Tensor],
+                         wanted: Wanted = Wanted.ALL) -> Any:
+        """As `per_token`, for a caller that may read no values of padding."""
+        given = self._of_mapping("per_token", batch, tensors, wanted)
         inputs = given.inputs | {batch_name(name): given.packed(tensor).contiguous() for name, tensor in tensors.items()}
         heads = self._captured(inputs).require_heads()
         output = heads.of_function(function, described(tensors))
@@ -135,7 +142,7 @@ class Handle:
         return self.streamed.forms.serve(self.streamed.form_of(inputs)).captured
 
     def _arguments(self, model: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any],
-                   training: bool = False) -> Arguments:
+                   training: bool = False, wanted: Wanted = Wanted.ALL) -> Arguments:
         """What the user passes, once nothing of the model or its surroundings forbids honouring it. `training`: whatever the
         grad mode is."""
         streamed = self.streamed
@@ -148,13 +155,13 @@ class Handle:
         differentiating = training or torch.is_grad_enabled()
         streamed.forms.adapters.check(differentiating)
         streamed.writes.check_model(model, differentiating)
-        return read_arguments(model, forward, streamed.forms, args, kwargs,
-                              loss_only=differentiating and streamed.tiling.trains)
+        return read_arguments(model, forward, streamed.forms, args, kwargs, wanted,
+                              differentiating=differentiating and streamed.tiling.trains)
 
-    def _named(self, batch: Mapping[str, Any], training: bool = False) -> Arguments:
+    def _named(self, batch: Mapping[str, Any], training: bool = False, wanted: Wanted = Wanted.ALL) -> Arguments:
         """As `_arguments`, of those that are given by name."""
         model = self.streamed.model
-        return self._arguments(model, original_class(model).forward.__get__(model), (), batch, training)
+        return self._arguments(model, original_class(model).forward.__get__(model), (), batch, training, wanted)
 
     def train_step(self, batch: Mapping[str, Any], optimizer: AdamW) -> Tensor:
         """One whole training step as one program: forward, backward and update of `batch`, which has its labels. The loss,

@@ -41,7 +41,7 @@ class PackedPlans:
 
 
 def derived(plan: Plan, batch: int) -> Plan:
-    """The same choices for a batch of another number of rows: micro-batches of the same size, what is left in powers of two, and
+    """The same choices for another number of rows: micro-batches of the same size, those that are left in powers of two, and
     waves of no more micro-batches."""
     size = max(plan.micro_batches)
     micro_batches = (size,) * (batch // size) + _powers_of_two(batch % size)

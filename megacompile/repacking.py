@@ -5,6 +5,7 @@ attention reads where sequences begin. What cannot be packed is computed as it c
 """
 from __future__ import annotations
 
+import enum
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -27,6 +28,17 @@ IGNORED = -100
 _MASK, _POSITIONS = "attention_mask", "position_ids"
 
 
+class Wanted(enum.Enum):
+    """What a caller reads of what a batch gives."""
+
+    #: The loss alone: tokens after the last target of a row need not be computed.
+    LOSS = enum.auto()
+    #: Values of tokens, and not of padding.
+    TOKENS = enum.auto()
+    #: Values of every place.
+    ALL = enum.auto()
+
+
 class Repacking:
     """Of one streamed model. State: which forms of packed batches its attention reads, and whether its positions are counted
     from a row's first place, each asked when the first batch needs to know."""
@@ -39,11 +51,10 @@ class Repacking:
         self._counted: dict[Form, bool] = {}
 
     def pack(self, inputs: Mapping[str, Tensor], mask: Tensor | None, further: Mapping[str, Tensor], training: bool,
-             loss_only: bool) -> tuple[dict[str, Tensor], Layout] | None:
+             wanted: Wanted) -> tuple[dict[str, Tensor], Layout] | None:
         """The arguments of a packed batch, positions among them, and where its tokens lie; None if it is to be computed as it
         is. `inputs`: the arguments of plain batches; `mask`: the batch's attention mask; `further`: the arguments that change
-        what is computed. `loss_only`: nothing but the loss is returned, so that tokens after the last target of a row need not
-        be computed."""
+        what is computed."""
         if not self.enabled or not set(further) <= {_MASK, _POSITIONS} or self.obstacle:
             return None
         size = next(iter(inputs.values())).shape[:2]
@@ -54,7 +65,7 @@ class Repacking:
             if mask.dim() != 2:
                 return None
             present = mask.cpu() != 0
-        elif labels and loss_only:
+        elif labels and wanted == Wanted.LOSS:
             present = _until_last_target(labels)
         else:
             present = torch.ones(size, dtype=torch.bool)
@@ -63,8 +74,11 @@ class Repacking:
         spans = spans_of(present, positions, sequences=mask is None)
         if not spans or self.unread(self.forms.form_of((_POSITIONS,), training)):
             return None
-        if positions is None and any(span.start for span in spans) and not self._positions_are_counted(training):
-            return None
+        if any(not bool(present[span.row, 0]) for span in spans):
+            if wanted == Wanted.ALL and not labels:  # what predicts a row's first token is padding, and its values may be read
+                return None
+            if positions is None and not self._positions_are_counted(training):
+                return None
         layout = lay_out(spans, (rows, length), self.least)
         packed_rows, packed_length = layout.source.shape
         if packed_length == length and packed_rows >= rows:

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megacompile.packed_layout import LENGTH, Layout, Span, lay_out, spans_of
+from megacompile.packed_layout import LENGTH, Span, lay_out, spans_of
 from megacompile.packed_plans import derived
 from megacompile.plan import Plan
 
