@@ -94,7 +94,8 @@ def test_segments_are_attention_of_each_sequence_alone(kernel: str, window: int,
     """Against the same op on each sequence by itself; absent keys are those of no sequence."""
     generator = torch.Generator().manual_seed(0)
     dtype = torch.float32 if kernel.startswith("flash") else torch.float64
-    query, key, value = (torch.randn(1, heads, 9, 4, generator=generator, dtype=dtype, requires_grad=True) for heads in (4, 2, 2))
+    query, key, value = (torch.randn(1, heads, 9, 4, generator=generator, dtype=dtype, requires_grad=True)
+                         for heads in (4, 2, 2))
     absent = -1 if kernel == "packed" else 2  # where rows hold no padding, a sequence of its own
     segments = torch.tensor([[absent, absent, 0, 0, 0, 1, 1, 1, 1]], dtype=torch.int32)
     found, _ = attention(query, key, value, 0.5, window, softcap, kernel, segments)
