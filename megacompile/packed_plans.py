@@ -6,6 +6,7 @@ Its last rows go in micro-batches of powers of two, so that kernels are compiled
 """
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from megacompile.plan import Plan, Shape
@@ -27,28 +28,36 @@ class PackedPlans:
         kind = replace(shape, batch=0)
         base = self._searched.get(kind)
         if base is not None and shape.batch <= _FAR * base.batch:
-            plan = derived(base, shape.batch)
-            if planner.fits(plan) and plan.resident_state == planner.resident_state():
-                return plan
+            for plan in derived(base, shape):
+                if planner.fits(plan) and plan.resident_state == planner.resident_state():
+                    return plan
         full = max(1, FULL_TOKENS // shape.length)
-        self.searches += 1
-        base = planner.choose(-(-shape.batch // full) * full, shape.length, True, shape.update, shape.whole_step, shape.output)
+        # About as much work as the step has, since that decides how much of the update is hidden; or no less.
+        for count in dict.fromkeys((round(shape.batch / full), -(-shape.batch // full))):
+            self.searches += 1
+            base = planner.choose(full * max(1, count), shape.length, True, shape.update, shape.whole_step, shape.output)
+            plans = [plan for plan in derived(base, shape) if planner.fits(plan)]
+            if plans:
+                break
         self._searched[kind] = base
-        return derived(base, shape.batch)
+        return plans[0] if plans else derived(base, shape)[-1]
 
     def clear(self) -> None:
         self._searched.clear()
 
 
-def derived(plan: Plan, batch: int) -> Plan:
-    """The same choices for another number of rows: micro-batches of the same size, those that are left in powers of two, and
-    waves of no more micro-batches."""
-    size = max(plan.micro_batches)
-    micro_batches = (size,) * (batch // size) + _powers_of_two(batch % size)
-    in_wave = -(-len(plan.micro_batches) // plan.waves)
-    waves = -(-len(micro_batches) // in_wave)
-    return replace(plan, batch=batch, micro_batches=micro_batches, waves=waves,
-                   host_sums=plan.host_sums if waves > 1 else ())
+def derived(base: Plan, shape: Shape) -> list[Plan]:
+    """The same choices for a shape with another number of rows: micro-batches of the same size, those that are left in powers of
+    two. Of a whole step, with about as many rows in a wave, and with no more micro-batches."""
+    size = max(base.micro_batches)
+    micro_batches = (size,) * (shape.batch // size) + _powers_of_two(shape.batch % size)
+    alike = round(shape.batch * base.waves / base.batch)
+    no_more = math.ceil(len(micro_batches) * base.waves / len(base.micro_batches))
+    counts = (alike, no_more) if shape.whole_step else (1,)
+    plans = (replace(base, batch=shape.batch, micro_batches=micro_batches, waves=waves,
+                     host_sums=base.host_sums if waves > 1 else ())
+             for waves in (min(max(1, count), len(micro_batches)) for count in counts))
+    return list(dict.fromkeys(plans))
 
 
 def _powers_of_two(number: int) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megacompile.packed_layout import LENGTH, Span, lay_out, spans_of
 from megacompile.packed_plans import derived
-from megacompile.plan import Plan
+from megacompile.plan import Plan, Shape
 
 LONGEST = 23
 
@@ -188,10 +188,25 @@ def test_values_of_tokens_come_back_to_their_rows(model: Any, native: Any) -> No
     assert not bool(found.logits[~real].any()), "padding has no values"
 
 
-def test_a_derived_plan_keeps_every_choice_and_no_more_micro_batches_in_a_wave() -> None:
-    base = Plan(16, 2048, (8, 8), saved_layers=3, waves=2, host_sums=("a",))
+def shape_of(rows: int, whole_step: bool) -> Shape:
+    return Shape(rows, 2048, labels=True, training=True, whole_step=whole_step, further=("position_ids",))
+
+
+@pytest.mark.parametrize("whole_step", [False, True])
+def test_a_derived_plan_keeps_every_choice_and_few_micro_batch_sizes(whole_step: bool) -> None:
+    base = Plan(16, 2048, (8, 8), saved_layers=3, waves=2 if whole_step else 1, host_sums=("a",) if whole_step else ())
     for rows in range(1, 40):
-        plan = derived(base, rows)
-        assert sum(plan.micro_batches) == rows and set(plan.micro_batches) <= {8, 4, 2, 1}
-        assert max(len(plan.wave(wave)) for wave in range(plan.waves)) <= 1
-        assert replace(plan, batch=16, micro_batches=(8, 8), waves=2, host_sums=("a",)) == base
+        for plan in derived(base, shape_of(rows, whole_step)):
+            assert sum(plan.micro_batches) == rows and set(plan.micro_batches) <= {8, 4, 2, 1}
+            assert replace(plan, batch=16, micro_batches=(8, 8), waves=base.waves, host_sums=base.host_sums) == base
+            assert whole_step or plan.waves == 1, "only whole steps go in waves"
+        if whole_step:  # the last one takes no more memory than the base
+            assert max(len(plan.wave(wave)) for wave in range(plan.waves)) <= 1
+
+
+def test_plans_are_searched_once_for_steps_of_like_size(model: Any) -> None:
+    shapes = model.megacompile.streamed.shapes
+    before = shapes.packed.searches
+    for rows in (9, 8, 10, 7, 12, 9):
+        model.megacompile.compiled(padded([40] * (rows * 50) + [3]))
+    assert shapes.packed.searches == before + 1
