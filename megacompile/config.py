@@ -126,8 +126,8 @@ class StreamConfig:
             elif names not in ("all", None) and not (
                     isinstance(names, tuple | list) and all(isinstance(name, str) for name in names)):
                 raise MegacompileError(f"{option} must be the names of tiles, or 'all', not {shortened(repr(names))}")
-        if not isinstance(self.repack, int) or not 0 <= self.repack <= LONGEST_ROW:
-            raise MegacompileError(f"repack must be True, False or a number of tokens up to {LONGEST_ROW}, not {self.repack!r}")
+        if not isinstance(self.repack, bool):
+            check_whole("repack", self.repack)
         timeout = self.stall_timeout
         if timeout is not None and (isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout > 0):
             raise MegacompileError(f"stall_timeout must be a number of seconds above 0, or None, not {timeout!r}")
