@@ -14,10 +14,12 @@ from megacompile.frontend.capture import CapturedModel
 from megacompile.frontend.pairs import described, of_pairs
 from megacompile.frontend.template import LENGTH, TemplateInput
 from megacompile.images import arrange_images, images_of_each
+from megacompile.packed_layout import Layout
 from megacompile.packing import further_arguments
 from megacompile.pairs import hidden_as_bool, read_typed_mask
 from megacompile.patches import align_patches
 from megacompile.plan import Form
+from megacompile.repacking import Wanted
 
 if TYPE_CHECKING:
     from megacompile.forms import Forms
@@ -33,13 +35,31 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 class Arguments:
     """A call of the model, taken apart. `inputs`: the batch arguments that were given, in the model's order, tensors of
     [batch, length, ...]; `normaliser`: the number of target tokens to divide by, or None if there are no labels; `kept`:
-    of how many last positions logits are, 0 for all; `hidden_states`: whether those of all layers are wanted."""
+    of how many last positions logits are, 0 for all; `hidden_states`: whether those of all layers are wanted. `layout`: where
+    the tokens of the caller's batch lie, if it was packed: `inputs` are the packed ones then."""
 
     inputs: dict[str, Tensor]
     normaliser: Tensor | None
     has_labels: bool
     kept: int = 0
     hidden_states: bool = False
+    layout: Layout | None = None
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """The caller's [batch, length]."""
+        if self.layout is not None:
+            return self.layout.size
+        rows, length = next(iter(self.inputs.values())).shape[:2]
+        return rows, length
+
+    def packed(self, tensor: Tensor) -> Tensor:
+        """A tensor [batch, length, ...] of the caller's, as `inputs` are."""
+        return tensor if self.layout is None else self.layout.pack(tensor)
+
+    def unpacked(self, tensor: Tensor) -> Tensor:
+        """Values of the tokens of `inputs`, as the caller has its tokens: [batch, length, ...], zeros for padding."""
+        return tensor if self.layout is None else self.layout.unpack(tensor)
 
 
 def batch_types(captured: CapturedModel) -> dict[str, TemplateInput]:
@@ -50,8 +70,9 @@ def batch_types(captured: CapturedModel) -> dict[str, TemplateInput]:
 
 
 def read_arguments(model: nn.Module, forward: Callable[..., Any], forms: Forms, args: tuple[Any, ...],
-                   kwargs: Mapping[str, Any]) -> Arguments:
-    """Raises `UnsupportedError` for an argument that cannot be honoured. Without all labels a forward gives logits."""
+                   kwargs: Mapping[str, Any], wanted: Wanted = Wanted.ALL, differentiating: bool = False) -> Arguments:
+    """Raises `UnsupportedError` for an argument that cannot be honoured. Without all labels a forward gives logits; where it
+    is differentiated, with labels it gives nothing but the loss."""
     name, plain = type(model).__name__, forms.first.captured
     # Of a loss of the user's own: the model's forward may not know these.
     of_loss = {key: kwargs[key] for key in (*plain.labels, "num_items_in_batch") if plain.token_loss and key in kwargs}
@@ -76,6 +97,13 @@ def read_arguments(model: nn.Module, forward: Callable[..., Any], forms: Forms, 
         del given["output_router_logits"]
     others = {key: value for key, value in given.items() if key not in plain.batch_inputs and not _neutral(key, value)}
     further = further_arguments(name, plain, others, inputs, forms.parameters)
+    layout = None
+    mask = others.get("attention_mask")
+    if differentiating and plain.labels and set(plain.labels) <= inputs.keys():
+        wanted = Wanted.LOSS
+    if (found := forms.repacking.pack(inputs, mask, further, model.training, wanted)) is not None:
+        inputs, layout = found
+        further = {"position_ids": inputs.pop("position_ids")}
 
     def form_of(arguments: Mapping[str, Tensor]) -> Form:
         said = tuple(sorted(described(key, value) for key, value in arguments.items()))
@@ -98,7 +126,7 @@ def read_arguments(model: nn.Module, forward: Callable[..., Any], forms: Forms, 
     if has_labels and captured.has_normaliser:
         assert captured.count_targets is not None
         normaliser = captured.count_targets(inputs) if items is None else torch.as_tensor(items, dtype=torch.float32)
-    return Arguments(inputs, normaliser, has_labels, kept, hidden_states)
+    return Arguments(inputs, normaliser, has_labels, kept, hidden_states, layout)
 
 
 def _inputs(name: str, captured: CapturedModel, types: Mapping[str, TemplateInput],
@@ -169,7 +197,7 @@ def check_token_tensors(caller: str, tensors: Mapping[str, Any], given: Argument
     if given.kept or given.hidden_states:
         raise UnsupportedError(f"{caller} gives values of all positions: leave logits_to_keep and output_hidden_states out of "
                                "the batch")
-    size = tuple(next(iter(given.inputs.values())).shape[:2])
+    size = given.size
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor) or tuple(tensor.shape[:2]) != size:
             what = f"of shape {list(tensor.shape)}" if isinstance(tensor, Tensor) else f"a {type(tensor).__name__}"
@@ -181,4 +209,5 @@ def check_token_tensors(caller: str, tensors: Mapping[str, Any], given: Argument
 
 def logits_of(logits: Tensor, given: Arguments) -> Tensor:
     """Of the logits of all positions, [batch, length, vocabulary], what the caller is to see."""
+    logits = given.unpacked(logits)
     return logits[:, -given.kept:] if given.kept else logits

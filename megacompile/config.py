@@ -76,6 +76,8 @@ class StreamConfig:
             their sum over `num_items_in_batch` (1, if that is not passed). Nothing is shifted.
         stall_timeout: seconds for which the lanes that a call waits for may all stand still, before it raises `StallError`
             with what each is at; None: for ever. Half an hour is longer than any instruction takes, and shorter than a night.
+        repack: whether the rows of a padded batch are laid into rows of one length, where that changes nothing but the time;
+            a number: the least length of these rows, in tokens (rounded up to a power of two; 2048 by default).
         reference: run the reference interpreter (one thread, program order), for checking.
     """
 
@@ -105,6 +107,7 @@ class StreamConfig:
     template_passes: tuple[Any, ...] = TEMPLATE_PIPELINE
     loss: Callable[..., Any] | None = None
     stall_timeout: float | None = 1800.0
+    repack: bool | int = True
     reference: bool = False
 
     def __post_init__(self) -> None:
@@ -123,6 +126,8 @@ class StreamConfig:
             elif names not in ("all", None) and not (
                     isinstance(names, tuple | list) and all(isinstance(name, str) for name in names)):
                 raise MegacompileError(f"{option} must be the names of tiles, or 'all', not {shortened(repr(names))}")
+        if not isinstance(self.repack, bool):
+            check_whole("repack", self.repack)
         timeout = self.stall_timeout
         if timeout is not None and (isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout > 0):
             raise MegacompileError(f"stall_timeout must be a number of seconds above 0, or None, not {timeout!r}")

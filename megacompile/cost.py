@@ -58,9 +58,11 @@ def _attention_workspace(node: fx.Node, size: Callable[[Any], int], device_type:
     own_masks = _masks_of_heads(node.args[7 + 3 * backward:], size)
     if kernel == "efficient":  # its bias
         return batch * max(own_masks, 1) * length * (length + 15) * query.element_size()
-    if kernel not in ("math", "neutral", "packed"):
+    if kernel not in ("math", "neutral", "packed", "math_packed"):
         return 0
     half = query.element_size() if query.element_size() < 4 else 0
+    if kernel == "math_packed":  # one sequence at a time, which may fill a row
+        batch = 1
     scores = batch * heads * length**2 * (4 * ((6 if softcap else 5) if backward else 3) + half)
     positions = (10 + batch * own_masks) * length**2  # distances, int64, and what they hide
     expanded = 0 if size(key.shape[1]) == heads else 2 * batch * heads * length * width * query.element_size()

@@ -25,6 +25,7 @@ from megacompile.hardware import Hardware
 from megacompile.pace import pace_of
 from megacompile.plan import PLAIN, Form
 from megacompile.planner import Planner
+from megacompile.repacking import Repacking
 from megacompile.room import margins
 from megacompile.runtime.lanes import Backend
 from megacompile.sizes import parse_bytes
@@ -59,6 +60,7 @@ class Forms:
         planner.pace = pace_of(captured, tiling, Hardware.known(backend.device), compiling, config.passes)
         self.first = Served(captured, planner, Binder(captured, tiling, backend.device, compiling))
         self.adapters = AdapterStates(model)
+        self.repacking = Repacking(self, config.repack)
         self._known = {PLAIN: self.first}
         self._reads_masks: dict[Form, bool] = {}
 

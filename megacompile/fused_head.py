@@ -17,6 +17,7 @@ from trl.trainer.utils import FusedCausalLMOutput
 from megacompile.adapters import add_adapter
 from megacompile.errors import UnsupportedError
 from megacompile.losses import IGNORED, next_tokens
+from megacompile.repacking import Wanted
 from megacompile.streamed_module import StreamedModule
 
 
@@ -36,7 +37,10 @@ class FusedHead:
             raise UnsupportedError("the router's auxiliary loss was not captured with the model: give router_aux_loss_coef=0")
         labels, count = kwargs.pop("labels"), kwargs.pop("num_items_in_batch", None)
         targets = next_tokens(labels)
-        values = self.model.megacompile.per_token(self.function, kwargs, targets=targets)  # type: ignore[operator, union-attr]
+        mask = kwargs.get("attention_mask")
+        read = mask is not None and mask.shape == targets.shape and bool((targets[mask == 0] != IGNORED).any())
+        values = self.model.megacompile.values_of_tokens(  # type: ignore[operator, union-attr]
+            self.function, kwargs, {"targets": targets}, Wanted.ALL if read else Wanted.TOKENS)
         values = {name: value[:, :-1] for name, value in values.items()}  # the last position predicts nothing
         counted = (targets[:, :-1] != IGNORED).to(values["log_probs"].device)
         loss = -values["log_probs"].sum() / (counted.sum().clamp(min=1) if count is None else count)

@@ -20,17 +20,14 @@ from megacompile.frontend.heads import LOGITS, batch_name
 from megacompile.frontend.hidden_states import LAST
 from megacompile.frontend.token_functions import described
 from megacompile.hardware import Hardware
-from megacompile.images import arrange_images
 from megacompile.lease import StreamedResults, refuse_hooks
 from megacompile.optim import AdamW
 from megacompile.owners import disclaim
 from megacompile.pace import pace_of
-from megacompile.packing import further_arguments
-from megacompile.pairs import hidden_as_bool
-from megacompile.patches import align_patches
 from megacompile.plan import Plan, Shape
 from megacompile.program import Op, Program
 from megacompile.recording import Recording
+from megacompile.repacking import Wanted
 from megacompile.replanning import replan
 from megacompile.shapes import CompiledShape
 from megacompile.simulate import Timeline
@@ -73,7 +70,7 @@ class Handle:
                                    "model.megacompile.last_hidden_state(batch)")
         with torch.inference_mode(False), torch.no_grad():
             outputs, before = self.streamed.evaluate_hidden_states(given.inputs)
-        return outputs[0], (*before, outputs[-1])
+        return outputs[0], tuple(given.unpacked(state) for state in (*before, outputs[-1]))
 
     @in_turn
     def last_hidden_state(self, batch: Mapping[str, Any]) -> Tensor:
@@ -90,14 +87,15 @@ class Handle:
                                    "the model without its head (AutoModel), freeze it before stream(), or call under "
                                    "torch.no_grad()")
         (hidden,) = self._outputs(given.inputs, LAST)
-        return hidden
+        return given.unpacked(hidden)
 
-    def _of_mapping(self, caller: str, batch: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Arguments:
+    def _of_mapping(self, caller: str, batch: Mapping[str, Any], tensors: Mapping[str, Tensor],
+                    wanted: Wanted = Wanted.ALL) -> Arguments:
         """Arguments of a method that takes the model's by name, without labels; and `tensors` of the same tokens."""
         if not isinstance(batch, Mapping):
             raise MegacompileError(f"{caller} takes the model's arguments by name, such as {{'input_ids': ids}}, not a "
                                    f"{type(batch).__name__}")
-        given = self._named(batch)
+        given = self._named(batch, wanted=wanted)
         check_token_tensors(caller, tensors, given, self.streamed.captured.labels)
         return given
 
@@ -130,20 +128,25 @@ class Handle:
         changes as tensors. Returned are [B, T, ...]. Nothing is shifted: logits tell the next position's token.
 
         Raises `UnsupportedError` for what cannot be traced or honoured."""
-        given = self._of_mapping("per_token", batch, tensors)
-        inputs = given.inputs | {batch_name(name): tensor.contiguous() for name, tensor in tensors.items()}
+        return self.values_of_tokens(function, batch, tensors)
+
+    def values_of_tokens(self, function: Callable[..., Any], batch: Mapping[str, Any], tensors: Mapping[str, Tensor],
+                         wanted: Wanted = Wanted.ALL) -> Any:
+        """As `per_token`, for a caller that may read no values of padding."""
+        given = self._of_mapping("per_token", batch, tensors, wanted)
+        inputs = given.inputs | {batch_name(name): given.packed(tensor).contiguous() for name, tensor in tensors.items()}
         heads = self._captured(inputs).require_heads()
         output = heads.of_function(function, described(tensors))
         head = heads.head(output)
         assert head.structure is not None, "a function's head has one"
-        return pytree.tree_unflatten(self._outputs(inputs, output), head.structure)
+        return pytree.tree_unflatten([given.unpacked(made) for made in self._outputs(inputs, output)], head.structure)
 
     def _captured(self, inputs: Mapping[str, Tensor]) -> CapturedModel:
         """The capture that serves a batch."""
         return self.streamed.forms.serve(self.streamed.form_of(inputs)).captured
 
     def _arguments(self, model: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any],
-                   training: bool = False) -> Arguments:
+                   training: bool = False, wanted: Wanted = Wanted.ALL) -> Arguments:
         """What the user passes, once nothing of the model or its surroundings forbids honouring it. `training`: whatever the
         grad mode is."""
         streamed = self.streamed
@@ -156,12 +159,13 @@ class Handle:
         differentiating = training or torch.is_grad_enabled()
         streamed.forms.adapters.check(differentiating)
         streamed.writes.check_model(model, differentiating)
-        return read_arguments(model, forward, streamed.forms, args, kwargs)
+        return read_arguments(model, forward, streamed.forms, args, kwargs, wanted,
+                              differentiating=differentiating and streamed.tiling.trains)
 
-    def _named(self, batch: Mapping[str, Any], training: bool = False) -> Arguments:
+    def _named(self, batch: Mapping[str, Any], training: bool = False, wanted: Wanted = Wanted.ALL) -> Arguments:
         """As `_arguments`, of those that are given by name."""
         model = self.streamed.model
-        return self._arguments(model, original_class(model).forward.__get__(model), (), batch, training)
+        return self._arguments(model, original_class(model).forward.__get__(model), (), batch, training, wanted)
 
     @in_turn
     def train_step(self, batch: Mapping[str, Any], optimizer: AdamW) -> Tensor:
@@ -199,20 +203,13 @@ class Handle:
                 raise MegacompileError("nothing has been compiled yet: pass a batch, or run one")
             return streamed.shapes.latest
         known = streamed.captured.batch_inputs
-        given = {k: v for k, v in batch.items() if isinstance(v, Tensor)} if isinstance(batch, Mapping) else {}
-        given = align_patches(streamed.model, streamed.captured, given, streamed.backend.device)
-        inputs = {k: given[k] for k in known if k in given}
-        first = next(iter(inputs.values()), None)
-        if not isinstance(first, Tensor) or first.dim() < 2:
+        tensors = {k: v for k, v in batch.items() if isinstance(v, Tensor)} if isinstance(batch, Mapping) else {}
+        if not any(k in known and v.dim() >= 2 for k, v in tensors.items()):
             raise MegacompileError(f"a batch must map {', '.join(known)} to tensors [batch, length]: this is a "
                                    f"{type(batch).__name__} without such")
-        inputs = arrange_images(type(streamed.model).__name__, streamed.captured, inputs)
-        further = {k: v for k, v in given.items() if k not in known and k != "num_items_in_batch"}
-        further = further_arguments(type(streamed.model).__name__, streamed.captured, further, inputs,
-                                    streamed.forms.parameters)
-        inputs |= hidden_as_bool(further, streamed.captured, lambda changed: streamed.forms.reads_masks(
-            streamed.form_of({**inputs, **changed})))
-        shape = streamed.shape_of(inputs, training=training and streamed.tiling.trains and set(known) <= inputs.keys())
+        training = training and streamed.tiling.trains
+        inputs = self._named(tensors, training).inputs
+        shape = streamed.shape_of(inputs, training=training and set(known) <= inputs.keys())
         if shape.training:
             shape = replace(shape, update=update or shape.update, whole_step=whole_step)
         return streamed.compiled(shape)

@@ -14,6 +14,7 @@ from megacompile.frontend.heads import LOGITS
 from megacompile.frontend.hidden_states import ALL
 from megacompile.lowering import model_program
 from megacompile.memory import Estimate
+from megacompile.packed_plans import PackedPlans
 from megacompile.passes.manager import Compiled, compile_program
 from megacompile.plan import Plan, Shape
 from megacompile.program import Program, Slot, places, slot_family
@@ -75,6 +76,7 @@ class Shapes:
         self.forms, self.tiling, self.limit = forms, forms.tiling, limit
         self.captured, self.planner, self.binder = forms.first.captured, forms.first.planner, forms.first.binder
         self.table: dict[Shape, CompiledShape] = {}
+        self.packed = PackedPlans()
         self.planned = self.slot_bytes = 0
         self.note_budget()
         self.planner.taken_bytes = self._planned_by_others
@@ -94,8 +96,9 @@ class Shapes:
         return sum(s.planned - self._not_free.get(s, 0) for s in self._others())
 
     def clear(self) -> None:
-        """Forgets every program, those edited by hand too."""
+        """Forgets every program and plan, those edited by hand too."""
         self.table.clear()
+        self.packed.clear()
         self.planned = self.slot_bytes = 0
 
     def close(self) -> None:
@@ -161,7 +164,10 @@ class Shapes:
     def _compile(self, shape: Shape) -> CompiledShape:
         planner = self.forms.serve(shape.form).planner
         planner.stateful = self.planner.stateful  # one device for all forms
-        plan = planner.choose(shape.batch, shape.length, shape.training, shape.update, shape.whole_step, shape.output)
+        if shape.training and shape.further == ("position_ids",):
+            plan = self.packed.choose(planner, shape)
+        else:
+            plan = planner.choose(shape.batch, shape.length, shape.training, shape.update, shape.whole_step, shape.output)
         self.planner.stateful = planner.stateful
         if shape.lean:
             plan = replace(plan, saved_layers=self.planner.config.saved_layers or 0)

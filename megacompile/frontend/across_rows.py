@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from typing import Any
 
+import sympy
 import torch
 from torch import Tensor, fx
 
@@ -30,7 +31,27 @@ _OVER = dict.fromkeys(REDUCING, 1) | {aten.linalg_vector_norm: 2, aten.prod: 1}
 def across_rows(template: Template, section: Section) -> str:
     """Where `section`, of which `template` was made, computes with several rows at once: its name, and the line; "" if it is
     not known to."""
-    layout, graph = Layout(template.renaming), template.forward_graph()
+    layout = Layout(template.renaming)
+    for node, computed in _computing(template.forward_graph(), template):
+        if _mixes(node, computed, layout, layout.batch) and not _ends_in_number(node):
+            return section.name + _line(section, node, layout)
+    return ""
+
+
+def across_tokens(template: Template) -> bool:
+    """Whether a template computes with several tokens of a row at once other than by our attention, which knows where a
+    sequence begins: by a convolution, a scan, a shift. So does, as far as this can tell, an op that nothing is known of."""
+    layout = Layout(template.renaming)
+    for node, computed in _computing(template.forward_graph(), template):
+        if getattr(node.target, "namespace", "") == "megacompile":
+            continue
+        if _mixes(node, computed, layout, layout.length) or _shifts(node, computed, layout):
+            return True
+    return False
+
+
+def _computing(graph: fx.Graph, template: Template) -> Iterator[tuple[fx.Node, Collection[fx.Node]]]:
+    """The ops that read a value computed from weights, and all such values so far."""
     computed = {node for node, described in zip(graph.find_nodes(op="placeholder"), template.inputs, strict=True)
                 if described.differentiable or described.role.kind in ("parameter", "carried")}
     for node in graph.nodes:
@@ -38,17 +59,29 @@ def across_rows(template: Template, section: Section) -> str:
             continue
         if any(value.is_floating_point() for value in tensors(node)):  # numbers of experts, say, are no values of rows
             computed.add(node)
-        if _mixes(node, computed, layout) and not _ends_in_number(node):
-            return section.name + _line(section, node, layout)
-    return ""
+        yield node, computed
 
 
-def _mixes(node: fx.Node, computed: Collection[fx.Node], layout: Layout) -> bool:
-    """Whether an op is known to compute with several rows of a value that is `computed`."""
+def _shifts(node: fx.Node, computed: Collection[fx.Node], layout: Layout) -> bool:
+    """Whether an op that has no business with rows mixes or moves tokens: convolutions, padding, concatenation along a row; or
+    is not an op of PyTorch's own."""
+    op = packet(node)
+    values = [value for each in node.all_input_nodes if each in computed for value in tensors(each)]
+    if op in (aten.convolution, aten.constant_pad_nd, aten.unfold, aten.im2col, aten.tril, aten.triu):
+        return any(_counts(value, dim, layout, layout.length) for value in values for dim in range(value.dim()))
+    if op is aten.cat:
+        dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
+        return any(_counts(value, dim, layout, layout.length) for value in values)  # type: ignore[arg-type]
+    known = getattr(node.target, "namespace", "aten") in ("aten", "prims", "transformers")
+    return not known and any(_counts(value, dim, layout, layout.length) for value in values for dim in range(value.dim()))
+
+
+def _mixes(node: fx.Node, computed: Collection[fx.Node], layout: Layout, symbol: sympy.Symbol) -> bool:
+    """Whether an op is known to compute with several rows (`symbol` B), or tokens (T), of a value that is `computed`."""
     op, first = packet(node), node.args[0] if node.args else None
     if is_gemm(node):
         (rows,), (made,) = tensors(node.args[-2]), tensors(node)  # type: ignore[arg-type]
-        return _counts_rows(rows, -1, layout) or (_counts_rows(made, -1, layout) and _counts_rows(made, -2, layout))
+        return _counts(rows, -1, layout, symbol) or (_counts(made, -1, layout, symbol) and _counts(made, -2, layout, symbol))
     if not isinstance(first, fx.Node) or first not in computed or not tensors(first):
         return False
     value, name = tensors(first)[0], getattr(op, "__name__", "")
@@ -64,7 +97,7 @@ def _mixes(node: fx.Node, computed: Collection[fx.Node], layout: Layout) -> bool
         dims = [-2]
     else:
         return False
-    return any(_counts_rows(value, dim, layout) for dim in (range(value.dim()) if dims is None else dims))
+    return any(_counts(value, dim, layout, symbol) for dim in (range(value.dim()) if dims is None else dims))
 
 
 def _dims(node: fx.Node, position: int, default: int | None) -> list[int] | None:
@@ -73,8 +106,8 @@ def _dims(node: fx.Node, position: int, default: int | None) -> list[int] | None
     return [given] if isinstance(given, int) else list(given) or None if given is not None else None
 
 
-def _counts_rows(value: Tensor, dim: int, layout: Layout) -> bool:
-    return -value.dim() <= dim < value.dim() and layout.batch in layout.size(value.shape[dim]).free_symbols
+def _counts(value: Tensor, dim: int, layout: Layout, symbol: sympy.Symbol) -> bool:
+    return -value.dim() <= dim < value.dim() and symbol in layout.size(value.shape[dim]).free_symbols
 
 
 def _ends_in_number(node: fx.Node) -> bool:

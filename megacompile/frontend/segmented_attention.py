@@ -5,6 +5,8 @@ they are made of, and padding is a mask that exists for one layer at a time.
 """
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from megacompile.frontend import attention_kernels as whole
 from megacompile.frontend.attention_kernels import (
     expand_groups,
     heads_inside,
@@ -43,6 +46,41 @@ def math_segments_backward(
     scale: float, window: int, softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     return math_backward(grad_out, query, key, value, out, logsumexp, scale, window, softcap, segments)
+
+
+# ------------------------------------------------------------------ any kernel on the CPU, sequence by sequence
+def _sequences(segments: Tensor) -> list[tuple[int, slice]]:
+    """The row and the positions of each sequence."""
+    length = segments.shape[1]
+    bounds = sequence_bounds(segments)[0].tolist()
+    return [(start // length, slice(start % length, (stop - 1) % length + 1)) for start, stop in itertools.pairwise(bounds)]
+
+
+def _each_forward(
+    query: Tensor, key: Tensor, value: Tensor, segments: Tensor, scale: float, window: int, softcap: float, *, kernel: str
+) -> tuple[Tensor, Tensor]:
+    """Each sequence by itself: no scores of two sequences are computed."""
+    batch, heads, length, width = query.shape
+    out = query.new_empty(batch, length, heads, width).transpose(1, 2)
+    logsumexp = query.new_empty((batch, heads, length), dtype=torch.float32)
+    for row, where in _sequences(segments):
+        part = (slice(row, row + 1), slice(None), where)
+        out[part], logsumexp[part] = whole.FORWARD[kernel](query[part], key[part], value[part], scale, window, softcap)
+    return out, logsumexp
+
+
+def _each_backward(
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor, segments: Tensor,
+    scale: float, window: int, softcap: float, *, kernel: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    gradients = tuple(x.new_empty(x.shape[0], x.shape[2], x.shape[1], x.shape[3]).transpose(1, 2) for x in (query, key, value))
+    for row, where in _sequences(segments):
+        part = (slice(row, row + 1), slice(None), where)
+        found = whole.BACKWARD[kernel](grad_out[part], query[part], key[part], value[part], out[part], logsumexp[part],
+                                       scale, window, softcap)
+        for gradient, of_sequence in zip(gradients, found, strict=True):
+            gradient[part] = of_sequence
+    return gradients
 
 
 # ------------------------------------------------------------------ flash attention on CUDA, sequence by sequence
@@ -140,7 +178,10 @@ def efficient_backward(
 
 FORWARD: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
     "neutral": math_forward, "packed": math_forward, "math": math_forward, "flash_packed": flash_packed_forward,
-    "efficient": efficient_forward}
+    "efficient": efficient_forward, "math_packed": functools.partial(_each_forward, kernel="math"),
+    "flash_cpu_packed": functools.partial(_each_forward, kernel="flash_cpu")}
 BACKWARD: dict[str, Callable[..., tuple[Tensor, Tensor, Tensor]]] = {
     "neutral": math_segments_backward, "packed": math_segments_backward, "math": math_segments_backward,
-    "flash_packed": flash_packed_backward, "efficient": efficient_backward}
+    "flash_packed": flash_packed_backward, "efficient": efficient_backward,
+    "math_packed": functools.partial(_each_backward, kernel="math"),
+    "flash_cpu_packed": functools.partial(_each_backward, kernel="flash_cpu")}

@@ -7,6 +7,7 @@ padding, or have a mask of every pair of tokens ("neutral"), or hold several seq
 Sinks, the last argument, are added to any kernel's results.
 
     flash_cpu     on the CPU, without a window or capped scores
+    ..._packed    on the CPU: the kernel without segments, each sequence of a row by itself
     cudnn         on CUDA in bf16 or fp16, where the target has it: no windows, head sizes that are multiples of 8 up to 128
     flash         on CUDA in bf16 or fp16, windows too, head sizes that are multiples of 8 up to 256
     flash_packed  the same, each sequence of a row by itself
@@ -49,7 +50,8 @@ def run(graph: fx.GraphModule, target: Target) -> fx.GraphModule:
 
 def _kernel(query: Tensor, target: Target, window: int, softcap: float, segmented: str) -> str:
     if target.device_type == "cpu":
-        return "math" if window or softcap or segmented else "flash_cpu"
+        kernel = "math" if window or softcap or segmented == "neutral" else "flash_cpu"
+        return f"{kernel}_packed" if segmented == "packed" else kernel
     width = query.shape[-1]
     half = query.dtype in (torch.bfloat16, torch.float16)
     if target.device_type != "cuda" or not half or softcap or width % 8 or width > 256:

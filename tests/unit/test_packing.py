@@ -87,19 +87,24 @@ def test_bounds_that_say_what_positions_say_are_left_out_and_others_refused(mode
                 model(**given, **wrong)
 
 
-@pytest.mark.parametrize(("window", "softcap"), [(0, 0.0), (3, 0.0), (0, 2.0)])
-def test_segments_are_attention_of_each_sequence_alone(window: int, softcap: float) -> None:
+@pytest.mark.parametrize(("kernel", "window", "softcap"), [
+    ("packed", 0, 0.0), ("packed", 3, 0.0), ("packed", 0, 2.0), ("math_packed", 0, 0.0), ("math_packed", 3, 0.0),
+    ("math_packed", 0, 2.0), ("flash_cpu_packed", 0, 0.0)])
+def test_segments_are_attention_of_each_sequence_alone(kernel: str, window: int, softcap: float) -> None:
     """Against the same op on each sequence by itself; absent keys are those of no sequence."""
     generator = torch.Generator().manual_seed(0)
-    query, key, value = (torch.randn(1, heads, 9, 4, generator=generator, dtype=torch.float64, requires_grad=True)
+    dtype = torch.float32 if kernel.startswith("flash") else torch.float64
+    query, key, value = (torch.randn(1, heads, 9, 4, generator=generator, dtype=dtype, requires_grad=True)
                          for heads in (4, 2, 2))
-    segments = torch.tensor([[-1, -1, 0, 0, 0, 1, 1, 1, 1]], dtype=torch.int32)
-    found, _ = attention(query, key, value, 0.5, window, softcap, "packed", segments)
+    absent = -1 if kernel == "packed" else 2  # where rows hold no padding, a sequence of its own
+    segments = torch.tensor([[absent, absent, 0, 0, 0, 1, 1, 1, 1]], dtype=torch.int32)
+    found, _ = attention(query, key, value, 0.5, window, softcap, kernel, segments)
+    found = torch.cat([torch.zeros(1, 4, 2, 4, dtype=dtype), found[:, :, 2:]], 2)
     alone = [attention(*(x[:, :, a:b] for x in (query, key, value)), 0.5, window, softcap, "math")[0]
              for a, b in ((2, 5), (5, 9))]
-    expected = torch.cat([torch.zeros(1, 4, 2, 4, dtype=torch.float64), *alone], 2)
+    expected = torch.cat([torch.zeros(1, 4, 2, 4, dtype=dtype), *alone], 2)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-    sent = torch.randn(expected.shape, generator=generator, dtype=torch.float64)
+    sent = torch.randn(expected.shape, generator=generator, dtype=dtype)
     ours = torch.autograd.grad(found, (query, key, value), sent)
     for a, b in zip(ours, torch.autograd.grad(expected, (query, key, value), sent), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)  # scores are float32

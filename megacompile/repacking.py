@@ -1,0 +1,164 @@
+"""Which batches of uneven rows are packed into rows of one length, and what the model is given then.
+
+A batch is packed if that changes nothing but where its tokens lie: the model is causal, only attention lets tokens meet, and
+attention reads where sequences begin. What cannot be packed is computed as it came, padding and all; `reason` says why.
+"""
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from megacompile.errors import CaptureError, UnsupportedError
+from megacompile.frontend.across_rows import across_tokens
+from megacompile.frontend.capture import CapturedModel
+from megacompile.frontend.template import LENGTH as LENGTH_SYMBOL
+from megacompile.packed_layout import LENGTH, Layout, lay_out, power_of_two, spans_of
+from megacompile.plan import Form
+
+if TYPE_CHECKING:
+    from megacompile.forms import Forms
+
+#: What a cross entropy over tokens does not count.
+IGNORED = -100
+_MASK, _POSITIONS = "attention_mask", "position_ids"
+
+
+class Wanted(enum.Enum):
+    """What a caller reads of what a batch gives."""
+
+    #: The loss alone: tokens after the last target of a row need not be computed.
+    LOSS = enum.auto()
+    #: Values of tokens, and not of padding.
+    TOKENS = enum.auto()
+    #: Values of every place.
+    ALL = enum.auto()
+
+
+class Repacking:
+    """Of one streamed model. State: which forms of packed batches its attention reads, and whether its positions are counted
+    from a row's first place, each asked when the first batch needs to know."""
+
+    def __init__(self, forms: Forms, option: bool | int) -> None:
+        self.forms = forms
+        self.enabled = bool(option)
+        self.least = LENGTH if option is True else power_of_two(option)
+        self._unread: dict[Form, str] = {}
+        self._counted: dict[Form, bool] = {}
+
+    def pack(self, inputs: Mapping[str, Tensor], mask: Tensor | None, further: Mapping[str, Tensor], training: bool,
+             wanted: Wanted) -> tuple[dict[str, Tensor], Layout] | None:
+        """The arguments of a packed batch, positions among them, and where its tokens lie; None if it is to be computed as it
+        is. `inputs`: the arguments of plain batches; `mask`: the batch's attention mask; `further`: the arguments that change
+        what is computed."""
+        if not self.enabled or not set(further) <= {_MASK, _POSITIONS} or self.obstacle:
+            return None
+        size = next(iter(inputs.values())).shape[:2]
+        rows, length = size
+        labels = [inputs[name] for name in self.forms.first.captured.labels if name in inputs]
+        positions = further[_POSITIONS].cpu() if _POSITIONS in further else None
+        if mask is not None:
+            if mask.dim() != 2:
+                return None
+            present = mask.cpu() != 0
+        elif labels and wanted == Wanted.LOSS:
+            present = _until_last_target(labels)
+        else:
+            present = torch.ones(size, dtype=torch.bool)
+        if bool(present.all()) and (positions is None or power_of_two(length) == length):
+            return None
+        spans = spans_of(present, positions, sequences=mask is None)
+        if not spans or self.unread(self.forms.form_of((_POSITIONS,), training)):
+            return None
+        if any(not bool(present[span.row, 0]) for span in spans):
+            if wanted == Wanted.ALL and not labels:  # what predicts a row's first token is padding, and its values may be read
+                return None
+            if positions is None and not self._positions_are_counted(training):
+                return None
+        layout = lay_out(spans, (rows, length), self.least)
+        packed_rows, packed_length = layout.source.shape
+        if packed_length == length and packed_rows >= rows:
+            return None
+        packed = self._packed(inputs, layout)
+        return None if self._targets(packed) != self._targets(inputs) else ({**packed, _POSITIONS: layout.positions}, layout)
+
+    def _packed(self, inputs: Mapping[str, Tensor], layout: Layout) -> dict[str, Tensor]:
+        labels = self.forms.first.captured.labels
+        return {name: layout.pack_targets(tensor, IGNORED) if name in labels else layout.pack(tensor)
+                for name, tensor in inputs.items()}
+
+    def _targets(self, inputs: Mapping[str, Tensor]) -> float:
+        """How many targets the loss of a batch counts. In left padding some are lost: what predicts a row's first token is
+        padding there, which sees nothing."""
+        captured = self.forms.first.captured
+        if captured.count_targets is None or not set(captured.labels) <= inputs.keys():
+            return 0.0
+        return float(captured.count_targets(inputs))
+
+    @cached_property
+    def obstacle(self) -> str:
+        """Why the model's batches cannot be packed; "" if they can, as far as is known without capturing it once more."""
+        return next(self._obstacles(), "")
+
+    def _obstacles(self) -> Iterator[str]:
+        plain = self.forms.first.captured
+        types = self.forms.first.types
+        if plain.places or plain.patches:
+            yield "it takes images"
+        if any(len(given.shape) < 2 or given.shape[1] != LENGTH_SYMBOL for given in types.values()):
+            yield "it has arguments of rows, and not of tokens"
+        if not plain.masks_hide or _POSITIONS not in self.forms.parameters:
+            yield "its forward takes no attention_mask and position_ids as models of transformers do"
+        if not plain.causal or not plain.fused_attention:
+            yield "not all of its layers are causal attention that streaming has kernels for"
+        if plain.has_loss and (not plain.has_normaliser or plain.is_averaged):
+            yield "its loss is not a sum over target tokens"
+        if plain.token_loss:
+            yield "its loss is a function of all tokens, padding among them"
+        if plain.across_rows:
+            yield f"it computes with several rows at once, in {plain.across_rows}"
+        if any(across_tokens(plain.templates[call.template]) for call in plain.calls[:-1]):
+            yield "its tokens meet outside of attention, in a convolution or a recurrence, say"
+
+    def unread(self, form: Form) -> str:
+        """Why attention does not read where the sequences of a packed batch begin; "" if it does. The first time may capture
+        the model in this form."""
+        if form not in self._unread:
+            try:
+                reads = self.forms.serve(form).captured.fused_attention
+                self._unread[form] = "" if reads else "its attention does not read position_ids"
+            except (CaptureError, UnsupportedError) as error:
+                self._unread[form] = f"it cannot be captured with position_ids: {error}"
+        return self._unread[form]
+
+    def _positions_are_counted(self, training: bool) -> bool:
+        """Whether positions are counted from a row's first place, padding or not; some models count tokens by the mask."""
+        form = self.forms.form_of((_MASK,), training)
+        if form not in self._counted:
+            try:
+                self._counted[form] = _only_hides(self.forms.serve(form).captured)
+            except (CaptureError, UnsupportedError):
+                self._counted[form] = False
+        return self._counted[form]
+
+
+def _until_last_target(labels: Sequence[Tensor]) -> Tensor:
+    """Which places come before the last target of their row, or are it: bool [rows, length]."""
+    counts = torch.stack([each.cpu() != IGNORED for each in labels]).any(0)
+    return counts.flip(1).cumsum(1).flip(1) > 0
+
+
+def _only_hides(captured: CapturedModel) -> bool:
+    """Whether the mask is read as true and false alone, by nothing that counts."""
+    for call in captured.calls:
+        for at, source in enumerate(call.sources):
+            if source.kind == "batch" and source.name == _MASK:
+                graph = captured.templates[call.template].forward_graph()
+                placeholder = graph.find_nodes(op="placeholder")[at]
+                if any(user.meta["val"].dtype != torch.bool for user in placeholder.users):
+                    return False
+    return True

@@ -1,0 +1,212 @@
+"""Rows of uneven length share rows of one length: exactly the padded batch's training, in few shapes."""
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import tiny_models
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from megacompile.packed_layout import LENGTH, Span, lay_out, spans_of
+from megacompile.packed_plans import derived
+from megacompile.plan import Plan, Shape
+
+LONGEST = 23
+
+
+@st.composite
+def spans(draw: st.DrawFn) -> tuple[list[Span], tuple[int, int]]:
+    """Sequences of a batch, one in a row, with padding on either side, some rows without any; and the batch's size."""
+    rows, length = draw(st.integers(1, 17)), draw(st.integers(1, 200))
+    found = []
+    for row in range(rows):
+        start = draw(st.integers(0, length - 1))
+        stop = draw(st.integers(start, length))
+        if stop > start:
+            found.append(Span(row, start, stop, start))
+    return found or [Span(0, 0, 1, 0)], (rows, length)
+
+
+@settings(max_examples=100, deadline=None)
+@given(spans(), st.sampled_from([64, 128, LENGTH]))
+def test_every_token_is_laid_out_once_and_sequences_stay_apart(case: tuple[list[Span], tuple[int, int]], least: int) -> None:
+    given_spans, size = case
+    layout = lay_out(given_spans, size, least)
+    places = layout.source[layout.source >= 0]
+    expected = torch.cat([torch.arange(s.start, s.stop) + s.row * size[1] for s in given_spans])
+    assert torch.equal(places.sort().values, expected.sort().values)
+    # Sequences as a model tells them: where a position does not go on from the one before.
+    follows = layout.positions[:, 1:] == layout.positions[:, :-1] + 1
+    together = follows & (layout.source[:, 1:] >= 0) & (layout.source[:, :-1] >= 0)
+    assert bool((layout.source[:, 1:][together] == layout.source[:, :-1][together] + 1).all()), "two sequences seem to be one"
+    begins = layout.source[layout.begins]
+    assert sorted(begins.tolist()) == sorted(s.row * size[1] + s.start for s in given_spans)
+    assert not bool((follows & layout.begins[:, 1:]).any())
+    inside = (layout.source >= 0) & ~layout.begins
+    assert bool(follows[inside[:, 1:]].all()) and not bool(inside[:, 0].any()), "a sequence is torn"
+
+
+@settings(max_examples=50, deadline=None)
+@given(spans())
+def test_what_is_packed_comes_back_to_its_place(case: tuple[list[Span], tuple[int, int]]) -> None:
+    given_spans, size = case
+    layout = lay_out(given_spans, size)
+    present = torch.zeros(size, dtype=torch.bool)
+    for span in given_spans:
+        present[span.row, span.start:span.stop] = True
+    values = torch.randn(*size, 3).masked_fill(~present[..., None], 0.0)
+    assert torch.equal(layout.unpack(layout.pack(values)), values)
+    assert spans_of(present, None, sequences=False) == given_spans or not present.any()
+
+
+def test_rows_of_instructions_leave_little_unused() -> None:
+    """64 rows of log-normal lengths, as instructions have: at most one row more than their tokens need."""
+    for seed in range(20):
+        lengths = torch.empty(64).log_normal_(5.19, 0.8, generator=torch.Generator().manual_seed(seed)).clamp(16, 2048).long()
+        layout = lay_out([Span(row, 0, n, 0) for row, n in enumerate(lengths.tolist())], (64, 2048))
+        assert layout.source.shape[1] == LENGTH
+        assert layout.source.shape[0] <= -(-int(lengths.sum()) // LENGTH) + 1
+
+
+def test_positions_that_would_go_on_with_another_sequence_are_kept_apart() -> None:
+    layout = lay_out([Span(0, 0, 5, 0), Span(1, 5, 9, 5)], (2, 9))
+    packed = layout.source[0, :10].tolist()
+    assert packed == [0, 1, 2, 3, 4, -1, 14, 15, 16, 17]
+    assert layout.positions[0, :10].tolist() == [0, 1, 2, 3, 4, 5, 5, 6, 7, 8]
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> dict[str, Tensor]:
+    """Padded rows of random lengths with labels, some of them ignored."""
+    rows = draw(st.integers(1, 17))
+    lengths = torch.tensor(draw(st.lists(st.integers(1, LONGEST), min_size=rows, max_size=rows)))
+    lengths[draw(st.integers(0, rows - 1))] = LONGEST
+    ids = tiny_models.batch(draw(st.integers(0, 99)), rows=rows, length=LONGEST)["input_ids"]
+    mask = (torch.arange(LONGEST) < lengths[:, None]).long()
+    if draw(st.booleans()):
+        mask = mask.flip(1)
+    labels = ids.masked_fill(mask == 0, -100)
+    if draw(st.booleans()):  # as where prompts are not trained on
+        labels[torch.arange(rows), mask.argmax(1)] = -100
+    if not bool((labels[:, 1:] != -100).any()):
+        labels[0] = ids[0]
+    return {"input_ids": ids, "labels": labels, "attention_mask": mask}
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(batch=batches())
+def test_padded_rows_train_as_native_pytorch_trains_them(batch: dict[str, Tensor], model: Any, native: Any) -> None:
+    for each in (model, native):
+        each.zero_grad()
+    loss, expected = model(**batch).loss, native(**batch, use_cache=False).loss
+    torch.testing.assert_close(loss.detach(), expected.detach(), rtol=1e-6, atol=0)
+    loss.backward()
+    expected.backward()
+    tiny_models.assert_same_gradients(model, native)
+
+
+def padded(lengths: list[int], **changes: Any) -> dict[str, Tensor]:
+    ids = tiny_models.batch(7, rows=len(lengths), length=max(lengths))["input_ids"]
+    mask = (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).long()
+    return {"input_ids": ids, "labels": ids.masked_fill(mask == 0, -100), "attention_mask": mask, **changes}
+
+
+def test_padded_batches_of_any_length_share_few_shapes(model: Any) -> None:
+    shapes = {model.megacompile.compiled(padded([longest, 3, 5])).shape for longest in range(10, 40)}
+    assert {(shape.batch, shape.length) for shape in shapes} == {(1, 64)}
+    assert all(shape.further == ("position_ids",) for shape in shapes)
+
+
+def test_rows_that_fill_their_batch_are_left_as_they_are(model: Any) -> None:
+    shape = model.megacompile.compiled(padded([9, 9, 9])).shape
+    assert (shape.batch, shape.length, shape.further) == (3, 9, ())
+
+
+def test_padding_that_only_labels_show_is_left_out_of_training(model: Any) -> None:
+    batch = padded([20, 4, 2])
+    del batch["attention_mask"]
+    assert model.megacompile.compiled(batch).shape.length == 64
+    with torch.no_grad():  # logits of all places are asked for
+        assert model(**batch).logits.shape == (3, 20, tiny_models.VOCABULARY)
+
+
+@pytest.mark.parametrize("why", ["holes", "a first token in left padding that is a target", "a mask of pairs"])
+def test_what_cannot_be_packed_is_computed_as_it_came(why: str, model: Any, native: Any) -> None:
+    batch = padded([12, 5, 7])
+    if why == "holes":
+        batch["attention_mask"][0, 4] = 0
+    elif why.startswith("a first token"):
+        batch = {name: tensor.flip(1) for name, tensor in batch.items()}
+    else:
+        seen = torch.ones(12, 12, dtype=torch.bool).tril() & (batch["attention_mask"][:, None, None] > 0)
+        batch["attention_mask"] = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
+    shape = model.megacompile.compiled(batch).shape
+    assert (shape.batch, shape.length) == (3, 12)
+    loss, expected = model(**batch).loss, native(**batch, use_cache=False).loss
+    torch.testing.assert_close(loss.detach(), expected.detach(), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("lengths", [[12, 0, 5], [12, 1, 1]], ids=["an empty row", "rows without a target"])
+def test_rows_that_add_nothing_to_the_loss_are_exact(lengths: list[int], model: Any, native: Any) -> None:
+    batch = padded(lengths)
+    loss, expected = model(**batch).loss, native(**batch, use_cache=False).loss
+    torch.testing.assert_close(loss.detach(), expected.detach(), rtol=1e-6, atol=0)
+    loss.backward()
+    expected.backward()
+    tiny_models.assert_same_gradients(model, native)
+
+
+def test_packed_rows_of_no_fixed_shape_are_laid_out_anew(model: Any, native: Any) -> None:
+    """As collators give them that join a batch to one row: another length each time."""
+    positions = torch.cat([torch.arange(n) for n in (9, 4, 20)])[None]
+    ids = tiny_models.batch(3, rows=1, length=33)["input_ids"]
+    batch = {"input_ids": ids, "labels": ids.masked_fill(positions == 0, -100), "position_ids": positions}
+    assert model.megacompile.compiled(batch).shape.length == 64
+    loss, expected = model(**batch).loss, native(**batch, use_cache=False).loss
+    torch.testing.assert_close(loss.detach(), expected.detach(), rtol=1e-6, atol=0)
+    loss.backward()
+    expected.backward()
+    tiny_models.assert_same_gradients(model, native)
+
+
+def test_values_of_tokens_come_back_to_their_rows(model: Any, native: Any) -> None:
+    model.eval(), native.eval()
+    batch = padded([12, 5, 7])
+    del batch["labels"]
+    with torch.no_grad():
+        expected = native(**batch, use_cache=False, output_hidden_states=True)
+        found = model(**batch, output_hidden_states=True)
+        real = batch["attention_mask"].bool()
+        torch.testing.assert_close(found.logits[real], expected.logits[real])
+        for ours, theirs in zip(found.hidden_states, expected.hidden_states, strict=True):
+            torch.testing.assert_close(ours[real], theirs[real])
+        torch.testing.assert_close(model.megacompile.last_hidden_state(batch)[real], expected.hidden_states[-1][real])
+    assert not bool(found.logits[~real].any()), "padding has no values"
+
+
+def shape_of(rows: int, whole_step: bool) -> Shape:
+    return Shape(rows, 2048, labels=True, training=True, whole_step=whole_step, further=("position_ids",))
+
+
+@pytest.mark.parametrize("whole_step", [False, True])
+def test_a_derived_plan_keeps_every_choice_and_few_micro_batch_sizes(whole_step: bool) -> None:
+    base = Plan(16, 2048, (8, 8), saved_layers=3, waves=2 if whole_step else 1, host_sums=("a",) if whole_step else ())
+    for rows in range(1, 40):
+        for plan in derived(base, shape_of(rows, whole_step)):
+            assert sum(plan.micro_batches) == rows and set(plan.micro_batches) <= {8, 4, 2, 1}
+            assert replace(plan, batch=16, micro_batches=(8, 8), waves=base.waves, host_sums=base.host_sums) == base
+            assert whole_step or plan.waves == 1, "only whole steps go in waves"
+        if whole_step:  # the last one takes no more memory than the base
+            assert max(len(plan.wave(wave)) for wave in range(plan.waves)) <= 1
+
+
+def test_plans_are_searched_once_for_steps_of_like_size(model: Any) -> None:
+    shapes = model.megacompile.streamed.shapes
+    before = shapes.packed.searches
+    for rows in (9, 8, 10, 7, 12, 9):
+        model.megacompile.compiled(padded([40] * (rows * 50) + [3]))
+    assert shapes.packed.searches == before + 1
