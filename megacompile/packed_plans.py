@@ -47,8 +47,10 @@ class PackedPlans:
 
 
 def derived(base: Plan, shape: Shape) -> list[Plan]:
-    """The same choices for a shape with another number of rows: as large micro-batches, then smaller ones of powers of two. Of a
-    whole step, with about as many rows in a wave, and with no more micro-batches."""
+    """The same choices for a shape with another number of rows.
+
+    Micro-batches are as large, and smaller ones of powers of two follow. A whole step has about as many rows in a wave (the first
+    plan), or no more micro-batches (the second)."""
     size = max(base.micro_batches)
     micro_batches = (size,) * (shape.batch // size) + _powers_of_two(shape.batch % size)
     alike = round(shape.batch * base.waves / base.batch)
