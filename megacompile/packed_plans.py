@@ -49,8 +49,8 @@ class PackedPlans:
 def derived(base: Plan, shape: Shape) -> list[Plan]:
     """The same choices for a shape with another number of rows.
 
-    Micro-batches are as large, and smaller ones of powers of two follow. A whole step has about as many rows in a wave (the first
-    plan), or no more micro-batches (the second)."""
+    Micro-batches are as large, and smaller ones of powers of two follow. The first plan of a whole step has about as many rows
+    in a wave, the second has no more micro-batches in one."""
     size = max(base.micro_batches)
     micro_batches = (size,) * (shape.batch // size) + _powers_of_two(shape.batch % size)
     alike = round(shape.batch * base.waves / base.batch)
