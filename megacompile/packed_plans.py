@@ -26,9 +26,9 @@ class PackedPlans:
     def choose(self, planner: Planner, shape: Shape) -> Plan:
         """The plan of a training step of packed rows. Raises what `Planner.choose` raises."""
         kind = replace(shape, batch=0)
-        base = self._searched.get(kind)
-        if base is not None and shape.batch <= _FAR * base.batch:
-            for plan in derived(base, shape):
+        known = self._searched.get(kind)
+        if known is not None and shape.batch <= _FAR * known.batch:
+            for plan in derived(known, shape):
                 if planner.fits(plan) and plan.resident_state == planner.resident_state():
                     return plan
         full = max(1, FULL_TOKENS // shape.length)
@@ -36,11 +36,11 @@ class PackedPlans:
         for count in dict.fromkeys((round(shape.batch / full), -(-shape.batch // full))):
             self.searches += 1
             base = planner.choose(full * max(1, count), shape.length, True, shape.update, shape.whole_step, shape.output)
-            plans = [plan for plan in derived(base, shape) if planner.fits(plan)]
-            if plans:
-                break
-        self._searched[kind] = base
-        return plans[0] if plans else derived(base, shape)[-1]
+            self._searched[kind] = base
+            for plan in derived(base, shape):
+                if planner.fits(plan):
+                    return plan
+        raise AssertionError("a plan for no fewer rows fits, and so do its choices for these")
 
     def clear(self) -> None:
         self._searched.clear()

@@ -73,7 +73,11 @@ def _each_backward(
     grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor, segments: Tensor,
     scale: float, window: int, softcap: float, *, kernel: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    gradients = tuple(x.new_empty(x.shape[0], x.shape[2], x.shape[1], x.shape[3]).transpose(1, 2) for x in (query, key, value))
+    def like(x: Tensor) -> Tensor:
+        batch, heads, length, width = x.shape
+        return x.new_empty(batch, length, heads, width).transpose(1, 2)
+
+    gradients = like(query), like(key), like(value)
     for row, where in _sequences(segments):
         part = (slice(row, row + 1), slice(None), where)
         found = whole.BACKWARD[kernel](grad_out[part], query[part], key[part], value[part], out[part], logsumexp[part],
