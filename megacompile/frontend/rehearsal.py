@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megacompile.errors import CaptureError, UnsupportedError
 from megacompile.frontend.layers import LayerStack
+from megacompile.frontend.tracing import TRACING_ERRORS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +63,7 @@ def rehearse(model: nn.Module, batch: Mapping[str, Any], options: Mapping[str, A
             model(**batch, **options)
     except (UnsupportedError, CaptureError):
         return Rehearsal(without_attention=True)
-    except Exception:  # a branch on values, say: whether the model can be traced, its trace says
+    except TRACING_ERRORS:  # a branch on values, say: whether the model can be traced, its trace says
         return Rehearsal()
     finally:
         for handle in handles:
