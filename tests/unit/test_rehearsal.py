@@ -10,6 +10,8 @@ from tiny_models import build
 from torch import Tensor, nn
 
 from megacompile.frontend import capture
+from megacompile.frontend.layers import find_layers
+from megacompile.frontend.rehearsal import rehearse
 
 trace = importlib.import_module("megacompile.frontend.trace")
 
@@ -57,3 +59,18 @@ def test_a_model_is_traced_once(make: Any, monkeypatch: pytest.MonkeyPatch) -> N
     example = {name: torch.zeros(2, 5, dtype=torch.long) for name in ("input_ids", "labels")}
     capture(make(), example=example if make is Again else None)
     assert len(traces) == 1
+
+
+class Late(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(2, 2)])
+
+    def forward(self) -> None:
+        raise TimeoutError("the user's")
+
+
+def test_what_says_nothing_about_the_model_goes_to_the_caller() -> None:
+    model = Late()
+    with pytest.raises(TimeoutError, match="the user's"):
+        rehearse(model, {}, {}, find_layers(model))
