@@ -7,6 +7,7 @@ import dataclasses
 import itertools
 import operator
 import os
+import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -95,7 +96,7 @@ def capture_model_graph(
           layers_as_regions(stack, each_call)):
         warnings.simplefilter("always")
         try:
-            graph = dynamo_graph_capture_for_export(step)(*tensors)
+            graph = dynamo_graph_capture_for_export(_with_own_globals(step))(*tensors)
         except MegacompileError:
             raise
         except TRACING_ERRORS as reason:
@@ -118,6 +119,13 @@ def capture_model_graph(
     traced: Any = next(n.meta["example_value"] for n in sources if isinstance(n.meta["example_value"], Tensor))
     return ModelGraph(graph, sources, returned, traced.fake_mode,
                       any("side effects happened" in str(each.message) for each in warned))
+
+
+def _with_own_globals(function: Any) -> Any:
+    """The same function with a dictionary of globals of its own. Dynamo adds to them what it makes, the graph among it, which
+    would stay in this module for ever."""
+    return types.FunctionType(function.__code__, dict(function.__globals__), function.__name__, function.__defaults__,
+                              function.__closure__)
 
 
 @contextlib.contextmanager
