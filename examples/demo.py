@@ -20,6 +20,7 @@ import megacompile
 from megacompile import training
 from megacompile.corpus import ByteTokenizer, read_text
 from megacompile.finetuning.packing import pack
+from megacompile.finetuning.progress import Course, ProgressDisplay
 from megacompile.finetuning.rows import Order, Rows, collate, in_turn
 
 BATCH, LENGTH = 4, 128
@@ -66,8 +67,14 @@ def main() -> int:
 
     model.train()
     schedule = training.warmup_then_decay(optimizer, arguments.steps, warmup=10)
-    with training.ProgressDisplay(console, arguments.steps, interval=20) as display:
-        training.train(model, optimizer, batches, arguments.steps, schedule=schedule, on_step=display)
+    course = Course(arguments.steps, BATCH, len(learn))
+    with ProgressDisplay(console, arguments.steps, interval=20) as display:
+        def on_step(step: training.Step) -> None:
+            entry = course(step)
+            display(entry)
+            display.line(entry)
+
+        training.train(model, optimizer, batches, arguments.steps, schedule=schedule, on_step=on_step)
     loss = training.evaluate(model, examination)
 
     prompt = ByteTokenizer().encode(b"    def ").long()[None]

@@ -15,7 +15,8 @@ config = Qwen2Config(vocab_size=152064, hidden_size=3584, intermediate_size=1894
 with torch.device("meta"):
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
 
-compiled = megacompile.schedule(model, batch=16, length=1024, micro_batch_size=8, checkpoint_interval=2, device="cpu")
+compiled = megacompile.schedule(model, batch=16, length=1024, micro_batch_size=8, checkpoint_interval=2, device="cpu",
+                               host_memory="64GiB")
 
 print(f"{compiled.title()}; templates: {', '.join(compiled.templates)}\n")
 for name, program in compiled.stages.items():

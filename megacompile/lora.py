@@ -43,7 +43,7 @@ class Lora:
                 if name != "lora" and value is not None:
                     raise ArgumentError(f"--{name.replace('_', '-')} needs --lora: give both, or neither")
         elif importlib.util.find_spec("peft") is None:
-            raise MegacompileError("--lora needs PEFT, which is not installed: pip install 'megacompile[train]'")
+            raise MegacompileError("--lora needs PEFT, which is not installed: pip install peft")
 
     @property
     def rank(self) -> int:

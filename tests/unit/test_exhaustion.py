@@ -1,6 +1,7 @@
 """Out of device memory in the middle of a step: nothing has changed, the error says what to do, and a smaller batch runs."""
 from __future__ import annotations
 
+import gc
 import threading
 import weakref
 from collections.abc import Callable
@@ -189,6 +190,8 @@ def test_out_of_memory_is_explained_once_wherever_it_happens(bf16_model: Any, mo
     assert prepare is _resident_in_backward or not model.megacompile.streamed.open_leases(), "what it holds would be missing"
     model.zero_grad()
     model(**batch()).loss.backward()  # the next step runs
+    del call, caught
+    gc.collect()  # the traceback holds the forward whose backward failed
 
 
 def test_an_update_on_the_device_that_runs_out_of_memory_says_whether_weights_are_torn(model: Any) -> None:

@@ -270,12 +270,13 @@ def test_a_kill_at_any_file_operation_of_a_start_leaves_the_log_and_the_settings
     lines = [json.dumps({"step": step, "loss": 1.0}) + "\n" for step in range(1, 10)]
     lines.insert(3, "# learning rate halved here\n")
     first = Settings(output=tmp_path, seed=1)
-    runs._write_settings(settings, "m", ["d"], first, Knobs())
+    rest = Recipe.of(first, Kind.FULL, 512)[0], Lora().resolved(), Knobs()
+    runs._write_settings(settings, "m", ["d"], first, *rest)
     before = settings.read_bytes()
 
     def start() -> None:
-        with Reports(tmp_path, 5, tensorboard=False):
-            runs._write_settings(settings, "m", ["d"], dataclasses.replace(first, seed=2), Knobs())
+        with Reports(tmp_path, 5):
+            runs._write_settings(settings, "m", ["d"], dataclasses.replace(first, seed=2), *rest)
 
     number, found = 0, set()
     while True:
@@ -294,7 +295,7 @@ def test_a_kill_at_any_file_operation_of_a_start_leaves_the_log_and_the_settings
 def test_a_log_that_is_no_file_is_refused_at_once(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "log.jsonl")
     with pytest.raises(MegacompileError, match=r"log.jsonl cannot be written \(it is a FIFO, not a regular file"):
-        Reports(tmp_path, 3, tensorboard=False)
+        Reports(tmp_path, 3)
     if importlib.util.find_spec("matplotlib"):
         assert draw_curve(tmp_path) == f"since {tmp_path / 'log.jsonl'} cannot be read: it is a FIFO, not a regular file"
 

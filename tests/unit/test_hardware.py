@@ -368,9 +368,9 @@ def test_the_largest_batch_fits_and_one_sequence_more_does_not(planned: Schedule
     planner = dataclasses.replace(planned.planner, budget_bytes=room, pace=None, stateful=None)
     largest = planner.largest_batch(LENGTH)
     assert largest > 8
-    assert planner.fits(dataclasses.replace(planner, stateful=None).plan(largest, LENGTH))
+    assert planner.fits(dataclasses.replace(planner, stateful=None).choose(largest, LENGTH))
     with pytest.raises(MegacompileError, match=f"a batch of {largest + 1} x {LENGTH} needs"):
-        planner.plan(largest + 1, LENGTH)
+        planner.choose(largest + 1, LENGTH)
 
 
 def test_no_batch_larger_than_anybody_wants_is_looked_for(planned: Schedule) -> None:

@@ -18,8 +18,10 @@ from tiny_models import same_bits
 from megacompile import latest_checkpoint, save_checkpoint
 from megacompile.errors import MegacompileError
 from megacompile.finetuning import run as runs
+from megacompile.finetuning.recipe import Kind, Recipe
 from megacompile.finetuning.reports import Reports
 from megacompile.finetuning.settings import Settings
+from megacompile.lora import Lora
 from megacompile.options import Knobs
 from megacompile.saving import recover, replacing
 
@@ -140,12 +142,14 @@ def test_a_run_goes_on_or_not_and_its_log_and_settings_stay_whole(tmp_path: Path
     log, settings = tmp_path / "log.jsonl", tmp_path / "settings.yaml"
     lines = [json.dumps({"step": step, "loss": 1.0}) + "\n" for step in range(1, 10)]
     log.write_text("".join(lines))
-    runs._write_settings(settings, "m", ["d"], Settings(output=tmp_path), Knobs())
+    asked = Settings(output=tmp_path)
+    written = settings, "m", ["d"], asked, Recipe.of(asked, Kind.FULL, 512)[0], Lora().resolved(), Knobs()
+    runs._write_settings(*written)
     before, refused = settings.read_text(), 0
 
     def start() -> None:
-        with Reports(tmp_path, 5, tensorboard=False):
-            runs._write_settings(settings, "m", ["d"], Settings(output=tmp_path), Knobs())
+        with Reports(tmp_path, 5):
+            runs._write_settings(*written)
 
     for said in each_fault(start, monkeypatch):
         assert log.read_text() in ("".join(lines), "".join(lines[:5])) and settings.read_text() == before
