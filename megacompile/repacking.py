@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megacompile.errors import CaptureError, UnsupportedError
-from megacompile.frontend.across_rows import across_tokens
+from megacompile.frontend.across_rows import across_tokens, totals_of_batch
 from megacompile.frontend.capture import CapturedModel
 from megacompile.frontend.template import LENGTH as LENGTH_SYMBOL
 from megacompile.packed_layout import LENGTH, Layout, lay_out, power_of_two, spans_of
@@ -129,8 +129,10 @@ class Repacking:
         the model in this form."""
         if form not in self._unread:
             try:
-                reads = self.forms.serve(form).captured.fused_attention
-                self._unread[form] = "" if reads else "its attention does not read position_ids"
+                packed = self.forms.serve(form).captured
+                counts = any(totals_of_batch(packed.templates[call.template]) for call in packed.calls[:-1])
+                self._unread[form] = ("its attention does not read position_ids" if not packed.fused_attention else
+                                      "it computes with the largest position of a batch" if counts else "")
             except (CaptureError, UnsupportedError) as error:
                 self._unread[form] = f"it cannot be captured with position_ids: {error}"
         return self._unread[form]

@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+import megacompile
 from megacompile.packed_layout import LENGTH, Span, lay_out, spans_of
 from megacompile.packed_plans import derived
 from megacompile.plan import Plan, Shape
@@ -210,3 +211,18 @@ def test_plans_are_searched_once_for_steps_of_like_size(model: Any) -> None:
     for rows in (9, 8, 10, 7, 12, 9):
         model.megacompile.compiled(padded([40] * (rows * 50) + [3]))
     assert shapes.packed.searches == before + 1
+
+
+def test_rows_whose_frequencies_depend_on_the_largest_position_are_not_packed() -> None:
+    """LongRoPE: in another micro-batch another position would be the largest."""
+    from transformers import AutoModelForCausalLM, Phi3Config
+
+    sizes = dict(vocab_size=64, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+                 num_key_value_heads=2, pad_token_id=0, max_position_embeddings=64, original_max_position_embeddings=16)
+    rope = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "rope_theta": 10000.0}
+    built = AutoModelForCausalLM.from_config(Phi3Config(**sizes, rope_parameters=rope))
+    model = megacompile.stream(built, device="cpu")
+    try:
+        assert model.megacompile.compiled(padded([24, 3, 5])).shape.length == 24
+    finally:
+        model.megacompile.close()
