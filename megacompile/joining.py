@@ -9,9 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megacompile.frontend.pairs import pairs_of, tokens_of
-
-#: What a cross entropy over tokens does not count.
-IGNORED = -100
+from megacompile.losses import IGNORED
 
 
 def join(batches: Sequence[Mapping[str, Any]], labels: Collection[str], causal: bool) -> dict[str, Any] | None:

@@ -65,11 +65,6 @@ class Layout:
         """Which places hold a token: indices of the packed places, counted row by row, int64 [tokens]."""
         return (self.source.flatten() >= 0).nonzero().squeeze(1)
 
-    @property
-    def efficiency(self) -> float:
-        """The share of packed places that hold a token."""
-        return len(self.filled) / self.source.numel()
-
     def pack(self, tensor: Tensor, filling: int = 0) -> Tensor:
         """The values of a batch's tokens, [rows, length, ...], in packed places; `filling` where there is no token."""
         flat = tensor.flatten(0, 1)

@@ -1,7 +1,8 @@
 """Which batches of uneven rows are packed into rows of one length, and what the model is given then.
 
 A batch is packed if that changes nothing but where its tokens lie: the model is causal, only attention lets tokens meet, and
-attention reads where sequences begin. What cannot be packed is computed as it came, padding and all; `reason` says why.
+attention reads where sequences begin. What cannot be packed is computed as it came, padding and all. `obstacle` and `unread`
+say why.
 """
 from __future__ import annotations
 
@@ -17,14 +18,13 @@ from megacompile.errors import CaptureError, UnsupportedError
 from megacompile.frontend.across_rows import across_tokens, totals_of_batch
 from megacompile.frontend.capture import CapturedModel
 from megacompile.frontend.template import LENGTH as LENGTH_SYMBOL
+from megacompile.losses import IGNORED
 from megacompile.packed_layout import LENGTH, Layout, lay_out, power_of_two, spans_of
 from megacompile.plan import Form
 
 if TYPE_CHECKING:
     from megacompile.forms import Forms
 
-#: What a cross entropy over tokens does not count.
-IGNORED = -100
 _MASK, _POSITIONS = "attention_mask", "position_ids"
 
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from megacompile.decay import Decay
 from megacompile.errors import ArgumentError, MegacompileError
-from megacompile.joining import IGNORED
+from megacompile.losses import IGNORED
 from megacompile.regular_files import refuse_irregular
 
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")

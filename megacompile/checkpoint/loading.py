@@ -172,7 +172,7 @@ def _optimizer_state(saved: Manifest, tensors: Mapping[str, Tensor], subject: Su
 
 @torch.no_grad()
 def _load(tensors: Mapping[str, Tensor], subject: Subject, optimizer_state: dict[str, Any]) -> None:
-    """Of what was checked."""
+    """Copies checked weights and optimizer state into the model and the optimizer."""
     streamed = subject.streamed
     for name, tensor in [*streamed.parameters.items(), *subject.rest().items()]:
         tensor.copy_(tensors[f"weight:{name}"])

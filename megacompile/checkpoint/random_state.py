@@ -69,7 +69,7 @@ def check(state: Any, device: torch.device) -> None:
 
 
 def restore(state: dict[str, Any], device: torch.device) -> None:
-    """Of a state that was checked. A checkpoint from another kind of device leaves the device's own generator as it is."""
+    """Restores a checked state. A checkpoint from another kind of device leaves the device's own generator as it is."""
     kind, keys, *rest = state["numpy"]
     random.setstate(state["python"])
     np.random.set_state((kind, keys.numpy().view(np.uint32), *rest))

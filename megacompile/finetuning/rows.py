@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megacompile.errors import MegacompileError
 from megacompile.finetuning.chat import Encoded
-from megacompile.joining import IGNORED
+from megacompile.losses import IGNORED
 
 #: Batches are padded to the length, or to this many halves of it: each width is a program of its own.
 _HALVINGS = 3

@@ -98,16 +98,21 @@ def batches(draw: st.DrawFn) -> dict[str, Tensor]:
     return {"input_ids": ids, "labels": labels, "attention_mask": mask}
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(batch=batches())
-def test_padded_rows_train_as_native_pytorch_trains_them(batch: dict[str, Tensor], model: Any, native: Any) -> None:
-    for each in (model, native):
-        each.zero_grad()
+def assert_trains_alike(batch: dict[str, Tensor], model: Any, native: Any) -> None:
+    """The loss of native PyTorch, and its gradients."""
     loss, expected = model(**batch).loss, native(**batch, use_cache=False).loss
     torch.testing.assert_close(loss.detach(), expected.detach(), rtol=1e-6, atol=0)
     loss.backward()
     expected.backward()
     tiny_models.assert_same_gradients(model, native)
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(batch=batches())
+def test_padded_rows_train_as_native_pytorch_trains_them(batch: dict[str, Tensor], model: Any, native: Any) -> None:
+    for each in (model, native):
+        each.zero_grad()
+    assert_trains_alike(batch, model, native)
 
 
 def padded(lengths: list[int], **changes: Any) -> dict[str, Tensor]:
@@ -154,11 +159,7 @@ def test_what_cannot_be_packed_is_computed_as_it_came(why: str, model: Any, nati
 @pytest.mark.parametrize("lengths", [[12, 0, 5], [12, 1, 1]], ids=["an empty row", "rows without a target"])
 def test_rows_that_add_nothing_to_the_loss_are_exact(lengths: list[int], model: Any, native: Any) -> None:
     batch = padded(lengths)
-    loss, expected = model(**batch).loss, native(**batch, use_cache=False).loss
-    torch.testing.assert_close(loss.detach(), expected.detach(), rtol=1e-6, atol=0)
-    loss.backward()
-    expected.backward()
-    tiny_models.assert_same_gradients(model, native)
+    assert_trains_alike(batch, model, native)
 
 
 def test_packed_rows_of_no_fixed_shape_are_laid_out_anew(model: Any, native: Any) -> None:
@@ -167,11 +168,7 @@ def test_packed_rows_of_no_fixed_shape_are_laid_out_anew(model: Any, native: Any
     ids = tiny_models.batch(3, rows=1, length=33)["input_ids"]
     batch = {"input_ids": ids, "labels": ids.masked_fill(positions == 0, -100), "position_ids": positions}
     assert model.megacompile.compiled(batch).shape.length == 64
-    loss, expected = model(**batch).loss, native(**batch, use_cache=False).loss
-    torch.testing.assert_close(loss.detach(), expected.detach(), rtol=1e-6, atol=0)
-    loss.backward()
-    expected.backward()
-    tiny_models.assert_same_gradients(model, native)
+    assert_trains_alike(batch, model, native)
 
 
 def test_values_of_tokens_come_back_to_their_rows(model: Any, native: Any) -> None:
