@@ -65,7 +65,7 @@ def check(state: Any, device: torch.device) -> None:
         try:
             generators[name].set_state(state[name])
         except (RuntimeError, TypeError) as error:
-            raise schema.SchemaError(f"random[{name!r}] is no state of such a generator") from error
+            raise schema.SchemaError(f"random[{name!r}] is not a state of this generator") from error
 
 
 def restore(state: dict[str, Any], device: torch.device) -> None:

@@ -81,7 +81,7 @@ def _decoded(value: Any, levels: int) -> Any:
 
 def _of_kind(tag: str, inside: Any, levels: int) -> Any:
     if not isinstance(inside, str if tag == "$bytes" else list):
-        raise CheckpointError(f"a {type(inside).__name__} is no value of kind {tag!r}")
+        raise CheckpointError(f"a {type(inside).__name__} is not a value of kind {tag!r}")
     return _DECODERS[tag](inside, levels)
 
 
@@ -92,7 +92,7 @@ def _pairs(items: list[list[Any]], levels: int) -> dict[Any, Any]:
 def _tensor(dtype: str, shape: list[int], data: dict[str, str]) -> Tensor:
     found = getattr(torch, dtype)
     if not isinstance(found, torch.dtype) or any(type(size) is not int or size < 0 for size in shape):
-        raise CheckpointError(f"{dtype} {shape} is no dtype and shape")
+        raise CheckpointError(f"{dtype} {shape} is not a dtype and a shape")
     memory = bytearray(base64.b64decode(data["$bytes"], validate=True))
     return (torch.frombuffer(memory, dtype=found) if memory else torch.empty(0, dtype=found)).view(shape)
 
