@@ -31,6 +31,7 @@ from megacompile.frontend.explained import explained
 from megacompile.frontend.layers import LayerStack, layers_as_regions
 from megacompile.frontend.pairs import pairs_of
 from megacompile.frontend.template import Source
+from megacompile.frontend.trace_caches import release_tracked_fakes
 from megacompile.frontend.tracing import TRACING_ERRORS, raise_foreign
 
 INVOKE = torch.ops.higher_order.invoke_subgraph
@@ -117,6 +118,7 @@ def capture_model_graph(
     _count_outside(graph, sources)
     own_rewritten_buffers(graph.graph, sources)
     traced: Any = next(n.meta["example_value"] for n in sources if isinstance(n.meta["example_value"], Tensor))
+    release_tracked_fakes(traced.fake_mode.shape_env)
     return ModelGraph(graph, sources, returned, traced.fake_mode,
                       any("side effects happened" in str(each.message) for each in warned))
 

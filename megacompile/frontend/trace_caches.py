@@ -1,0 +1,33 @@
+"""What PyTorch keeps of a trace for the rest of the process, though nothing can ask for it any more."""
+from __future__ import annotations
+
+import gc
+import linecache
+from types import FunctionType
+
+from torch.fx import graph_module
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+
+def forget_symbols() -> None:
+    """Empties the caches of `ShapeEnv`'s methods. They have no bound, and their keys hold every `ShapeEnv` there was, with the
+    graph that it was made for. What is still in use is computed again when it is asked for."""
+    for method in vars(ShapeEnv).values():
+        if hasattr(method, "cache_clear"):
+            method.cache_clear()
+
+
+def release_tracked_fakes(environment: ShapeEnv) -> None:
+    """Lets a `ShapeEnv` be collected. Its list of traced inputs holds fake tensors, whose sizes hold the `ShapeEnv` through
+    C++, where the garbage collector does not see the cycle. Only Dynamo's guards read the list, when a trace ends."""
+    environment.tracked_fakes = None
+
+
+def forget_generated_code() -> None:
+    """Drops the source lines of every graph module that does not exist any more. torch.fx keeps one text for each
+    `recompile()`, to show it in stack traces, and never drops one."""
+    alive = {function.__code__.co_filename for function in gc.get_objects() if type(function) is FunctionType}
+    kept = graph_module._loader.eval_cache
+    for name in [name for name in kept if name not in alive]:
+        kept.pop(name, None)
+        linecache.cache.pop(name, None)
