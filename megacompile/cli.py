@@ -35,13 +35,16 @@ class _Commands(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         """Ends on an error of ours with its message alone, all lines of it: where each lane stood, or a dump's folder, come
-        after the first. Any other exception is a fault and keeps its traceback."""
+        after the first. Ctrl-C ends on one line too, outside of a training loop, which handles it itself. Any other exception
+        is a fault and keeps its traceback."""
         try:
             return super().invoke(ctx)
         except ArgumentError as error:
             message, code = str(error), EXIT_ARGUMENT
         except MegacompileError as error:
             message, code = str(error), EXIT_FAILED
+        except KeyboardInterrupt:
+            message, code = "stopped by Ctrl-C", EXIT_INTERRUPTED
         print(f"megacompile: {message}", file=sys.stderr)
         raise typer.Exit(code)
 

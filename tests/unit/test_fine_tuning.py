@@ -177,6 +177,15 @@ def test_ctrl_c_saves_a_checkpoint_and_says_how_to_go_on(model: Path, data: Path
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["000001-step-2"]
 
 
+def test_ctrl_c_before_the_training_loop_ends_on_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(runs, "run", interrupted)
+    result = command("train", "m", "--data", "d.jsonl")
+    assert result.exit_code == cli.EXIT_INTERRUPTED and result.stderr == "megacompile: stopped by Ctrl-C\n"
+
+
 # ---------------------------------------------------------------- what is asked for
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
