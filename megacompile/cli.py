@@ -239,7 +239,7 @@ def doctor() -> None:
 @app.command()
 def bench(
     name: Annotated[str, typer.Argument(metavar="TABLE", help="gates, depth, ablation, budgets, batch, context, kinds, width, "
-                                                              "large or whole.")],
+                                                              "rows, large or whole.")],
     output: Annotated[Path, typer.Option(dir_okay=False, help="The rows: read first, then added to.")] = Path("bench.jsonl"),
     shape: Annotated[str | None, typer.Option(help="Of the model, for rows that name none, such as tiny.")] = None,
     limit_minutes: Annotated[float | None, typer.Option(min=0.0, help="Stop after so long; the same command goes on from "

@@ -26,12 +26,13 @@ Cell = Callable[["Measured"], str]
 @dataclass(frozen=True)
 class Measured:
     """A row of a table that was measured. `alone_tflops` is that of its compute alone, `native_tflops` that of the fastest
-    native row of its size; None where there is none."""
+    native row of its size, `full_tflops` that of full rows trained in the same way; None where there is none."""
 
     spec: Spec
     row: rows.Row
     alone_tflops: float | None = None
     native_tflops: float | None = None
+    full_tflops: float | None = None
 
     def option(self, name: str) -> Any:
         """As the table says, else as it came out: the number of layers that fit, say."""
@@ -46,10 +47,13 @@ def measured(table: Table, found: Iterable[rows.Row], device: str) -> list[Measu
     found = [row for row in found if row["device"] == device and "options" in row]
     rates = rows.by_commit(row for row in found if "tflops" in row)
     natives: dict[tuple[Any, ...], float] = {}
+    fulls: dict[tuple[Any, ...], float] = {}
     for each in rates.values():
-        if each["system"] == "native":
+        if _is_native(each["system"], each["options"]):
             natives[_size(each)] = max(each["tflops"], natives.get(_size(each), 0.0))
-    has_native = any(spec.system == "native" for spec in table.rows)
+        elif each["options"].get("data") == "full":
+            fulls[_budget(each)] = each["tflops"]
+    has_native = any(_is_native(spec.system, spec.options) for spec in table.rows)
     result = []
     for spec in table.rows:
         own = spec.identity(device)
@@ -62,8 +66,17 @@ def measured(table: Table, found: Iterable[rows.Row], device: str) -> list[Measu
         has_alone = any(each in table.rows for each in alones[:1])
         partners = [(has_alone and alone is not None) + (has_native and _size(row) in natives) for row, alone in beside]
         row, alone = beside[max(zip(partners, range(len(same)), strict=True))[1]]  # the last of those with most
-        result.append(Measured(spec, row, alone, natives.get(_size(row))))
+        result.append(Measured(spec, row, alone, natives.get(_size(row)), fulls.get(_budget(row))))
     return result
+
+
+def _is_native(system: str, options: Mapping[str, Any]) -> bool:
+    return system == "native" or options.get("through") == "native"
+
+
+def _budget(row: rows.Row) -> tuple[Any, ...]:
+    """What rows of one model that may use as much device memory agree in."""
+    return *(row.get(key) for key in ("shape", "layers", "commit")), row["options"].get("device_memory")
 
 
 def _alone(identities: Sequence[str], row: rows.Row, rates: Mapping[tuple[str, str | None], rows.Row]) -> float | None:
@@ -83,7 +96,7 @@ def _residuals(row: rows.Row) -> str:
 
 
 def _size(row: rows.Row) -> tuple[Any, ...]:
-    return tuple(row.get(key) for key in ("shape", "layers", "batch", "length", "commit"))
+    return *(row.get(key) for key in ("shape", "layers", "batch", "length", "commit")), row.get("options", {}).get("data")
 
 
 def varying(specs: Sequence[Spec]) -> list[str]:
@@ -121,14 +134,17 @@ def _commit(m: Measured) -> str:
 COLUMNS: Mapping[str, Cell] = {
     "TFLOPS": _tflops, "with attention": _number("tflops_with_attention", ".0f"),
     "of compute alone": _share(lambda m: m.alone_tflops),
-    "of native": _share(lambda m: m.native_tflops if m.spec.system != "native" else None),
+    "of native": _share(lambda m: None if _is_native(m.spec.system, m.spec.options) else m.native_tflops),
+    "tokens/s": _number("tokens_per_s", ",.0f"), "padding": _number("padding", ".0%"),
+    "of full rows": _share(lambda m: m.full_tflops if m.spec.options.get("data") != "full" else None),
+    "first step, s": _number("first_step_s", ".1f"), "slowest / median": _number("slowest_over_median", ".2f"),
     "step, s": _number("step_s", ".2f"), "predicted, s": _number("predicted_step_s", ".2f"),
     "GPU, GiB": _number("peak_device_gib", ".1f"), "predicted, GiB": _number("predicted_device_gib", ".1f"),
     "host, bytes/parameter": _number("host_bytes_per_parameter", ".1f"), "lanes busy": _occupancy,
     "SM, MHz": _number("sm_clock_mhz", ".0f"), "power, W": _number("power_w", ".0f"), "commit": _commit,
 }
 #: Columns that a brief table has.
-BRIEF = ("TFLOPS", "of compute alone", "of native", "step, s", "predicted, s", "GPU, GiB", "predicted, GiB", "commit")
+BRIEF = ("TFLOPS", "of compute alone", "of native", "tokens/s", "of full rows", "first step, s", "slowest / median", "step, s", "predicted, s", "GPU, GiB", "predicted, GiB", "commit")
 
 
 def text(value: Any) -> str:

@@ -9,14 +9,14 @@ from typing import Any
 from megacompile.bench import rows
 
 #: The module that measures a row, by the row's system.
-MODULES = {"megacompile": "megacompile.bench.step", "native": "megacompile.bench.native"}
+MODULES = {"megacompile": "megacompile.bench.step", "native": "megacompile.bench.native", "uneven": "megacompile.bench.uneven"}
 
 _Options = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Spec:
-    """A row to measure: options of `step.py` or `native.py`, by their names without dashes. `how` are options that make it
+    """A row to measure: options of its system's module, by their names without dashes. `how` are options that make it
     no other row, such as the number of steps."""
 
     system: str
@@ -93,6 +93,18 @@ def native(**size: Any) -> list[Spec]:
     return [Spec("native", dict(size, micro_batch_size=micro, **way)) for way in (dict(checkpointing=True), dict(compile=True))]
 
 
+def uneven(**options: Any) -> list[Spec]:
+    """Training on rows of uneven length: full rows first, then each way to feed the others, ours and PyTorch's."""
+    ways = [dict(through=way) for way in ("trainer", "sft", "loop")]
+    natives = (dict(checkpointing=True), dict(checkpointing=True, arrangement="grouped"),
+               dict(checkpointing=True, arrangement="packed"), dict(arrangement="packed", compile=True),
+               dict(arrangement="packed", attention="flex_attention", compile=True))
+    return [Spec("uneven", dict(options, **way)) for way in (
+        dict(data="full"), *(dict(data=data, **way) for data in ("instructions", "chat", "documents") for way in ways),
+        dict(data="full", through="native", compile=True),
+        *(dict(data="instructions", through="native", **way) for way in natives))]
+
+
 def larger(**size: Any) -> tuple[Spec, ...]:
     """Steps of the 14B and 32B shapes."""
     shapes = (dict(shape=shape, **size) for shape in ("qwen2-14b", "qwen2-32b"))
@@ -147,6 +159,10 @@ TABLES = {
         *native(**EXPERTS), *native(**SINKS), *native(**WINDOW))),
     "width": Table("Layers 1 to 5 times as wide as those of the 7B shape, as many as the host holds, at most 4", tuple(
         with_compute(ours(shape=f"wide-{times}", layers="fit", **STEP) for times in range(1, 6))), x="shape"),
+    "rows": Table("Rows of uneven length: tokens a second, padding not counted", (
+        *uneven(layers=8), Spec("uneven", dict(layers=8, data="instructions", cold=True)),
+        *(Spec("uneven", dict(memory, data=data)) for memory in ({}, dict(device_memory="24GiB"))
+          for data in ("full", "instructions")))),
     "large": Table("Larger shapes, of as many layers as the host holds", larger(layers="fit")),
     "whole": Table("Whole models of 14B and 32B, on hosts of 256 and 512 GiB", larger()),
 }

@@ -1,0 +1,337 @@
+"""One row: training on rows of uneven length, as people have them, through the ways in which people train.
+
+    python benchmarks/uneven.py --data instructions --through trainer                    # ours, with transformers' arguments
+    python benchmarks/uneven.py --data instructions --through native --arrangement grouped
+    python benchmarks/uneven.py --data full --through trainer                            # what full rows reach
+
+A step has `--batch` rows, padded to the longest as default collators do. Tokens a second count the rows' own tokens, not their
+padding. Native is `transformers.Trainer` with weights, gradients and a fused bf16 AdamW on the device; it accumulates over
+micro-batches. Prints one JSON line.
+"""
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+
+import torch
+import transformers
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import Tensor
+from torch.utils.data import Dataset
+from transformers import PreTrainedTokenizerFast
+
+import megacompile
+from megacompile.bench import clocks, native, rows
+from megacompile.bench.shapes import random_model
+from megacompile.errors import MegacompileError
+from megacompile.losses import IGNORED
+from megacompile.packed_layout import LENGTH
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Log-normal lengths in tokens: their `median`, the `sigma` of their logarithm, the `shortest`; longer ones are cut at
+    `longest`."""
+
+    median: float
+    sigma: float
+    shortest: int
+    longest: int
+
+    def draw(self, count: int, seed: int) -> list[int]:
+        generator = torch.Generator().manual_seed(seed)
+        drawn = torch.empty(count).log_normal_(math.log(self.median), self.sigma, generator=generator)
+        return [int(length) for length in drawn.clamp(self.shortest, self.longest).round().tolist()]
+
+
+#: What people train on. Instruction data is short, chats have a long tail, documents are cut.
+DATA = {
+    "instructions": Lengths(180, 0.8, 16, 2048),
+    "chat": Lengths(500, 1.1, 32, 8192),
+    "documents": Lengths(1200, 1.2, 64, 4096),
+}
+#: Rows of one length, with as many tokens a step as instructions have.
+FULL = "full"
+#: Rows of a micro-batch of native training: a loss over all logits of a step would not fit.
+NATIVE_ROWS = 8
+THROUGH = ("trainer", "sft", "loop", "native")
+ARRANGEMENTS = ("padded", "grouped", "packed")
+
+
+def options() -> argparse.ArgumentParser:
+    parser = rows.parser(__doc__)
+    parser.set_defaults(steps=20, warm_up=4)
+    parser.add_argument("--data", choices=(*DATA, FULL), default="instructions", help="the distribution of lengths")
+    parser.add_argument("--through", choices=THROUGH, default="trainer", help="ours through its Trainer, its SFTTrainer or a "
+                                                                              "plain loop; or transformers' own Trainer")
+    parser.add_argument("--arrangement", choices=ARRANGEMENTS, default="padded",
+                        help="grouped: rows of like length in one batch, as Trainer can; packed: several in rows of one length")
+    parser.add_argument("--device-memory")
+    parser.add_argument("--cold", action="store_true", help="with an empty cache of compiled code and plans")
+    parser.add_argument("--attention", default="sdpa", help="native: attn_implementation")
+    parser.add_argument("--checkpointing", action="store_true", help="native: keep the inputs of layers and recompute the rest")
+    parser.add_argument("--compile", action="store_true", help="native: torch.compile each layer")
+    parser.set_defaults(keep=None, checkpoint_layers=None)
+    return parser
+
+
+# ---------------------------------------------------------------- data
+
+class RandomRows(Dataset[dict[str, Any]]):
+    """Random tokens in rows of these lengths, all of which are targets; the same ones for the same seed."""
+
+    def __init__(self, lengths: Sequence[int], vocabulary: int, seed: int = 0) -> None:
+        self.lengths, self.vocabulary, self.seed = lengths, vocabulary, seed
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        generator = torch.Generator().manual_seed(self.seed * 2**32 + index)
+        ids = torch.randint(0, self.vocabulary, (self.lengths[index],), generator=generator).tolist()
+        return dict(input_ids=ids, labels=ids, tokens=len(ids))
+
+
+def collate(found: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+    """Rows padded on the right to the longest: ids, mask and labels, int64 [rows, length]."""
+    shape = len(found), max(len(row["input_ids"]) for row in found)
+    batch = dict(input_ids=torch.zeros(shape, dtype=torch.int64), attention_mask=torch.zeros(shape, dtype=torch.int64),
+                 labels=torch.full(shape, IGNORED))
+    for number, row in enumerate(found):
+        count = len(row["input_ids"])
+        batch["input_ids"][number, :count] = torch.tensor(row["input_ids"])
+        batch["labels"][number, :count] = torch.tensor(row["labels"])
+        batch["attention_mask"][number, :count] = 1
+    return batch
+
+
+class PackedRows(Dataset[dict[str, Any]]):
+    """Rows of one length that hold several of `source`'s each, in order, with positions that begin anew."""
+
+    def __init__(self, source: RandomRows, length: int) -> None:
+        self.source, self.length = source, length
+        self.groups: list[list[int]] = [[]]
+        room = length
+        for index, tokens in enumerate(source.lengths):
+            if tokens > room:
+                self.groups.append([])
+                room = length
+            self.groups[-1].append(index)
+            room -= tokens
+
+    def __len__(self) -> int:
+        return len(self.groups)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        row: dict[str, Any] = dict(input_ids=[], labels=[], position_ids=[])
+        for each in self.groups[index]:
+            ids = self.source[each]["input_ids"]
+            row["input_ids"] += ids
+            row["labels"] += [IGNORED, *ids[1:]]
+            row["position_ids"] += range(len(ids))
+        left = self.length - len(row["input_ids"])
+        return dict(input_ids=row["input_ids"] + left * [0], labels=row["labels"] + left * [IGNORED],
+                    position_ids=row["position_ids"] + list(range(left)), tokens=self.length - left)
+
+
+def stack(found: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+    """Rows of one length: int64 [rows, length] each."""
+    return {name: torch.tensor([row[name] for row in found]) for name in ("input_ids", "labels", "position_ids")}
+
+
+class Feed:
+    """What a run trains on: `rows` a step of `data`, put together `each` at a time by `collate`.
+
+    State: `tokens` and `computed`, of each batch so far: the rows' own tokens, and all places of the batch."""
+
+    def __init__(self, data: RandomRows | PackedRows, collator: Callable[[Sequence[Mapping[str, Any]]], dict[str, Tensor]],
+                 count: int, each: int | None) -> None:
+        self.data, self.collator = data, collator
+        self.accumulated = 1 if each is None else math.ceil(count / each)
+        self.each = math.ceil(count / self.accumulated)
+        self.rows = self.each * self.accumulated
+        self.tokens: list[int] = []
+        self.computed: list[int] = []
+
+    def collate(self, found: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+        batch = self.collator(found)
+        self.tokens.append(sum(row["tokens"] for row in found))
+        self.computed.append(batch["input_ids"].numel())
+        return batch
+
+    def of_steps(self, counts: Sequence[int]) -> list[int]:
+        """Of each step, what `counts` has of its batches."""
+        return [sum(counts[at:at + self.accumulated]) for at in range(0, len(counts), self.accumulated)]
+
+
+def feed(given: argparse.Namespace, vocabulary: int) -> Feed:
+    """Raises `MegacompileError` for an arrangement that the data does not have."""
+    steps = given.steps + given.warm_up + 1  # Trainer reads ahead
+    each = (given.micro_batch_size or NATIVE_ROWS) if given.through == "native" else None
+    if given.data == FULL:
+        if given.arrangement != "padded":
+            raise MegacompileError("full rows have nothing to arrange: leave --arrangement out")
+        mean = statistics.mean(DATA["instructions"].draw(given.batch * 100, seed=0))
+        count = max(1, round(given.batch * mean / LENGTH))
+        return Feed(RandomRows([LENGTH] * 2 * count * steps, vocabulary), collate, count, each)
+    source = RandomRows(DATA[given.data].draw(2 * given.batch * steps, seed=0), vocabulary)  # half of them are to spare
+    if given.arrangement == "packed":
+        packed = PackedRows(source, max(LENGTH, DATA[given.data].longest))
+        return Feed(packed, stack, max(1, len(packed) // (2 * steps)), each)
+    return Feed(source, collate, given.batch, each)
+
+
+# ---------------------------------------------------------------- ways to train
+
+class Clock(transformers.TrainerCallback):
+    """When each step ended, in seconds since the first began. `wait` is called before the clock is read."""
+
+    def __init__(self, wait: Callable[[], None] = lambda: None) -> None:
+        self.wait, self.began, self.ends = wait, math.nan, list[float]()
+
+    def begin(self) -> None:
+        self.began = time.perf_counter()
+
+    def tick(self) -> None:
+        self.wait()
+        self.ends.append(time.perf_counter() - self.began)
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        self.begin()
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        self.tick()
+
+
+def arguments(given: argparse.Namespace, fed: Feed, folder: str) -> dict[str, Any]:
+    """`TrainingArguments` of all Trainers."""
+    grouped = dict(train_sampling_strategy="group_by_length", length_column_name="tokens")
+    return dict(
+        output_dir=folder, max_steps=given.steps + given.warm_up, per_device_train_batch_size=fed.each,
+        gradient_accumulation_steps=fed.accumulated, learning_rate=1e-5,
+        max_grad_norm=0.0 if given.no_clipping else given.max_grad_norm,
+        save_strategy="no", report_to=[], logging_steps=1, disable_tqdm=True, remove_unused_columns=False,
+        use_cpu=given.device == "cpu", **(grouped if given.arrangement == "grouped" else {}))
+
+
+def losses_of(trainer: transformers.Trainer) -> list[float]:
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def through_trainer(given: argparse.Namespace, model: Any, fed: Feed, folder: str, clock: Clock) -> list[float]:
+    from megacompile.trainer import Trainer
+    said = transformers.TrainingArguments(**arguments(given, fed, folder))
+    trainer = Trainer(model=model, args=said, train_dataset=fed.data, data_collator=fed.collate, callbacks=[clock])
+    trainer.train()
+    return losses_of(trainer)
+
+
+def number_tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
+    """Of texts like "17 4": a token for each number below `vocabulary`."""
+    words = models.WordLevel({str(number): number for number in range(vocabulary)}, unk_token="0")
+    tokenizer = Tokenizer(words)
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="0", eos_token="1", unk_token="0")
+
+
+def through_sft(given: argparse.Namespace, model: Any, fed: Feed, folder: str, clock: Clock) -> list[float]:
+    import datasets
+    from trl import SFTConfig
+
+    from megacompile.sft import SFTTrainer
+    said = SFTConfig(**arguments(given, fed, folder), dataset_kwargs=dict(skip_prepare_dataset=True))
+    data = datasets.Dataset.from_list([fed.data[index] for index in range(len(fed.data))])
+    trainer = SFTTrainer(model=model, args=said, train_dataset=data, data_collator=fed.collate, callbacks=[clock],
+                         processing_class=number_tokenizer(model.config.vocab_size))
+    trainer.train()
+    return losses_of(trainer)
+
+
+def through_loop(given: argparse.Namespace, model: Any, fed: Feed, folder: str, clock: Clock) -> list[float]:
+    del folder  # nothing is written
+    clip = None if given.no_clipping else given.max_grad_norm
+    optimizer = megacompile.AdamW(model.parameters(), lr=1e-5, max_grad_norm=clip)
+    losses = []
+    clock.begin()
+    for number in range(given.steps + given.warm_up):
+        batch = fed.collate([fed.data[index] for index in range(number * fed.rows, (number + 1) * fed.rows)])
+        loss = model(**batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        clock.tick()
+    return losses
+
+
+def through_native(given: argparse.Namespace, model: Any, fed: Feed, folder: str, clock: Clock) -> list[float]:
+    said = transformers.TrainingArguments(**arguments(given, fed, folder), optim="adamw_torch_fused",
+                                          bf16=given.device != "cpu")
+    trainer = transformers.Trainer(model=model, args=said, train_dataset=fed.data, data_collator=fed.collate, callbacks=[clock])
+    trainer.train()
+    return losses_of(trainer)
+
+
+WAYS = dict(trainer=through_trainer, sft=through_sft, loop=through_loop, native=through_native)
+
+
+# ---------------------------------------------------------------- a row
+
+def measure(given: argparse.Namespace) -> rows.Row:
+    with tempfile.TemporaryDirectory() as folder:
+        if given.cold:
+            os.environ["MEGACOMPILE_CACHE"] = f"{folder}/cache"
+        return _measure(given, folder)
+
+
+def _measure(given: argparse.Namespace, folder: str) -> rows.Row:
+    native_run, cuda = given.through == "native", given.device == "cuda"
+    began = time.perf_counter()
+    model = random_model(given.shape, rows.layer_count(given), given.device)
+    made = time.perf_counter()
+    if native_run:
+        model.set_attn_implementation(given.attention)
+        model = model.to(given.device)
+        native.prepare(model, given)
+    else:
+        model = megacompile.stream(model, device=given.device, device_memory=given.device_memory,
+                                   micro_batch_size=given.micro_batch_size)
+    streamed = time.perf_counter()
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
+    clock = Clock(torch.cuda.synchronize if native_run and cuda else lambda: None)
+    fed = feed(given, model.config.vocab_size)
+    with clocks.sampled(given.device) as sampled:
+        losses = WAYS[given.through](given, model, fed, folder, clock)
+    times = [end - start for start, end in zip([0.0, *clock.ends], clock.ends, strict=False)]
+    steady = times[given.warm_up:]
+    tokens, computed = (fed.of_steps(counts)[:len(times)] for counts in (fed.tokens, fed.computed))
+    rate = statistics.median(count / seconds for count, seconds in zip(tokens[given.warm_up:], steady, strict=True))
+    active = rows.active_parameters(model)
+    stats = {} if native_run else model.megacompile.stats
+    return dict(
+        layers=model.config.num_hidden_layers, tokens_per_step=round(statistics.mean(tokens)), tokens_per_s=round(rate),
+        padding=round(1 - sum(tokens) / sum(computed), 4), tflops=rows._significant(6 * active * rate / 1e12),
+        parameters=sum(p.numel() for p in model.parameters()), active_parameters=active,
+        step_s=round(statistics.median(steady), 4), times_s=[round(t, 4) for t in times], losses=losses,
+        first_step_s=round(times[0], 2), slowest_over_median=round(max(times[2:]) / statistics.median(steady), 3),
+        stream_s=round(streamed - made, 2), setup_s=round(streamed - began, 1),
+        stats={name: value for name, value in stats.items() if isinstance(value, int | float)},
+        peak_device_gib=round(torch.cuda.max_memory_reserved() / 2**30, 2) if cuda else 0.0, **sampled)
+
+
+def main() -> None:
+    rows.main("uneven", options(), measure)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+"""The benchmark of rows of uneven length: what it trains on, what a row says, and what the table compares."""
+from __future__ import annotations
+
+import json
+import statistics
+from typing import Any
+
+import pytest
+
+from megacompile.bench import rows, uneven
+from megacompile.bench.table import markdown
+from megacompile.bench.tables import Spec, Table
+from megacompile.errors import MegacompileError
+from megacompile.losses import IGNORED
+
+TINY = ["--shape", "tiny", "--layers", "2", "--batch", "6", "--steps", "2", "--warm-up", "1", "--device", "cpu"]
+
+
+def row_of(*arguments: str) -> dict[str, Any]:
+    return dict(rows.finished(uneven.measure(uneven.options().parse_args([*TINY, *arguments]))))
+
+
+def test_all_trainers_see_the_same_rows_and_count_the_same_tokens() -> None:
+    ours, native = row_of(), row_of("--through", "native", "--micro-batch-size", "2")
+    assert ours["losses"] == pytest.approx(native["losses"], rel=1e-3)
+    assert ours["tokens_per_step"] == native["tokens_per_step"] and 0 < native["padding"] < ours["padding"] < 1
+    assert len(ours["times_s"]) == len(ours["losses"]) == 3 and ours["first_step_s"] == round(ours["times_s"][0], 2)
+    assert ours["tflops"] == pytest.approx(6 * ours["parameters"] * ours["tokens_per_s"] / 1e12, rel=0.01)
+    json.dumps(ours)
+
+
+@pytest.mark.parametrize("way", ["loop", "sft"])
+def test_a_loop_and_an_sft_trainer_train_too(way: str) -> None:
+    row = row_of("--through", way)
+    assert len(row["losses"]) == 3 and row["tokens_per_s"] > 0
+
+
+@pytest.mark.parametrize("name", uneven.DATA)
+def test_lengths_are_drawn_as_declared_and_the_same_for_the_same_seed(name: str) -> None:
+    kind = uneven.DATA[name]
+    lengths = kind.draw(4000, seed=1)
+    assert statistics.median(lengths) == pytest.approx(kind.median, rel=0.1)
+    assert kind.shortest <= min(lengths) < max(lengths) <= kind.longest
+    assert lengths == kind.draw(4000, seed=1) != kind.draw(4000, seed=2)
+
+
+def test_packed_rows_hold_every_token_once_and_no_target_across_sequences() -> None:
+    source = uneven.RandomRows([5, 3, 7, 2, 8], 50)
+    packed = uneven.PackedRows(source, 8)
+    found = [packed[index] for index in range(len(packed))]
+    assert [row["tokens"] for row in found] == [8, 7, 2, 8]
+    assert all(len(row[name]) == 8 for row in found for name in ("input_ids", "labels", "position_ids"))
+    assert found[0]["position_ids"] == [0, 1, 2, 3, 4, 0, 1, 2]
+    assert found[0]["input_ids"] == source[0]["input_ids"] + source[1]["input_ids"]
+    assert [place for place, label in enumerate(found[0]["labels"]) if label == IGNORED] == [0, 5]
+    assert found[1]["labels"][7] == IGNORED
+
+
+def test_full_rows_have_about_as_many_tokens_a_step_as_instructions() -> None:
+    fed = uneven.feed(uneven.options().parse_args(["--data", "full", "--batch", "64"]), 50)
+    assert fed.rows == 8 and set(fed.data.lengths) == {2048}  # type: ignore[union-attr]
+    with pytest.raises(MegacompileError, match="nothing to arrange: leave --arrangement out"):
+        row_of("--data", "full", "--arrangement", "packed")
+
+
+def test_the_table_sets_uneven_rows_beside_full_ones_and_the_best_native_one() -> None:
+    specs = (Spec("uneven", dict(data="full")), Spec("uneven", dict(data="chat")),
+             Spec("uneven", dict(data="chat", through="native")))
+    found = [dict(system="uneven", options=spec.identifying(), device="d", commit="c", shape="s", layers=8, batch=64, length=1024,
+                  tflops=tflops, tokens_per_s=tflops * 10) for spec, tflops in zip(specs, (200.0, 180.0, 45.0), strict=True)]
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]]
+             for line in markdown(Table("t", specs), found).splitlines() if line.startswith("|")]
+    header, _, full, chat, native = lines
+    at = {name: header.index(name) for name in ("of full rows", "of native", "tokens/s")}
+    assert [chat[at[name]] for name in at] == ["0.900", "4.000", "1,800"]
+    assert full[at["of full rows"]] == "" and native[at["of native"]] == ""
