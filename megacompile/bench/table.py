@@ -144,7 +144,8 @@ COLUMNS: Mapping[str, Cell] = {
     "SM, MHz": _number("sm_clock_mhz", ".0f"), "power, W": _number("power_w", ".0f"), "commit": _commit,
 }
 #: Columns that a brief table has.
-BRIEF = ("TFLOPS", "of compute alone", "of native", "tokens/s", "of full rows", "first step, s", "slowest / median", "step, s", "predicted, s", "GPU, GiB", "predicted, GiB", "commit")
+BRIEF = ("TFLOPS", "of compute alone", "of native", "tokens/s", "of full rows", "first step, s",
+         "slowest / median", "step, s", "predicted, s", "GPU, GiB", "predicted, GiB", "commit")
 
 
 def text(value: Any) -> str:

@@ -95,14 +95,16 @@ def native(**size: Any) -> list[Spec]:
 
 def uneven(**options: Any) -> list[Spec]:
     """Training on rows of uneven length: full rows first, then each way to feed the others, ours and PyTorch's."""
-    ways = [dict(through=way) for way in ("trainer", "sft", "loop")]
-    natives = (dict(checkpointing=True), dict(checkpointing=True, arrangement="grouped"),
-               dict(checkpointing=True, arrangement="packed"), dict(arrangement="packed", compile=True),
-               dict(arrangement="packed", attention="flex_attention", compile=True))
-    return [Spec("uneven", dict(options, **way)) for way in (
+    ways: list[_Options] = [dict(through=way) for way in ("trainer", "sft", "loop")]
+    natives: tuple[_Options, ...] = (
+        dict(checkpointing=True), dict(checkpointing=True, arrangement="grouped"),
+        dict(checkpointing=True, arrangement="packed"), dict(arrangement="packed", compile=True),
+        dict(arrangement="packed", attention="flex_attention", compile=True))
+    found: list[_Options] = [
         dict(data="full"), *(dict(data=data, **way) for data in ("instructions", "chat", "documents") for way in ways),
         dict(data="full", through="native", compile=True),
-        *(dict(data="instructions", through="native", **way) for way in natives))]
+        *(dict(data="instructions", through="native", **way) for way in natives)]
+    return [Spec("uneven", {**options, **each}) for each in found]
 
 
 def larger(**size: Any) -> tuple[Spec, ...]:
