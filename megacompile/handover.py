@@ -25,9 +25,18 @@ def batch_of(backend: Backend, captured: CapturedModel, plan: Plan, constants: M
         normaliser = normaliser.to(device=backend.device, dtype=torch.float32, copy=True)
     random = draw(captured, plan.micro_batches, backend.device)
     shares = torch.tensor([n / plan.batch for n in plan.micro_batches]).to(backend.device) if captured.is_averaged else None
-    backend.enter([*moved.values(), *(t for t in (normaliser, random, shares) if t is not None)])
+    totals = _totals_of(backend, captured, inputs)
+    backend.enter([*moved.values(), *(t for t in (normaliser, random, shares, *totals) if t is not None)])
     micro_batches = [{name: tensor[a:b] for name, tensor in moved.items()} for a, b in _cuts(plan)]
-    return Batch(micro_batches, constants, normaliser, shares, random)
+    return Batch(micro_batches, constants, normaliser, shares, totals, random)
+
+
+def _totals_of(backend: Backend, captured: CapturedModel, inputs: Mapping[str, Tensor]) -> list[Tensor | None]:
+    """Values made of all rows of a batch, on the device; None for those of arguments that it has not."""
+    read = {source.name for total in captured.totals for source in total.sources} & inputs.keys()
+    given = {name: inputs[name].cpu() for name in read}
+    return [total(given).contiguous().to(backend.device) if all(source.name in given for source in total.sources) else None
+            for total in captured.totals]
 
 
 def loss_of(backend: Backend, batch: Batch) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megacompile.errors import CaptureError, UnsupportedError
-from megacompile.frontend.across_rows import across_tokens, totals_of_batch
+from megacompile.frontend.across_rows import across_tokens
 from megacompile.frontend.capture import CapturedModel
 from megacompile.frontend.template import LENGTH as LENGTH_SYMBOL
 from megacompile.losses import IGNORED
@@ -130,9 +130,8 @@ class Repacking:
         if form not in self._unread:
             try:
                 packed = self.forms.serve(form).captured
-                counts = any(totals_of_batch(packed.templates[call.template]) for call in packed.calls[:-1])
                 self._unread[form] = ("its attention does not read position_ids" if not packed.fused_attention else
-                                      "it computes with the largest position of a batch" if counts else "")
+                                      "it computes with a number made of all positions of a batch" if packed.totals else "")
             except (CaptureError, UnsupportedError) as error:
                 self._unread[form] = f"it cannot be captured with position_ids: {error}"
         return self._unread[form]

@@ -10,7 +10,7 @@ are streamed once. And forward, backward and update are one program (`train_step
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from megacompile.checkpoint import load_checkpoint, save_checkpoint
 from megacompile.errors import MegacompileError
+from megacompile.frontend.capture import CapturedModel
 from megacompile.joining import join
 from megacompile.optim import AdamW
 from megacompile.streamed_module import StreamedModule
@@ -95,9 +96,8 @@ class Trainer(transformers.Trainer):
             return torch.zeros((), device=self.args.device)
         batches, self._gathered = self._gathered, []
         captured = check_model(model).captured
-        # An auxiliary loss is of one batch each, and Trainer adds them up; so is what rows of one batch make of each other.
-        apart = captured.is_averaged or captured.across_rows
-        batch = join(batches, captured.labels, captured.causal) if len(batches) == 1 or not apart else None
+        apart = len(batches) > 1 and _are_apart(captured, batches)
+        batch = None if apart else join(batches, captured.labels, captured.causal)
         if batch is None:
             losses = [super(Trainer, self).training_step(model, each, num_items_in_batch) for each in batches]
             return torch.stack(losses).sum()
@@ -140,6 +140,15 @@ class Trainer(transformers.Trainer):
             return 0
         self._parameters = self._parameters or self.model.num_parameters(exclude_embeddings=True)
         return 6 * inputs[name].numel() * self._parameters
+
+
+def _are_apart(captured: CapturedModel, batches: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether a model computes something else of batches joined to one. An auxiliary loss is of one batch each, and Trainer
+    adds them up; so is what rows of one batch make of each other, and what is made of all positions."""
+    if captured.is_averaged or captured.across_rows or captured.totals:
+        return True
+    lengths = {each.shape[1:2] for batch in batches for each in batch.values() if isinstance(each, Tensor)}
+    return captured.counts_places and (len(lengths) > 1 or "position_ids" in batches[0])
 
 
 def _max_grad_norm(optimizer: AdamW, argument: float) -> float | None:

@@ -24,7 +24,7 @@ class Activation:
 class Input:
     """Source of one positional input. `kind` "parameter": `position` in tile number `tile` of the call; "constant": a
     buffer; "batch", "size" (dimension `position`), "carried" and "shared" (output `position`), "normaliser", "share" (of a
-    micro-batch in the batch's rows), "random" (of call number `position`)."""
+    micro-batch in the batch's rows), "total" (number `position`), "random" (of call number `position`)."""
 
     kind: str
     name: str = ""
@@ -63,6 +63,7 @@ class Batch:
     constants: Mapping[str, Tensor]
     normaliser: Tensor | None = None
     shares: Tensor | None = None  # by micro-batch
+    totals: Sequence[Tensor | None] = ()  # values made of all rows
     random: Tensor | None = None  # by micro-batch and call, what dropout is drawn from
     scale: Tensor | None = None  # the gradient of the loss that the caller sent
     output_gradients: Sequence[tuple[Tensor, ...]] = ()  # or of the outputs, by micro-batch
@@ -91,6 +92,8 @@ def bind(kernel: Kernel, batch: Batch, mb: int, weights: tuple[Weights, ...], in
             case "share":
                 assert batch.shares is not None, "a batch without shares for a loss that is averaged"
                 values.append(batch.shares[mb])
+            case "total":
+                values.append(batch.totals[source.position])
             case "random":
                 assert batch.random is not None, "a batch without random numbers for a model that draws them"
                 values.append(batch.random[mb, source.position])

@@ -50,24 +50,6 @@ def across_tokens(template: Template) -> bool:
     return False
 
 
-def totals_of_batch(template: Template) -> bool:
-    """Whether a template computes with a number made of all of a batch argument: the largest position, say, which decides on
-    the frequencies of LongRoPE. Such a number is another one for a part of the batch."""
-    layout, graph = Layout(template.renaming), template.forward_graph()
-    read = {node for node, described in zip(graph.find_nodes(op="placeholder"), template.inputs, strict=True)
-            if described.role.kind == "batch"}
-    for node in graph.nodes:
-        if node.op != "call_function" or read.isdisjoint(node.all_input_nodes):
-            continue
-        if any(value.dim() for value in tensors(node)):
-            read.add(node)
-        elif packet(node) in _OVER and not _ends_in_number(node) and any(
-                layout.batch in layout.size(size).free_symbols for each in node.all_input_nodes for value in tensors(each)
-                for size in value.shape):
-            return True
-    return False
-
-
 def _computing(graph: fx.Graph, template: Template) -> Iterator[tuple[fx.Node, Collection[fx.Node]]]:
     """The ops that read a value computed from weights, and all such values so far."""
     computed = {node for node, described in zip(graph.find_nodes(op="placeholder"), template.inputs, strict=True)

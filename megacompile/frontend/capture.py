@@ -25,13 +25,14 @@ from megacompile.frontend.attention_calls import (
     masks_pairs,
     says_causal,
 )
+from megacompile.frontend.batch_totals import counts_places, take_totals
 from megacompile.frontend.build import build_template, with_results
 from megacompile.frontend.expert_pieces import Rows, rows_of, split_experts
 from megacompile.frontend.grad_modes import follow_gradients
 from megacompile.frontend.heads import LOGITS, Head, Heads
 from megacompile.frontend.hidden_states import HiddenStates
 from megacompile.frontend.layers import Layers, find_layers, largest_of
-from megacompile.frontend.loss import is_averaged, normalise_loss
+from megacompile.frontend.loss import TargetCount, is_averaged, normalise_loss
 from megacompile.frontend.model_graph import ModelGraph
 from megacompile.frontend.modes import Said, alike, operations, torch_calls
 from megacompile.frontend.options import refuse_options
@@ -83,6 +84,8 @@ class CapturedModel:
     `count_targets(batch on the host)` gives a batch's normaliser, a 0-d float32 tensor. `is_averaged`: beside that sum the loss
     has a part that is none, and is the mean over micro-batches of each one's, weighted by rows.
     `across_rows`: where it computes with several sequences at once, as a name and a line; batches are not split then. Else "".
+    `totals`: how values made of all rows of a batch are computed, for each of its micro-batches; `counts_places`: it computes
+    with such a value of the places in a row, which is another for longer rows.
     `places`: where features, of images say, are put among tokens; each checks a batch. `patches`: encoders of images of any
     size, whose batch arguments are aligned with tokens.
     `has_loss`: else the model has no head, its calls end with that of its output ("logits"), of which losses are made outside.
@@ -114,6 +117,8 @@ class CapturedModel:
     has_normaliser: bool
     is_averaged: bool
     across_rows: str
+    totals: tuple[TargetCount, ...]
+    counts_places: bool
     count_targets: Callable[[Mapping[str, Tensor]], Tensor] | None
     places: tuple[Places, ...]
     patches: tuple[Patches, ...]
@@ -266,6 +271,8 @@ def _capture(
     places = places_of(graph, name, images_of(batch), form.images)
     has_loss = loss is not None or structure.has_loss
     count = _one if loss is not None else normalise_loss(graph, graph.results[positions[0]]) if has_loss else None
+    of_places = counts_places(graph)
+    totals, arguments_mix = take_totals(graph)
     draw_functionally(graph)
     stack = find_layers(twin, layers)
     sections = split_at_layers(graph, twin, stack, [graph.results[p] for p in positions], chained)
@@ -316,7 +323,8 @@ def _capture(
         evaluating=frozenset(n for n, m in twin.named_modules() if not m.training),
         fused_loss="linear_cross_entropy" in templates[calls[-1].template].stages["joint"], has_loss=has_loss,
         form=form, holds=functools.cache(holds), in_form=functools.cache(in_form), has_normaliser=count is not None,
-        is_averaged=is_averaged(graph), across_rows="" if is_averaged(graph) else mixing, count_targets=count, places=places,
+        is_averaged=is_averaged(graph), across_rows=arguments_mix or ("" if is_averaged(graph) else mixing), totals=totals,
+        counts_places=of_places, count_targets=count, places=places,
         patches=patches, output=structure, heads=heads, token_loss=loss is not None, conditions=assumed,
         seconds=time.perf_counter() - started)
 

@@ -29,16 +29,17 @@ _OF_ELEMENTS = frozenset({F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss,
 @dataclasses.dataclass(frozen=True)
 class TargetCount:
     """Counts the target tokens of a batch on the host: called with {name: tensor}, returns a 0-d float32 tensor (or what else
-    was asked to be counted)."""
+    was asked to be counted, in its `dtype`)."""
 
     graph: fx.GraphModule
     sources: tuple[Source, ...]
+    dtype: torch.dtype = torch.float32
 
     def __call__(self, batch: Mapping[str, Tensor]) -> Tensor:
         inputs = [batch[s.name] if s.kind == "batch" else batch[s.name].shape[s.index] for s in self.sources]
         with torch.no_grad():
             (count,) = self.graph(*inputs)
-        return torch.as_tensor(count, dtype=torch.float32)  # a plain number where it is a size of the batch
+        return torch.as_tensor(count, dtype=self.dtype)  # a plain number where it is a size of the batch
 
 
 def normalise_loss(model: ModelGraph, loss: fx.Node) -> TargetCount | None:
@@ -202,8 +203,8 @@ def _scalar(model: ModelGraph, name: str, source: Source) -> fx.Node:
     return node
 
 
-def count_batch(model: ModelGraph, counted: fx.Node, finish: Any) -> TargetCount | None:
-    """`finish(graph, counted)` as a function of the batch; None if `counted` is computed from anything else.
+def count_batch(model: ModelGraph, counted: fx.Node, finish: Any, dtype: torch.dtype = torch.float32) -> TargetCount | None:
+    """`finish(graph, counted)` as a function of the batch, in this dtype; None if `counted` is computed from anything else.
 
     All nodes computed from the batch alone come along, in order, in-place ops among them (labels[mask] = -100); what
     the count does not need falls away once the graph is functional.
@@ -236,4 +237,4 @@ def count_batch(model: ModelGraph, counted: fx.Node, finish: Any) -> TargetCount
         else:
             counting.graph.erase_node(node)
     counting.recompile()
-    return TargetCount(counting, tuple(read))
+    return TargetCount(counting, tuple(read), dtype)

@@ -39,10 +39,11 @@ KEEPING = frozenset({"forward_saving", "backward"})
 class Source:
     """What feeds one positional input of a call.
 
-    kind: "parameter" | "buffer" | "batch" | "size" | "carried" | "shared" | "normaliser" | "share" | "random".
+    kind: "parameter" | "buffer" | "batch" | "size" | "carried" | "shared" | "normaliser" | "share" | "total" |
+        "random".
     name: parameter, buffer: the qualified name in the model, a tied parameter's first; batch, size: the batch argument.
     index: size: the dimension; carried: which output of the previous call; shared: which output of the prologue;
-        random: the number of the call.
+        total: its number; random: the number of the call.
     """
 
     kind: str
