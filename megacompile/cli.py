@@ -8,17 +8,19 @@ What a command needs to run it imports itself: torch takes seconds, which --help
 from __future__ import annotations
 
 import enum
+import functools
 import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from megacompile import __version__
 from megacompile.errors import ArgumentError, MegacompileError
 from megacompile.finetuning.refused import spelled
 from megacompile.finetuning.settings import Settings, read_defaults
+from megacompile.limits import check_number
 from megacompile.lora import Lora
 from megacompile.options import Device, Knobs, Model, Planning, with_options
 
@@ -41,6 +43,9 @@ class _Commands(TyperGroup):
             return super().invoke(ctx)
         except ArgumentError as error:
             message, code = str(error), EXIT_ARGUMENT
+        except typer.BadParameter as error:
+            path = error.ctx.command_path if error.ctx is not None else "megacompile"
+            message, code = f"{error.format_message().rstrip('.')}: see {path} --help", EXIT_ARGUMENT
         except MegacompileError as error:
             message, code = str(error), EXIT_FAILED
         except KeyboardInterrupt:
@@ -49,8 +54,21 @@ class _Commands(TyperGroup):
         raise typer.Exit(code)
 
 
+class _Command(TyperCommand):
+    def invoke(self, ctx: Any) -> Any:
+        """Raises `ArgumentError` for a number that no option takes, on the command line or in a file."""
+        for parameter in self.params:
+            given = ctx.params.get(parameter.name)
+            for value in given if isinstance(given, list | tuple) else (given,):
+                check_number(parameter.opts[0], value)
+        return super().invoke(ctx)
+
+
 app = typer.Typer(cls=_Commands, help="Train decoder models whose weights live in host memory.", no_args_is_help=True,
                   add_completion=False, pretty_exceptions_enable=False)
+
+
+_command = functools.partial(app.command, cls=_Command)
 
 
 def _terminal() -> bool:
@@ -71,7 +89,7 @@ def version(show: Annotated[bool, typer.Option("--version", help="Print the vers
         raise typer.Exit
 
 
-@app.command()
+@_command()
 @with_options
 def train(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A model directory, a config (directory or JSON file: random "
@@ -99,7 +117,7 @@ def train(
         raise typer.Exit(code)
 
 
-@app.command()
+@_command()
 @with_options
 def inspect(
     model: Model,
@@ -160,7 +178,7 @@ def inspect(
         print(inspection.render(program, shown, form.value, fold))
 
 
-@app.command()
+@_command()
 def verify(
     program_file: Annotated[Path, typer.Argument(metavar="PROGRAM_FILE",
                                                  help="A program as text, as printed or edited; - reads standard input.")],
@@ -185,7 +203,7 @@ def verify(
         raise typer.Exit(EXIT_FAILED)
 
 
-@app.command()
+@_command()
 @with_options
 def plan(
     model: Model,
@@ -203,12 +221,12 @@ def plan(
         raise typer.Exit(EXIT_FAILED)
 
 
-@app.command()
+@_command()
 def calibrate(
     device: Device = None,
     output: Annotated[Path | None, typer.Option(dir_okay=False, help="Write here instead, to plan for this machine from "
                                                                      "another.")] = None,
-    scale: Annotated[float, typer.Option(min=0.01, help="How long to measure, as a multiple of the usual.")] = 1.0,
+    scale: Annotated[float, typer.Option(min=0.01, max=1000.0, help="How long to measure, as a multiple of the usual.")] = 1.0,
 ) -> None:
     """Measure this machine's rates, once, for plan.
 
@@ -224,7 +242,7 @@ def calibrate(
     print(f"saved in {path}")
 
 
-@app.command()
+@_command()
 def doctor() -> None:
     """Say what this machine has of what training needs, and what to do about the rest; exit code 1 if nothing can train."""
     from megacompile.doctor import devices, examine, report
@@ -236,7 +254,7 @@ def doctor() -> None:
         raise typer.Exit(EXIT_FAILED)
 
 
-@app.command()
+@_command()
 def bench(
     name: Annotated[str, typer.Argument(metavar="TABLE", help="gates, depth, ablation, budgets, batch, context, kinds, width, "
                                                               "rows, large or whole.")],

@@ -2,10 +2,11 @@
 all day before it fails."""
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
-from megacompile.errors import MegacompileError, shortened
+from megacompile.errors import ArgumentError, MegacompileError, shortened
 
 #: A name has fewer characters.
 LONGEST_NAME = 1024
@@ -32,6 +33,15 @@ def check_whole(name: str, value: Any, least: int = 1) -> None:
         most = f" and at most {LARGEST[name]:,}" if isinstance(value, int) and value > least else ""
         raise MegacompileError(f"{name} must be a whole number of at least {least}{most}, "
                                f"not {_shown(value)}")
+
+
+def check_number(option: str, value: Any) -> None:
+    """Raises `ArgumentError` for a value of a command's option that is a number without a meaning: not finite, or larger than
+    any that is counted."""
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ArgumentError(f"{option} cannot be {value}: give a finite number")
+    if isinstance(value, int) and abs(value) > LARGEST_NUMBER:
+        raise ArgumentError(f"{option} cannot be {_shown(value)}: give a number of at most {LARGEST_NUMBER}")
 
 
 def _shown(value: Any) -> str:

@@ -3,7 +3,6 @@ from __future__ import annotations
 
 import difflib
 import enum
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,6 +16,7 @@ from megacompile.finetuning.formats import Format
 from megacompile.finetuning.recipe import default_words
 from megacompile.finetuning.refused import REFUSED, key_of
 from megacompile.finetuning.trackers import Tracker, check_trackers
+from megacompile.limits import LARGEST
 from megacompile.options import DType, ModelDType
 
 _DATA = "Data"
@@ -41,15 +41,16 @@ class Settings:
     tokenizer: Annotated[str | None, typer.Option(
         rich_help_panel=_DATA, help="A folder or an id of the Hugging Face hub; else the model's own.")] = None
     batch: Annotated[int | None, typer.Option(
-        "--batch", "--batch-size", min=1, rich_help_panel=_DATA, help="Sequences a step.",
+        "--batch", "--batch-size", min=1, max=LARGEST["batch"], rich_help_panel=_DATA, help="Sequences a step.",
         show_default=default_words("batch"))] = None
     per_device_train_batch_size: Annotated[int | None, typer.Option(
-        min=1, rich_help_panel=_DATA, help="As elsewhere: this times --gradient-accumulation-steps is --batch. How many "
-                                           "sequences the device works on at a time is the plan's choice.")] = None
+        min=1, max=LARGEST["batch"], rich_help_panel=_DATA,
+        help="As elsewhere: this times --gradient-accumulation-steps is --batch. How many sequences the device works on at a "
+             "time is the plan's choice.")] = None
     gradient_accumulation_steps: Annotated[int | None, typer.Option(
-        min=1, rich_help_panel=_DATA, help="As elsewhere: see --per-device-train-batch-size.")] = None
+        min=1, max=LARGEST["batch"], rich_help_panel=_DATA, help="As elsewhere: see --per-device-train-batch-size.")] = None
     length: Annotated[int | None, typer.Option(
-        "--length", "--max-length", "--max-seq-length", min=2, rich_help_panel=_DATA,
+        "--length", "--max-length", "--max-seq-length", min=2, max=LARGEST["length"], rich_help_panel=_DATA,
         help="Tokens that a sequence has at most.",
         show_default=f"{default_words('length')}, or the model's positions if they are fewer")] = None
     too_long: Annotated[TooLong, typer.Option(
@@ -129,8 +130,6 @@ class Settings:
             raise ArgumentError("--overlap updates before the norm of all gradients is known: give --max-grad-norm 0 with it")
         if not self.steps and self.epochs == 0:
             raise ArgumentError("--epochs 0 trains nothing: give more, or --steps")
-        if not self.steps and self.epochs is not None and math.isinf(self.epochs):
-            raise ArgumentError("--epochs inf never ends: give a number, or --steps")
         if max(self.beta1 or 0, self.beta2 or 0) >= 1:
             raise ArgumentError("--beta1 and --beta2 must be below 1")
         if self.warmup is not None and self.warmup_ratio is not None:
@@ -141,6 +140,9 @@ class Settings:
         if self.gradient_accumulation_steps is not None and self.per_device_train_batch_size is None:
             raise ArgumentError("--gradient-accumulation-steps is a factor of --per-device-train-batch-size, which is missing: "
                                 "give both, or their product as --batch")
+        if (self.per_device_train_batch_size or 1) * (self.gradient_accumulation_steps or 1) > LARGEST["batch"]:
+            raise ArgumentError("--per-device-train-batch-size times --gradient-accumulation-steps is more than the "
+                                f"{LARGEST['batch']:,} sequences that a step takes: give less")
         if self.bf16 and self.dtype is DType.FLOAT32:
             raise ArgumentError("--bf16 is --dtype bfloat16, and --dtype float32 is given: give one of them")
 

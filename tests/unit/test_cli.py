@@ -6,10 +6,11 @@ import json
 import re
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 import torch
+import typer
 from rich.console import Console
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner, Result
@@ -143,7 +144,44 @@ def test_a_fault_keeps_its_traceback(config: Path, text: Path, monkeypatch: pyte
 def test_wrong_arguments_are_exit_code_2(config: Path, arguments: tuple[str, ...]) -> None:
     result = megacompile_command(*(argument.format(config=config) for argument in arguments))
     assert result.exit_code == 2
-    assert "Error" in result.stderr or result.stderr.startswith("megacompile: there is no ")
+    assert result.stderr.startswith("megacompile: ") and len(result.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("command", ["train", "plan", "inspect", "calibrate", "bench", "doctor"])
+def test_a_number_that_no_option_takes_is_one_sentence(command: str, config: Path, tmp_path: Path) -> None:
+    """Of every option that takes a number: NaN, infinity and numbers beyond any that is counted; below its least, too."""
+    options = {each.name: each for each in typer.main.get_command(cli.app).commands[command].params}  # type: ignore[attr-defined]
+    needed = {"train": [config, "--data", config], "plan": [config], "inspect": [config], "bench": ["gates"]}.get(command, [])
+    tried = 0
+    for name, hint in get_type_hints(next(each.callback for each in cli.app.registered_commands
+                                          if each.callback.__name__ == command)).items():
+        kinds = {float, int} & {hint, *get_args(hint)}
+        for value in ("nan", "inf", "-inf", "-1") if float in kinds else (2**70, -2**70) if int in kinds else ():
+            option = options[name].opts[0]
+            for result in (megacompile_command(command, *needed, f"{option}={value}"),
+                           *([with_file(needed, f"{name}: {yaml_of(value)}", tmp_path)] if command == "train" else [])):
+                assert result.exit_code == 2, result.output
+                assert result.stderr.startswith("megacompile: ") and option in result.stderr, result.output
+                assert len(result.stderr.splitlines()) == 1 and isinstance(result.exception, SystemExit), result.output
+                tried += 1
+    assert tried or command == "doctor"
+
+
+@pytest.mark.parametrize(("given", "reason"), [
+    ("--lr=inf", "give a finite number"), ("--lr=nan", "--lr"), (f"--seed={2**70}", "give a number of at most"),
+    ("--seed=-1", "--seed")])
+def test_a_wrong_number_is_refused_with_what_to_give(given: str, reason: str) -> None:
+    result = megacompile_command("train", "absent", "--data", "absent", given)
+    assert result.exit_code == 2 and reason in result.stderr
+
+
+def with_file(needed: list[Any], text: str, folder: Path) -> Result:
+    (folder / "settings.yaml").write_text(text)
+    return megacompile_command("train", *needed, "--config", folder / "settings.yaml")
+
+
+def yaml_of(value: Any) -> Any:
+    return {"nan": ".nan", "inf": ".inf", "-inf": "-.inf"}.get(value, value)
 
 
 def test_the_version_is_printed() -> None:
