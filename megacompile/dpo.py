@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
 from typing import Any
 
 import trl
@@ -10,7 +9,7 @@ from trl.trainer import dpo_trainer
 
 from megacompile import trainer
 from megacompile.fused_head import refuse_copied_adapter, refuse_dropout, refuse_moving_reference, streamed_heads
-from megacompile.named_models import load_named
+from megacompile.named_models import loader
 from megacompile.reference_model import loaded_as
 
 
@@ -29,17 +28,12 @@ class DPOTrainer(trainer.Trainer, trl.DPOTrainer):
         del given["self"]
         if isinstance(given["model"], str) and given.get("args") is None:
             given["args"] = trl.DPOConfig(f"{given['model'].split('/')[-1]}-DPO")
-        settings, reference = given.get("args"), given.get("ref_model")
+        settings, reference, adapter = given.get("args"), given.get("ref_model"), given.get("peft_config")
+        without_dropout = getattr(settings, "disable_dropout", True)
         refuse_copied_adapter(given["model"], reference is None)  # before TRL changes the model
         refuse_moving_reference(settings)
-        for model in (given["model"], reference) if getattr(settings, "disable_dropout", True) else ():
-            refuse_dropout(model, given.get("peft_config"))
-
-        def load(name: str, options: Mapping[str, Any]) -> Any:
-            loaded = load_named(name, settings, options)
-            if getattr(settings, "disable_dropout", True):
-                refuse_dropout(loaded, given.get("peft_config"))
-            return loaded
-
+        for model in (given["model"], reference) if without_dropout else ():
+            refuse_dropout(model, adapter)
+        load = loader(settings, adapter, without_dropout)
         with streamed_heads(dpo_trainer, given["model"]), loaded_as(dpo_trainer, given["model"], load):
             super().__init__(**given)

@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
 from typing import Any
 
 import trl
@@ -10,7 +9,7 @@ from trl.trainer import grpo_trainer
 
 from megacompile import trainer
 from megacompile.fused_head import refuse_copied_adapter, refuse_dropout, refuse_moving_reference, streamed_heads
-from megacompile.named_models import load_named
+from megacompile.named_models import loader
 from megacompile.reference_model import loaded_as
 
 
@@ -30,17 +29,12 @@ class GRPOTrainer(trainer.Trainer, trl.GRPOTrainer):
         del given["self"]
         if isinstance(given["model"], str) and given.get("args") is None:
             given["args"] = trl.GRPOConfig(f"{given['model'].split('/')[-1]}-GRPO")
-        settings = given.get("args")
+        settings, adapter = given.get("args"), given.get("peft_config")
+        without_dropout = getattr(settings, "disable_dropout", False)
         refuse_copied_adapter(given["model"], bool(getattr(settings, "beta", 0.0)))  # before TRL changes the model
         refuse_moving_reference(settings)
-        if getattr(settings, "disable_dropout", False):
-            refuse_dropout(given["model"], given.get("peft_config"))
-
-        def load(name: str, options: Mapping[str, Any]) -> Any:
-            loaded = load_named(name, settings, options)
-            if getattr(settings, "disable_dropout", False):
-                refuse_dropout(loaded, given.get("peft_config"))
-            return loaded
-
+        if without_dropout:
+            refuse_dropout(given["model"], adapter)
+        load = loader(settings, adapter, without_dropout)
         with streamed_heads(grpo_trainer, given["model"]), loaded_as(grpo_trainer, given["model"], load):
             super().__init__(**given)

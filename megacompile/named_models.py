@@ -1,7 +1,7 @@
 """Models that a trainer is given by name: a folder or an id of the hub, loaded as TRL would load it, and streamed."""
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -9,6 +9,7 @@ import torch
 
 from megacompile.config import StreamConfig
 from megacompile.errors import UnsupportedError
+from megacompile.fused_head import refuse_dropout
 from megacompile.loading import from_pretrained
 
 #: Keywords of a model's `from_pretrained` that cannot be honoured unless they have one of these values, and what to do.
@@ -41,6 +42,17 @@ def load_named(name: str, args: Any, options: Mapping[str, Any], adapter: Any = 
     config = _config(name, revision, given) if given else None
     device = "cpu" if torch.device(args.device).type == "cpu" else None
     return from_pretrained(name, dtype=dtype, config=config, revision=revision, adapter=adapter, device=device, **streaming)
+
+
+def loader(args: Any, adapter: Any, without_dropout: bool) -> Callable[[str, Mapping[str, Any]], Any]:
+    """`load_named` for a trainer that puts an `adapter` on the model itself. The function raises `UnsupportedError` for a model
+    with dropout, or an adapter with some, if the trainer is to be `without_dropout`."""
+    def load(name: str, options: Mapping[str, Any]) -> Any:
+        loaded = load_named(name, args, options)
+        if without_dropout:
+            refuse_dropout(loaded, adapter)
+        return loaded
+    return load
 
 
 def _dtype(value: Any) -> torch.dtype | None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -203,15 +204,45 @@ def test_adapters_and_dropout_are_refused(policy: Any, tokenizer: Any, tmp_path:
         del policy.late
 
 
-def test_a_policy_given_by_name_is_streamed_and_its_reference_is_a_frozen_copy(tokenizer: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("run", "trainers", "changes"), [
+    (dpo, (trl.DPOTrainer, DPOTrainer), {}), (grpo, (trl.GRPOTrainer, GRPOTrainer), {"beta": 0.05})], ids=["dpo", "grpo"])
+def test_a_policy_given_by_name_is_streamed_and_its_reference_is_a_frozen_copy(
+        run: Any, trainers: tuple[type, type], changes: dict[str, Any], tokenizer: Any, tmp_path: Path) -> None:
     tiny_models.build(num_hidden_layers=2).save_pretrained(tmp_path / "base")
-    found = []
-    for trainer in (trl.DPOTrainer, DPOTrainer):
-        made = trainer(model=str(tmp_path / "base"), args=trl.DPOConfig(str(tmp_path), **{**SHARED, "max_steps": 2}),
-                       train_dataset=preferences(12), processing_class=tokenizer)
-        made.train()
-        found.append(trained.curve(made, "loss", "grad_norm"))
-    torch.testing.assert_close(found[1], found[0], rtol=0, atol=2e-4)
+    theirs, made = (run(trainer, tmp_path, str(tmp_path / "base"), tokenizer, **changes) for trainer in trainers)
+    assert_alike(made, theirs)
     assert not any(p.requires_grad for p in made.ref_model.parameters())
     for each in (made.model, made.ref_model):
         each.megacompile.close()
+
+
+@pytest.mark.parametrize("adapted", [False, True], ids=["plain", "adapted"])
+def test_grpo_needs_no_more_than_a_name_and_a_reward(adapted: bool, tokenizer: Any, tmp_path: Path,
+                                                     monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without arguments: TRL's defaults, in a folder of the model's name."""
+    from datasets import Dataset
+
+    peft = pytest.importorskip("peft")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(trl, "GRPOConfig", functools.partial(trl.GRPOConfig, use_cpu=True, bf16=False))  # there is no GPU
+    tiny_models.build(num_hidden_layers=2).save_pretrained("base")
+    tokenizer.save_pretrained("base")
+    adapter = peft.LoraConfig(r=2, target_modules=["v_proj"], task_type="CAUSAL_LM") if adapted else None
+    made = GRPOTrainer("base", len, train_dataset=Dataset.from_list([{"prompt": "1 2 3"}]), peft_config=adapter)
+    assert made.args.output_dir == "base-GRPO"
+    assert any("lora_" in name for name, _ in made.model.named_parameters()) is adapted
+    made.model.megacompile.close()
+
+
+@pytest.mark.parametrize(("trainer", "settings"), [
+    (DPOTrainer, lambda folder: trl.DPOConfig(folder, bf16=False, use_cpu=True)),
+    (GRPOTrainer, lambda folder: trl.GRPOConfig(folder, bf16=False, use_cpu=True, disable_dropout=True))], ids=["dpo", "grpo"])
+def test_dropout_of_a_model_given_by_name_is_refused(trainer: Any, settings: Any, tokenizer: Any, tmp_path: Path) -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(vocab_size=64, n_embd=16, n_layer=2, n_head=2, n_positions=64)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path / "base")
+    more = {"reward_funcs": len} if trainer is GRPOTrainer else {}
+    with pytest.raises(UnsupportedError, match="set its dropout to 0 before"):
+        trainer(model=str(tmp_path / "base"), args=settings(str(tmp_path)), train_dataset=preferences(4),
+                processing_class=tokenizer, **more)
