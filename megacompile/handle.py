@@ -1,7 +1,7 @@
 """The handle of a streamed model, `model.megacompile`."""
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -51,16 +51,26 @@ class Handle:
         rebuild = streamed.captured.output.rebuild
         if given.hidden_states:
             made, states = self._hidden_states(given)
-            return rebuild(None, logits_of(made, given), hidden_states=states)
+            return rebuild(None, self._logits(made, given), hidden_states=states)
         if not self._differentiates():
             with torch.inference_mode(False), torch.no_grad():  # slots outlive the call: no inference tensors
                 loss, logits = streamed.evaluate(given.inputs, given.normaliser)
-            return rebuild(loss, None if logits is None else logits_of(logits, given))
+            return rebuild(loss, None if logits is None else self._logits(logits, given))
         if given.has_labels:
             (loss,) = self._differentiable(given.inputs, given.normaliser, "loss", (True,))
             return rebuild(loss, None)
         (logits,) = self._outputs(given.inputs, LOGITS)
-        return rebuild(None, logits_of(logits, given))
+        return rebuild(None, self._logits(logits, given))
+
+    def _logits(self, logits: Tensor, given: Arguments) -> Tensor:
+        """What the caller is to see of them."""
+        with self.streamed.guarded():
+            return logits_of(logits, given)
+
+    def _unpacked(self, values: Sequence[Tensor], given: Arguments) -> tuple[Tensor, ...]:
+        """Values of the tokens that were computed, as the caller has its tokens."""
+        with self.streamed.guarded():
+            return tuple(map(given.unpacked, values))
 
     def _hidden_states(self, given: Arguments) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Logits, or of a model without a head what it returns, and the hidden states of all layers."""
@@ -70,7 +80,7 @@ class Handle:
                                    "model.megacompile.last_hidden_state(batch)")
         with torch.inference_mode(False), torch.no_grad():
             outputs, before = self.streamed.evaluate_hidden_states(given.inputs)
-        return outputs[0], tuple(given.unpacked(state) for state in (*before, outputs[-1]))
+        return outputs[0], self._unpacked((*before, outputs[-1]), given)
 
     @in_turn
     def last_hidden_state(self, batch: Mapping[str, Any]) -> Tensor:
@@ -86,8 +96,8 @@ class Handle:
             raise UnsupportedError(f"{left_out[0]} is trained, and no gradient comes to it from the last hidden state: stream "
                                    "the model without its head (AutoModel), freeze it before stream(), or call under "
                                    "torch.no_grad()")
-        (hidden,) = self._outputs(given.inputs, LAST)
-        return given.unpacked(hidden)
+        (hidden,) = self._unpacked(self._outputs(given.inputs, LAST), given)
+        return hidden
 
     def _of_mapping(self, caller: str, batch: Mapping[str, Any], tensors: Mapping[str, Tensor],
                     wanted: Wanted = Wanted.ALL) -> Arguments:
@@ -139,7 +149,7 @@ class Handle:
         output = heads.of_function(function, described(tensors))
         head = heads.head(output)
         assert head.structure is not None, "a function's head has one"
-        return pytree.tree_unflatten([given.unpacked(made) for made in self._outputs(inputs, output)], head.structure)
+        return pytree.tree_unflatten(self._unpacked(self._outputs(inputs, output), given), head.structure)
 
     def _captured(self, inputs: Mapping[str, Tensor]) -> CapturedModel:
         """The capture that serves a batch."""
@@ -159,8 +169,9 @@ class Handle:
         differentiating = training or torch.is_grad_enabled()
         streamed.forms.adapters.check(differentiating)
         streamed.writes.check_model(model, differentiating)
-        return read_arguments(model, forward, streamed.forms, args, kwargs, wanted,
-                              differentiating=differentiating and streamed.tiling.trains)
+        with streamed.guarded():  # images go to the device
+            return read_arguments(model, forward, streamed.forms, args, kwargs, wanted,
+                                  differentiating=differentiating and streamed.tiling.trains)
 
     def _named(self, batch: Mapping[str, Any], training: bool = False, wanted: Wanted = Wanted.ALL) -> Arguments:
         """As `_arguments`, of those that are given by name."""
