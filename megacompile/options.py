@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
+from megacompile.finetuning.recipe import Kind, default_length, default_of, default_words
 from megacompile.limits import LARGEST
 from megacompile.lora import Lora
 
@@ -50,8 +51,6 @@ class Update(enum.StrEnum):
 Model = Annotated[str, typer.Argument(
     metavar="MODEL", help="A model directory, a config (directory or JSON file), or the id of a model of the Hugging Face hub, "
                           "of which only the config is read.")]
-Batch = Annotated[int, typer.Option(min=1, max=LARGEST["batch"], help="Sequences a step.")]
-Length = Annotated[int, typer.Option(min=2, max=LARGEST["length"], help="Tokens a sequence.")]
 CheckpointInterval = Annotated[int | None, typer.Option(min=1, help="Layers between activation checkpoints.")]
 MicroBatchSize = Annotated[int | None, typer.Option(min=1, help="Sequences that the device works on at a time.")]
 Device = Annotated[str | None, typer.Option(help="Where layers are computed: cpu or cuda.")]
@@ -103,10 +102,12 @@ def _words(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Planning:
-    """What a schedule is made for."""
+    """What a schedule is made for. A batch or a length that is None is that of a run of `train`."""
 
-    batch: Batch = 8
-    length: Length = 512
+    batch: Annotated[int | None, typer.Option(
+        min=1, max=LARGEST["batch"], help="Sequences a step.", show_default=default_words("batch"))] = None
+    length: Annotated[int | None, typer.Option(
+        min=2, max=LARGEST["length"], help="Tokens a sequence.", show_default=default_length())] = None
     update: Annotated[Update, typer.Option(
         help="Update tiles at the end of a step, or each on arrival of its gradients in the backward, as "
              "AdamW(overlap='backward') does: in a loop, and with --train-step.")] = Update.STEP
@@ -136,8 +137,9 @@ class Planning:
             loaded = put_adapter(loaded, adapter)
         here = knobs.device is not None or torch.cuda.is_available()
         hardware = self.hardware or (None if here else DEFAULT_HARDWARE)
-        return schedule(loaded, batch=self.batch, length=self.length, update=self.update.value,
-                        whole_step=self.train_step, hardware=hardware, **knobs.given())
+        default = default_of(Kind.LORA if lora.lora else Kind.FULL, getattr(loaded.config, "max_position_embeddings", None))
+        return schedule(loaded, batch=self.batch or default.batch, length=self.length or default.length,
+                        update=self.update.value, whole_step=self.train_step, hardware=hardware, **knobs.given())
 
 
 def with_options(command: Callable[..., None]) -> Callable[..., None]:

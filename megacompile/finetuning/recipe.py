@@ -45,10 +45,7 @@ class Recipe:
         asked = {name: value for name, value in asked.items() if value is not None}
         if settings.per_device_train_batch_size is not None:
             asked["batch"] = settings.per_device_train_batch_size * (settings.gradient_accumulation_steps or 1)
-        default = DEFAULTS[kind]
-        if positions is not None and positions > 0:
-            default = replace(default, length=min(default.length, positions))
-        return replace(default, **asked), frozenset(asked)
+        return replace(default_of(kind, positions), **asked), frozenset(asked)
 
     def warmup_steps(self, steps: int) -> int:
         return math.ceil(self.warmup_ratio * steps) if self.warmup is None else self.warmup
@@ -80,12 +77,23 @@ DEFAULTS: dict[Kind, Recipe] = {
 }
 
 
+def default_of(kind: Kind, positions: int | None) -> Recipe:
+    """What a kind of run uses of a model with so many positions (None: without a limit)."""
+    default = DEFAULTS[kind]
+    return default if positions is None or positions <= 0 else replace(default, length=min(default.length, positions))
+
+
 def default_words(name: str) -> str:
     """For --help: the default of a setting, or that of each kind of run where they differ."""
     values = {kind: getattr(recipe, name) for kind, recipe in DEFAULTS.items()}
     if len(set(values.values())) == 1:
         return str(values[Kind.FULL])
     return ", ".join(f"{value:g} for {kind}" for kind, value in values.items())
+
+
+def default_length() -> str:
+    """For --help."""
+    return f"{default_words('length')}, or the model's positions if they are fewer"
 
 
 def block(title: str, words: Collection[tuple[tuple[str, ...], str]], asked: Collection[str], *more: tuple[str, str]) -> str:

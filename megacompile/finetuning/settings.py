@@ -13,7 +13,7 @@ import yaml
 from megacompile.decay import Decay
 from megacompile.errors import ArgumentError
 from megacompile.finetuning.formats import Format
-from megacompile.finetuning.recipe import default_words
+from megacompile.finetuning.recipe import default_length, default_words
 from megacompile.finetuning.refused import REFUSED, key_of
 from megacompile.finetuning.trackers import Tracker, check_trackers
 from megacompile.limits import LARGEST
@@ -52,7 +52,7 @@ class Settings:
     length: Annotated[int | None, typer.Option(
         "--length", "--max-length", "--max-seq-length", min=2, max=LARGEST["length"], rich_help_panel=_DATA,
         help="Tokens that a sequence has at most.",
-        show_default=f"{default_words('length')}, or the model's positions if they are fewer")] = None
+        show_default=default_length())] = None
     too_long: Annotated[TooLong, typer.Option(
         rich_help_panel=_DATA, help="Conversations that are longer: truncate them, or drop them.")] = TooLong.TRUNCATE
     pack: Annotated[bool, typer.Option(

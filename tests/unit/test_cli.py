@@ -17,7 +17,9 @@ from typer.testing import CliRunner, Result
 
 import megacompile
 from megacompile import cli, training
-from megacompile.errors import NonFiniteError, StallError
+from megacompile.errors import MegacompileError, NonFiniteError, StallError
+from megacompile.finetuning.recipe import Kind, Recipe
+from megacompile.finetuning.settings import Settings
 from megacompile.progress import Progress
 from megacompile.runtime.operations import OPERATIONS
 from megacompile.verify import RULES
@@ -341,6 +343,23 @@ def test_inspect_shows_what_is_frozen_and_an_adapter_s_program(config: Path) -> 
 def test_plan_refuses_what_cannot_be_frozen_or_adapted(config: Path, more: tuple[object, ...], said: str) -> None:
     result = megacompile_command("plan", config, "--hardware", "h200", *more)
     assert result.exit_code == 2 and result.stderr.startswith(f"megacompile: {said}")
+
+
+@pytest.mark.parametrize("positions", [64, 32768])
+def test_plan_and_inspect_take_the_batch_and_length_that_train_takes(
+        positions: int, config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe, _ = Recipe.of(Settings(), Kind.FULL, positions)
+    config.write_text(CONFIG.replace('"max_position_embeddings": 64', f'"max_position_embeddings": {positions}'))
+    asked: list[tuple[int, int]] = []
+
+    def schedule(model: Any, *, batch: int, length: int, **_: Any) -> Any:
+        asked.append((batch, length))
+        raise MegacompileError("enough")
+
+    monkeypatch.setattr("megacompile.scheduling.schedule", schedule)
+    for command in ("plan", "inspect"):
+        assert megacompile_command(command, config).stderr == "megacompile: enough\n"
+    assert asked == [(recipe.batch, recipe.length)] * 2 == [(16, min(positions, 2048))] * 2
 
 
 def test_plan_predicts_a_step_on_hardware_that_is_not_there(config: Path) -> None:
