@@ -14,6 +14,7 @@ HERE = pathlib.Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "parity")]  # tests are no package; the parity models serve too
 
 import tiny_models  # noqa: E402  (after the path is complete)
+from resumable import Run, Streamed  # noqa: E402
 
 from megacompile.finetuning import progress  # noqa: E402
 
@@ -48,6 +49,20 @@ def native(_shared_fp32: tiny_models.Shared) -> Any:
 def bf16_model(_shared_bf16: tiny_models.Shared) -> Any:
     """A streamed bf16 model of three layers, as it was made: K = 1, all weights resident."""
     return _shared_bf16.fresh()
+
+
+@pytest.fixture(scope="module")
+def resumable() -> Streamed:
+    """A streamed model that is captured quickly, with what else a checkpoint must hold."""
+    return Streamed()
+
+
+@pytest.fixture
+def run(resumable: Streamed) -> Run:
+    """A training run of it, after two steps."""
+    run = Run(resumable.fresh())
+    run.steps(2)
+    return run
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 import torch
 from killed import kill_at_random_moments
-from resumable import Run, Streamed, load
+from resumable import Run, load
 from safetensors import safe_open
 from tiny_models import same_bits
 
@@ -29,18 +29,6 @@ from megacompile import CheckpointWriter, latest_checkpoint, save_checkpoint
 from megacompile.checkpoint import files, folders, manifest, values
 from megacompile.checkpoint.folders import Incomplete
 from megacompile.errors import CheckpointError
-
-
-@pytest.fixture(scope="module")
-def streamed() -> Streamed:
-    return Streamed()
-
-
-@pytest.fixture
-def run(streamed: Streamed) -> Run:
-    run = Run(streamed.fresh())
-    run.steps(2)
-    return run
 
 
 @pytest.fixture

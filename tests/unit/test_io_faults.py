@@ -71,14 +71,9 @@ def each_fault(work: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> Iter
     raise AssertionError("there is no end")
 
 
-@pytest.fixture(scope="module")
-def streamed() -> Streamed:
-    return Streamed()
-
-
 def test_a_checkpoint_is_saved_or_not_and_those_before_it_stay(
-        streamed: Streamed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Run(streamed.fresh())
+        resumable: Streamed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(resumable.fresh())
     run.steps(1)
     newest = save_checkpoint(tmp_path, run.model, run.optimizer, scheduler=run.scheduler)
     expected, refused = run.masters(), 0
@@ -97,8 +92,8 @@ def test_a_checkpoint_is_saved_or_not_and_those_before_it_stay(
 
 
 def test_a_checkpoint_that_cannot_be_read_changes_nothing(
-        streamed: Streamed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Run(streamed.fresh())
+        resumable: Streamed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(resumable.fresh())
     run.steps(1)
     save_checkpoint(tmp_path, run.model, run.optimizer, scheduler=run.scheduler)
     then = run.masters()

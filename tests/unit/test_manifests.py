@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from resumable import Run, Streamed, load
+from resumable import Run, load
 from tiny_models import same_bits
 
 from megacompile import save_checkpoint
@@ -25,18 +25,6 @@ Place = tuple[Any, ...]
 ABSENT = object()
 #: What takes the place of a field, or removes it.
 WRONG = (ABSENT, None, True, -5, 2.5, math.nan, 2**70, "x", [], {})
-
-
-@pytest.fixture(scope="module")
-def streamed() -> Streamed:
-    return Streamed()
-
-
-@pytest.fixture
-def run(streamed: Streamed) -> Run:
-    run = Run(streamed.fresh())
-    run.steps(2)
-    return run
 
 
 def rewrite(path: Path, body: dict[str, Any]) -> None:
