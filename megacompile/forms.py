@@ -56,7 +56,7 @@ class Forms:
         compiling = config.compile if config.compile is not None else backend.device.type == "cuda"
         budget = device_budget(config, backend.free_bytes())
         planner = Planner(captured, tiling, config, budget, parse_bytes(config.locked_memory), *margins(backend.device.type),
-                          fused=compiling, host_bytes=host_bytes, output=captured.main_output)
+                          fused=compiling, host_bytes=host_bytes, output=captured.main_output, keeping=True)
         planner.pace = pace_of(captured, tiling, Hardware.known(backend.device), compiling, config.passes)
         self.first = Served(captured, planner, Binder(captured, tiling, backend.device, compiling))
         self.adapters = AdapterStates(model)

@@ -12,13 +12,16 @@ layer's weights arrive while another is computed.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
+from megacompile import kept_plans
 from megacompile.errors import InsufficientMemoryError, NoFittingPlanError
 from megacompile.pace import Pace
 from megacompile.plan import Plan, split
+from megacompile.plan_questions import question
 from megacompile.remedies import explained
 from megacompile.room import Room
 from megacompile.visits import most_helpful_visits, named_visits
@@ -40,6 +43,8 @@ class Planner(Room):
     pace: Pace | None = None  # None: nothing is known of the machine, and rules of thumb decide
     stateful: tuple[str, ...] | None = None  # tiles that are updated on the device; None: not chosen yet
     output: str = "loss"  # of the plans (see `Shape`)
+    keeping: bool = False  # plans are kept on disk, and found there
+    answers: Counter[str] = field(default_factory=Counter)  # how many plans were "searched", how many had been "kept"
 
     def choose(self, batch: int, length: int, training: bool = True, update: str = "step",
                whole_step: bool = False, output: str = "loss") -> Plan:
@@ -53,16 +58,35 @@ class Planner(Room):
             chosen = other.choose(batch, length, training, update, whole_step, output)
             self.stateful = other.stateful
             return chosen
+        asked = question(self, batch, length, update, whole_step) if self.keeping and training else None
+        kept = kept_plans.find(asked) if asked is not None else None
+        if kept is not None and self._accepts(kept, batch, length, update):
+            chosen = kept
+            self.answers["kept"] += 1
+        else:
+            chosen = self._search(batch, length, training, update, whole_step)
+            self.answers["searched"] += 1
+            if asked is not None:
+                kept_plans.keep(asked, chosen)
+        if training or self.stateful is not None:
+            self.stateful = chosen.resident_state
+        return chosen
+
+    def _accepts(self, kept: Plan, batch: int, length: int, update: str) -> bool:
+        """Whether a plan from the disk is one of this step, and fits."""
+        asked = batch, length, update, self.output
+        named = {*kept.resident, *kept.update_order, *kept.host_sums, *kept.visiting_state}
+        return (asked == (kept.batch, kept.length, kept.update, kept.output) and named <= self.tiling.layouts.keys()
+                and self.fits(kept))
+
+    def _search(self, batch: int, length: int, training: bool, update: str, whole_step: bool) -> Plan:
+        """The fastest plan under as many slots as fit. Raises as `plan`, with what would fit."""
         refusals: list[NoFittingPlanError] = []
         for planner in self._with_fewer_slots():
             try:
-                chosen = planner._chosen(batch, length, training, update, whole_step)
+                return planner._chosen(batch, length, training, update, whole_step)
             except NoFittingPlanError as error:
                 refusals.append(error)
-                continue
-            if training or self.stateful is not None:
-                self.stateful = chosen.resident_state
-            return chosen
         raise explained(self, batch, length, training, min(refusals, key=lambda error: error.need))
 
     def _with_fewer_slots(self) -> Iterator[Planner]:

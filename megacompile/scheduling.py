@@ -127,7 +127,7 @@ def schedule(model: nn.Module, *, batch: int, length: int, layers: Layers | None
     if tiling.host_bytes() + HOST_MARGIN_BYTES > there:
         raise host_too_small(model, find_layers(model, layers), config, tiling.host_bytes(), there)
     planner = Planner(captured, tiling, config, budget, parse_bytes(config.locked_memory), *margins(device_type), fused=fused,
-                      host_bytes=there, output=captured.main_output)
+                      host_bytes=there, output=captured.main_output, keeping=True)
     if hardware is None and config.device_memory is None:
         others = planned_and_not_taken(device)
         planner.taken_bytes = lambda: others

@@ -3,7 +3,7 @@
 A seal is a keyed digest (HMAC-SHA256) of a file's name and contents. The key is the user's, and is not in the cache: a cache
 that comes with a project, a container or a shared disk brings no code with it. `docs/security.md` says what this is worth.
 
-    a library      its last 32 bytes are the seal of the rest, so that file and seal are put in place together
+    a library      its last 32 bytes are the seal of the rest, so that file and seal are put in place together; a plan likewise
     a folder       `seals.json` has a seal for each file; whoever works in the folder holds a lock on it
 """
 from __future__ import annotations
@@ -115,6 +115,18 @@ def is_sealed_library(path: Path) -> bool:
             return hmac.compare_digest(file.read(), expected)
     except OSError:
         return False
+
+
+# -------------------------------------------------------------------- contents
+def with_seal(name: str, contents: bytes) -> bytes:
+    """The contents of a file of this name, and their seal. Raises `OSError`."""
+    return contents + _digest(name, iter((contents,)))
+
+
+def unsealed(name: str, found: bytes) -> bytes | None:
+    """What `with_seal` was given, from what it returned; None for anything else. Raises `OSError`."""
+    contents, seal = found[:-_SIZE], found[-_SIZE:]
+    return contents if hmac.compare_digest(seal, _digest(name, iter((contents,)))) else None
 
 
 # -------------------------------------------------------------------- a folder

@@ -19,7 +19,7 @@ os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 import torch
 from torch import nn
 
-from megacompile import api, shapes
+from megacompile import api, planner, shapes
 from megacompile.frontend.capture import CapturedModel
 from megacompile.lowering import model_program
 from megacompile.passes import PIPELINE
@@ -68,6 +68,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for marker, skip in skipped.items():
             if item.get_closest_marker(marker):
                 item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def no_kept_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each test searches its plans under what it has changed, and leaves none to others. Tests of kept plans undo this."""
+    monkeypatch.setattr(planner, "question", lambda *asked: None)
 
 
 @functools.cache

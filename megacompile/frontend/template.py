@@ -16,6 +16,8 @@ positional, and to run another layer is to pass other tensors.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import hashlib
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any, Protocol
@@ -25,6 +27,7 @@ import torch
 from torch import Tensor, fx
 
 from megacompile.errors import CaptureError, MegacompileError
+from megacompile.frontend.graph_text import lines_of
 from megacompile.frontend.joint import JointGraph, base_of, cut_graph, replace_unit_tangent, retarget, tolerate_strides
 from megacompile.token_loop import token_loops
 
@@ -222,6 +225,15 @@ class Template:
         """What it computes, without gradients, before passes on variants: of an epilogue, loss and logits."""
         source = self._inference or self._joint
         return cut_graph(source.graph, source.inputs, source.outputs).graph
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """Of all that variants and their costs follow from; the same in every process that captures the same."""
+        lines = [repr((self.inputs, self.has_gradient, self.carried_outputs, self.tokens_at_once, self.share,
+                       self.variant_names, self._target, [p.name for p in self._pipeline]))]
+        for joint in (self._joint, self._inference):
+            lines += [] if joint is None else lines_of(joint, self.symbolic)
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
     def symbolic(self, size: int | torch.SymInt) -> sympy.Expr:
         """A size of a graph's `meta["val"]` as an expression in B and T."""

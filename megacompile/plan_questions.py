@@ -1,0 +1,59 @@
+"""What a search for a plan depends on, as data: two planners with the same question find the same plan.
+
+Templates are in it as their joint graphs, with the shapes of all values in B and T: variants, costs and residuals follow from
+these. Memory that was not given by the user, but found free, is in it rounded: it is never the same twice, and a kept plan must
+fit what there is anyway.
+"""
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._inductor import config as inductor_config
+
+from megacompile.config import StreamConfig
+from megacompile.passes import PIPELINE, TEMPLATE_PIPELINE
+
+if TYPE_CHECKING:
+    from megacompile.planner import Planner
+
+#: Options that change no plan, or that are in a question as what was made of them (graphs, budgets, passes).
+ELSEWHERE = frozenset({"device", "device_memory", "locked_memory", "host_memory", "dtype", "compile", "expert_pieces", "passes",
+                       "template_passes", "loss", "stall_timeout", "repack", "reference"})
+#: Significant bits of memory that was found free: of the device to less than 1%, of the host, which rarely decides, to 12%.
+DEVICE_BITS, HOST_BITS = 8, 4
+
+
+def question(planner: Planner, batch: int, length: int, update: str, whole_step: bool) -> dict[str, Any] | None:
+    """Of the search for the plan of a training step, JSON values. None where plans are not kept: where nothing is searched,
+    where code is not kept either (TORCHINDUCTOR_FORCE_DISABLE_CACHES), and with passes of the user's own, which may read
+    anything."""
+    captured, tiling, config, pace = planner.captured, planner.tiling, planner.config, planner.pace
+    if (pace is None or not planner.keep_residuals or inductor_config.force_disable_caches
+            or config.passes != PIPELINE or config.template_passes != TEMPLATE_PIPELINE):
+        return None
+    calls = captured.calls_for(planner.output)
+    templates = {call.template: captured.templates[call.template] for call in (*captured.calls, *calls)}
+    return {
+        "torch": torch.__version__, "batch": batch, "length": length, "update": update, "whole_step": whole_step,
+        "output": planner.output, "stateful": planner.stateful,
+        "hardware": dataclasses.asdict(pace.durations.hardware),
+        "device_bytes": _given(planner.device_bytes, config.device_memory, DEVICE_BITS),
+        "host_room": _given(planner.host_room, config.host_memory, HOST_BITS),
+        "locked_bytes": planner.locked_bytes, "margin_bytes": planner.margin_bytes, "fused": planner.fused,
+        "knobs": {field.name: getattr(config, field.name) for field in dataclasses.fields(StreamConfig)
+                  if field.name not in ELSEWHERE},
+        "model": {name: bool(getattr(captured, name)) for name in (
+            "has_normaliser", "is_averaged", "across_rows", "fused_attention")},
+        "pair_bytes": captured.pair_bytes, "patches": [(x.encoder.elements, str(x.dtype)) for x in captured.patches],
+        "calls": [repr(call) for call in (*captured.calls, *calls)],
+        "tiles": [repr(layout) for layout in tiling.layouts.values()], "tiles_of": dict(tiling.tiles_of),
+        "templates": {name: template.digest for name, template in templates.items()},
+    }
+
+
+def _given(count: int, option: Any, bits: int) -> int:
+    """Bytes as they are where an option gave them, else the most significant of them."""
+    rest = 0 if option is not None else max(0, count.bit_length() - bits)
+    return count >> rest << rest

@@ -1,0 +1,381 @@
+"""A plan that was searched once is found on the disk: for the same question alone, and only as it was written."""
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import functools
+import json
+import os
+import tempfile
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_models
+import torch
+from test_inductor import fresh_process
+
+from megacompile import api, kept_plans, plan_questions, planner, seal
+from megacompile.config import StreamConfig
+from megacompile.errors import NoFittingPlanError
+from megacompile.hardware import Hardware
+from megacompile.pace import pace_of
+from megacompile.passes import PIPELINE, TEMPLATE_PIPELINE, insert_after
+from megacompile.passes.schedule import place
+from megacompile.plan import Plan
+from megacompile.planner import Planner
+
+QUESTION = {"batch": 8, "tiles": ["a", "b"]}
+PLAN = Plan(8, 16, (4, 4), saved_layers=3, resident=("a", "b"), resident_state=("b",), waves=2, host_sums=("a",), locked=False,
+            residuals="attention")
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache folder; that of plans below it is not made yet."""
+    monkeypatch.setenv("MEGACOMPILE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "configuration"))
+    monkeypatch.setattr(seal, "_key", lambda: bytes(range(32)))
+    monkeypatch.setattr(planner, "question", plan_questions.question)
+    return tmp_path / "cache"
+
+
+@pytest.fixture(autouse=True)
+def silent() -> Iterator[None]:
+    """A test that expects no warning gets none."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        yield
+
+
+def only_file(cache: Path) -> Path:
+    (path,) = (cache / "plans").iterdir()
+    return path
+
+
+# ---------------------------------------------------------------- files
+
+def test_a_kept_plan_is_found_as_it_was() -> None:
+    assert kept_plans.find(QUESTION) is None
+    kept_plans.keep(QUESTION, PLAN)
+    assert kept_plans.find(QUESTION) == PLAN
+    kept_plans.keep(QUESTION, replace(PLAN, saved_layers=0))
+    assert kept_plans.find(QUESTION) == replace(PLAN, saved_layers=0)
+
+
+def test_every_field_of_a_plan_has_a_rule() -> None:
+    assert kept_plans.FIELDS.keys() == {field.name for field in dataclasses.fields(Plan)}
+
+
+@pytest.mark.parametrize("other", [{"batch": 9}, {"batch": "8"}, {"tiles": ["b", "a"]}, {"more": None}], ids=str)
+def test_another_question_has_another_plan(other: dict[str, Any]) -> None:
+    kept_plans.keep(QUESTION, PLAN)
+    assert kept_plans.find(QUESTION | other) is None
+
+
+def test_other_source_code_searches_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept_plans.keep(QUESTION, PLAN)
+    monkeypatch.setattr(kept_plans, "source_digest", lambda: "of another version")
+    assert kept_plans.find(QUESTION) is None
+
+
+def test_the_source_digest_covers_every_part_of_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    changed: list[str] = []
+    read = Path.read_bytes
+
+    def reading(path: Path) -> bytes:
+        return read(path) + b"#" * any(path.as_posix().endswith(name) for name in changed)
+
+    monkeypatch.setattr(Path, "read_bytes", reading)
+    digests = [kept_plans.source_digest.__wrapped__()]
+    for name in ("megacompile/planner.py", "passes/schedule/place.py", "runtime/store.py", "frontend/joint.py"):
+        changed[:] = [name]
+        digests.append(kept_plans.source_digest.__wrapped__())
+    assert len(set(digests)) == len(digests)
+
+
+@pytest.mark.parametrize("damage", [
+    lambda p: p.write_bytes(b"evil"), lambda p: p.write_bytes(b""), lambda p: os.truncate(p, 40),
+    lambda p: p.write_bytes(p.read_bytes() + b" "), lambda p: p.write_bytes(p.read_bytes().replace(b"true", b"false")),
+    lambda p: p.write_bytes(p.read_bytes().replace(b'"batch": 8', b'"batch": 9')), lambda p: os.truncate(p, 1 << 24),
+    lambda p: (p.rename(p.with_name("elsewhere")), p.symlink_to("elsewhere")), lambda p: (p.unlink(), os.mkfifo(p)),
+    lambda p: (p.unlink(), p.mkdir()), lambda p: p.write_bytes(seal.with_seal("another.json", p.read_bytes()[:-32])),
+], ids=["replaced", "empty", "truncated", "lengthened", "a flag", "a number", "huge", "a link", "a FIFO", "a folder",
+        "another name's"])
+def test_a_damaged_or_foreign_file_is_passed_over_with_a_warning(damage: Callable[[Path], Any], cache: Path) -> None:
+    kept_plans.keep(QUESTION, replace(PLAN, deferred_moments=True))
+    damage(only_file(cache))
+    with pytest.warns(RuntimeWarning, match="a plan in the cache is not used, and is searched anew"):
+        assert kept_plans.find(QUESTION) is None
+
+
+def test_a_file_with_another_users_seal_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept_plans.keep(QUESTION, PLAN)
+    monkeypatch.setattr(seal, "_key", lambda: bytes(32))
+    with pytest.warns(RuntimeWarning, match="was changed since megacompile wrote it"):
+        assert kept_plans.find(QUESTION) is None
+
+
+def test_a_damaged_file_is_replaced(cache: Path) -> None:
+    kept_plans.keep(QUESTION, PLAN)
+    only_file(cache).write_bytes(b"evil")
+    kept_plans.keep(QUESTION, PLAN)
+    assert kept_plans.find(QUESTION) == PLAN
+
+
+@pytest.mark.parametrize(("field", "value"), [
+    ("batch", 9), ("batch", True), ("batch", 8.0), ("batch", None), ("micro_batches", [8, 0]), ("micro_batches", [[8]]),
+    ("micro_batches", 8), ("waves", 3), ("resident", ["a", "a"]), ("resident", "ab"), ("resident", [1]), ("output", "x" * 2000),
+    ("residuals", "some"), ("update", None), ("locked", 1), ("weight_slots", 2**40), ("more", 1), ("length", ...),
+], ids=str)
+def test_what_is_no_plan_is_passed_over_whoever_has_sealed_it(field: str, value: Any, cache: Path) -> None:
+    kept_plans.keep(QUESTION, PLAN)
+    path = only_file(cache)
+    found = json.loads(path.read_bytes()[:-32])
+    found["plan"][field] = value
+    if value is ...:
+        del found["plan"][field]
+    path.write_bytes(seal.with_seal(path.name, json.dumps(found).encode()))
+    with pytest.warns(RuntimeWarning, match="searched anew"):
+        assert kept_plans.find(QUESTION) is None
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "null", "[]", '{"plan": {}}', '{"plan": null, "more": 1}', "", "\ud800"])
+def test_other_json_is_passed_over(text: str, cache: Path) -> None:
+    kept_plans.keep(QUESTION, PLAN)
+    path = only_file(cache)
+    path.write_bytes(seal.with_seal(path.name, text.encode("utf-8", "surrogatepass")))
+    with pytest.warns(RuntimeWarning, match="searched anew"):
+        assert kept_plans.find(QUESTION) is None
+
+
+@pytest.mark.parametrize("error", [errno.EROFS, errno.EACCES, errno.ENOSPC], ids=["read-only", "not ours", "full"])
+def test_where_nothing_can_be_written_nothing_is(error: int, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept_plans.keep(QUESTION, PLAN)
+
+    def refused(*args: Any, **options: Any) -> Any:
+        raise OSError(error, os.strerror(error))
+
+    monkeypatch.setattr(tempfile, "mkstemp", refused)
+    monkeypatch.setattr(os, "utime", refused)
+    kept_plans.keep({"another": 1}, PLAN)
+    assert kept_plans.find({"another": 1}) is None
+    assert kept_plans.find(QUESTION) == PLAN, "what is there is read all the same"
+    assert len(os.listdir(cache / "plans")) == 1
+
+
+def test_without_a_cache_folder_nothing_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("MEGACOMPILE_CACHE", str(tmp_path / "file" / "below"))
+    kept_plans.keep(QUESTION, PLAN)
+    assert kept_plans.find(QUESTION) is None
+
+
+def test_a_write_that_fails_leaves_the_old_file_and_no_other(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept_plans.keep(QUESTION, PLAN)
+    with monkeypatch.context() as broken:
+        broken.setattr(os, "replace", lambda *names: (_ for _ in ()).throw(OSError(errno.EIO, "broken")))
+        kept_plans.keep(QUESTION, replace(PLAN, saved_layers=0))
+    assert kept_plans.find(QUESTION) == PLAN and len(os.listdir(cache / "plans")) == 1
+
+
+def test_the_plans_used_last_stay(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept_plans, "MOST_PLANS", 3)
+    clock = iter(range(1, 100))
+
+    def keep(number: int) -> None:
+        kept_plans.keep({"number": number}, PLAN)
+        newest = max((cache / "plans").iterdir(), key=lambda path: path.stat().st_mtime_ns)
+        os.utime(newest, ns=(next(clock), next(clock)))
+
+    for number in range(3):
+        keep(number)
+    assert kept_plans.find({"number": 0}) == PLAN
+    (cache / "plans" / "left by a killed process").touch()
+    os.utime(cache / "plans" / "left by a killed process", ns=(0, 0))
+    keep(3)
+    found = [number for number in range(4) if kept_plans.find({"number": number})]
+    assert found == [0, 2, 3] and len(os.listdir(cache / "plans")) == 3
+
+
+def test_whoever_reads_while_others_write_finds_one_of_their_plans() -> None:
+    plans = [replace(PLAN, saved_layers=n, host_sums=()) for n in range(4)]
+    kept_plans.keep(QUESTION, plans[0])
+
+    def write(plan: Plan) -> None:
+        for _ in range(25):
+            kept_plans.keep(QUESTION, plan)
+
+    writers = [threading.Thread(target=write, args=(plan,)) for plan in plans]
+    for writer in writers:
+        writer.start()
+    found = []
+    while any(writer.is_alive() for writer in writers):
+        found.append(kept_plans.find(QUESTION))
+    for writer in writers:
+        writer.join()
+    assert found and all(plan in plans for plan in found)
+
+
+# ---------------------------------------------------------------- questions
+
+GPU = Hardware.find("h200")
+SIZES = {"vocab_size": 1000, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 4,
+         "num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+@functools.cache
+def analyse(device_type: str = "cuda", **sizes: Any) -> Any:
+    return api.analyse(tiny_models.build(**SIZES | sizes), StreamConfig.of(device="cpu"), device_type, None, None)
+
+
+@pytest.fixture(scope="module")
+def analysis() -> Any:
+    """A captured model of four layers and its tiling."""
+    return analyse()
+
+
+def make(analysis: Any, *, budget: int = 2**30, hardware: Hardware = GPU, host_bytes: int = 2**40,
+         options: dict[str, Any] | None = None, **fields: Any) -> Planner:
+    """As a process that has just begun makes it."""
+    config = StreamConfig.of(device="cpu", **options or {})
+    made = Planner(*analysis, config, budget, margin_bytes=0, host_bytes=host_bytes, keeping=True)
+    made.pace = pace_of(*analysis, hardware, fused=True, passes=config.passes)
+    return replace(made, **fields)
+
+
+def choose(planned: Planner, batch: int = 16, length: int = 64, **step: Any) -> tuple[Plan, int]:
+    """The plan, and how many searches it took."""
+    chosen = planned.choose(batch, length, **step)
+    return chosen, planned.answers["searched"]
+
+
+@pytest.mark.parametrize("step", [{}, {"whole_step": True}, {"update": "arrival"}, {"output": "logits"}], ids=str)
+def test_a_second_planner_finds_the_plan_that_the_first_has_searched(step: dict[str, Any], analysis: Any) -> None:
+    first, second = make(analysis, budget=12 * 2**20), make(analysis, budget=12 * 2**20)
+    searched, kept = choose(first, **step), choose(second, **step)
+    assert searched == (kept[0], 1) and kept[1] == 0
+    assert first.stateful == second.stateful == kept[0].resident_state
+
+
+OTHERS: dict[str, Callable[[Any], tuple[Planner, dict[str, Any]]]] = {
+    "batch": lambda a: (make(a), {"batch": 8}),
+    "length": lambda a: (make(a), {"length": 32}),
+    "update": lambda a: (make(a), {"update": "arrival"}),
+    "whole step": lambda a: (make(a), {"whole_step": True}),
+    "output": lambda a: (make(a), {"output": "logits"}),
+    "device memory": lambda a: (make(a, budget=2**29), {}),
+    "device memory that was given": lambda a: (make(a, options={"device_memory": "1GiB"}, budget=2**30 + 1), {}),
+    "device memory of other models": lambda a: (make(a, taken_bytes=lambda: 2**26), {}),
+    "host memory": lambda a: (make(a, host_bytes=2**41), {}),
+    "page-locked memory": lambda a: (make(a, locked_bytes=2**30), {}),
+    "margin": lambda a: (make(a, margin_bytes=1), {}),
+    "compiled or not": lambda a: (make(a, fused=True), {}),
+    "updated on the device": lambda a: (make(a, stateful=("prologue",)), {}),
+    "rates": lambda a: (make(a, hardware=replace(GPU, adam=GPU.adam / 2)), {}),
+    "contention": lambda a: (make(a, hardware=replace(GPU, beside={})), {}),
+    "layers": lambda a: (make(analyse(num_hidden_layers=5)), {}),
+    "tiles": lambda a: (make(analyse(intermediate_size=192)), {}),
+    "graphs": lambda a: (make(analyse(sliding_window=16, use_sliding_window=True, max_window_layers=0)), {}),
+    "device": lambda a: (make(analyse("cpu")), {}),
+    **{name: lambda a, name=name, value=value: (make(a, options={name: value}), {}) for name, value in {
+        "checkpoint_interval": 2, "micro_batch_size": 2, "saved_layers": 1, "residuals": "all", "waves": 2, "host_sums": "all",
+        "token_chunk": 32, "host_checkpoints": 1, "resident": ("prologue",), "resident_state": (), "visiting_state": (),
+        "deferred_moments": True, "weight_slots": 3, "gradient_slots": 3, "gradient_slabs": 5}.items()},
+}
+
+
+@pytest.mark.parametrize("changed", OTHERS)
+def test_another_key_is_searched_again(changed: str, analysis: Any) -> None:
+    assert choose(make(analysis))[1] == 1
+    other, step = OTHERS[changed](analysis)
+    assert choose(other, **step)[1] == 1
+    again, step = OTHERS[changed](analysis)
+    assert choose(again, **step)[1] == 0
+
+
+def test_another_torch_searches_again(analysis: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    choose(make(analysis))
+    monkeypatch.setattr(torch, "__version__", "0.0.0")
+    assert choose(make(analysis))[1] == 1
+
+
+def test_every_option_is_in_a_question_or_changes_no_plan() -> None:
+    known = {field.name for field in dataclasses.fields(StreamConfig)}
+    assert known > plan_questions.ELSEWHERE and known - plan_questions.ELSEWHERE <= OTHERS.keys()
+
+
+def test_memory_that_is_found_free_need_not_be_the_same_to_the_byte(analysis: Any) -> None:
+    budget, host = 3 * 2**30, 21 * 2**38
+    planned = choose(make(analysis, budget=budget, host_bytes=host))
+    assert choose(make(analysis, budget=budget + 2**20, host_bytes=host + 2**34)) == (planned[0], 0)
+    given = {"device_memory": budget, "host_memory": host}
+    assert choose(make(analysis, budget=budget, host_bytes=host, options=given))[1] == 1
+    assert choose(make(analysis, budget=budget + 1, host_bytes=host, options=given))[1] == 1
+    assert choose(make(analysis, budget=budget, host_bytes=host + 1, options=given))[1] == 1
+
+
+@pytest.mark.parametrize("spoiled", [{"batch": 8, "micro_batches": (8,)}, {"length": 32}, {"update": "arrival"},
+                                     {"output": "logits"}, {"resident": ("no such tile",)}], ids=str)
+def test_a_plan_of_another_step_or_model_is_not_taken(spoiled: dict[str, Any], analysis: Any) -> None:
+    planned = make(analysis)
+    found, _ = choose(planned)
+    kept_plans.keep(plan_questions.question(make(analysis), 16, 64, "step", False) or {}, replace(
+        found, resident_state=(), visiting_state=(), update_order=(), **spoiled))
+    assert choose(make(analysis)) == (found, 1)
+
+
+def test_a_plan_that_does_not_fit_is_searched_again(analysis: Any) -> None:
+    planned = make(analysis, budget=12 * 2**20)
+    found, _ = choose(planned)
+    kept_plans.keep(plan_questions.question(make(analysis, budget=12 * 2**20), 16, 64, "step", False) or {},
+                    replace(found, weight_slots=4000, checkpoint_interval=1, micro_batches=(16,)))
+    assert choose(make(analysis, budget=12 * 2**20)) == (found, 1)
+
+
+def test_a_refusal_is_not_kept(analysis: Any, cache: Path) -> None:
+    for _ in range(2):
+        with pytest.raises(NoFittingPlanError):
+            make(analysis, budget=2**16).choose(16, 64)
+    assert not (cache / "plans").exists()
+
+
+@pytest.mark.parametrize("planned", [
+    lambda a: make(a, keeping=False), lambda a: make(a, pace=None), lambda a: make(a, keep_residuals=False),
+    lambda a: make(a, options={"passes": insert_after(PIPELINE, "place", place)}),
+    lambda a: make(a, options={"template_passes": TEMPLATE_PIPELINE[:-1]}),
+], ids=["not asked to", "unknown machine", "no search", "a pass of the user's", "a template pass of the user's"])
+def test_what_is_not_searched_or_depends_on_more_is_not_kept(planned: Callable[[Any], Planner], analysis: Any, cache: Path,
+                                                            ) -> None:
+    with contextlib.suppress(Exception):
+        planned(analysis).choose(16, 64)
+    assert not cache.exists() or not (cache / "plans").exists()
+
+
+def test_the_switch_of_the_code_cache_turns_it_off(analysis: Any, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch._inductor.config, "force_disable_caches", True)
+    assert choose(make(analysis))[1] == choose(make(analysis))[1] == 1
+    assert not (cache / "plans").exists()
+
+
+SCHEDULE = """
+import json, sys, test_kept_plans as tests, torch
+from megacompile import scheduling
+model = tests.tiny_models.build(**tests.SIZES)
+made = scheduling.schedule(model, batch=16, length=64, hardware="h200", whole_step=True)
+print(json.dumps([made.planner.answers["searched"], repr(made.plan), *(t.digest for t in made.templates.values())]))
+"""
+
+
+@pytest.mark.slow
+def test_a_second_process_does_not_search(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for seed in "1", "2":
+        monkeypatch.setenv("PYTHONHASHSEED", seed)
+        found.append(fresh_process(SCHEDULE, cache))
+    assert [searched for searched, *_ in found] == [1, 0] and found[0][1:] == found[1][1:]
