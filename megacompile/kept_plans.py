@@ -1,10 +1,11 @@
 """Plans that searches have found, kept in the user's cache folder: a second start of the same model on the same machine does
 not search.
 
-    plans/KEY.json      {"plan": {...}}, then the seal (`seal.py`) of what is before it
+    plans/KEY.json      {"plan": {...}, "free": {...}}, then the seal (`seal.py`) of what is before it
 
 KEY is a digest of the question that a search answers (`plan_questions.py`) and of our source code. A plan is a few kilobytes of
-choices: programs are made from it, and verified, as from a plan that was just found.
+choices: programs are made from it, and verified, as from a plan that was just found. `free` is the memory that the search found
+free, where the user gave no budget: it is never the same twice, and the plan serves where there is about as much.
 """
 from __future__ import annotations
 
@@ -30,6 +31,8 @@ from megacompile.seal import unsealed, with_seal
 
 #: Those that were used last stay.
 MOST_PLANS = 256
+#: Shares by which memory that was found free may differ: the host's rarely decides.
+ALIKE: Mapping[str, float] = {"device": 0.01, "host": 0.125}
 #: Bytes of a file; what is longer is none of ours.
 _LONGEST = 1 << 22
 
@@ -46,14 +49,17 @@ FIELDS: Mapping[str, schema.Rule] = {
     "micro_batches": schema.sequence(_count), "update": schema.one_of(UPDATES), "residuals": schema.one_of(RESIDUALS),
     "output": _name,
 }
-_FILE = schema.record({"plan": schema.record(FIELDS)})
+_FILE = schema.record({"plan": schema.record(FIELDS),
+                       "free": schema.record({}, optional=dict.fromkeys(ALIKE, schema.whole(0, 2**63 - 1)))})
 
 
-def find(question: Mapping[str, Any]) -> Plan | None:
-    """The plan that was kept for a question (JSON values); None if there is none, or no cache folder. A file that is not what
-    was written there is passed over, with a RuntimeWarning."""
+def find(question: Mapping[str, Any], free: Mapping[str, int]) -> Plan | None:
+    """The plan that was kept for a question (JSON values) where about as much was `free`, bytes by the names in `ALIKE`; None if
+    there is none, or no cache folder. A file that is not what was written there is passed over, with a RuntimeWarning."""
     try:
-        return _read(_folder() / _name_of(question))
+        plan, then = _read(_folder() / _name_of(question))
+        return plan if then.keys() == free.keys() and all(
+            abs(free[name] - then[name]) <= ALIKE[name] * then[name] for name in free) else None
     except (CacheError, FileNotFoundError):
         return None
     except (OSError, RecursionError, ValueError) as error:
@@ -61,8 +67,8 @@ def find(question: Mapping[str, Any]) -> Plan | None:
         return None
 
 
-def _read(path: Path) -> Plan:
-    """Raises `OSError`, `RecursionError`, and `ValueError` for what is no plan of ours."""
+def _read(path: Path) -> tuple[Plan, dict[str, int]]:
+    """The plan, and what was free. Raises `OSError`, `RecursionError`, and `ValueError` for what is no plan of ours."""
     with open(open_regular(path, follow_links=False), "rb") as file:
         contents = unsealed(path.name, file.read(_LONGEST))
     if contents is None:
@@ -73,13 +79,13 @@ def _read(path: Path) -> Plan:
     _FILE(found, "the file")
     choices: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value
                                for name, value in found["plan"].items()}
-    return Plan(**choices)
+    return Plan(**choices), found["free"]
 
 
-def keep(question: Mapping[str, Any], plan: Plan) -> None:
+def keep(question: Mapping[str, Any], free: Mapping[str, int], plan: Plan) -> None:
     """Writes the plan for a question. Several processes may do so at the same time: the last one's stays, whole. Where nothing
     can be written, nothing is."""
-    contents = json.dumps({"plan": dataclasses.asdict(plan)}, indent=0).encode()
+    contents = json.dumps({"plan": dataclasses.asdict(plan), "free": dict(free)}, indent=0).encode()
     with contextlib.suppress(MegacompileError, OSError):
         path = _folder() / _name_of(question)
         path.parent.mkdir(exist_ok=True)

@@ -1,8 +1,7 @@
 """What a search for a plan depends on, as data: two planners with the same question find the same plan.
 
 Templates are in it as their joint graphs, with the shapes of all values in B and T: variants, costs and residuals follow from
-these. Memory that was not given by the user, but found free, is in it rounded: it is never the same twice, and a kept plan must
-fit what there is anyway.
+these. Memory that was not given by the user, but found free, is apart.
 """
 from __future__ import annotations
 
@@ -21,8 +20,6 @@ if TYPE_CHECKING:
 #: Options that change no plan, or that are in a question as what was made of them (graphs, budgets, passes).
 ELSEWHERE = frozenset({"device", "device_memory", "locked_memory", "host_memory", "dtype", "compile", "expert_pieces", "passes",
                        "template_passes", "loss", "stall_timeout", "repack", "reference"})
-#: Significant bits of memory that was found free: of the device to less than 1%, of the host, which rarely decides, to 12%.
-DEVICE_BITS, HOST_BITS = 8, 4
 
 
 def question(planner: Planner, batch: int, length: int, update: str, whole_step: bool) -> dict[str, Any] | None:
@@ -39,8 +36,8 @@ def question(planner: Planner, batch: int, length: int, update: str, whole_step:
         "torch": torch.__version__, "batch": batch, "length": length, "update": update, "whole_step": whole_step,
         "output": planner.output, "stateful": planner.stateful,
         "hardware": dataclasses.asdict(pace.durations.hardware),
-        "device_bytes": _given(planner.device_bytes, config.device_memory, DEVICE_BITS),
-        "host_room": _given(planner.host_room, config.host_memory, HOST_BITS),
+        "device_bytes": None if config.device_memory is None else planner.device_bytes,
+        "host_room": None if config.host_memory is None else planner.host_room,
         "locked_bytes": planner.locked_bytes, "margin_bytes": planner.margin_bytes, "fused": planner.fused,
         "knobs": {field.name: getattr(config, field.name) for field in dataclasses.fields(StreamConfig)
                   if field.name not in ELSEWHERE},
@@ -53,7 +50,8 @@ def question(planner: Planner, batch: int, length: int, update: str, whole_step:
     }
 
 
-def _given(count: int, option: Any, bits: int) -> int:
-    """Bytes as they are where an option gave them, else the most significant of them."""
-    rest = 0 if option is not None else max(0, count.bit_length() - bits)
-    return count >> rest << rest
+def free_memory(planner: Planner) -> dict[str, int]:
+    """Bytes that plans may take where no budget was given, by where they are."""
+    config = planner.config
+    there = {} if config.device_memory is not None else {"device": planner.device_bytes}
+    return there if config.host_memory is not None else there | {"host": planner.host_room}

@@ -21,7 +21,7 @@ from megacompile import kept_plans
 from megacompile.errors import InsufficientMemoryError, NoFittingPlanError
 from megacompile.pace import Pace
 from megacompile.plan import Plan, split
-from megacompile.plan_questions import question
+from megacompile.plan_questions import free_memory, question
 from megacompile.remedies import explained
 from megacompile.room import Room
 from megacompile.visits import most_helpful_visits, named_visits
@@ -59,7 +59,7 @@ class Planner(Room):
             self.stateful = other.stateful
             return chosen
         asked = question(self, batch, length, update, whole_step) if self.keeping and training else None
-        kept = kept_plans.find(asked) if asked is not None else None
+        kept = kept_plans.find(asked, free_memory(self)) if asked is not None else None
         if kept is not None and self._accepts(kept, batch, length, update):
             chosen = kept
             self.answers["kept"] += 1
@@ -67,7 +67,7 @@ class Planner(Room):
             chosen = self._search(batch, length, training, update, whole_step)
             self.answers["searched"] += 1
             if asked is not None:
-                kept_plans.keep(asked, chosen)
+                kept_plans.keep(asked, free_memory(self), chosen)
         if training or self.stateful is not None:
             self.stateful = chosen.resident_state
         return chosen

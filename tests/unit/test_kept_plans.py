@@ -30,6 +30,7 @@ from megacompile.passes.schedule import place
 from megacompile.plan import Plan
 from megacompile.planner import Planner
 
+FREE = {"device": 100 * 2**30, "host": 2**40}
 QUESTION = {"batch": 8, "tiles": ["a", "b"]}
 PLAN = Plan(8, 16, (4, 4), saved_layers=3, resident=("a", "b"), resident_state=("b",), waves=2, host_sums=("a",), locked=False,
             residuals="attention")
@@ -61,27 +62,38 @@ def only_file(cache: Path) -> Path:
 # ---------------------------------------------------------------- files
 
 def test_a_kept_plan_is_found_as_it_was() -> None:
-    assert kept_plans.find(QUESTION) is None
-    kept_plans.keep(QUESTION, PLAN)
-    assert kept_plans.find(QUESTION) == PLAN
-    kept_plans.keep(QUESTION, replace(PLAN, saved_layers=0))
-    assert kept_plans.find(QUESTION) == replace(PLAN, saved_layers=0)
+    assert kept_plans.find(QUESTION, FREE) is None
+    kept_plans.keep(QUESTION, FREE, PLAN)
+    assert kept_plans.find(QUESTION, FREE) == PLAN
+    kept_plans.keep(QUESTION, FREE, replace(PLAN, saved_layers=0))
+    assert kept_plans.find(QUESTION, FREE) == replace(PLAN, saved_layers=0)
 
 
 def test_every_field_of_a_plan_has_a_rule() -> None:
     assert kept_plans.FIELDS.keys() == {field.name for field in dataclasses.fields(Plan)}
 
 
+@pytest.mark.parametrize(("free", "serves"), [
+    ({"device": 100.9}, True), ({"device": 99.1}, True), ({"device": 101.1}, False), ({"device": 98.9}, False),
+    ({"host": 1.1 * 2**10}, True), ({"host": 0.9 * 2**10}, True), ({"host": 1.2 * 2**10}, False), ({"host": 0}, False),
+    ({"device": None}, False), ({"host": None}, False),
+], ids=str)
+def test_a_plan_serves_where_about_as_much_memory_is_free(free: dict[str, Any], serves: bool) -> None:
+    kept_plans.keep(QUESTION, FREE, PLAN)
+    now = FREE | {name: gib if gib is None else int(gib * 2**30) for name, gib in free.items()}
+    assert (kept_plans.find(QUESTION, {name: count for name, count in now.items() if count is not None}) == PLAN) is serves
+
+
 @pytest.mark.parametrize("other", [{"batch": 9}, {"batch": "8"}, {"tiles": ["b", "a"]}, {"more": None}], ids=str)
 def test_another_question_has_another_plan(other: dict[str, Any]) -> None:
-    kept_plans.keep(QUESTION, PLAN)
-    assert kept_plans.find(QUESTION | other) is None
+    kept_plans.keep(QUESTION, FREE, PLAN)
+    assert kept_plans.find(QUESTION | other, FREE) is None
 
 
 def test_other_source_code_searches_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    kept_plans.keep(QUESTION, PLAN)
+    kept_plans.keep(QUESTION, FREE, PLAN)
     monkeypatch.setattr(kept_plans, "source_digest", lambda: "of another version")
-    assert kept_plans.find(QUESTION) is None
+    assert kept_plans.find(QUESTION, FREE) is None
 
 
 def test_the_source_digest_covers_every_part_of_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,24 +120,24 @@ def test_the_source_digest_covers_every_part_of_the_package(monkeypatch: pytest.
 ], ids=["replaced", "empty", "truncated", "lengthened", "a flag", "a number", "huge", "a link", "a FIFO", "a folder",
         "another name's"])
 def test_a_damaged_or_foreign_file_is_passed_over_with_a_warning(damage: Callable[[Path], Any], cache: Path) -> None:
-    kept_plans.keep(QUESTION, replace(PLAN, deferred_moments=True))
+    kept_plans.keep(QUESTION, FREE, replace(PLAN, deferred_moments=True))
     damage(only_file(cache))
     with pytest.warns(RuntimeWarning, match="a plan in the cache is not used, and is searched anew"):
-        assert kept_plans.find(QUESTION) is None
+        assert kept_plans.find(QUESTION, FREE) is None
 
 
 def test_a_file_with_another_users_seal_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    kept_plans.keep(QUESTION, PLAN)
+    kept_plans.keep(QUESTION, FREE, PLAN)
     monkeypatch.setattr(seal, "_key", lambda: bytes(32))
     with pytest.warns(RuntimeWarning, match="was changed since megacompile wrote it"):
-        assert kept_plans.find(QUESTION) is None
+        assert kept_plans.find(QUESTION, FREE) is None
 
 
 def test_a_damaged_file_is_replaced(cache: Path) -> None:
-    kept_plans.keep(QUESTION, PLAN)
+    kept_plans.keep(QUESTION, FREE, PLAN)
     only_file(cache).write_bytes(b"evil")
-    kept_plans.keep(QUESTION, PLAN)
-    assert kept_plans.find(QUESTION) == PLAN
+    kept_plans.keep(QUESTION, FREE, PLAN)
+    assert kept_plans.find(QUESTION, FREE) == PLAN
 
 
 @pytest.mark.parametrize(("field", "value"), [
@@ -134,7 +146,7 @@ def test_a_damaged_file_is_replaced(cache: Path) -> None:
     ("residuals", "some"), ("update", None), ("locked", 1), ("weight_slots", 2**40), ("more", 1), ("length", ...),
 ], ids=str)
 def test_what_is_no_plan_is_passed_over_whoever_has_sealed_it(field: str, value: Any, cache: Path) -> None:
-    kept_plans.keep(QUESTION, PLAN)
+    kept_plans.keep(QUESTION, FREE, PLAN)
     path = only_file(cache)
     found = json.loads(path.read_bytes()[:-32])
     found["plan"][field] = value
@@ -142,46 +154,47 @@ def test_what_is_no_plan_is_passed_over_whoever_has_sealed_it(field: str, value:
         del found["plan"][field]
     path.write_bytes(seal.with_seal(path.name, json.dumps(found).encode()))
     with pytest.warns(RuntimeWarning, match="searched anew"):
-        assert kept_plans.find(QUESTION) is None
+        assert kept_plans.find(QUESTION, FREE) is None
 
 
-@pytest.mark.parametrize("text", ["[" * 100_000, "null", "[]", '{"plan": {}}', '{"plan": null, "more": 1}', "", "\ud800"])
+@pytest.mark.parametrize("text", ["[" * 100_000, "null", "[]", '{"plan": {}, "free": {}}', '{"plan": null, "more": 1}', "",
+                                  "\ud800"], ids=range(7))
 def test_other_json_is_passed_over(text: str, cache: Path) -> None:
-    kept_plans.keep(QUESTION, PLAN)
+    kept_plans.keep(QUESTION, FREE, PLAN)
     path = only_file(cache)
     path.write_bytes(seal.with_seal(path.name, text.encode("utf-8", "surrogatepass")))
     with pytest.warns(RuntimeWarning, match="searched anew"):
-        assert kept_plans.find(QUESTION) is None
+        assert kept_plans.find(QUESTION, FREE) is None
 
 
 @pytest.mark.parametrize("error", [errno.EROFS, errno.EACCES, errno.ENOSPC], ids=["read-only", "not ours", "full"])
 def test_where_nothing_can_be_written_nothing_is(error: int, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kept_plans.keep(QUESTION, PLAN)
+    kept_plans.keep(QUESTION, FREE, PLAN)
 
     def refused(*args: Any, **options: Any) -> Any:
         raise OSError(error, os.strerror(error))
 
     monkeypatch.setattr(tempfile, "mkstemp", refused)
     monkeypatch.setattr(os, "utime", refused)
-    kept_plans.keep({"another": 1}, PLAN)
-    assert kept_plans.find({"another": 1}) is None
-    assert kept_plans.find(QUESTION) == PLAN, "what is there is read all the same"
+    kept_plans.keep({"another": 1}, FREE, PLAN)
+    assert kept_plans.find({"another": 1}, FREE) is None
+    assert kept_plans.find(QUESTION, FREE) == PLAN, "what is there is read all the same"
     assert len(os.listdir(cache / "plans")) == 1
 
 
 def test_without_a_cache_folder_nothing_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("MEGACOMPILE_CACHE", str(tmp_path / "file" / "below"))
-    kept_plans.keep(QUESTION, PLAN)
-    assert kept_plans.find(QUESTION) is None
+    kept_plans.keep(QUESTION, FREE, PLAN)
+    assert kept_plans.find(QUESTION, FREE) is None
 
 
 def test_a_write_that_fails_leaves_the_old_file_and_no_other(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kept_plans.keep(QUESTION, PLAN)
+    kept_plans.keep(QUESTION, FREE, PLAN)
     with monkeypatch.context() as broken:
         broken.setattr(os, "replace", lambda *names: (_ for _ in ()).throw(OSError(errno.EIO, "broken")))
-        kept_plans.keep(QUESTION, replace(PLAN, saved_layers=0))
-    assert kept_plans.find(QUESTION) == PLAN and len(os.listdir(cache / "plans")) == 1
+        kept_plans.keep(QUESTION, FREE, replace(PLAN, saved_layers=0))
+    assert kept_plans.find(QUESTION, FREE) == PLAN and len(os.listdir(cache / "plans")) == 1
 
 
 def test_the_plans_used_last_stay(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,34 +202,34 @@ def test_the_plans_used_last_stay(cache: Path, monkeypatch: pytest.MonkeyPatch) 
     clock = iter(range(1, 100))
 
     def keep(number: int) -> None:
-        kept_plans.keep({"number": number}, PLAN)
+        kept_plans.keep({"number": number}, FREE, PLAN)
         newest = max((cache / "plans").iterdir(), key=lambda path: path.stat().st_mtime_ns)
         os.utime(newest, ns=(next(clock), next(clock)))
 
     for number in range(3):
         keep(number)
-    assert kept_plans.find({"number": 0}) == PLAN
+    assert kept_plans.find({"number": 0}, FREE) == PLAN
     (cache / "plans" / "left by a killed process").touch()
     os.utime(cache / "plans" / "left by a killed process", ns=(0, 0))
     keep(3)
-    found = [number for number in range(4) if kept_plans.find({"number": number})]
+    found = [number for number in range(4) if kept_plans.find({"number": number}, FREE)]
     assert found == [0, 2, 3] and len(os.listdir(cache / "plans")) == 3
 
 
 def test_whoever_reads_while_others_write_finds_one_of_their_plans() -> None:
     plans = [replace(PLAN, saved_layers=n, host_sums=()) for n in range(4)]
-    kept_plans.keep(QUESTION, plans[0])
+    kept_plans.keep(QUESTION, FREE, plans[0])
 
     def write(plan: Plan) -> None:
         for _ in range(25):
-            kept_plans.keep(QUESTION, plan)
+            kept_plans.keep(QUESTION, FREE, plan)
 
     writers = [threading.Thread(target=write, args=(plan,)) for plan in plans]
     for writer in writers:
         writer.start()
     found = []
     while any(writer.is_alive() for writer in writers):
-        found.append(kept_plans.find(QUESTION))
+        found.append(kept_plans.find(QUESTION, FREE))
     for writer in writers:
         writer.join()
     assert found and all(plan in plans for plan in found)
@@ -238,6 +251,12 @@ def analyse(device_type: str = "cuda", **sizes: Any) -> Any:
 def analysis() -> Any:
     """A captured model of four layers and its tiling."""
     return analyse()
+
+
+def replace_kept(asking: Planner, plan: Plan) -> None:
+    asked = plan_questions.question(asking, 16, 64, "step", False)
+    assert asked is not None
+    kept_plans.keep(asked, plan_questions.free_memory(asking), plan)
 
 
 def make(analysis: Any, *, budget: int = 2**30, hardware: Hardware = GPU, host_bytes: int = 2**40,
@@ -325,16 +344,15 @@ def test_memory_that_is_found_free_need_not_be_the_same_to_the_byte(analysis: An
 def test_a_plan_of_another_step_or_model_is_not_taken(spoiled: dict[str, Any], analysis: Any) -> None:
     planned = make(analysis)
     found, _ = choose(planned)
-    kept_plans.keep(plan_questions.question(make(analysis), 16, 64, "step", False) or {}, replace(
-        found, resident_state=(), visiting_state=(), update_order=(), **spoiled))
+    replace_kept(make(analysis), replace(found, resident_state=(), visiting_state=(), update_order=(), **spoiled))
     assert choose(make(analysis)) == (found, 1)
 
 
 def test_a_plan_that_does_not_fit_is_searched_again(analysis: Any) -> None:
     planned = make(analysis, budget=12 * 2**20)
     found, _ = choose(planned)
-    kept_plans.keep(plan_questions.question(make(analysis, budget=12 * 2**20), 16, 64, "step", False) or {},
-                    replace(found, weight_slots=4000, checkpoint_interval=1, micro_batches=(16,)))
+    replace_kept(make(analysis, budget=12 * 2**20),
+                 replace(found, weight_slots=4000, checkpoint_interval=1, micro_batches=(16,)))
     assert choose(make(analysis, budget=12 * 2**20)) == (found, 1)
 
 
