@@ -29,6 +29,7 @@ from megacompile.sizes import parse_bytes
 from megacompile.streamed import Streamed
 from megacompile.streamed_module import streamed_class
 from megacompile.tiling import Tiling, build_store, check_device_memory, check_host_memory
+from megacompile.under_way import under_way
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -67,7 +68,9 @@ def attach(model: M, fill: Callable[[nn.Module, Tiling], Store], config: StreamC
     check_host_memory(tiling, parse_bytes(config.host_memory))
     check_device_memory(tiling, device_bytes)
     spend_locked_memory(captured, tiling, parse_bytes(config.locked_memory), config.gradient_slabs)
-    streamed = Streamed(model, captured, tiling, fill(model, tiling), backend, config)
+    with under_way(f"moving the weights of {type(model).__name__} into tiles"):
+        store = fill(model, tiling)
+    streamed = Streamed(model, captured, tiling, store, backend, config)
     claim(streamed)
     handle = Handle(streamed)
     model.__dict__["megacompile"] = handle

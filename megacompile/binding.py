@@ -15,6 +15,7 @@ from megacompile.plan import Plan
 from megacompile.program import Program, argument, nodes, op_of
 from megacompile.runtime.kernels import Input, Kernel, ParameterGradient
 from megacompile.tiling import Tiling
+from megacompile.under_way import at, under_way
 
 #: Ops that run a template; the variant has the op's name.
 TEMPLATE_OPS = frozenset({"forward", "forward_saving", "loss", "evaluate", "outputs", "recompute_backward", "backward"})
@@ -38,11 +39,13 @@ class Binder:
         mode = "inductor" if self.compiling and steady else "eager"
         calls = {c.name: c for c in self.captured.calls_for(plan.output)}
         kernels = {}
-        for node in nodes(program.section(section)):
-            op = op_of(node).name
-            if op in TEMPLATE_OPS:
-                call, mb = calls[argument(node, "call")], argument(node, "mb")
-                kernels[call.name, op, mb] = self._kernel(program, call, op, program.micro_batches[mb], plan, mode)
+        with under_way(f"compiling kernels for {plan.batch} x {plan.length}"):
+            for node in nodes(program.section(section)):
+                op = op_of(node).name
+                if op in TEMPLATE_OPS:
+                    call, mb = calls[argument(node, "call")], argument(node, "mb")
+                    at(f"{call.template}, {op}")
+                    kernels[call.name, op, mb] = self._kernel(program, call, op, program.micro_batches[mb], plan, mode)
         return kernels
 
     def _kernel(self, program: Program, call: Call, op: str, batch: int, plan: Plan, mode: str) -> Kernel:

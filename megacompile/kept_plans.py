@@ -54,8 +54,8 @@ _FILE = schema.record({"plan": schema.record(FIELDS),
 
 
 def find(question: Mapping[str, Any], free: Mapping[str, int]) -> Plan | None:
-    """The plan that was kept for a question (JSON values) where about as much was `free`, bytes by the names in `ALIKE`; None if
-    there is none, or no cache folder. A file that is not what was written there is passed over, with a RuntimeWarning."""
+    """The plan that was kept for a question (JSON values) where about as much was `free`, bytes by the names in `ALIKE`; None
+    if there is none, or no cache folder. A file that is not what was written there is passed over, with a RuntimeWarning."""
     try:
         plan, then = _read(_folder() / _name_of(question))
         return plan if then.keys() == free.keys() and all(

@@ -14,6 +14,7 @@ from megacompile.plan import Plan
 from megacompile.program import Lane, Program, argument, op_of
 from megacompile.simulate import StepTimes, Timeline, step_of
 from megacompile.tiling import Tiling
+from megacompile.under_way import at
 
 #: Share of the rate of the host's AdamW that plans are chosen with, and of the link's if tiles visit the device beside it. They
 #: have the least certain of all rates, since everything on the host shares its memory: plans that slower ones would hurt are
@@ -58,6 +59,7 @@ class Pace:
         if key not in self.cautious:
             hardware = self.durations.hardware
             link = {way: CAUTION * rate for way, rate in hardware.link.items()} if plan.visiting_state else hardware.link
+            at(f"simulation {len(self.cautious) + 1}")
             slower = replace(self.durations, hardware=replace(hardware, adam=CAUTION * hardware.adam, link=link))
             self.cautious[key] = slower.simulate(self.program(plan, whole_step), plan).step_s
         return self.cautious[key]

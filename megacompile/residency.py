@@ -13,6 +13,7 @@ import torch
 from megacompile.errors import LaneError
 from megacompile.program import stays
 from megacompile.runtime.kernels import Batch
+from megacompile.runtime.page_locking import lock_all
 
 if TYPE_CHECKING:
     from megacompile.shapes import CompiledShape
@@ -67,9 +68,8 @@ class Residency:
         """Optimizer state that visits the device is page-locked, once there is any, unless the user has limited that; copies of
         other memory are right too, and slower."""
         if self.streamed.planner.locked_bytes is None:
-            for tile in map(self.streamed.store.__getitem__, shape.plan.visiting_state):
-                for part in tile.home.state():
-                    self.streamed.backend.lock(part)
+            tiles = map(self.streamed.store.__getitem__, shape.plan.visiting_state)
+            lock_all(self.streamed.backend, (part for tile in tiles for part in tile.home.state()))
 
     def leave(self) -> None:
         """Everything is at home, and is loaded again before it is next used. Lanes are at rest afterwards."""

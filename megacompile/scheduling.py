@@ -34,6 +34,7 @@ from megacompile.shapes import planned_and_not_taken
 from megacompile.simulate import Timeline
 from megacompile.sizes import parse_bytes
 from megacompile.tiling import HOST_MARGIN_BYTES, Tiling
+from megacompile.under_way import under_way
 
 
 @dataclass(frozen=True)
@@ -91,8 +92,9 @@ class Schedule:
             durations = self.durations()
             self.planner.pace = pace_of(self.captured, self.tiling, durations.hardware, durations.fused,
                                         self.planner.config.passes)
-        return outlook(self.planner, self.plan, parse_bytes(host_memory) or self.planner.host_bytes,
-                       whole_step="train_step" in self.program().sections)
+        with under_way("simulating this plan and others"):
+            return outlook(self.planner, self.plan, parse_bytes(host_memory) or self.planner.host_bytes,
+                           whole_step="train_step" in self.program().sections)
 
 
 def schedule(model: nn.Module, *, batch: int, length: int, layers: Layers | None = None,
@@ -135,8 +137,9 @@ def schedule(model: nn.Module, *, batch: int, length: int, layers: Layers | None
     if whole_step and not captured.has_loss:
         raise UnsupportedError(f"{type(model).__name__} has no loss, and a whole step needs one: leave whole_step out, or give "
                                "loss=...")
-    plan = planner.choose(batch, length, update=update, whole_step=whole_step, output=captured.main_output)
-    program = model_program(tiling.call_specs(captured.calls, captured.templates, length), tiling.tiles(), batch,
-                            labels=captured.has_loss, whole_step=whole_step, differentiable=not captured.has_loss)
-    compiled = compile_program(program, plan, config.passes)
+    with under_way(f"planning {batch} x {length}"):
+        plan = planner.choose(batch, length, update=update, whole_step=whole_step, output=captured.main_output)
+        program = model_program(tiling.call_specs(captured.calls, captured.templates, length), tiling.tiles(), batch,
+                                labels=captured.has_loss, whole_step=whole_step, differentiable=not captured.has_loss)
+        compiled = compile_program(program, plan, config.passes)
     return Schedule(captured, tiling, plan, compiled.stages, compiled.log, planner, device, hardware)

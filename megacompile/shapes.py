@@ -17,8 +17,10 @@ from megacompile.memory import Estimate
 from megacompile.packed_plans import PackedPlans
 from megacompile.passes.manager import Compiled, compile_program
 from megacompile.plan import Plan, Shape
+from megacompile.planner import Planner
 from megacompile.program import Program, Slot, places, slot_family
 from megacompile.runtime.kernels import Kernel
+from megacompile.under_way import under_way
 from megacompile.verify import check_agreement
 
 #: A generation brings a new length with every token: without a bound, its programs would never go away.
@@ -163,6 +165,10 @@ class Shapes:
 
     def _compile(self, shape: Shape) -> CompiledShape:
         planner = self.forms.serve(shape.form).planner
+        with under_way(f"planning {shape.batch} x {shape.length}"):
+            return self._planned(shape, planner)
+
+    def _planned(self, shape: Shape, planner: Planner) -> CompiledShape:
         planner.stateful = self.planner.stateful  # one device for all forms
         if shape.training and shape.further == ("position_ids",):
             plan = self.packed.choose(planner, shape)

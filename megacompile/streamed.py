@@ -36,6 +36,7 @@ from megacompile.runtime.executor import Executor
 from megacompile.runtime.kernels import Batch
 from megacompile.runtime.lanes import Backend
 from megacompile.runtime.operations import Frame
+from megacompile.runtime.page_locking import lock_all
 from megacompile.runtime.reference import ReferenceExecutor
 from megacompile.runtime.store import Store
 from megacompile.runtime.update import Update
@@ -81,8 +82,7 @@ class Streamed:
         # Runs when the model is closed, and when it is forgotten: threads end, and no page stays locked.
         self._give_back = weakref.finalize(self, give_back, self.executor, self.arena, self.checkpoints, store, backend)
         if self.planner.locked().tiles:
-            for part in store.streamed_memory():
-                backend.lock(part)
+            lock_all(backend, store.streamed_memory())
 
     @property
     def closed(self) -> bool:

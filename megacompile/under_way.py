@@ -4,8 +4,8 @@
         at("model.layers.3")
 
 Nothing is said in the first two seconds. Then a terminal's stderr shows one line, which goes when the work is done; elsewhere
-the logger "megacompile" gets a record of level INFO, and further ones after twice the time. MEGACOMPILE_PROGRESS=0 turns
-both off.
+the logger "megacompile" gets a record of level INFO, and further ones after twice the time. A command that has a live display
+of its own shows the line there (`shown_by`). MEGACOMPILE_PROGRESS=0 turns all of it off.
 """
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 
 #: Work that takes less is not worth a line.
@@ -37,6 +37,16 @@ class _Work:
         return f"{self.task}: {f'{self.step}, ' if self.step else ''}{self.seconds():.0f} s"
 
 
+#: Shows a line in the place of the one before, and an empty text when there is none any more.
+Show = Callable[[str], None]
+
+
+def _write(line: str) -> None:
+    sys.stderr.write(f"\r{line}\033[K")
+    sys.stderr.flush()
+
+
+_displays: list[Show] = []  # the last one shows lines
 _current: ContextVar[_Work | None] = ContextVar("work under way", default=None)
 
 
@@ -45,6 +55,16 @@ def at(step: str) -> None:
     work = _current.get()
     if work is not None:
         work.step = step
+
+
+@contextlib.contextmanager
+def shown_by(show: Show) -> Iterator[None]:
+    """Within, lines are shown by `show`, of any thread: a display that redraws a terminal's last lines would garble them."""
+    _displays.append(show)
+    try:
+        yield
+    finally:
+        _displays.remove(show)
 
 
 @contextlib.contextmanager
@@ -68,18 +88,17 @@ def under_way(task: str) -> Iterator[None]:
 def _tell(work: _Work, done: threading.Event) -> None:
     if done.wait(SILENT_S):
         return
-    if not sys.stderr.isatty():
+    if not _displays and not sys.stderr.isatty():
         _log(work, done)
         return
+    show = _displays[-1] if _displays else _write
     try:
         while True:
-            sys.stderr.write(f"\r{work.line()}\033[K")
-            sys.stderr.flush()
+            show(work.line())
             if done.wait(_REFRESH_S):
                 break
     finally:
-        sys.stderr.write("\r\033[K")
-        sys.stderr.flush()
+        show("")
 
 
 def _log(work: _Work, done: threading.Event) -> None:

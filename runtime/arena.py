@@ -11,6 +11,7 @@ from torch import Tensor
 from megacompile.errors import InsufficientMemoryError
 from megacompile.program import SLOT_KINDS, Slot, slot_family
 from megacompile.sizes import format_bytes
+from megacompile.under_way import at, under_way
 
 from .lanes import Backend
 from .store import TileLayout, available_host_bytes, host_memory
@@ -83,14 +84,16 @@ class Arena:
             raise InsufficientMemoryError(
                 f"{len(slabs)} page-locked slabs need {format_bytes(needed)} of host memory and {format_bytes(available)} are "
                 "available: stream with fewer gradient_slabs, or take one backward a step, with a larger batch")
-        for slot in grown:
-            self.forget(slot.name)
-            if self.is_slab(slot.name):
-                self.slots[slot.name] = host_memory(slot.bytes)
-                self.slots[slot.name].zero_()  # touched pages lock six times faster
-                self.backend.lock(self.slots[slot.name])
-            else:
-                self.slots[slot.name] = self.backend.memory(slot.bytes)
+        with under_way("making slots and page-locked slabs"):
+            for slot in grown:
+                self.forget(slot.name)
+                if self.is_slab(slot.name):
+                    at(slot.name)
+                    self.slots[slot.name] = host_memory(slot.bytes)
+                    self.slots[slot.name].zero_()  # touched pages lock six times faster
+                    self.backend.lock(self.slots[slot.name])
+                else:
+                    self.slots[slot.name] = self.backend.memory(slot.bytes)
 
     def verdict(self, tile: str, update: Update) -> Tensor:
         """int32 [1] on the device: becomes 1 if an update there keeps a tile, whose gradients are not finite."""

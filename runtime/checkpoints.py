@@ -15,6 +15,7 @@ from torch import Tensor
 from megacompile.errors import InsufficientMemoryError
 from megacompile.program import Slot
 from megacompile.sizes import format_bytes
+from megacompile.under_way import under_way
 
 from .lanes import Backend
 from .store import available_host_bytes, host_memory
@@ -101,11 +102,12 @@ class HostCheckpoints:
             raise InsufficientMemoryError(
                 f"activation checkpoints need {format_bytes(needed)} of host memory and {format_bytes(available)} are "
                 "available: use fewer or shorter sequences, or run backward (or drop the loss) before the next forward")
-        for slot in slots:
-            memory = host_memory(slot.bytes)
-            memory.zero_()  # touched pages lock six times faster
-            self.backend.lock(memory)
-            buffers[slot.name] = HostCheckpoint(memory)
+        with under_way("page-locking memory for checkpoints"):
+            for slot in slots:
+                memory = host_memory(slot.bytes)
+                memory.zero_()  # touched pages lock six times faster
+                self.backend.lock(memory)
+                buffers[slot.name] = HostCheckpoint(memory)
 
     def bytes(self) -> int:
         return sum(buffer.memory.numel() for buffers in self.made for buffer in buffers.values())

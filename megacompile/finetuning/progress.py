@@ -4,6 +4,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 from rich.console import Console
@@ -11,6 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from megacompile.sizes import format_bytes
 from megacompile.training import Step
+from megacompile.under_way import shown_by
 
 #: Losses that the running mean is of, and steps that the time left is estimated from.
 WINDOW = 100
@@ -96,19 +98,28 @@ class ProgressDisplay:
             TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=None), TextColumn("{task.description}"),
             TimeRemainingColumn(), console=console, transient=True, disable=not console.is_terminal)
         self._task = self._progress.add_task("", total=steps, completed=done)
+        self._latest = ""
+        self._shown = ExitStack()
 
     def __enter__(self) -> ProgressDisplay:
         self._progress.start()
+        if self._console.is_terminal:
+            self._shown.enter_context(shown_by(self._under_way))
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._shown.close()
         self._progress.stop()
+
+    def _under_way(self, line: str) -> None:
+        """What the step is waiting for, in the place of the last step."""
+        self._progress.update(self._task, description=line or self._latest)
 
     def __call__(self, entry: Entry) -> None:
         """At once: the bar."""
         step = entry.step
-        self._progress.update(self._task, completed=step.number,
-                              description=f"loss {step.loss:.4f}  mean {entry.mean_loss:.4f}  {step.rate:,.0f} tokens/s")
+        self._latest = f"loss {step.loss:.4f}  mean {entry.mean_loss:.4f}  {step.rate:,.0f} tokens/s"
+        self._progress.update(self._task, completed=step.number, description=self._latest)
 
     def line(self, entry: Entry) -> None:
         """When all is known of a step."""

@@ -20,7 +20,7 @@ import tiny_models
 import torch
 from test_inductor import fresh_process
 
-from megacompile import api, kept_plans, plan_questions, planner, seal
+from megacompile import api, kept_plans, pace, plan_questions, planner, seal
 from megacompile.config import StreamConfig
 from megacompile.errors import NoFittingPlanError
 from megacompile.hardware import Hardware
@@ -379,6 +379,13 @@ def test_the_switch_of_the_code_cache_turns_it_off(analysis: Any, cache: Path, m
     monkeypatch.setattr(torch._inductor.config, "force_disable_caches", True)
     assert choose(make(analysis))[1] == choose(make(analysis))[1] == 1
     assert not (cache / "plans").exists()
+
+
+def test_a_search_says_how_many_plans_it_has_simulated(analysis: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(pace, "at", said.append)
+    choose(make(analysis))
+    assert said == [f"simulation {number + 1}" for number in range(len(said))] and len(said) > 1
 
 
 SCHEDULE = """

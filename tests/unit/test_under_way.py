@@ -5,12 +5,25 @@ import contextlib
 import io
 import logging
 import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import tiny_models
+import torch
+from rich.console import Console
 
+import megacompile
+from megacompile import scheduling, shapes
 from megacompile import under_way as module
-from megacompile.under_way import at, under_way
+from megacompile.binding import Binder
+from megacompile.finetuning.progress import ProgressDisplay
+from megacompile.hardware import Hardware
+from megacompile.runtime.page_locking import lock_all
+from megacompile.sizes import format_bytes
+from megacompile.under_way import at, shown_by, under_way
 
 
 class Terminal(io.StringIO):
@@ -86,3 +99,109 @@ def test_the_line_goes_where_the_work_fails(terminal: Terminal) -> None:
     with contextlib.redirect_stderr(terminal), pytest.raises(ValueError, match="broken"), under_way("tracing Model"):
         work()
     assert terminal.getvalue().endswith("\r\033[K")
+
+
+# ---------------------------------------------------------------- displays, and what takes long
+
+class Display:
+    """Keeps the lines; `waiting(for_a)` returns when one begins so."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self._changed = threading.Condition()
+
+    def __call__(self, line: str) -> None:
+        with self._changed:
+            self.lines.append(line)
+            self._changed.notify_all()
+
+    def waiting(self, start: str) -> None:
+        with self._changed:
+            assert self._changed.wait_for(lambda: any(line.startswith(start) for line in self.lines), 20), self.lines
+
+
+@pytest.fixture
+def display(monkeypatch: pytest.MonkeyPatch) -> Iterator[Display]:
+    """Shows what is under way at once."""
+    monkeypatch.setattr(module, "SILENT_S", 0.0)
+    monkeypatch.setattr(module, "_REFRESH_S", 0.1)
+    made = Display()
+    with shown_by(made):
+        yield made
+
+
+def test_a_display_shows_the_line_in_the_place_of_stderr(display: Display, terminal: Terminal) -> None:
+    with contextlib.redirect_stderr(terminal), under_way("tracing Model"):
+        display.waiting("tracing Model: 0 s")
+    assert display.lines[-1] == "" and terminal.getvalue() == ""
+
+
+def test_the_display_that_came_last_shows_lines_until_it_goes(display: Display) -> None:
+    other = Display()
+    with shown_by(other), under_way("tracing"):
+        other.waiting("tracing")
+    assert not display.lines
+    with under_way("compiling"):
+        display.waiting("compiling")
+
+
+def waits(display: Display, start: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def waiting(*args: Any, **options: Any) -> Any:
+        display.waiting(start)
+        return function(*args, **options)
+    return waiting
+
+
+def test_making_a_schedule_is_said(display: Display, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduling, "compile_program", waits(display, "planning 8 x 64: ", scheduling.compile_program))
+    monkeypatch.setattr(scheduling, "outlook", lambda *plans, **options: display.waiting("simulating this plan and others: "))
+    scheduling.schedule(tiny_models.build(), batch=8, length=64, hardware=replace(Hardware.find("h200"), device_type="cpu")
+                        ).outlook()
+
+
+def test_planning_and_compiling_are_said_in_a_step(display: Display, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shapes, "compile_program", waits(display, "planning 5 x 13: ", shapes.compile_program))
+    monkeypatch.setattr(Binder, "_kernel", waits(display, "compiling kernels for 5 x 13: prologue, forward, ", Binder._kernel))
+    model(**tiny_models.batch(rows=5, length=13)).loss.backward()
+
+
+def test_page_locking_is_said_with_how_much_is_done(display: Display) -> None:
+    locked: list[int] = []
+
+    def lock(memory: torch.Tensor) -> None:
+        display.waiting(f"page-locking host memory: {format_bytes(1024 * len(locked))} of {format_bytes(3072)}, ")
+        locked.append(memory.nbytes)
+
+    backend: Any = SimpleNamespace(lock=lock)
+    lock_all(backend, (torch.empty(1024, dtype=torch.uint8) for _ in range(3)))
+    assert locked == [1024] * 3 and display.lines[-1] == ""
+
+
+def test_moving_weights_is_said(display: Display, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(megacompile.api, "build_store", waits(display, "moving the weights of ", megacompile.api.build_store))
+    megacompile.stream(tiny_models.build(), device="cpu").megacompile.close()
+
+
+def test_the_bar_of_a_run_shows_what_its_step_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SILENT_S", 0.0)
+    console = Console(file=io.StringIO(), force_terminal=True, width=120)
+    with ProgressDisplay(console, steps=3, interval=1) as bar:
+        bar._latest = "loss 1.0"
+        described, shown = [], threading.Event()
+        update = bar._progress.update
+
+        def noted(task: Any, **changes: Any) -> None:
+            described.append(changes["description"])
+            shown.set()
+            update(task, **changes)
+
+        monkeypatch.setattr(bar._progress, "update", noted)
+        with under_way("compiling"):
+            assert shown.wait(20)
+    assert described[0] == "compiling: 0 s" and described[-1] == "loss 1.0"
+    assert not module._displays
+
+
+def test_a_run_without_a_terminal_leaves_lines_to_the_logger() -> None:
+    with ProgressDisplay(Console(file=io.StringIO()), steps=3, interval=1):
+        assert not module._displays
