@@ -375,9 +375,9 @@ def test_what_is_not_searched_or_depends_on_more_is_not_kept(planned: Callable[[
     assert not cache.exists() or not (cache / "plans").exists()
 
 
-def test_the_switch_of_the_code_cache_turns_it_off(analysis: Any, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch._inductor.config, "force_disable_caches", True)
-    assert choose(make(analysis))[1] == choose(make(analysis))[1] == 1
+def test_the_switch_of_the_code_cache_turns_it_off(analysis: Any, cache: Path) -> None:
+    with torch._inductor.config.patch(force_disable_caches=True):
+        assert choose(make(analysis))[1] == choose(make(analysis))[1] == 1
     assert not (cache / "plans").exists()
 
 
