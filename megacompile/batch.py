@@ -19,7 +19,7 @@ from megacompile.packing import further_arguments
 from megacompile.pairs import hidden_as_bool, read_typed_mask
 from megacompile.patches import align_patches
 from megacompile.plan import Form
-from megacompile.repacking import Wanted
+from megacompile.repacking import Wanted, present_tokens
 
 if TYPE_CHECKING:
     from megacompile.forms import Forms
@@ -36,7 +36,8 @@ class Arguments:
     """A call of the model, taken apart. `inputs`: the batch arguments that were given, in the model's order, tensors of
     [batch, length, ...]; `normaliser`: the number of target tokens to divide by, or None if there are no labels; `kept`:
     of how many last positions logits are, 0 for all; `hidden_states`: whether those of all layers are wanted. `layout`: where
-    the tokens of the caller's batch lie, if it was packed: `inputs` are the packed ones then."""
+    the tokens of the caller's batch lie, if it was packed: `inputs` are the packed ones then. `useful_tokens`: how many of the
+    caller's tokens are no padding."""
 
     inputs: dict[str, Tensor]
     normaliser: Tensor | None
@@ -44,6 +45,7 @@ class Arguments:
     kept: int = 0
     hidden_states: bool = False
     layout: Layout | None = None
+    useful_tokens: int = 0
 
     @property
     def size(self) -> tuple[int, int]:
@@ -101,7 +103,8 @@ def read_arguments(model: nn.Module, forward: Callable[..., Any], forms: Forms, 
     mask = others.get("attention_mask")
     if differentiating and plain.labels and set(plain.labels) <= inputs.keys():
         wanted = Wanted.LOSS
-    if (found := forms.repacking.pack(inputs, mask, further, model.training, wanted)) is not None:
+    present = present_tokens(inputs, mask, plain.labels, wanted)
+    if (found := forms.repacking.pack(inputs, present, mask, further, model.training, wanted)) is not None:
         inputs, layout = found
         further = {"position_ids": inputs.pop("position_ids")}
 
@@ -126,7 +129,7 @@ def read_arguments(model: nn.Module, forward: Callable[..., Any], forms: Forms, 
     if has_labels and captured.has_normaliser:
         assert captured.count_targets is not None
         normaliser = captured.count_targets(inputs) if items is None else torch.as_tensor(items, dtype=torch.float32)
-    return Arguments(inputs, normaliser, has_labels, kept, hidden_states, layout)
+    return Arguments(inputs, normaliser, has_labels, kept, hidden_states, layout, int(present.sum()))
 
 
 def _inputs(name: str, captured: CapturedModel, types: Mapping[str, TemplateInput],

@@ -57,9 +57,9 @@ class Handle:
                 loss, logits = streamed.evaluate(given.inputs, given.normaliser)
             return rebuild(loss, None if logits is None else self._logits(logits, given))
         if given.has_labels:
-            (loss,) = self._differentiable(given.inputs, given.normaliser, "loss", (True,))
+            (loss,) = self._differentiable(given, given.inputs, "loss", (True,))
             return rebuild(loss, None)
-        (logits,) = self._outputs(given.inputs, LOGITS)
+        (logits,) = self._outputs(given, given.inputs, LOGITS)
         return rebuild(None, self._logits(logits, given))
 
     def _logits(self, logits: Tensor, given: Arguments) -> Tensor:
@@ -96,7 +96,7 @@ class Handle:
             raise UnsupportedError(f"{left_out[0]} is trained, and no gradient comes to it from the last hidden state: stream "
                                    "the model without its head (AutoModel), freeze it before stream(), or call under "
                                    "torch.no_grad()")
-        (hidden,) = self._unpacked(self._outputs(given.inputs, LAST), given)
+        (hidden,) = self._unpacked(self._outputs(given, given.inputs, LAST), given)
         return hidden
 
     def _of_mapping(self, caller: str, batch: Mapping[str, Any], tensors: Mapping[str, Tensor],
@@ -109,22 +109,23 @@ class Handle:
         check_token_tensors(caller, tensors, given, self.streamed.captured.labels)
         return given
 
-    def _outputs(self, inputs: Mapping[str, Tensor], output: str) -> tuple[Tensor, ...]:
-        """A head's, differentiable where gradients are wanted."""
+    def _outputs(self, given: Arguments, inputs: Mapping[str, Tensor], output: str) -> tuple[Tensor, ...]:
+        """A head's, differentiable where gradients are wanted, of the `inputs` of a call and what else the head takes."""
         if not self._differentiates():
             with torch.inference_mode(False), torch.no_grad():
                 return self.streamed.evaluate_outputs(inputs, output)
         head = self._captured(inputs).head(output)
         if not any(head.has_gradient):
             raise UnsupportedError(f"the function {output} returns nothing that has a gradient: call it under torch.no_grad()")
-        return self._differentiable(inputs, None, output, head.has_gradient)
+        return self._differentiable(given, inputs, output, head.has_gradient)
 
     def _differentiates(self) -> bool:
         return torch.is_grad_enabled() and self.streamed.tiling.trains
 
-    def _differentiable(self, inputs: Mapping[str, Tensor], normaliser: Tensor | None, output: str,
+    def _differentiable(self, given: Arguments, inputs: Mapping[str, Tensor], output: str,
                         has_gradient: tuple[bool, ...]) -> tuple[Tensor, ...]:
-        results, lease = self.streamed.forward(inputs, normaliser, output)
+        normaliser = given.normaliser if output == "loss" else None
+        results, lease = self.streamed.forward(inputs, normaliser, output, given.useful_tokens)
         return StreamedResults.apply(self.anchor.view_as(self.anchor), results, has_gradient, self.streamed, lease,
                                      *self.streamed.parameters.values())
 
@@ -149,7 +150,7 @@ class Handle:
         output = heads.of_function(function, described(tensors))
         head = heads.head(output)
         assert head.structure is not None, "a function's head has one"
-        return pytree.tree_unflatten(self._unpacked(self._outputs(inputs, output), given), head.structure)
+        return pytree.tree_unflatten(self._unpacked(self._outputs(given, inputs, output), given), head.structure)
 
     def _captured(self, inputs: Mapping[str, Tensor]) -> CapturedModel:
         """The capture that serves a batch."""
@@ -199,7 +200,8 @@ class Handle:
             raise MegacompileError("the optimizer belongs to another model: make one of this model's parameters")
         if streamed.gradients.waiting:
             raise MegacompileError("gradients of an earlier backward wait for a step: call step() or zero_grad() first")
-        return streamed.train_step(given.inputs, given.normaliser, optimizer.request(), optimizer.overlap is not None)
+        return streamed.train_step(given.inputs, given.normaliser, optimizer.request(), optimizer.overlap is not None,
+                                   given.useful_tokens)
 
     # ---------------------------------------------------------------- looking
     @in_turn
@@ -266,12 +268,17 @@ class Handle:
         """Counters, sizes in bytes and times in seconds. `skipped_steps`: those of `steps` whose gradients were not finite;
         `kept_tiles`: with updates on arrival, tiles whose gradients were not, one for each step (known after `synchronize`).
         `compiled`: graphs that inductor compiled, `compiled_from_cache` that an earlier process had; `compile_s`, what both
-        took; `capture_s`, the model's capture and templates."""
+        took; `capture_s`, the model's capture and templates. `plan_searches`: plans of training steps that were searched for,
+        and not derived of another; `micro_batch_shapes`: sizes of micro-batches, [rows, length], that kernels are there for.
+        `useful_tokens`: tokens of all training steps that no mask hides; `computed_tokens`, with padding; `packing_efficiency`,
+        the former over the latter; `step_...`: the same of the last step."""
         streamed = self.streamed
         return dict(
             steps=streamed.steps, skipped_steps=len(streamed.skipped), kept_tiles=len(streamed.kept),
             shapes=len(streamed.shapes), templates=len(streamed.captured.templates),
             compiled_variants=sum(len(served.binder.compiled) for served in streamed.forms),
+            micro_batch_shapes=sum(len({key[2:] for key in served.binder.compiled}) for served in streamed.forms),
+            plan_searches=streamed.shapes.searches + streamed.shapes.packed.searches, **streamed.tokens.stats(),
             capture_s=sum(served.captured.seconds for served in streamed.forms),
             compiled=streamed.binder.inductor.compiled, compiled_from_cache=streamed.binder.inductor.from_cache,
             compile_s=streamed.binder.inductor.seconds,

@@ -50,25 +50,19 @@ class Repacking:
         self._unread: dict[Form, str] = {}
         self._counted: dict[Form, bool] = {}
 
-    def pack(self, inputs: Mapping[str, Tensor], mask: Tensor | None, further: Mapping[str, Tensor], training: bool,
-             wanted: Wanted) -> tuple[dict[str, Tensor], Layout] | None:
+    def pack(self, inputs: Mapping[str, Tensor], present: Tensor, mask: Tensor | None, further: Mapping[str, Tensor],
+             training: bool, wanted: Wanted) -> tuple[dict[str, Tensor], Layout] | None:
         """The arguments of a packed batch, positions among them, and where its tokens lie; None if it is to be computed as it
-        is. `inputs`: the arguments of plain batches; `mask`: the batch's attention mask; `further`: the arguments that change
-        what is computed."""
+        is. `inputs`: the arguments of plain batches; `present`: which of their places hold a token (`present_tokens`); `mask`:
+        the batch's attention mask; `further`: the arguments that change what is computed."""
         if not self.enabled or not set(further) <= {_MASK, _POSITIONS} or self.obstacle:
             return None
         size = next(iter(inputs.values())).shape[:2]
         rows, length = size
         labels = [inputs[name] for name in self.forms.first.captured.labels if name in inputs]
         positions = further[_POSITIONS].cpu() if _POSITIONS in further else None
-        if mask is not None:
-            if mask.dim() != 2:
-                return None
-            present = mask.cpu() != 0
-        elif labels and wanted == Wanted.LOSS:
-            present = _until_last_target(labels)
-        else:
-            present = torch.ones(size, dtype=torch.bool)
+        if mask is not None and mask.dim() != 2:
+            return None
         if bool(present.all()) and (positions is None or power_of_two(length) == length):
             return None
         spans = spans_of(present, positions, sequences=mask is None)
@@ -145,6 +139,18 @@ class Repacking:
             except (CaptureError, UnsupportedError):
                 self._counted[form] = False
         return self._counted[form]
+
+
+def present_tokens(inputs: Mapping[str, Tensor], mask: Tensor | None, labels: Sequence[str], wanted: Wanted) -> Tensor:
+    """Which places of a batch hold a token, bool [rows, length], on the CPU: those that its mask does not hide; without a mask,
+    where nothing but the loss is wanted, those up to the last target of their row."""
+    size = next(iter(inputs.values())).shape[:2]
+    if mask is not None and mask.shape == size:
+        return mask.cpu() != 0
+    targets = [inputs[name] for name in labels if name in inputs]
+    if mask is None and wanted == Wanted.LOSS and targets and all(each.shape == size for each in targets):
+        return _until_last_target(targets)
+    return torch.ones(size, dtype=torch.bool)
 
 
 def _until_last_target(labels: Sequence[Tensor]) -> Tensor:

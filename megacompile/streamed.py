@@ -43,6 +43,7 @@ from megacompile.runtime.update import Update
 from megacompile.shapes import CompiledShape, Shape, Shapes
 from megacompile.sizes import format_bytes, parse_bytes
 from megacompile.tiling import Tiling
+from megacompile.token_counts import TokenCounts
 from megacompile.writes import Constants, ForeignWrites
 
 R = TypeVar("R")
@@ -74,6 +75,7 @@ class Streamed:
         self.running: CompiledShape | None = None  # that of the last section
         self.residency, self.arrival = Residency(self), Arrival(self)
         self.version = self.steps = 0
+        self.tokens = TokenCounts()
         self.skipped: list[int] = []  # numbers of steps whose gradients were not finite
         self.kept: list[str] = []  # tiles that were not updated on arrival, since their gradients were not finite
         self.batches: list[Batch] = []  # those that the gradients are of
@@ -150,8 +152,8 @@ class Streamed:
                 self.constants.refresh()
             self.version += 1
 
-    def forward(self, inputs: Mapping[str, Tensor], normaliser: Tensor | None,
-                output: str = "loss") -> tuple[tuple[Tensor, ...], Lease]:
+    def forward(self, inputs: Mapping[str, Tensor], normaliser: Tensor | None, output: str = "loss",
+                useful_tokens: int = 0) -> tuple[tuple[Tensor, ...], Lease]:
         """The loss of a batch (0-d), or a head's outputs, on the compute device; and the lease that its backward needs."""
         with self.guarded():
             self.executor.check()
@@ -160,7 +162,7 @@ class Streamed:
             if shape.plan.saved_layers and not self._fits(shape):  # beside the forwards that are open
                 shape = self.compiled(replace(wanted, lean=True))
             self.enter(shape, "forward", "backward", "update")
-            batch = self._batch(shape, inputs, normaliser)
+            batch = self._batch(shape, inputs, normaliser, useful_tokens)
             lease = self._open(shape, batch)
             try:
                 self.submit(shape, "forward", batch, lease).wait((Lane.COMPUTE,))
@@ -176,7 +178,8 @@ class Streamed:
         lease.host, lease.give_back = self.checkpoints.lend(lease, shape.host_slots, self.settle)
         return lease
 
-    def train_step(self, inputs: Mapping[str, Tensor], normaliser: Tensor | None, update: Update, overlap: bool) -> Tensor:
+    def train_step(self, inputs: Mapping[str, Tensor], normaliser: Tensor | None, update: Update, overlap: bool,
+                   useful_tokens: int = 0) -> Tensor:
         """The loss of a batch whose forward, backward and update run as one program. Returns once compute has been issued;
         the update goes on beside the next step's forward or, with `overlap`, has gone on beside this step's backward."""
         with self.guarded():
@@ -185,7 +188,7 @@ class Streamed:
                                           whole_step=True))
             self.store.allocate_sums(shape.plan.host_sums)
             self.enter(shape, "train_step", "update")
-            batch = self._batch(shape, inputs, normaliser)
+            batch = self._batch(shape, inputs, normaliser, useful_tokens)
             self.gradients.gather()
             self.trained, self.unfinished, self.batches = shape, None, [batch]
             if overlap:
@@ -203,6 +206,7 @@ class Streamed:
         self.residency.updated(shape)
         self.version += 1
         self.steps += 1
+        self.tokens.end_step(self.batches)
         update.batches = self.batches
         self.updating, self.unfinished = update, None
         update.begin()
@@ -379,9 +383,12 @@ class Streamed:
                    if name not in self.captured.batch_inputs and not of_tokens(name))
         return self.forms.form_of(tuple(sorted(further)), self.model.training, images_of_each(self.forms.first.types, inputs))
 
-    def _batch(self, shape: CompiledShape, inputs: Mapping[str, Tensor], normaliser: Tensor | None) -> Batch:
+    def _batch(self, shape: CompiledShape, inputs: Mapping[str, Tensor], normaliser: Tensor | None,
+               useful_tokens: int = 0) -> Batch:
         captured = self.forms.serve(shape.shape.form).captured
-        return batch_of(self.backend, captured, shape.plan, self.constants.on_device, inputs, normaliser)
+        batch = batch_of(self.backend, captured, shape.plan, self.constants.on_device, inputs, normaliser)
+        batch.useful_tokens, batch.computed_tokens = useful_tokens, shape.plan.batch * shape.plan.length
+        return batch
 
     def close(self) -> None:
         """Gives everything back, and only then raises what an update in flight failed with (`LaneError`, `TornError`)."""

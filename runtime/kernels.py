@@ -68,6 +68,8 @@ class Batch:
     scale: Tensor | None = None  # the gradient of the loss that the caller sent
     output_gradients: Sequence[tuple[Tensor, ...]] = ()  # or of the outputs, by micro-batch
     results: dict[str, list[Activation]] = field(default_factory=dict)
+    useful_tokens: int = 0  # of the caller's batch; padding is none
+    computed_tokens: int = 0
 
 
 def bind(kernel: Kernel, batch: Batch, mb: int, weights: tuple[Weights, ...], inputs: tuple[Activation, ...]) -> list[Any]:

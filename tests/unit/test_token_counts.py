@@ -1,0 +1,76 @@
+"""What `model.megacompile.stats` says of tokens, plans and kernels."""
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import tiny_models
+import torch
+from torch import Tensor
+
+import megacompile
+from megacompile.token_counts import TokenCounts
+
+
+def padded(*lengths: int, mask: bool = True) -> dict[str, Tensor]:
+    ids = tiny_models.batch(7, rows=len(lengths), length=max(lengths))["input_ids"]
+    present = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+    batch = {"input_ids": ids, "labels": ids.masked_fill(~present, -100)}
+    return {**batch, "attention_mask": present.long()} if mask else batch
+
+
+def counted(model: Any) -> tuple[int, int]:
+    stats = model.megacompile.stats
+    return stats["useful_tokens"], stats["computed_tokens"]
+
+
+def test_no_token_was_counted_before_the_first_step() -> None:
+    assert TokenCounts().stats() == dict(useful_tokens=0, computed_tokens=0, packing_efficiency=1.0, step_useful_tokens=0,
+                                         step_computed_tokens=0, step_packing_efficiency=1.0)
+
+
+@pytest.mark.parametrize("mask", [True, False])
+def test_useful_tokens_are_those_that_are_no_padding_and_computed_ones_fill_rows(mask: bool, model: Any) -> None:
+    optimizer, (useful, computed) = megacompile.AdamW(model.parameters()), counted(model)
+    model.megacompile.train_step(padded(20, 4, 2, mask=mask), optimizer)
+    assert counted(model) == (useful + 26, computed + 64)
+    model.megacompile.train_step(padded(30, 28, mask=mask), optimizer)
+    stats = model.megacompile.stats
+    assert counted(model) == (useful + 84, computed + 128)
+    assert (stats["step_useful_tokens"], stats["step_computed_tokens"]) == (58, 64)
+    assert stats["step_packing_efficiency"] == 58 / 64
+    assert stats["packing_efficiency"] == stats["useful_tokens"] / stats["computed_tokens"]
+
+
+def test_a_step_of_a_loop_has_the_tokens_of_all_its_backwards_and_of_nothing_else(model: Any) -> None:
+    optimizer, (useful, computed) = megacompile.AdamW(model.parameters()), counted(model)
+    with torch.no_grad():
+        model(**padded(9, 3))
+    del model(**padded(9, 4)).loss  # no backward
+    for lengths in ((20, 4), (8, 8)):
+        model(**padded(*lengths)).loss.backward()
+        assert counted(model) == (useful, computed), "the step is not over"
+    optimizer.step()
+    assert counted(model) == (useful + 40, computed + 64 + 16)
+    assert model.megacompile.stats["step_useful_tokens"] == 40
+
+
+def test_rows_that_are_not_packed_compute_their_padding() -> None:
+    model = megacompile.stream(tiny_models.build(), device="cpu", repack=False)
+    try:
+        model.megacompile.train_step(padded(20, 4, 2), megacompile.AdamW(model.parameters()))
+        assert counted(model) == (26, 60)
+    finally:
+        model.megacompile.close()
+
+
+def test_one_plan_is_searched_for_packed_rows_of_one_length_and_their_kernels_have_few_sizes(model: Any) -> None:
+    optimizer, before = megacompile.AdamW(model.parameters()), model.megacompile.stats
+    for longest in range(33, 60, 2):
+        model.megacompile.train_step(padded(longest, 3, 40), optimizer)
+    after = model.megacompile.stats
+    assert after["plan_searches"] - before["plan_searches"] <= 1
+    assert after["micro_batch_shapes"] - before["micro_batch_shapes"] <= 2
+    model.megacompile.train_step(padded(17), optimizer)  # nothing to pack
+    assert model.megacompile.stats["plan_searches"] == after["plan_searches"] + 1
+    assert model.megacompile.stats["micro_batch_shapes"] == after["micro_batch_shapes"] + 1
