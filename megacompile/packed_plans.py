@@ -12,31 +12,29 @@ from dataclasses import replace
 from megacompile.plan import Plan, Shape
 from megacompile.planner import FULL_TOKENS, Planner
 
-#: A step of so many times the rows that a plan was searched for may deserve another plan.
-_FAR = 2
-
 
 class PackedPlans:
-    """State: the plan that was searched for each kind of step, by its shape without a batch size; `searches`, how many."""
+    """State: the plans that were searched, by the shape that each was searched for; `searches`, how many."""
 
     def __init__(self) -> None:
         self._searched: dict[Shape, Plan] = {}
         self.searches = 0
 
     def choose(self, planner: Planner, shape: Shape) -> Plan:
-        """The plan of a training step of packed rows. Raises what `Planner.choose` raises."""
-        kind = replace(shape, batch=0)
-        known = self._searched.get(kind)
-        if known is not None and shape.batch <= _FAR * known.batch:
-            for plan in derived(known, shape):
-                if planner.fits(plan) and plan.resident_state == planner.resident_state():
-                    return plan
+        """The plan of a training step of packed rows. Raises what `Planner.choose` raises.
+
+        It depends on the shape, and not on the steps before: a resumed run, whose first step has another number of rows, has
+        the bits of one that was not interrupted."""
         full = max(1, FULL_TOKENS // shape.length)
         # About as much work as the step has, since that decides how much of the update is hidden; or no less.
-        for count in dict.fromkeys((round(shape.batch / full), -(-shape.batch // full))):
-            self.searches += 1
-            base = planner.choose(full * max(1, count), shape.length, True, shape.update, shape.whole_step, shape.output)
-            self._searched[kind] = base
+        alike, enough = _power_of_two_in(max(1, shape.batch // full)), -(-shape.batch // full)
+        for count, anew in ((alike, False), (enough, False), (enough, True)):  # anew: there may be less memory than there was
+            wanted = replace(shape, batch=full * count)
+            base = None if anew else self._searched.get(wanted)
+            if base is None or base.resident_state != planner.resident_state():
+                self.searches += 1
+                base = planner.choose(wanted.batch, shape.length, True, shape.update, shape.whole_step, shape.output)
+                self._searched[wanted] = base
             for plan in derived(base, shape):
                 if planner.fits(plan):
                     return plan
@@ -44,6 +42,12 @@ class PackedPlans:
 
     def clear(self) -> None:
         self._searched.clear()
+
+
+def in_few_sizes(plan: Plan) -> Plan:
+    """The plan of an evaluation, in micro-batches no larger than it has, of powers of two."""
+    size = _power_of_two_in(max(plan.micro_batches))
+    return replace(plan, micro_batches=(size,) * (plan.batch // size) + _powers_of_two(plan.batch % size))
 
 
 def derived(base: Plan, shape: Shape) -> list[Plan]:
@@ -60,6 +64,11 @@ def derived(base: Plan, shape: Shape) -> list[Plan]:
                      host_sums=base.host_sums if waves > 1 else ())
              for waves in (min(max(1, count), len(micro_batches)) for count in counts))
     return list(dict.fromkeys(plans))
+
+
+def _power_of_two_in(number: int) -> int:
+    """The largest that is not above."""
+    return 1 << (number.bit_length() - 1)
 
 
 def _powers_of_two(number: int) -> tuple[int, ...]:

@@ -354,10 +354,15 @@ class Planner(Room):
         saved = bisect_right(range(len(self.layers) + 1), there, key=need) - 1
         return replace(plan, saved_layers=max(0, saved))
 
-    def _sizes(self, batch: int, length: int) -> list[int]:
+    def splits(self, output: str) -> bool:
+        """Whether a batch may be cut into micro-batches. A loss that is no sum over tokens cannot be, or is another if it is:
+        the user's choice."""
         whole = not self.captured.has_normaliser or self.captured.is_averaged
-        if self.captured.across_rows or (self.output == "loss" and whole):
-            return [batch]  # a loss that is no sum over tokens cannot be split, or is another if it is: the user's choice
+        return not self.captured.across_rows and not (output == "loss" and whole)
+
+    def _sizes(self, batch: int, length: int) -> list[int]:
+        if not self.splits(self.output):
+            return [batch]
         largest = max(1, min(batch, FULL_TOKENS // length))
         sizes = [largest]
         while sizes[-1] > 1:

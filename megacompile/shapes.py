@@ -14,7 +14,7 @@ from megacompile.frontend.heads import LOGITS
 from megacompile.frontend.hidden_states import ALL
 from megacompile.lowering import model_program
 from megacompile.memory import Estimate
-from megacompile.packed_plans import PackedPlans
+from megacompile.packed_plans import PackedPlans, in_few_sizes
 from megacompile.passes.manager import Compiled, compile_program
 from megacompile.plan import Plan, Shape
 from megacompile.planner import Planner
@@ -170,11 +170,13 @@ class Shapes:
 
     def _planned(self, shape: Shape, planner: Planner) -> CompiledShape:
         planner.stateful = self.planner.stateful  # one device for all forms
-        if shape.training and shape.further == ("position_ids",):
+        packed = shape.further == ("position_ids",) and planner.splits(shape.output)
+        if packed and shape.training:
             plan = self.packed.choose(planner, shape)
         else:
             self.searches += shape.training
             plan = planner.choose(shape.batch, shape.length, shape.training, shape.update, shape.whole_step, shape.output)
+            plan = in_few_sizes(plan) if packed and planner.config.micro_batch_size is None else plan
         self.planner.stateful = planner.stateful
         if shape.lean:
             plan = replace(plan, saved_layers=self.planner.config.saved_layers or 0)

@@ -1,6 +1,7 @@
 """Rows of uneven length share rows of one length: exactly the padded batch's training, in few shapes."""
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor
 
 import megacompile
 from megacompile.packed_layout import LENGTH, Span, lay_out, spans_of
-from megacompile.packed_plans import derived
+from megacompile.packed_plans import PackedPlans, derived
 from megacompile.plan import Plan, Shape
 
 LONGEST = 23
@@ -208,6 +209,58 @@ def test_plans_are_searched_once_for_steps_of_like_size(model: Any) -> None:
     for rows in (9, 8, 10, 7, 12, 9):
         model.megacompile.compiled(padded([40] * (rows * 50) + [3]))
     assert shapes.packed.searches == before + 1
+
+
+class Planner:
+    """Plans whose every choice depends on the number of rows; those that fit have few of them in a wave."""
+
+    def resident_state(self) -> tuple[str, ...]:
+        return ()
+
+    def fits(self, plan: Plan) -> bool:
+        return plan.batch < 40 or plan.checkpoint_interval > 4
+
+    def choose(self, batch: int, length: int, *_: Any) -> Plan:
+        return Plan(batch, length, (8,) * (batch // 8), checkpoint_interval=batch // 8)
+
+
+def test_the_plan_of_a_step_is_the_same_whatever_steps_came_before() -> None:
+    """So a run that is resumed has the bits of one that was not interrupted."""
+    def plans(rows: list[int]) -> dict[int, Plan]:
+        packed, planner = PackedPlans(), Planner()
+        return {each: packed.choose(planner, shape_of(each, whole_step=True)) for each in rows}  # type: ignore[arg-type]
+
+    upwards = plans([*range(1, 60)])
+    assert upwards == plans([*range(59, 0, -1)]) == plans([33, 3, 8, *range(1, 60)])
+    assert upwards[15].checkpoint_interval == 1 and upwards[16].checkpoint_interval == 2
+
+
+def test_evaluations_of_packed_rows_have_micro_batches_of_few_sizes() -> None:
+    model = megacompile.stream(tiny_models.build(), device="cpu")
+    try:
+        shapes = [model.megacompile.compiled(padded([40] * (rows * 51 - 1) + [3]), training=False) for rows in (3, 5, 6, 9)]
+        assert [(shape.shape.length, sum(shape.plan.micro_batches)) for shape in shapes] == [
+            (LENGTH, rows) for rows in (3, 5, 6, 9)]
+        assert {size for shape in shapes for size in shape.plan.micro_batches} <= {1, 2, 4, 8}
+    finally:
+        model.megacompile.close()
+
+
+def test_rows_whose_loss_is_no_sum_over_tokens_stay_in_one_micro_batch() -> None:
+    """Sequences that the user has packed: routers balance the experts of a whole batch."""
+    from transformers import AutoModelForCausalLM, MixtralConfig
+
+    sizes = dict(vocab_size=64, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+                 num_key_value_heads=2, num_local_experts=4, pad_token_id=0, output_router_logits=True)
+    native = AutoModelForCausalLM.from_config(MixtralConfig(**sizes)).train()
+    model = megacompile.stream(copy.deepcopy(native), device="cpu")
+    try:
+        ids = tiny_models.batch(3, rows=3, length=16)["input_ids"]
+        batch = {"input_ids": ids, "labels": ids, "position_ids": torch.cat([torch.arange(9), torch.arange(7)]).repeat(3, 1)}
+        assert model.megacompile.compiled(batch).plan.micro_batches == (3,)
+        torch.testing.assert_close(model(**batch).loss, native(**batch, use_cache=False).loss)
+    finally:
+        model.megacompile.close()
 
 
 def test_rows_whose_frequencies_depend_on_the_largest_position_are_not_packed() -> None:
