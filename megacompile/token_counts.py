@@ -1,7 +1,8 @@
 """How many of the tokens that training computes are the user's, and how many are padding."""
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 
 from megacompile.runtime.kernels import Batch
 
@@ -26,6 +27,32 @@ class TokenCounts:
             useful_tokens=self.useful, computed_tokens=self.computed, packing_efficiency=_share(self.useful, self.computed),
             step_useful_tokens=self.step_useful, step_computed_tokens=self.step_computed,
             step_packing_efficiency=_share(self.step_useful, self.step_computed))
+
+
+class TokenRate:
+    """Tokens a second, without padding. State: the counts and the time that the next rate is measured from."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._last: tuple[float, int, int] | None = None
+
+    def begin(self, stats: Mapping[str, int]) -> None:
+        """Measures from here on, unless it does already. `stats`: of the streamed model."""
+        self._last = self._last or self._now(stats)
+
+    def end(self) -> None:
+        self._last = None
+
+    def since(self, stats: Mapping[str, int]) -> dict[str, float]:
+        """`tokens_per_second` and `padding_share` of the steps since it was last asked, or began; nothing if there were none."""
+        last, self._last = self._last, self._now(stats)
+        if last is None:
+            return {}
+        seconds, useful, computed = (now - then for now, then in zip(self._last, last, strict=True))
+        return {"tokens_per_second": round(useful / seconds, 3), "padding_share": 1 - useful / computed} if computed else {}
+
+    def _now(self, stats: Mapping[str, int]) -> tuple[float, int, int]:
+        return self._clock(), stats["useful_tokens"], stats["computed_tokens"]
 
 
 def _share(useful: int, computed: int) -> float:

@@ -24,6 +24,7 @@ from megacompile.frontend.capture import CapturedModel
 from megacompile.joining import join
 from megacompile.optim import AdamW
 from megacompile.streamed_module import StreamedModule
+from megacompile.token_counts import TokenRate
 from megacompile.trainer_arguments import check_arguments, check_model, refuse_other_forwards
 
 #: The folder of the training state in one of Trainer's checkpoints.
@@ -46,6 +47,7 @@ class Trainer(transformers.Trainer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._gathered: list[Mapping[str, Any]] = []  # batches of the step that have not been trained on yet
         self._parameters = 0  # of the model, embeddings left out; counted once
+        self._token_rate = TokenRate()
         super().__init__(*args, **kwargs)
         streamed = check_model(self.model)
         # A loss that is no sum over tokens is a mean over each batch, and has no such argument.
@@ -89,6 +91,7 @@ class Trainer(transformers.Trainer):
     # ---------------------------------------------------------------- steps
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """The loss of one batch, 0-d, detached. Of a whole step's batches, the last one's is that of all, and the others' 0."""
+        self._token_rate.begin(check_model(self.model).tokens.stats())
         if num_items_in_batch is None or not self.steps_are_whole():
             return super().training_step(model, inputs, num_items_in_batch)
         self._gathered.append(inputs)
@@ -124,7 +127,12 @@ class Trainer(transformers.Trainer):
 
     # ---------------------------------------------------------------- logs
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """`grad_norm` is known once the update has begun, which this waits for; with `overlap="backward"` it never is."""
+        """`grad_norm` is known once the update has begun, which this waits for; with `overlap="backward"` it never is.
+        Beside each loss: `tokens_per_second`, without padding, since the last one, and `padding_share` of what was computed."""
+        if "loss" in logs:
+            logs.update(self._token_rate.since(check_model(self.model).tokens.stats()))
+        if "train_runtime" in logs:
+            self._token_rate.end()
         if "grad_norm" in logs:
             norm = self._adamw.grad_norm
             if norm is not None:

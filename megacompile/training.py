@@ -23,6 +23,7 @@ from megacompile.decay import Decay
 from megacompile.errors import ArgumentError, MegacompileError
 from megacompile.losses import IGNORED
 from megacompile.regular_files import refuse_irregular
+from megacompile.repacking import Wanted, present_tokens
 
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _WEIGHT_FILES = ("*.safetensors", "*.bin")
@@ -106,16 +107,16 @@ def _unknown() -> None:
 
 @dataclass(frozen=True)
 class Step:
-    """What one step did. `loss` is in nats a token, `lr` the learning rate that it had, `rate` in tokens a second (padding
-    is computed, and counted), `useful_rate` in tokens a second that have a label, `tflops` is 6 x parameters x tokens a second
-    (recomputation not counted). `norm` gives the norm of all gradients before clipping, without a wait: None until the update
+    """What one step did. `loss` is in nats a token, `lr` the learning rate that it had, `rate` in tokens a second without
+    padding, `padding` its share of what was computed, `tflops` is 6 x parameters x `rate` (recomputation and padding not
+    counted). `norm` gives the norm of all gradients before clipping, without a wait: None until the update
     has begun, and where it is never known."""
 
     number: int
     loss: float
     lr: float
     rate: float
-    useful_rate: float
+    padding: float
     tflops: float
     device_bytes: int
     host_bytes: int
@@ -185,10 +186,11 @@ def train(model: Any, optimizer: torch.optim.Optimizer, batches: Iterator[Mappin
                 f"the loss of step {number} is {loss}: lower the learning rate or clip the gradients")
         losses.append(loss)
         taken = time.perf_counter() - begin
-        rate, useful = batch["input_ids"].numel() / taken, int((batch["labels"] != IGNORED).sum()) / taken
+        useful, computed = _tokens(model, batch)
         device_bytes, host_bytes = memory(model)
         norm = getattr(optimizer, "norm_of_last_step", lambda: _unknown)()
-        on_step(Step(number, loss, lr, rate, useful, 6e-12 * parameters * rate, device_bytes, host_bytes, norm))
+        rate = useful / taken
+        on_step(Step(number, loss, lr, rate, 1 - useful / computed, 6e-12 * parameters * rate, device_bytes, host_bytes, norm))
     return losses
 
 
@@ -203,6 +205,15 @@ def _step(model: Any, optimizer: torch.optim.Optimizer, batch: Mapping[str, Tens
     optimizer.step()
     optimizer.zero_grad()
     return output.loss.detach()
+
+
+def _tokens(model: Any, batch: Mapping[str, Tensor]) -> tuple[int, int]:
+    """Of the last step: (tokens without padding, tokens that were computed)."""
+    if hasattr(model, "megacompile"):
+        stats = model.megacompile.stats
+        return stats["step_useful_tokens"], stats["step_computed_tokens"]
+    present = present_tokens(batch, batch.get("attention_mask"), ("labels",), Wanted.LOSS)
+    return int(present.sum()), present.numel()
 
 
 @torch.no_grad()

@@ -34,8 +34,12 @@ class Entry:
         norm = "" if self.grad_norm is None else f"  norm {self.grad_norm:.3g}"
         left = "" if self.seconds_left is None else f"  {format_seconds(self.seconds_left)} left"
         return (f"step {step.number:>{len(str(steps))}}/{steps}  epoch {self.epoch:.2f}  loss {step.loss:.4f}  mean "
-                f"{self.mean_loss:.4f}{norm}  lr {step.lr:.2e}  {step.rate:,.0f} tokens/s  {step.tflops:.3g} TFLOPS  device "
+                f"{self.mean_loss:.4f}{norm}  lr {step.lr:.2e}  {_rate(step)}  {step.tflops:.3g} TFLOPS  device "
                 f"{format_bytes(step.device_bytes)}  host {format_bytes(step.host_bytes)}{left}")
+
+
+def _rate(step: Step) -> str:
+    return f"{step.rate:,.0f} tokens/s ({step.padding:.0%} padding)"
 
 
 def format_seconds(seconds: float) -> str:
@@ -118,7 +122,7 @@ class ProgressDisplay:
     def __call__(self, entry: Entry) -> None:
         """At once: the bar."""
         step = entry.step
-        self._latest = f"loss {step.loss:.4f}  mean {entry.mean_loss:.4f}  {step.rate:,.0f} tokens/s"
+        self._latest = f"loss {step.loss:.4f}  mean {entry.mean_loss:.4f}  {_rate(step)}"
         self._progress.update(self._task, completed=step.number, description=self._latest)
 
     def line(self, entry: Entry) -> None:

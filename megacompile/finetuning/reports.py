@@ -39,7 +39,7 @@ class Reports:
         known = {"grad_norm": entry.grad_norm, "seconds_left": entry.seconds_left}
         self._write(step.number, epoch=entry.epoch, loss=step.loss, mean_loss=entry.mean_loss,
                     **{name: value for name, value in known.items() if value is not None}, lr=step.lr,
-                    tokens_per_second=step.rate, useful_tokens_per_second=step.useful_rate, tflops=step.tflops,
+                    tokens_per_second=step.rate, padding_share=step.padding, tflops=step.tflops,
                     device_bytes=step.device_bytes, host_bytes=step.host_bytes)
 
     def evaluation(self, number: int, loss: float) -> None:

@@ -56,7 +56,7 @@ def test_training_lowers_the_loss_and_saves_a_model_that_plain_transformers_load
     assert result.exit_code == 0, result.output
     losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", result.output)]
     assert len(losses) == 12 and losses[-1] < losses[0] - 0.5
-    assert re.search(r"tokens/s +\S+ TFLOPS +device \S+ [KM]iB +host \S+ [KM]iB", result.output)
+    assert re.search(r"tokens/s \(\d+% padding\) +\S+ TFLOPS +device \S+ [KM]iB +host \S+ [KM]iB", result.output)
     assert f"saved in {tmp_path / 'saved'} after 12 steps" in result.output
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
     tokens = torch.tensor(list(text.read_bytes()[:160])).view(10, 16)

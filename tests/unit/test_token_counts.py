@@ -1,6 +1,7 @@
 """What `model.megacompile.stats` says of tokens, plans and kernels."""
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +10,8 @@ import torch
 from torch import Tensor
 
 import megacompile
-from megacompile.token_counts import TokenCounts
+from megacompile import training
+from megacompile.token_counts import TokenCounts, TokenRate
 
 
 def padded(*lengths: int, mask: bool = True) -> dict[str, Tensor]:
@@ -74,3 +76,33 @@ def test_one_plan_is_searched_for_packed_rows_of_one_length_and_their_kernels_ha
     model.megacompile.train_step(padded(17), optimizer)  # nothing to pack
     assert model.megacompile.stats["plan_searches"] == after["plan_searches"] + 1
     assert model.megacompile.stats["micro_batch_shapes"] == after["micro_batch_shapes"] + 1
+
+
+def test_the_rate_of_a_loop_counts_no_padding_streamed_or_not(model: Any, native: Any) -> None:
+    for each, computed in ((model, 64), (native, 60)):
+        optimizer = (megacompile.AdamW if each is model else torch.optim.AdamW)(each.parameters())
+        found: list[training.Step] = []
+        training.train(each, optimizer, iter([padded(20, 4, 2)]), 1, on_step=found.append)
+        assert found[0].padding == pytest.approx(1 - 26 / computed)
+        assert found[0].tflops == pytest.approx(6e-12 * training.parameter_count(each) * found[0].rate)
+
+
+def test_a_rate_is_of_the_steps_since_the_last_one() -> None:
+    times = iter([10.0, 12.0, 13.0])
+    rate = TokenRate(clock=lambda: next(times))
+    assert rate.since({"useful_tokens": 5, "computed_tokens": 5}) == {}, "it has not begun"
+    rate.begin({"useful_tokens": 9, "computed_tokens": 9})
+    assert rate.since({"useful_tokens": 35, "computed_tokens": 69}) == {"tokens_per_second": 15.0, "padding_share": 0.53125}
+    assert rate.since({"useful_tokens": 35, "computed_tokens": 69}) == {}, "no step has ended"
+
+
+def test_trainer_logs_tokens_a_second_without_padding_and_the_share_of_padding(model: Any, tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    import trained
+
+    from megacompile.trainer import Trainer
+    logged = [entry for entry in trained.run(Trainer, tmp_path, model).state.log_history if "loss" in entry]
+    stats = model.megacompile.stats
+    assert len(logged) == 4 and all(entry["tokens_per_second"] > 0 for entry in logged)
+    assert logged[-1]["padding_share"] == pytest.approx(1 - stats["step_packing_efficiency"])
+    assert 0 < logged[-1]["padding_share"] < 0.5
