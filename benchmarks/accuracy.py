@@ -92,7 +92,7 @@ def exact_match(model: Any, held_out: Sequence[Problem]) -> float:
 
 
 def train(model: Any, optimizer: Any, learn: Rows, steps: int, seed: int) -> None:
-    batches = ({name: each.to(model.device) for name, each in collate(learn, rows, BATCH, LENGTH).items()}
+    batches = ({name: each.to(model.device) for name, each in collate(learn, rows).items()}
                for rows in Order(len(learn), BATCH, seed).batches())
     schedule = training.warmup_then_decay(optimizer, steps, warmup=20, decay=training.Decay.COSINE, final=0.0)
     training.train(model.train(), optimizer, batches, steps, schedule=schedule)

@@ -58,10 +58,10 @@ def main() -> int:
     torch.manual_seed(0)
 
     learn, held_out = standard_library()
-    examination = list(in_turn(held_out.select(torch.arange(0, len(held_out), len(held_out) // 64)[:64]), 16, LENGTH))
+    examination = list(in_turn(held_out.select(torch.arange(0, len(held_out), len(held_out) // 64)[:64]), 16))
     model = megacompile.stream(small_qwen2(), device="cpu", checkpoint_interval=2, micro_batch_size=2)
     optimizer = megacompile.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.95), weight_decay=0.1, max_grad_norm=1.0)
-    batches = (collate(learn, rows, BATCH, LENGTH) for rows in Order(len(learn), BATCH, seed=0).batches())
+    batches = (collate(learn, rows) for rows in Order(len(learn), BATCH, seed=0).batches())
     console.print(f"{training.parameter_count(model):,} parameters, {learn.tokens.numel():,} bytes of Python\n")
     print(model.megacompile.compiled(next(batches), whole_step=True).program.text("train_step", fold=True))
 

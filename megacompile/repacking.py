@@ -118,6 +118,23 @@ class Repacking:
         if any(across_tokens(plain.templates[call.template]) for call in plain.calls[:-1]):
             yield "its tokens meet outside of attention, in a convolution or a recurrence, say"
 
+    def refusal(self, training: bool) -> str:
+        """Why no padded batch of the model is packed; "" if they are. The first time may capture the model with positions."""
+        if not self.enabled:
+            return "it was streamed with repack=False"
+        return self.obstacle or self.unread(self.forms.form_of((_POSITIONS,), training))
+
+    def reads_padding(self, training: bool) -> bool:
+        """Whether a mask of padding on the right, whose labels are ignored, may change what is computed. No token of a causal
+        model sees such padding; others may, unless they take no mask. The first time may capture the model with one."""
+        if self.forms.first.captured.causal:
+            return False
+        try:
+            self.forms.serve(self.forms.form_of((_MASK,), training))
+        except (CaptureError, UnsupportedError):
+            return False
+        return True
+
     def unread(self, form: Form) -> str:
         """Why attention does not read where the sequences of a packed batch begin; "" if it does. The first time may capture
         the model in this form."""

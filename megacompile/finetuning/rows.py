@@ -15,8 +15,8 @@ from megacompile.errors import MegacompileError
 from megacompile.finetuning.chat import Encoded
 from megacompile.losses import IGNORED
 
-#: Batches are padded to the length, or to this many halves of it: each width is a program of its own.
-_HALVINGS = 3
+#: Rows that cannot be packed are padded to so many widths at most: each is a program of its own.
+_WIDTHS = 8
 #: Of the length that batches are padded to, where rows are shorter than they may be.
 _LENGTH_STEP = 64
 
@@ -145,27 +145,49 @@ class Order:
             place = end
 
 
-def collate(rows: Rows, indices: Sequence[int], batch: int, length: int) -> Batch:
-    """`{"input_ids", "labels"}`, int64 [batch, width]: these rows, padded on the right with labels of -100, which changes no
-    loss; and rows of nothing else for those that are missing, so that all batches are of few shapes. Where sequences have
-    several conversations, `position_ids` begin again with each, and with padding: so models and kernels know them apart."""
+@dataclass(frozen=True)
+class Padding:
+    """What batches are padded to: to `rows` rows, and to the least of `widths` tokens that is enough, so that they have few
+    shapes. By default to the longest row, which is all that a model needs whose rows are packed. `mask`: whether an attention
+    mask says where padding is."""
+
+    rows: int = 0
+    widths: tuple[int, ...] = ()
+    mask: bool = True
+
+    @classmethod
+    def to_few_shapes(cls, rows: int, length: int, mask: bool) -> Padding:
+        """`length`, and shares of it. Steps are evenly wide: of many rows one is mostly nearly as long as any may be."""
+        widths = {-(-length * share // _WIDTHS) for share in range(1, _WIDTHS + 1)}
+        return cls(rows, tuple(sorted(widths)), mask)
+
+    def size(self, lengths: Sequence[int]) -> tuple[int, int]:
+        """Rows and tokens of the batch of rows of these lengths."""
+        longest = max(lengths)
+        return max(self.rows, len(lengths)), min((width for width in self.widths if width >= longest), default=longest)
+
+
+def collate(rows: Rows, indices: Sequence[int], padding: Padding = Padding()) -> Batch:
+    """`{"input_ids", "labels", "attention_mask"}`, int64 [batch, width]: these rows, and further ones of nothing else if
+    `padding` asks for them; padded on the right with labels of -100, which changes no loss. Where sequences have several
+    conversations, `position_ids` begin again with each, and with padding, and there is no mask: so models and kernels know them
+    apart."""
     found = [rows.row(index) for index in indices]
-    shape = batch, _width(max(tokens.numel() for tokens, _ in found), length)
+    shape = padding.size([tokens.numel() for tokens, _ in found])
     tokens, labels = torch.zeros(shape, dtype=torch.int64), torch.full(shape, IGNORED)
     for number, (row, learnt) in enumerate(found):
         tokens[number, :row.numel()], labels[number, :row.numel()] = row, learnt
     batch_of = {"input_ids": tokens, "labels": labels}
+    if rows.begins is None and padding.mask:
+        lengths = torch.zeros(shape[0], 1, dtype=torch.int64)
+        lengths[:len(found), 0] = rows.lengths[torch.tensor(indices)]
+        batch_of["attention_mask"] = (torch.arange(shape[1]) < lengths).long()
     if rows.begins is not None:
-        batch_of["position_ids"] = torch.arange(shape[1]).repeat(batch, 1)
+        batch_of["position_ids"] = torch.arange(shape[1]).repeat(shape[0], 1)
         for number, index in enumerate(indices):
             known = rows.positions(index)
             batch_of["position_ids"][number] = torch.cat([known, torch.arange(shape[1] - known.numel())])
     return batch_of
-
-
-def _width(longest: int, length: int) -> int:
-    """The least of `length`, its half, ... that is enough."""
-    return min(width for width in (-(-length // 2**halvings) for halvings in range(_HALVINGS + 1)) if width >= longest)
 
 
 def padded_length(length: int, *rows: Rows) -> int:
@@ -174,7 +196,7 @@ def padded_length(length: int, *rows: Rows) -> int:
     return min(length, -(-longest // _LENGTH_STEP) * _LENGTH_STEP)
 
 
-def in_turn(rows: Rows, batch: int, length: int) -> Iterator[Batch]:
-    """All rows once, in their order."""
+def in_turn(rows: Rows, batch: int, padding: Padding = Padding()) -> Iterator[Batch]:
+    """All rows once, in their order, `batch` at a time."""
     for start in range(0, len(rows), batch):
-        yield collate(rows, range(start, min(start + batch, len(rows))), batch, length)
+        yield collate(rows, range(start, min(start + batch, len(rows))), padding)

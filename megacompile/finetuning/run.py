@@ -13,7 +13,7 @@ import yaml
 from rich.console import Console
 
 import megacompile
-from megacompile import schema, training
+from megacompile import packed_layout, schema, training
 from megacompile.adapters import put_adapter
 from megacompile.atomic_files import replace_file
 from megacompile.checkpoint import latest_checkpoint
@@ -25,7 +25,7 @@ from megacompile.finetuning.folder import check_writable, held, made
 from megacompile.finetuning.progress import WINDOW, Course, Entry, OneStepLate, ProgressDisplay
 from megacompile.finetuning.recipe import Kind, Recipe, block
 from megacompile.finetuning.reports import LOG, Reports, draw_curve, read_log
-from megacompile.finetuning.rows import Order, Rows, collate, in_turn, padded_length, split
+from megacompile.finetuning.rows import Order, Padding, Rows, collate, in_turn, padded_length, split
 from megacompile.finetuning.saves import CHECKPOINTS, Saves
 from megacompile.finetuning.settings import Settings
 from megacompile.finetuning.trackers import started
@@ -71,7 +71,6 @@ def _run(source: str, data: Sequence[str], settings: Settings, lora: Lora, knobs
         found = read(data, tokenizer, settings.format, recipe.length, settings.pack, outline.config.vocab_size,
                      lambda text: console.print(text, style="bold yellow"), settings.too_long)
     rows, held_out = split(found, settings.eval_share, settings.seed)
-    length = padded_length(recipe.length, rows, held_out)
     order = Order(len(rows), recipe.batch, settings.seed, None if settings.steps else recipe.epochs)
     steps = settings.steps or order.steps
     console.print(_outset(source, kind, outline, rows, held_out, recipe, asked, settings, lora, steps))
@@ -84,7 +83,8 @@ def _run(source: str, data: Sequence[str], settings: Settings, lora: Lora, knobs
         _check_same_run(start, began["fixed"], fixed)
     if kind is Kind.SCRATCH:
         console.print("drawing random weights ...")
-    model = _open(source, settings, lora, knobs).train()
+    model = _open(source, settings, lora, knobs, longest := padded_length(recipe.length, rows, held_out)).train()
+    padding = _padding(model, recipe.batch, longest, rows, console)
     optimizer = _optimizer(model, settings, recipe)
     schedule = training.warmup_then_decay(optimizer, steps, recipe.warmup_steps(steps), recipe.decay, recipe.final_lr)
     done = 0 if start is None else _go_on(start, fixed, model, optimizer, schedule)
@@ -119,12 +119,12 @@ def _run(source: str, data: Sequence[str], settings: Settings, lora: Lora, knobs
                 _ = optimizer.grad_norm
                 late.flush()
             if evaluates:
-                loss = training.evaluate(model, in_turn(held_out, recipe.batch, length))
+                loss = training.evaluate(model, in_turn(held_out, recipe.batch, padding))
                 reports.evaluation(step.number, loss)
                 console.print(f"step {step.number}/{steps}  evaluation loss {loss:.4f}")
             saves.after(step.number)
 
-        batches = (collate(rows, each, recipe.batch, length) for each in order.batches(done))
+        batches = (collate(rows, each, padding) for each in order.batches(done))
         trained = done + len(training.train(model, optimizer, batches, steps, done=done, schedule=schedule, on_step=on_step,
                                             stop=lambda: stop.asked))
         _ = optimizer.grad_norm  # waits for the last update
@@ -206,13 +206,27 @@ def _words_of(lora: Lora) -> str:
     return f"rank {lora.rank}, alpha {lora.alpha}, on {' '.join(lora.targets)}{dropout}"
 
 
-def _open(source: str, settings: Settings, lora: Lora, knobs: Knobs) -> Any:
-    """The streamed model: from safetensors if there are any, else from a config (random weights) or pickles."""
+def _open(source: str, settings: Settings, lora: Lora, knobs: Knobs, longest: int) -> Any:
+    """The streamed model: from safetensors if there are any, else from a config (random weights) or pickles. Rows are packed
+    into ones that hold the `longest`, so that all steps have one length."""
     path, dtype, adapter = Path(source), settings.weights_dtype.resolve(), lora.config()
+    options = {"repack": max(packed_layout.LENGTH, packed_layout.power_of_two(longest)), **knobs.given()}
     if path.is_file() or (path.is_dir() and not any(path.glob("*.safetensors"))):
         model = training.load_model(source, dtype=dtype)
-        return megacompile.stream(model if adapter is None else put_adapter(model, adapter), **knobs.given())
-    return megacompile.from_pretrained(source, dtype=dtype, adapter=adapter, **knobs.given())
+        return megacompile.stream(model if adapter is None else put_adapter(model, adapter), **options)
+    return megacompile.from_pretrained(source, dtype=dtype, adapter=adapter, **options)
+
+
+def _padding(model: Any, batch: int, length: int, rows: Rows, console: Console) -> Padding:
+    """That of the model's batches, which says so if they cannot be packed."""
+    if rows.begins is None and rows.lengths.unique().numel() == 1:
+        return Padding()  # nothing to pack
+    repacking = model.megacompile.streamed.forms.repacking
+    reason = repacking.refusal(training=True)
+    if not reason:
+        return Padding()
+    console.print(f"rows are padded, and not packed: {reason}")
+    return Padding.to_few_shapes(batch, length, repacking.reads_padding(training=True))
 
 
 def _optimizer(model: Any, settings: Settings, recipe: Recipe) -> megacompile.AdamW:

@@ -21,11 +21,11 @@ import yaml
 from killed import killed_at
 from killed_runs import kill_runs_at_random_moments
 from tiny_models import build
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, Phi3Config
 from typer.testing import CliRunner, Result
 
 import megacompile
-from megacompile import cli, training
+from megacompile import cli, repacking, training
 from megacompile.corpus import load_tokenizer
 from megacompile.errors import CheckpointError, MegacompileError
 from megacompile.finetuning import folder, saves
@@ -79,7 +79,7 @@ def native(model: Path, rows: Rows, held_out: Rows) -> tuple[list[float], float]
     schedule = training.warmup_then_decay(optimizer, STEPS, 2, training.Decay.COSINE)
     found = []
     for _, indices in zip(range(STEPS), Order(len(rows), BATCH, seed=5).batches(), strict=False):
-        loss = plain(**collate(rows, indices, BATCH, LENGTH)).loss
+        loss = plain(**collate(rows, indices)).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
         optimizer.step()
@@ -87,7 +87,7 @@ def native(model: Path, rows: Rows, held_out: Rows) -> tuple[list[float], float]
         schedule.step()
         found.append(float(loss.detach()))
     with torch.no_grad():
-        return found, float(plain.eval()(**collate(held_out, range(len(held_out)), len(held_out), LENGTH)).loss)
+        return found, float(plain.eval()(**collate(held_out, range(len(held_out)))).loss)
 
 
 def test_a_run_has_the_losses_of_native_pytorch_and_leaves_all_it_says(
@@ -112,7 +112,7 @@ def test_a_run_has_the_losses_of_native_pytorch_and_leaves_all_it_says(
     assert "</svg>" in (output / "loss.svg").read_text()
     saved = AutoModelForCausalLM.from_pretrained(output / "model")
     with torch.no_grad():
-        assert float(saved(**collate(kept[0][1], range(5), 5, LENGTH)).loss) == pytest.approx(evaluations[-1][1], rel=1e-3)
+        assert float(saved(**collate(kept[0][1], range(5))).loss) == pytest.approx(evaluations[-1][1], rel=1e-3)
     assert AutoTokenizer.from_pretrained(output / "model").chat_template == tiny_tokenizer.CHATML
 
 
@@ -123,7 +123,86 @@ def test_packed_conversations_are_learnt_as_if_they_were_alone(model: Path, data
     assert result.exit_code == 0 and "10 sequences" in result.output, result.output
     plain = AutoModelForCausalLM.from_pretrained(model, attn_implementation="eager")
     rows = read([str(data)], load_tokenizer(model), None, LENGTH, False, plain.config.vocab_size, print)
-    assert losses(tmp_path)[1] == pytest.approx(training.evaluate(plain, in_turn(rows, 20, LENGTH)), rel=1e-5)
+    assert losses(tmp_path)[1] == pytest.approx(training.evaluate(plain, in_turn(rows, 20)), rel=1e-5)
+
+
+@pytest.fixture
+def uneven(tmp_path: Path) -> Path:
+    """Rows of 20 to 60 tokens; of 16, in epochs of four steps."""
+    path = tmp_path / "uneven.jsonl"
+    path.write_text("".join(json.dumps({"instruction": "7" * (a * 7 % 40), "output": "+1" * (a % 3 + 1)}) + "\n"
+                            for a in range(16)))
+    return path
+
+
+@pytest.fixture
+def batches(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, torch.Tensor]]:
+    """Those of runs, as they are made."""
+    found: list[dict[str, torch.Tensor]] = []
+
+    def recorded(*arguments: Any) -> dict[str, torch.Tensor]:
+        found.append(collate(*arguments))
+        return found[-1]
+
+    monkeypatch.setattr(runs, "collate", recorded)
+    return found
+
+
+@pytest.mark.parametrize("pack", [(), ("--pack",)], ids=["rows", "packed data"])
+def test_uneven_rows_are_packed_and_go_on_to_the_bit_within_an_epoch(
+        pack: tuple[str, ...], model: Path, uneven: Path, tmp_path: Path, batches: list[dict[str, torch.Tensor]],
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes, lay_out = [], repacking.lay_out
+
+    def noted(*arguments: Any) -> Any:
+        layout = lay_out(*arguments)
+        shapes.append(tuple(layout.source.shape))
+        return layout
+
+    monkeypatch.setattr(repacking, "lay_out", noted)
+    arguments = ("train", model, "--data", uneven, *FLAGS, *pack, "--decay", "constant", "--eval-share", 0.2)
+    stopped, whole = tmp_path / "stopped", tmp_path / "whole"
+    for output, steps in ((stopped, 2), (stopped, 6), (whole, 6)):
+        before = len(shapes)
+        result = command(*arguments, "--steps", steps, "--output", output, "--resume", "latest")
+        assert result.exit_code == 0, result.output
+        assert len(shapes) - before >= steps - (2 if output is stopped and steps == 6 else 0) + 1, "evaluations are packed, too"
+    entries = [[{key: entry.get(key) for key in ("step", "loss", "grad_norm", "epoch", "padding_share")}
+                for entry in read_log(output / "log.jsonl") if "loss" in entry] for output in (stopped, whole)]
+    assert entries[0] == entries[1] and len(entries[0]) == 6 and entries[0][1]["epoch"] % 1
+    assert (stopped / "model" / "model.safetensors").read_bytes() == (whole / "model" / "model.safetensors").read_bytes()
+    assert all(length & (length - 1) == 0 for _, length in shapes) and len({*shapes}) <= 4
+    assert len({batch["input_ids"].shape[1] for batch in batches}) > 1, "rows are padded to the longest of their step"
+    assert all(("position_ids" if pack else "attention_mask") in batch for batch in batches)
+
+
+def test_rows_that_cannot_be_packed_have_few_widths_which_is_said(
+        model: Path, uneven: Path, tmp_path: Path, batches: list[dict[str, torch.Tensor]]) -> None:
+    """LongRoPE's frequencies depend on the largest position of a batch."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    rope = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "rope_theta": 10000.0}
+    config = Phi3Config(
+        vocab_size=len(tokenizer), hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, pad_token_id=0, max_position_embeddings=128, original_max_position_embeddings=16,
+        rope_parameters=rope)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    result = command("train", tmp_path / "model", "--data", uneven, *FLAGS, "--steps", 4, "--batch", 3)
+    assert result.exit_code == 0, result.output
+    assert "rows are padded, and not packed: it computes with the largest position of a batch" in result.output
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "model", attn_implementation="eager")
+    found = re.search(r"step 1/4 .*?loss (\d+\.\d+)", result.output)
+    assert found is not None and float(found[1]) == pytest.approx(float(plain(**batches[0]).loss.detach()), abs=1e-4)
+    assert {batch["input_ids"].shape[0] for batch in batches} == {3}
+    assert all(batch["input_ids"].shape[1] % 8 == 0 for batch in batches)
+
+
+def test_rows_of_one_length_ask_for_no_packing(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which would take a capture of its own."""
+    (tmp_path / "text.txt").write_text("one two three " * 50)
+    monkeypatch.setattr(repacking.Repacking, "refusal", None)
+    result = command("train", model, "--data", tmp_path / "text.txt", *FLAGS, "--steps", 1)
+    assert result.exit_code == 0, result.output
 
 
 def test_a_run_that_sigterm_stops_goes_on_to_the_bit(model: Path, data: Path, tmp_path: Path) -> None:
@@ -253,7 +332,7 @@ def test_settings_that_do_not_go_together_are_refused(settings: dict[str, Any], 
 # ---------------------------------------------------------------- reports and saves
 def test_a_log_that_goes_on_has_each_step_once_and_tensorboard_the_same(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
-    step = training.Step(1, 2.0, 1e-3, 100.0, 50.0, 0.5, 10, 20)
+    step = training.Step(1, 2.0, 1e-3, 100.0, 0.25, 0.5, 10, 20)
     with started([Tracker.TENSORBOARD], tmp_path, 0, {}, print) as trackers, Reports(tmp_path, 0, trackers) as reports:
         for number in (1, 2, 3):
             reports.step(Entry(dataclasses.replace(step, number=number), 0.5, 2.5, 9.0, 0.75))
@@ -265,7 +344,8 @@ def test_a_log_that_goes_on_has_each_step_once_and_tensorboard_the_same(tmp_path
     entries = read_log(tmp_path / "log.jsonl")
     assert [(entry["step"], entry["loss"]) for entry in entries] == [(1, 2.0), (2, 2.0), (3, 1.0)]
     assert entries[0].items() >= {"epoch": 0.5, "mean_loss": 2.5, "grad_norm": 0.75, "seconds_left": 9.0}.items()
-    assert entries[0].items() >= {"lr": 1e-3, "tokens_per_second": 100.0, "device_bytes": 10, "host_bytes": 20}.items()
+    assert entries[0].items() >= {"lr": 1e-3, "tokens_per_second": 100.0, "padding_share": 0.25}.items()
+    assert entries[0].items() >= {"device_bytes": 10, "host_bytes": 20}.items()
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     board = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [(event.step, event.value) for event in board.Scalars("loss")] == [(1, 2.0), (2, 2.0), (3, 2.0)]

@@ -19,7 +19,7 @@ from megacompile.finetuning.data import check_sources, read
 from megacompile.finetuning.files import is_text, read_rows
 from megacompile.finetuning.formats import Format
 from megacompile.finetuning.packing import join, pack, together
-from megacompile.finetuning.rows import Order, Rows, collate, in_turn, split
+from megacompile.finetuning.rows import Order, Padding, Rows, collate, in_turn, split
 
 ALPACA = [{"instruction": "one", "input": "", "output": "1"}, {"instruction": "two", "input": "NA", "output": "2"}]
 
@@ -173,7 +173,8 @@ def test_packed_conversations_lose_nothing_and_know_where_they_begin() -> None:
     rows = together(Rows.of([Encoded([1, 2], [True, True]), Encoded([3, 4, 5, 6], [False, False, True, True]),
                              Encoded([7, 8, 9], [False, True, True]), Encoded([10], [True])]), length=6)
     assert [rows.row(index)[0].tolist() for index in range(len(rows))] == [[3, 4, 5, 6, 1, 2], [7, 8, 9, 10]]
-    batch = collate(rows, [1, 0], batch=3, length=6)
+    batch = collate(rows, [1, 0], Padding(rows=3, widths=(6,)))
+    assert "attention_mask" not in batch, "a mask would say that a row holds one sequence"
     assert batch["input_ids"].tolist() == [[7, 8, 9, 10, 0, 0], [3, 4, 5, 6, 1, 2], [0] * 6]
     assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 0, 1], [0, 1, 2, 3, 0, 1], [0, 1, 2, 3, 4, 5]]
     # Nothing learns to begin from what stands before it.
@@ -225,14 +226,22 @@ ROWS = Rows.of([Encoded([1, 2, 3], [False, True, True]), Encoded([4, 5], [False,
 
 
 def test_a_batch_is_padded_on_the_right_and_its_padding_is_not_learnt() -> None:
-    batch = collate(ROWS, [1, 0], batch=3, length=16)
+    batch = collate(ROWS, [1, 0], Padding(rows=3, widths=(2, 4, 16)))
     assert batch["input_ids"].tolist() == [[4, 5, 0, 0], [1, 2, 3, 0], [0, 0, 0, 0]]
     assert batch["labels"].tolist() == [[-100, 5, -100, -100], [-100, 2, 3, -100], [-100] * 4]
+    assert batch["attention_mask"].tolist() == [[1, 1, 0, 0], [1, 1, 1, 0], [0] * 4]
+    assert "attention_mask" not in collate(ROWS, [1, 0], Padding(mask=False))
 
 
-@pytest.mark.parametrize(("which", "length", "width"), [(0, 16, 4), (2, 16, 16), (2, 9, 9), (1, 100, 13), (2, 100, 13)])
-def test_batches_have_one_of_few_widths(which: int, length: int, width: int) -> None:
-    assert collate(ROWS, [which], 1, length)["input_ids"].shape == (1, width)
+def test_batches_that_are_packed_are_padded_to_their_longest_row() -> None:
+    assert collate(ROWS, [1, 0])["input_ids"].shape == (2, 3)
+
+
+@pytest.mark.parametrize(("which", "length", "width"), [(0, 16, 4), (2, 16, 10), (2, 9, 9), (1, 100, 13), (2, 100, 13)])
+def test_rows_that_cannot_be_packed_have_one_of_eight_widths(which: int, length: int, width: int) -> None:
+    padding = Padding.to_few_shapes(1, length, mask=True)
+    assert collate(ROWS, [which], padding)["input_ids"].shape == (1, width)
+    assert len(padding.widths) <= 8 and max(padding.widths) == length
 
 
 @pytest.mark.parametrize(("rows", "batch", "epochs"), [(10, 4, 2), (10, 4, 2.5), (3, 8, 3), (8, 4, 1)])
@@ -269,8 +278,8 @@ def test_a_split_is_decided_by_the_seed_and_loses_no_row() -> None:
 
 
 def test_rows_in_turn_are_all_there_once() -> None:
-    batches = list(in_turn(ROWS, 2, 16))
-    assert [batch["input_ids"].shape for batch in batches] == [(2, 4), (2, 16)]
+    batches = list(in_turn(ROWS, 2))
+    assert [batch["input_ids"].shape for batch in batches] == [(2, 3), (1, 9)]
     assert sum(int((batch["labels"] != -100).sum()) for batch in batches) == 12
 
 
