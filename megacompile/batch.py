@@ -37,7 +37,7 @@ class Arguments:
     [batch, length, ...]; `normaliser`: the number of target tokens to divide by, or None if there are no labels; `kept`:
     of how many last positions logits are, 0 for all; `hidden_states`: whether those of all layers are wanted. `layout`: where
     the tokens of the caller's batch lie, if it was packed: `inputs` are the packed ones then. `useful_tokens`: how many of the
-    caller's tokens are no padding."""
+    caller's tokens are no padding; `refusal`: why the batch was not packed, if it was not."""
 
     inputs: dict[str, Tensor]
     normaliser: Tensor | None
@@ -46,6 +46,7 @@ class Arguments:
     hidden_states: bool = False
     layout: Layout | None = None
     useful_tokens: int = 0
+    refusal: str = ""
 
     @property
     def size(self) -> tuple[int, int]:
@@ -104,8 +105,9 @@ def read_arguments(model: nn.Module, forward: Callable[..., Any], forms: Forms, 
     if differentiating and plain.labels and set(plain.labels) <= inputs.keys():
         wanted = Wanted.LOSS
     present = present_tokens(inputs, mask, plain.labels, wanted)
-    if (found := forms.repacking.pack(inputs, present, mask, further, model.training, wanted)) is not None:
-        inputs, layout = found
+    packed = forms.repacking.pack(inputs, present, mask, further, model.training, wanted)
+    if not isinstance(packed, str):
+        inputs, layout = packed
         further = {"position_ids": inputs.pop("position_ids")}
 
     def form_of(arguments: Mapping[str, Tensor]) -> Form:
@@ -129,7 +131,8 @@ def read_arguments(model: nn.Module, forward: Callable[..., Any], forms: Forms, 
     if has_labels and captured.has_normaliser:
         assert captured.count_targets is not None
         normaliser = captured.count_targets(inputs) if items is None else torch.as_tensor(items, dtype=torch.float32)
-    return Arguments(inputs, normaliser, has_labels, kept, hidden_states, layout, int(present.sum()))
+    return Arguments(inputs, normaliser, has_labels, kept, hidden_states, layout, int(present.sum()),
+                     packed if isinstance(packed, str) else "")
 
 
 def _inputs(name: str, captured: CapturedModel, types: Mapping[str, TemplateInput],

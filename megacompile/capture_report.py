@@ -9,12 +9,15 @@ from tabulate import tabulate
 from torch import Tensor, nn
 
 from megacompile.api import analyse, check_module
+from megacompile.batch import batch_types
 from megacompile.config import StreamConfig
 from megacompile.device import compute_device, device_budget, free_device_bytes
+from megacompile.frontend.adapters import forward_signature
 from megacompile.frontend.attention_kernels import fused_kernel
 from megacompile.frontend.capture import CapturedModel
 from megacompile.frontend.layers import Layers, stack_candidates
 from megacompile.frontend.template import Call, Template
+from megacompile.repacking import obstacle
 from megacompile.sizes import format_bytes
 from megacompile.streamed_module import StreamedModule
 from megacompile.tiling import Tiling
@@ -157,6 +160,8 @@ def _remarks(model: nn.Module, captured: CapturedModel, tiling: Tiling) -> Itera
            f"loss: a sum over target tokens{fused}: micro-batches change nothing" if captured.has_normaliser else
            "loss: none, it is made outside, of the model's output" if not captured.has_loss else
            "loss: no cross entropy over tokens that is recognised: one micro-batch a step")
+    why = obstacle(captured, batch_types(captured), forward_signature(model).parameters)
+    yield f"padded rows: {f'computed as they come, since {why}' if why else 'packed into rows of one length'}"
     if captured.across_rows:
         yield f"rows of a batch are computed with at once, so that it is not split: {captured.across_rows}"
     yield f"assumed of a batch of B x T: {'; '.join(captured.guards) or 'nothing'}"

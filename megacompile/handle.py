@@ -215,17 +215,21 @@ class Handle:
             if streamed.shapes.latest is None:
                 raise MegacompileError("nothing has been compiled yet: pass a batch, or run one")
             return streamed.shapes.latest
-        known = streamed.captured.batch_inputs
+        training = training and streamed.tiling.trains
+        inputs = self._looked_at(batch, training).inputs
+        shape = streamed.shape_of(inputs, training=training and set(streamed.captured.batch_inputs) <= inputs.keys())
+        if shape.training:
+            shape = replace(shape, update=update or shape.update, whole_step=whole_step)
+        return streamed.compiled(shape)
+
+    def _looked_at(self, batch: Mapping[str, Tensor], training: bool) -> Arguments:
+        """The arguments of a batch that is not run. Raises `MegacompileError` where it is none."""
+        known = self.streamed.captured.batch_inputs
         tensors = {k: v for k, v in batch.items() if isinstance(v, Tensor)} if isinstance(batch, Mapping) else {}
         if not any(k in known and v.dim() >= 2 for k, v in tensors.items()):
             raise MegacompileError(f"a batch must map {', '.join(known)} to tensors [batch, length]: this is a "
                                    f"{type(batch).__name__} without such")
-        training = training and streamed.tiling.trains
-        inputs = self._named(tensors, training).inputs
-        shape = streamed.shape_of(inputs, training=training and set(known) <= inputs.keys())
-        if shape.training:
-            shape = replace(shape, update=update or shape.update, whole_step=whole_step)
-        return streamed.compiled(shape)
+        return self._named(tensors, training)
 
     def _trained(self, batch: Mapping[str, Tensor] | None) -> CompiledShape:
         """As `compiled`. Raises `MegacompileError` for a batch that does not train."""
@@ -304,14 +308,20 @@ class Handle:
         return durations.simulate(shape.program, shape.plan, without)
 
     def explain(self, batch: Mapping[str, Tensor] | None = None, hardware: str | Path | Hardware | None = None) -> str:
-        """The training plan of a batch (None: the last one), and those beside it, as text: what each takes, how fast it would
-        be and what binds. `hardware`, and what is raised, as for `simulate`."""
+        """The training plan of a batch (None: the last one), and those beside it, as text: how its rows are packed, or why they
+        are not, what each plan takes, how fast it would be and what binds. `hardware`, and what is raised, as for
+        `simulate`."""
         streamed, shape = self.streamed, self._trained(batch)
         served = streamed.forms.serve(shape.shape.form)
         pace = pace_of(served.captured, streamed.tiling, self._hardware(hardware), streamed.binder.compiling,
                        streamed.planner.config.passes)
         planner = replace(served.planner, pace=pace, output=shape.plan.output)
-        return outlook(planner, shape.plan, planner.host_bytes, shape.shape.whole_step).text()
+        layout, refusal = None, ""
+        if batch is not None:
+            given = self._looked_at(batch, training=True)
+            layout, refusal = given.layout, given.refusal
+        rows = streamed.forms.repacking.outlook(shape.shape, layout, refusal)
+        return f"{rows}\n{outlook(planner, shape.plan, planner.host_bytes, shape.shape.whole_step).text()}"
 
     def _hardware(self, hardware: str | Path | Hardware | None) -> Hardware:
         if isinstance(hardware, Hardware):

@@ -1,26 +1,27 @@
 """Which batches of uneven rows are packed into rows of one length, and what the model is given then.
 
 A batch is packed if that changes nothing but where its tokens lie: the model is causal, only attention lets tokens meet, and
-attention reads where sequences begin. What cannot be packed is computed as it came, padding and all. `obstacle` and `unread`
-say why.
+attention reads where sequences begin. What cannot be packed is computed as it came, padding and all: `obstacle` and `unread`
+say why of a model, and `pack` of a batch.
 """
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from megacompile.errors import CaptureError, UnsupportedError
+from megacompile.errors import CaptureError, UnsupportedError, first_line, listed
 from megacompile.frontend.across_rows import across_tokens
 from megacompile.frontend.capture import CapturedModel
 from megacompile.frontend.template import LENGTH as LENGTH_SYMBOL
+from megacompile.frontend.template import TemplateInput
 from megacompile.losses import IGNORED
 from megacompile.packed_layout import LENGTH, Layout, lay_out, power_of_two, spans_of
-from megacompile.plan import Form
+from megacompile.plan import Form, Shape
 
 if TYPE_CHECKING:
     from megacompile.forms import Forms
@@ -51,34 +52,40 @@ class Repacking:
         self._counted: dict[Form, bool] = {}
 
     def pack(self, inputs: Mapping[str, Tensor], present: Tensor, mask: Tensor | None, further: Mapping[str, Tensor],
-             training: bool, wanted: Wanted) -> tuple[dict[str, Tensor], Layout] | None:
-        """The arguments of a packed batch, positions among them, and where its tokens lie; None if it is to be computed as it
+             training: bool, wanted: Wanted) -> tuple[dict[str, Tensor], Layout] | str:
+        """The arguments of a packed batch, positions among them, and where its tokens lie; or why it is computed as it
         is. `inputs`: the arguments of plain batches; `present`: which of their places hold a token (`present_tokens`); `mask`:
         the batch's attention mask; `further`: the arguments that change what is computed."""
-        if not self.enabled or not set(further) <= {_MASK, _POSITIONS} or self.obstacle:
-            return None
+        if not self.enabled or self.obstacle:
+            return self.known_refusal
+        if others := set(further) - {_MASK, _POSITIONS}:
+            return f"what {', '.join(sorted(others))} says of the rows may not hold of packed ones"
         size = next(iter(inputs.values())).shape[:2]
         rows, length = size
         labels = [inputs[name] for name in self.forms.first.captured.labels if name in inputs]
         positions = further[_POSITIONS].cpu() if _POSITIONS in further else None
         if mask is not None and mask.dim() != 2:
-            return None
+            return "its attention_mask is of pairs of tokens"
         if bool(present.all()) and (positions is None or power_of_two(length) == length):
-            return None
+            return "no row has padding"
         spans = spans_of(present, positions, sequences=mask is None)
-        if not spans or self.unread(self.forms.form_of((_POSITIONS,), training)):
-            return None
+        if not spans:
+            return "its attention_mask has holes, or its position_ids do not go on" if present.any() else "it has no token"
+        if unread := self.unread(self.forms.form_of((_POSITIONS,), training)):
+            return unread
         if any(not bool(present[span.row, 0]) for span in spans):
             if wanted == Wanted.ALL and not labels:  # what predicts a row's first token is padding, and its values may be read
-                return None
+                return "it is padded on the left, and values of padding may be read"
             if positions is None and not self._positions_are_counted(training):
-                return None
+                return "it is padded on the left, and the model counts positions by the mask"
         layout = lay_out(spans, (rows, length), self.least)
         packed_rows, packed_length = layout.source.shape
         if packed_length == length and packed_rows >= rows:
-            return None
+            return "packed, it would have as many rows, as long as these"
         packed = self._packed(inputs, layout)
-        return None if self._targets(packed) != self._targets(inputs) else ({**packed, _POSITIONS: layout.positions}, layout)
+        if self._targets(packed) != self._targets(inputs):
+            return "padding on the left predicts a target"
+        return {**packed, _POSITIONS: layout.positions}, layout
 
     def _packed(self, inputs: Mapping[str, Tensor], layout: Layout) -> dict[str, Tensor]:
         labels = self.forms.first.captured.labels
@@ -96,33 +103,34 @@ class Repacking:
     @cached_property
     def obstacle(self) -> str:
         """Why the model's batches cannot be packed; "" if they can, as far as is known without capturing it once more."""
-        return next(self._obstacles(), "")
+        return obstacle(self.forms.first.captured, self.forms.first.types, self.forms.parameters)
 
-    def _obstacles(self) -> Iterator[str]:
-        plain = self.forms.first.captured
-        types = self.forms.first.types
-        if plain.places or plain.patches:
-            yield "it takes images"
-        if any(len(given.shape) < 2 or given.shape[1] != LENGTH_SYMBOL for given in types.values()):
-            yield "it has arguments of rows, and not of tokens"
-        if not plain.masks_hide or _POSITIONS not in self.forms.parameters:
-            yield "its forward takes no attention_mask and position_ids as models of transformers do"
-        if not plain.causal or not plain.fused_attention:
-            yield "not all of its layers are causal attention that streaming has kernels for"
-        if plain.has_loss and (not plain.has_normaliser or plain.is_averaged):
-            yield "its loss is not a sum over target tokens"
-        if plain.token_loss:
-            yield "its loss is a function of all tokens, padding among them"
-        if plain.across_rows:
-            yield f"it computes with several rows at once, in {plain.across_rows}"
-        if any(across_tokens(plain.templates[call.template]) for call in plain.calls[:-1]):
-            yield "its tokens meet outside of attention, in a convolution or a recurrence, say"
+    @property
+    def known_refusal(self) -> str:
+        """As `refusal`, as far as is known without capturing the model once more."""
+        if not self.enabled:
+            return "the model was streamed with repack=False"
+        return self.obstacle or next(filter(None, self._unread.values()), "")
 
     def refusal(self, training: bool) -> str:
         """Why no padded batch of the model is packed; "" if they are. The first time may capture the model with positions."""
-        if not self.enabled:
-            return "it was streamed with repack=False"
-        return self.obstacle or self.unread(self.forms.form_of((_POSITIONS,), training))
+        return self.known_refusal or self.unread(self.forms.form_of((_POSITIONS,), training))
+
+    def outlook(self, shape: Shape, layout: Layout | None = None, refusal: str = "") -> str:
+        """How the rows of a training batch are packed, or why they are not, as a line. `shape`: what runs; of a batch at hand,
+        its `layout`, or the `refusal` to pack it."""
+        size = f"{shape.batch} x {shape.length}"
+        if layout is not None:
+            rows, length = layout.size
+            tokens = layout.filled.numel()
+            return (f"rows: {rows} x {length} with {tokens:,} tokens, packed into {size}, which they fill to "
+                    f"{tokens / layout.source.numel():.0%}")
+        if refusal:
+            return f"rows: {size}, not packed: {refusal}"
+        if shape.further == (_POSITIONS,):
+            return f"rows: packed into {size}"
+        why = self.known_refusal
+        return f"rows: {size}; padded ones are " + (f"not packed: {why}" if why else f"packed, into rows of {self.least}")
 
     def reads_padding(self, training: bool) -> bool:
         """Whether a mask of padding on the right, whose labels are ignored, may change what is computed. No token of a causal
@@ -141,10 +149,11 @@ class Repacking:
         if form not in self._unread:
             try:
                 packed = self.forms.serve(form).captured
-                self._unread[form] = ("its attention does not read position_ids" if not packed.fused_attention else
-                                      "it computes with a number made of all positions of a batch" if packed.totals else "")
+                self._unread[form] = (
+                    f"attention does not read position_ids{_named(_mixing(packed))}" if not packed.fused_attention else
+                    "the model computes with a number made of all positions of a batch" if packed.totals else "")
             except (CaptureError, UnsupportedError) as error:
-                self._unread[form] = f"it cannot be captured with position_ids: {error}"
+                self._unread[form] = f"the model cannot be captured with position_ids: {first_line(error)}"
         return self._unread[form]
 
     def _positions_are_counted(self, training: bool) -> bool:
@@ -156,6 +165,45 @@ class Repacking:
             except (CaptureError, UnsupportedError):
                 self._counted[form] = False
         return self._counted[form]
+
+
+def obstacle(captured: CapturedModel, types: Mapping[str, TemplateInput], parameters: Collection[str]) -> str:
+    """Why batches of a model cannot be packed, with the inputs or the calls that it is for; "" if they can, as far as its
+    `captured` graphs for plain batches show. `types`: of its batch arguments; `parameters`: of its forward."""
+    return next(_obstacles(captured, types, parameters), "")
+
+
+def _obstacles(captured: CapturedModel, types: Mapping[str, TemplateInput], parameters: Collection[str]) -> Iterator[str]:
+    images = {name for places in captured.places for name in places.images}
+    of_rows = [name for name, given in types.items() if len(given.shape) < 2 or given.shape[1] != LENGTH_SYMBOL]
+    if images or captured.places or captured.patches:
+        yield f"the model takes images{_named(sorted(images) or of_rows)}"
+    if of_rows:
+        yield f"values of some arguments are of rows, and not of tokens{_named(of_rows)}"
+    if not captured.masks_hide or _POSITIONS not in parameters:
+        yield "the model's forward takes no attention_mask and position_ids as models of transformers do"
+    if not captured.causal or not captured.fused_attention:
+        yield f"not all layers are causal attention that streaming has kernels for{_named(_mixing(captured))}"
+    if captured.has_loss and (not captured.has_normaliser or captured.is_averaged):
+        yield "the loss is not a sum over target tokens"
+    if captured.token_loss:
+        yield "the loss is a function of all tokens, padding among them"
+    if captured.across_rows:
+        yield f"the model computes with several rows at once, in {captured.across_rows}"
+    if mixing := _mixing(captured):
+        yield f"tokens meet outside of attention, in a convolution or a recurrence, say{_named(mixing)}"
+
+
+def _mixing(captured: CapturedModel) -> list[str]:
+    """The calls in which tokens meet otherwise than by our attention; those without any attention, if there are some."""
+    mixing = [call for call in captured.calls[:-1] if across_tokens(captured.templates[call.template])]
+    bare = [call for call in mixing if not any("attention" in str(node.target) for node in
+                                               captured.templates[call.template].forward_graph().nodes)]
+    return [call.name for call in bare or mixing]
+
+
+def _named(names: Sequence[str]) -> str:
+    return f" ({listed(names, 4)})" if names else ""
 
 
 def present_tokens(inputs: Mapping[str, Tensor], mask: Tensor | None, labels: Sequence[str], wanted: Wanted) -> Tensor:

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from megacompile.runtime.kernels import Batch
 
@@ -36,23 +36,23 @@ class TokenRate:
         self._clock = clock
         self._last: tuple[float, int, int] | None = None
 
-    def begin(self, stats: Mapping[str, int]) -> None:
-        """Measures from here on, unless it does already. `stats`: of the streamed model."""
-        self._last = self._last or self._now(stats)
+    def begin(self, counts: TokenCounts) -> None:
+        """Measures from here on, unless it does already. `counts`: of the streamed model."""
+        self._last = self._last or self._now(counts)
 
     def end(self) -> None:
         self._last = None
 
-    def since(self, stats: Mapping[str, int]) -> dict[str, float]:
-        """`tokens_per_second` and `padding_share` of the steps since it was last asked, or began; nothing if there were none."""
-        last, self._last = self._last, self._now(stats)
+    def since(self, counts: TokenCounts) -> dict[str, float]:
+        """`tokens_per_second` and `padding_share` since it was last asked, or began; nothing if no step was."""
+        last, self._last = self._last, self._now(counts)
         if last is None:
             return {}
         seconds, useful, computed = (now - then for now, then in zip(self._last, last, strict=True))
         return {"tokens_per_second": round(useful / seconds, 3), "padding_share": 1 - useful / computed} if computed else {}
 
-    def _now(self, stats: Mapping[str, int]) -> tuple[float, int, int]:
-        return self._clock(), stats["useful_tokens"], stats["computed_tokens"]
+    def _now(self, counts: TokenCounts) -> tuple[float, int, int]:
+        return self._clock(), counts.useful, counts.computed
 
 
 def _share(useful: int, computed: int) -> float:

@@ -263,6 +263,50 @@ def test_rows_whose_loss_is_no_sum_over_tokens_stay_in_one_micro_batch() -> None
         model.megacompile.close()
 
 
+# ---------------------------------------------------------------- what is said of it
+def said(model: Any, batch: dict[str, Tensor] | None = None) -> str:
+    return str(model.megacompile.explain(batch, hardware="h200").splitlines()[0])
+
+
+def test_a_plan_is_explained_with_how_its_rows_are_packed(model: Any) -> None:
+    assert said(model, padded([20, 4, 2])) == "rows: 3 x 20 with 26 tokens, packed into 1 x 64, which they fill to 41%"
+    assert said(model) == "rows: packed into 1 x 64"
+    assert said(model, padded([9, 9])) == "rows: 2 x 9, not packed: no row has padding"
+    assert said(model) == f"rows: 2 x 9; padded ones are packed, into rows of {LENGTH}"
+    assert "padded rows: packed into rows of one length" in megacompile.explain_capture(model)
+
+
+def test_a_batch_that_is_not_packed_is_explained_with_its_reason(model: Any) -> None:
+    batch = padded([12, 5, 7])
+    holes, left = dict(batch), {name: tensor.flip(1) for name, tensor in batch.items()}
+    holes["attention_mask"] = batch["attention_mask"].clone()
+    holes["attention_mask"][0, 4] = 0
+    assert said(model, holes) == "rows: 3 x 12, not packed: its attention_mask has holes, or its position_ids do not go on"
+    assert said(model, left) == "rows: 3 x 12, not packed: padding on the left predicts a target"
+
+
+def test_layers_that_keep_a_model_from_being_packed_are_named() -> None:
+    from transformers import AutoModelForCausalLM, Lfm2Config
+
+    sizes = dict(vocab_size=64, hidden_size=16, intermediate_size=24, num_hidden_layers=3, num_attention_heads=2,
+                 num_key_value_heads=2, pad_token_id=0, layer_types=["conv", "full_attention", "conv"])
+    model = megacompile.stream(AutoModelForCausalLM.from_config(Lfm2Config(**sizes)), device="cpu")
+    try:
+        why = "not all layers are causal attention that streaming has kernels for (model.layers.0, model.layers.2)"
+        assert said(model, padded([12, 5, 7])) == f"rows: 3 x 12, not packed: {why}"
+        assert f"padded rows: computed as they come, since {why}" in megacompile.explain_capture(model)
+    finally:
+        model.megacompile.close()
+
+
+def test_a_model_that_shall_not_be_packed_says_so() -> None:
+    model = megacompile.stream(tiny_models.build(), device="cpu", repack=False)
+    try:
+        assert said(model, padded([9, 3])) == "rows: 2 x 9, not packed: the model was streamed with repack=False"
+    finally:
+        model.megacompile.close()
+
+
 def test_rows_whose_frequencies_depend_on_the_largest_position_are_not_packed() -> None:
     """LongRoPE: in another micro-batch another position would be the largest."""
     from transformers import AutoModelForCausalLM, Phi3Config

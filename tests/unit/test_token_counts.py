@@ -11,6 +11,7 @@ from torch import Tensor
 
 import megacompile
 from megacompile import training
+from megacompile.runtime.kernels import Batch
 from megacompile.token_counts import TokenCounts, TokenRate
 
 
@@ -88,12 +89,15 @@ def test_the_rate_of_a_loop_counts_no_padding_streamed_or_not(model: Any, native
 
 
 def test_a_rate_is_of_the_steps_since_the_last_one() -> None:
-    times = iter([10.0, 12.0, 13.0])
+    times, counts = iter([9.0, 10.0, 12.0, 13.0]), TokenCounts()
     rate = TokenRate(clock=lambda: next(times))
-    assert rate.since({"useful_tokens": 5, "computed_tokens": 5}) == {}, "it has not begun"
-    rate.begin({"useful_tokens": 9, "computed_tokens": 9})
-    assert rate.since({"useful_tokens": 35, "computed_tokens": 69}) == {"tokens_per_second": 15.0, "padding_share": 0.53125}
-    assert rate.since({"useful_tokens": 35, "computed_tokens": 69}) == {}, "no step has ended"
+    assert rate.since(counts) == {}, "it has not begun"
+    rate.end()
+    rate.begin(counts)
+    counts.end_step([Batch([], {}, useful_tokens=26, computed_tokens=60), Batch([], {}, useful_tokens=4, computed_tokens=4)])
+    rate.begin(counts)
+    assert rate.since(counts) == {"tokens_per_second": 15.0, "padding_share": 1 - 30 / 64}
+    assert rate.since(counts) == {}, "no step has ended"
 
 
 def test_trainer_logs_tokens_a_second_without_padding_and_the_share_of_padding(model: Any, tmp_path: Path) -> None:
