@@ -18,9 +18,16 @@ from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
+
+#: Of each place of a batch, [rows, length]. NumPy computes with it, on the caller's thread alone: a PyTorch op on so many
+#: elements waits for a team of threads, whose cores the last step's update occupies.
+BoolArray = npt.NDArray[np.bool_]
 
 #: Tokens of a packed row, unless a sequence is longer or the whole batch is shorter. Attention never crosses sequences, so
 #: longer rows compute nothing more; they only leave less room unused at their ends.
@@ -61,21 +68,34 @@ class Layout:
     begins: Tensor
 
     @cached_property
+    def _source(self) -> npt.NDArray[np.int64]:
+        """`source` as an array, with some place of the batch where there is no token (`_empty`)."""
+        return np.maximum(self.source.numpy(), 0)
+
+    @cached_property
+    def _empty(self) -> BoolArray:
+        return self.source.numpy() < 0
+
+    @cached_property
     def filled(self) -> Tensor:
         """Which places hold a token: indices of the packed places, counted row by row, int64 [tokens]."""
         return (self.source.flatten() >= 0).nonzero().squeeze(1)
 
     def pack(self, tensor: Tensor, filling: int = 0) -> Tensor:
         """The values of a batch's tokens, [rows, length, ...], in packed places; `filling` where there is no token."""
+        if tensor.is_cpu and not tensor.is_floating_point():  # ids and labels, of every batch
+            packed = tensor.flatten(0, 1).numpy()[self._source]
+            packed[self._empty] = filling
+            return torch.from_numpy(packed)
         flat = tensor.flatten(0, 1)
-        packed = flat[self.source.clamp(min=0).to(flat.device)]
-        packed[(self.source < 0).to(flat.device)] = filling
-        return packed
+        values = flat[self.source.clamp(min=0).to(flat.device)]
+        values[(self.source < 0).to(flat.device)] = filling
+        return values
 
     def pack_targets(self, labels: Tensor, ignored: int) -> Tensor:
         """Labels in packed places. That of a sequence's first token is `ignored`: the token before it is of another one."""
         packed = self.pack(labels, ignored)
-        packed[self.begins.to(packed.device)] = ignored
+        packed.masked_fill_(self.begins.to(packed.device), ignored)
         return packed
 
     def unpack(self, packed: Tensor) -> Tensor:
@@ -88,30 +108,33 @@ class Layout:
         return out.index_copy(0, places, flat[filled]).unflatten(0, self.size)
 
 
-def spans_of(present: Tensor, positions: Tensor | None, sequences: bool) -> list[Span] | None:
+def array_of(tensor: Tensor) -> npt.NDArray[Any]:
+    """The values of a tensor as a NumPy array on the host, which shares its memory where it can."""
+    here = tensor.detach().cpu()
+    return (here.float() if here.dtype == torch.bfloat16 else here).numpy()
+
+
+def spans_of(present: BoolArray, positions: Tensor | None, sequences: bool) -> list[Span] | None:
     """The sequences of a batch, by rows. `present`: bool [rows, length], which places hold a token; `positions`: int64, of the
     same shape (None: counted from 0 in each row); `sequences`: a row has a new one wherever positions do not go on.
 
     None where a row's tokens are not next to each other, or where the positions of a sequence do not go on."""
-    rows, length = present.shape
-    counted = torch.arange(length).expand(rows, length) if positions is None else positions
+    counted = np.broadcast_to(np.arange(present.shape[1]), present.shape) if positions is None else array_of(positions)
     follows = present[:, 1:] & present[:, :-1]
-    starts = present.clone()
+    starts = present.copy()
     starts[:, 1:] &= ~follows
-    if bool((starts.sum(1) > 1).any()):  # holes
+    if (starts.sum(1) > 1).any():  # holes
         return None
-    goes_on = counted[:, 1:] == counted[:, :-1] + 1
-    breaks = follows & ~goes_on
-    if bool(breaks.any()):
+    breaks = follows & (counted[:, 1:] != counted[:, :-1] + 1)
+    if breaks.any():
         if not sequences:
             return None
         starts[:, 1:] |= breaks
-    stops = present.clone()
+    stops = present.copy()
     stops[:, :-1] &= ~present[:, 1:] | starts[:, 1:]
-    begin, end = starts.nonzero().tolist(), stops.nonzero()[:, 1].tolist()
-    first = counted[starts].tolist()
-    return [Span(row, start, stop + 1, position)
-            for (row, start), stop, position in zip(begin, end, first, strict=True)]
+    rows, begin = starts.nonzero()
+    end, first = stops.nonzero()[1] + 1, counted[starts]
+    return [Span(*span) for span in zip(rows.tolist(), begin.tolist(), end.tolist(), first.tolist(), strict=True)]
 
 
 def lay_out(spans: Sequence[Span], size: tuple[int, int], least: int = LENGTH) -> Layout:

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from megacompile.errors import UnsupportedError
 from megacompile.frontend.capture import CapturedModel
+from megacompile.losses import IGNORED
+from megacompile.packed_layout import array_of
 from megacompile.pairs import read_attention_mask, read_mask
 
 #: What kernels for packed rows are given beside positions, and say nothing else.
@@ -76,13 +78,12 @@ def _rows(name: str, captured: CapturedModel, key: str, value: Any, first: Tenso
 def _changes_nothing(mask: Tensor, labels: Collection[Tensor]) -> bool:
     """Whether a mask can be left out: it hides nothing; or padding on the right whose `labels` are -100, since no real token of
     a causal model sees it and no loss counts it."""
-    present = mask != 0
-    if bool(present.all()):
+    present = array_of(mask) != 0
+    if present.all():
         return True
-    on_the_right = not bool((present[:, 1:] & ~present[:, :-1]).any())
+    on_the_right = not (present[:, 1:] & ~present[:, :-1]).any()
     return on_the_right and bool(labels) and all(
-        label.shape[:2] == mask.shape and not bool((label.masked_select(~present.to(label.device)) != -100).any())
-        for label in labels)
+        label.shape[:2] == mask.shape and not (array_of(label)[~present] != IGNORED).any() for label in labels)
 
 
 def _check_bounds(name: str, captured: CapturedModel, rest: dict[str, Any], positions: Tensor | None) -> None:

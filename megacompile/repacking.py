@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,13 +21,17 @@ from megacompile.frontend.capture import CapturedModel
 from megacompile.frontend.template import LENGTH as LENGTH_SYMBOL
 from megacompile.frontend.template import TemplateInput
 from megacompile.losses import IGNORED
-from megacompile.packed_layout import LENGTH, Layout, lay_out, power_of_two, spans_of
+from megacompile.packed_layout import LENGTH, BoolArray, Layout, array_of, lay_out, power_of_two, spans_of
 from megacompile.plan import Form, Shape
 
 if TYPE_CHECKING:
     from megacompile.forms import Forms
 
 _MASK, _POSITIONS = "attention_mask", "position_ids"
+
+#: PyTorch runs an op on so many elements on the caller's thread alone (at::internal::GRAIN_SIZE). For more it waits for a team
+#: of threads, whose cores the last step's update occupies.
+_SERIAL_ELEMENTS = 32768
 
 
 class Wanted(enum.Enum):
@@ -51,7 +56,7 @@ class Repacking:
         self._unread: dict[Form, str] = {}
         self._counted: dict[Form, bool] = {}
 
-    def pack(self, inputs: Mapping[str, Tensor], present: Tensor, mask: Tensor | None, further: Mapping[str, Tensor],
+    def pack(self, inputs: Mapping[str, Tensor], present: BoolArray, mask: Tensor | None, further: Mapping[str, Tensor],
              training: bool, wanted: Wanted) -> tuple[dict[str, Tensor], Layout] | str:
         """The arguments of a packed batch, positions among them, and where its tokens lie; or why it is computed as it
         is. `inputs`: the arguments of plain batches; `present`: which of their places hold a token (`present_tokens`); `mask`:
@@ -66,14 +71,14 @@ class Repacking:
         positions = further[_POSITIONS].cpu() if _POSITIONS in further else None
         if mask is not None and mask.dim() != 2:
             return "its attention_mask is of pairs of tokens"
-        if bool(present.all()) and (positions is None or power_of_two(length) == length):
+        if present.all() and (positions is None or power_of_two(length) == length):
             return "no row has padding"
         spans = spans_of(present, positions, sequences=mask is None)
         if not spans:
             return "its attention_mask has holes, or its position_ids do not go on" if present.any() else "it has no token"
         if unread := self.unread(self.forms.form_of((_POSITIONS,), training)):
             return unread
-        if any(not bool(present[span.row, 0]) for span in spans):
+        if any(not present[span.row, 0] for span in spans):
             if wanted == Wanted.ALL and not labels:  # what predicts a row's first token is padding, and its values may be read
                 return "it is padded on the left, and values of padding may be read"
             if positions is None and not self._positions_are_counted(training):
@@ -98,7 +103,10 @@ class Repacking:
         captured = self.forms.first.captured
         if captured.count_targets is None or not set(captured.labels) <= inputs.keys():
             return 0.0
-        return float(captured.count_targets(inputs))
+        rows, length = next(iter(inputs.values())).shape[:2]
+        few = max(1, _SERIAL_ELEMENTS // length)
+        return sum(float(captured.count_targets({name: each[at:at + few] for name, each in inputs.items()}))
+                   for at in range(0, rows, few))
 
     @cached_property
     def obstacle(self) -> str:
@@ -206,22 +214,22 @@ def _named(names: Sequence[str]) -> str:
     return f" ({listed(names, 4)})" if names else ""
 
 
-def present_tokens(inputs: Mapping[str, Tensor], mask: Tensor | None, labels: Sequence[str], wanted: Wanted) -> Tensor:
-    """Which places of a batch hold a token, bool [rows, length], on the CPU: those that its mask does not hide; without a mask,
-    where nothing but the loss is wanted, those up to the last target of their row."""
+def present_tokens(inputs: Mapping[str, Tensor], mask: Tensor | None, labels: Sequence[str], wanted: Wanted) -> BoolArray:
+    """Which places of a batch hold a token, [rows, length]: those that its mask does not hide; without a mask, where nothing
+    but the loss is wanted, those up to the last target of their row."""
     size = next(iter(inputs.values())).shape[:2]
     if mask is not None and mask.shape == size:
-        return mask.cpu() != 0
+        return array_of(mask) != 0  # type: ignore[no-any-return]
     targets = [inputs[name] for name in labels if name in inputs]
     if mask is None and wanted == Wanted.LOSS and targets and all(each.shape == size for each in targets):
         return _until_last_target(targets)
-    return torch.ones(size, dtype=torch.bool)
+    return np.ones(size, dtype=bool)
 
 
-def _until_last_target(labels: Sequence[Tensor]) -> Tensor:
-    """Which places come before the last target of their row, or are it: bool [rows, length]."""
-    counts = torch.stack([each.cpu() != IGNORED for each in labels]).any(0)
-    return counts.flip(1).cumsum(1).flip(1) > 0
+def _until_last_target(labels: Sequence[Tensor]) -> BoolArray:
+    """Which places come before the last target of their row, or are it, [rows, length]."""
+    counts: BoolArray = np.logical_or.reduce([array_of(each) != IGNORED for each in labels])
+    return np.logical_or.accumulate(counts[:, ::-1], axis=1)[:, ::-1]
 
 
 def _only_hides(captured: CapturedModel) -> bool:

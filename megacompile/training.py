@@ -213,7 +213,7 @@ def _tokens(model: Any, batch: Mapping[str, Tensor]) -> tuple[int, int]:
         stats = model.megacompile.stats
         return stats["step_useful_tokens"], stats["step_computed_tokens"]
     present = present_tokens(batch, batch.get("attention_mask"), ("labels",), Wanted.LOSS)
-    return int(present.sum()), present.numel()
+    return int(present.sum()), present.size
 
 
 @torch.no_grad()
