@@ -14,11 +14,10 @@ from megacompile.planner import FULL_TOKENS, Planner
 
 
 class PackedPlans:
-    """State: the plans that were searched, by the shape that each was searched for; `searches`, how many."""
+    """State: the plans that were searched, by the shape that each was searched for."""
 
     def __init__(self) -> None:
         self._searched: dict[Shape, Plan] = {}
-        self.searches = 0
 
     def choose(self, planner: Planner, shape: Shape) -> Plan:
         """The plan of a training step of packed rows. Raises what `Planner.choose` raises.
@@ -32,7 +31,6 @@ class PackedPlans:
             wanted = replace(shape, batch=full * count)
             base = None if anew else self._searched.get(wanted)
             if base is None or base.resident_state != planner.resident_state():
-                self.searches += 1
                 base = planner.choose(wanted.batch, shape.length, True, shape.update, shape.whole_step, shape.output)
                 self._searched[wanted] = base
             for plan in derived(base, shape):

@@ -44,7 +44,7 @@ class Planner(Room):
     stateful: tuple[str, ...] | None = None  # tiles that are updated on the device; None: not chosen yet
     output: str = "loss"  # of the plans (see `Shape`)
     keeping: bool = False  # plans are kept on disk, and found there
-    answers: Counter[str] = field(default_factory=Counter)  # how many plans were "searched", how many had been "kept"
+    answers: Counter[str] = field(default_factory=Counter)  # how many plans of steps were "searched", how many "kept"
 
     def choose(self, batch: int, length: int, training: bool = True, update: str = "step",
                whole_step: bool = False, output: str = "loss") -> Plan:
@@ -65,7 +65,7 @@ class Planner(Room):
             self.answers["kept"] += 1
         else:
             chosen = self._search(batch, length, training, update, whole_step)
-            self.answers["searched"] += 1
+            self.answers["searched"] += training
             if asked is not None:
                 kept_plans.keep(asked, free_memory(self), chosen)
         if training or self.stateful is not None:

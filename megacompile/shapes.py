@@ -68,8 +68,8 @@ class CompiledShape:
 
 
 class Shapes:
-    """State: the compiled shapes, the one used last at the end; at most `limit` of them beside those that are kept;
-    `planned`, the most device memory that any of them takes; and `searches`, for plans of training steps, packed ones apart.
+    """State: the compiled shapes, the one used last at the end; at most `limit` of them beside those that are kept; and
+    `planned`, the most device memory that any of them takes.
 
     The default budget of device memory is what was free when the model was streamed; a plan within it leaves other models
     what they have planned. One that was given (`device_memory`) is the user's to divide."""
@@ -79,7 +79,7 @@ class Shapes:
         self.captured, self.planner, self.binder = forms.first.captured, forms.first.planner, forms.first.binder
         self.table: dict[Shape, CompiledShape] = {}
         self.packed = PackedPlans()
-        self.planned = self.slot_bytes = self.searches = 0
+        self.planned = self.slot_bytes = 0
         self.note_budget()
         self.planner.taken_bytes = self._planned_by_others
         _live.add(self)
@@ -174,7 +174,6 @@ class Shapes:
         if packed and shape.training:
             plan = self.packed.choose(planner, shape)
         else:
-            self.searches += shape.training
             plan = planner.choose(shape.batch, shape.length, shape.training, shape.update, shape.whole_step, shape.output)
             plan = in_few_sizes(plan) if packed and planner.config.micro_batch_size is None else plan
         self.planner.stateful = planner.stateful

@@ -28,8 +28,9 @@ from megacompile.grpo import GRPOTrainer
 
 NUMBERS = tiny_models.VOCABULARY - 3
 SHARED = {**trained.ARGUMENTS, "bf16": False, "learning_rate": 5e-3}
-#: What is measured of time; and how often a reward is the larger one, which rounding decides before the first update.
-_OTHERWISE = ("time", "runtime", "per_second", "rewards/accuracies")
+#: What is measured of time; what TRL does not log; and how often a reward is the larger one, which rounding decides before the
+#: first update.
+_OTHERWISE = ("time", "runtime", "per_second", "padding_share", "rewards/accuracies")
 
 
 @pytest.fixture(autouse=True)

@@ -67,15 +67,20 @@ def test_rows_that_are_not_packed_compute_their_padding() -> None:
         model.megacompile.close()
 
 
+def answered(stats: dict[str, int]) -> int:
+    """Plans that were searched, or found in the cache."""
+    return stats["plan_searches"] + stats["plans_from_cache"]
+
+
 def test_one_plan_is_searched_for_packed_rows_of_one_length_and_their_kernels_have_few_sizes(model: Any) -> None:
     optimizer, before = megacompile.AdamW(model.parameters()), model.megacompile.stats
     for longest in range(33, 60, 2):
         model.megacompile.train_step(padded(longest, 3, 40), optimizer)
     after = model.megacompile.stats
-    assert after["plan_searches"] - before["plan_searches"] <= 1
+    assert answered(after) - answered(before) <= 1
     assert after["micro_batch_shapes"] - before["micro_batch_shapes"] <= 2
     model.megacompile.train_step(padded(17), optimizer)  # nothing to pack
-    assert model.megacompile.stats["plan_searches"] == after["plan_searches"] + 1
+    assert answered(model.megacompile.stats) == answered(after) + 1
     assert model.megacompile.stats["micro_batch_shapes"] == after["micro_batch_shapes"] + 1
 
 

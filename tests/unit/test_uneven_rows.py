@@ -59,7 +59,7 @@ def test_thirty_steps_of_random_lengths_need_four_sizes_of_micro_batches_and_one
     stats = streamed.megacompile.stats
     assert stats["steps"] == 30 and len(packed) == 30 and {length for _, length in packed} == {LENGTH}
     assert len({*packed}) > 3, "steps were hardly uneven"
-    assert stats["plan_searches"] == 1 and stats["micro_batch_shapes"] <= 4
+    assert stats["plan_searches"] + stats["plans_from_cache"] == 1 and stats["micro_batch_shapes"] <= 4
     assert stats["packing_efficiency"] > 0.7
 
 
