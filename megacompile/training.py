@@ -109,8 +109,8 @@ def _unknown() -> None:
 class Step:
     """What one step did. `loss` is in nats a token, `lr` the learning rate that it had, `rate` in tokens a second without
     padding, `padding` its share of what was computed, `tflops` is 6 x parameters x `rate` (recomputation and padding not
-    counted). `norm` gives the norm of all gradients before clipping, without a wait: None until the update
-    has begun, and where it is never known."""
+    counted), `seconds` how long it took. `norm` gives the norm of all gradients before clipping, without a wait: None until
+    the update has begun, and where it is never known."""
 
     number: int
     loss: float
@@ -120,6 +120,7 @@ class Step:
     tflops: float
     device_bytes: int
     host_bytes: int
+    seconds: float
     norm: Callable[[], float | None] = _unknown
 
 
@@ -190,7 +191,8 @@ def train(model: Any, optimizer: torch.optim.Optimizer, batches: Iterator[Mappin
         device_bytes, host_bytes = memory(model)
         norm = getattr(optimizer, "norm_of_last_step", lambda: _unknown)()
         rate = useful / taken
-        on_step(Step(number, loss, lr, rate, 1 - useful / computed, 6e-12 * parameters * rate, device_bytes, host_bytes, norm))
+        on_step(Step(number, loss, lr, rate, 1 - useful / computed, 6e-12 * parameters * rate, device_bytes, host_bytes, taken,
+                     norm))
     return losses
 
 

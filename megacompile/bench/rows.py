@@ -95,12 +95,12 @@ def rates(model: Any, given: argparse.Namespace, step_s: float) -> Row:
     active = active_parameters(model)
     tokens = given.batch * given.length
     return dict(parameters=sum(p.numel() for p in model.parameters()), active_parameters=active,
-                tflops=_significant(6 * active * tokens / step_s / 1e12),
-                tflops_with_attention=_significant(
+                tflops=significant(6 * active * tokens / step_s / 1e12),
+                tflops_with_attention=significant(
                     (6 * active + attention_flops(model, given.length)) * tokens / step_s / 1e12))
 
 
-def _significant(value: float) -> float:
+def significant(value: float) -> float:
     return round(value, 1) if value >= 10 else float(f"{value:.3g}")
 
 

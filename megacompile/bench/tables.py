@@ -95,7 +95,7 @@ def native(**size: Any) -> list[Spec]:
 
 def uneven(**options: Any) -> list[Spec]:
     """Training on rows of uneven length: full rows first, then each way to feed the others, ours and PyTorch's."""
-    ways: list[_Options] = [dict(through=way) for way in ("trainer", "sft", "loop")]
+    ways: list[_Options] = [dict(through=way) for way in ("trainer", "sft", "loop", "train")]
     natives: tuple[_Options, ...] = (
         dict(checkpointing=True), dict(checkpointing=True, arrangement="grouped"),
         dict(checkpointing=True, arrangement="packed"), dict(arrangement="packed", compile=True),

@@ -11,19 +11,23 @@ micro-batches. Prints one JSON line.
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import os
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
 import torch
 import transformers
+from rich.console import Console
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from torch.utils.data import Dataset
@@ -31,9 +35,15 @@ from transformers import PreTrainedTokenizerFast
 
 import megacompile
 from megacompile.bench import clocks, native, rows
-from megacompile.bench.shapes import random_model
+from megacompile.bench.rows import significant
+from megacompile.bench.shapes import config, parameters, random_model
 from megacompile.errors import MegacompileError
+from megacompile.finetuning.reports import LOG, read_log
+from megacompile.finetuning.run import run
+from megacompile.finetuning.settings import Settings
+from megacompile.lora import Lora
 from megacompile.losses import IGNORED
+from megacompile.options import Knobs
 from megacompile.packed_layout import LENGTH
 
 
@@ -63,7 +73,7 @@ DATA = {
 FULL = "full"
 #: Rows of a micro-batch of native training: a loss over all logits of a step would not fit.
 NATIVE_ROWS = 8
-THROUGH = ("trainer", "sft", "loop", "native")
+THROUGH = ("trainer", "sft", "loop", "train", "native")
 ARRANGEMENTS = ("padded", "grouped", "packed")
 
 
@@ -71,8 +81,8 @@ def options() -> argparse.ArgumentParser:
     parser = rows.parser(__doc__)
     parser.set_defaults(steps=20, warm_up=4)
     parser.add_argument("--data", choices=(*DATA, FULL), default="instructions", help="the distribution of lengths")
-    parser.add_argument("--through", choices=THROUGH, default="trainer", help="ours through its Trainer, its SFTTrainer or a "
-                                                                              "plain loop; or transformers' own Trainer")
+    parser.add_argument("--through", choices=THROUGH, default="trainer", help="ours: Trainer, SFTTrainer, a plain loop or "
+                                                                              "`megacompile train`; or native Trainer")
     parser.add_argument("--arrangement", choices=ARRANGEMENTS, default="padded",
                         help="grouped: rows of like length in one batch, as Trainer can; packed: several in rows of one length")
     parser.add_argument("--device-memory")
@@ -236,11 +246,13 @@ def through_trainer(given: argparse.Namespace, model: Any, fed: Feed, folder: st
 
 
 def number_tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
-    """Of texts like "17 4": a token for each number below `vocabulary`."""
-    words = models.WordLevel({str(number): number for number in range(vocabulary)}, unk_token="0")
-    tokenizer = Tokenizer(words)
+    """Of texts like "17 4": a token for each number; the last three of the vocabulary stand for what is no number."""
+    special = dict(zip(("<unk>", "<eos>", "<pad>"), range(vocabulary - 3, vocabulary), strict=True))
+    tokenizer = Tokenizer(models.WordLevel({str(n): n for n in range(vocabulary - 3)} | special, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="0", eos_token="1", unk_token="0")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="<unk>", eos_token="<eos>", pad_token="<pad>",
+        chat_template="{% for message in messages %}{{ message.content }} {% endfor %}")
 
 
 def through_sft(given: argparse.Namespace, model: Any, fed: Feed, folder: str, clock: Clock) -> list[float]:
@@ -290,7 +302,45 @@ def measure(given: argparse.Namespace) -> rows.Row:
     with tempfile.TemporaryDirectory() as folder:
         if given.cold:
             os.environ["MEGACOMPILE_CACHE"] = f"{folder}/cache"
-        return _measure(given, folder)
+        return _of_command(given, Path(folder)) if given.through == "train" else _measure(given, folder)
+
+
+def _of_command(given: argparse.Namespace, folder: Path) -> rows.Row:
+    """What the log of `megacompile train` says, on the same rows as conversations, a third of each being the prompt."""
+    shape = config(given.shape, rows.layer_count(given))
+    fed = feed(given, shape.vocab_size)
+    tokenizer = number_tokenizer(shape.vocab_size)
+    for saved in (shape, tokenizer):
+        saved.save_pretrained(folder / "model")
+    with (folder / "rows.jsonl").open("w") as file:
+        for index in range(len(fed.data)):
+            words = [str(token) for token in fed.data[index]["input_ids"]]
+            prompt = max(1, len(words) // 3)
+            file.write(json.dumps(dict(instruction=" ".join(words[:prompt]), output=" ".join(words[prompt:]))) + "\n")
+    steps = given.steps + given.warm_up
+    began = time.perf_counter()
+    run(str(folder / "model"), [str(folder / "rows.jsonl")], Settings(
+        output=folder / "run", batch=fed.rows, length=DATA[given.data].longest, steps=steps, save_interval=steps, lr=1e-5,
+        max_grad_norm=0.0 if given.no_clipping else given.max_grad_norm), Lora(), Knobs(
+            device=given.device, device_memory=given.device_memory, micro_batch_size=given.micro_batch_size),
+        Console(file=sys.stderr))
+    whole = time.perf_counter() - began
+    entries = [entry for entry in read_log(folder / "run" / LOG) if "seconds" in entry]
+    times = [entry["seconds"] for entry in entries]
+    rate = statistics.median(entry["tokens_per_second"] for entry in entries[given.warm_up:])
+    tokens = statistics.mean(entry["tokens_per_second"] * entry["seconds"] for entry in entries)
+    count = parameters(given.shape, rows.layer_count(given))
+    return dict(
+        layers=shape.num_hidden_layers, tokens_per_step=round(tokens), tokens_per_s=round(rate),
+        padding=round(statistics.mean(entry["padding_share"] for entry in entries), 4),
+        tflops=significant(6e-12 * count * rate), parameters=count, setup_s=round(whole - sum(times), 1),
+        losses=[entry["loss"] for entry in entries], **_step_times(given, times))
+
+
+def _step_times(given: argparse.Namespace, times: Sequence[float]) -> rows.Row:
+    median = statistics.median(times[given.warm_up:])
+    return dict(step_s=round(median, 4), times_s=[round(t, 4) for t in times], first_step_s=round(times[0], 2),
+                slowest_over_median=round(max(times[2:]) / median, 3))
 
 
 def _measure(given: argparse.Namespace, folder: str) -> rows.Row:
@@ -320,10 +370,9 @@ def _measure(given: argparse.Namespace, folder: str) -> rows.Row:
     stats = {} if native_run else model.megacompile.stats
     return dict(
         layers=model.config.num_hidden_layers, tokens_per_step=round(statistics.mean(tokens)), tokens_per_s=round(rate),
-        padding=round(1 - sum(tokens) / sum(computed), 4), tflops=rows._significant(6 * active * rate / 1e12),
+        padding=round(1 - sum(tokens) / sum(computed), 4), tflops=significant(6e-12 * active * rate),
         parameters=sum(p.numel() for p in model.parameters()), active_parameters=active,
-        step_s=round(statistics.median(steady), 4), times_s=[round(t, 4) for t in times], losses=losses,
-        first_step_s=round(times[0], 2), slowest_over_median=round(max(times[2:]) / statistics.median(steady), 3),
+        losses=losses, **_step_times(given, times),
         stream_s=round(streamed - made, 2), setup_s=round(streamed - began, 1),
         stats={name: value for name, value in stats.items() if isinstance(value, int | float)},
         peak_device_gib=round(torch.cuda.max_memory_reserved() / 2**30, 2) if cuda else 0.0, **sampled)

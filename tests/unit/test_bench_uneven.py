@@ -29,8 +29,8 @@ def test_all_trainers_see_the_same_rows_and_count_the_same_tokens() -> None:
     json.dumps(ours)
 
 
-@pytest.mark.parametrize("way", ["loop", "sft"])
-def test_a_loop_and_an_sft_trainer_train_too(way: str) -> None:
+@pytest.mark.parametrize("way", ["loop", "sft", "train"])
+def test_other_ways_to_train_give_rows_too(way: str) -> None:
     row = row_of("--through", way)
     assert len(row["losses"]) == 3 and row["tokens_per_s"] > 0
 
@@ -75,3 +75,9 @@ def test_the_table_sets_uneven_rows_beside_full_ones_and_the_best_native_one() -
     at = {name: header.index(name) for name in ("of full rows", "of native", "tokens/s")}
     assert [chat[at[name]] for name in at] == ["0.900", "4.000", "1,800"]
     assert full[at["of full rows"]] == "" and native[at["of native"]] == ""
+
+
+def test_the_command_line_trains_on_conversations_with_as_many_tokens() -> None:
+    tokens = uneven.number_tokenizer(512).apply_chat_template(
+        [{"role": "user", "content": "12 5 7"}, {"role": "assistant", "content": "100 508"}], tokenize=True)["input_ids"]
+    assert tokens == [12, 5, 7, 100, 508]
