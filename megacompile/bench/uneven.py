@@ -309,9 +309,11 @@ def _of_command(given: argparse.Namespace, folder: Path) -> rows.Row:
     """What the log of `megacompile train` says, on the same rows as conversations, a third of each being the prompt."""
     shape = config(given.shape, rows.layer_count(given))
     fed = feed(given, shape.vocab_size)
+    if not isinstance(fed.data, RandomRows):
+        raise MegacompileError("megacompile train packs rows by itself: leave --arrangement out")
     tokenizer = number_tokenizer(shape.vocab_size)
-    for saved in (shape, tokenizer):
-        saved.save_pretrained(folder / "model")
+    shape.save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "tokenizer")  # beside a config it would be read as that model's own
     with (folder / "rows.jsonl").open("w") as file:
         for index in range(len(fed.data)):
             words = [str(token) for token in fed.data[index]["input_ids"]]
@@ -319,11 +321,12 @@ def _of_command(given: argparse.Namespace, folder: Path) -> rows.Row:
             file.write(json.dumps(dict(instruction=" ".join(words[:prompt]), output=" ".join(words[prompt:]))) + "\n")
     steps = given.steps + given.warm_up
     began = time.perf_counter()
-    run(str(folder / "model"), [str(folder / "rows.jsonl")], Settings(
-        output=folder / "run", batch=fed.rows, length=DATA[given.data].longest, steps=steps, save_interval=steps, lr=1e-5,
-        max_grad_norm=0.0 if given.no_clipping else given.max_grad_norm), Lora(), Knobs(
-            device=given.device, device_memory=given.device_memory, micro_batch_size=given.micro_batch_size),
-        Console(file=sys.stderr))
+    settings = Settings(
+        output=folder / "run", tokenizer=str(folder / "tokenizer"), batch=fed.rows,
+        length=max(fed.data.lengths), steps=steps, save_interval=steps, lr=1e-5,
+        max_grad_norm=0.0 if given.no_clipping else given.max_grad_norm)
+    knobs = Knobs(device=given.device, device_memory=given.device_memory, micro_batch_size=given.micro_batch_size)
+    run(str(folder / "model"), [str(folder / "rows.jsonl")], settings, Lora(), knobs, Console(file=sys.stderr))
     whole = time.perf_counter() - began
     entries = [entry for entry in read_log(folder / "run" / LOG) if "seconds" in entry]
     times = [entry["seconds"] for entry in entries]
