@@ -17,6 +17,7 @@ from megacompile.errors import CaptureError, MegacompileError, first_line
 from megacompile.frontend import linear_cross_entropy  # noqa: F401  # registers the op that fuse_loss inserts
 from megacompile.frontend.joint import forward_graph, joint_graph
 from megacompile.frontend.refused_ops import line_of_mutation, refuse_ops, refuse_unknown_sizes
+from megacompile.frontend.rounded_sizes import rounded_sizes
 from megacompile.frontend.split import Section, relative
 from megacompile.frontend.template import TargetLike, Template, TemplateInput, TemplatePass, run_template_pass
 from megacompile.frontend.tracing import TRACING_ERRORS, raise_foreign
@@ -44,7 +45,7 @@ def build_template(
     carried = [index for index, source in enumerate(section.sources) if source.kind == "carried"]
     inference = None
     try:
-        with _portable_attention(target):
+        with _portable_attention(target), rounded_sizes():
             joint = joint_graph(trained, fakes, has_gradient, partition=not (epilogue or head), awaited=carried,
                                 decompositions=LOSSES_OF_TOKENS if tokens_at_once else None,
                                 device_type=target.device_type)

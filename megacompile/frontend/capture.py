@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import sympy
@@ -48,7 +48,7 @@ from megacompile.frontend.sizes import Condition, batch_symbols, conditions
 from megacompile.frontend.split import split_at_layers, structural_key
 from megacompile.frontend.template import BATCH, LENGTH, Call, Source, TargetLike, Template, TemplatePass
 from megacompile.frontend.token_functions import CHUNK_TOKENS, Described, taken_by_loss, with_loss
-from megacompile.frontend.trace import subject, trace
+from megacompile.frontend.trace import Traced, subject, trace
 from megacompile.frontend.tracing import TRACING_ERRORS
 from megacompile.frontend.twin import CAPTURE_SHAPE, fake_twin, is_transformers_model
 from megacompile.plan import PLAIN, Form
@@ -211,10 +211,11 @@ def capture(
 def _capture(
     model: nn.Module, layers: tuple[str, ...], *, example: Mapping[str, Tensor] | None, pipeline: Sequence[TemplatePass],
     target: TargetLike | None, form: Form, loss: Callable[..., Any] | None, expert_pieces: int = 1,
-    patches: tuple[Patches, ...] | None = None, chained: bool = False,
+    patches: tuple[Patches, ...] | None = None, chained: bool = False, made: Traced | None = None,
 ) -> CapturedModel:
     """`capture` with these lists of layers. `patches`: the encoders of a twin that takes images aligned with tokens already, as
-    `example` says; `chained`: each call of a layer must read what the one before it makes."""
+    `example` says; `chained`: each call of a layer must read what the one before it makes; `made`: the trace, if there is one
+    already."""
     started = time.perf_counter()
     target = target or CpuTarget()
     name = type(model).__name__
@@ -231,7 +232,7 @@ def _capture(
     masks_added = is_transformers_model(plain) and is_eager(plain, plain_stack)
     if masks_added and "bool" in masks_in(masks_of(traced)).get("attention_mask", ""):
         refuse_added(name, "attention_mask")
-    graph, twin, batch, attention = trace(plain, layers, traced, form)
+    graph, twin, batch, attention = made or trace(plain, layers, traced, form)
     if graph.changes_state:
         fakes, tried, given, options = subject(plain, layers, traced, form, CAPTURE_SHAPE, attention)
         with fakes:
@@ -243,6 +244,8 @@ def _capture(
     follow_gradients(graph)
     if pairs:
         adopt_masked_attention(graph)
+
+    unlike: dict[Form, Traced] = {}  # traces that `holds` has found to be a form of their own
 
     @functools.cache
     def called(where: Form, size: tuple[int, int]) -> tuple[Said, ...] | None:
@@ -257,14 +260,18 @@ def _capture(
         found = None if expected is None else called(where, size)
         if expected is not None and found is not None and alike(found, expected, exact):
             return True
-        with under_way(f"tracing {name} in another mode or size"):
-            return alike(operations(trace(plain, layers, traced, where, size, apart)[0]), performed, exact)
+        with _recording(), under_way(f"tracing {name} in another mode or size"):
+            made = trace(plain, layers, traced, where, size, apart)
+        if alike(operations(made[0]), performed, exact):
+            return True
+        if exact and not apart:
+            unlike[where] = made
+        return False
 
     def in_form(other: Form) -> CapturedModel:
-        # Whatever the batch is computed under that needs it first.
-        with torch.inference_mode(False), torch.enable_grad(), under_way(f"tracing {name} for another form of batch"):
-            return _capture(plain, layers, example=example, pipeline=pipeline, target=target, form=other,
-                            loss=loss, patches=patches)  # its experts are in pieces already
+        with _recording(), under_way(f"tracing {name} for another form of batch"):
+            return _capture(plain, layers, example=example, pipeline=pipeline, target=target, form=other, loss=loss,
+                            patches=patches, made=unlike.pop(other, None))  # its experts are in pieces already
 
     structure, positions = output_structure(graph, name, other_loss=loss is not None)
     patches = with_places(patches, take_aligned(graph, name), name)
@@ -329,6 +336,13 @@ def _capture(
         seconds=time.perf_counter() - started)
 
 
+@contextlib.contextmanager
+def _recording() -> Iterator[None]:
+    """Within, gradients are recorded, whatever the batch is computed under that needs another trace first."""
+    with torch.inference_mode(False), torch.enable_grad():
+        yield
+
+
 def _one(batch: Mapping[str, Tensor]) -> Tensor:
     """What a user's loss is divided by, unless the caller says `num_items_in_batch`."""
     return torch.ones(())
@@ -361,8 +375,6 @@ def _same_logits_without_labels(
     leading = min(2, len(captured) - 1)  # dimensions of the batch: a classifier's logits have rows alone
     shapes = [tuple(t.shape) for t in pytree.tree_leaves(returned) if isinstance(t, Tensor) and t.dim() > leading]
     return shapes == [(*CAPTURE_SHAPE[:leading], *captured[leading:])]
-
-
 
 
 def _of_transformers(model: nn.Module) -> bool:

@@ -29,7 +29,9 @@ from megacompile.frontend.adapters import traceable_adapters
 from megacompile.frontend.buffers import own_rewritten_buffers
 from megacompile.frontend.explained import explained
 from megacompile.frontend.layers import LayerStack, layers_as_regions
+from megacompile.frontend.native_branches import native_branches
 from megacompile.frontend.pairs import pairs_of
+from megacompile.frontend.rounded_sizes import rounded_sizes
 from megacompile.frontend.template import Source
 from megacompile.frontend.trace_caches import release_tracked_fakes
 from megacompile.frontend.tracing import TRACING_ERRORS, raise_foreign
@@ -93,8 +95,8 @@ def capture_model_graph(
 
     torch._dynamo.reset()
     with (fakes, warnings.catch_warnings(record=True) as warned, traceable_adapters(), unchecked_distributions(),
-          unchecked_values(), sizes_unread_by_messages(), torch._dynamo.config.patch(fake_tensor_cache_enabled=False),
-          layers_as_regions(stack, each_call)):
+          unchecked_values(), sizes_unread_by_messages(), rounded_sizes(), native_branches(model),
+          torch._dynamo.config.patch(fake_tensor_cache_enabled=False), layers_as_regions(stack, each_call)):
         warnings.simplefilter("always")
         try:
             graph = dynamo_graph_capture_for_export(_with_own_globals(step))(*tensors)

@@ -22,6 +22,7 @@ from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode, resolve_name
 
 from megacompile.frontend.model_graph import ModelGraph
+from megacompile.frontend.native_branches import as_traced
 from megacompile.frontend.tracing import TRACING_ERRORS
 
 #: Broadcasting changes no value, and models leave it out where there is one sequence.
@@ -29,7 +30,7 @@ _BROADCASTS = frozenset({"expand", "expand_as", "broadcast_to", "contiguous"})
 #: Functions of torch that are written in Python, and in which no branch is on a size: what others call is not seen.
 _WITHOUT_BRANCHES = frozenset({
     "dropout", "embedding", "layer_norm", "rms_norm", "softmax", "log_softmax", "relu", "silu", "cross_entropy", "split",
-    "unflatten", "pad", "__rsub__", "__rpow__", "__pow__"})
+    "unflatten", "pad", "einsum", "__rsub__", "__rpow__", "__pow__", "__floordiv__"})
 
 
 class Said(NamedTuple):
@@ -49,7 +50,7 @@ def torch_calls(model: nn.Module, batch: Mapping[str, Tensor], options: Mapping[
     fakes. None where that cannot be known: the model does not run on fakes, or calls what may look at sizes unseen."""
     named = itertools.chain(model.named_parameters(), model.named_buffers(), batch.items())
     found = _Calls(_Labels({id(tensor): (tensor, name) for name, tensor in named}))
-    with torch.inference_mode(False), torch.enable_grad(), warnings.catch_warnings(), found:
+    with torch.inference_mode(False), torch.enable_grad(), warnings.catch_warnings(), as_traced(model), found:
         warnings.simplefilter("ignore")
         try:
             model(**batch, **options)

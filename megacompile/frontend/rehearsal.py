@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megacompile.errors import CaptureError, UnsupportedError
 from megacompile.frontend.layers import LayerStack
+from megacompile.frontend.native_branches import as_traced
 from megacompile.frontend.tracing import TRACING_ERRORS
 
 
@@ -58,7 +59,7 @@ def rehearse(model: nn.Module, batch: Mapping[str, Any], options: Mapping[str, A
     handles = [handle for layer in stack.layers
                for handle in (layer.register_forward_pre_hook(enter), layer.register_forward_hook(leave))]
     try:
-        with torch.inference_mode(False), torch.enable_grad(), warnings.catch_warnings(), calls:
+        with torch.inference_mode(False), torch.enable_grad(), warnings.catch_warnings(), as_traced(model), calls:
             warnings.simplefilter("ignore")
             model(**batch, **options)
     except (UnsupportedError, CaptureError):

@@ -24,13 +24,15 @@ from megacompile.frontend.rows import images_of, join_rows, traced_apart
 from megacompile.frontend.twin import CAPTURE_SHAPE, fake_batch, fake_twin, is_transformers_model
 from megacompile.plan import Form
 
+#: A model's graph, its fake twin, the fake batch, and which attention it has: ours (its name), or its own (None).
+Traced = tuple[ModelGraph, nn.Module, dict[str, Tensor], str | None]
+
 
 def trace(
     model: nn.Module, layers: tuple[str, ...], example: Mapping[str, Tensor] | None, form: Form,
     size: tuple[int, int] = CAPTURE_SHAPE, images_apart: bool = False,
-) -> tuple[ModelGraph, nn.Module, dict[str, Tensor], str | None]:
-    """The model's graph, its fake twin, the fake batch and which attention it has: ours if its layers call it (its name), else
-    their own (None).
+) -> Traced:
+    """A trace of the model, with our attention if its layers call it.
 
     A transformers model that asks for a mask but has attention code of its own would get none, and silently see the
     future: such a model is captured again with the attention implementation it came with. `images_apart`: images are traced as

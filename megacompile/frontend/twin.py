@@ -58,6 +58,8 @@ def fake_twin(model: nn.Module, fakes: FakeTensorMode, attention: str | None = N
                 module.config.use_cache = False
             if getattr(module, "gradient_checkpointing", False):
                 module.gradient_checkpointing = False  # recomputation is the plan's choice
+            if getattr(module, "use_associative_scan", False):
+                module.use_associative_scan = False  # which no native run does
         if attention is not None:
             register_with_transformers()
             kept = [(m, m.config._attn_implementation) for m in encoders(twin, find_layers(twin, layers))]

@@ -1,6 +1,7 @@
 """Which trace would be of no use is known before it is made."""
 from __future__ import annotations
 
+import functools
 import importlib
 from typing import Any
 
@@ -8,12 +9,19 @@ import pytest
 import torch
 from tiny_models import build
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, Mamba2Config, Qwen3MoeConfig, Qwen3NextConfig
 
 from megacompile.frontend import capture
+from megacompile.frontend.capture import CapturedModel
 from megacompile.frontend.layers import find_layers
 from megacompile.frontend.rehearsal import rehearse
+from megacompile.plan import Form
 
 trace = importlib.import_module("megacompile.frontend.trace")
+
+
+SIZES: dict[str, Any] = dict(vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
+                             num_key_value_heads=1, head_dim=8)
 
 
 class Gate(nn.Module):
@@ -43,6 +51,24 @@ class Again(nn.Module):
         return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), logits
 
 
+def with_experts() -> nn.Module:
+    return AutoModelForCausalLM.from_config(Qwen3MoeConfig(
+        **SIZES, moe_intermediate_size=8, num_experts=4, num_experts_per_tok=2, decoder_sparse_step=1))
+
+
+def with_states() -> nn.Module:
+    return AutoModelForCausalLM.from_config(Mamba2Config(
+        vocab_size=32, hidden_size=16, num_hidden_layers=1, num_heads=4, head_dim=8, state_size=8, n_groups=2, chunk_size=8))
+
+
+def with_delta_rule() -> nn.Module:
+    """One layer with a gated delta rule, of odd sizes."""
+    return AutoModelForCausalLM.from_config(Qwen3NextConfig(
+        **SIZES, moe_intermediate_size=8, shared_expert_intermediate_size=8, num_experts=4, num_experts_per_tok=2,
+        linear_num_key_heads=1, linear_num_value_heads=3, linear_key_head_dim=7, linear_value_head_dim=5,
+        linear_conv_kernel_dim=3, layer_types=["linear_attention"]))
+
+
 def gated() -> nn.Module:
     model: nn.Module = build()
     for layer in model.model.layers[:1]:  # type: ignore[union-attr,index]
@@ -50,15 +76,51 @@ def gated() -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("make", [build, gated, Again])
-def test_a_model_is_traced_once(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layers without our attention, and layers that run again, among them."""
-    traces: list[Any] = []
+@pytest.fixture
+def traces(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Gets an item for each trace."""
+    found: list[Any] = []
     made = trace.capture_model_graph
-    monkeypatch.setattr(trace, "capture_model_graph", lambda *args: traces.append(args) or made(*args))
+    monkeypatch.setattr(trace, "capture_model_graph", lambda *args: found.append(args) or made(*args))
+    return found
+
+
+def captured(make: Any) -> CapturedModel:
     example = {name: torch.zeros(2, 5, dtype=torch.long) for name in ("input_ids", "labels")}
-    capture(make(), example=example if make is Again else None)
+    return capture(make(), example=example if make is Again else None)
+
+
+@pytest.mark.parametrize("make", [build, gated, Again, with_experts])
+def test_a_model_is_traced_once(make: Any, traces: list[Any]) -> None:
+    """Layers without our attention, layers that run again, and experts in float32 among them."""
+    captured(make)
     assert len(traces) == 1
+
+
+@pytest.mark.parametrize("make", [functools.partial(build, attention_dropout=0.1), with_states])
+def test_a_model_that_evaluates_otherwise_is_traced_once_for_that(make: Any, traces: list[Any]) -> None:
+    plain = captured(make)
+    with torch.no_grad():
+        assert not plain.same_in_evaluation()
+        evaluating = plain.in_form(Form(evaluating=True))
+    assert len(traces) == 2 and evaluating.form.evaluating
+    assert any(template.has_gradient[0] for template in evaluating.templates.values())
+
+
+@pytest.mark.parametrize("make", [with_experts, with_delta_rule])
+def test_a_model_that_evaluates_alike_is_not_traced_again(make: Any, traces: list[Any]) -> None:
+    """Divisions of whole numbers, which PyTorch writes in Python, among what it calls."""
+    assert captured(make).same_in_evaluation()
+    assert len(traces) == 1
+
+
+def test_a_layer_that_inverts_a_triangle_has_native_s_operations_and_few_conditions_on_sizes() -> None:
+    """Steps of Python in the place of a solver were 915 operations. Padding to chunks, written as it is computed, made 400
+    conditions."""
+    found = captured(with_delta_rule)
+    code = found.templates["decoder"].stages["captured"]
+    assert "solve_triangular" in code and code.count("\n") < 500
+    assert len(found.conditions) < 10
 
 
 class Late(nn.Module):

@@ -1,0 +1,148 @@
+"""What tracing takes, of small random models of several families: before the first step, and at batches of other forms.
+
+    python benchmarks/capture.py --output benchmarks/results/capture.jsonl
+    python benchmarks/capture.py qwen3_next qwen3_next_odd --limit 300
+
+Seconds of the processor, each family in a process of its own, on the CPU and uncompiled. `stream` traces the model. `step` is
+a plain training step, `padded` one of a batch that is padded on the left, `evaluation` a plain forward in evaluation mode. The
+last two trace the model again where it computes something else then. Needs no GPU and no weights. Models have three or four
+layers and are small: tracing depends on what a layer computes, and hardly on its width.
+"""
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import resource
+import signal
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import tabulate
+
+from megacompile.bench.rows import append, commit, machine
+
+_COMMON = dict(vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
+               num_key_value_heads=2, head_dim=8, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+_EXPERTS = dict(num_experts_per_tok=2, num_local_experts=4)
+_QWEN3_NEXT = _COMMON | dict(moe_intermediate_size=16, shared_expert_intermediate_size=16, num_experts=4, num_experts_per_tok=2)
+
+#: Name -> model type, and fields of its config beside the defaults.
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3": ("qwen3", _COMMON),
+    "llama": ("llama", _COMMON),
+    "gemma3": ("gemma3_text", _COMMON | dict(sliding_window=8)),
+    "gpt_oss": ("gpt_oss", _COMMON | _EXPERTS | dict(sliding_window=8)),
+    "mamba2": ("mamba2", _COMMON | dict(num_heads=4, head_dim=16, state_size=8, n_groups=2, chunk_size=8)),
+    "bamba": ("bamba", _COMMON | dict(mamba_n_heads=4, mamba_d_head=16, mamba_d_state=8, mamba_n_groups=2, mamba_chunk_size=8,
+                                      attn_layer_indices=[1])),
+    "zamba2": ("zamba2", _COMMON | dict(
+        num_hidden_layers=4, layers_block_type=["mamba", "hybrid"] * 2, attention_hidden_size=64, attention_head_dim=16,
+        mamba_d_state=8, mamba_headdim=8, n_mamba_heads=8, mamba_ngroups=2, chunk_size=8, num_mem_blocks=1, adapter_rank=8)),
+    "nemotron_h": ("nemotron_h", _COMMON | dict(
+        layers_block_type=["linear_attention", "full_attention", "moe"], mamba_num_heads=4, mamba_head_dim=16,
+        ssm_state_size=8, n_groups=2, chunk_size=8, n_routed_experts=4, moe_intermediate_size=16,
+        moe_shared_expert_intermediate_size=16, num_experts_per_tok=2)),
+    "minimax": ("minimax", _COMMON | _EXPERTS | dict(
+        block_size=64, layer_types=["linear_attention", "full_attention", "linear_attention"])),
+    "qwen3_next": ("qwen3_next", _QWEN3_NEXT | dict(
+        linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=8,
+        layer_types=["linear_attention", "full_attention", "linear_attention"])),
+    "qwen3_next_odd": ("qwen3_next", _QWEN3_NEXT | dict(
+        hidden_size=30, num_attention_heads=3, num_key_value_heads=1, head_dim=20, linear_num_key_heads=3,
+        linear_num_value_heads=9, linear_key_head_dim=7, linear_value_head_dim=5, linear_conv_kernel_dim=3,
+        layer_types=["linear_attention"] * 2 + ["full_attention"])),
+}
+
+
+def measure(name: str, pipe: Connection | None = None) -> dict[str, float]:
+    """Seconds of the processor by stage, in this process. `pipe` gets those so far after each."""
+    import torch
+    import transformers
+
+    import megacompile
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    stages: dict[str, float] = {}
+    started = time.process_time()
+
+    def done(stage: str) -> None:
+        nonlocal started
+        stages[stage] = time.process_time() - started
+        if pipe is not None:
+            pipe.send(stages)
+        started = time.process_time()
+
+    model_type, fields = FAMILIES[name]
+    config = transformers.AutoConfig.for_model(model_type, **fields, use_cache=False)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    ids = torch.randint(8, 96, (2, 20))
+    mask = torch.ones_like(ids)
+    mask[0, :5] = 0
+    done("model")
+    streamed = megacompile.stream(model, device="cpu", compile=False)
+    done("stream")
+    optimizer = megacompile.AdamW(streamed.parameters(), lr=1e-3)
+    for stage, further in (("step", {}), ("padded", {"attention_mask": mask})):
+        labels = ids if stage == "step" else ids.masked_fill(mask == 0, -100)
+        streamed(input_ids=ids, labels=labels, **further).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        done(stage)
+    streamed.eval()
+    with torch.no_grad():
+        streamed(input_ids=ids, labels=ids)
+    done("evaluation")
+    streamed.megacompile.close()
+    return stages
+
+
+_STAGES = ("stream", "step", "padded", "evaluation")
+
+
+def measured(name: str, limit_s: int) -> dict[str, Any]:
+    """The row of one family. A stage that did not end within `limit_s` of the processor for all of them is absent."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_measure_into, args=(name, limit_s, theirs))
+    process.start()
+    theirs.close()
+    stages: dict[str, float] = {}
+    try:
+        while True:
+            stages = ours.recv()
+    except EOFError:
+        process.join()
+    row = {"benchmark": "capture", "family": name, **{f"{stage}_processor_s": stages.get(stage) for stage in _STAGES},
+           "commit": commit(), **machine("cpu")}
+    if process.exitcode not in (0, -signal.SIGXCPU):
+        row["error"] = f"ended with {process.exitcode}"
+    return row
+
+
+def _measure_into(name: str, limit_s: int, pipe: Connection) -> None:
+    resource.setrlimit(resource.RLIMIT_CPU, (limit_s, limit_s))
+    measure(name, pipe)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("families", nargs="*", default=list(FAMILIES), help="of " + ", ".join(FAMILIES))
+    parser.add_argument("--limit", type=int, default=300, help="seconds of the processor for one family")
+    parser.add_argument("--output", type=Path, help="append JSON lines to this file")
+    arguments = parser.parse_args()
+    rows = []
+    for name in arguments.families:
+        rows.append(measured(name, arguments.limit))
+        if arguments.output:
+            append(arguments.output, rows[-1])
+        print(json.dumps(rows[-1]), flush=True)
+    cells = [[row["family"], *(row[f"{stage}_processor_s"] for stage in _STAGES)] for row in rows]
+    print(tabulate.tabulate(cells, ("family", *(f"{stage}, s" for stage in _STAGES)), "github", floatfmt=".1f",
+                            missingval=f"more than {arguments.limit} in all"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,49 @@
+"""Lengths that are padded to a multiple of a block, as the multiple that they are.
+
+Models with linear attention pad a row to whole chunks: `pad = (c - T % c) % c`. Symbolic sizes take that literally. Then the
+reshape to chunks of c positions makes a dimension of (T + pad) // ((T + pad) // c), each further size is a longer expression,
+and each question about them takes longer: a layer of Qwen3-Next had 400 conditions on sizes, and now has two. With
+pad = c * ceil(T / c) - T, which is the same number, T + pad is c * ceil(T / c), and the dimension is c.
+"""
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import sympy
+from torch.fx.experimental.sym_node import SymNode
+from torch.utils._sympy.functions import FloorDiv, Mod, PythonMod
+
+
+@contextlib.contextmanager
+def rounded_sizes() -> Iterator[None]:
+    """Within, the padding of a symbolic size to a multiple is written with that multiple."""
+    remainder: Any = SymNode._mod  # type: ignore[attr-defined]
+
+    def written(self: SymNode, other: SymNode) -> SymNode:
+        result: SymNode = remainder(self, other)
+        result._expr = padding(result._expr)
+        return result
+
+    SymNode._mod = written  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        SymNode._mod = remainder  # type: ignore[attr-defined]
+
+
+def padding(expression: sympy.Expr) -> sympy.Expr:
+    """c * ceil(x / c) - x for (c - x % c) % c and -x % c, where c is a positive number and x a size; anything else as it is."""
+    if not isinstance(expression, Mod | PythonMod):
+        return expression
+    missing, block = expression.args
+    if not (isinstance(block, sympy.Integer) and block > 0):
+        return expression
+    whole, rest = missing.as_coeff_Add()
+    size = -rest
+    if whole % block or rest == 0 or not size.is_nonnegative:
+        return expression
+    if isinstance(size, Mod | PythonMod) and size.args[1] == block:
+        size = size.args[0]
+    return block * FloorDiv(size + block - 1, block) - size
