@@ -76,13 +76,6 @@ class Repacking:
         spans = spans_of(present, positions, sequences=mask is None)
         if not spans:
             return "its attention_mask has holes, or its position_ids do not go on" if present.any() else "it has no token"
-        if unread := self.unread(self.forms.form_of((_POSITIONS,), training)):
-            return unread
-        if any(not present[span.row, 0] for span in spans):
-            if wanted == Wanted.ALL and not labels:  # what predicts a row's first token is padding, and its values may be read
-                return "it is padded on the left, and values of padding may be read"
-            if positions is None and not self._positions_are_counted(training):
-                return "it is padded on the left, and the model counts positions by the mask"
         layout = lay_out(spans, (rows, length), self.least)
         packed_rows, packed_length = layout.source.shape
         if packed_length == length and packed_rows >= rows:
@@ -90,6 +83,13 @@ class Repacking:
         packed = self._packed(inputs, layout)
         if self._targets(packed) != self._targets(inputs):
             return "padding on the left predicts a target"
+        if unread := self.unread(self.forms.form_of((_POSITIONS,), training)):  # late, since it may capture the model
+            return unread
+        if any(not present[span.row, 0] for span in spans):
+            if wanted == Wanted.ALL and not labels:  # what predicts a row's first token is padding, and its values may be read
+                return "it is padded on the left, and values of padding may be read"
+            if positions is None and not self._positions_are_counted(training):
+                return "it is padded on the left, and the model counts positions by the mask"
         return {**packed, _POSITIONS: layout.positions}, layout
 
     def _packed(self, inputs: Mapping[str, Tensor], layout: Layout) -> dict[str, Tensor]:
@@ -169,7 +169,8 @@ class Repacking:
         form = self.forms.form_of((_MASK,), training)
         if form not in self._counted:
             try:
-                self._counted[form] = _only_hides(self.forms.serve(form).captured)
+                self._counted[form] = self.forms.first.captured.only_hides(form, _MASK) or _only_hides(
+                    self.forms.serve(form).captured)
             except (CaptureError, UnsupportedError):
                 self._counted[form] = False
         return self._counted[form]

@@ -33,6 +33,7 @@ from megacompile.frontend.heads import LOGITS, Head, Heads
 from megacompile.frontend.hidden_states import HiddenStates
 from megacompile.frontend.layers import Layers, find_layers, largest_of
 from megacompile.frontend.loss import TargetCount, is_averaged, normalise_loss
+from megacompile.frontend.mask_uses import only_hides
 from megacompile.frontend.model_graph import ModelGraph
 from megacompile.frontend.modes import Said, alike, operations, torch_calls
 from megacompile.frontend.options import refuse_options
@@ -48,7 +49,7 @@ from megacompile.frontend.sizes import Condition, batch_symbols, conditions
 from megacompile.frontend.split import split_at_layers, structural_key
 from megacompile.frontend.template import BATCH, LENGTH, Call, Source, TargetLike, Template, TemplatePass
 from megacompile.frontend.token_functions import CHUNK_TOKENS, Described, taken_by_loss, with_loss
-from megacompile.frontend.trace import Traced, subject, trace
+from megacompile.frontend.trace import Traced, our_attention, subject, trace
 from megacompile.frontend.tracing import TRACING_ERRORS
 from megacompile.frontend.twin import CAPTURE_SHAPE, fake_twin, is_transformers_model
 from megacompile.plan import PLAIN, Form
@@ -73,7 +74,8 @@ class CapturedModel:
     `stacks`: the qualified names of the lists that layers are in. `layer_names`: those of layers, in the order of their first
     runs. `rows`: by the names that calls use, the parameters that are shares of the model's own.
     `holds(training, size)`: whether the graphs hold in a mode and at a size where they were not captured. `in_form(form)`: the
-    same model, captured for another form of batch; the first time takes as long as the first capture.
+    same model, captured for another form of batch; the first time takes as long as the first capture. `only_hides(form, name)`:
+    whether it is known, without that capture, that of the batch argument `name` of a form nothing but bool is made.
     `fused_attention`: every layer's attention is our op; else the model's own code, whose masks take B x T x T bytes.
     `causal`: no token sees a later one, by our op or by what the model's attention modules say of themselves (`is_causal`).
     `masks_hide`: an `attention_mask` does nothing but hide tokens from attention; a model of one's own may pool by it.
@@ -112,6 +114,7 @@ class CapturedModel:
     form: Form
     holds: Callable[[bool, tuple[int, int]], bool]
     in_form: Callable[[Form], CapturedModel]
+    only_hides: Callable[[Form, str], bool]
     fused_loss: bool
     has_loss: bool
     has_normaliser: bool
@@ -273,6 +276,11 @@ def _capture(
             return _capture(plain, layers, example=example, pipeline=pipeline, target=target, form=other, loss=loss,
                             patches=patches, made=unlike.pop(other, None))  # its experts are in pieces already
 
+    def hides(other: Form, key: str) -> bool:
+        fakes, tried, given, options = subject(plain, layers, traced, other, CAPTURE_SHAPE, our_attention(plain, traced, other))
+        with fakes:
+            return only_hides(tried, model_arguments(given, other.images), options, key)
+
     structure, positions = output_structure(graph, name, other_loss=loss is not None)
     patches = with_places(patches, take_aligned(graph, name), name)
     places = places_of(graph, name, images_of(batch), form.images)
@@ -329,11 +337,11 @@ def _capture(
         masks_hide=_of_transformers(plain), masks_added=masks_added,
         evaluating=frozenset(n for n, m in twin.named_modules() if not m.training),
         fused_loss="linear_cross_entropy" in templates[calls[-1].template].stages["joint"], has_loss=has_loss,
-        form=form, holds=functools.cache(holds), in_form=functools.cache(in_form), has_normaliser=count is not None,
-        is_averaged=is_averaged(graph), across_rows=arguments_mix or ("" if is_averaged(graph) else mixing), totals=totals,
-        counts_places=of_places, count_targets=count, places=places,
-        patches=patches, output=structure, heads=heads, token_loss=loss is not None, conditions=assumed,
-        seconds=time.perf_counter() - started)
+        form=form, holds=functools.cache(holds), in_form=functools.cache(in_form), only_hides=hides,
+        has_normaliser=count is not None, is_averaged=is_averaged(graph),
+        across_rows=arguments_mix or ("" if is_averaged(graph) else mixing), totals=totals, counts_places=of_places,
+        count_targets=count, places=places, patches=patches, output=structure, heads=heads, token_loss=loss is not None,
+        conditions=assumed, seconds=time.perf_counter() - started)
 
 
 @contextlib.contextmanager

@@ -38,10 +38,7 @@ def trace(
     future: such a model is captured again with the attention implementation it came with. `images_apart`: images are traced as
     a number of their own (see `rows.py`).
     """
-    ours = None
-    if is_transformers_model(model):
-        asked = (*form.further, *masks_of(example))
-        ours = implementation_for(asked, model.config._attn_implementation)  # type: ignore[union-attr, arg-type]
+    ours = our_attention(model, example, form)
     shown = _rehearsed(model, layers, example, form, size, ours)
     for attention in dict.fromkeys((None if shown.without_attention else ours, None)):
         try:
@@ -57,6 +54,14 @@ def trace(
         if attention is None or all_layers_call_attention(graph):
             return graph, twin, batch, attention
     raise AssertionError("the last trace is always returned")
+
+
+def our_attention(model: nn.Module, example: Mapping[str, Tensor] | None, form: Form) -> str | None:
+    """The name of our attention for batches of a form; None where the model has its own."""
+    if not is_transformers_model(model):
+        return None
+    asked = (*form.further, *masks_of(example))
+    return implementation_for(asked, model.config._attn_implementation)  # type: ignore[union-attr, arg-type]
 
 
 def _rehearsed(

@@ -11,6 +11,7 @@ from tiny_models import build
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Mamba2Config, Qwen3MoeConfig, Qwen3NextConfig
 
+import megacompile
 from megacompile.frontend import capture
 from megacompile.frontend.capture import CapturedModel
 from megacompile.frontend.layers import find_layers
@@ -136,3 +137,17 @@ def test_what_says_nothing_about_the_model_goes_to_the_caller() -> None:
     model = Late()
     with pytest.raises(TimeoutError, match="the user's"):
         rehearse(model, {}, {}, find_layers(model))
+
+
+@pytest.mark.parametrize("first_counts", [True, False], ids=["as it came", "packed"])
+def test_the_first_batch_that_is_padded_on_the_left_is_captured_in_one_form(first_counts: bool) -> None:
+    """Where a target stands on a row's first token the batch is computed as it came, otherwise packed."""
+    model = megacompile.stream(build(), device="cpu", repack=16)
+    ids = torch.randint(0, 64, (3, 9), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[0, :4] = mask[1, :6] = 0
+    ignored = (mask == 0) if first_counts else (mask.cumsum(1) <= 1)
+    model(input_ids=ids, attention_mask=mask, labels=ids.masked_fill(ignored, -100)).loss.backward()
+    forms = {further for form in model.megacompile.streamed.forms._known for further in form.further}
+    model.megacompile.close()
+    assert forms == {"attention_mask" if first_counts else "position_ids"}
