@@ -18,6 +18,7 @@ from torch import Tensor
 from megacompile.errors import CaptureError, UnsupportedError, first_line, listed
 from megacompile.frontend.across_rows import across_tokens
 from megacompile.frontend.capture import CapturedModel
+from megacompile.frontend.segment_sources import calls_blind_to
 from megacompile.frontend.template import LENGTH as LENGTH_SYMBOL
 from megacompile.frontend.template import TemplateInput
 from megacompile.losses import IGNORED
@@ -157,8 +158,10 @@ class Repacking:
         if form not in self._unread:
             try:
                 packed = self.forms.serve(form).captured
+                fused = packed.fused_attention
+                blind = calls_blind_to(_POSITIONS, packed.calls, packed.templates) if fused else _mixing(packed)
                 self._unread[form] = (
-                    f"attention does not read position_ids{_named(_mixing(packed))}" if not packed.fused_attention else
+                    f"attention does not read position_ids{_named(blind)}" if blind or not fused else
                     "the model computes with a number made of all positions of a batch" if packed.totals else "")
             except (CaptureError, UnsupportedError) as error:
                 self._unread[form] = f"the model cannot be captured with position_ids: {first_line(error)}"

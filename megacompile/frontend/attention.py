@@ -218,7 +218,8 @@ def transformers_mask(
     # Where a position does not see the one before it, a sequence begins: whatever rule transformers finds them by.
     rows, positions = torch.arange(batch_size, device=device)[:, None], torch.arange(q_length, device=device)[None]
     follows = mask_function(rows, 0, positions[:, 1:], positions[:, :-1])
-    return F.pad((~follows).cumsum(1), (1, 0)).to(torch.int32)
+    begins = (~follows).expand(batch_size, -1)  # a rule that reads no position_ids gives one row for all
+    return F.pad(begins.cumsum(1), (1, 0)).to(torch.int32)
 
 
 def _every_pair(mask_function: Any, attention_mask: Tensor | None, batch: int, length: int, device: Any) -> Tensor:

@@ -49,9 +49,10 @@ def math_segments_backward(
 
 
 # ------------------------------------------------------------------ any kernel on the CPU, sequence by sequence
-def _sequences(segments: Tensor) -> list[tuple[int, slice]]:
+def _sequences(segments: Tensor, batch: int) -> list[tuple[int, slice]]:
     """The row and the positions of each sequence."""
     length = segments.shape[1]
+    assert len(segments) == batch, f"segments of {len(segments)} rows, and {batch} rows of tokens"
     bounds = sequence_bounds(segments)[0].tolist()
     return [(start // length, slice(start % length, (stop - 1) % length + 1)) for start, stop in itertools.pairwise(bounds)]
 
@@ -63,7 +64,7 @@ def _each_forward(
     batch, heads, length, width = query.shape
     out = query.new_empty(batch, length, heads, width).transpose(1, 2)
     logsumexp = query.new_empty((batch, heads, length), dtype=torch.float32)
-    for row, where in _sequences(segments):
+    for row, where in _sequences(segments, len(query)):
         part = (slice(row, row + 1), slice(None), where)
         out[part], logsumexp[part] = whole.FORWARD[kernel](query[part], key[part], value[part], scale, window, softcap)
     return out, logsumexp
@@ -78,7 +79,7 @@ def _each_backward(
         return x.new_empty(batch, length, heads, width).transpose(1, 2)
 
     gradients = like(query), like(key), like(value)
-    for row, where in _sequences(segments):
+    for row, where in _sequences(segments, len(query)):
         part = (slice(row, row + 1), slice(None), where)
         found = whole.BACKWARD[kernel](grad_out[part], query[part], key[part], value[part], out[part], logsumexp[part],
                                        scale, window, softcap)
@@ -116,6 +117,7 @@ def flash_packed_forward(
 ) -> tuple[Tensor, Tensor]:
     assert not softcap, "flash attention does not cap scores"
     batch, heads, length, _ = query.shape
+    assert len(segments) == batch, f"segments of {len(segments)} rows, and {batch} rows of tokens"
     bounds, longest = sequence_bounds(segments)
     out, logsumexp, *_ = aten._flash_attention_forward(
         _rows(query), _rows(key), _rows(value), bounds, bounds, longest, longest, 0.0, True, False, scale=scale,

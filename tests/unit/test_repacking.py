@@ -11,6 +11,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from transformers import AutoModelForCausalLM, GptOssConfig
 
 import megacompile
 from megacompile.packed_layout import LENGTH, Span, lay_out, spans_of
@@ -310,6 +311,45 @@ def test_a_model_that_shall_not_be_packed_says_so() -> None:
         assert said(model, padded([9, 3])) == "rows: 2 x 9, not packed: the model was streamed with repack=False"
     finally:
         model.megacompile.close()
+
+
+@pytest.fixture(scope="module")
+def across_sequences() -> tuple[Any, Any]:
+    """GPT-OSS, streamed and native: it leaves position_ids out of what it says to its masks."""
+    config = GptOssConfig(vocab_size=97, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
+                          num_key_value_heads=2, head_dim=8, num_local_experts=4, num_experts_per_tok=2, sliding_window=8)
+    torch.manual_seed(0)
+    native = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    return megacompile.stream(copy.deepcopy(native), device="cpu"), native
+
+
+def test_rows_are_not_packed_where_attention_does_not_read_their_positions(across_sequences: tuple[Any, Any]) -> None:
+    model, native = across_sequences
+    ids = torch.randint(0, 97, (4, 40))
+    mask = (torch.arange(40) < torch.tensor([40, 17, 33, 7])[:, None]).long()
+    batch = dict(input_ids=ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100))
+    assert float(model(**batch).loss.detach()) == pytest.approx(float(native(**batch).loss.detach()), abs=1e-6)
+    with torch.no_grad():
+        assert float(model(**batch).loss) == pytest.approx(float(native(**batch).loss), abs=1e-6)
+    for training in (True, False):
+        assert "attention does not read position_ids (model.layers.0" in model.megacompile.streamed.forms.repacking.refusal(
+            training)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3])
+def test_positions_that_attention_does_not_read_leave_every_row_as_native(rows: int, across_sequences: tuple[Any, Any]) -> None:
+    """Their segments are made of no argument of the batch, and once had one row for all: the others were not computed."""
+    model, native = across_sequences
+    ids = torch.randint(0, 97, (rows, 64))
+    positions = torch.cat([torch.arange(30), torch.arange(34)]).repeat(rows, 1)
+    batch = dict(input_ids=ids, position_ids=positions, labels=ids.masked_fill(positions == 0, -100))
+    for each in (model, native):
+        each.zero_grad()
+        each(**batch).loss.backward()
+    with torch.no_grad():
+        assert float(model(**batch).loss) == pytest.approx(float(native(**batch).loss), abs=1e-6)
+    for (name, parameter), other in zip(model.named_parameters(), native.parameters(), strict=True):
+        assert (parameter.grad - other.grad).norm() <= 1e-5 * other.grad.norm() + 1e-7, name
 
 
 def test_rows_whose_frequencies_depend_on_the_largest_position_are_not_packed() -> None:
