@@ -5,11 +5,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import sympy
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megacompile.frontend.capture import CapturedModel
-from megacompile.frontend.template import Call, Template, Variant
-from megacompile.frontend.variants import compile_variant
+from megacompile.frontend.symbolic_rows import CodeForAnyRows, SymbolicRows
+from megacompile.frontend.template import BATCH, LENGTH, Call, Template, Variant
+from megacompile.frontend.variants import compile_for_any_rows, compile_variant
 from megacompile.inductor import Inductor
 from megacompile.plan import Plan
 from megacompile.program import Program, argument, nodes, op_of
@@ -23,15 +26,34 @@ TEMPLATE_OPS = frozenset({"forward", "forward_saving", "loss", "evaluate", "outp
 
 @dataclass
 class Binder:
-    """Kernels of one streamed model. State: compiled variants by (variant, mode, batch, length); what `inductor` has done for
-    them."""
+    """Kernels of one streamed model. State: compiled variants by (variant, mode, batch, length), and those of packed rows that
+    serve any number of rows, if `symbolic_rows`, by (variant, length), None where there can be none; what `inductor` has done
+    for them."""
 
     captured: CapturedModel
     tiling: Tiling
     device: torch.device
     compiling: bool
+    symbolic_rows: bool = False
     compiled: dict[tuple[Variant, str, int, int], Callable[..., Any]] = field(default_factory=dict)
+    for_any_rows: dict[tuple[Variant, int], CodeForAnyRows | None] = field(default_factory=dict)
     inductor: Inductor = field(default_factory=Inductor)
+
+    @property
+    def variants_of_any_rows(self) -> int:
+        """How many variants are compiled for any number of rows."""
+        return sum(code is not None for code in self.for_any_rows.values())
+
+    @property
+    def sizes(self) -> set[tuple[int | None, int]]:
+        """Micro-batches that kernels are there for: rows, None for any number of them, and length."""
+        any_rows = {(None, length) for (_, length), codes in self.for_any_rows.items() if any(codes.values())}
+        return {key[2:] for key in self.compiled} | any_rows
+
+    @property
+    def variants(self) -> int:
+        """How many are compiled, for each batch and length that they are compiled for."""
+        return len(self.compiled) + self.variants_of_any_rows
 
     def bind(self, program: Program, section: str, plan: Plan, steady: bool = True) -> dict[tuple[str, str, int], Kernel]:
         """The kernels of a section, by (call, op, micro-batch). Shapes that do not come again (`steady` false: a
@@ -62,8 +84,9 @@ class Binder:
             else:
                 assert source.kind == "carried" and len(gradient.results) == 1, f"a gradient for {source}"
                 carried[source.index] = gradient.results[0]
+        function = self._for_any_rows(template, variant, batch, plan, mode)
         return Kernel(
-            self._compile(template, variant, batch, plan.length, mode),
+            function or self._compile(template, variant, batch, plan.length, mode),
             tuple(self._input(call, i) for i in range(len(call.sources))),
             variant.outputs, variant.residuals, sum(template.has_gradient), tuple(parameters),
             tuple(carried[i] for i in sorted(carried)))
@@ -75,33 +98,48 @@ class Binder:
             return Input("parameter", source.name, self.tiling.tiles_of[call.name].index(tile), position)
         return Input("constant" if source.kind == "buffer" else source.kind, source.name, position=source.index)
 
+    def _for_any_rows(self, template: Template, variant: Variant, batch: int, plan: Plan,
+                      mode: str) -> Callable[..., Any] | None:
+        """Code for `batch` rows that serves other numbers of rows as well; None where that cannot be, or is not wanted."""
+        if not (self.symbolic_rows and self.captured.form.packed and mode == "inductor" and batch > 1):
+            return None
+        key = variant, plan.length
+        if key not in self.for_any_rows:
+            rows = SymbolicRows(max(plan.micro_batches))
+            with rows.fakes:
+                examples = example_inputs(template, variant, rows.size, plan.length, self.device)
+            self.for_any_rows[key] = compile_for_any_rows(variant, examples, rows, self.inductor)
+        code = self.for_any_rows[key]
+        return code.of(batch) if code is not None else None
+
     def _compile(self, template: Template, variant: Variant, batch: int, length: int, mode: str) -> Callable[..., Any]:
         key = variant, mode, batch, length
         if key not in self.compiled:
-            examples = example_inputs(template, variant, batch, length, self.device) if mode == "inductor" else ()
+            examples: list[Any] = []
+            if mode == "inductor":
+                with FakeTensorMode():
+                    examples = example_inputs(template, variant, lambda size: int(size.subs(BATCH, batch)), length, self.device)
             self.compiled[key] = compile_variant(variant, examples, mode, self.inductor)
         return self.compiled[key]
 
 
-def example_inputs(template: Template, variant: Variant, batch: int, length: int, device: torch.device) -> list[Any]:
-    """Fake tensors, numbers and None of the shapes that a variant sees at this batch and length."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
+def example_inputs(template: Template, variant: Variant, size_of: Callable[[sympy.Expr], int | torch.SymInt], length: int,
+                   device: torch.device) -> list[Any]:
+    """Tensors, numbers and None of the shapes that a variant sees at this length; `size_of` gives sizes that are written in B.
+    Fakes, within a mode of fakes."""
 
-    def size(value: Any) -> int:
-        return int(template.symbolic(value).subs(dict(zip(template.symbols, (batch, length), strict=True))))
+    def size(value: Any) -> Any:
+        return size_of(template.symbolic(value).subs(LENGTH, length))
 
     reads = set(variant.reads)
     examples: list[Any] = []
-    with FakeTensorMode():
-        for i, placeholder in enumerate(variant.graph.graph.find_nodes(op="placeholder")):
-            value = placeholder.meta["val"]
-            if not isinstance(value, torch.Tensor):
-                examples.append(size(value))
-            elif i not in reads:
-                examples.append(None)
-            else:
-                examples.append(torch.empty_strided([size(s) for s in value.shape], [size(s) for s in value.stride()],
-                                                    dtype=value.dtype, device=device))
+    for i, placeholder in enumerate(variant.graph.graph.find_nodes(op="placeholder")):
+        value = placeholder.meta["val"]
+        if not isinstance(value, torch.Tensor):
+            examples.append(size(value))
+        elif i not in reads:
+            examples.append(None)
+        else:
+            examples.append(torch.empty_strided([size(s) for s in value.shape], [size(s) for s in value.stride()],
+                                                dtype=value.dtype, device=device))
     return examples
-
-

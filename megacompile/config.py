@@ -42,6 +42,9 @@ class StreamConfig:
         host_memory: budget of the host, tiles and all; None: what there is.
         dtype: compute dtype; None: that of the model's parameters.
         compile: templates through inductor; None: on cuda.
+        dynamic: compile kernels of packed rows once for any number of rows, and split a step's rows into micro-batches that
+            differ by one row at most. None: no, since it has not been measured on a GPU yet: kernels are compiled for each of a
+            few sizes, powers of two.
         saved_layers: how many last layers keep their residuals; None: on cuda as many as fit, elsewhere none.
         residuals: which these keep: "all", or the results of "attention", a fourteenth of a 7B layer's: then the rest is
             computed again, and not what takes longest in long sequences. Goes with a `checkpoint_interval` of 1. None: those
@@ -89,6 +92,7 @@ class StreamConfig:
     host_memory: int | float | str | None = None
     dtype: torch.dtype | None = None
     compile: bool | None = None
+    dynamic: bool | None = None
     saved_layers: int | None = None
     residuals: str | None = None
     waves: int | None = None
@@ -138,7 +142,7 @@ class StreamConfig:
         parse_bytes(self.device_memory)
         parse_bytes(self.locked_memory)
         parse_bytes(self.host_memory)
-        for name in ("compile", "deferred_moments", "reference"):
+        for name in ("compile", "dynamic", "deferred_moments", "reference"):
             if getattr(self, name) not in (None, True, False):
                 raise MegacompileError(f"{name} must be True or False, not {getattr(self, name)!r}")
         if self.loss is not None and not callable(self.loss):

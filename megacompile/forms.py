@@ -58,7 +58,7 @@ class Forms:
         planner = Planner(captured, tiling, config, budget, parse_bytes(config.locked_memory), *margins(backend.device.type),
                           fused=compiling, host_bytes=host_bytes, output=captured.main_output, keeping=True)
         planner.pace = pace_of(captured, tiling, Hardware.known(backend.device), compiling, config.passes)
-        self.first = Served(captured, planner, Binder(captured, tiling, backend.device, compiling))
+        self.first = Served(captured, planner, Binder(captured, tiling, backend.device, compiling, bool(config.dynamic)))
         self.adapters = AdapterStates(model)
         self.repacking = Repacking(self, config.repack)
         self._known = {PLAIN: self.first}
@@ -119,7 +119,8 @@ class Forms:
                                    "model cannot do both, leave it out")
         pace = planner.pace and pace_of(captured, self.tiling, planner.pace.durations.hardware, binder.compiling,
                                         planner.config.passes)
-        return Served(captured, replace(planner, captured=captured, pace=pace), replace(binder, captured=captured, compiled={}))
+        return Served(captured, replace(planner, captured=captured, pace=pace),
+                      replace(binder, captured=captured, compiled={}, for_any_rows={}))
 
     def _reads_as_planned(self, captured: CapturedModel, form: Form) -> bool:
         """Whether there are the same calls, and each reads parameters of its own tiles, of each of them; where adapters are

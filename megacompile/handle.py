@@ -274,15 +274,17 @@ class Handle:
         `compiled`: graphs that inductor compiled, `compiled_from_cache` that an earlier process had; `compile_s`, what both
         took; `capture_s`, the model's capture and templates. `plan_searches`: plans of training steps that were searched
         for; `plans_from_cache`, those that an earlier process had. `micro_batch_shapes`: sizes of micro-batches, [rows,
-        length], that kernels are there for. `useful_tokens`: tokens of all training steps that no mask hides;
+        length], that kernels are there for; any number of rows counts as one (`variants_of_any_rows`: how many of the
+        `compiled_variants` serve any). `useful_tokens`: tokens of all training steps that no mask hides;
         `computed_tokens`, with padding; `packing_efficiency`, the former over the latter; `step_...`: the same of the last
         step."""
         streamed = self.streamed
         return dict(
             steps=streamed.steps, skipped_steps=len(streamed.skipped), kept_tiles=len(streamed.kept),
             shapes=len(streamed.shapes), templates=len(streamed.captured.templates),
-            compiled_variants=sum(len(served.binder.compiled) for served in streamed.forms),
-            micro_batch_shapes=sum(len({key[2:] for key in served.binder.compiled}) for served in streamed.forms),
+            compiled_variants=sum(served.binder.variants for served in streamed.forms),
+            variants_of_any_rows=sum(served.binder.variants_of_any_rows for served in streamed.forms),
+            micro_batch_shapes=sum(len(served.binder.sizes) for served in streamed.forms),
             plan_searches=streamed.planner.answers["searched"], plans_from_cache=streamed.planner.answers["kept"],
             **streamed.tokens.stats(),
             capture_s=sum(served.captured.seconds for served in streamed.forms),

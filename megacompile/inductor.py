@@ -24,6 +24,7 @@ import torch._inductor
 from torch import Tensor, fx
 from torch._dynamo.utils import counters
 from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import FakeTensor
 
 from megacompile.cache import CacheError, cache_directory, processor_name
 from megacompile.grouped_products import keep_operands
@@ -42,9 +43,10 @@ class Inductor:
     from_cache: int = 0
     seconds: float = 0.0
 
-    def compile(self, graph: fx.GraphModule, examples: Sequence[Tensor]) -> Callable[..., Any]:
+    def compile(self, graph: fx.GraphModule, examples: Sequence[Tensor | torch.SymInt]) -> Callable[..., Any]:
         """`graph` as a function of tensors that have the shapes, strides, dtypes and device of `examples`, fakes of one mode
-        with a `ShapeEnv`. The function may be called from any thread.
+        with a `ShapeEnv`; a number that is a symbol there stands for any that fulfils what is noted there when the function
+        is made. The function may be called from any thread.
 
         Where that fails with what an earlier process left in the cache, it is tried in a new folder, which serves from then
         on. Raises what inductor raises without a cache."""
@@ -70,9 +72,11 @@ class Inductor:
         return function
 
 
-def _compile(graph: fx.GraphModule, examples: Sequence[Tensor], folder: Path | None) -> tuple[Callable[..., Any], bool]:
+def _compile(graph: fx.GraphModule, examples: Sequence[Tensor | torch.SymInt],
+             folder: Path | None) -> tuple[Callable[..., Any], bool]:
     """The function, and whether nothing had to be compiled for it."""
-    with caching_in(folder), warnings.catch_warnings(), tracing(TracingContext(examples[0].fake_mode)):  # type: ignore[attr-defined]
+    fakes = next(example.fake_mode for example in examples if isinstance(example, FakeTensor))
+    with caching_in(folder), warnings.catch_warnings(), tracing(TracingContext(fakes)):
         warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")  # the user's choice, and few products are float32
         hits, others = _lookups()
         graph = copy.deepcopy(graph)  # inductor changes the graph that it gets

@@ -86,6 +86,8 @@ class Knobs:
         help="A tile that goes there for its update and home again, or all, or none; repeat for more.")] = None
     deferred_moments: Annotated[bool | None, typer.Option(
         help="Update the weights of all tiles first, and their moments beside the next forward.")] = None
+    dynamic: Annotated[bool | None, typer.Option(
+        help="Compile kernels of packed rows once for any number of rows; not measured on a GPU yet.")] = None
     weight_slots: Annotated[int | None, typer.Option(min=1, help="Device buffers that layers' weights take turns in.")] = None
 
     def given(self) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
 A search simulates dozens of programs and takes seconds; steps of packed rows differ only in how many micro-batches they have.
 So a plan is searched for whole micro-batches of full kernels, and a step with another number of rows takes its every choice.
-Its last rows go in micro-batches of powers of two, so that kernels are compiled for few sizes.
+Its last rows go in micro-batches of powers of two, so that kernels are compiled for few sizes; or, where kernels serve any
+number of rows, all micro-batches are about as large.
 """
 from __future__ import annotations
 
@@ -14,9 +15,11 @@ from megacompile.planner import FULL_TOKENS, Planner
 
 
 class PackedPlans:
-    """State: the plans that were searched, by the shape that each was searched for."""
+    """State: the plans that were searched, by the shape that each was searched for. `balanced`: micro-batches of a step are about
+    as large, of any size."""
 
-    def __init__(self) -> None:
+    def __init__(self, balanced: bool = False) -> None:
+        self.balanced = balanced
         self._searched: dict[Shape, Plan] = {}
 
     def choose(self, planner: Planner, shape: Shape) -> Plan:
@@ -33,28 +36,31 @@ class PackedPlans:
             if base is None or base.resident_state != planner.resident_state():
                 base = planner.choose(wanted.batch, shape.length, True, shape.update, shape.whole_step, shape.output)
                 self._searched[wanted] = base
-            for plan in derived(base, shape):
+            for plan in derived(base, shape, self.balanced):
                 if planner.fits(plan):
                     return plan
         raise AssertionError("a plan for no fewer rows fits, and so do its choices for these")
+
+    def in_few_sizes(self, plan: Plan) -> Plan:
+        """The plan of an evaluation, in micro-batches no larger than it has: of powers of two, or `balanced`."""
+        size = max(plan.micro_batches)
+        if self.balanced:
+            return replace(plan, micro_batches=_balanced(plan.batch, size))
+        size = _power_of_two_in(size)
+        return replace(plan, micro_batches=(size,) * (plan.batch // size) + _powers_of_two(plan.batch % size))
 
     def clear(self) -> None:
         self._searched.clear()
 
 
-def in_few_sizes(plan: Plan) -> Plan:
-    """The plan of an evaluation, in micro-batches no larger than it has, of powers of two."""
-    size = _power_of_two_in(max(plan.micro_batches))
-    return replace(plan, micro_batches=(size,) * (plan.batch // size) + _powers_of_two(plan.batch % size))
-
-
-def derived(base: Plan, shape: Shape) -> list[Plan]:
+def derived(base: Plan, shape: Shape, balanced: bool = False) -> list[Plan]:
     """The same choices for a shape with another number of rows.
 
-    Micro-batches are as large, and smaller ones of powers of two follow. The first plan of a whole step has about as many rows
-    in a wave, the second has no more micro-batches in one."""
+    Micro-batches are as large, and smaller ones of powers of two follow; or they are `balanced`, as few as can be. The first
+    plan of a whole step has about as many rows in a wave, the second has no more micro-batches in one."""
     size = max(base.micro_batches)
-    micro_batches = (size,) * (shape.batch // size) + _powers_of_two(shape.batch % size)
+    whole = (size,) * (shape.batch // size)
+    micro_batches = _balanced(shape.batch, size) if balanced else whole + _powers_of_two(shape.batch % size)
     alike = round(shape.batch * base.waves / base.batch)
     no_more = math.ceil(len(micro_batches) * base.waves / len(base.micro_batches))
     counts = (alike, no_more) if shape.whole_step else (1,)
@@ -72,3 +78,10 @@ def _power_of_two_in(number: int) -> int:
 def _powers_of_two(number: int) -> tuple[int, ...]:
     """The powers of two that a number is the sum of, the largest first."""
     return tuple(1 << bit for bit in reversed(range(number.bit_length())) if number >> bit & 1)
+
+
+def _balanced(number: int, most: int) -> tuple[int, ...]:
+    """As few parts of a number as can be, none above `most`, which differ by one at most; the larger ones first."""
+    count = -(-number // most)
+    least, larger = divmod(number, count)
+    return (least + 1,) * larger + (least,) * (count - larger)

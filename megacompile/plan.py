@@ -26,6 +26,11 @@ class Form:
     without_adapters: bool = False
     images: int = 1
 
+    @property
+    def packed(self) -> bool:
+        """Whether positions alone say which tokens of a row belong together, as those of packed rows do."""
+        return self.further == ("position_ids",)
+
 
 PLAIN = Form()
 
@@ -55,6 +60,10 @@ class Shape:
     @property
     def form(self) -> Form:
         return Form(self.further, self.evaluating, self.without_adapters, self.images)
+
+    @property
+    def packed(self) -> bool:
+        return self.form.packed
 
 
 def kept_residuals(saved_layers: int, residuals: str) -> str:

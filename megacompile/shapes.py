@@ -14,7 +14,7 @@ from megacompile.frontend.heads import LOGITS
 from megacompile.frontend.hidden_states import ALL
 from megacompile.lowering import model_program
 from megacompile.memory import Estimate
-from megacompile.packed_plans import PackedPlans, in_few_sizes
+from megacompile.packed_plans import PackedPlans
 from megacompile.passes.manager import Compiled, compile_program
 from megacompile.plan import Plan, Shape
 from megacompile.planner import Planner
@@ -78,7 +78,7 @@ class Shapes:
         self.forms, self.tiling, self.limit = forms, forms.tiling, limit
         self.captured, self.planner, self.binder = forms.first.captured, forms.first.planner, forms.first.binder
         self.table: dict[Shape, CompiledShape] = {}
-        self.packed = PackedPlans()
+        self.packed = PackedPlans(balanced=self.binder.symbolic_rows)
         self.planned = self.slot_bytes = 0
         self.note_budget()
         self.planner.taken_bytes = self._planned_by_others
@@ -170,12 +170,12 @@ class Shapes:
 
     def _planned(self, shape: Shape, planner: Planner) -> CompiledShape:
         planner.stateful = self.planner.stateful  # one device for all forms
-        packed = shape.further == ("position_ids",) and planner.splits(shape.output)
+        packed = shape.packed and planner.splits(shape.output)
         if packed and shape.training:
             plan = self.packed.choose(planner, shape)
         else:
             plan = planner.choose(shape.batch, shape.length, shape.training, shape.update, shape.whole_step, shape.output)
-            plan = in_few_sizes(plan) if packed and planner.config.micro_batch_size is None else plan
+            plan = self.packed.in_few_sizes(plan) if packed and planner.config.micro_batch_size is None else plan
         self.planner.stateful = planner.stateful
         if shape.lean:
             plan = replace(plan, saved_layers=self.planner.config.saved_layers or 0)
@@ -195,6 +195,9 @@ class Shapes:
         for each in unused:
             del self.table[each.shape]
         used = {(size, s.plan.length) for s in self.table.values() for size in s.plan.micro_batches}
+        packed = {s.plan.length for s in self.table.values() if s.shape.packed}
         for served in self.forms:
             for key in [k for k in served.binder.compiled if k[2:4] not in used]:
                 del served.binder.compiled[key]
+            for any_rows in [k for k in served.binder.for_any_rows if k[1] not in packed]:
+                del served.binder.for_any_rows[any_rows]

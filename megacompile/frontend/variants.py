@@ -1,29 +1,33 @@
-"""Running variants: as the fx graph itself, or compiled by inductor for one concrete shape.
+"""Running variants: as the fx graph itself, or compiled by inductor, for one concrete shape or for any number of rows.
 
 Of a variant that runs a chunk of tokens at a time, the loops' bodies are compiled, one kernel for all chunks and one for a
 last one that is shorter; the few ops around them, attention and views, run one by one.
 """
 from __future__ import annotations
 
+import contextlib
+import functools
 import math
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import sympy
 import torch
 from torch import Tensor, fx
+from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from megacompile.errors import CompilationError, MegacompileError, UnsupportedError, named_line
 from megacompile.frontend.joint import tolerate_strides
+from megacompile.frontend.symbolic_rows import CodeForAnyRows, Runnable, SymbolicRows
 from megacompile.frontend.template import BATCH, Variant
 from megacompile.inductor import Inductor
 from megacompile.token_loop import TokenLoop, token_loops
 
-Runnable = Callable[..., tuple[Any, ...]]
 _UNCOMPILED = "stream(model, compile=False) runs it op by op"
 
 
@@ -46,24 +50,48 @@ def compile_variant(variant: Variant, example_args: Sequence[Tensor | int | None
     return _compile_graph(variant.graph, variant.reads, [example_args[i] for i in variant.reads], inductor)
 
 
+def compile_for_any_rows(variant: Variant, example_args: Sequence[Tensor | int | torch.SymInt | None], rows: SymbolicRows,
+                         inductor: Inductor) -> CodeForAnyRows | None:
+    """`compile_variant` by inductor for examples that have `rows` rows. None where the variant, or inductor's code of it, holds
+    for one number of rows only, or where it runs a chunk of tokens at a time."""
+    if token_loops(variant.graph):
+        return None
+    traced = _specialise(variant.graph, variant.reads, [example_args[i] for i in variant.reads], rows)
+    if rows.is_fixed:
+        return None
+    compiled = _compile_traced(traced, inductor)
+    if rows.is_fixed:
+        return None
+    strides = tuple(tuple(rows.written(one) for one in example.stride()) for example in traced.tensors)
+    return CodeForAnyRows(compiled, strides, rows.conditions(), functools.partial(_runnable, traced.positions, traced.dtypes))
+
+
 def _compile_graph(graph: fx.GraphModule, reads: Sequence[int], live: Sequence[Tensor | int | None],
                    inductor: Inductor) -> Runnable:
     """`graph` as a function of all its arguments, of which it reads `reads`, like `live`."""
-    specialised, tensors, examples = _specialise(graph, reads, live)
+    traced = _specialise(graph, reads, live)
+    compiled = _compile_traced(traced, inductor)
+    return _runnable(traced.positions, traced.dtypes, compiled, [example.stride() for example in traced.tensors])
+
+
+def _compile_traced(traced: _Traced, inductor: Inductor) -> Callable[..., Any]:
     try:
-        compiled = inductor.compile(specialised, examples)
+        return inductor.compile(traced.graph, traced.examples)
     except (MegacompileError, MemoryError, TimeoutError, torch.OutOfMemoryError):
         raise
     except Exception as reason:  # whatever a compiler raises that meets what it does not know, or that is not there
         raise CompilationError(f"inductor cannot compile a layer ({named_line(reason)}): {_UNCOMPILED}, or see what this "
                                "machine lacks with megacompile doctor") from reason
-    positions, dtypes = tuple(reads[i] for i in tensors), [example.dtype for example in examples]
-    strides = [example.stride() for example in examples]
+
+
+def _runnable(positions: tuple[int, ...], dtypes: tuple[torch.dtype, ...], compiled: Callable[..., Any],
+              strides: Sequence[tuple[int, ...]]) -> Runnable:
+    """`compiled`, which takes the arguments at `positions`, in these dtypes and strides, as a function of all arguments."""
 
     def run(*args: Tensor | int | None) -> tuple[Any, ...]:
         given: list[Any] = [args[i] for i in positions]
         # Compiled code looks at sizes and strides, and takes bits for what they are not.
-        assert [value.dtype for value in given] == dtypes, f"compiled for {dtypes}, given {[v.dtype for v in given]}"
+        assert tuple(value.dtype for value in given) == dtypes, f"compiled for {dtypes}, given {[v.dtype for v in given]}"
         # What another graph has made may be laid out as its compiler liked: views of larger results, or expanded ones.
         given = [value if value.stride() == stride else _laid_out(value, stride)
                  for value, stride in zip(given, strides, strict=True)]
@@ -131,32 +159,54 @@ def _compile_body(variant: Variant, loop: TokenLoop, batch: int, length: int, co
     return _compile_graph(loop.body, range(len(examples)), examples, inductor)
 
 
-def _specialise(
-    variant: fx.GraphModule, reads: Sequence[int], live: Sequence[Tensor | int | None]
-) -> tuple[fx.GraphModule, list[int], list[Tensor]]:
-    """The graph over its live tensors alone, with the sizes of this call; which of `live` those are; their fakes.
+@dataclass(frozen=True)
+class _Traced:
+    """A graph over its live tensors alone; its examples, fakes of one mode (behind the number of rows, if that is a symbol);
+    which arguments of the variant the tensors are."""
+
+    graph: fx.GraphModule
+    examples: list[Any]
+    positions: tuple[int, ...]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [example for example in self.examples if isinstance(example, Tensor)]
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        return tuple(example.dtype for example in self.tensors)
+
+
+def _specialise(variant: fx.GraphModule, reads: Sequence[int], live: Sequence[Tensor | int | torch.SymInt | None],
+                rows: SymbolicRows | None = None) -> _Traced:
+    """The graph over its live tensors alone, with the sizes of this call, `live`, of which the number of rows may be a symbol.
 
     A template's symbols mean "at least 2", so that a batch of one must be traced again; and inductor makes better code
     for sizes that it knows."""
     count = len(variant.graph.find_nodes(op="placeholder"))
     tensors = [i for i, value in enumerate(live) if isinstance(value, Tensor)]
-    fakes = FakeTensorMode(shape_env=ShapeEnv())  # no size is symbolic; without it inductor looks nothing up in its cache
+    # Without an environment inductor looks nothing up in its cache, though no size is symbolic.
+    fakes = FakeTensorMode(shape_env=ShapeEnv()) if rows is None else rows.fakes
     with fakes:  # only shapes, strides, dtypes and devices matter: examples may be fakes themselves
         examples = [torch.empty_strided(value.shape, _without_overlap(value), dtype=value.dtype, device=value.device)
                     for value in live if isinstance(value, Tensor)]
+    # An input of its own: what inductor's cache keeps of the conditions on a symbol is those on such inputs.
+    number = [] if rows is None else [rows.count]
 
-    def function(*given: Tensor) -> tuple[Any, ...]:
+    def function(*given: Any) -> tuple[Any, ...]:
         args: list[Any] = [None] * count
         for position, value in zip(reads, live, strict=True):
             args[position] = value if not isinstance(value, Tensor) else None
-        for i, value in zip(tensors, given, strict=True):
+        for i, value in zip(tensors, given[len(number):], strict=True):
             args[reads[i]] = value
         return variant(*args)  # type: ignore[no-any-return]
 
-    with fakes, torch.no_grad():
-        specialised = make_fx(function, tracing_mode="real")(*examples)
+    # Some ops have sizes that are symbols only in Python.
+    dispatching = contextlib.nullcontext() if rows is None else enable_python_dispatcher()
+    with fakes, torch.no_grad(), dispatching:
+        specialised = make_fx(function, tracing_mode="real")(*number, *examples)
     tolerate_strides(specialised)  # inductor's decompositions lay out other than the ops do
-    return specialised, tensors, examples
+    return _Traced(specialised, [*number, *examples], tuple(reads[i] for i in tensors))
 
 
 def _without_overlap(value: Tensor) -> Sequence[int]:
