@@ -14,6 +14,7 @@ from megacompile.frontend.symbolic_rows import CodeForAnyRows, SymbolicRows
 from megacompile.frontend.template import BATCH, LENGTH, Call, Template, Variant
 from megacompile.frontend.variants import compile_for_any_rows, compile_variant
 from megacompile.inductor import Inductor
+from megacompile.packed_layout import power_of_two
 from megacompile.plan import Plan
 from megacompile.program import Program, argument, nodes, op_of
 from megacompile.runtime.kernels import Input, Kernel, ParameterGradient
@@ -27,8 +28,8 @@ TEMPLATE_OPS = frozenset({"forward", "forward_saving", "loss", "evaluate", "outp
 @dataclass
 class Binder:
     """Kernels of one streamed model. State: compiled variants by (variant, mode, batch, length), and those of packed rows that
-    serve any number of rows, if `symbolic_rows`, by (variant, length), None where there can be none; what `inductor` has done
-    for them."""
+    serve any number of rows, if `symbolic_rows`, by (variant, length) and the number that inductor chose kernels for (None
+    where there can be none); what `inductor` has done for them."""
 
     captured: CapturedModel
     tiling: Tiling
@@ -36,13 +37,13 @@ class Binder:
     compiling: bool
     symbolic_rows: bool = False
     compiled: dict[tuple[Variant, str, int, int], Callable[..., Any]] = field(default_factory=dict)
-    for_any_rows: dict[tuple[Variant, int], CodeForAnyRows | None] = field(default_factory=dict)
+    for_any_rows: dict[tuple[Variant, int], dict[int, CodeForAnyRows | None]] = field(default_factory=dict)
     inductor: Inductor = field(default_factory=Inductor)
 
     @property
     def variants_of_any_rows(self) -> int:
         """How many variants are compiled for any number of rows."""
-        return sum(code is not None for code in self.for_any_rows.values())
+        return sum(code is not None for codes in self.for_any_rows.values() for code in codes.values())
 
     @property
     def sizes(self) -> set[tuple[int | None, int]]:
@@ -84,7 +85,7 @@ class Binder:
             else:
                 assert source.kind == "carried" and len(gradient.results) == 1, f"a gradient for {source}"
                 carried[source.index] = gradient.results[0]
-        function = self._for_any_rows(template, variant, batch, plan, mode)
+        function = self._for_any_rows(template, variant, batch, plan.length, mode)
         return Kernel(
             function or self._compile(template, variant, batch, plan.length, mode),
             tuple(self._input(call, i) for i in range(len(call.sources))),
@@ -98,19 +99,19 @@ class Binder:
             return Input("parameter", source.name, self.tiling.tiles_of[call.name].index(tile), position)
         return Input("constant" if source.kind == "buffer" else source.kind, source.name, position=source.index)
 
-    def _for_any_rows(self, template: Template, variant: Variant, batch: int, plan: Plan,
+    def _for_any_rows(self, template: Template, variant: Variant, batch: int, length: int,
                       mode: str) -> Callable[..., Any] | None:
         """Code for `batch` rows that serves other numbers of rows as well; None where that cannot be, or is not wanted."""
         if not (self.symbolic_rows and self.captured.form.packed and mode == "inductor" and batch > 1):
             return None
-        key = variant, plan.length
-        if key not in self.for_any_rows:
-            rows = SymbolicRows(max(plan.micro_batches))
+        codes = self.for_any_rows.setdefault((variant, length), {})
+        hint = power_of_two(batch)  # not `batch`: steps of about as many rows have the same kernels, whichever comes first
+        if hint not in codes and not any(code is None or code.of(batch) for code in codes.values()):
+            rows = SymbolicRows(hint)
             with rows.fakes:
-                examples = example_inputs(template, variant, rows.size, plan.length, self.device)
-            self.for_any_rows[key] = compile_for_any_rows(variant, examples, rows, self.inductor)
-        code = self.for_any_rows[key]
-        return code.of(batch) if code is not None else None
+                examples = example_inputs(template, variant, rows.size, length, self.device)
+            codes[hint] = compile_for_any_rows(variant, examples, rows, self.inductor)
+        return next((made for code in codes.values() if code is not None and (made := code.of(batch)) is not None), None)
 
     def _compile(self, template: Template, variant: Variant, batch: int, length: int, mode: str) -> Callable[..., Any]:
         key = variant, mode, batch, length

@@ -1,0 +1,222 @@
+"""Kernels of packed rows for any number of rows (`dynamic=True`): the results of kernels for one number, compiled once."""
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import sympy
+import tiny_models
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from test_inductor import fresh_process
+from torch import Tensor
+
+import megacompile
+from megacompile.binding import Binder
+from megacompile.config import StreamConfig
+from megacompile.errors import MegacompileError
+from megacompile.frontend import variants
+from megacompile.frontend.symbolic_rows import CodeForAnyRows, SymbolicRows
+from megacompile.frontend.template import BATCH
+from megacompile.packed_plans import derived
+from megacompile.plan import PLAIN, Form, Plan, Shape
+
+#: Rows of 64 tokens in micro-batches of at most 5.
+OPTIONS: dict[str, Any] = dict(device="cpu", compile=True, repack=64, micro_batch_size=5)
+TRAINING = """
+import json, sys
+sys.path.insert(0, sys.argv[1])
+import test_symbolic_rows as tests
+model = tests.streamed(dynamic=True)
+bits = [tests.bits(model, rows) for rows in (7, 2)]
+stats = model.megacompile.stats
+print(json.dumps([bits, tests.held(model), stats["compiled"], stats["compiled_from_cache"]]))
+"""
+
+
+def build() -> Any:
+    return tiny_models.build(num_hidden_layers=1)
+
+
+def streamed(dynamic: bool | None) -> Any:
+    return megacompile.stream(build(), dynamic=dynamic, **OPTIONS)
+
+
+def padded(lengths: list[int]) -> dict[str, Tensor]:
+    ids = tiny_models.batch(7, rows=len(lengths), length=max(lengths))["input_ids"]
+    mask = (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).long()
+    return {"input_ids": ids, "labels": ids.masked_fill(mask == 0, -100), "attention_mask": mask}
+
+
+def filling(rows: int) -> dict[str, Tensor]:
+    """A batch that is packed into this many rows: of 60 tokens, but for two that share one."""
+    return padded([60] * (rows - 1) + [30, 28])
+
+
+def train(model: Any, rows: int) -> Tensor:
+    """The loss of so many packed rows, whose gradients the parameters have then."""
+    model.zero_grad()
+    loss = model(**filling(rows), use_cache=False).loss
+    loss.backward()
+    return cast(Tensor, loss.detach())
+
+
+def bits(model: Any, rows: int) -> list[str]:
+    """Those of the loss, and of a sum over gradients."""
+    loss = train(model, rows)
+    return [loss.item().hex(), sum(p.grad.double().abs().sum() for p in model.parameters()).item().hex()]
+
+
+def packed_binder(model: Any) -> Binder:
+    return next(served.binder for served in model.megacompile.streamed.forms if served.captured.form.packed)
+
+
+def held(model: Any) -> list[list[int]]:
+    """For which of some numbers of rows each variant's code holds."""
+    return [[rows for rows in (2, 64, 65, 4096) if code is not None and code.of(rows)]
+            for codes in packed_binder(model).for_any_rows.values() for code in codes.values()]
+
+
+@pytest.fixture(scope="module")
+def dynamic() -> Iterator[Any]:
+    """A model whose kernels serve any number of packed rows."""
+    model = streamed(dynamic=True)
+    yield model
+    model.megacompile.close()
+
+
+@given(st.integers(1, 40), st.integers(1, 9), st.booleans())
+def test_rows_are_split_into_as_few_micro_batches_as_can_be_about_as_large(rows: int, size: int, whole_step: bool) -> None:
+    base = Plan(4 * size, 2048, (size,) * 4, saved_layers=3, waves=2 if whole_step else 1,
+                host_sums=("a",) if whole_step else ())
+    shape = Shape(rows, 2048, labels=True, training=True, whole_step=whole_step, further=("position_ids",))
+    for plan in derived(base, shape, balanced=True):
+        sizes = plan.micro_batches
+        assert sum(sizes) == rows and len(sizes) == -(-rows // size) and max(sizes) <= size
+        assert max(sizes) - min(sizes) <= 1 and list(sizes) == sorted(sizes, reverse=True)
+        assert replace(plan, batch=base.batch, micro_batches=base.micro_batches, waves=base.waves,
+                       host_sums=base.host_sums) == base
+
+
+def test_without_the_option_micro_batches_are_powers_of_two(dynamic: Any) -> None:
+    assert dynamic.megacompile.compiled(filling(8)).plan.micro_batches == (4, 4)
+    model = megacompile.stream(build(), **{**OPTIONS, "compile": False})
+    try:
+        assert model.megacompile.compiled(filling(8)).plan.micro_batches == (5, 2, 1)
+    finally:
+        model.megacompile.close()
+
+
+@pytest.mark.parametrize("rows", [9, 2, 3, 4, 5, 6, 7, 8, 1])
+def test_kernels_for_any_number_of_rows_train_as_native_pytorch(rows: int, dynamic: Any) -> None:
+    native = build()
+    torch.testing.assert_close(train(dynamic, rows), train(native, rows), rtol=1e-6, atol=0)
+    tiny_models.assert_same_gradients(dynamic, native)
+    assert dynamic.megacompile.plan.batch == rows
+    assert {batch for _, _, batch, _ in packed_binder(dynamic).compiled} <= {1}
+
+
+def test_kernels_for_any_number_of_rows_give_what_those_for_one_number_give(dynamic: Any) -> None:
+    model = streamed(dynamic=None)
+    try:
+        assert bits(model, 5) == bits(dynamic, 5)
+        assert model.megacompile.plan.micro_batches == dynamic.megacompile.plan.micro_batches == (5,)
+        assert model.megacompile.stats["variants_of_any_rows"] == 0 < dynamic.megacompile.stats["variants_of_any_rows"]
+    finally:
+        model.megacompile.close()
+
+
+def test_steps_of_random_lengths_compile_each_variant_twice_at_most(dynamic: Any) -> None:
+    """For any number of rows, and for one."""
+    source = random.Random(5)
+    counts = set()
+    for _ in range(30):
+        dynamic.zero_grad()
+        dynamic(**padded([source.randint(2, 60) for _ in range(source.randint(2, 17))])).loss.backward()
+        counts.update(dynamic.megacompile.plan.micro_batches)
+    assert counts >= {1, 2, 3, 4, 5}
+    stats, binder = dynamic.megacompile.stats, packed_binder(dynamic)
+    assert stats["compiled"] + stats["compiled_from_cache"] == stats["compiled_variants"] == 2 * len(binder.for_any_rows)
+
+
+def test_plain_batches_have_kernels_for_their_number_of_rows(dynamic: Any) -> None:
+    before = dynamic.megacompile.stats
+    dynamic(**tiny_models.batch(rows=2, length=6)).loss.backward()
+    after = dynamic.megacompile.stats
+    assert after["variants_of_any_rows"] == before["variants_of_any_rows"] == before["compiled_variants"] / 2
+    assert after["compiled_variants"] > before["compiled_variants"]
+
+
+@pytest.mark.slow
+def test_a_second_process_finds_the_code_and_what_it_assumes(tmp_path: Path) -> None:
+    first, second = (fresh_process(TRAINING, tmp_path / "cache") for _ in range(2))
+    found, numbers, compiled, from_cache = first
+    assert compiled >= 4 and from_cache == 0
+    assert [2, 64] in numbers, "the test is about code that does not hold for all numbers"
+    assert second == [found, numbers, 0, compiled]
+
+
+def test_code_is_not_used_for_a_number_of_rows_that_breaks_what_it_assumes() -> None:
+    code = CodeForAnyRows(lambda rows, x: (rows, x), ((BATCH * 2, 1),), (sympy.Le(BATCH * 64, 320),),
+                          lambda function, strides: lambda x: function((x, strides)))
+    assert code.of(6) is None
+    made = code.of(5)
+    assert made is not None and made("x") == (5, ("x", [(10, 1)]))
+    assert code.of(5) is made
+
+
+def test_a_number_of_rows_that_something_asks_for_is_fixed() -> None:
+    rows = SymbolicRows(8)
+    assert rows.count != 1 and not rows.is_fixed and not rows.conditions(), "sizes of at least 2 are not 1"
+    assert rows.size(BATCH * 64) <= 4096 and not rows.is_fixed
+    assert [condition.subs(BATCH, 65) == sympy.false for condition in rows.conditions()] == [True]
+    assert int(rows.count) == 8 and rows.is_fixed  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def fixing_model(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A model whose loss fixes the number of rows: without Python's kernels, padding its labels does."""
+    monkeypatch.setattr(variants, "enable_python_dispatcher", contextlib.nullcontext)
+    model = streamed(dynamic=True)
+    yield model
+    model.megacompile.close()
+
+
+def test_variants_that_fix_the_number_of_rows_are_compiled_for_each(fixing_model: Any) -> None:
+    native = build()
+    for rows in (3, 2):
+        torch.testing.assert_close(train(fixing_model, rows), train(native, rows), rtol=1e-6, atol=0)
+        tiny_models.assert_same_gradients(fixing_model, native)
+    binder = packed_binder(fixing_model)
+    fixed = {variant for (variant, _), codes in binder.for_any_rows.items() if None in codes.values()}
+    assert "loss" in {variant.name for variant in fixed} and len(fixed) < len(binder.for_any_rows)
+    assert {(variant, batch) for variant, _, batch, _ in binder.compiled} == {(v, rows) for v in fixed for rows in (2, 3)}
+
+
+def test_code_is_kept_while_a_packed_shape_of_its_length_lives(dynamic: Any) -> None:
+    shapes, binder = dynamic.megacompile.streamed.shapes, packed_binder(dynamic)
+    shapes.limit = 2
+    train(dynamic, 5)
+    for rows in (2, 3, 4):
+        dynamic.megacompile.compiled(filling(rows))
+    assert {length for _, length in binder.for_any_rows} == {64}
+    dynamic(**tiny_models.batch(rows=2, length=6)).loss.backward()  # what was trained last stays
+    for length in (7, 8):
+        dynamic.megacompile.compiled(tiny_models.batch(rows=2, length=length))
+    assert not binder.for_any_rows and not binder.compiled
+
+
+def test_forms_with_positions_alone_are_packed() -> None:
+    assert Form(("position_ids",)).packed and Form(("position_ids",), evaluating=True).packed
+    assert not PLAIN.packed and not Form(("attention_mask", "position_ids")).packed
+
+
+def test_dynamic_is_true_or_false() -> None:
+    with pytest.raises(MegacompileError, match="dynamic must be True or False, not 'rows'"):
+        StreamConfig(dynamic="rows")  # type: ignore[arg-type]
