@@ -15,7 +15,7 @@ from megacompile.frontend.template import BATCH, LENGTH, Call, Template, Variant
 from megacompile.frontend.variants import compile_for_any_rows, compile_variant
 from megacompile.inductor import Inductor
 from megacompile.packed_layout import power_of_two
-from megacompile.plan import Plan
+from megacompile.plan import FULL_TOKENS, Plan
 from megacompile.program import Program, argument, nodes, op_of
 from megacompile.runtime.kernels import Input, Kernel, ParameterGradient
 from megacompile.tiling import Tiling
@@ -29,13 +29,14 @@ TEMPLATE_OPS = frozenset({"forward", "forward_saving", "loss", "evaluate", "outp
 class Binder:
     """Kernels of one streamed model. State: compiled variants by (variant, mode, batch, length), and those of packed rows that
     serve any number of rows, if `symbolic_rows`, by (variant, length) and the number that inductor chose kernels for (None
-    where there can be none); what `inductor` has done for them."""
+    where there can be none); what `inductor` has done for them. `usual_rows`: this number; None: rows of full kernels."""
 
     captured: CapturedModel
     tiling: Tiling
     device: torch.device
     compiling: bool
     symbolic_rows: bool = False
+    usual_rows: int | None = None
     compiled: dict[tuple[Variant, str, int, int], Callable[..., Any]] = field(default_factory=dict)
     for_any_rows: dict[tuple[Variant, int], dict[int, CodeForAnyRows | None]] = field(default_factory=dict)
     inductor: Inductor = field(default_factory=Inductor)
@@ -105,13 +106,19 @@ class Binder:
         if not (self.symbolic_rows and self.captured.form.packed and mode == "inductor" and batch > 1):
             return None
         codes = self.for_any_rows.setdefault((variant, length), {})
-        hint = power_of_two(batch)  # not `batch`: steps of about as many rows have the same kernels, whichever comes first
-        if hint not in codes and not any(code is None or code.of(batch) for code in codes.values()):
-            rows = SymbolicRows(hint)
-            with rows.fakes:
-                examples = example_inputs(template, variant, rows.size, length, self.device)
-            codes[hint] = compile_for_any_rows(variant, examples, rows, self.inductor)
-        return next((made for code in codes.values() if code is not None and (made := code.of(batch)) is not None), None)
+        # Nothing here depends on the steps before: a resumed run has the bits of one that was not interrupted.
+        for hint in (max(2, self.usual_rows or FULL_TOKENS // length), power_of_two(batch)):
+            if hint not in codes:
+                rows = SymbolicRows(hint)
+                with rows.fakes:
+                    examples = example_inputs(template, variant, rows.size, length, self.device)
+                codes[hint] = compile_for_any_rows(variant, examples, rows, self.inductor)
+            code = codes[hint]
+            if code is None:
+                return None
+            if (made := code.of(batch)) is not None:
+                return made
+        return None
 
     def _compile(self, template: Template, variant: Variant, batch: int, length: int, mode: str) -> Callable[..., Any]:
         key = variant, mode, batch, length

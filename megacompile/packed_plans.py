@@ -10,13 +10,13 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from megacompile.plan import Plan, Shape
-from megacompile.planner import FULL_TOKENS, Planner
+from megacompile.plan import FULL_TOKENS, Plan, Shape
+from megacompile.planner import Planner
 
 
 class PackedPlans:
-    """State: the plans that were searched, by the shape that each was searched for. `balanced`: micro-batches of a step are about
-    as large, of any size."""
+    """State: the plans that were searched, by the shape that each was searched for. `balanced`: a step's micro-batches are
+    about as large, of any size."""
 
     def __init__(self, balanced: bool = False) -> None:
         self.balanced = balanced

@@ -9,6 +9,8 @@ from megacompile.limits import check_micro_batches, check_whole
 
 #: When tiles are updated: at the end of a step, or each as its gradients arrive.
 UPDATES = ("step", "arrival")
+#: Sequences' worth of tokens beyond which a larger micro-batch is no faster: kernels are full by then.
+FULL_TOKENS = 16384
 #: What layers that keep residuals keep: all that their backward needs, or the results of attention, around which the rest is
 #: computed again.
 RESIDUALS = ("all", "attention")

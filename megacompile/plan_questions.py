@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from megacompile.planner import Planner
 
 #: Options that change no plan, or that are in a question as what was made of them (graphs, budgets, passes).
-ELSEWHERE = frozenset({"device", "device_memory", "locked_memory", "host_memory", "dtype", "compile", "expert_pieces", "passes",
-                       "template_passes", "loss", "stall_timeout", "repack", "reference"})
+ELSEWHERE = frozenset({"device", "device_memory", "locked_memory", "host_memory", "dtype", "compile", "dynamic",
+                       "expert_pieces", "passes", "template_passes", "loss", "stall_timeout", "repack", "reference"})
 
 
 def question(planner: Planner, batch: int, length: int, update: str, whole_step: bool) -> dict[str, Any] | None:

@@ -20,14 +20,12 @@ from itertools import accumulate
 from megacompile import kept_plans
 from megacompile.errors import InsufficientMemoryError, NoFittingPlanError
 from megacompile.pace import Pace
-from megacompile.plan import Plan, split
+from megacompile.plan import FULL_TOKENS, Plan, split
 from megacompile.plan_questions import free_memory, question
 from megacompile.remedies import explained
 from megacompile.room import Room
 from megacompile.visits import most_helpful_visits, named_visits
 
-#: Sequences' worth of tokens beyond which a larger micro-batch is no faster: kernels are full by then.
-FULL_TOKENS = 16384
 #: Of a chunk of tokens: fewer leave kernels empty, and read all weights too often.
 LEAST_CHUNK = 2048
 #: Tokens of a wave below which its kernels no longer hide the weights' arrival.
