@@ -87,6 +87,7 @@ def options() -> argparse.ArgumentParser:
                         help="grouped: rows of like length in one batch, as Trainer can; packed: several in rows of one length")
     parser.add_argument("--device-memory")
     parser.add_argument("--cold", action="store_true", help="with an empty cache of compiled code and plans")
+    parser.add_argument("--dynamic", action="store_true", help="ours: kernels of packed rows for any number of rows")
     parser.add_argument("--attention", default="sdpa", help="native: attn_implementation")
     parser.add_argument("--checkpointing", action="store_true", help="native: keep the inputs of layers and recompute the rest")
     parser.add_argument("--compile", action="store_true", help="native: torch.compile each layer")
@@ -325,7 +326,8 @@ def _of_command(given: argparse.Namespace, folder: Path) -> rows.Row:
         output=folder / "run", tokenizer=str(folder / "tokenizer"), batch=fed.rows,
         length=max(fed.data.lengths), steps=steps, save_interval=steps, lr=1e-5,
         max_grad_norm=0.0 if given.no_clipping else given.max_grad_norm)
-    knobs = Knobs(device=given.device, device_memory=given.device_memory, micro_batch_size=given.micro_batch_size)
+    knobs = Knobs(device=given.device, device_memory=given.device_memory, micro_batch_size=given.micro_batch_size,
+                  dynamic=given.dynamic)
     run(str(folder / "model"), [str(folder / "rows.jsonl")], settings, Lora(), knobs, Console(file=sys.stderr))
     whole = time.perf_counter() - began
     entries = [entry for entry in read_log(folder / "run" / LOG) if "seconds" in entry]
@@ -357,7 +359,7 @@ def _measure(given: argparse.Namespace, folder: str) -> rows.Row:
         native.prepare(model, given)
     else:
         model = megacompile.stream(model, device=given.device, device_memory=given.device_memory,
-                                   micro_batch_size=given.micro_batch_size)
+                                   micro_batch_size=given.micro_batch_size, dynamic=given.dynamic)
     streamed = time.perf_counter()
     if cuda:
         torch.cuda.reset_peak_memory_stats()
