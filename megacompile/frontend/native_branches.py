@@ -2,7 +2,7 @@
 
 Dynamo says of itself that it exports. transformers then leaves out kernels and shortcuts that hold for some values alone, which
 is right for a graph of any batch. But a model's own code avoids with it what other formats than ours lack: layers with a gated
-delta rule invert a triangular matrix by 63 steps of Python, where native PyTorch calls a solver. Their graph has ten times the
+delta rule invert a triangular matrix by 63 steps of Python, where native PyTorch calls a solver. Their graph has many times the
 operations, and takes as much longer to trace, to differentiate and to run.
 """
 from __future__ import annotations
