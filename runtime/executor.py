@@ -25,6 +25,7 @@ from megacompile.program import Access, Lane, argument, lane_of, nodes, op_of, o
 
 from .lanes import Backend
 from .operations import OPERATIONS, Frame
+from .priority import yield_to_others
 from .recorder import Recorder
 from .watchdog import Watchdog
 
@@ -330,6 +331,8 @@ def _work(executor: weakref.ref[Executor], backend: Backend, lane: Lane,
             try:
                 if alive is not None and instructions:
                     if not entered:
+                        if lane == Lane.CPU:
+                            yield_to_others()
                         stack.enter_context(backend.lane(lane))
                         entered = True
                     alive.execute(run, lane, instructions)
