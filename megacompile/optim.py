@@ -278,12 +278,17 @@ class AdamW(torch.optim.Optimizer):
 
     @property
     def grad_norm(self) -> float | None:
-        """Global norm of the last step's gradients before clipping; waits for it. None before the first step."""
+        """Global norm of the last step's gradients before clipping. Waits until it is known, and not for the update. None
+        before the first step."""
         if self._update is None:
             return None
-        if self._update.norm is None:
-            self.streamed.settle()
-        return self._update.norm
+        update, streamed = self._update, self.streamed
+        if update.norm is None:
+            with streamed.turn, streamed.guarded():
+                streamed.drain(sooner=update.judged)
+            if update.norm is None or update.refused:
+                streamed.settle()  # raises what became of it
+        return update.norm
 
     def norm_of_last_step(self) -> Callable[[], float | None]:
         """Gives `grad_norm` of the last step later, when others may have followed, and without a wait: None until its update

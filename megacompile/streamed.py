@@ -288,8 +288,7 @@ class Streamed:
             self.submit(self.trained, "update", Batch([], self.constants.on_device), update=update)
 
     def complete(self) -> bool:
-        """Runs what is missing of an update that failed, with its own hyper-parameters; False, and nothing is done, if
-        its gradients have changed since."""
+        """Completes an update that failed, with its own hyper-parameters; does nothing, False, if its gradients have changed."""
         update = self.unfinished
         assert update is not None, "no update has failed"
         if not self._stored() or not self.gradients.untouched():
@@ -314,11 +313,12 @@ class Streamed:
         with self.guarded():
             self.executor.check()
 
-    def drain(self) -> None:
-        """Waits for everything submitted, on the host and on the device."""
-        self.executor.idle()
+    def drain(self, sooner: threading.Event | None = None) -> None:
+        """Waits for everything submitted, on the host and on the device; or until the event `sooner`."""
+        self.executor.idle(sooner)
         self.executor.check()
-        self.backend.synchronize()
+        if sooner is None:
+            self.backend.synchronize()
 
     def settle(self) -> None:
         """As `drain`, for callers outside a step: afterwards host memory may be read and written freely (optimizer state
@@ -385,8 +385,8 @@ class Streamed:
 
     def _batch(self, shape: CompiledShape, inputs: Mapping[str, Tensor], normaliser: Tensor | None,
                useful_tokens: int = 0) -> Batch:
-        captured = self.forms.serve(shape.shape.form).captured
-        batch = batch_of(self.backend, captured, shape.plan, self.constants.on_device, inputs, normaliser)
+        batch = batch_of(self.backend, self.forms.serve(shape.shape.form).captured, shape.plan, self.constants.on_device, inputs,
+                         normaliser)
         batch.useful_tokens, batch.computed_tokens = useful_tokens, shape.plan.batch * shape.plan.length
         return batch
 

@@ -180,9 +180,9 @@ class Executor:
             raise
         self.check()
 
-    def idle(self) -> None:
-        """Waits until every lane has executed everything submitted so far, failed or not, or until they hang. Raises
-        nothing."""
+    def idle(self, sooner: threading.Event | None = None) -> None:
+        """Waits until every lane has executed everything submitted so far, failed or not, or until they hang, or until the
+        event `sooner`. Raises nothing."""
         if os.getpid() != self._process:
             return  # a forked process has the queues, and no thread that empties them
         marks = []
@@ -192,9 +192,10 @@ class Executor:
             self._queues[lane].put((run, []))
             marks.append(run.pending[lane])
         for mark in marks:
-            while not self.hangs and not mark.wait(_POLL_S):
+            while not (self.hangs or mark.is_set() or (sooner or mark).wait(_POLL_S)):
                 self._look()
-        self.watchdog.forget()
+        if sooner is None:
+            self.watchdog.forget()
 
     @property
     def hangs(self) -> bool:

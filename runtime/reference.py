@@ -5,6 +5,7 @@ filled with NaN the moment it is released, so that a read of something released 
 """
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 import torch
@@ -60,7 +61,7 @@ class ReferenceExecutor:
             memory.view(torch.int16).fill_(0x7FFF)  # a NaN in bf16, in fp16 and, twice, in fp32
         frame.values.pop(value, None)
 
-    def idle(self) -> None:
+    def idle(self, sooner: threading.Event | None = None) -> None:
         pass
 
     def check(self) -> None:

@@ -31,7 +31,7 @@ class Update:
     half-way is completed by running it again. Of tiles that are `halfway` the weights were, and not the moments. `begun`:
     its parameters' step counts include it. `on_arrival`: tiles are updated before the global norm is known. `kept`: tiles
     that were not updated then, since their own gradients were not finite, with their norms; they are `done` too. `batches`:
-    what the gradients are of.
+    what the gradients are of. `judged`: set once the global norm is known.
 
     `refused`: its gradients were not finite, and nothing was updated. `report` is called in the lane where any were not, with
     their norms; it may raise."""
@@ -50,6 +50,7 @@ class Update:
     report: Callable[[Update, Norms], None] = lambda update, norms: None
     states: Sequence[dict[str, Any]] = ()  # of the parameters that are counted: each has its "step"
     before: Update | None = None  # the step before it, if it may yet be refused
+    judged: threading.Event = field(default_factory=threading.Event)
 
     @property
     def step(self) -> int:
@@ -102,6 +103,7 @@ class Update:
             if not math.isfinite(self.norm):
                 self._count(-1)
                 self.refused = True
+        self.judged.set()
         if self.refused:
             self.report(self, norms)
 

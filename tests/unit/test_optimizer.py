@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 import time
 import warnings
 from collections import defaultdict
@@ -15,7 +16,7 @@ from tiny_models import assert_same_weights, batch, same_bits, train_step, weigh
 
 import megacompile
 from megacompile.errors import MegacompileError, UnsupportedError
-from megacompile.program import Lane
+from megacompile.program import Lane, op_of
 
 ADAMW = dict(lr=1e-2, eps=1e-4)
 
@@ -334,6 +335,24 @@ def test_the_norm_is_of_the_gradients_that_the_step_uses(model: Any, change: str
     expected = torch.stack([p.grad.norm() for p in model.parameters()]).norm()
     optimizer.step()
     assert optimizer.grad_norm == pytest.approx(expected.item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("whole_step", [True, False])
+def test_the_norm_is_known_before_the_update_is_done(model: Any, whole_step: bool) -> None:
+    optimizer = megacompile.AdamW(model.parameters(), max_grad_norm=1.0, **ADAMW)
+    released = threading.Event()
+    model.megacompile.streamed.executor.probe = lambda node: op_of(node).name == "adam" and released.wait(60)
+    begun = time.monotonic()
+    if whole_step:
+        model.megacompile.train_step(batch(0), optimizer)
+    else:
+        model(**batch(0)).loss.backward()
+        optimizer.step()
+    assert optimizer.grad_norm > 0 and time.monotonic() - begun < 60
+    assert not model.megacompile.streamed.updating.done
+    released.set()
+    model.megacompile.synchronize()
+    assert model.megacompile.streamed.updating.done
 
 
 @pytest.mark.parametrize("accumulate", [True, False])
