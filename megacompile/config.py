@@ -43,8 +43,8 @@ class StreamConfig:
         dtype: compute dtype; None: that of the model's parameters.
         compile: templates through inductor; None: on cuda.
         dynamic: compile kernels of packed rows once for any number of rows, and split a step's rows into micro-batches that
-            differ by one row at most. None: no, since it has not been measured on a GPU yet: kernels are compiled for each of a
-            few sizes, powers of two.
+            differ by one row at most. False: kernels are compiled for each of a few sizes, powers of two. None: True where
+            templates are compiled.
         saved_layers: how many last layers keep their residuals; None: on cuda as many as fit, elsewhere none.
         residuals: which these keep: "all", or the results of "attention", a fourteenth of a 7B layer's: then the rest is
             computed again, and not what takes longest in long sequences. Goes with a `checkpoint_interval` of 1. None: those

@@ -58,7 +58,8 @@ class Forms:
         planner = Planner(captured, tiling, config, budget, parse_bytes(config.locked_memory), *margins(backend.device.type),
                           fused=compiling, host_bytes=host_bytes, output=captured.main_output, keeping=True)
         planner.pace = pace_of(captured, tiling, Hardware.known(backend.device), compiling, config.passes)
-        binder = Binder(captured, tiling, backend.device, compiling, bool(config.dynamic), config.micro_batch_size)
+        binder = Binder(captured, tiling, backend.device, compiling, compiling and config.dynamic is not False,
+                        config.micro_batch_size)
         self.first = Served(captured, planner, binder)
         self.adapters = AdapterStates(model)
         self.repacking = Repacking(self, config.repack)

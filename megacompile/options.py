@@ -87,7 +87,8 @@ class Knobs:
     deferred_moments: Annotated[bool | None, typer.Option(
         help="Update the weights of all tiles first, and their moments beside the next forward.")] = None
     dynamic: Annotated[bool | None, typer.Option(
-        help="Compile kernels of packed rows once for any number of rows; not measured on a GPU yet.")] = None
+        help="Compile kernels of packed rows once for any number of rows, or for each of a few sizes.",
+        show_default="once, on a GPU")] = None
     weight_slots: Annotated[int | None, typer.Option(min=1, help="Device buffers that layers' weights take turns in.")] = None
 
     def given(self) -> dict[str, Any]:

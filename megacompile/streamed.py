@@ -288,7 +288,7 @@ class Streamed:
             self.submit(self.trained, "update", Batch([], self.constants.on_device), update=update)
 
     def complete(self) -> bool:
-        """Completes an update that failed, with its own hyper-parameters; does nothing, False, if its gradients have changed."""
+        """Completes an update that failed, with its own hyper-parameters; False, doing nothing, if gradients have changed."""
         update = self.unfinished
         assert update is not None, "no update has failed"
         if not self._stored() or not self.gradients.untouched():
@@ -385,8 +385,8 @@ class Streamed:
 
     def _batch(self, shape: CompiledShape, inputs: Mapping[str, Tensor], normaliser: Tensor | None,
                useful_tokens: int = 0) -> Batch:
-        batch = batch_of(self.backend, self.forms.serve(shape.shape.form).captured, shape.plan, self.constants.on_device, inputs,
-                         normaliser)
+        captured, constants = self.forms.serve(shape.shape.form).captured, self.constants.on_device
+        batch = batch_of(self.backend, captured, shape.plan, constants, inputs, normaliser)
         batch.useful_tokens, batch.computed_tokens = useful_tokens, shape.plan.batch * shape.plan.length
         return batch
 

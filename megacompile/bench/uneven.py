@@ -87,7 +87,8 @@ def options() -> argparse.ArgumentParser:
                         help="grouped: rows of like length in one batch, as Trainer can; packed: several in rows of one length")
     parser.add_argument("--device-memory")
     parser.add_argument("--cold", action="store_true", help="with an empty cache of compiled code and plans")
-    parser.add_argument("--dynamic", action="store_true", help="ours: kernels of packed rows for any number of rows")
+    parser.add_argument("--dynamic", action=argparse.BooleanOptionalAction, help="ours: kernels of packed rows for any number "
+                                                                                 "of rows, or for few sizes")
     parser.add_argument("--attention", default="sdpa", help="native: attn_implementation")
     parser.add_argument("--checkpointing", action="store_true", help="native: keep the inputs of layers and recompute the rest")
     parser.add_argument("--compile", action="store_true", help="native: torch.compile each layer")

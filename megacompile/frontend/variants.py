@@ -59,7 +59,10 @@ def compile_for_any_rows(variant: Variant, example_args: Sequence[Tensor | int |
     traced = _specialise(variant.graph, variant.reads, [example_args[i] for i in variant.reads], rows)
     if rows.is_fixed:
         return None
-    compiled = _compile_traced(traced, inductor)
+    try:
+        compiled = _compile_traced(traced, inductor)
+    except CompilationError:  # sizes that are symbols ask more of inductor; one that is a number may still compile
+        return None
     if rows.is_fixed:
         return None
     strides = tuple(tuple(rows.written(one) for one in example.stride()) for example in traced.tensors)

@@ -24,6 +24,7 @@ from megacompile.errors import MegacompileError
 from megacompile.frontend import variants
 from megacompile.frontend.symbolic_rows import CodeForAnyRows, SymbolicRows
 from megacompile.frontend.template import BATCH
+from megacompile.inductor import Inductor
 from megacompile.packed_plans import derived
 from megacompile.plan import PLAIN, Form, Plan, Shape
 
@@ -33,7 +34,7 @@ TRAINING = """
 import json, sys
 sys.path.insert(0, sys.argv[1])
 import test_symbolic_rows as tests
-model = tests.streamed(dynamic=True)
+model = tests.streamed(dynamic=None)
 bits = [tests.bits(model, rows) for rows in (7, 2)]
 stats = model.megacompile.stats
 print(json.dumps([bits, tests.held(model), stats["compiled"], stats["compiled_from_cache"]]))
@@ -86,7 +87,7 @@ def held(model: Any) -> list[list[int]]:
 @pytest.fixture(scope="module")
 def dynamic() -> Iterator[Any]:
     """A model whose kernels serve any number of packed rows."""
-    model = streamed(dynamic=True)
+    model = streamed(dynamic=None)
     yield model
     model.megacompile.close()
 
@@ -104,9 +105,10 @@ def test_rows_are_split_into_as_few_micro_batches_as_can_be_about_as_large(rows:
                        host_sums=base.host_sums) == base
 
 
-def test_without_the_option_micro_batches_are_powers_of_two(dynamic: Any) -> None:
+@pytest.mark.parametrize("otherwise", [{"compile": False}, {"dynamic": False}], ids=str)
+def test_without_kernels_for_any_rows_micro_batches_are_powers_of_two(dynamic: Any, otherwise: dict[str, Any]) -> None:
     assert dynamic.megacompile.compiled(filling(8)).plan.micro_batches == (4, 4)
-    model = megacompile.stream(build(), **{**OPTIONS, "compile": False})
+    model = megacompile.stream(build(), **{**OPTIONS, **otherwise})
     try:
         assert model.megacompile.compiled(filling(8)).plan.micro_batches == (5, 2, 1)
     finally:
@@ -123,7 +125,7 @@ def test_kernels_for_any_number_of_rows_train_as_native_pytorch(rows: int, dynam
 
 
 def test_kernels_for_any_number_of_rows_give_what_those_for_one_number_give(dynamic: Any) -> None:
-    model = streamed(dynamic=None)
+    model = streamed(dynamic=False)
     try:
         assert bits(model, 5) == bits(dynamic, 5)
         assert model.megacompile.plan.micro_batches == dynamic.megacompile.plan.micro_batches == (5,)
@@ -183,7 +185,7 @@ def test_a_number_of_rows_that_something_asks_for_is_fixed() -> None:
 def fixing_model(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A model whose loss fixes the number of rows: without Python's kernels, padding its labels does."""
     monkeypatch.setattr(variants, "enable_python_dispatcher", contextlib.nullcontext)
-    model = streamed(dynamic=True)
+    model = streamed(dynamic=None)
     yield model
     model.megacompile.close()
 
@@ -197,6 +199,22 @@ def test_variants_that_fix_the_number_of_rows_are_compiled_for_each(fixing_model
     fixed = {variant for (variant, _), codes in binder.for_any_rows.items() if None in codes.values()}
     assert "loss" in {variant.name for variant in fixed} and len(fixed) < len(binder.for_any_rows)
     assert {(variant, batch) for variant, _, batch, _ in binder.compiled} == {(v, rows) for v in fixed for rows in (2, 3)}
+
+
+def test_variants_that_do_not_compile_with_a_symbol_are_compiled_for_each_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    compile_ = Inductor.compile
+
+    def without_symbols(inductor: Inductor, graph: Any, examples: Any) -> Any:
+        if any(isinstance(each, torch.SymInt) for each in examples):
+            raise RuntimeError("symbols are unknown")
+        return compile_(inductor, graph, examples)
+
+    monkeypatch.setattr(Inductor, "compile", without_symbols)
+    model, native = streamed(dynamic=None), build()
+    torch.testing.assert_close(train(model, 3), train(native, 3), rtol=1e-6, atol=0)
+    tiny_models.assert_same_gradients(model, native)
+    assert model.megacompile.stats["variants_of_any_rows"] == 0 < model.megacompile.stats["compiled_variants"]
+    model.megacompile.close()
 
 
 def test_code_is_kept_while_a_packed_shape_of_its_length_lives(dynamic: Any) -> None:
