@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import sympy
@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from megacompile.errors import CaptureError, UnsupportedError
 from megacompile.frontend.across_rows import across_rows
 from megacompile.frontend.adapters import forward_signature
+from megacompile.frontend.alike_layers import with_repeats
 from megacompile.frontend.attention_calls import (
     adopt_masked_attention,
     all_layers_call_attention,
@@ -35,7 +36,6 @@ from megacompile.frontend.layers import Layers, find_layers, largest_of
 from megacompile.frontend.loss import TargetCount, is_averaged, normalise_loss
 from megacompile.frontend.mask_uses import only_hides
 from megacompile.frontend.model_graph import ModelGraph
-from megacompile.frontend.modes import Said, alike, operations, torch_calls
 from megacompile.frontend.options import refuse_options
 from megacompile.frontend.output import OutputStructure, output_structure
 from megacompile.frontend.pairs import argument, masks_in, masks_of, of_pairs, pairs_of, refuse_added
@@ -52,6 +52,7 @@ from megacompile.frontend.token_functions import CHUNK_TOKENS, Described, taken_
 from megacompile.frontend.trace import Traced, our_attention, subject, trace
 from megacompile.frontend.tracing import TRACING_ERRORS
 from megacompile.frontend.twin import CAPTURE_SHAPE, fake_twin, is_transformers_model
+from megacompile.frontend.validity import Validity, recording
 from megacompile.plan import PLAIN, Form
 from megacompile.under_way import at, under_way
 
@@ -235,46 +236,23 @@ def _capture(
     masks_added = is_transformers_model(plain) and is_eager(plain, plain_stack)
     if masks_added and "bool" in masks_in(masks_of(traced)).get("attention_mask", ""):
         refuse_added(name, "attention_mask")
-    graph, twin, batch, attention = made or trace(plain, layers, traced, form)
-    if graph.changes_state:
+    graph, twin, batch, attention, shortened = found = made or trace(plain, layers, traced, form)
+    if graph.changes_state and shortened is None:  # else it was called twice already
         fakes, tried, given, options = subject(plain, layers, traced, form, CAPTURE_SHAPE, attention)
         with fakes:
             refuse_changing_state(tried, model_arguments(given, form.images), options)
     apart = fixes_rows(graph) and bool(images_of(batch))
     if apart:
-        graph, twin, batch, attention = trace(plain, layers, traced, form, images_apart=True)
-    performed, pairs = operations(graph), pairs_of(batch)
+        graph, twin, batch, attention, _ = found = trace(plain, layers, traced, form, images_apart=True)
+    validity, pairs = Validity(plain, layers, traced, form, found, apart), pairs_of(batch)
     follow_gradients(graph)
     if pairs:
         adopt_masked_attention(graph)
 
-    unlike: dict[Form, Traced] = {}  # traces that `holds` has found to be a form of their own
-
-    @functools.cache
-    def called(where: Form, size: tuple[int, int]) -> tuple[Said, ...] | None:
-        fakes, tried, given, options = subject(plain, layers, traced, where, size, attention)
-        with fakes:
-            return torch_calls(tried, model_arguments(given, form.images), options)
-
-    def holds(training: bool, size: tuple[int, int]) -> bool:
-        where = dataclasses.replace(form, evaluating=not training)
-        exact = size == CAPTURE_SHAPE  # else some whole numbers are sizes
-        expected = called(form, CAPTURE_SHAPE)
-        found = None if expected is None else called(where, size)
-        if expected is not None and found is not None and alike(found, expected, exact):
-            return True
-        with _recording(), under_way(f"tracing {name} in another mode or size"):
-            made = trace(plain, layers, traced, where, size, apart)
-        if alike(operations(made[0]), performed, exact):
-            return True
-        if exact and not apart:
-            unlike[where] = made
-        return False
-
     def in_form(other: Form) -> CapturedModel:
-        with _recording(), under_way(f"tracing {name} for another form of batch"):
+        with recording(), under_way(f"tracing {name} for another form of batch"):
             return _capture(plain, layers, example=example, pipeline=pipeline, target=target, form=other, loss=loss,
-                            patches=patches, made=unlike.pop(other, None))  # its experts are in pieces already
+                            patches=patches, made=validity.unlike.pop(other, None))  # its experts are in pieces already
 
     def hides(other: Form, key: str) -> bool:
         fakes, tried, given, options = subject(plain, layers, traced, other, CAPTURE_SHAPE, our_attention(plain, traced, other))
@@ -291,12 +269,14 @@ def _capture(
     draw_functionally(graph)
     stack = find_layers(twin, layers)
     sections = split_at_layers(graph, twin, stack, [graph.results[p] for p in positions], chained)
-    layer_names = tuple(section.name for section in sections[1:-1] if section.visit == 1)
     for section in sections:
         number_draws(section)
     renaming = batch_symbols(graph, name)
     sizes = {symbol: Source("size", next(iter(batch)), (BATCH, LENGTH).index(size)) for symbol, size in renaming.items()}
-    sections = [piece for section in sections for piece in in_pieces(section, rows, sizes)]
+    sections = with_repeats([piece for section in sections for piece in in_pieces(section, rows, sizes)], found.repeats)
+    if found.shortened is not None:
+        twin = subject(plain, layers, traced, form, CAPTURE_SHAPE, attention)[1]  # with all layers
+    layer_names = tuple(dict.fromkeys(section.layer or section.name for section in sections[1:-1] if section.visit == 1))
     to_logits = with_results(sections[-1], [len(positions) - 1]) if structure.has_logits else None
     if loss is not None:
         assert to_logits is not None, "refused above"
@@ -337,18 +317,11 @@ def _capture(
         masks_hide=_of_transformers(plain), masks_added=masks_added,
         evaluating=frozenset(n for n, m in twin.named_modules() if not m.training),
         fused_loss="linear_cross_entropy" in templates[calls[-1].template].stages["joint"], has_loss=has_loss,
-        form=form, holds=functools.cache(holds), in_form=functools.cache(in_form), only_hides=hides,
+        form=form, holds=validity.holds, in_form=functools.cache(in_form), only_hides=hides,
         has_normaliser=count is not None, is_averaged=is_averaged(graph),
         across_rows=arguments_mix or ("" if is_averaged(graph) else mixing), totals=totals, counts_places=of_places,
         count_targets=count, places=places, patches=patches, output=structure, heads=heads, token_loss=loss is not None,
         conditions=assumed, seconds=time.perf_counter() - started)
-
-
-@contextlib.contextmanager
-def _recording() -> Iterator[None]:
-    """Within, gradients are recorded, whatever the batch is computed under that needs another trace first."""
-    with torch.inference_mode(False), torch.enable_grad():
-        yield
 
 
 def _one(batch: Mapping[str, Tensor]) -> Tensor:

@@ -256,7 +256,7 @@ def _built_differently(stack: LayerStack, numbers: Iterator[int]) -> dict[nn.Mod
     code."""
     groups: dict[type[nn.Module], dict[Hashable, list[nn.Module]]] = {}
     for layer in stack.layers:
-        groups.setdefault(type(layer), {}).setdefault(_build(layer), []).append(layer)
+        groups.setdefault(type(layer), {}).setdefault(build_of(layer), []).append(layer)
     found: dict[nn.Module, type[nn.Module]] = {}
     for cls, builds in groups.items():
         for number, layers in enumerate(builds.values()):
@@ -270,7 +270,7 @@ def _with_forward(cls: type[nn.Module], forward: Any) -> type[nn.Module]:
     return type(cls.__name__, (cls,), {"forward": forward, "__module__": cls.__module__})
 
 
-def _build(layer: nn.Module) -> Hashable:
+def build_of(layer: nn.Module) -> Hashable:
     """The same for layers that are made of the same modules with the same parameters and buffers."""
     tensors = itertools.chain(layer.named_parameters(), layer.named_buffers())
     return (tuple((name, type(module)) for name, module in layer.named_modules()),

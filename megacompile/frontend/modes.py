@@ -34,10 +34,13 @@ _WITHOUT_BRANCHES = frozenset({
 
 
 class Said(NamedTuple):
-    """An operation, with what it reads and its constants. `exact`: with whole numbers too, which sizes are among."""
+    """An operation, with what it reads and its constants. `exact`: with whole numbers too, which sizes are among. `operation`
+    and `read`: that in two parts, what it is with all constants, and what it reads."""
 
     text: str
     exact: str
+    operation: str
+    read: tuple[str, ...]
 
 
 def alike(some: Sequence[Said], others: Sequence[Said], exact: bool) -> bool:
@@ -45,11 +48,13 @@ def alike(some: Sequence[Said], others: Sequence[Said], exact: bool) -> bool:
     return [each[exact] for each in some] == [each[exact] for each in others]
 
 
-def torch_calls(model: nn.Module, batch: Mapping[str, Tensor], options: Mapping[str, Any]) -> tuple[Said, ...] | None:
+def torch_calls(model: nn.Module, batch: Mapping[str, Tensor], options: Mapping[str, Any],
+                said: list[Said] | None = None) -> tuple[Said, ...] | None:
     """What `model(**batch, **options)` calls that makes tensors, in order, as `operations` says it. `model` and `batch` are
-    fakes. None where that cannot be known: the model does not run on fakes, or calls what may look at sizes unseen."""
+    fakes. `said`: a list to which each call is added as it is made. None where they cannot be known: the model does not run
+    on fakes, or calls what may look at sizes unseen."""
     named = itertools.chain(model.named_parameters(), model.named_buffers(), batch.items())
-    found = _Calls(_Labels({id(tensor): (tensor, name) for name, tensor in named}))
+    found = _Calls(_Labels({id(tensor): (tensor, name) for name, tensor in named}), [] if said is None else said)
     with torch.inference_mode(False), torch.enable_grad(), warnings.catch_warnings(), as_traced(model), found:
         warnings.simplefilter("ignore")
         try:
@@ -76,10 +81,10 @@ class _Labels:
 class _Calls(TorchFunctionMode):
     """State: what was `said` of the calls so far, and whether all of them were seen."""
 
-    def __init__(self, labels: _Labels) -> None:
+    def __init__(self, labels: _Labels, said: list[Said]) -> None:
         super().__init__()
         self.labels = labels
-        self.said: list[Said] = []
+        self.said = said
         self.all_seen = True
 
     def __torch_function__(self, function: Any, types: Any, args: tuple[Any, ...] = (),
@@ -94,7 +99,7 @@ class _Calls(TorchFunctionMode):
             self.all_seen &= not inspect.isfunction(function) or name in _WITHOUT_BRANCHES
             self.said.append(_said(resolve_name(function) or str(function), args, kwargs or {}, read))
             for position, value in enumerate(made):
-                self.labels.give(value, f"{len(self.said)}.{position}")
+                self.labels.give(value, f"%{len(self.said)}.{position}")
         return result
 
 
@@ -130,7 +135,14 @@ def _say(module: fx.GraphModule, labels: dict[fx.Node, str], said: list[Said]) -
 def _said(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], read: Sequence[str]) -> Said:
     constants = [c for c in _leaves((args, kwargs)) if isinstance(c, int | float | bool | str | torch.dtype)]
     others = [c for c in constants if not isinstance(c, int) or isinstance(c, bool)]
-    return Said(*(" ".join([name, *read, *map(repr, each)]) for each in (others, constants)))
+    text, exact = (" ".join([name, *read, *map(repr, each)]) for each in (others, constants))
+    return Said(text, exact, " ".join([name, *map(repr, constants)]), tuple(read))
+
+
+def operation_number(label: str) -> int | None:
+    """The number of the call, of those that `torch_calls` gives, that made what is read under this label; None of a weight or
+    an input."""
+    return int(label[1:].partition(".")[0]) if label.startswith("%") else None
 
 
 def _leaves(value: Any) -> Iterator[Any]:

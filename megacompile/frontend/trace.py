@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -11,6 +11,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from megacompile.errors import CaptureError, UnsupportedError
 from megacompile.frontend.adapters import forward_signature, switch_off_adapters
+from megacompile.frontend.alike_layers import Shortened, shorten
 from megacompile.frontend.attention import implementation_for
 from megacompile.frontend.attention_calls import all_layers_call_attention
 from megacompile.frontend.layer_calls import layer_calls
@@ -24,15 +25,28 @@ from megacompile.frontend.rows import images_of, join_rows, traced_apart
 from megacompile.frontend.twin import CAPTURE_SHAPE, fake_batch, fake_twin, is_transformers_model
 from megacompile.plan import Form
 
-#: A model's graph, its fake twin, the fake batch, and which attention it has: ours (its name), or its own (None).
-Traced = tuple[ModelGraph, nn.Module, dict[str, Tensor], str | None]
+
+class Traced(NamedTuple):
+    """A model's graph, its fake twin, the fake batch, and which attention it has: ours (its name), or its own (None).
+    `shortened`: which layers are neither in the twin nor in the graph, if any."""
+
+    graph: ModelGraph
+    twin: nn.Module
+    batch: dict[str, Tensor]
+    attention: str | None
+    shortened: Shortened | None
+
+    @property
+    def repeats(self) -> Mapping[str, str]:
+        """Layers that were not traced, by name, each with the layer whose calls theirs are copies of."""
+        return {} if self.shortened is None else self.shortened.repeats
 
 
 def trace(
     model: nn.Module, layers: tuple[str, ...], example: Mapping[str, Tensor] | None, form: Form,
-    size: tuple[int, int] = CAPTURE_SHAPE, images_apart: bool = False,
+    size: tuple[int, int] = CAPTURE_SHAPE, images_apart: bool = False, whole: bool = False,
 ) -> Traced:
-    """A trace of the model, with our attention if its layers call it.
+    """A trace of the model, with our attention if its layers call it; with all of its layers if `whole`.
 
     A transformers model that asks for a mask but has attention code of its own would get none, and silently see the
     future: such a model is captured again with the attention implementation it came with. `images_apart`: images are traced as
@@ -42,17 +56,18 @@ def trace(
     shown = _rehearsed(model, layers, example, form, size, ours)
     for attention in dict.fromkeys((None if shown.without_attention else ours, None)):
         try:
-            graph, twin, batch = _traced(model, layers, example, form, size, attention, images_apart, shown.again)
+            found = _traced(model, layers, example, form, size, attention, images_apart, shown.again, whole)
         except (UnsupportedError, CaptureError):
             if attention is not None:  # biases, a mask that layers index: what our op lacks, the model's own has
                 continue
             raise
+        graph, batch = found.graph, found.batch
         if images_apart and not join_rows(graph, images_of(batch), form.images):
             raise CaptureError(f"{type(model).__name__} does more with the list of its images' features than to join it, so "
                                "that a graph would hold for one number of images: compute with "
                                f"{', '.join(sorted(images_of(batch)))} as one tensor [batch, ...], without a list")
         if attention is None or all_layers_call_attention(graph):
-            return graph, twin, batch, attention
+            return found
     raise AssertionError("the last trace is always returned")
 
 
@@ -75,21 +90,25 @@ def _rehearsed(
 
 def _traced(
     model: nn.Module, layers: tuple[str, ...], example: Mapping[str, Tensor] | None, form: Form, size: tuple[int, int],
-    attention: str | None, images_apart: bool, each_call: bool = False,
-) -> tuple[ModelGraph, nn.Module, dict[str, Tensor]]:
-    """The model's graph, its fake twin and the fake batch. Where layers run more than once, or share weights, each call was
-    traced for itself."""
+    attention: str | None, images_apart: bool, each_call: bool = False, whole: bool = False,
+) -> Traced:
+    """A trace with this attention. Where layers run more than once, or share weights, each call was traced for itself."""
     fakes, twin, batch, options = subject(model, layers, example, form, size, attention)
     if images_apart:
         batch |= traced_apart(batch, fakes)
     stack = find_layers(twin, layers)
     install_recorders(twin, stack)
     each_call = each_call or share_weights(stack)
+    shortened = None
+    if not (each_call or images_apart or whole):
+        with fakes:
+            shortened = shorten(twin, model_arguments(batch, form.images), options, stack)
+        stack = find_layers(twin, layers)
     graph = capture_model_graph(twin, batch, stack, fakes, options, functools.partial(model_arguments, each=form.images),
                                 each_call)
     if not each_call and any(call.visit > 1 for call in layer_calls(graph, twin, stack)):
         return _traced(model, layers, example, form, size, attention, images_apart, each_call=True)
-    return graph, twin, batch
+    return Traced(graph, twin, batch, attention, shortened)
 
 
 def subject(
