@@ -37,7 +37,7 @@ class Arguments:
     [batch, length, ...]; `normaliser`: the number of target tokens to divide by, or None if there are no labels; `kept`:
     of how many last positions logits are, 0 for all; `hidden_states`: whether those of all layers are wanted. `layout`: where
     the tokens of the caller's batch lie, if it was packed: `inputs` are the packed ones then. `useful_tokens`: how many of the
-    caller's tokens are no padding; `refusal`: why the batch was not packed, if it was not."""
+    caller's tokens are not padding; `refusal`: why the batch was not packed, if it was not."""
 
     inputs: dict[str, Tensor]
     normaliser: Tensor | None

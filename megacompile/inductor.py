@@ -45,8 +45,8 @@ class Inductor:
 
     def compile(self, graph: fx.GraphModule, examples: Sequence[Tensor | torch.SymInt]) -> Callable[..., Any]:
         """`graph` as a function of tensors that have the shapes, strides, dtypes and device of `examples`, fakes of one mode
-        with a `ShapeEnv`; a number that is a symbol there stands for any that fulfils what is noted there when the function
-        is made. The function may be called from any thread.
+        with a `ShapeEnv`. A symbol stands for every number that satisfies the guards of the `ShapeEnv` when the function is
+        made. The function may be called from any thread.
 
         Where that fails with what an earlier process left in the cache, it is tried in a new folder, which serves from then
         on. Raises what inductor raises without a cache."""

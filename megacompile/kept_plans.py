@@ -33,7 +33,7 @@ from megacompile.seal import unsealed, with_seal
 MOST_PLANS = 256
 #: Shares by which memory that was found free may differ: the host's rarely decides.
 ALIKE: Mapping[str, float] = {"device": 0.01, "host": 0.125}
-#: Bytes of a file; what is longer is none of ours.
+#: Bytes of a file. A longer one is not a plan.
 _LONGEST = 1 << 22
 
 _count = schema.whole(0, 2**31 - 1)
@@ -68,7 +68,7 @@ def find(question: Mapping[str, Any], free: Mapping[str, int]) -> Plan | None:
 
 
 def _read(path: Path) -> tuple[Plan, dict[str, int]]:
-    """The plan, and what was free. Raises `OSError`, `RecursionError`, and `ValueError` for what is no plan of ours."""
+    """The plan, and what was free. Raises `OSError`, `RecursionError`, and `ValueError` for what is not a plan."""
     with open(open_regular(path, follow_links=False), "rb") as file:
         contents = unsealed(path.name, file.read(_LONGEST))
     if contents is None:
@@ -83,8 +83,8 @@ def _read(path: Path) -> tuple[Plan, dict[str, int]]:
 
 
 def keep(question: Mapping[str, Any], free: Mapping[str, int], plan: Plan) -> None:
-    """Writes the plan for a question. Several processes may do so at the same time: the last one's stays, whole. Where nothing
-    can be written, nothing is."""
+    """Writes the plan for a question. Several processes may do so at the same time: the last file stays. Does nothing where
+    nothing can be written."""
     contents = json.dumps({"plan": dataclasses.asdict(plan), "free": dict(free)}, indent=0).encode()
     with contextlib.suppress(MegacompileError, OSError):
         path = _folder() / _name_of(question)
@@ -112,7 +112,7 @@ def _name_of(question: Mapping[str, Any]) -> str:
 
 @functools.cache
 def source_digest() -> str:
-    """Of all our Python files: any of them may decide which plan is the best."""
+    """A digest of all our Python files. Any of them may decide which plan is the best."""
     import megacompile.passes
     import megacompile.runtime
 

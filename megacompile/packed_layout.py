@@ -25,7 +25,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-#: Of each place of a batch, [rows, length]. NumPy computes with it, on the caller's thread alone: a PyTorch op on so many
+#: A flag for each place of a batch, [rows, length]. NumPy computes with it on the caller's thread: a PyTorch op on so many
 #: elements waits for a team of threads, whose cores the last step's update occupies.
 BoolArray = npt.NDArray[np.bool_]
 

@@ -17,14 +17,14 @@ from megacompile.passes import PIPELINE, TEMPLATE_PIPELINE
 if TYPE_CHECKING:
     from megacompile.planner import Planner
 
-#: Options that change no plan, or that are in a question as what was made of them (graphs, budgets, passes).
+#: Options that change no plan, or whose results are in a question (graphs, budgets, passes).
 ELSEWHERE = frozenset({"device", "device_memory", "locked_memory", "host_memory", "dtype", "compile", "dynamic",
                        "expert_pieces", "passes", "template_passes", "loss", "stall_timeout", "repack", "reference"})
 
 
 def question(planner: Planner, batch: int, length: int, update: str, whole_step: bool) -> dict[str, Any] | None:
-    """Of the search for the plan of a training step, JSON values. None where plans are not kept: where nothing is searched,
-    where code is not kept either (TORCHINDUCTOR_FORCE_DISABLE_CACHES), and with passes of the user's own, which may read
+    """What the search for the plan of a training step depends on, as JSON values. None where plans are not kept: if nothing is
+    searched, if compiled code is not kept (TORCHINDUCTOR_FORCE_DISABLE_CACHES), or with the user's own passes, which may read
     anything."""
     captured, tiling, config, pace = planner.captured, planner.tiling, planner.config, planner.pace
     if (pace is None or not planner.keep_residuals or inductor_config.force_disable_caches

@@ -353,8 +353,8 @@ class Planner(Room):
         return replace(plan, saved_layers=max(0, saved))
 
     def splits(self, output: str) -> bool:
-        """Whether a batch may be cut into micro-batches. A loss that is no sum over tokens cannot be, or is another if it is:
-        the user's choice."""
+        """Whether the planner may split a batch into micro-batches. It may not if the loss is not a sum over tokens: the loss
+        would change, and that is the user's choice (`micro_batch_size`)."""
         whole = not self.captured.has_normaliser or self.captured.is_averaged
         return not self.captured.across_rows and not (output == "loss" and whole)
 

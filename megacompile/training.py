@@ -210,7 +210,7 @@ def _step(model: Any, optimizer: torch.optim.Optimizer, batch: Mapping[str, Tens
 
 
 def _tokens(model: Any, batch: Mapping[str, Tensor]) -> tuple[int, int]:
-    """Of the last step: (tokens without padding, tokens that were computed)."""
+    """Tokens of the last step: those without padding, and those that were computed."""
     if hasattr(model, "megacompile"):
         stats = model.megacompile.stats
         return stats["step_useful_tokens"], stats["step_computed_tokens"]

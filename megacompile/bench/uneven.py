@@ -181,7 +181,7 @@ class Feed:
         return batch
 
     def of_steps(self, counts: Sequence[int]) -> list[int]:
-        """Of each step, what `counts` has of its batches."""
+        """The sum of each step's `counts`, which has a number for each batch."""
         return [sum(counts[at:at + self.accumulated]) for at in range(0, len(counts), self.accumulated)]
 
 
@@ -248,7 +248,7 @@ def through_trainer(given: argparse.Namespace, model: Any, fed: Feed, folder: st
 
 
 def number_tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
-    """Of texts like "17 4": a token for each number; the last three of the vocabulary stand for what is no number."""
+    """A tokenizer of texts like "17 4", with a token for each number. The last three tokens of the vocabulary are special."""
     special = dict(zip(("<unk>", "<eos>", "<pad>"), range(vocabulary - 3, vocabulary), strict=True))
     tokenizer = Tokenizer(models.WordLevel({str(n): n for n in range(vocabulary - 3)} | special, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

@@ -170,8 +170,8 @@ class Padding:
 def collate(rows: Rows, indices: Sequence[int], padding: Padding = Padding()) -> Batch:
     """`{"input_ids", "labels", "attention_mask"}`, int64 [batch, width]: these rows, and further ones of nothing else if
     `padding` asks for them; padded on the right with labels of -100, which changes no loss. Where sequences have several
-    conversations, `position_ids` begin again with each, and with padding, and there is no mask: so models and kernels know them
-    apart."""
+    conversations, there is no mask: `position_ids` begin again with each conversation and with the padding, which keeps them
+    apart in models and kernels."""
     found = [rows.row(index) for index in indices]
     shape = padding.size([tokens.numel() for tokens, _ in found])
     tokens, labels = torch.zeros(shape, dtype=torch.int64), torch.full(shape, IGNORED)

@@ -1,8 +1,8 @@
 """What a model makes of all rows of a batch at once, out of its arguments alone: the largest position, which decides on the
 frequencies of LongRoPE, or the first row of a mask.
 
-Of a micro-batch it would be another value. It is therefore computed of the whole batch on the host, as the number of target
-tokens is, and is an input of the calls that read it.
+A micro-batch would have another value. So the value is computed from the whole batch on the host, like the number of target
+tokens, and is an input of the calls that read it.
 """
 from __future__ import annotations
 

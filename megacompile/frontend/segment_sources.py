@@ -13,8 +13,8 @@ _SEGMENTS = 7  # which argument of the op
 
 
 def calls_blind_to(name: str, calls: Sequence[Call], templates: Mapping[str, Template]) -> list[str]:
-    """The calls of which some attention's segments are not computed from the batch argument `name`. `calls`: all of a model,
-    the prologue first, whose results later ones share."""
+    """The calls with an attention whose segments do not depend on the batch argument `name`. `calls`: all calls of a model. The
+    prologue comes first; later calls share its results."""
     prologue = calls[0]
     results = templates[prologue.template].forward_graph().output_node().args[0]
     assert isinstance(results, Sequence)
@@ -30,13 +30,13 @@ def calls_blind_to(name: str, calls: Sequence[Call], templates: Mapping[str, Tem
 
 
 def _segments(graph: fx.Graph) -> list[object]:
-    """Of each attention in a graph, which sequence each token is of; None where nobody says."""
+    """The segments argument of each attention in a graph: the sequence of each token. None: it has no segments."""
     calls = graph.find_nodes(op="call_function", target=torch.ops.megacompile.attention.default)
     return [call.args[_SEGMENTS] if len(call.args) > _SEGMENTS else None for call in calls]
 
 
 def _sources(call: Call, node: object) -> list[Source]:
-    """Those of the inputs of a call that a value in its graph is computed from."""
+    """The inputs of a call that a value in its graph is computed from."""
     if not isinstance(node, fx.Node):
         return []
     seen, pending = {node}, [node]

@@ -228,7 +228,7 @@ class Template:
 
     @functools.cached_property
     def digest(self) -> str:
-        """Of all that variants and their costs follow from; the same in every process that captures the same."""
+        """A digest of everything that decides variants and their costs. It is the same in every process."""
         lines = [repr((self.inputs, self.has_gradient, self.carried_outputs, self.tokens_at_once, self.share,
                        self.variant_names, self._target, [p.name for p in self._pipeline]))]
         for joint in (self._joint, self._inference):

@@ -18,8 +18,8 @@ from megacompile.under_way import under_way
 
 
 class Validity:
-    """Of one capture: `found` is its trace, of a `model` with these `layers`, for an `example` in a `form`; with images as a
-    number of their own if `images_apart`. State: `unlike`, the traces that turned out to be a form of their own."""
+    """Where one capture holds. `found`: its trace of `model`, with these `layers`, for an `example` in a `form`; `images_apart`:
+    the number of images is a size of its own. State: `unlike`, traces that turned out to be forms of their own."""
 
     def __init__(self, model: nn.Module, layers: tuple[str, ...], example: Mapping[str, Tensor] | None, form: Form,
                  found: Traced, images_apart: bool) -> None:

@@ -164,8 +164,8 @@ def _compile_body(variant: Variant, loop: TokenLoop, batch: int, length: int, co
 
 @dataclass(frozen=True)
 class _Traced:
-    """A graph over its live tensors alone; its examples, fakes of one mode (behind the number of rows, if that is a symbol);
-    which arguments of the variant the tensors are."""
+    """`graph`: reads only live tensors. `examples`: its inputs, fakes of one mode; the number of rows comes first if it is a
+    symbol. `positions`: which arguments of the variant the tensors are."""
 
     graph: fx.GraphModule
     examples: list[Any]
@@ -182,7 +182,7 @@ class _Traced:
 
 def _specialise(variant: fx.GraphModule, reads: Sequence[int], live: Sequence[Tensor | int | torch.SymInt | None],
                 rows: SymbolicRows | None = None) -> _Traced:
-    """The graph over its live tensors alone, with the sizes of this call, `live`, of which the number of rows may be a symbol.
+    """The variant's graph, reading only the live tensors, with the sizes of `live`. The number of `rows` may be a symbol.
 
     A template's symbols mean "at least 2", so that a batch of one must be traced again; and inductor makes better code
     for sizes that it knows."""
