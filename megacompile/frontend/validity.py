@@ -18,7 +18,7 @@ from megacompile.under_way import under_way
 
 
 class Validity:
-    """Where one capture holds. `found`: its trace of `model`, with these `layers`, for an `example` in a `form`; `images_apart`:
+    """Where a capture holds. `found`: its trace of `model`, with `layers`, for an `example` in a `form`; `images_apart`:
     the number of images is a size of its own. State: `unlike`, traces that turned out to be forms of their own."""
 
     def __init__(self, model: nn.Module, layers: tuple[str, ...], example: Mapping[str, Tensor] | None, form: Form,
