@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 from megacompile.api import analyse
 from megacompile.bench import rows
 from megacompile.bench.shapes import SHAPES, config
-from megacompile.config import StreamConfig
 from megacompile.picture import check_matplotlib
+from megacompile.planning.config import StreamConfig
 
 HERE = Path(__file__).parent
 GIB = 2**30

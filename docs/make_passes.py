@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from megacompile.frontend.capture import capture
-from megacompile.lowering import model_program
+from megacompile.ir.lowering import model_program
 from megacompile.passes import PIPELINE, TEMPLATE_PIPELINE
 from megacompile.passes.manager import compile_program
 from megacompile.passes.template import Target

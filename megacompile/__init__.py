@@ -15,16 +15,15 @@ if (_checkout / "pyproject.toml").exists() and (_checkout / "passes").is_dir():
     # wheels have them inside the package already.
     __path__.append(str(_checkout))
 
-__version__ = "0.1.0"
-
 from megacompile.errors import MegacompileError  # noqa: E402  (after the path is complete)
+from megacompile.version import __version__  # noqa: E402, F401  (public)
 
 __all__ = ["AdamW", "CheckpointWriter", "MegacompileError", "explain_capture", "from_pretrained", "latest_checkpoint",
            "layer_stack", "load_checkpoint", "register_layers", "save_checkpoint", "schedule", "stream"]
 
 #: Where each public name comes from. `TYPE_CHECKING` below says the same to type checkers; a test compares the two.
 _MODULE_OF = {
-    "AdamW": "megacompile.optim",
+    "AdamW": "megacompile.streaming.optim",
     "CheckpointWriter": "megacompile.checkpoint",
     "explain_capture": "megacompile.capture_report",
     "from_pretrained": "megacompile.loading",
@@ -43,8 +42,8 @@ if TYPE_CHECKING:
     from megacompile.checkpoint import CheckpointWriter, latest_checkpoint, load_checkpoint, save_checkpoint
     from megacompile.frontend.layers import layer_stack, register_layers
     from megacompile.loading import from_pretrained
-    from megacompile.optim import AdamW
     from megacompile.scheduling import schedule
+    from megacompile.streaming.optim import AdamW
 else:
     def __getattr__(name: str) -> Any:
         """A public name, or a module of the package, when it is first asked for."""

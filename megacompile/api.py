@@ -8,28 +8,28 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from megacompile.config import StreamConfig
-from megacompile.device import compute_device, device_budget
-from megacompile.division import expert_pieces
 from megacompile.errors import MegacompileError, UnsupportedError
 from megacompile.frontend.attention_kernels import fused_kernel
 from megacompile.frontend.capture import CapturedModel, capture
 from megacompile.frontend.layers import Layers
-from megacompile.handle import Handle
-from megacompile.host_needs import check_host_first
-from megacompile.lease import refuse_hooks
-from megacompile.locked import spend_locked_memory
-from megacompile.owners import check_unclaimed, claim
 from megacompile.passes.template import Target
+from megacompile.planning.config import StreamConfig
+from megacompile.planning.device import compute_device, device_budget
+from megacompile.planning.expert_split import expert_pieces
+from megacompile.planning.host_needs import check_host_first
+from megacompile.planning.pinned_memory import spend_locked_memory
 from megacompile.runtime.cuda import CudaBackend
 from megacompile.runtime.lanes import Backend
 from megacompile.runtime.store import Store, available_host_bytes
 from megacompile.runtime.threads import ThreadBackend
 from megacompile.sizes import parse_bytes
-from megacompile.streamed import Streamed
-from megacompile.streamed_module import streamed_class
-from megacompile.tiling import Tiling, build_store, check_device_memory, check_host_memory
-from megacompile.under_way import under_way
+from megacompile.streaming.handle import Handle
+from megacompile.streaming.lease import refuse_hooks
+from megacompile.streaming.owners import check_unclaimed, claim
+from megacompile.streaming.streamed import Streamed
+from megacompile.streaming.streamed_module import streamed_class
+from megacompile.system.under_way import under_way
+from megacompile.weights.tiling import Tiling, build_store, check_device_memory, check_host_memory
 
 M = TypeVar("M", bound=nn.Module)
 

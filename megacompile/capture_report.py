@@ -9,18 +9,18 @@ from tabulate import tabulate
 from torch import Tensor, nn
 
 from megacompile.api import analyse, check_module
-from megacompile.batch import batch_types
-from megacompile.config import StreamConfig
-from megacompile.device import compute_device, device_budget, free_device_bytes
 from megacompile.frontend.adapters import forward_signature
 from megacompile.frontend.attention_kernels import fused_kernel
 from megacompile.frontend.capture import CapturedModel
 from megacompile.frontend.layers import Layers, stack_candidates
 from megacompile.frontend.template import Call, Template
-from megacompile.repacking import obstacle
+from megacompile.inputs.batch import batch_types
+from megacompile.inputs.repacking import obstacle
+from megacompile.planning.config import StreamConfig
+from megacompile.planning.device import compute_device, device_budget, free_device_bytes
 from megacompile.sizes import format_bytes
-from megacompile.streamed_module import StreamedModule
-from megacompile.tiling import Tiling
+from megacompile.streaming.streamed_module import StreamedModule
+from megacompile.weights.tiling import Tiling
 
 
 def explain_capture(model: nn.Module, *, layers: Layers | None = None, example: Mapping[str, Tensor] | None = None,

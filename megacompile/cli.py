@@ -16,13 +16,13 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from megacompile import __version__
 from megacompile.errors import ArgumentError, MegacompileError
 from megacompile.finetuning.refused import spelled
 from megacompile.finetuning.settings import Settings, read_defaults
 from megacompile.limits import check_number
-from megacompile.lora import Lora
-from megacompile.options import Device, Knobs, Model, Planning, with_options
+from megacompile.tools.lora import Lora
+from megacompile.tools.options import Device, Knobs, Model, Planning, with_options
+from megacompile.version import __version__
 
 EXIT_FAILED = 1
 EXIT_ARGUMENT = 2
@@ -186,9 +186,9 @@ def verify(
     """Prove a program safe, or show where it is not: exit code 0 or 1. Runs nothing, and needs no model."""
     from tabulate import tabulate
 
-    from megacompile.reading import source_text
-    from megacompile.text import parse
-    from megacompile.verify import judge
+    from megacompile.ir.text import parse
+    from megacompile.system.reading import source_text
+    from megacompile.verify.verifier import judge
     piped = str(program_file) == "-"
     named = "standard input" if piped else program_file
     if not piped and (not program_file.exists() or program_file.is_dir()):
@@ -231,9 +231,9 @@ def calibrate(
     """Measure this machine's rates, once, for plan.
 
     Takes a minute or two, longer where something else runs, which would spoil the measurement: nothing should."""
-    from megacompile.calibrate import measure
-    from megacompile.hardware import cache_path
-    from megacompile.progress import Progress
+    from megacompile.predict.hardware import cache_path
+    from megacompile.system.progress import Progress
+    from megacompile.tools.calibrate import measure
     with Progress() as say:
         found = measure(device, scale, say)
     path = output or cache_path(device)
@@ -245,8 +245,8 @@ def calibrate(
 @_command()
 def doctor() -> None:
     """Say what this machine has of what training needs, and what to do about the rest; exit code 1 if nothing can train."""
-    from megacompile.doctor import devices, examine, report
-    from megacompile.progress import Progress
+    from megacompile.system.progress import Progress
+    from megacompile.tools.doctor import devices, examine, report
     with Progress() as say:
         findings = examine(say)
     print(report(findings))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megacompile.errors import ArgumentError, MegacompileError
 from megacompile.loading import HUB_ID
-from megacompile.regular_files import read_regular, refuse_irregular
+from megacompile.system.regular_files import read_regular, refuse_irregular
 
 _BYTE_VALUES = 256
 #: How compressed files begin. None of them is UTF-8 to its end.

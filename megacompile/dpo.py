@@ -8,9 +8,9 @@ import trl
 from trl.trainer import dpo_trainer
 
 from megacompile import trainer
-from megacompile.fused_head import refuse_copied_adapter, refuse_dropout, refuse_moving_reference, streamed_heads
-from megacompile.named_models import loader
-from megacompile.reference_model import loaded_as
+from megacompile.trainers.fused_head import refuse_copied_adapter, refuse_dropout, refuse_moving_reference, streamed_heads
+from megacompile.trainers.named_models import loader
+from megacompile.trainers.reference_model import loaded_as
 
 
 class DPOTrainer(trainer.Trainer, trl.DPOTrainer):

@@ -19,10 +19,10 @@ from typing import Any, TypeVar
 from tabulate import tabulate
 from torch import Tensor, fx
 
-from megacompile import folding, listing, text
 from megacompile.errors import ArgumentError
 from megacompile.frontend.template import Template
-from megacompile.program import Access, Program, accesses, argument, lane_of, nodes, op_of, operands
+from megacompile.ir import folding, listing, text
+from megacompile.ir.program import Access, Program, accesses, argument, lane_of, nodes, op_of, operands
 
 #: The nodes that are shown of each section, in program order.
 Shown = Mapping[str, Sequence[fx.Node]]

@@ -14,17 +14,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from megacompile.adapters import put_adapter, replace_parameters
 from megacompile.api import attach, stream
-from megacompile.config import StreamConfig
 from megacompile.errors import ArgumentError, CheckpointError, UnsupportedError
-from megacompile.filling import fill
 from megacompile.frontend.layers import Layers
-from megacompile.matching import Match, match
-from megacompile.regular_files import refuse_irregular
+from megacompile.planning.config import StreamConfig
 from megacompile.sizes import format_bytes
-from megacompile.tiling import require_host_memory
-from megacompile.weight_files import (
+from megacompile.system.regular_files import refuse_irregular
+from megacompile.weights.empty_models import put_adapter, replace_parameters
+from megacompile.weights.filling import fill
+from megacompile.weights.matching import Match, match
+from megacompile.weights.tiling import require_host_memory
+from megacompile.weights.weight_files import (
     CONFIG_FILE,
     DTYPES,
     FILE_PATTERNS,

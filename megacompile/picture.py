@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from megacompile.errors import ArgumentError, MegacompileError
-from megacompile.program import Lane, argument
-from megacompile.simulate import Item, Timeline
+from megacompile.ir.program import Lane, argument
+from megacompile.predict.simulate import Item, Timeline
 from megacompile.timeline import KINDS, LANES, kind_of
 
 COLOURS = {

@@ -10,31 +10,31 @@ import torch
 from torch import Tensor, nn
 
 from megacompile.api import analyse, check_module
-from megacompile.config import StreamConfig
-from megacompile.device import compute_device, device_budget, free_device_bytes
-from megacompile.durations import Durations
 from megacompile.errors import MegacompileError, UnsupportedError
-from megacompile.explain import Outlook, outlook
 from megacompile.frontend.attention_kernels import fused_kernel
 from megacompile.frontend.capture import CapturedModel
 from megacompile.frontend.layers import Layers, find_layers
 from megacompile.frontend.template import Template
-from megacompile.hardware import Hardware
-from megacompile.host_needs import check_host_first, host_too_small
+from megacompile.ir.lowering import model_program
+from megacompile.ir.plan import UPDATES, Plan
+from megacompile.ir.program import Program
 from megacompile.limits import check_whole
-from megacompile.lowering import model_program
-from megacompile.pace import pace_of
 from megacompile.passes.manager import compile_program
-from megacompile.plan import UPDATES, Plan
-from megacompile.planner import Planner
-from megacompile.program import Program
-from megacompile.room import margins
+from megacompile.planning.config import StreamConfig
+from megacompile.planning.device import compute_device, device_budget, free_device_bytes
+from megacompile.planning.explain import Outlook, outlook
+from megacompile.planning.host_needs import check_host_first, host_too_small
+from megacompile.planning.memory_budget import margins
+from megacompile.planning.planner import Planner
+from megacompile.planning.step_time import pace_of
+from megacompile.predict.durations import Durations
+from megacompile.predict.hardware import Hardware
+from megacompile.predict.simulate import Timeline
 from megacompile.runtime.store import available_host_bytes
-from megacompile.shapes import planned_and_not_taken
-from megacompile.simulate import Timeline
 from megacompile.sizes import parse_bytes
-from megacompile.tiling import HOST_MARGIN_BYTES, Tiling
-from megacompile.under_way import under_way
+from megacompile.streaming.shapes import planned_and_not_taken
+from megacompile.system.under_way import under_way
+from megacompile.weights.tiling import HOST_MARGIN_BYTES, Tiling
 
 
 @dataclass(frozen=True)

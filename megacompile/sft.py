@@ -10,12 +10,12 @@ from torch import Tensor
 from trl.trainer import sft_trainer
 
 from megacompile import trainer
-from megacompile.adapters import add_adapter
 from megacompile.errors import UnsupportedError
-from megacompile.fused_head import streamed_heads
-from megacompile.named_models import load_named
-from megacompile.reference_model import loaded_as
-from megacompile.trainer_arguments import check_model
+from megacompile.trainers.adapters import add_adapter
+from megacompile.trainers.fused_head import streamed_heads
+from megacompile.trainers.named_models import load_named
+from megacompile.trainers.reference_model import loaded_as
+from megacompile.trainers.trainer_arguments import check_model
 
 
 class SFTTrainer(trainer.Trainer, trl.SFTTrainer):

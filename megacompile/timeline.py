@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from megacompile.errors import ArgumentError
-from megacompile.listing import describe
-from megacompile.program import Lane, op_of, place_of
-from megacompile.simulate import Item, Timeline
+from megacompile.ir.listing import describe
+from megacompile.ir.program import Lane, op_of, place_of
+from megacompile.predict.simulate import Item, Timeline
 
 #: The lanes from top to bottom, as weights go there and gradients come back.
 LANES = (Lane.PACK, Lane.H2D, Lane.COMPUTE, Lane.D2H, Lane.CPU)

@@ -21,11 +21,11 @@ from torch import Tensor
 from megacompile.checkpoint import load_checkpoint, save_checkpoint
 from megacompile.errors import MegacompileError
 from megacompile.frontend.capture import CapturedModel
-from megacompile.joining import join
-from megacompile.optim import AdamW
-from megacompile.streamed_module import StreamedModule
-from megacompile.token_counts import TokenRate
-from megacompile.trainer_arguments import check_arguments, check_model, refuse_other_forwards
+from megacompile.inputs.batch_concat import join
+from megacompile.inputs.token_counts import TokenRate
+from megacompile.streaming.optim import AdamW
+from megacompile.streaming.streamed_module import StreamedModule
+from megacompile.trainers.trainer_arguments import check_arguments, check_model, refuse_other_forwards
 
 #: The folder of the training state in one of Trainer's checkpoints.
 STATE = "megacompile"

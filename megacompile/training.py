@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megacompile.decay import Decay
 from megacompile.errors import ArgumentError, MegacompileError
+from megacompile.inputs.repacking import Wanted, present_tokens
 from megacompile.losses import IGNORED
-from megacompile.regular_files import refuse_irregular
-from megacompile.repacking import Wanted, present_tokens
+from megacompile.system.regular_files import refuse_irregular
+from megacompile.tools.decay import Decay
 
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _WEIGHT_FILES = ("*.safetensors", "*.bin")
@@ -40,7 +40,7 @@ def load_model(source: str | Path, *, dtype: torch.dtype | None = None, meta: bo
     from transformers import AutoConfig, AutoModelForCausalLM  # seconds to import; only what needs a model pays
 
     from megacompile.loading import parameters_on_meta
-    from megacompile.random_weights import fill_randomly
+    from megacompile.weights.random_weights import fill_randomly
 
     name, source = str(source), Path(source)
     remote = not source.exists()

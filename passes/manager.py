@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from megacompile.errors import MegacompileError, ProgramError
-from megacompile.listing import op_counts
-from megacompile.plan import Plan
-from megacompile.program import Program, reached
-from megacompile.verify import verify
+from megacompile.ir.listing import op_counts
+from megacompile.ir.plan import Plan
+from megacompile.ir.program import Program, reached
+from megacompile.verify.verifier import verify
 
 
 class Pass(Protocol):

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Protocol, TypeVar
 
 from megacompile.errors import MegacompileError
-from megacompile.program import STAGES
+from megacompile.ir.program import STAGES
 
 LEVELS = ("model", "variant")
 

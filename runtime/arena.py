@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from megacompile.errors import InsufficientMemoryError
-from megacompile.program import SLOT_KINDS, Slot, slot_family
+from megacompile.ir.program import SLOT_KINDS, Slot, slot_family
 from megacompile.sizes import format_bytes
-from megacompile.under_way import at, under_way
+from megacompile.system.under_way import at, under_way
 
 from .lanes import Backend
 from .store import TileLayout, available_host_bytes, host_memory

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from megacompile.errors import InsufficientMemoryError
-from megacompile.program import Slot
+from megacompile.ir.program import Slot
 from megacompile.sizes import format_bytes
-from megacompile.under_way import under_way
+from megacompile.system.under_way import under_way
 
 from .lanes import Backend
 from .store import available_host_bytes, host_memory

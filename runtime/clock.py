@@ -5,7 +5,7 @@ import time
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from megacompile.program import Lane
+from megacompile.ir.program import Lane
 
 
 class Clock(Protocol):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megacompile.errors import DeviceUnavailableError, InsufficientMemoryError, LaneError
-from megacompile.program import Lane
+from megacompile.ir.program import Lane
 
 from . import device_adam
 from .adam import AdamSegment

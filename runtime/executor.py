@@ -20,8 +20,8 @@ from typing import Any, Generic, TypeVar
 from torch import fx
 
 from megacompile.errors import LaneError, StallError
-from megacompile.listing import excerpt
-from megacompile.program import Access, Lane, argument, lane_of, nodes, op_of, operands
+from megacompile.ir.listing import excerpt
+from megacompile.ir.program import Access, Lane, argument, lane_of, nodes, op_of, operands
 
 from .lanes import Backend
 from .operations import OPERATIONS, Frame

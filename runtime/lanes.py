@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from megacompile.program import Lane
+from megacompile.ir.program import Lane
 
 from .adam import AdamSegment
 from .clock import Clock

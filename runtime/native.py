@@ -19,9 +19,9 @@ import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from megacompile.cache import CacheError, cache_directory
+from megacompile.codegen.cache import CacheError, cache_directory
+from megacompile.codegen.seal import is_sealed_library, seal_library
 from megacompile.runtime.control_groups import cores
-from megacompile.seal import is_sealed_library, seal_library
 
 SOURCE = Path(__file__).parent / "csrc" / "adam.cpp"
 HEADER = SOURCE.with_name("adamw.h")

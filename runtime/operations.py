@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from megacompile.program import Lane, argument, op_of, operands
+from megacompile.ir.program import Lane, argument, op_of, operands
 
 from . import adam as host
 from .arena import Accumulators, Arena, Gradients, State, Weights

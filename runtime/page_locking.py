@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from torch import Tensor
 
 from megacompile.sizes import format_bytes
-from megacompile.under_way import at, under_way
+from megacompile.system.under_way import at, under_way
 
 from .lanes import Backend
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
-from megacompile.program import Lane, lane_of, op_of, operands
+from megacompile.ir.program import Lane, lane_of, op_of, operands
 
 from .clock import Clock
 

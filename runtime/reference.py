@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from megacompile.errors import LaneError
-from megacompile.program import Lane, argument, lane_of, nodes, op_of, operands
+from megacompile.ir.program import Lane, argument, lane_of, nodes, op_of, operands
 
 from .lanes import Backend
 from .operations import OPERATIONS, Frame

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megacompile.program import Lane
+from megacompile.ir.program import Lane
 
 from . import adam as host
 from .clock import Clock, HostClock

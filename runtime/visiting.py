@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from megacompile.program import Lane
+from megacompile.ir.program import Lane
 
 from .adam import AdamSegment
 from .lanes import Backend

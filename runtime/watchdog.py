@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from torch import fx
 
 from megacompile.errors import StallError
-from megacompile.program import Lane, lane_of, op_of, operands
-from megacompile.text import print_node
+from megacompile.ir.program import Lane, lane_of, op_of, operands
+from megacompile.ir.text import print_node
 
 if TYPE_CHECKING:
     from .executor import Run

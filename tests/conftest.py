@@ -19,13 +19,15 @@ os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 import torch
 from torch import nn
 
-from megacompile import api, planner, shapes
+from megacompile import api
 from megacompile.frontend.capture import CapturedModel
-from megacompile.lowering import model_program
+from megacompile.ir.lowering import model_program
+from megacompile.ir.plan import Plan
+from megacompile.ir.program import CallSpec, Program, Tile
 from megacompile.passes import PIPELINE
 from megacompile.passes.manager import Compiled, compile_program
-from megacompile.plan import Plan
-from megacompile.program import CallSpec, Program, Tile
+from megacompile.planning import planner
+from megacompile.streaming import shapes
 
 LAYER_BYTES, BORDER_BYTES, OUTPUT_BYTES = 2048, 8192, 512
 

@@ -25,8 +25,8 @@ from torch import Tensor
 from megacompile.bench import clocks
 from megacompile.bench.shapes import SHAPES, active_parameters, attention_flops, layers_that_fit
 from megacompile.errors import MegacompileError, named_line
-from megacompile.hardware import device_name
-from megacompile.regular_files import read_regular
+from megacompile.predict.hardware import device_name
+from megacompile.system.regular_files import read_regular
 
 Row = dict[str, Any]
 Measure = Callable[[argparse.Namespace], Row]

@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from megacompile.loading import parameters_on_meta
 from megacompile.runtime.store import available_host_bytes
-from megacompile.tiling import HOST_MARGIN_BYTES
+from megacompile.weights.tiling import HOST_MARGIN_BYTES
 
 #: Fields of a config of transformers, Qwen2's unless it names another `model_type`.
 SHAPES: dict[str, dict[str, Any]] = {

@@ -29,12 +29,12 @@ from megacompile import picture
 from megacompile.bench import rows
 from megacompile.bench.shapes import random_model
 from megacompile.errors import MegacompileError
-from megacompile.hardware import Hardware, device_name
-from megacompile.plan import RESIDUALS
-from megacompile.program import OPS, Lane, Op
+from megacompile.ir.plan import RESIDUALS
+from megacompile.ir.program import OPS, Lane, Op
+from megacompile.predict.hardware import Hardware, device_name
+from megacompile.predict.simulate import Timeline
 from megacompile.runtime.lanes import Backend
 from megacompile.runtime.operations import OPERATIONS
-from megacompile.simulate import Timeline
 from megacompile.timeline import save_trace
 
 #: Their operations are copies, and make values that compute reads.

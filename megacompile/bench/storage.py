@@ -26,7 +26,7 @@ from megacompile.bench import rows
 from megacompile.bench.shapes import random_model
 from megacompile.bench.step import gib, resident_bytes
 from megacompile.checkpoint.writer import CheckpointWriter
-from megacompile.filling import READERS
+from megacompile.weights.filling import READERS
 
 _CHUNK_BYTES = 16 << 20
 

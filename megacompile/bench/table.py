@@ -18,7 +18,7 @@ from tabulate import tabulate
 
 from megacompile.bench import rows
 from megacompile.bench.tables import TABLES, Spec, Table
-from megacompile.plan import kept_residuals
+from megacompile.ir.plan import kept_residuals
 
 Cell = Callable[["Measured"], str]
 

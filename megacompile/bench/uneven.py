@@ -41,10 +41,10 @@ from megacompile.errors import MegacompileError
 from megacompile.finetuning.reports import LOG, read_log
 from megacompile.finetuning.run import run
 from megacompile.finetuning.settings import Settings
-from megacompile.lora import Lora
+from megacompile.inputs.packed_layout import LENGTH
 from megacompile.losses import IGNORED
-from megacompile.options import Knobs
-from megacompile.packed_layout import LENGTH
+from megacompile.tools.lora import Lora
+from megacompile.tools.options import Knobs
 
 
 @dataclass(frozen=True)

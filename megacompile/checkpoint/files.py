@@ -23,7 +23,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from megacompile.errors import CheckpointError
-from megacompile.regular_files import open_regular
+from megacompile.system.regular_files import open_regular
 
 #: A checkpoint names its files like this and no other way: no path in it can lead anywhere else.
 TENSOR_FILE = re.compile(r"tensors-\d{5,}\.safetensors")

@@ -15,10 +15,10 @@ import re
 import shutil
 from pathlib import Path
 
-from megacompile.atomic_files import sync_folder
 from megacompile.checkpoint.manifest import Manifest
 from megacompile.errors import CheckpointError
-from megacompile.working_folders import WorkingFolder, abandoned, unused
+from megacompile.system.atomic_files import sync_folder
+from megacompile.system.working_folders import WorkingFolder, abandoned, unused
 
 _NAME = re.compile(r"(\d{6,})-step-(\d+)")
 _INCOMPLETE = ".incomplete-"

@@ -17,7 +17,7 @@ import torch
 from megacompile import schema
 from megacompile.checkpoint.files import DTYPES, TENSOR_FILE, Entry, Written, write_file
 from megacompile.errors import CheckpointError
-from megacompile.regular_files import read_regular
+from megacompile.system.regular_files import read_regular
 
 NAME = "manifest.json"
 FORMAT, VERSION = "megacompile checkpoint", 1

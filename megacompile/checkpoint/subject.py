@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from megacompile.checkpoint.files import DTYPES
 from megacompile.checkpoint.values import encode
 from megacompile.errors import MegacompileError, UnsupportedError
-from megacompile.optim import AdamW
-from megacompile.program import argument, nodes, op_of
-from megacompile.streamed import Streamed
+from megacompile.ir.program import argument, nodes, op_of
+from megacompile.streaming.optim import AdamW
+from megacompile.streaming.streamed import Streamed
 
 
 class Subject:

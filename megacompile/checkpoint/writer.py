@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import torch
 
-import megacompile
 from megacompile.checkpoint.files import Entry, Written, header, write_file
 from megacompile.checkpoint.folders import Incomplete
 from megacompile.checkpoint.manifest import MOMENTS, Manifest, Saved
@@ -29,6 +28,7 @@ from megacompile.errors import CheckpointError, MegacompileError
 from megacompile.runtime.snapshot import Piece, Snapshot, TouchedError, pieces
 from megacompile.runtime.store import available_host_bytes
 from megacompile.sizes import parse_bytes
+from megacompile.version import __version__
 
 #: What is read and written at a time.
 _CHUNK_BYTES = 16 << 20
@@ -143,7 +143,7 @@ class _Save:
             groups=[names for _, names in groups],
             options=[encode(options, "an option") for options, _ in groups], scheduler=subject.scheduler_state(),
             random=encode(capture(streamed.backend.device), "random"), extra=encode(extra, "extra"),
-            made_with=dict(megacompile=megacompile.__version__, torch=torch.__version__))
+            made_with=dict(megacompile=__version__, torch=torch.__version__))
         self.store = streamed.store
         self.tiles = self.store.tiles
         self.tensors: dict[str, Saved] = {}

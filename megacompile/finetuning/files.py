@@ -15,7 +15,7 @@ from megacompile.errors import ArgumentError, MegacompileError
 from megacompile.finetuning import strict_json
 from megacompile.finetuning.formats import Row
 from megacompile.finetuning.strict_json import utf8
-from megacompile.regular_files import open_regular, refuse_irregular
+from megacompile.system.regular_files import open_regular, refuse_irregular
 
 #: Of a CSV file; Python's own limit is 128 KiB.
 _LARGEST_FIELD = 1 << 30

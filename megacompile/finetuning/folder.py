@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megacompile.errors import ArgumentError, MegacompileError
-from megacompile.linux import fcntl
+from megacompile.system.linux import fcntl
 
 
 def check_writable(folder: Path) -> None:

@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from megacompile.sizes import format_bytes
+from megacompile.system.under_way import shown_by
 from megacompile.training import Step
-from megacompile.under_way import shown_by
 
 #: Losses that the running mean is of, and steps that the time left is estimated from.
 WINDOW = 100

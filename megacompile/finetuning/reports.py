@@ -8,11 +8,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from megacompile.atomic_files import replace_file
 from megacompile.errors import MegacompileError
 from megacompile.finetuning.progress import Entry
 from megacompile.finetuning.trackers import Trackers
-from megacompile.regular_files import read_regular
+from megacompile.system.atomic_files import replace_file
+from megacompile.system.regular_files import read_regular
 
 LOG, CURVE = "log.jsonl", "loss.svg"
 

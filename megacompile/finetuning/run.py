@@ -13,9 +13,7 @@ import yaml
 from rich.console import Console
 
 import megacompile
-from megacompile import packed_layout, schema, training
-from megacompile.adapters import put_adapter
-from megacompile.atomic_files import replace_file
+from megacompile import schema, training
 from megacompile.checkpoint import latest_checkpoint
 from megacompile.checkpoint.loading import read_extra
 from megacompile.corpus import PretrainedTokenizer, load_tokenizer
@@ -23,15 +21,18 @@ from megacompile.errors import ArgumentError, CheckpointError, MegacompileError
 from megacompile.finetuning.data import check_sources, read
 from megacompile.finetuning.folder import check_writable, held, made
 from megacompile.finetuning.progress import WINDOW, Course, Entry, OneStepLate, ProgressDisplay
-from megacompile.finetuning.recipe import Kind, Recipe, block
 from megacompile.finetuning.reports import LOG, Reports, draw_curve, read_log
 from megacompile.finetuning.rows import Order, Padding, Rows, collate, in_turn, padded_length, split
 from megacompile.finetuning.saves import CHECKPOINTS, Saves
 from megacompile.finetuning.settings import Settings
 from megacompile.finetuning.trackers import started
-from megacompile.lora import Lora
-from megacompile.options import Knobs
-from megacompile.saving import recover, replacing
+from megacompile.inputs import packed_layout
+from megacompile.system.atomic_files import replace_file
+from megacompile.tools.lora import Lora
+from megacompile.tools.options import Knobs
+from megacompile.tools.recipe import Kind, Recipe, block
+from megacompile.weights.empty_models import put_adapter
+from megacompile.weights.saving import recover, replacing
 
 #: In the folder of a run, beside checkpoints and reports.
 MODEL, SETTINGS = "model", "settings.yaml"

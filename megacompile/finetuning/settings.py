@@ -10,14 +10,14 @@ from typing import Annotated, Any
 import typer
 import yaml
 
-from megacompile.decay import Decay
 from megacompile.errors import ArgumentError
 from megacompile.finetuning.formats import Format
-from megacompile.finetuning.recipe import default_length, default_words
 from megacompile.finetuning.refused import REFUSED, key_of
 from megacompile.finetuning.trackers import Tracker, check_trackers
 from megacompile.limits import LARGEST
-from megacompile.options import DType, ModelDType
+from megacompile.tools.decay import Decay
+from megacompile.tools.options import DType, ModelDType
+from megacompile.tools.recipe import default_length, default_words
 
 _DATA = "Data"
 _LEARNING = "Learning"

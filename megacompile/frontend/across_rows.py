@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from megacompile.frontend.layer_calls import source_line
 from megacompile.frontend.split import Section
 from megacompile.frontend.template import Template
-from megacompile.tokenwise import MIXING, REDUCING, Layout, is_gemm, packet, tensors
+from megacompile.ir.tokenwise import MIXING, REDUCING, Layout, is_gemm, packet, tensors
 
 aten = torch.ops.aten
 

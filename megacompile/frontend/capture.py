@@ -53,8 +53,8 @@ from megacompile.frontend.trace import Traced, our_attention, subject, trace
 from megacompile.frontend.tracing import TRACING_ERRORS
 from megacompile.frontend.twin import CAPTURE_SHAPE, fake_twin, is_transformers_model
 from megacompile.frontend.validity import Validity, recording
-from megacompile.plan import PLAIN, Form
-from megacompile.under_way import at, under_way
+from megacompile.ir.plan import PLAIN, Form
+from megacompile.system.under_way import at, under_way
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,8 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from megacompile.inductor import Inductor
-from megacompile.token_loop import accumulate_product
+from megacompile.codegen.inductor import Inductor
+from megacompile.ir.token_loop import accumulate_product
 
 
 def _linear_cross_entropy(

@@ -29,7 +29,7 @@ from torch import Tensor, fx
 from megacompile.errors import CaptureError, MegacompileError
 from megacompile.frontend.graph_text import lines_of
 from megacompile.frontend.joint import JointGraph, base_of, cut_graph, replace_unit_tangent, retarget, tolerate_strides
-from megacompile.token_loop import token_loops
+from megacompile.ir.token_loop import token_loops
 
 BATCH, LENGTH = sympy.symbols("B T", integer=True, positive=True)
 #: Variants that can run a chunk of tokens at a time; others keep, or begin with, residuals of all tokens.

@@ -24,7 +24,7 @@ from megacompile.frontend.model_graph import ModelGraph
 from megacompile.frontend.split import Section, needs_gradient
 from megacompile.frontend.template import Source
 from megacompile.frontend.tracing import TRACING_ERRORS
-from megacompile.tokenwise import across_tokens
+from megacompile.ir.tokenwise import across_tokens
 
 #: Tokens of which logits exist at a time. (As of the fused loss.)
 CHUNK_TOKENS = 2048

@@ -23,7 +23,7 @@ from megacompile.frontend.recorders import install_recorders
 from megacompile.frontend.rehearsal import Rehearsal, rehearse
 from megacompile.frontend.rows import images_of, join_rows, traced_apart
 from megacompile.frontend.twin import CAPTURE_SHAPE, fake_batch, fake_twin, is_transformers_model
-from megacompile.plan import Form
+from megacompile.ir.plan import Form
 
 
 class Traced(NamedTuple):

@@ -13,8 +13,8 @@ from megacompile.frontend.modes import Said, alike, operations, torch_calls
 from megacompile.frontend.patches import model_arguments
 from megacompile.frontend.trace import Traced, subject, trace
 from megacompile.frontend.twin import CAPTURE_SHAPE
-from megacompile.plan import Form
-from megacompile.under_way import under_way
+from megacompile.ir.plan import Form
+from megacompile.system.under_way import under_way
 
 
 class Validity:

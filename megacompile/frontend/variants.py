@@ -21,12 +21,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from megacompile.codegen.inductor import Inductor
 from megacompile.errors import CompilationError, MegacompileError, UnsupportedError, named_line
 from megacompile.frontend.joint import tolerate_strides
 from megacompile.frontend.symbolic_rows import CodeForAnyRows, Runnable, SymbolicRows
 from megacompile.frontend.template import BATCH, Variant
-from megacompile.inductor import Inductor
-from megacompile.token_loop import TokenLoop, token_loops
+from megacompile.ir.token_loop import TokenLoop, token_loops
 
 _UNCOMPILED = "stream(model, compile=False) runs it op by op"
 

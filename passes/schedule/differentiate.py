@@ -22,8 +22,8 @@ from typing import Any
 
 from torch import fx
 
-from megacompile.plan import Plan
-from megacompile.program import (
+from megacompile.ir.plan import Plan
+from megacompile.ir.program import (
     Builder,
     CallSpec,
     Program,

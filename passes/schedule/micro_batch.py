@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from torch import fx
 
-from megacompile.plan import Plan
-from megacompile.program import Builder, Program, argument, nodes, op_of
+from megacompile.ir.plan import Plan
+from megacompile.ir.program import Builder, Program, argument, nodes, op_of
 
 name, requires, provides = "micro_batch", "model", "micro_batch"
 

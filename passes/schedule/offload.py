@@ -20,8 +20,8 @@ from __future__ import annotations
 
 from torch import fx
 
-from megacompile.plan import Plan
-from megacompile.program import Builder, Program, argument, copy_section, find, nodes, operands
+from megacompile.ir.plan import Plan
+from megacompile.ir.program import Builder, Program, argument, copy_section, find, nodes, operands
 
 name, requires, provides = "offload", "prefetch", "offload"
 

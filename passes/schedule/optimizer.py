@@ -34,8 +34,8 @@ from collections.abc import Callable
 
 from torch import fx
 
-from megacompile.plan import Plan
-from megacompile.program import OPS, Builder, Program, argument, copy_section, find
+from megacompile.ir.plan import Plan
+from megacompile.ir.program import OPS, Builder, Program, argument, copy_section, find
 
 name, requires, provides = "optimizer", "offload", "optimizer"
 

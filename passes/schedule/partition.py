@@ -19,8 +19,8 @@ from typing import Any
 
 from torch import fx
 
-from megacompile.plan import Plan
-from megacompile.program import Builder, Program, argument, differentiated, gives_outputs, op_of, rebuild
+from megacompile.ir.plan import Plan
+from megacompile.ir.program import Builder, Program, argument, differentiated, gives_outputs, op_of, rebuild
 
 name, requires, provides = "partition", "micro_batch", "partition"
 

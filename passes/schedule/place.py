@@ -16,8 +16,8 @@ from collections import defaultdict
 
 from torch import fx
 
-from megacompile.plan import Plan
-from megacompile.program import (
+from megacompile.ir.plan import Plan
+from megacompile.ir.program import (
     Builder,
     Program,
     Slot,

@@ -27,8 +27,8 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from megacompile.errors import MegacompileError
-from megacompile.plan import Plan
-from megacompile.program import Builder, Program, argument, copy_section, differentiated, nodes, op_of, operands, slot_ranks
+from megacompile.ir.plan import Plan
+from megacompile.ir.program import Builder, Program, argument, copy_section, differentiated, nodes, op_of, operands, slot_ranks
 
 name, requires, provides = "prefetch", "differentiate", "prefetch"
 

@@ -20,8 +20,8 @@ from typing import Any
 
 from torch import fx
 
-from megacompile.plan import Plan
-from megacompile.program import (
+from megacompile.ir.plan import Plan
+from megacompile.ir.program import (
     Access,
     Builder,
     Lane,

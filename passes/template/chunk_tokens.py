@@ -19,10 +19,10 @@ import sympy
 import torch
 from torch import Tensor, fx
 
+from megacompile.ir.token_loop import TokenLoop, Tokens, Total, total_dtype
+from megacompile.ir.tokenwise import TAKING_SIZES, Layout, is_size, is_view, packet, tensors
 from megacompile.passes.template import Target
 from megacompile.passes.template.stretches import Stretches
-from megacompile.token_loop import TokenLoop, Tokens, Total, total_dtype
-from megacompile.tokenwise import TAKING_SIZES, Layout, is_size, is_view, packet, tensors
 
 name = "chunk_tokens"
 level = "variant"

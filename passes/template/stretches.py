@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from megacompile.tokenwise import SUM, TOKENWISE, Layout, is_gemm, is_size, role, tensors
+from megacompile.ir.tokenwise import SUM, TOKENWISE, Layout, is_gemm, is_size, role, tensors
 
 
 class Stretches:

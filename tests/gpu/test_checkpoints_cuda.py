@@ -8,8 +8,8 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 import megacompile
-from megacompile.program import Lane
-from megacompile.room import MARGIN_BYTES
+from megacompile.ir.program import Lane
+from megacompile.planning.memory_budget import MARGIN_BYTES
 
 pytestmark = pytest.mark.gpu
 LENGTH, LAYERS = 8192, 12

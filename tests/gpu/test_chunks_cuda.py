@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 import megacompile
-from megacompile.room import MARGIN_BYTES
+from megacompile.planning.memory_budget import MARGIN_BYTES
 
 pytestmark = pytest.mark.gpu
 LENGTH = 20000  # no multiple of a chunk

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 import megacompile
-from megacompile.program import Lane, find, lane_of, op_of, operands, rebuild
+from megacompile.ir.program import Lane, find, lane_of, op_of, operands, rebuild
 from megacompile.runtime import adam
 from megacompile.runtime.cuda import CudaBackend
 

@@ -9,8 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 import megacompile
-from megacompile import program
 from megacompile.errors import NonFiniteError
+from megacompile.ir import program
 from megacompile.runtime.operations import OPERATIONS
 
 pytestmark = pytest.mark.gpu

@@ -15,9 +15,9 @@ from torch import Tensor, fx
 
 import megacompile
 from megacompile import api
-from megacompile.config import StreamConfig
 from megacompile.errors import LaneError
-from megacompile.program import Builder, Lane, argument, find, lane_of, op_of, operands, rebuild
+from megacompile.ir.program import Builder, Lane, argument, find, lane_of, op_of, operands, rebuild
+from megacompile.planning.config import StreamConfig
 
 STEPS, LAYERS = 5, 4
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

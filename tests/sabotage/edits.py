@@ -8,8 +8,8 @@ from itertools import combinations
 
 from torch import fx
 
-from megacompile.listing import describe
-from megacompile.program import Builder, Program, Slot, argument, copy_section, nodes, op_of, operands, slot_family
+from megacompile.ir.listing import describe
+from megacompile.ir.program import Builder, Program, Slot, argument, copy_section, nodes, op_of, operands, slot_family
 
 SYNCHRONIZING = ("wait", "record", "enter", "leave")
 DROPPED = ("adam", "adam_weights", "adam_moments", "adam_resident", "adam_visiting", "offload_weights", "offload_norms",

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from machine import mix, total
 from oracle import Loop
 
-from megacompile.plan import Plan
-from megacompile.program import CallSpec, Program, gives_outputs
+from megacompile.ir.plan import Plan
+from megacompile.ir.program import CallSpec, Program, gives_outputs
 
 #: (call, micro-batch) -> what its forward made; and what the loss, or the epilogue's outputs, made, by micro-batch.
 Forward = tuple[dict[tuple[str, int], int], dict[int, int]]

@@ -36,7 +36,7 @@ from machine import (
     kind_of,
 )
 
-from megacompile.program import Program
+from megacompile.ir.program import Program
 
 Section = list[Instruction]
 #: (section, the forward that it opens or goes back): one line of a loop.

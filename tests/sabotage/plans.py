@@ -5,7 +5,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from megacompile.plan import UPDATES, Plan
+from megacompile.ir.plan import UPDATES, Plan
 
 NAMED: dict[str, dict[str, Any]] = {
     "streamed": {},

@@ -17,13 +17,13 @@ from plans import plan_of, schedules
 from torch import nn
 
 import megacompile
-from megacompile import cost
-from megacompile.lowering import model_program
-from megacompile.memory import slot_bytes, training_bytes
+from megacompile.ir.lowering import model_program
+from megacompile.ir.plan import Plan
+from megacompile.ir.program import Program
 from megacompile.passes import PIPELINE
 from megacompile.passes.manager import Compiled, run_pass
-from megacompile.plan import Plan
-from megacompile.program import Program
+from megacompile.planning.memory import slot_bytes, training_bytes
+from megacompile.predict import cost
 from megacompile.scheduling import Schedule
 
 #: Kinds of slots in host memory.

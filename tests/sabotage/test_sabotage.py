@@ -23,10 +23,10 @@ from mathematics import Training
 from oracle import Oracle, beside_any_section, collision, interleave, link, meaning, removable
 from plans import NAMED, plan_of, schedules
 
+from megacompile.ir.program import SLOT_KINDS, TILE_PARTS, Access, Program, lanes_that, reached
+from megacompile.ir.text import parse
 from megacompile.passes.manager import Compiled
-from megacompile.program import SLOT_KINDS, TILE_PARTS, Access, Program, lanes_that, reached
-from megacompile.text import parse
-from megacompile.verify import judge, verify
+from megacompile.verify.verifier import judge, verify
 
 GOLDENS = sorted((Path(__file__).parents[1] / "golden").glob("*.txt"))
 Schedules = Callable[..., Compiled]

@@ -15,7 +15,7 @@ import megacompile
 from megacompile.frontend import trace
 from megacompile.frontend.alike_layers import Shortened
 from megacompile.frontend.capture import CapturedModel, capture
-from megacompile.plan import Form
+from megacompile.ir.plan import Form
 
 LAYERS = 6
 

@@ -14,7 +14,7 @@ from tiny_models import batch, same_bits, weights
 
 import megacompile
 from megacompile.errors import LaneError, LeaseError, MegacompileError, TornError
-from megacompile.program import op_of
+from megacompile.ir.program import op_of
 
 #: A loop alternates between two shapes, the first in three micro-batches.
 SHAPES = ({"rows": 6, "length": 9}, {"rows": 2, "length": 5})

@@ -27,9 +27,9 @@ from megacompile.bench import clocks, native, plots, rows, run, shapes, step, ta
 from megacompile.bench.table import markdown, measured
 from megacompile.bench.tables import TABLES, Spec, Table
 from megacompile.errors import MegacompileError
-from megacompile.hardware import Hardware
+from megacompile.ir.program import OPS
 from megacompile.loading import parameters_on_meta
-from megacompile.program import OPS
+from megacompile.predict.hardware import Hardware
 from megacompile.runtime.operations import OPERATIONS
 
 TINY = ["--shape", "tiny", "--batch", "2", "--length", "32", "--steps", "2", "--warm-up", "1", "--device", "cpu"]

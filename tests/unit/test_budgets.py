@@ -11,16 +11,16 @@ import tiny_models
 import torch
 
 import megacompile
-from megacompile import shapes
-from megacompile.config import StreamConfig
-from megacompile.device import device_budget
 from megacompile.errors import InsufficientMemoryError
-from megacompile.host_needs import host_bytes
+from megacompile.planning.config import StreamConfig
+from megacompile.planning.device import device_budget
+from megacompile.planning.host_needs import host_bytes
 from megacompile.runtime.cuda import CudaBackend
 from megacompile.runtime.threads import ThreadBackend
 from megacompile.scheduling import Schedule
 from megacompile.sizes import format_bytes, parse_bytes
-from megacompile.tiling import HOST_MARGIN_BYTES
+from megacompile.streaming import shapes
+from megacompile.weights.tiling import HOST_MARGIN_BYTES
 
 GIB = 2**30
 

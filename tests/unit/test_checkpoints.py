@@ -16,14 +16,14 @@ from tiny_models import batch, same_bits
 from torch import fx
 
 import megacompile
-from megacompile import cost
-from megacompile.config import StreamConfig
 from megacompile.errors import InsufficientMemoryError, LaneError, MegacompileError, ProgramError
-from megacompile.planner import Planner
-from megacompile.program import Builder, Lane, Program, argument, copy_section, find, nodes, op_of
+from megacompile.ir.program import Builder, Lane, Program, argument, copy_section, find, nodes, op_of
+from megacompile.planning.config import StreamConfig
+from megacompile.planning.planner import Planner
+from megacompile.predict import cost
 from megacompile.runtime import arena, checkpoints
 from megacompile.runtime.checkpoints import HostCheckpoint, as_bytes, as_tensor, dense, described
-from megacompile.verify import verify
+from megacompile.verify.verifier import verify
 
 OPTIONS = {"micro_batch_size": 2, "host_checkpoints": True}
 

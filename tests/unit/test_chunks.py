@@ -14,16 +14,18 @@ from layerwise import Layerwise
 from torch import Tensor, fx, nn
 
 import megacompile
-from megacompile import api, cost, planner
-from megacompile.config import StreamConfig
+from megacompile import api
 from megacompile.errors import InsufficientMemoryError, MegacompileError
-from megacompile.flops import variant_work
 from megacompile.frontend import Template, Variant, capture, compile_variant
 from megacompile.frontend.template import BATCH, LENGTH
+from megacompile.ir.token_loop import TokenLoop, Tokens, Total, token_loops
 from megacompile.passes import TEMPLATE_PIPELINE
 from megacompile.passes.template import Target
-from megacompile.planner import Planner
-from megacompile.token_loop import TokenLoop, Tokens, Total, token_loops
+from megacompile.planning import planner
+from megacompile.planning.config import StreamConfig
+from megacompile.planning.planner import Planner
+from megacompile.predict import cost
+from megacompile.predict.flops import variant_work
 
 aten = torch.ops.aten
 GEMMS = {aten.mm.default, aten.addmm.default, aten.bmm.default}

@@ -18,11 +18,11 @@ from typer.testing import CliRunner, Result
 import megacompile
 from megacompile import cli, training
 from megacompile.errors import MegacompileError, NonFiniteError, StallError
-from megacompile.finetuning.recipe import Kind, Recipe
 from megacompile.finetuning.settings import Settings
-from megacompile.progress import Progress
 from megacompile.runtime.operations import OPERATIONS
-from megacompile.verify import RULES
+from megacompile.system.progress import Progress
+from megacompile.tools.recipe import Kind, Recipe
+from megacompile.verify.verifier import RULES
 
 CONFIG = """{"model_type": "qwen2", "vocab_size": 256, "hidden_size": 32, "intermediate_size": 48,
  "num_hidden_layers": 3, "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 64}"""

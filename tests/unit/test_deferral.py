@@ -13,9 +13,9 @@ from torch import Tensor, fx
 
 import megacompile
 from megacompile.errors import LaneError, MegacompileError, NonFiniteError, TornError
-from megacompile.hardware import Hardware
-from megacompile.plan import Plan
-from megacompile.program import argument, find, op_of
+from megacompile.ir.plan import Plan
+from megacompile.ir.program import argument, find, op_of
+from megacompile.predict.hardware import Hardware
 from megacompile.scheduling import Schedule
 
 ROWS = 6

@@ -1,4 +1,4 @@
-"""docs/passes.md is what the code makes; every fault of docs/faults.md has its test."""
+"""docs/passes.md and docs/packages.md are what the code makes; every fault of docs/faults.md has its test."""
 from __future__ import annotations
 
 import re
@@ -19,6 +19,13 @@ def test_the_page_of_passes_is_current() -> None:
     if torch.__version__.split("+")[0] != pinned[1]:  # another version traces other graphs
         made, page = (text[:text.index("## Template passes")] for text in (made, page))
     assert made == page
+
+
+def test_the_page_and_the_picture_of_packages_are_current() -> None:
+    """To mend: `python docs/make_packages.py`, and read the diff."""
+    made = runpy.run_path(str(ROOT / "docs" / "make_packages.py"))
+    assert made["page"]() == (ROOT / "docs" / "packages.md").read_text(encoding="utf-8")
+    assert made["design"]() == (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
 
 
 def test_the_page_shows_every_pass_before_and_after() -> None:

@@ -12,9 +12,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from megacompile import cli, doctor
-from megacompile.doctor import Finding, State, devices, examine, report
+from megacompile import cli
 from megacompile.runtime import native
+from megacompile.tools import doctor
+from megacompile.tools.doctor import Finding, State, devices, examine, report
 
 
 def finding(subject: str) -> Finding:

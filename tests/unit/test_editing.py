@@ -14,8 +14,8 @@ import torch
 
 import megacompile
 from megacompile.errors import HazardError, InsufficientMemoryError, MegacompileError, ProgramError
-from megacompile.plan import Shape
-from megacompile.text import parse_with_plan
+from megacompile.ir.plan import Shape
+from megacompile.ir.text import parse_with_plan
 
 SHAPE = Shape(3, 9, labels=True, training=True)
 

@@ -13,7 +13,7 @@ from tiny_models import batch, same_bits, train_step, weights
 
 import megacompile
 from megacompile.errors import DeviceMemoryError, InsufficientMemoryError, LaneError
-from megacompile.program import argument, op_of
+from megacompile.ir.program import argument, op_of
 from megacompile.runtime import operations
 from megacompile.runtime.kernels import Activation
 
@@ -137,50 +137,50 @@ def _buffer(model: Any, patch: pytest.MonkeyPatch) -> Callable[[], Any]:
 
 
 def _loss(model: Any, patch: pytest.MonkeyPatch) -> Callable[[], Any]:
-    patch.setattr("megacompile.streamed.loss_of", full)
+    patch.setattr("megacompile.streaming.streamed.loss_of", full)
     return lambda: model(**batch())
 
 
 def _loss_of_whole_step(model: Any, patch: pytest.MonkeyPatch) -> Callable[[], Any]:
     optimizer = megacompile.AdamW(model.parameters(), lr=1e-2)
-    patch.setattr("megacompile.streamed.loss_of", full)
+    patch.setattr("megacompile.streaming.streamed.loss_of", full)
     return lambda: model.megacompile.train_step(batch(), optimizer)
 
 
 def _gradient_of_loss(model: Any, patch: pytest.MonkeyPatch) -> Callable[[], Any]:
     loss = model(**batch()).loss
-    patch.setattr("megacompile.streamed.send_gradients", full)
+    patch.setattr("megacompile.streaming.streamed.send_gradients", full)
     return loss.backward
 
 
 def _logits(model: Any, patch: pytest.MonkeyPatch) -> Callable[[], Any]:
-    patch.setattr("megacompile.streamed.outputs_of", full)
+    patch.setattr("megacompile.streaming.streamed.outputs_of", full)
     return lambda: model(input_ids=batch()["input_ids"])
 
 
 def _logits_of_evaluation(model: Any, patch: pytest.MonkeyPatch) -> Callable[[], Any]:
-    patch.setattr("megacompile.handover.outputs_of", full)
+    patch.setattr("megacompile.streaming.batch_io.outputs_of", full)
     return lambda: torch.no_grad()(model)(input_ids=batch()["input_ids"])
 
 
 def _loss_of_evaluation(model: Any, patch: pytest.MonkeyPatch) -> Callable[[], Any]:
-    patch.setattr("megacompile.streamed.evaluation_of", full)
+    patch.setattr("megacompile.streaming.streamed.evaluation_of", full)
     return lambda: torch.no_grad()(model)(**batch())
 
 
 def _hidden_states(model: Any, patch: pytest.MonkeyPatch) -> Callable[[], Any]:
-    patch.setattr("megacompile.streamed.outputs_and_hidden_states_of", full)
+    patch.setattr("megacompile.streaming.streamed.outputs_and_hidden_states_of", full)
     return lambda: torch.no_grad()(model)(input_ids=batch()["input_ids"], output_hidden_states=True)
 
 
 def _arguments(model: Any, patch: pytest.MonkeyPatch) -> Callable[[], Any]:
-    patch.setattr("megacompile.batch.align_patches", full)  # images, on the device
+    patch.setattr("megacompile.inputs.batch.align_patches", full)  # images, on the device
     return lambda: model(**batch())
 
 
 def _arguments_of_whole_step(model: Any, patch: pytest.MonkeyPatch) -> Callable[[], Any]:
     optimizer = megacompile.AdamW(model.parameters(), lr=1e-2)
-    patch.setattr("megacompile.batch.align_patches", full)
+    patch.setattr("megacompile.inputs.batch.align_patches", full)
     return lambda: model.megacompile.train_step(batch(), optimizer)
 
 
@@ -189,7 +189,7 @@ def _unpacking(read: Callable[[Any, dict[str, Any]], Any]) -> Callable[..., Call
         ids = batch(rows=4, length=40)["input_ids"]
         mask = (torch.arange(40) < torch.tensor([40, 3, 4, 5])[:, None]).long()
         patch.setattr(model.megacompile.streamed.forms.repacking, "least", 64)
-        patch.setattr("megacompile.packed_layout.Layout.unpack", full)
+        patch.setattr("megacompile.inputs.packed_layout.Layout.unpack", full)
         return lambda: read(model, {"input_ids": ids, "attention_mask": mask})
     prepare.__name__ = read.__name__
     return prepare

@@ -12,12 +12,12 @@ from tiny_models import VOCABULARY, assert_same_gradients, assert_same_weights, 
 from torch import nn
 
 import megacompile
-from megacompile.config import StreamConfig
-from megacompile.division import expert_pieces
 from megacompile.errors import CaptureError, InsufficientMemoryError, MegacompileError, UnsupportedError
 from megacompile.frontend.expert_pieces import Rows, counts_of
 from megacompile.frontend.template import Call, Source
-from megacompile.tiling import Tiling, build_store
+from megacompile.planning.config import StreamConfig
+from megacompile.planning.expert_split import expert_pieces
+from megacompile.weights.tiling import Tiling, build_store
 
 _SIZES = {"vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
           "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 64, "num_experts_per_tok": 2}

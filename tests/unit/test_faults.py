@@ -19,7 +19,7 @@ from torch import fx, nn
 
 import megacompile
 from megacompile.errors import LaneError, TornError
-from megacompile.program import Lane, lane_of, nodes, op_of
+from megacompile.ir.program import Lane, lane_of, nodes, op_of
 from megacompile.runtime.executor import Failure
 
 SHAPE = {"rows": 3, "length": 9}
@@ -164,7 +164,7 @@ def test_a_fault_at_every_kind_of_instruction_reaches_the_caller_and_the_next_st
 
 
 def test_the_programs_of_these_tests_hold_every_op_that_is_executed(slab_model: Any) -> None:
-    from megacompile.program import OPS
+    from megacompile.ir.program import OPS
     found = {op_of(n).name for s in SECTIONS for n in executed(slab_model, s)}
     # looked up when a section is submitted
     never = {"enter", "leave", "resident", "resident_state", "resident_gradients", "stashed"}

@@ -25,20 +25,21 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Phi3Config
 from typer.testing import CliRunner, Result
 
 import megacompile
-from megacompile import cli, repacking, training
+from megacompile import cli, training
 from megacompile.corpus import load_tokenizer
 from megacompile.errors import CheckpointError, MegacompileError
 from megacompile.finetuning import folder, saves
 from megacompile.finetuning import run as runs
 from megacompile.finetuning.data import read
 from megacompile.finetuning.progress import Entry
-from megacompile.finetuning.recipe import DEFAULTS, Kind, Recipe
 from megacompile.finetuning.reports import Reports, draw_curve, read_log
 from megacompile.finetuning.rows import Order, Rows, collate, in_turn, split
 from megacompile.finetuning.settings import Settings, TooLong
 from megacompile.finetuning.trackers import Tracker, started
-from megacompile.lora import Lora
-from megacompile.options import Knobs
+from megacompile.inputs import repacking
+from megacompile.tools.lora import Lora
+from megacompile.tools.options import Knobs
+from megacompile.tools.recipe import DEFAULTS, Kind, Recipe
 
 LENGTH, BATCH, STEPS = 64, 4, 6
 FLAGS = ("--length", LENGTH, "--batch", BATCH, "--device", "cpu", "--lr", "1e-2", "--log-interval", 1)
@@ -118,7 +119,7 @@ def test_a_run_has_the_losses_of_native_pytorch_and_leaves_all_it_says(
 
 def test_packed_conversations_are_learnt_as_if_they_were_alone(model: Path, data: Path, tmp_path: Path) -> None:
     """Two to a sequence have the loss that they have one by one."""
-    pytest.importorskip("megacompile.packing", reason="positions that begin anew are refused")
+    pytest.importorskip("megacompile.inputs.packing", reason="positions that begin anew are refused")
     result = command("train", model, "--data", data, *FLAGS, "--pack", "--steps", 1, "--batch", 10, "--output", tmp_path)
     assert result.exit_code == 0 and "10 sequences" in result.output, result.output
     plain = AutoModelForCausalLM.from_pretrained(model, attn_implementation="eager")

@@ -12,11 +12,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from megacompile import api
-from megacompile.config import StreamConfig
-from megacompile.durations import Durations
-from megacompile.flops import Work, _attention, variant_work
 from megacompile.frontend.template import BATCH, LENGTH, Template
-from megacompile.hardware import Hardware
+from megacompile.planning.config import StreamConfig
+from megacompile.predict.durations import Durations
+from megacompile.predict.flops import Work, _attention, variant_work
+from megacompile.predict.hardware import Hardware
 
 HIDDEN, FFN, HEADS, GROUPS, WIDTH, VOCABULARY = 64, 160, 4, 2, 16, 1000
 SIZES = {"vocab_size": VOCABULARY, "hidden_size": HIDDEN, "intermediate_size": FFN, "num_hidden_layers": 2,

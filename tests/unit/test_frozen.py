@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import megacompile
 from megacompile.errors import UnsupportedError
-from megacompile.program import argument, find, slot_ranks
+from megacompile.ir.program import argument, find, slot_ranks
 
 
 class Layer(nn.Module):

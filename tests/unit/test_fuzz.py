@@ -14,9 +14,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megacompile.errors import LONGEST_MESSAGE, ProgramError
-from megacompile.program import OPS, STAGES, Program
-from megacompile.text import KINDS, form, parse, print_program
-from megacompile.verify import RULES, judge
+from megacompile.ir.program import OPS, STAGES, Program
+from megacompile.ir.text import KINDS, form, parse, print_program
+from megacompile.verify.verifier import RULES, judge
 
 FOLDER = Path(__file__).resolve().parents[1] / "golden"
 GOLDENS = [path.read_text(encoding="utf-8") for path in sorted(FOLDER.glob("*.txt"))]

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
+from megacompile.ir.plan import Plan
+from megacompile.ir.text import parse
 from megacompile.passes import PIPELINE
 from megacompile.passes.manager import Compiled, compile_program
-from megacompile.plan import Plan
-from megacompile.text import parse
-from megacompile.verify import verify
+from megacompile.verify.verifier import verify
 
 FOLDER = Path(__file__).resolve().parents[1] / "golden"
 EVERY_TILE = ("prologue", "layers.0", "layers.1", "layers.2", "layers.3", "epilogue")

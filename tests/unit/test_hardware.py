@@ -14,16 +14,16 @@ import tiny_models
 import torch
 
 import megacompile
-from megacompile import calibrate
-from megacompile import hardware as module
 from megacompile.errors import ArgumentError, InsufficientMemoryError, MegacompileError
-from megacompile.explain import candidates
-from megacompile.hardware import PROFILES, Hardware, cache_path
-from megacompile.planner import MOST_SEQUENCES, WORTH
-from megacompile.program import Lane
+from megacompile.ir.program import Lane
+from megacompile.planning.explain import candidates
+from megacompile.planning.planner import MOST_SEQUENCES, WORTH
+from megacompile.predict import hardware as module
+from megacompile.predict.hardware import PROFILES, Hardware, cache_path
+from megacompile.predict.simulate import Item
 from megacompile.scheduling import Schedule
-from megacompile.simulate import Item
 from megacompile.sizes import parse_bytes
+from megacompile.tools import calibrate
 
 LENGTH = 64
 SIZES = {"vocab_size": 1000, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 6,
@@ -194,7 +194,7 @@ def test_what_was_measured_is_found_again(measured: Hardware, cache: Path) -> No
 
 def test_rates_are_kept_apart_by_machine_and_version(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = cache_path("cpu")
-    monkeypatch.setattr(megacompile, "__version__", "99")
+    monkeypatch.setattr(module, "__version__", "99")
     newer = cache_path("cpu")
     monkeypatch.setattr(module, "device_name", lambda _: ("cuda", "NVIDIA H200"))
     assert len({before, newer, cache_path("cuda")}) == 3

@@ -12,8 +12,8 @@ from torch import Tensor
 
 import megacompile
 from megacompile.errors import ProgramError, UnsupportedError
-from megacompile.text import parse
-from megacompile.verify import verify
+from megacompile.ir.text import parse
+from megacompile.verify.verifier import verify
 
 
 @pytest.fixture(scope="module")

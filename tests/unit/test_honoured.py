@@ -15,7 +15,7 @@ import megacompile
 from megacompile.errors import UnsupportedError
 from megacompile.frontend.modes import torch_calls
 from megacompile.frontend.twin import fake_batch, fake_twin
-from megacompile.plan import PLAIN, Form
+from megacompile.ir.plan import PLAIN, Form
 
 EVALUATING = Form(evaluating=True)
 

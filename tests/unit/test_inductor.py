@@ -17,8 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from megacompile.codegen.inductor import Inductor, caching_in, newest_folder
 from megacompile.frontend import linear_cross_entropy
-from megacompile.inductor import Inductor, caching_in, newest_folder
 
 HERE = Path(__file__).resolve().parent
 

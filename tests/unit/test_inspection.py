@@ -11,9 +11,9 @@ import pytest
 from megacompile import inspection
 from megacompile.errors import ArgumentError
 from megacompile.inspection import difference, layer_range, pass_log, render, select, stage_range
+from megacompile.ir.program import STAGES, argument, nodes, op_of
 from megacompile.passes import PIPELINE
 from megacompile.passes.manager import Compiled
-from megacompile.program import STAGES, argument, nodes, op_of
 
 
 @pytest.fixture(scope="module")

@@ -18,12 +18,12 @@ from tiny_models import same_bits
 from megacompile import latest_checkpoint, save_checkpoint
 from megacompile.errors import MegacompileError
 from megacompile.finetuning import run as runs
-from megacompile.finetuning.recipe import Kind, Recipe
 from megacompile.finetuning.reports import Reports
 from megacompile.finetuning.settings import Settings
-from megacompile.lora import Lora
-from megacompile.options import Knobs
-from megacompile.saving import recover, replacing
+from megacompile.tools.lora import Lora
+from megacompile.tools.options import Knobs
+from megacompile.tools.recipe import Kind, Recipe
+from megacompile.weights.saving import recover, replacing
 
 CALLS = ("open", "write", "fsync", "rename", "replace", "mkdir", "link", "symlink", "unlink", "rmdir", "stat", "fstat",
          "listdir", "scandir", "readlink")

@@ -20,15 +20,17 @@ import tiny_models
 import torch
 from test_inductor import fresh_process
 
-from megacompile import api, kept_plans, pace, plan_questions, planner, seal
-from megacompile.config import StreamConfig
+from megacompile import api
+from megacompile.codegen import seal
 from megacompile.errors import NoFittingPlanError
-from megacompile.hardware import Hardware
-from megacompile.pace import pace_of
+from megacompile.ir.plan import Plan
 from megacompile.passes import PIPELINE, TEMPLATE_PIPELINE, insert_after
 from megacompile.passes.schedule import place
-from megacompile.plan import Plan
-from megacompile.planner import Planner
+from megacompile.planning import kept_plans, plan_questions, planner, step_time
+from megacompile.planning.config import StreamConfig
+from megacompile.planning.planner import Planner
+from megacompile.planning.step_time import pace_of
+from megacompile.predict.hardware import Hardware
 
 FREE = {"device": 100 * 2**30, "host": 2**40}
 QUESTION = {"batch": 8, "tiles": ["a", "b"]}
@@ -105,7 +107,7 @@ def test_the_source_digest_covers_every_part_of_the_package(monkeypatch: pytest.
 
     monkeypatch.setattr(Path, "read_bytes", reading)
     digests = [kept_plans.source_digest.__wrapped__()]
-    for name in ("megacompile/planner.py", "passes/schedule/place.py", "runtime/store.py", "frontend/joint.py"):
+    for name in ("megacompile/planning/planner.py", "passes/schedule/place.py", "runtime/store.py", "frontend/joint.py"):
         changed[:] = [name]
         digests.append(kept_plans.source_digest.__wrapped__())
     assert len(set(digests)) == len(digests)
@@ -383,7 +385,7 @@ def test_the_switch_of_the_code_cache_turns_it_off(analysis: Any, cache: Path) -
 
 def test_a_search_says_how_many_plans_it_has_simulated(analysis: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    monkeypatch.setattr(pace, "at", said.append)
+    monkeypatch.setattr(step_time, "at", said.append)
     choose(make(analysis))
     assert said == [f"simulation {number + 1}" for number in range(len(said))] and len(said) > 1
 

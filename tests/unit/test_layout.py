@@ -2,52 +2,31 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Collection, Iterator, Mapping
+import runpy
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-FOLDERS = {"megacompile": "megacompile", "passes": "megacompile.passes", "runtime": "megacompile.runtime"}
+PACKAGES = runpy.run_path(str(ROOT / "docs" / "make_packages.py"))
+FILES: dict[str, Path] = PACKAGES["source_files"]()
+imports: Callable[..., Iterator[str]] = PACKAGES["imports"]
+rank: Callable[[str], int] = PACKAGES["rank"]
 MAXIMUM_LINES = 400
 VAGUE_NAMES = {"common", "helper", "helpers", "misc", "util", "utils"}
 
 #: The three parts of the compiler. Two of them meet only in modules that belong to none.
 PARTS = ("frontend", "passes", "runtime")
 #: The language that the parts share. It knows none of them.
-VOCABULARY = ("errors", "ops", "plan", "program", "text", "verify")
-
-
-def source_files() -> dict[str, Path]:
-    """Module name -> file, as if installed."""
-    found = {}
-    for folder, package in FOLDERS.items():
-        for path in (ROOT / folder).rglob("*.py"):
-            found[".".join([package, *path.relative_to(ROOT / folder).with_suffix("").parts])] = path
-    return found
-
-
-FILES = source_files()
+VOCABULARY = ("errors", "ir.ops", "ir.plan", "ir.program", "ir.text", "verify.verifier")
 
 
 def part_of(module: str) -> str | None:
     return next((part for part in PARTS if f"{module}.".startswith(f"megacompile.{part}.")), None)
 
 
-def imports(module: str, tree: ast.AST, known: Collection[str] = FILES) -> Iterator[str]:
-    """Modules of ours that a file imports, at its head or inside a function."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names if alias.name.split(".")[0] == "megacompile")
-        elif isinstance(node, ast.ImportFrom):
-            above = module.split(".")[:-node.level] if node.level else []
-            source = ".".join([*above, *([node.module] if node.module else [])])
-            if source.split(".")[0] == "megacompile":
-                names = [f"{source}.{alias.name}" for alias in node.names]
-                yield from (name if name in known or f"{name}.__init__" in known else source for name in names)
-
-
-IMPORTS = {module: set(imports(module, ast.parse(path.read_text()))) for module, path in FILES.items()}
+IMPORTS = {module: set(imports(module, ast.parse(path.read_text()), FILES)) for module, path in FILES.items()}
 
 
 def chains(graph: Mapping[str, set[str]], start: str) -> Iterator[list[str]]:
@@ -70,6 +49,17 @@ def wrong_chain(graph: Mapping[str, set[str]], module: str, allowed: str | None)
     return None
 
 
+@pytest.mark.parametrize("module", FILES)
+def test_imports_lead_downwards(module: str) -> None:
+    upwards = sorted(name for name in IMPORTS[module] if rank(name) > rank(module))
+    assert not upwards, f"{module} imports {', '.join(upwards)}, which stand above it: move what they share, or the call"
+
+
+def test_an_import_upwards_is_seen() -> None:
+    assert rank("megacompile.streaming.forms") > rank("megacompile.inputs.batch") > rank("megacompile.ir.ops")
+    assert rank("megacompile") == rank("megacompile.__init__") > rank("megacompile.checkpoint.writer")
+
+
 @pytest.mark.parametrize("module", [module for module in FILES if part_of(module)])
 def test_a_part_reaches_no_other_part(module: str) -> None:
     assert (chain := wrong_chain(IMPORTS, module, part_of(module))) is None, chain
@@ -88,7 +78,7 @@ def test_the_vocabulary_reaches_no_part(name: str) -> None:
     ("megacompile.runtime.executor", "def late():\n    from megacompile import passes"),
     ("megacompile.runtime.executor", "from megacompile import between"),
     ("megacompile.frontend.capture", "from megacompile.runtime.adam import adamw"),
-    ("megacompile.program", "import megacompile.passes"),
+    ("megacompile.ir.program", "import megacompile.passes"),
 ])
 def test_an_import_in_the_wrong_direction_is_seen(module: str, statement: str) -> None:
     found = set(imports(module, ast.parse(statement), {*FILES, "megacompile.between"}))

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 import megacompile
-from megacompile.owners import require_owner
-from megacompile.program import Lane
+from megacompile.ir.program import Lane
+from megacompile.streaming.owners import require_owner
 
 
 class AroundModel(torch.nn.Module):

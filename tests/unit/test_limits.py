@@ -9,13 +9,13 @@ import pytest
 import tiny_models
 
 import megacompile
-from megacompile import reading
-from megacompile.config import StreamConfig
 from megacompile.errors import LONGEST_MESSAGE, ArgumentError, CheckpointError, MegacompileError, listed, shortened
-from megacompile.hardware import Hardware
+from megacompile.ir.plan import Plan, split
 from megacompile.limits import LARGEST, MOST_MICRO_BATCHES
-from megacompile.plan import Plan, split
+from megacompile.planning.config import StreamConfig
+from megacompile.predict.hardware import Hardware
 from megacompile.sizes import parse_bytes
+from megacompile.system import reading
 
 OPTIONS = sorted(LARGEST.keys() & StreamConfig.__dataclass_fields__.keys())
 

@@ -20,11 +20,12 @@ from tiny_models import build, same_bits, train_step, weights
 from torch import Tensor, nn
 
 import megacompile
-from megacompile import loading, tiling
+from megacompile import loading
 from megacompile.errors import ArgumentError, CheckpointError, InsufficientMemoryError, MegacompileError, UnsupportedError
 from megacompile.runtime.adam import join_fp32
 from megacompile.runtime.store import Store, TileLayout
-from megacompile.tiling import Tiling, build_store
+from megacompile.weights import tiling
+from megacompile.weights.tiling import Tiling, build_store
 
 INDEX = "model.safetensors.index.json"
 SHARDED = {"max_shard_size": "10KB"}
@@ -99,7 +100,7 @@ def test_a_loaded_model_trains_with_the_bits_of_one_that_was_streamed(model: Any
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_stored_value_is_in_its_master_exactly(
         saved: Path, uncaptured: Loaded, stored: torch.dtype, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megacompile.filling.fill.__defaults__", (100,))  # elements at a time: parts that end in mid-row
+    monkeypatch.setattr("megacompile.weights.filling.fill.__defaults__", (100,))  # elements: parts end in mid-row
     edit(saved, lambda tensors: tensors.update({n: t.to(stored) for n, t in tensors.items()}))
     tensors = load_file(saved / "model.safetensors")
     loaded = megacompile.from_pretrained(saved, dtype=dtype, device="cpu")
@@ -396,7 +397,7 @@ def test_neither_loading_nor_streaming_nor_saving_holds_the_model_twice(tmp_path
         import gc, sys
         import megacompile
         from megacompile import loading
-        from megacompile.tiling import build_store
+        from megacompile.weights.tiling import build_store
         from test_loading import two_tiles
         from tiny_models import build
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megacompile.errors import UnsupportedError
-from megacompile.named_models import load_named
+from megacompile.trainers.named_models import load_named
 
 
 @pytest.mark.parametrize(("options", "reason"), [

@@ -13,7 +13,7 @@ import tiny_models
 import torch
 
 import megacompile
-from megacompile import cache
+from megacompile.codegen import cache
 from megacompile.runtime import adam, native
 from megacompile.runtime.control_groups import cores
 from megacompile.runtime.threads import ThreadBackend

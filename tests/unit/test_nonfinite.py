@@ -15,7 +15,7 @@ from tiny_models import batch, same_bits, state_of, train_step, weights
 
 import megacompile
 from megacompile.errors import MegacompileError, NonFiniteError
-from megacompile.program import Lane
+from megacompile.ir.program import Lane
 from megacompile.runtime.operations import OPERATIONS
 from megacompile.runtime.reference import ReferenceExecutor
 

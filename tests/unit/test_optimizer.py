@@ -16,7 +16,7 @@ from tiny_models import assert_same_weights, batch, same_bits, train_step, weigh
 
 import megacompile
 from megacompile.errors import MegacompileError, UnsupportedError
-from megacompile.program import Lane, op_of
+from megacompile.ir.program import Lane, op_of
 
 ADAMW = dict(lr=1e-2, eps=1e-4)
 

@@ -13,11 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 import megacompile
-from megacompile import cost
 from megacompile.errors import LaneError, LeaseError, UnsupportedError
+from megacompile.ir.program import op_of
+from megacompile.ir.token_loop import token_loops
 from megacompile.losses import log_probabilities, next_tokens
-from megacompile.program import op_of
-from megacompile.token_loop import token_loops
+from megacompile.predict import cost
 
 V = tiny_models.VOCABULARY
 

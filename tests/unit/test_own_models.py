@@ -13,11 +13,11 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 
 import megacompile
-from megacompile.durations import Durations
 from megacompile.errors import CaptureError, UnsupportedError
 from megacompile.frontend import capture
-from megacompile.hardware import Hardware
-from megacompile.packing import further_arguments
+from megacompile.inputs.packing import further_arguments
+from megacompile.predict.durations import Durations
+from megacompile.predict.hardware import Hardware
 
 aten = torch.ops.aten
 IDS = torch.arange(12).view(3, 4)

@@ -13,13 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import megacompile
-from megacompile import memory
 from megacompile.errors import CaptureError, UnsupportedError
 from megacompile.frontend import pairs
 from megacompile.frontend.attention import attention, transformers_attention
-from megacompile.joining import join
-from megacompile.packing import further_arguments
-from megacompile.pairs import hidden_as_bool, read_attention_mask
+from megacompile.inputs.batch_concat import join
+from megacompile.inputs.packing import further_arguments
+from megacompile.inputs.pairs import hidden_as_bool, read_attention_mask
+from megacompile.planning import memory
 
 ROWS, LENGTH = 5, 13
 HIDDEN, LEAST = float("-inf"), torch.finfo(torch.float32).min

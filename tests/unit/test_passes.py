@@ -11,11 +11,9 @@ from hypothesis import strategies as st
 from torch import fx
 
 from megacompile.errors import MegacompileError, ProgramError
-from megacompile.lowering import model_program
-from megacompile.passes import PIPELINE
-from megacompile.passes.manager import Compiled, compile_program
-from megacompile.plan import Plan, split
-from megacompile.program import (
+from megacompile.ir.lowering import model_program
+from megacompile.ir.plan import Plan, split
+from megacompile.ir.program import (
     Builder,
     CallSpec,
     Lane,
@@ -30,8 +28,10 @@ from megacompile.program import (
     operands,
     uses,
 )
-from megacompile.sums import UPDATE_OPS
-from megacompile.verify import verify
+from megacompile.passes import PIPELINE
+from megacompile.passes.manager import Compiled, compile_program
+from megacompile.verify.sums import UPDATE_OPS
+from megacompile.verify.verifier import verify
 
 LAYERS = ("layers.0", "layers.1", "layers.2", "layers.3")
 EVERY_TILE = ("prologue", *LAYERS, "epilogue")

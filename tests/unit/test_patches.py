@@ -13,12 +13,12 @@ from tiny_models import assert_same_gradients, build
 from torch import Tensor, nn
 
 import megacompile
-from megacompile import cost
 from megacompile.errors import CaptureError, UnsupportedError
 from megacompile.frontend import capture, patch_encoder
 from megacompile.frontend.patch_encoder import PatchEncoder
 from megacompile.frontend.patch_survey import survey
 from megacompile.frontend.patches import install_encoders, refuse_adapters
+from megacompile.predict import cost
 
 IMAGE, VIDEO, MERGE, PATCH = 63, 62, 2, 24
 Sizes = list[tuple[int, int, int]]

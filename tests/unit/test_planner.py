@@ -18,20 +18,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import megacompile
-from megacompile import api, cost, shapes
-from megacompile.config import StreamConfig
+from megacompile import api
 from megacompile.errors import InsufficientMemoryError, MegacompileError
 from megacompile.frontend import attention, linear_cross_entropy
-from megacompile.lowering import model_program
-from megacompile.memory import Estimate
+from megacompile.ir.lowering import model_program
+from megacompile.ir.plan import RESIDUALS, Plan, split
 from megacompile.passes import PIPELINE
 from megacompile.passes.manager import compile_program
-from megacompile.plan import RESIDUALS, Plan, split
-from megacompile.planner import Planner
+from megacompile.planning.config import StreamConfig
+from megacompile.planning.memory import Estimate
+from megacompile.planning.planner import Planner
+from megacompile.predict import cost
 from megacompile.runtime.control_groups import host_bytes
 from megacompile.runtime.store import available_host_bytes
 from megacompile.runtime.threads import ThreadBackend
 from megacompile.sizes import format_bytes
+from megacompile.streaming import shapes
 
 LENGTH, DEPTH = 64, 6
 SIZES = {"vocab_size": 1000, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": DEPTH,

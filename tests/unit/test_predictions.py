@@ -15,12 +15,12 @@ from torch import fx
 import megacompile
 from megacompile.bench.shapes import config
 from megacompile.bench.step import left_out
-from megacompile.durations import Durations
-from megacompile.hardware import PROFILES, Hardware
-from megacompile.plan import Plan, split
-from megacompile.program import op_of
+from megacompile.ir.plan import Plan, split
+from megacompile.ir.program import op_of
+from megacompile.predict.durations import Durations
+from megacompile.predict.hardware import PROFILES, Hardware
+from megacompile.predict.simulate import simulate
 from megacompile.scheduling import Schedule
-from megacompile.simulate import simulate
 
 ROOT = Path(__file__).resolve().parents[2]
 SHAPE = ("qwen2-7b", 28)

@@ -14,11 +14,11 @@ from tiny_models import batch, train_step
 
 import megacompile
 from megacompile.errors import LaneError, MegacompileError
-from megacompile.program import Lane, lane_of, nodes, op_of, operands
+from megacompile.ir.program import Lane, lane_of, nodes, op_of, operands
+from megacompile.predict.simulate import Item, Timeline, simulate, step_of
 from megacompile.runtime.clock import CudaClock, HostClock
 from megacompile.runtime.operations import OPERATIONS
 from megacompile.runtime.reference import ReferenceExecutor
-from megacompile.simulate import Item, Timeline, simulate, step_of
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import megacompile
 from megacompile.errors import CaptureError, MegacompileError, UnsupportedError
 from megacompile.frontend import capture
-from megacompile.plan import Plan
+from megacompile.ir.plan import Plan
 
 ROOT = Path(__file__).resolve().parents[2]
 ERRORS = {

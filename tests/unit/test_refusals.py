@@ -15,7 +15,6 @@ from tiny_models import batch, same_bits, weights
 from torch import nn
 
 import megacompile
-from megacompile import tiling
 from megacompile.errors import (
     CaptureError,
     DeviceUnavailableError,
@@ -25,6 +24,7 @@ from megacompile.errors import (
     UnsupportedError,
 )
 from megacompile.runtime.store import host_memory
+from megacompile.weights import tiling
 
 # ---------------------------------------------------------------- models that cannot be streamed
 

@@ -16,7 +16,7 @@ from megacompile.frontend import capture
 from megacompile.frontend.capture import CapturedModel
 from megacompile.frontend.layers import find_layers
 from megacompile.frontend.rehearsal import rehearse
-from megacompile.plan import Form
+from megacompile.ir.plan import Form
 
 trace = importlib.import_module("megacompile.frontend.trace")
 

@@ -14,9 +14,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, GptOssConfig
 
 import megacompile
-from megacompile.packed_layout import LENGTH, Span, lay_out, spans_of
-from megacompile.packed_plans import PackedPlans, derived
-from megacompile.plan import Plan, Shape
+from megacompile.inputs.packed_layout import LENGTH, Span, lay_out, spans_of
+from megacompile.ir.plan import Plan, Shape
+from megacompile.planning.packed_plans import PackedPlans, derived
 
 LONGEST = 23
 

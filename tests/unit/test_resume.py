@@ -18,7 +18,7 @@ from megacompile import CheckpointWriter, load_checkpoint, save_checkpoint
 from megacompile.checkpoint import files
 from megacompile.checkpoint.manifest import MOMENTS, Manifest
 from megacompile.errors import CheckpointError, LaneError, MegacompileError, TornError, UnsupportedError
-from megacompile.program import argument, op_of
+from megacompile.ir.program import argument, op_of
 
 #: How a step is done: clipped or on arrival, in a loop or as one program.
 STEPS = [(overlap, whole) for overlap in (None, "backward") for whole in (False, True)]

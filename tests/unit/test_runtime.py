@@ -18,7 +18,7 @@ from torch import fx
 
 import megacompile
 from megacompile.errors import LaneError
-from megacompile.program import Lane, op_of
+from megacompile.ir.program import Lane, op_of
 from megacompile.runtime import cuda
 from megacompile.runtime.store import HostTile, TileLayout
 from megacompile.runtime.threads import ThreadBackend

@@ -16,9 +16,9 @@ from killed import killed_at
 from safetensors.torch import load_file
 from tiny_models import same_bits, weights
 
-from megacompile import saving
 from megacompile.errors import CheckpointError
-from megacompile.saving import recover, replacing
+from megacompile.weights import saving
+from megacompile.weights.saving import recover, replacing
 
 INDEX = "model.safetensors.index.json"
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from megacompile import inductor, seal
+from megacompile.codegen import inductor, seal
 from megacompile.runtime import native
 
 ROOT = Path(__file__).resolve().parents[2]

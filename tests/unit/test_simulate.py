@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from torch import fx
 
+from megacompile.ir.program import Access, Builder, Lane, Program, Tile, accesses, nodes, op_of
 from megacompile.passes.manager import Compiled
-from megacompile.program import Access, Builder, Lane, Program, Tile, accesses, nodes, op_of
-from megacompile.simulate import Item, Timeline, alone, run_lanes, simulate, step_of
+from megacompile.predict.simulate import Item, Timeline, alone, run_lanes, simulate, step_of
 
 Schedules = Callable[..., Compiled]
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from tiny_models import batch
 
-from megacompile.config import StreamConfig
 from megacompile.errors import MegacompileError, StallError
-from megacompile.program import Lane, lane_of, nodes, op_of
+from megacompile.ir.program import Lane, lane_of, nodes, op_of
+from megacompile.planning.config import StreamConfig
 from megacompile.runtime.executor import Executor
 from megacompile.runtime.watchdog import Watchdog
 

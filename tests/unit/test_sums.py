@@ -13,19 +13,19 @@ import torch
 from tiny_models import batch
 
 import megacompile
-from megacompile.config import StreamConfig
 from megacompile.errors import InsufficientMemoryError, LaneError, MegacompileError, ProgramError, TornError
-from megacompile.hardware import Hardware
-from megacompile.memory import host_parts
-from megacompile.plan import Plan
-from megacompile.planner import Planner
-from megacompile.program import Builder, Lane, argument, find, nodes, op_of, rebuild
+from megacompile.ir.plan import Plan
+from megacompile.ir.program import Builder, Lane, argument, find, nodes, op_of, rebuild
+from megacompile.planning.config import StreamConfig
+from megacompile.planning.memory import host_parts
+from megacompile.planning.planner import Planner
+from megacompile.predict.hardware import Hardware
 from megacompile.runtime import store
 from megacompile.runtime.adam import norm
 from megacompile.runtime.store import HostTile
 from megacompile.sizes import parse_bytes
-from megacompile.tiling import HOST_MARGIN_BYTES
-from megacompile.verify import verify
+from megacompile.verify.verifier import verify
+from megacompile.weights.tiling import HOST_MARGIN_BYTES
 
 ROWS = 6
 STEPS = 2

@@ -22,8 +22,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import megacompile
 from megacompile.errors import InsufficientMemoryError, UnsupportedError
-from megacompile.program import Lane
-from megacompile.tiling import Tiling, move_rest
+from megacompile.ir.program import Lane
+from megacompile.weights.tiling import Tiling, move_rest
 
 # ---------------------------------------------------------------- forwards and backwards in any order
 
@@ -555,7 +555,7 @@ def test_shapes_longest_unused_are_forgotten(model: Any, native: Any) -> None:
 
 
 def test_the_default_bound_on_shapes_is_documented() -> None:
-    from megacompile.shapes import MAX_SHAPES
+    from megacompile.streaming.shapes import MAX_SHAPES
     assert MAX_SHAPES == 32
 
 

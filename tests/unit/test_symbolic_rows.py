@@ -18,15 +18,15 @@ from test_inductor import fresh_process
 from torch import Tensor
 
 import megacompile
-from megacompile.binding import Binder
-from megacompile.config import StreamConfig
+from megacompile.codegen.inductor import Inductor
 from megacompile.errors import MegacompileError
 from megacompile.frontend import variants
 from megacompile.frontend.symbolic_rows import CodeForAnyRows, SymbolicRows
 from megacompile.frontend.template import BATCH
-from megacompile.inductor import Inductor
-from megacompile.packed_plans import derived
-from megacompile.plan import PLAIN, Form, Plan, Shape
+from megacompile.ir.plan import PLAIN, Form, Plan, Shape
+from megacompile.planning.config import StreamConfig
+from megacompile.planning.packed_plans import derived
+from megacompile.streaming.binding import Binder
 
 #: Rows of 64 tokens in micro-batches of at most 5.
 OPTIONS: dict[str, Any] = dict(device="cpu", compile=True, repack=64, micro_batch_size=5)

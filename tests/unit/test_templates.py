@@ -16,18 +16,19 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from megacompile import api, cost
+from megacompile import api
+from megacompile.codegen.inductor import Inductor
 from megacompile.errors import CaptureError, CompilationError, UnsupportedError
 from megacompile.frontend import Template, capture, compile_variant, variants
 from megacompile.frontend import attention as ours
 from megacompile.frontend.attention_kernels import flash_forward, fused_kernel
 from megacompile.frontend.joint import base_of
 from megacompile.frontend.template import BATCH, LENGTH
-from megacompile.inductor import Inductor
+from megacompile.ir.token_loop import token_loops
 from megacompile.passes import TEMPLATE_PIPELINE
 from megacompile.passes.template import Target, accumulate_in_gemm, attention
+from megacompile.predict import cost
 from megacompile.runtime.kernels import grouped_product
-from megacompile.token_loop import token_loops
 
 GEMMS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default}
 ATTENTION = {torch.ops.megacompile.attention.default, torch.ops.megacompile.attention_backward.default}

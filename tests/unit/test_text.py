@@ -12,15 +12,15 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from megacompile.durations import COSTS, cost_table
 from megacompile.errors import ProgramError
-from megacompile.folding import fold
-from megacompile.lifetimes import placed
-from megacompile.listing import excerpt, op_table, summary, table
-from megacompile.plan import RESIDUALS, Plan, Shape
-from megacompile.program import OPS, STAGES, Builder, Program, argument, copy_section, find, lane_of, nodes, op_of
-from megacompile.text import KINDS, form, parse, parse_with_plan, print_node, print_program
-from megacompile.verify import handed_on, ordered, rule_table, verify
+from megacompile.ir.folding import fold
+from megacompile.ir.listing import excerpt, op_table, summary, table
+from megacompile.ir.plan import RESIDUALS, Plan, Shape
+from megacompile.ir.program import OPS, STAGES, Builder, Program, argument, copy_section, find, lane_of, nodes, op_of
+from megacompile.ir.text import KINDS, form, parse, parse_with_plan, print_node, print_program
+from megacompile.predict.durations import COSTS, cost_table
+from megacompile.verify.lifetimes import placed
+from megacompile.verify.verifier import handed_on, ordered, rule_table, verify
 
 GOLDENS = pathlib.Path(__file__).resolve().parents[1] / "golden"
 #: One node of each op, as text.

@@ -13,9 +13,9 @@ from tiny_models import train_step
 import megacompile
 from megacompile import picture
 from megacompile.errors import ArgumentError, MegacompileError
-from megacompile.listing import describe
-from megacompile.program import OPS, Lane, op_of
-from megacompile.simulate import Timeline, simulate
+from megacompile.ir.listing import describe
+from megacompile.ir.program import OPS, Lane, op_of
+from megacompile.predict.simulate import Timeline, simulate
 from megacompile.timeline import KINDS, LANES, MARKS, arrows, kind_of, save_trace, trace
 
 

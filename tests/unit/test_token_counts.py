@@ -11,8 +11,8 @@ from torch import Tensor
 
 import megacompile
 from megacompile import training
+from megacompile.inputs.token_counts import TokenCounts, TokenRate
 from megacompile.runtime.kernels import Batch
-from megacompile.token_counts import TokenCounts, TokenRate
 
 
 def padded(*lengths: int, mask: bool = True) -> dict[str, Tensor]:

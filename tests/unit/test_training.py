@@ -172,7 +172,7 @@ def test_norms_are_read_one_step_late_or_when_flushed() -> None:
 
 
 def test_random_weights_are_drawn_once_and_do_not_depend_on_threads(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from megacompile import random_weights
+    from megacompile.weights import random_weights
     monkeypatch.setattr(random_weights, "BLOCK", 100)
     drawn, dispatch = [], random_weights._Blocks.__torch_dispatch__
 

@@ -16,14 +16,15 @@ import torch
 from rich.console import Console
 
 import megacompile
-from megacompile import scheduling, shapes
-from megacompile import under_way as module
-from megacompile.binding import Binder
+from megacompile import scheduling
 from megacompile.finetuning.progress import ProgressDisplay
-from megacompile.hardware import Hardware
+from megacompile.predict.hardware import Hardware
 from megacompile.runtime.page_locking import lock_all
 from megacompile.sizes import format_bytes
-from megacompile.under_way import at, shown_by, under_way
+from megacompile.streaming import shapes
+from megacompile.streaming.binding import Binder
+from megacompile.system import under_way as module
+from megacompile.system.under_way import at, shown_by, under_way
 
 
 class Terminal(io.StringIO):

@@ -15,8 +15,8 @@ import tiny_models
 import trained
 
 import megacompile
-from megacompile.packed_layout import Layout
-from megacompile.repacking import lay_out as real_lay_out
+from megacompile.inputs.packed_layout import Layout
+from megacompile.inputs.repacking import lay_out as real_lay_out
 from megacompile.trainer import Trainer
 
 LENGTH = 64
@@ -41,7 +41,7 @@ def packed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
         found.append(tuple(layout.source.shape))
         return layout
 
-    monkeypatch.setattr("megacompile.repacking.lay_out", lay_out)
+    monkeypatch.setattr("megacompile.inputs.repacking.lay_out", lay_out)
     return found
 
 

@@ -9,10 +9,10 @@ import pytest
 from torch import fx
 
 from megacompile.errors import HazardError, ProgramError
-from megacompile.ordering import Clocks
-from megacompile.program import Access, Lane, Program, argument, copy_section, find, lane_of, nodes, op_of
-from megacompile.text import parse, print_program
-from megacompile.verify import RULES, verify
+from megacompile.ir.program import Access, Lane, Program, argument, copy_section, find, lane_of, nodes, op_of
+from megacompile.ir.text import parse, print_program
+from megacompile.verify.ordering import Clocks
+from megacompile.verify.verifier import RULES, verify
 
 STREAMED: dict[str, Any] = {"layers": 2, "micro_batches": (1, 1)}
 SLABS: dict[str, Any] = {**STREAMED, "locked": False}

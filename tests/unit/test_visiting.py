@@ -15,19 +15,19 @@ from tiny_models import assert_torn, batch, cut_power, same_bits, state_of
 from torch import Tensor
 
 import megacompile
-from megacompile import program
 from megacompile.errors import MegacompileError
-from megacompile.hardware import Hardware
-from megacompile.plan import Plan
-from megacompile.program import Lane, argument, find
+from megacompile.ir import program
+from megacompile.ir.plan import Plan
+from megacompile.ir.program import Lane, argument, find
+from megacompile.planning.device_update_plan import most_helpful_visits
+from megacompile.predict.hardware import Hardware
+from megacompile.predict.simulate import StepTimes
 from megacompile.runtime import adam
 from megacompile.runtime.adam import AdamSegment
 from megacompile.runtime.store import HostTile, TileLayout
 from megacompile.runtime.threads import ThreadBackend
 from megacompile.runtime.visiting import visit
 from megacompile.scheduling import Schedule
-from megacompile.simulate import StepTimes
-from megacompile.visits import most_helpful_visits
 
 ROWS = 6
 

@@ -12,9 +12,9 @@ from tiny_models import batch
 
 import megacompile
 from megacompile.errors import LaneError, MegacompileError, TornError, UnsupportedError
-from megacompile.plan import Plan
-from megacompile.planner import Planner
-from megacompile.program import argument, find, op_of
+from megacompile.ir.plan import Plan
+from megacompile.ir.program import argument, find, op_of
+from megacompile.planning.planner import Planner
 
 STEPS = 3
 

@@ -10,7 +10,7 @@ from torch import Tensor, fx, nn
 
 import megacompile
 from megacompile.errors import LaneError, TornError
-from megacompile.program import op_of
+from megacompile.ir.program import op_of
 
 VOCABULARY = 64
 

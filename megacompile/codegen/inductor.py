@@ -1,0 +1,146 @@
+"""Graphs -> compiled code, by inductor, kept on disk: the second start of the same model compiles nothing.
+
+Inductor's own cache does it. Its keys are the graph, the inputs, the device and inductor's settings. Here it gets a folder that
+outlives the system's temporary files, that only this user can write to, and that other versions of our ops do not share: what
+shapes an op returns is part of the compiled code, but of no key.
+"""
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import hashlib
+import os
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._inductor
+from torch import Tensor, fx
+from torch._dynamo.utils import counters
+from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import FakeTensor
+
+from megacompile.codegen.cache import CacheError, cache_directory, processor_name
+from megacompile.codegen.grouped_products import keep_operands
+from megacompile.codegen.seal import discard, sealed
+
+#: Where inductor and Triton keep their caches. Inductor sets both itself, for the rest of the process.
+_VARIABLES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+_lock = threading.RLock()  # lanes compile too, and the environment belongs to all threads
+
+
+@dataclass
+class Inductor:
+    """Compiles graphs. State: how many it `compiled`, how many it had `from_cache`, and the `seconds` that both took."""
+
+    compiled: int = 0
+    from_cache: int = 0
+    seconds: float = 0.0
+
+    def compile(self, graph: fx.GraphModule, examples: Sequence[Tensor | torch.SymInt]) -> Callable[..., Any]:
+        """`graph` as a function of tensors that have the shapes, strides, dtypes and device of `examples`, fakes of one mode
+        with a `ShapeEnv`. A symbol stands for every number that satisfies the guards of the `ShapeEnv` when the function is
+        made. The function may be called from any thread.
+
+        Where that fails with what an earlier process left in the cache, it is tried in a new folder, which serves from then
+        on. Raises what inductor raises without a cache."""
+        begin, folder = time.perf_counter(), newest_folder()
+        try:
+            function, found = _compile(graph, examples, folder)
+        except (MemoryError, TimeoutError, torch.OutOfMemoryError):  # no fault of the cache
+            raise
+        except Exception as error:
+            if folder is None or not any(folder.iterdir()):
+                raise
+            fresh = _next(folder)
+            try:
+                function, found = _compile(graph, examples, fresh)
+            except Exception:  # it is not the cache
+                discard(fresh)
+                raise error from None
+            warnings.warn(f"compiled code in {folder} could not be used ({type(error).__name__}) and was compiled anew: the "
+                          "folder can be deleted", RuntimeWarning, stacklevel=2)
+        self.compiled += not found
+        self.from_cache += found
+        self.seconds += time.perf_counter() - begin
+        return function
+
+
+def _compile(graph: fx.GraphModule, examples: Sequence[Tensor | torch.SymInt],
+             folder: Path | None) -> tuple[Callable[..., Any], bool]:
+    """The function, and whether nothing had to be compiled for it."""
+    fakes = next(example.fake_mode for example in examples if isinstance(example, FakeTensor))
+    with caching_in(folder), warnings.catch_warnings(), tracing(TracingContext(fakes)):
+        warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")  # the user's choice, and few products are float32
+        hits, others = _lookups()
+        graph = copy.deepcopy(graph)  # inductor changes the graph that it gets
+        keep_operands(graph.graph)
+        function: Any = torch._inductor.compile(graph, [*examples])
+        hits_now, others_now = _lookups()
+        if folder is not None:
+            sealed(folder).seal()
+    return function, hits_now > hits and others_now == others
+
+
+def _lookups() -> tuple[int, int]:
+    """How many graphs inductor has found in its cache so far, and how many it has not found or could not look up."""
+    seen = counters["inductor"]
+    return seen["fxgraph_cache_hit"], seen["fxgraph_cache_miss"] + seen["fxgraph_cache_bypass"]
+
+
+@contextlib.contextmanager
+def caching_in(folder: Path | None) -> Iterator[None]:
+    """Within, inductor's cache is in `folder`; None: where it is anyway. A `TRITON_CACHE_DIR` of the user's stays."""
+    with _lock:
+        before = {name: os.environ.get(name) for name in _VARIABLES}
+        try:
+            if folder is not None:
+                os.environ[_VARIABLES[0]] = str(folder)
+            yield
+        finally:
+            for name, value in before.items():
+                if value is not None:
+                    os.environ[name] = value
+                else:
+                    os.environ.pop(name, None)
+
+
+def newest_folder() -> Path | None:
+    """The folder of compiled code, made if absent: the last of those for these versions, this processor and our ops' code, in
+    which nothing is but what we have put there (inductor unpickles what it finds); None if the user has no cache folder."""
+    try:
+        versions = cache_directory() / "compiled" / _versions()
+        versions.mkdir(parents=True, exist_ok=True)
+        numbers = [int(each.name) for each in versions.iterdir() if each.name.isascii() and each.name.isdecimal()]
+        newest = versions / str(max(numbers, default=0))
+        newest.mkdir(exist_ok=True)
+        try:
+            sealed(newest)
+        except OSError:  # another process is at work there
+            newest = _next(newest)
+            sealed(newest)
+    except (CacheError, OSError):
+        return None
+    return newest
+
+
+def _next(folder: Path) -> Path:
+    """A new folder, beside this one and after it."""
+    new = folder.with_name(str(int(folder.name) + 1))
+    new.mkdir(exist_ok=True)
+    return new
+
+
+@functools.cache
+def _versions() -> str:
+    package = Path(__file__).parents[1]
+    digest = hashlib.sha256(f"{torch.__version__} {processor_name()}".encode())
+    for path in (package / "ir" / "token_loop.py", *sorted((package / "frontend").rglob("*.py"))):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:32]

@@ -1,0 +1,246 @@
+"""What megacompile has written into its cache, told from what somebody else has put there, or changed.
+
+A seal is a keyed digest (HMAC-SHA256) of a file's name and contents. The key is the user's, and is not in the cache: a cache
+that comes with a project, a container or a shared disk brings no code with it. `docs/security.md` says what this is worth.
+
+    a library      its last 32 bytes are the seal of the rest, so that file and seal are put in place together; a plan likewise
+    a folder       `seals.json` has a seal for each file; whoever works in the folder holds a lock on it
+"""
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import hmac
+import json
+import os
+import secrets
+import shutil
+import stat
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from megacompile.codegen.cache import cache_directory
+from megacompile.system.linux import fcntl
+from megacompile.system.regular_files import open_regular
+
+_SIZE = 32
+_TABLE, _LOCK = "seals.json", "seals.lock"
+
+
+# -------------------------------------------------------------------- the key
+@functools.cache
+def _key() -> bytes:
+    """The user's key, made if there is none; kept in the cache's folder where the user has no other place. Raises `OSError`."""
+    try:
+        return key_in(_configuration(os.environ))
+    except OSError:
+        return key_in(cache_directory())
+
+
+def _configuration(environment: Mapping[str, str]) -> Path:
+    return Path(environment.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")) / "megacompile"
+
+
+def key_in(folder: Path) -> bytes:
+    """The key in a folder. One that others may read or write, or have made, is replaced. Raises `OSError`."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    path = folder / "cache.key"
+    for _ in range(8):  # another process may be first, or take ours away
+        if (found := _private(path)) is not None:
+            return found
+        path.unlink(missing_ok=True)
+        new = folder / f".{secrets.token_hex(6)}"
+        descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            os.write(descriptor, secrets.token_bytes(_SIZE))
+        finally:
+            os.close(descriptor)
+        try:
+            os.link(new, path)
+        except FileExistsError:
+            continue
+        finally:
+            new.unlink()
+    raise OSError(f"no key can be kept in {folder}")
+
+
+def _private(path: Path) -> bytes | None:
+    """The contents of a file that only this user can read and write, and that is a key; None otherwise."""
+    try:
+        descriptor = open_regular(path, follow_links=False)
+    except OSError:
+        return None
+    with open(descriptor, "rb") as file:
+        status = os.fstat(descriptor)
+        mine = status.st_uid == os.getuid() and not status.st_mode & 0o077
+        found = file.read(_SIZE + 1) if mine else b""
+    return found if len(found) == _SIZE else None
+
+
+def _digest(name: str, contents: Iterator[bytes]) -> bytes:
+    digest = hmac.new(_key(), name.encode() + b"\0", "sha256")
+    for chunk in contents:
+        digest.update(chunk)
+    return digest.digest()
+
+
+def _chunks(path: Path, size: int | None = None) -> Iterator[bytes]:
+    """A file's contents, or its first bytes. Raises `OSError`, also for a link and a FIFO."""
+    left = size
+    with open(open_regular(path, follow_links=False), "rb") as file:
+        while chunk := file.read(1 << 20 if left is None else min(left, 1 << 20)):
+            left = None if left is None else left - len(chunk)
+            yield chunk
+
+
+# -------------------------------------------------------------------- a library
+def seal_library(path: Path, name: str) -> None:
+    """Appends the seal that a file of this name needs; loaders of shared libraries do not mind. Raises `OSError`."""
+    seal = _digest(name, _chunks(path))
+    with path.open("ab") as file:
+        file.write(seal)
+
+
+def is_sealed_library(path: Path) -> bool:
+    """Whether the file is what was sealed under its name."""
+    try:
+        size = path.lstat().st_size - _SIZE
+        if size <= 0:
+            return False
+        expected = _digest(path.name, _chunks(path, size))
+        with path.open("rb") as file:
+            file.seek(size)
+            return hmac.compare_digest(file.read(), expected)
+    except OSError:
+        return False
+
+
+# -------------------------------------------------------------------- contents
+def with_seal(name: str, contents: bytes) -> bytes:
+    """The contents of a file of this name, and their seal. Raises `OSError`."""
+    return contents + _digest(name, iter((contents,)))
+
+
+def unsealed(name: str, found: bytes) -> bytes | None:
+    """What `with_seal` was given, from what it returned; None for anything else. Raises `OSError`."""
+    contents, seal = found[:-_SIZE], found[-_SIZE:]
+    return contents if hmac.compare_digest(seal, _digest(name, iter((contents,)))) else None
+
+
+# -------------------------------------------------------------------- a folder
+class SealedFolder:
+    """A folder that this process works in. State: the lock, and the state of each file when it was last sealed."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises `OSError`, also where others are at work and not everything is sealed: what is theirs cannot be told from what
+        is nobody's. Alone, what is not sealed is removed; and if anything sealed was changed, everything."""
+        self.path = path
+        for name in (_TABLE, _LOCK):
+            with contextlib.suppress(FileNotFoundError):
+                os.close(open_regular(path / name, follow_links=False))  # nobody's FIFO
+        self._lock = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        self._sealed: dict[str, tuple[int, int]] = {}
+        try:
+            self._check()
+        except BaseException:
+            os.close(self._lock)
+            raise
+        fcntl.flock(self._lock, fcntl.LOCK_SH)
+        atexit.register(self.seal)  # kernels that were tuned at their first launch
+
+    def _check(self) -> None:
+        seals, foreign, changed = self._table(), [], []
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            alone = True
+        except OSError:
+            alone = False
+        for name, state in self._files():
+            if name not in seals and state is not None and state[0] == 0 and not alone:
+                continue  # a lock file of another process
+            if name not in seals or state is None:
+                foreign.append(name)
+            elif self._seal(name) != seals[name]:
+                changed.append(name)
+            else:
+                self._sealed[name] = state
+        if not alone and (foreign or changed):
+            raise OSError(f"{self.path} is in use, and not all of it is sealed")
+        if changed:
+            warnings.warn(f"compiled code in {self.path} ({changed[0]}) was changed since megacompile wrote it, and is "
+                          "compiled anew", RuntimeWarning, stacklevel=2)
+            foreign += [*changed, *self._sealed]
+            self._sealed.clear()
+        for name in foreign:
+            (self.path / name).unlink()
+
+    def seal(self) -> None:
+        """Seals what was written since. What cannot be sealed will not be used."""
+        try:
+            new = {name: state for name, state in self._files()
+                   if state is not None and state[0] and self._sealed.get(name) != state}
+            if not new:
+                return
+            seals = {name: self._seal(name) for name in new}
+            table = os.open(self.path / _TABLE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            try:
+                fcntl.flock(table, fcntl.LOCK_EX)  # others seal, too
+                text = json.dumps({**self._table(), **seals}, indent=0).encode()
+                os.ftruncate(table, 0)
+                os.pwrite(table, text, 0)
+            finally:
+                os.close(table)
+            self._sealed.update(new)
+        except OSError:
+            return
+
+    def _table(self) -> dict[str, str]:
+        try:
+            table = json.loads(b"".join(_chunks(self.path / _TABLE)))
+        except (OSError, RecursionError, ValueError):
+            return {}
+        return table if isinstance(table, dict) else {}
+
+    def _seal(self, name: str) -> str:
+        try:
+            return _digest(name, _chunks(self.path / name)).hex()
+        except FileNotFoundError:  # a temporary file of somebody's
+            return ""
+
+    def _files(self) -> Iterator[tuple[str, tuple[int, int] | None]]:
+        """Name below the folder, and size and time, of all that is no folder; None of links, FIFOs and the like, which are
+        never sealed. Raises `OSError` where a folder cannot be looked into."""
+        for root, folders, files in os.walk(self.path, onerror=_raise):
+            for each in (Path(root, name) for name in (*files, *folders)):
+                name = each.relative_to(self.path).as_posix()
+                try:
+                    status = each.lstat()
+                except FileNotFoundError:
+                    continue
+                if stat.S_ISREG(status.st_mode) and name not in (_TABLE, _LOCK):
+                    yield name, (status.st_size, status.st_mtime_ns)
+                elif not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(status.st_mode):
+                    yield name, None
+
+
+def _raise(error: OSError) -> None:
+    if not isinstance(error, FileNotFoundError):  # another process may remove what it has made
+        raise error
+
+
+_open: dict[Path, SealedFolder] = {}
+
+
+def sealed(path: Path) -> SealedFolder:
+    """The folder, checked when this process comes to it first. Raises `OSError`."""
+    if path not in _open or not path.exists():
+        _open[path] = SealedFolder(path)
+    return _open[path]
+
+
+def discard(path: Path) -> None:
+    """Removes a folder and what is in it."""
+    _open.pop(path, None)
+    shutil.rmtree(path, ignore_errors=True)

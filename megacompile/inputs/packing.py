@@ -1,0 +1,117 @@
+"""What the rows of a batch hold beside one sequence each: padding, several sequences. Which arguments say so, and which of them
+must reach the model: a batch that says nothing new runs on the graphs of plain batches.
+"""
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megacompile.errors import UnsupportedError
+from megacompile.frontend.capture import CapturedModel
+from megacompile.inputs.packed_layout import array_of
+from megacompile.inputs.pairs import read_attention_mask, read_mask
+from megacompile.losses import IGNORED
+
+#: What kernels for packed rows are given beside positions, and say nothing else.
+_BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k")
+_LONGEST = ("max_length_q", "max_length_k")
+
+
+def further_arguments(name: str, captured: CapturedModel, given: Mapping[str, Any], inputs: Mapping[str, Tensor],
+                      known: Collection[str]) -> dict[str, Tensor]:
+    """Those of the arguments `given`, none of which is a batch argument of the plain graphs, that change what is computed:
+    int64 [batch, length], or masks of pairs (see `pairs.py`). `inputs`: the plain ones; `known`: the parameters of the model's
+    forward.
+
+    Raises `UnsupportedError` for an argument that cannot be honoured."""
+    first = next(iter(inputs.values()))
+    rest = dict(given)
+    further: dict[str, Tensor] = {}
+    if "position_ids" in rest:
+        positions = _rows(name, captured, "position_ids", rest.pop("position_ids"), first)
+        if not torch.equal(positions, torch.arange(first.shape[1], device=positions.device).expand(first.shape[:2])):
+            further["position_ids"] = positions
+    mask = rest.pop("attention_mask", None)
+    _check_bounds(name, captured, rest, further.get("position_ids"))
+    for key, value in rest.items():
+        if key not in known:
+            raise _refused(name, captured, key)
+        square = isinstance(value, Tensor) and value.dim() in (3, 4) and value.shape[-1] == value.shape[-2]
+        further[key] = read_mask(name, key, value, first.shape) if square else _rows(name, captured, key, value, first)
+    takes_pairs = "attention_mask" in known
+    if takes_pairs and isinstance(mask, Tensor) and (mask.dim() == 4 or (mask.dim() == 3 and not captured.masks_hide)):
+        further["attention_mask"] = read_attention_mask(name, captured, mask, first.shape)
+    elif mask is not None:
+        if not isinstance(mask, Tensor) or mask.shape != first.shape[:2]:
+            what = f"of shape {list(mask.shape)}" if isinstance(mask, Tensor) else f"that is a {type(mask).__name__}"
+            rows, length = first.shape[:2]
+            of_pairs = f", or one of every pair of tokens, {[rows, 1, length, length]}" if takes_pairs else ""
+            raise UnsupportedError(f"{name}: an attention_mask {what} cannot be honoured yet: pass a tensor of {[rows, length]}"
+                                   f"{of_pairs}, or none")
+        # Beside positions that start again, transformers takes any mask to say that rows hold one sequence.
+        # A loss of the user's own may count what is labelled -100, and an auxiliary one does unless the mask tells it.
+        labels = () if captured.token_loss or captured.is_averaged else captured.labels
+        # A model without such a parameter sees padding anyway.
+        right = (captured.causal and captured.masks_hide) or "attention_mask" not in known
+        if further or not _changes_nothing(mask, [inputs[key] for key in labels if key in inputs] if right else []):
+            further["attention_mask"] = (mask != 0).long()
+    return further
+
+
+def _refused(name: str, captured: CapturedModel, key: str) -> UnsupportedError:
+    return UnsupportedError(f"{name}: argument {key} cannot be honoured yet by a streamed model: leave it out (it takes "
+                            f"{', '.join(captured.batch_inputs)})")
+
+
+def _rows(name: str, captured: CapturedModel, key: str, value: Any, first: Tensor) -> Tensor:
+    """The value as int64 [batch, length], one row expanded to all. Raises `UnsupportedError` for anything else."""
+    size = first.shape[:2]
+    if (not isinstance(value, Tensor) or value.is_floating_point() or value.is_complex()
+            or value.shape not in (size, (1, size[1]))):
+        raise _refused(name, captured, key)
+    return value.expand(size).long()
+
+
+def _changes_nothing(mask: Tensor, labels: Collection[Tensor]) -> bool:
+    """Whether a mask can be left out: it hides nothing; or padding on the right whose `labels` are -100, since no real token of
+    a causal model sees it and no loss counts it."""
+    present = array_of(mask) != 0
+    if present.all():
+        return True
+    on_the_right = not (present[:, 1:] & ~present[:, :-1]).any()
+    return on_the_right and bool(labels) and all(
+        label.shape[:2] == mask.shape and not (array_of(label)[~present] != IGNORED).any() for label in labels)
+
+
+def _check_bounds(name: str, captured: CapturedModel, rest: dict[str, Any], positions: Tensor | None) -> None:
+    """Takes out of `rest` what says once more where the sequences of packed rows begin. Raises `UnsupportedError` if it says
+    something else than the positions do, or where the model may do something of its own with it."""
+    said = {key: rest.pop(key) for key in (*_BOUNDS, *_LONGEST) if key in rest}
+    sequences = rest.get("seq_idx")
+    if sequences is not None and captured.fused_attention:
+        said["seq_idx"] = rest.pop("seq_idx")
+    if not said:
+        return
+    names = ", ".join(said)
+    if positions is None or not captured.fused_attention:
+        why = ("without position_ids that start again with each sequence" if positions is None else
+               "by a model whose layers are not all attention")
+        raise UnsupportedError(f"{name}: {names} cannot be honoured {why}: leave {names} out")
+    begins = torch.ones_like(positions, dtype=torch.bool)
+    begins[:, 1:] = positions[:, 1:] != positions[:, :-1] + 1
+    starts = begins.flatten().nonzero().squeeze(1)
+    bounds = torch.cat([starts, starts.new_tensor([begins.numel()])]).cpu()
+    agree = all(torch.equal(torch.as_tensor(said[key]).long().cpu().flatten(), bounds) for key in _BOUNDS if key in said)
+    longest = int(bounds.diff().max())
+    agree &= all(int(said[key]) >= longest for key in _LONGEST if key in said)
+    if "seq_idx" in said:
+        changes = torch.ones_like(begins)
+        numbers = _rows(name, captured, "seq_idx", said["seq_idx"], positions)
+        changes[:, 1:] = numbers[:, 1:] != numbers[:, :-1]
+        agree &= torch.equal(changes, begins)
+    if not agree:
+        raise UnsupportedError(f"{name}: {names} and position_ids say different things of where sequences begin: let positions "
+                               "start again at 0 with each sequence")

@@ -1,0 +1,164 @@
+"""Folded text, for reading: runs of lines that repeat for consecutive layers or micro-batches appear once.
+
+    # x 26 alike: layers.1 .. layers.26
+        w_2 = p.prefetch("layers.1", into="W1")
+        ...
+
+Two lines are alike if they have the same words and their numbers (in names, and the positions of the nodes that they
+use) differ; a group of lines repeats if each of these numbers advances by a constant step from one group to the next.
+So values that were made long before fold as well as those made by the group. Slots take turns, each family at its own
+pace, and events follow them, so the numbers of both may be any: a folded group shows those of its first turn.
+"""
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from megacompile.ir.program import Program, argument, nodes, op_of
+from megacompile.ir.text import print_node, print_program
+
+#: Of two groups any numbers advance by a constant step: it takes three to see a pattern.
+_FEWEST, _LONGEST_GROUP = 3, 2000
+_NUMBER = re.compile(r"\d+")
+
+
+@dataclass(frozen=True)
+class _Line:
+    text: str
+    about: Mapping[str, Any]  # what a group of lines may be named after
+    words: tuple[Any, ...]
+    numbers: tuple[int, ...]
+    mark: str
+
+
+def fold(program: Program, section: str | None = None) -> str:
+    """The program's text with repeats folded. For reading only: it does not parse."""
+    names = [section] if section is not None else list(program.sections)
+    head = [] if section is not None else [fold_head(program)]
+    return "\n".join([*head, *(fold_section(name, list(nodes(program.section(name)))) for name in names)])
+
+
+def fold_head(program: Program) -> str:
+    """What stands above the sections: the program's declarations."""
+    lines = print_program(program.evolve(sections={})).splitlines()
+    return "\n".join(_folded([_declaration(line) for line in lines], "")) + "\n"
+
+
+def fold_section(name: str, listed: Sequence[fx.Node]) -> str:
+    """A section of which these nodes are shown."""
+    return "\n".join([f"def {name}(p):", *(fold_lines(listed, [""] * len(listed)) if listed else ["    pass"])]) + "\n"
+
+
+def fold_lines(listed: Sequence[fx.Node], marks: Sequence[str]) -> Iterator[str]:
+    """The lines of these nodes, each with its mark in front; lines with different marks are not alike."""
+    position = {node: i for graph in {node.graph for node in listed} for i, node in enumerate(nodes(graph))}
+    return _folded([_line(node, position, mark) for node, mark in zip(listed, marks, strict=True)], "    ")
+
+
+def _declaration(line: str) -> _Line:
+    name = re.search('"[^"]*"', line)
+    about = {"declared": name[0].strip('"')} if name is not None else {}
+    return _Line(line, about, (_NUMBER.sub("0", line),), tuple(map(int, _NUMBER.findall(line))), "")
+
+
+def _line(node: fx.Node, position: dict[fx.Node, int], mark: str) -> _Line:
+    words: list[Any] = [mark, op_of(node).name]
+    numbers: list[int] = []
+
+    def visit(value: Any) -> None:
+        if isinstance(value, fx.Node):
+            words.append("node")
+            numbers.append(position[value])
+        elif isinstance(value, str):
+            words.append(_NUMBER.sub("0", value))
+            numbers.extend(map(int, _NUMBER.findall(value)))
+        elif isinstance(value, tuple | list):
+            words.append(len(value))
+            for item in value:
+                visit(item)
+        elif isinstance(value, int) and not isinstance(value, bool):
+            words.append("number")
+            numbers.append(value)
+        else:
+            words.append(value)
+
+    for name, value in node.kwargs.items():
+        words.append(name)
+        if name in ("into", "place") and "/" not in str(value):
+            words.append(_NUMBER.sub("", str(value)))
+        elif name == "event" and isinstance(value, fx.Node):
+            words.append(op_of(value).name)
+        else:
+            visit(value)
+    about = {name: argument(node, name) for name in ("call", "tile", "mb", "key", "place")}
+    return _Line(print_node(node), about, tuple(words), tuple(numbers), mark)
+
+
+def _folded(lines: list[_Line], indent: str) -> Iterator[str]:
+    """At each line the repeat that saves most; inside its first group the same again."""
+    following = _same_words_after(lines)
+    start = 0
+    while start < len(lines):
+        length, count = _best_repeat(lines, start, following[start])
+        if count == 1:
+            yield lines[start].mark + indent + lines[start].text
+            start += 1
+            continue
+        first, last = lines[start:start + length], lines[start + length * (count - 1):start + length * count]
+        yield f"{' ' * len(lines[start].mark)}{indent}# x {count} alike{_span(first, last)}"
+        yield from _folded(first, indent + "    ")
+        start += length * count
+
+
+def _same_words_after(lines: list[_Line]) -> list[list[int]]:
+    """For each line the distances to later lines with the same words, nearest first."""
+    places: dict[tuple[Any, ...], list[int]] = {}
+    for i, line in enumerate(lines):
+        places.setdefault(line.words, []).append(i)
+    after: list[list[int]] = [[] for _ in lines]
+    for same in places.values():
+        for k, i in enumerate(same):
+            after[i] = [j - i for j in same[k + 1:k + 65] if j - i <= _LONGEST_GROUP]
+    return after
+
+
+def _best_repeat(lines: list[_Line], start: int, distances: list[int]) -> tuple[int, int]:
+    """(lines in the group, how often it comes) of the repeat from here that saves most lines; (1, 1) if none does."""
+    best = (1, 1)
+    for length in distances:
+        count = _repeats(lines, start, length)
+        if count >= _FEWEST and (count - 1) * length > (best[1] - 1) * best[0]:
+            best = length, count
+    return best
+
+
+def _repeats(lines: list[_Line], start: int, length: int) -> int:
+    """How often the group of `length` lines at `start` comes in a row, with a constant step of every number."""
+    count = 1
+    steps: list[tuple[int, ...]] = []
+    while start + (count + 1) * length <= len(lines):
+        at = start + count * length
+        found = []
+        for i in range(length):
+            before, here = lines[at - length + i], lines[at + i]
+            if before.words != here.words:
+                return count
+            found.append(tuple(b - a for a, b in zip(before.numbers, here.numbers, strict=True)))
+            if count > 1 and found[i] != steps[i]:
+                return count
+        steps = found
+        count += 1
+    return count
+
+
+def _span(first: list[_Line], last: list[_Line]) -> str:
+    """What varies, from the first group to the last: `: layers.1 .. layers.26`."""
+    for a, b in zip(first, last, strict=True):
+        for name, begin in a.about.items():
+            if begin != b.about[name]:
+                return f": {'mb ' if name == 'mb' else ''}{begin} .. {b.about[name]}"
+    return ""

@@ -1,0 +1,138 @@
+"""Programs for people: tables with a column for each lane, and the excerpt that errors show."""
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from tabulate import tabulate
+from torch import fx
+
+from megacompile.ir.program import (
+    OPS,
+    Access,
+    Lane,
+    Program,
+    accesses,
+    argument,
+    lane_of,
+    nodes,
+    op_of,
+)
+from megacompile.ir.text import form
+
+_MARKS = "-"  # the column of nodes that no lane executes
+
+
+# One node
+
+def describe(node: fx.Node) -> str:
+    """A node in few words: `forward layers.0 mb 1`, `wait h2d e3`."""
+    words = [op_of(node).name]
+    for name in ("call", "tile", "tiles", "key", "place", "access", "lane", "mb", "node", "event", "value"):
+        value = argument(node, name)
+        if isinstance(value, fx.Node):
+            words += [value.name] if value.name not in words else []  # a lease's key often is the value's name
+        elif name == "tiles" and value is not None:
+            words.append(f"{len(value)} tiles")
+        elif value is not None:
+            words.append(f"mb {value}" if name == "mb" else str(value))
+    return " ".join(words)
+
+
+def _cell(node: fx.Node) -> str:
+    named = op_of(node).result is not None or node.users
+    return f"{node.name} = {describe(node)}" if named else describe(node)
+
+
+def _column(node: fx.Node) -> str:
+    lane = lane_of(node)
+    return _MARKS if lane is None else str(lane)
+
+
+def _columns(listed: Iterable[fx.Node]) -> list[str]:
+    used = {_column(node) for node in listed}
+    return [column for column in (_MARKS, "pack", "h2d", "compute", "d2h", "cpu") if column in used]
+
+
+# Tables
+
+def table(program: Program, section: str | None = None) -> str:
+    """A row for each node, time downwards; each node in its lane's column, then the places it reads and writes."""
+    shown = [section] if section is not None else list(program.sections)
+    return "\n\n".join(table_section(name, list(nodes(program.section(name)))) for name in shown)
+
+
+def table_section(name: str, listed: Sequence[fx.Node]) -> str:
+    """A section of which these nodes are shown. Their numbers are those in the whole section."""
+    columns = _columns(listed)
+    number_of = {node: number for number, node in enumerate(nodes(listed[0].graph))} if listed else {}
+    rows = []
+    for node in listed:
+        touched: dict[Access, list[str]] = {access: [] for access in Access}
+        if lane_of(node) is not None:
+            for place, access in accesses(node):
+                touched[access].append(place)
+        rows.append([number_of[node], *(_cell(node) if _column(node) == column else "" for column in columns),
+                     *(_few(list(dict.fromkeys(touched[access]))) for access in (Access.READ, Access.WRITE))])
+    shown = tabulate(rows, ["#", *columns, "reads", "writes"], tablefmt="simple", disable_numparse=True)
+    return f"section {name}\n{shown}"
+
+
+def op_table() -> str:
+    """Every word of the language, as Markdown: how it looks, its lane, what it reads and writes, what it means."""
+    rows = []
+    for op in OPS.values():
+        written = [*op.writes, *([f"{op.home}[tile] without `into`"] if op.home is not None else [])]
+        rows.append([f"`{form(op)}`", op.lane or "", ", ".join(op.reads), ", ".join(written), op.meaning])
+    return str(tabulate(rows, ["in text", "lane", "reads", "writes", "meaning"], tablefmt="github"))
+
+
+def _few(places: list[str], most: int = 4) -> str:
+    return " ".join(places if len(places) <= most else [*places[:most - 1], f"... ({len(places)})"])
+
+
+def op_counts(program: Program) -> Counter[str]:
+    """How many nodes of each op there are in all sections."""
+    return Counter(op_of(node).name for graph in program.sections.values() for node in nodes(graph))
+
+
+def summary(program: Program) -> str:
+    """A row for each section: nodes, how many of each op, events, and bytes over the link in each direction."""
+    rows = []
+    for name, graph in program.sections.items():
+        counts = Counter(op_of(node).name for node in nodes(graph))
+        events = counts["record"] + counts["enter"]
+        marks = ("record", "wait", "enter", "leave", "release")
+        work = ", ".join(f"{count} {op}" for op, count in counts.items() if op not in marks)
+        moved = dict.fromkeys((Lane.PACK, Lane.H2D, Lane.D2H), 0)
+        for node in nodes(graph):
+            lane = lane_of(node)
+            if lane in moved:
+                moved[lane] += program.moved_bytes(node)
+        rows.append([name, sum(counts.values()), work, events, counts["wait"], *moved.values()])
+    header = ["section", "nodes", "work", "events", "waits", "pack bytes", "h2d bytes", "d2h bytes"]
+    return str(tabulate(rows, header, tablefmt="simple", intfmt=","))
+
+
+# The excerpt in an error
+
+def excerpt(graph: fx.Graph, marks: dict[fx.Node, str], context: int = 3) -> str:
+    """The rows around some nodes, with a mark behind each: a few either side, however large the section is."""
+    listed = list(nodes(graph))
+    centres = [i for i, node in enumerate(listed) if node in marks]
+    shown = sorted({i for c in centres for i in range(max(0, c - context), min(len(listed), c + context + 1))})
+    columns = _columns(listed[i] for i in shown)
+    width = {c: max([len(c), *(len(_short(listed[i])) for i in shown if _column(listed[i]) == c)]) for c in columns}
+    lines = ["      #  " + "  ".join(f"{c:<{width[c]}}" for c in columns).rstrip()]
+    for before, i in zip([shown[0] if shown else 0, *shown], shown, strict=False):
+        if i > before + 1:
+            lines.append("    ...")
+        cells = (f"{_short(listed[i]) if _column(listed[i]) == c else '.':<{width[c]}}" for c in columns)
+        mark = marks.get(listed[i])
+        lines.append(f"{i:>7}  {'  '.join(cells)}{f'  <-- {mark}' if mark else ''}".rstrip())
+    return "\n".join(lines)
+
+
+def _short(node: fx.Node, longest: int = 44) -> str:
+    cell = _cell(node)
+    return cell if len(cell) <= longest else cell[:longest - 3] + "..."

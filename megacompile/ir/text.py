@@ -1,0 +1,396 @@
+"""Programs as Python text, and back: `parse(print_program(p)) == p` at every stage.
+
+    # megacompile program, stage synchronize
+    program = Program(stage="synchronize", micro_batches=(2, 1))
+    program.tile("layers.0", parameters=1024, weight_bytes=2048, gradient_bytes=2048, trainable=True)
+    program.call("layers.0", role="layer", template="decoder", tiles=("layers.0",))
+    program.slot("W0", bytes=4096)
+
+    def forward(p):
+        w0 = p.prefetch("layers.0", into="W0")                                 # h2d
+        e0 = p.record(w0)                                                      # h2d
+        p.wait("compute", e0)                                                  # compute
+
+The parser knows a closed list of calls; nothing in the text is ever executed. It refuses whatever the printer would not
+write: unknown words, wrong kinds of arguments, undefined or redefined names, a tail. A text that is to run again says behind
+its opening what it was made for, `program.shape(...)` and `program.plan(...)` (`editing.py`).
+`docs/schedule-language.md` has the grammar.
+"""
+from __future__ import annotations
+
+import dataclasses
+import json
+import keyword
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
+
+from torch import fx
+
+from megacompile.errors import MegacompileError, shortened
+from megacompile.ir.plan import UPDATES, Plan, Shape
+from megacompile.ir.program import (
+    OPS,
+    STAGES,
+    Access,
+    Builder,
+    CallSpec,
+    Lane,
+    Op,
+    Program,
+    Slot,
+    Tile,
+    lane_of,
+    nodes,
+    op_of,
+)
+from megacompile.ir.syntax import Argument, Call, Source, Statement, Token
+from megacompile.limits import LARGEST, LARGEST_NUMBER, LONGEST_NAME, check_micro_batches
+
+#: Parameters that say what a node is about. Those that lead an op's parameters are positional in text, others keywords.
+POSITIONAL = frozenset({"name", "tile", "template", "call", "key", "place", "access", "lane", "node", "event", "value"})
+
+_COMMENT_COLUMN = 88
+_EXPECTED = {
+    "text": "a printable string", "texts": "a tuple of strings", "flag": "True or False",
+    "number": "a whole number below 2**63", "numbers": "a tuple of whole numbers",
+    "value": "the name of a node above", "values": "a tuple of names of nodes above",
+    "value or values": "the name of a node above, or a tuple of them"}
+#: What each parameter of an op holds.
+KINDS = {
+    **dict.fromkeys(("tile", "template", "call", "key", "into", "place", "access", "lane"), "text"), "tiles": "texts",
+    "mb": "number", "overwrite": "flag", **dict.fromkeys(("weights", "inputs", "values"), "values"),
+    "accumulators": "value or values",
+    **dict.fromkeys(("staging", "gradient", "saved", "reduced", "resident", "slab", "state", "clip", "value", "node", "event",
+                     "stashed"), "value")}
+_CHOICES = {"lane": tuple(map(str, Lane)), "access": tuple(map(str, Access)), "stage": STAGES, "update": UPDATES}
+_PROGRAM = {"stage": "text", "micro_batches": "numbers"}
+_DECLARATIONS: dict[str, tuple[type, dict[str, str], tuple[str, ...]]] = {
+    "tile": (Tile, {"name": "text", "parameters": "number", "weight_bytes": "number", "gradient_bytes": "number",
+                    "trainable": "flag", "state_bytes": "number"}, ("state_bytes",)),
+    "call": (CallSpec, {"name": "text", "role": "text", "template": "text", "tiles": "texts", "weightless": "texts",
+                        "output_bytes": "number"}, ("weightless", "output_bytes")),
+    "slot": (Slot, {"name": "text", "bytes": "number"}, ())}
+_FIELD_KINDS = {"int": "number", "bool": "flag", "str": "text", "tuple[str, ...]": "texts"}
+#: What a program was made for: the fields of `Shape` and `Plan`, less those that are written already; those with a default
+#: may be absent.
+_MADE_FOR: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
+    kind: ({f.name: _FIELD_KINDS[str(f.type)] for f in dataclasses.fields(made) if f.name not in written},
+           tuple(f.name for f in dataclasses.fields(made) if f.default is not dataclasses.MISSING))
+    for kind, made, written in (("shape", Shape, ()), ("plan", Plan, ("batch", "length", "micro_batches")))}
+#: What stands above the lines that repeat in a folded text (`folding.py`), which lacks the rest of them.
+FOLDED = re.compile(r"^ *# x \d+ alike", re.MULTILINE)
+_PASSED = -1  # the indentation of what may follow `pass`: nothing
+
+
+# Printing
+
+def print_program(program: Program, section: str | None = None, made_for: tuple[Shape, Plan] | None = None) -> str:
+    """Python text that rebuilds the program; with `section` only that section's function. Deterministic. `made_for` is
+    declared in it (`parse_with_plan`)."""
+    if section is not None:
+        return print_section(section, list(nodes(program.section(section))))
+    head = [f"# megacompile program, stage {program.stage}",
+            f"program = Program({_arguments(_PROGRAM, {k: getattr(program, k) for k in _PROGRAM})})"]
+    for kind, made in zip(_MADE_FOR, made_for or (), strict=False):
+        signature, _ = _MADE_FOR[kind]
+        head.append(f"program.{kind}({_arguments(signature, {k: getattr(made, k) for k in signature})})")
+    for kind, declared in (("tile", program.tiles.values()), ("call", program.calls), ("slot", program.slots.values())):
+        _, signature, optional = _DECLARATIONS[kind]
+        for one in declared:
+            given = {k: getattr(one, k) for k in signature if k not in optional or getattr(one, k)}
+            head.append(f"program.{kind}({_arguments(signature, given)})")
+    sections = [print_section(name, list(nodes(graph))) for name, graph in program.sections.items()]
+    return "\n".join(["\n".join(head) + "\n", *sections])
+
+
+def print_node(node: fx.Node) -> str:
+    """One line of a section, without indentation and comment. Nodes without a value have a name if another needs it."""
+    op = op_of(node)
+    given = {name: value for name, value in node.kwargs.items() if value is not None}
+    call = f"p.{op.name}({_arguments(op.parameters, given)})"
+    return f"{node.name} = {call}" if op.result is not None or node.users else call
+
+
+def print_section(name: str, listed: Sequence[fx.Node]) -> str:
+    """A section of which these nodes are shown."""
+    lines = [(f"    {print_node(node)}", lane_of(node)) for node in listed] or [("    pass", None)]
+    width = max(min(len(line), _COMMENT_COLUMN) for line, _ in lines)
+    body = [line if lane is None else f"{line:<{width}}  # {lane}" for line, lane in lines]
+    return "\n".join([f"def {name}(p):", *body]) + "\n"
+
+
+def _arguments(parameters: Mapping[str, str] | tuple[str, ...], given: Mapping[str, Any]) -> str:
+    positional = _positional(tuple(parameters))
+    return ", ".join(_literal(given[name]) if name in positional else f"{name}={_literal(given[name])}"
+                     for name in parameters if name in given)
+
+
+def _positional(parameters: tuple[str, ...]) -> tuple[str, ...]:
+    first_keyword = next((i for i, name in enumerate(parameters) if name not in POSITIONAL), len(parameters))
+    return parameters[:first_keyword]
+
+
+def _literal(value: Any) -> str:
+    if isinstance(value, fx.Node):
+        return value.name
+    if isinstance(value, str):
+        return json.dumps(str(value), ensure_ascii=False)
+    if isinstance(value, bool | int):
+        return str(value)
+    assert isinstance(value, tuple | list), f"{value!r} has no place in a schedule"
+    return f"({', '.join(map(_literal, value))}{',' if len(value) == 1 else ''})"
+
+
+# Parsing
+
+def parse(text: str) -> Program:
+    """The program that prints as `text`. Raises ProgramError with line, column and what was expected there."""
+    return parse_with_plan(text)[0]
+
+
+def parse_with_plan(text: str) -> tuple[Program, Shape | None, Plan | None]:
+    """The program, and the shape and the plan that it was made for where the text has them. Raises as `parse`."""
+    parser = _Parser(text)
+    return parser.program(), parser.shape, parser.plan
+
+
+class _Parser:
+    """Reads one text. State: what is declared so far, and the names of the section being read."""
+
+    def __init__(self, text: str) -> None:
+        self.source = Source(text)
+        self.head: dict[str, Any] | None = None
+        self.shape: Shape | None = None
+        self.plan: Plan | None = None
+        self.declared: dict[str, dict[str, Any]] = {"tile": {}, "call": {}, "slot": {}}
+        self.sections: dict[str, fx.Graph] = {}
+        self.graph = fx.Graph()  # of the section being read
+        self.indent = 0
+        self.names: dict[str, fx.Node] = {}
+        self.given = frozenset(re.findall(r"^[ \t]*(\w+)[ \t]*=", text, re.MULTILINE))  # names that lines give
+        self.unnamed = Counter[str]()  # nodes of each op, of this section, whose line gives none
+
+    def fail(self, where: Token, message: str) -> NoReturn:
+        self.source.fail(where, message)
+
+    def program(self) -> Program:
+        folded = FOLDED.search(self.source.text)
+        if folded is not None:
+            line = self.source.text.count("\n", 0, folded.start()) + 1
+            self.fail(Token("other", "", line, 1), "the text is folded, for reading only; expected the whole program, as "
+                                                   "`megacompile inspect --no-fold` or `program.text()` prints it")
+        for statement in self.source.statements():
+            if self.head is None:
+                self.head = self.opening(statement)
+            elif statement.start.column > 1 and self.sections:
+                self.line(statement)
+            elif statement.section is not None:
+                self.end_section(statement.start)
+                self.section(statement, statement.section)
+            else:
+                self.declaration(statement)
+        if self.head is None:
+            self.fail(self.source.here, "no program; expected `program = Program(stage=..., micro_batches=...)`")
+        self.end_section(self.source.here)
+        return Program(**self.head, tiles=self.declared["tile"], calls=tuple(self.declared["call"].values()),
+                       slots=self.declared["slot"], sections=self.sections)
+
+    def opening(self, statement: Statement) -> dict[str, Any]:
+        form = "expected `program = Program(stage=..., micro_batches=...)`"
+        match statement:
+            case Statement(start=Token(column=1), target=Token(text="program"),
+                           call=Call(owner=None, word=Token(text="Program")) as call):
+                head = self.arguments(call, _PROGRAM, (), form)
+                try:
+                    check_micro_batches(len(head["micro_batches"]))
+                except MegacompileError as error:
+                    self.fail(call.word, f"{error}; expected fewer")
+                return head
+        self.fail(statement.start, f"a program begins otherwise; {form}")
+
+    def declaration(self, statement: Statement) -> None:
+        form = (f"expected {', '.join(f'`program.{kind}(...)`' for kind in (*_MADE_FOR, *_DECLARATIONS))} or "
+                "`def <section>(p):`")
+        match statement:
+            case Statement(start=Token(column=1), target=None, call=Call(owner=Token(text="program")) as call):
+                kind = call.word.text
+                if kind not in _DECLARATIONS and kind not in _MADE_FOR:
+                    self.fail(statement.start, f"unknown declaration {shortened(kind)}; {form}")
+            case _:
+                self.fail(statement.start, f"no declaration; {form}")
+        if self.sections:
+            self.fail(statement.start, f"{kind} after a section; expected all declarations before the first section")
+        if kind in _MADE_FOR:
+            self.made_for(call, kind)
+            return
+        make, signature, optional = _DECLARATIONS[kind]
+        given = self.arguments(call, signature, optional, f"expected `{_form(f'program.{kind}', signature, optional)}`")
+        if given["name"] in self.declared[kind]:
+            self.fail(statement.start, f"{kind} {shortened(given['name'])} is declared twice; expected another name")
+        self.declared[kind][given["name"]] = make(**given)
+
+    def made_for(self, call: Call, kind: str) -> None:
+        signature, optional = _MADE_FOR[kind]
+        given = self.arguments(call, signature, optional, f"expected `{_form(f'program.{kind}', signature, optional)}`")
+        if getattr(self, kind) is not None:
+            self.fail(call.word, f"a second {kind}; expected one")
+        if kind == "shape":
+            self.shape = Shape(**given)
+            return
+        if self.shape is None or self.head is None:
+            self.fail(call.word, "a plan without a shape; expected `program.shape(...)` above it")
+        try:
+            self.plan = Plan(self.shape.batch, self.shape.length, self.head["micro_batches"], **given)
+        except MegacompileError as error:
+            self.fail(call.word, f"{error}; expected a plan that can be")
+
+    def section(self, statement: Statement, name: Token) -> None:
+        if not statement.plain or statement.start.column > 1:
+            self.fail(statement.start, f"section {shortened(name.text)} has another signature; expected `def <section>(p):`")
+        if keyword.iskeyword(name.text) or len(name.text) > LONGEST_NAME:
+            self.fail(name, "a section cannot have this name; expected another")
+        if name.text in self.sections:
+            self.fail(statement.start, f"section {shortened(name.text)} is defined twice; expected another name")
+        self.graph = self.sections[name.text] = fx.Graph()
+        self.names, self.indent, self.unnamed = {}, 0, Counter()
+
+    def end_section(self, where: Token) -> None:
+        if self.sections and not self.indent:
+            self.fail(where, "a section without a line; expected `p.op(...)` or `pass`, indented")
+
+    def line(self, statement: Statement) -> None:
+        """One line of a section. Nothing stands beside `pass`."""
+        column = statement.start.column
+        if self.indent == _PASSED:
+            self.fail(statement.start, "a line behind `pass`; expected the end of the section")
+        if column != (self.indent or column):
+            self.fail(statement.start, f"{column - 1} spaces before it; expected {self.indent - 1}, as above")
+        if statement.empty and not self.indent:
+            self.indent = _PASSED
+            return
+        self.indent = column
+        self.node(statement)
+
+    def node(self, statement: Statement) -> None:
+        match statement:
+            case Statement(call=Call(owner=Token(text="p"), word=word) as call):
+                name = None if statement.target is None else statement.target.text
+            case _:
+                self.fail(statement.start, "no node; expected `name = p.op(...)` or `p.op(...)`")
+        if word.text not in OPS:
+            self.fail(word, f"unknown op {shortened(word.text)}; expected one of {', '.join(OPS)}")
+        op = OPS[word.text]
+        form = f"expected `{_form(f'p.{op.name}', op.parameters, op.optional, op)}`"
+        if name is None and op.result is not None:
+            self.fail(statement.start, f"{op.name} makes a value that has no name; {form}")
+        if name == "p" or name in self.names:
+            self.fail(statement.start, f"{shortened(name)} is defined twice; expected another name")
+        if name is not None and len(name) > LONGEST_NAME:
+            self.fail(statement.start, f"a name of {len(name)} characters; expected at most {LONGEST_NAME}")
+        given = self.arguments(call, {k: KINDS[k] for k in op.parameters}, op.optional, form)
+        made = Builder(self.graph).add(op.name, name or self.free_name(op.name), **given)
+        made.meta["line"] = statement.start.line
+        if name is None:
+            return
+        if made.name != name:
+            self.fail(statement.start, f"{shortened(name)} is no name for a value (a node has it, or Python); expected another "
+                                       "name")
+        self.names[name] = made
+
+    def free_name(self, op: str) -> str:
+        """For a node without a name: one that no later line gives."""
+        while True:
+            number = self.unnamed[op]
+            self.unnamed[op] += 1
+            name = f"{op}_{number}" if number else op
+            if name not in self.given:
+                return name
+
+    def arguments(self, call: Call, signature: Mapping[str, str], optional: tuple[str, ...],
+                  form: str) -> dict[str, Any]:
+        positional = _positional(tuple(signature))
+        given: dict[str, Any] = {}
+        for number, argument in enumerate(call.arguments):
+            if argument.name is None:
+                if number >= len(positional) or len(given) > number or any(a.name for a in call.arguments[:number]):
+                    extra = argument.start.text if argument.value is None else None
+                    self.fail(argument.start, f"unexpected argument {shortened(extra, 80)}; {form}" if extra is not None else
+                              f"too many positional arguments; {form}")
+                name = positional[number]
+            else:
+                name = argument.name.text
+                by_position = sum(a.name is None for a in call.arguments[:len(positional)])
+                if name not in signature or name in positional[by_position:]:
+                    self.fail(argument.start, f"unexpected argument {shortened(name)}; {form}")
+            if name in given:
+                self.fail(argument.start, f"argument {name} is given twice; {form}")
+            given[name] = self.value(name, argument, signature[name])
+        missing = [name for name in signature if name not in given and name not in optional]
+        if missing:
+            self.fail(call.word, f"missing {', '.join(missing)}; {form}")
+        return given
+
+    def value(self, parameter: str, argument: Argument, kind: str) -> Any:
+        written, read = argument.value, _SCALARS.get(kind)
+        value: Any = None
+        if isinstance(written, tuple):
+            scalar = _SCALARS[{"texts": "text", "numbers": "number"}.get(kind, "value")]
+            read_all = [scalar(self, item) for item in written] if read is None else [None]
+            value = None if any(v is None for v in read_all) else tuple(read_all)
+        elif written is not None and read is not None:
+            value = read(self, written)
+        elif written is not None and kind == "value or values":
+            value = self.reference(written)
+        if value is None:
+            self.fail(argument.start, f"{parameter} is something else; expected {_EXPECTED[kind]}")
+        largest = LARGEST.get(parameter, LARGEST_NUMBER)
+        if kind in ("number", "numbers") and max(value if isinstance(value, tuple) else (value,), default=0) > largest:
+            self.fail(argument.start, f"{parameter} is too large; expected at most {largest:,}")
+        if parameter in _CHOICES and value not in _CHOICES[parameter]:
+            self.fail(argument.start, f"unknown {parameter} {shortened(value)}; expected one of "
+                                      f"{', '.join(_CHOICES[parameter])}")
+        return value
+
+    def text(self, token: Token) -> str | None:
+        if token.kind != "string" or len(token.text) > 6 * LONGEST_NAME:
+            return None
+        try:
+            value = str(json.loads(token.text))
+        except ValueError:  # an escape that the printer does not write
+            return None
+        return value if len(value) <= LONGEST_NAME and value.isprintable() else None
+
+    def number(self, token: Token) -> int | None:
+        if token.kind != "number" or len(token.text) > len(str(LARGEST_NUMBER)) or str(int(token.text)) != token.text:
+            return None
+        return int(token.text) if int(token.text) <= LARGEST_NUMBER else None
+
+    def flag(self, token: Token) -> bool | None:
+        return {"True": True, "False": False}.get(token.text) if token.kind == "name" else None
+
+    def reference(self, token: Token) -> fx.Node | None:
+        if token.kind != "name":
+            return None
+        if token.text not in self.names:
+            self.fail(token, f"{shortened(token.text)} is not defined here; expected the name of a node above")
+        return self.names[token.text]
+
+
+_SCALARS: dict[str, Callable[[_Parser, Token], Any]] = {
+    "text": _Parser.text, "number": _Parser.number, "flag": _Parser.flag, "value": _Parser.reference}
+
+
+def _form(head: str, parameters: Mapping[str, str] | tuple[str, ...], optional: tuple[str, ...] = (),
+          op: Op | None = None) -> str:
+    """How a call looks, for messages and the documentation: `value = p.prefetch(tile, [staging=...], [into=...])`."""
+    positional = _positional(tuple(parameters))
+    written = [name if name in positional else f"{name}=..." for name in parameters]
+    shown = ", ".join(f"[{w}]" if name in optional else w for name, w in zip(parameters, written, strict=True))
+    return f"{'value = ' if op is not None and op.result is not None else ''}{head}({shown})"
+
+
+def form(op: Op) -> str:
+    """How a node of this op looks in text; arguments in brackets may be absent."""
+    return _form(f"p.{op.name}", op.parameters, op.optional, op)

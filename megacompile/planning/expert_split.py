@@ -1,0 +1,44 @@
+"""Into how many pieces the experts of a layer are divided: as few as leave half of the device to everything else."""
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from megacompile.errors import UnsupportedError
+from megacompile.frontend.expert_pieces import counts_of, experts_in
+from megacompile.frontend.layers import Layers, find_layers
+from megacompile.planning.config import StreamConfig
+
+#: Of the device's memory, what experts on their way may take: activations, borders and checkpoints need the rest.
+SHARE = 0.5
+
+
+def expert_pieces(model: nn.Module, layers: Layers | None, config: StreamConfig, device_bytes: int | None) -> int:
+    """The number that the user has given; else the fewest pieces of which slots and sums fit `SHARE` of `device_bytes`, or one
+    each expert. Decided once: tiles, templates and calls follow from it.
+
+    Raises `UnsupportedError` where there is nothing to divide."""
+    found = dict(experts_in(find_layers(model, layers)))
+    if config.expert_pieces is not None:
+        if config.expert_pieces > 1 and not found:
+            raise UnsupportedError(
+                f"expert_pieces={config.expert_pieces} divides experts, and {type(model).__name__} has no layer whose experts "
+                "are parameters [experts, ...] of a module of transformers' own (without adapters on them): leave it out")
+        return config.expert_pieces
+    return max((_pieces(experts, config, device_bytes) for experts in found.values()), default=1) if device_bytes else 1
+
+
+def _pieces(experts: Any, config: StreamConfig, device_bytes: int) -> int:
+    number = int(experts.num_experts)
+    slots = config.weight_slots or 2
+    each = sum(_bytes_on_device(p, config, slots) for p in experts.parameters()) / number
+    fitting = (n for n in range(1, number + 1) if max(counts_of(number, n)) * each <= SHARE * device_bytes)
+    return next(fitting, number)
+
+
+def _bytes_on_device(parameter: torch.Tensor, config: StreamConfig, slots: int) -> int:
+    """Of one parameter: in all slots of its weights and gradients, and its gradient's FP32 sum."""
+    size = (config.dtype or parameter.dtype).itemsize
+    return parameter.numel() * (slots * size + ((config.gradient_slots or 2) * size + 4) * parameter.requires_grad)

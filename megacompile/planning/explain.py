@@ -1,0 +1,179 @@
+"""Candidate plans side by side: what each would take and how fast it would be, predicted before anything runs."""
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from tabulate import tabulate
+
+from megacompile.ir.plan import Plan, kept_residuals
+from megacompile.ir.program import Lane, place_kind, places
+from megacompile.planning.planner import MOST_SEQUENCES, Planner
+from megacompile.predict.simulate import StepTimes, step_of
+from megacompile.sizes import format_bytes
+from megacompile.weights.tiling import HOST_MARGIN_BYTES
+
+#: Of each checkpoint interval: so many sizes of micro-batches that fit. Smaller ones are only slower.
+SIZES_EACH = 2
+#: Kinds of slots that are host memory.
+_SLABS = ("S", "D", "H")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A plan, its needs in bytes, and how its steps would be spent; `times` are None where it does not fit."""
+
+    plan: Plan
+    device_bytes: int
+    host_bytes: int
+    times: StepTimes | None
+
+
+def candidates(planner: Planner, batch: int, length: int, update: str = "step", whole_step: bool = False) -> list[Candidate]:
+    """The plans that the planner considers for a training step, those that fit simulated, in its order of preference."""
+    plans = _worth_a_look(planner.considered(batch, length, update, whole_step), planner)
+    return [_candidate(planner, plan, whole_step) for plan in plans]
+
+
+def _worth_a_look(plans: Iterable[Plan], planner: Planner) -> Iterator[Plan]:
+    sizes: dict[tuple[int, int], set[int]] = {}
+    for plan in plans:
+        seen = sizes.setdefault((plan.checkpoint_interval, plan.waves), set())
+        if plan.micro_batches[0] in seen or len(seen) < SIZES_EACH:
+            yield plan
+            if planner.fits(plan):
+                seen.add(plan.micro_batches[0])
+
+
+def _candidate(planner: Planner, plan: Plan, whole_step: bool) -> Candidate:
+    needed = planner.estimate(plan).total + planner.margin_bytes
+    host_bytes = planner.tiling.host_bytes() + planner.host_parts(plan)["sums"]
+    if not planner.fits(plan):
+        return Candidate(plan, needed, host_bytes, None)
+    assert planner.pace is not None, "nothing is known of the machine"
+    slabs = 0
+    if not plan.locked or plan.host_checkpoints:
+        program = planner.pace.program(plan, whole_step)
+        used = places(program.section(section) for section in step_of(program))
+        slabs = sum(slot.bytes for name, slot in program.slots.items() if name in used and place_kind(name) in _SLABS)
+    return Candidate(plan, needed, host_bytes + slabs, planner.pace.times(plan, whole_step))
+
+
+def _alike(plan: Plan, other: Plan) -> bool:
+    return (plan.batch, plan.length, plan.update) == (other.batch, other.length, other.update)
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """What to expect of training under a plan, before anything runs.
+
+    Attributes:
+        candidates: the plan and those beside it, the fastest first, those that do not fit last.
+        host_parts: bytes of host memory by part of the tiles ("sums" of waves and "slabs" beside them); `host_budget` bytes are
+            there.
+        largest_batch: the most sequences of this length that the device holds a step of.
+    """
+
+    planner: Planner
+    plan: Plan
+    candidates: tuple[Candidate, ...]
+    host_parts: Mapping[str, int]
+    host_budget: int
+    largest_batch: int
+
+    @property
+    def chosen(self) -> Candidate:
+        return next(each for each in self.candidates if each.plan == self.plan)
+
+    @property
+    def fits(self) -> bool:
+        return self.chosen.times is not None and self.host_needed <= self.host_budget
+
+    @property
+    def host_needed(self) -> int:
+        """Bytes, with what training takes beside tiles."""
+        return sum(self.host_parts.values()) + HOST_MARGIN_BYTES
+
+    def text(self) -> str:
+        """The verdict, the host's memory, the chosen plan's lanes, then a row for each candidate, the chosen one marked.
+
+        TFLOPS are 6 x parameters x tokens / step (4 of what is frozen, 2 below the backward); "critical" is the part of a step
+        that each lane holds up; the lane that holds up most of it binds."""
+        plan, chosen, planner = self.plan, self.chosen, self.planner
+        assert planner.pace is not None, "nothing is known of the machine"
+        hardware = planner.pace.durations.hardware
+        parameters = sum(layout.parameters for layout in planner.tiling.layouts.values())
+        operations = planner.tiling.operations(planner.captured.calls) * plan.batch * plan.length
+        trained = sum(layout.parameters for layout in planner.tiling.layouts.values() if layout.trainable)
+        frozen = f", {trained:,} of them trained" if trained < parameters else ""
+        update = ", updates on arrival of gradients" if plan.update == "arrival" else ""
+        lines = [f"{plan.batch} x {plan.length} tokens a step{update}, {parameters:,} parameters{frozen}",
+                 f"rates of {hardware.name}: {hardware.source}", "",
+                 _verdict("device", chosen.device_bytes, planner.device_bytes),
+                 _verdict("host", self.host_needed, self.host_budget)]
+        if chosen.times is not None:
+            step = chosen.times
+            lines += [f"speed: {step.step_s:.3f} s a step, {plan.batch * plan.length / step.step_s:,.0f} tokens/s, "
+                      f"{operations / step.step_s / 1e12:.3g} TFLOPS; {step.binds} binds "
+                      f"({step.critical_s[step.binds] / step.step_s:.0%} of the step)"]
+        slots = {"weights": plan.weight_slots, "gradients": plan.gradient_slots}
+        if single := [name for name, count in slots.items() if count == 1]:
+            lines += [f"slots: one of {' and one of '.join(single)}, for want of device memory: some copies wait for compute"]
+        lines += [f"largest batch: {self.largest_batch}{' or more' * (self.largest_batch == MOST_SEQUENCES)} sequences of "
+                  f"{plan.length} tokens fit the device", "",
+                  _host_table(self.host_parts, parameters), ""]
+        if chosen.times is not None:
+            lines += [chosen.times.table(), ""]
+        return "\n".join([*lines, _table(self.candidates, plan, operations, planner.layers)])
+
+
+def outlook(planner: Planner, chosen: Plan, host_budget: int, whole_step: bool = False) -> Outlook:
+    """Simulates a plan and its candidates. `host_budget`: bytes."""
+    assert planner.pace is not None, "nothing is known of the machine"
+    found = candidates(planner, chosen.batch, chosen.length, chosen.update, whole_step)
+    tried = [plan for plan, whole in planner.pace.cautious if whole == whole_step and _alike(plan, chosen)]
+    listed = {c.plan for c in found}
+    found += [_candidate(planner, plan, whole_step) for plan in dict.fromkeys([chosen, *tried]) if plan not in listed]
+    found.sort(key=lambda c: c.times.step_s if c.times is not None else float("inf"))
+    sums = planner.host_parts(chosen)["sums"]
+    parts = planner.tiling.host_parts() | ({"sums": sums} if sums else {})
+    slabs = next(c.host_bytes for c in found if c.plan == chosen) - sum(parts.values())
+    return Outlook(planner, chosen, tuple(found), parts | ({"slabs": slabs} if slabs else {}), host_budget,
+                   planner.largest_batch(chosen.length))
+
+
+def _verdict(memory: str, needed: int, there: int) -> str:
+    """Whether it fits, the first thing that anybody wants to know."""
+    return f"{memory}: {'fits' if needed <= there else 'does not fit'}, {format_bytes(needed)} of {format_bytes(there)}"
+
+
+def _host_table(parts: Mapping[str, int], parameters: int) -> str:
+    rows = [(name, f"{count / 2**30:.1f}", f"{count / parameters:.2f}") for name, count in [*parts.items(), (
+        "all", sum(parts.values()))]]
+    return str(tabulate(rows, ["host memory", "GiB", "bytes/parameter"], tablefmt="simple", disable_numparse=True,
+                        colalign=("left", "right", "right")))
+
+
+def _table(found: Sequence[Candidate], chosen: Plan, operations: int, layers: Sequence[str]) -> str:
+    rows: list[tuple[object, ...]] = []
+    for each in found:
+        plan, times = each.plan, each.times
+        chunked = f" ({plan.token_chunk} tokens at a time)" if plan.token_chunk else ""
+        sizes = (plan.checkpoint_interval, f"{plan.micro_batches[0]}{chunked}", plan.waves,
+                 kept_residuals(plan.saved_layers, plan.residuals), len(plan.from_host(layers)), len(plan.host_sums),
+                 f"{len(plan.resident_state)}{f' + {len(plan.visiting_state)} visit' if plan.visiting_state else ''}",
+                 "behind weights" if plan.deferred_moments else "",
+                 f"{each.device_bytes / 2**30:.1f}", f"{each.host_bytes / 2**30:.1f}")
+        if times is None:
+            rows.append(("", *sizes, "does not fit", "", "", "", ""))
+            continue
+        critical = sorted(((seconds, lane) for lane, seconds in times.critical_s.items()), reverse=True)
+        parts = ", ".join(f"{lane} {seconds / times.step_s:.0%}" for seconds, lane in critical
+                          if seconds >= 0.01 * times.step_s)
+        rows.append(("->" if plan == chosen else "", *sizes, f"{times.step_s:.3f}",
+                     f"{operations / times.step_s / 1e12:.3g}", f"{times.occupancy(Lane.COMPUTE):.0%}",
+                     str(times.binds), parts))
+    header = ["", "K", "micro-batch", "waves", "saved layers", "host checkpoints", "host sums", "updated there", "moments",
+              "device GiB", "host GiB", "step s", "TFLOPS", "compute busy", "binds", "critical"]
+    return str(tabulate(rows, header, tablefmt="simple", disable_numparse=True, colalign=(
+        "left", *["right"] * 13, "left", "left")))

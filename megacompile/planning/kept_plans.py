@@ -1,0 +1,134 @@
+"""Plans that searches have found, kept in the user's cache folder: a second start of the same model on the same machine does
+not search.
+
+    plans/KEY.json      {"plan": {...}, "free": {...}}, then the seal (`seal.py`) of what is before it
+
+KEY is a digest of the question that a search answers (`plan_questions.py`) and of our source code. A plan is a few kilobytes of
+choices: programs are made from it, and verified, as from a plan that was just found. `free` is the memory that the search found
+free, where the user gave no budget: it is never the same twice, and the plan serves where there is about as much.
+"""
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import json
+import os
+import tempfile
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megacompile import schema
+from megacompile.codegen.cache import CacheError, cache_directory
+from megacompile.codegen.seal import unsealed, with_seal
+from megacompile.errors import MegacompileError
+from megacompile.ir.plan import RESIDUALS, UPDATES, Plan
+from megacompile.limits import LONGEST_NAME
+from megacompile.system.regular_files import open_regular
+
+#: Those that were used last stay.
+MOST_PLANS = 256
+#: Shares by which memory that was found free may differ: the host's rarely decides.
+ALIKE: Mapping[str, float] = {"device": 0.01, "host": 0.125}
+#: Bytes of a file. A longer one is not a plan.
+_LONGEST = 1 << 22
+
+_count = schema.whole(0, 2**31 - 1)
+_name = schema.must(lambda value: type(value) is str and len(value) < LONGEST_NAME, "a name")
+_tiles = schema.sequence(_name)
+#: What each field of a plan may hold; `Plan` itself sees to what goes together.
+FIELDS: Mapping[str, schema.Rule] = {
+    **dict.fromkeys(("batch", "length", "checkpoint_interval", "saved_layers", "weight_slots", "gradient_slots",
+                     "staging_slabs", "gradient_slabs", "waves", "token_chunk", "host_checkpoints", "checkpoint_slots"),
+                    _count),
+    **dict.fromkeys(("resident", "resident_state", "update_order", "host_sums", "visiting_state"), _tiles),
+    **dict.fromkeys(("locked", "deferred_moments"), schema.flag),
+    "micro_batches": schema.sequence(_count), "update": schema.one_of(UPDATES), "residuals": schema.one_of(RESIDUALS),
+    "output": _name,
+}
+_FILE = schema.record({"plan": schema.record(FIELDS),
+                       "free": schema.record({}, optional=dict.fromkeys(ALIKE, schema.whole(0, 2**63 - 1)))})
+
+
+def find(question: Mapping[str, Any], free: Mapping[str, int]) -> Plan | None:
+    """The plan that was kept for a question (JSON values) where about as much was `free`, bytes by the names in `ALIKE`; None
+    if there is none, or no cache folder. A file that is not what was written there is passed over, with a RuntimeWarning."""
+    try:
+        plan, then = _read(_folder() / _name_of(question))
+        return plan if then.keys() == free.keys() and all(
+            abs(free[name] - then[name]) <= ALIKE[name] * then[name] for name in free) else None
+    except (CacheError, FileNotFoundError):
+        return None
+    except (OSError, RecursionError, ValueError) as error:
+        warnings.warn(f"a plan in the cache is not used, and is searched anew: {error}", RuntimeWarning, stacklevel=2)
+        return None
+
+
+def _read(path: Path) -> tuple[Plan, dict[str, int]]:
+    """The plan, and what was free. Raises `OSError`, `RecursionError`, and `ValueError` for what is not a plan."""
+    with open(open_regular(path, follow_links=False), "rb") as file:
+        contents = unsealed(path.name, file.read(_LONGEST))
+    if contents is None:
+        raise MegacompileError(f"{path} was changed since megacompile wrote it")
+    with contextlib.suppress(OSError):
+        os.utime(path)
+    found = json.loads(contents)
+    _FILE(found, "the file")
+    choices: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value
+                               for name, value in found["plan"].items()}
+    return Plan(**choices), found["free"]
+
+
+def keep(question: Mapping[str, Any], free: Mapping[str, int], plan: Plan) -> None:
+    """Writes the plan for a question. Several processes may do so at the same time: the last file stays. Does nothing where
+    nothing can be written."""
+    contents = json.dumps({"plan": dataclasses.asdict(plan), "free": dict(free)}, indent=0).encode()
+    with contextlib.suppress(MegacompileError, OSError):
+        path = _folder() / _name_of(question)
+        path.parent.mkdir(exist_ok=True)
+        descriptor, name = tempfile.mkstemp(dir=path.parent)
+        try:
+            with open(descriptor, "wb") as file:
+                file.write(with_seal(path.name, contents))
+            os.replace(name, path)
+        except BaseException:
+            Path(name).unlink(missing_ok=True)
+            raise
+        _forget(path.parent)
+
+
+def _folder() -> Path:
+    """Raises `CacheError`."""
+    return cache_directory() / "plans"
+
+
+def _name_of(question: Mapping[str, Any]) -> str:
+    asked = json.dumps({**question, "source": source_digest()}, sort_keys=True, default=repr)
+    return hashlib.sha256(asked.encode()).hexdigest()[:32] + ".json"
+
+
+@functools.cache
+def source_digest() -> str:
+    """A digest of all our Python files. Any of them may decide which plan is the best."""
+    import megacompile.passes
+    import megacompile.runtime
+
+    digest = hashlib.sha256()
+    for package in (megacompile, megacompile.passes, megacompile.runtime):
+        root = Path(package.__path__[0])
+        for path in sorted(root.rglob("*.py")):
+            digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+def _forget(folder: Path) -> None:
+    """Removes the files that were used longest ago, what killed processes left among them."""
+    used: dict[Path, int] = {}
+    for path in folder.iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            used[path] = path.lstat().st_mtime_ns
+    for path in sorted(used, key=used.__getitem__)[:-MOST_PLANS]:
+        path.unlink(missing_ok=True)

@@ -1,0 +1,106 @@
+"""Memory that plans may take, of a device and of a host: which plans fit, and what to say where none does."""
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from megacompile.errors import NoFittingPlanError
+from megacompile.frontend.capture import CapturedModel
+from megacompile.ir.plan import Plan
+from megacompile.planning.config import StreamConfig
+from megacompile.planning.memory import Estimate, evaluation_bytes, host_parts, training_bytes
+from megacompile.planning.pinned_memory import LockedMemory, spend_locked_memory
+from megacompile.sizes import format_bytes
+from megacompile.weights.tiling import HOST_MARGIN_BYTES, Tiling
+
+#: Device memory that no estimate knows: workspaces of cuBLAS, kernels that are loaded.
+MARGIN_BYTES = 1 << 29
+
+
+def margins(device_type: str) -> tuple[int, bool]:
+    """`margin_bytes` and `keep_residuals` of a device. On the CPU "device memory" is host memory, which tiles need more."""
+    return (MARGIN_BYTES, True) if device_type == "cuda" else (0, False)
+
+
+@dataclass
+class Room:
+    """What there is for one model's plans."""
+
+    captured: CapturedModel
+    tiling: Tiling
+    config: StreamConfig
+    budget_bytes: int  # of device memory
+    locked_bytes: int | None = None  # budget of page-locked memory; None: no limit
+    margin_bytes: int = MARGIN_BYTES
+    keep_residuals: bool = True  # in device memory that is left over
+    fused: bool = False  # templates run compiled
+    taken_bytes: Callable[[], int] = lambda: 0  # of the budget, by other models
+    host_bytes: int = 1 << 62  # budget of host memory, tiles and all
+
+    @functools.cached_property
+    def layers(self) -> list[str]:
+        """Those that have a backward."""
+        return [call.name for call in self.tiling.differentiated(self.captured.calls)]
+
+    @property
+    def device_bytes(self) -> int:
+        """What is left of the budget."""
+        return max(0, self.budget_bytes - self.taken_bytes())
+
+    @property
+    def host_room(self) -> int:
+        """Bytes of the host's budget that a plan may take beside tiles and slabs."""
+        slabs = 0 if self.locked_bytes is None else self.locked_bytes  # they take no more
+        fixed = self.tiling.host_bytes() + HOST_MARGIN_BYTES + (0 if self.locked().tiles else slabs)
+        return max(0, self.host_bytes - fixed)
+
+    def fits(self, plan: Plan) -> bool:
+        """Whether device and host hold a training step under a plan. (Of the host only what the plan adds to the tiles: no plan
+        takes less.)"""
+        return self.fits_device(plan) and self.fits_host(plan)
+
+    def fits_device(self, plan: Plan) -> bool:
+        return self.estimate(plan).total + self.margin_bytes <= self.device_bytes
+
+    def fits_host(self, plan: Plan) -> bool:
+        return sum(self.host_parts(plan).values()) <= self.host_room
+
+    def host_parts(self, plan: Plan) -> dict[str, int]:
+        """Bytes of host memory that a plan takes beside tiles and slabs, by purpose."""
+        return host_parts(self.captured, self.tiling, plan)
+
+    def locked(self) -> LockedMemory:
+        """How the budget of page-locked memory is spent. Raises `InsufficientMemoryError`."""
+        return spend_locked_memory(self.captured, self.tiling, self.locked_bytes, self.config.gradient_slabs)
+
+    def estimate(self, plan: Plan, training: bool = True) -> Estimate:
+        """Device bytes of a training step (or of an evaluation) under a plan, less the margin."""
+        return (training_bytes if training else evaluation_bytes)(self.captured, self.tiling, plan, self.fused)
+
+    def too_small(self, batch: int, length: int, need: int, plan: Plan) -> NoFittingPlanError:
+        """What to raise where the plan that needs least, `need` bytes of the device, does not fit it or the host."""
+        if need <= self.device_bytes:
+            parts = " and ".join(f"{format_bytes(count)} of {what}" for what, count in self.host_parts(plan).items() if count)
+            return NoFittingPlanError(
+                f"a batch of {batch} x {length} needs {parts} in host memory, and {format_bytes(self.host_room)} are left "
+                "beside the tiles", "use fewer or shorter sequences, or a larger host_memory", need)
+        slots = {"weight_slots": plan.weight_slots, "gradient_slots": plan.gradient_slots}
+        single = "".join(f", {name}=1" for name, count in slots.items() if count == 1)
+        return NoFittingPlanError(
+            f"a batch of {batch} x {length} needs {format_bytes(need)} of device memory (micro-batches of "
+            f"{plan.micro_batches[0]}, checkpoint_interval={plan.checkpoint_interval}"
+            f"{f', token_chunk={plan.token_chunk}' if plan.token_chunk else ''}"
+            f"{f', host_checkpoints={plan.host_checkpoints}' if plan.host_checkpoints else ''}{single}) and "
+            f"{format_bytes(self.device_bytes)} are available{self._others()}",
+            f"use fewer or shorter sequences, or a larger device_memory{self.averaging()}", need)
+
+    def averaging(self) -> str:
+        """What else helps where a batch is split at the user's wish alone."""
+        asked = self.config.micro_batch_size or not self.captured.is_averaged
+        return "" if asked else ("; or give micro_batch_size, and the auxiliary loss is the mean of those of micro-batches, as "
+                                 "with gradient accumulation")
+
+    def _others(self) -> str:
+        taken = self.taken_bytes()
+        return f" (other streamed models have planned {format_bytes(taken)}: close() one)" if taken else ""

@@ -1,0 +1,156 @@
+"""How fast a plan is, before anything runs: its program simulated, and a bound below that costs next to nothing."""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from megacompile.frontend.capture import CapturedModel
+from megacompile.ir.lowering import model_program
+from megacompile.ir.plan import Plan
+from megacompile.ir.program import Lane, Program, argument, op_of
+from megacompile.passes import PIPELINE
+from megacompile.passes.manager import Pass, run_pass
+from megacompile.predict.durations import Durations
+from megacompile.predict.hardware import Hardware
+from megacompile.predict.simulate import StepTimes, Timeline, step_of
+from megacompile.system.under_way import at
+from megacompile.weights.tiling import Tiling
+
+#: Share of the rate of the host's AdamW that plans are chosen with, and of the link's if tiles visit the device beside it. They
+#: have the least certain of all rates, since everything on the host shares its memory: plans that slower ones would hurt are
+#: only taken where they gain more.
+CAUTION = 0.95
+#: Share of a step that waits for the host's updates from which on another order of them is tried.
+HELD_UP = 0.01
+
+
+def pace_of(captured: CapturedModel, tiling: Tiling, hardware: Hardware | None, fused: bool,
+            passes: Sequence[Pass] = PIPELINE) -> Pace | None:
+    """None where nothing is known of the machine."""
+    return None if hardware is None else Pace(Durations(captured, tiling.layouts, hardware, fused), tiling, passes)
+
+
+@dataclass
+class Pace:
+    """Of one model on one machine. State: the times of what was simulated so far, by plan and whether a step is one program
+    (`known`, and `cautious` ones), and the program that was made last."""
+
+    durations: Durations
+    tiling: Tiling
+    passes: Sequence[Pass] = PIPELINE
+    known: dict[tuple[Plan, bool], StepTimes] = field(default_factory=dict)
+    cautious: dict[tuple[Plan, bool], float] = field(default_factory=dict)
+    _latest: tuple[tuple[Plan, bool], Program] | None = None
+
+    def times(self, plan: Plan, whole_step: bool) -> StepTimes:
+        """Of a training step under a plan."""
+        key = plan, whole_step
+        return self.known[key] if key in self.known else self.timeline(plan, whole_step)
+
+    def timeline(self, plan: Plan, whole_step: bool) -> Timeline:
+        """Some training steps under a plan; simulated whenever it is asked for, for it is large."""
+        found = self.durations.simulate(self.program(plan, whole_step), plan)
+        self.known[plan, whole_step] = found.without_items()
+        return found
+
+    def cautious_s(self, plan: Plan, whole_step: bool) -> float:
+        """Seconds of a step whose AdamW on the host has only `CAUTION` of its rate."""
+        key = plan, whole_step
+        if key not in self.cautious:
+            hardware = self.durations.hardware
+            link = {way: CAUTION * rate for way, rate in hardware.link.items()} if plan.visiting_state else hardware.link
+            at(f"simulation {len(self.cautious) + 1}")
+            slower = replace(self.durations, hardware=replace(hardware, adam=CAUTION * hardware.adam, link=link))
+            self.cautious[key] = slower.simulate(self.program(plan, whole_step), plan).step_s
+        return self.cautious[key]
+
+    def orders(self, plan: Plan, whole_step: bool, may_defer: bool) -> list[Plan]:
+        """The plan, and one whose updates come in another order, if that may be faster: lowest tiles first on arrival; at the
+        end of a step moments behind all weights, where the host's updates hold up the next forward."""
+        if plan.update == "arrival":
+            return list(dict.fromkeys((plan, self.lowest_first(plan, whole_step))))
+        if not may_defer or plan.deferred_moments:
+            return [plan]
+        times = self.times(plan, whole_step)
+        held_up = times.critical_s[Lane.CPU] > HELD_UP * times.step_s
+        return [plan, replace(plan, deferred_moments=True)] if held_up else [plan]
+
+    def lowest_first(self, plan: Plan, whole_step: bool) -> Plan:
+        """The plan of a step with updates on arrival, tiles that the next forward needs first being updated first among those
+        that have arrived. The same plan where updates keep up with arrivals."""
+        section = "train_step" if whole_step else "backward"
+        items = [item for item in self.timeline(plan, whole_step).items if item.section == section]
+        last = [item for item in items if item.step == items[-1].step]
+        arrived = {argument(i.node, "tile"): i.end_s for i in last if op_of(i.node).name in ("offload", "add_to_sum")}
+        updates = (i for i in last if op_of(i.node).name in ("adam", "adam_of_sum"))
+        update_s = {argument(i.node, "tile"): i.end_s - i.start_s for i in updates}
+        needed = [tile for tile in self.tiling.layouts if tile in update_s]
+        order: list[str] = []
+        now = 0.0
+        while needed:
+            now = max(now, min(arrived[tile] for tile in needed))
+            tile = next(tile for tile in needed if arrived[tile] <= now)
+            needed.remove(tile)
+            order.append(tile)
+            now += update_s[tile]
+        return plan if order == sorted(order, key=arrived.__getitem__) else replace(plan, update_order=tuple(order))
+
+    def program(self, plan: Plan, whole_step: bool) -> Program:
+        """The sections of a training step, as `compile_program` makes them, unverified: what is chosen is verified when it is
+        compiled."""
+        if self._latest is None or self._latest[0] != (plan, whole_step):
+            self._latest = (plan, whole_step), self._made(plan, whole_step)
+        return self._latest[1]
+
+    def _made(self, plan: Plan, whole_step: bool) -> Program:
+        captured = self.durations.captured
+        specs = self.tiling.call_specs(captured.calls_for(plan.output), captured.templates, plan.length)
+        of_loss = plan.output == "loss"
+        program = model_program(specs, self.tiling.tiles(), plan.batch, of_loss, whole_step, differentiable=not of_loss)
+        for each in self.passes:
+            program = run_pass(each, program.evolve(sections={key: program.section(key) for key in step_of(program)}), plan)
+        return program
+
+    def at_least(self, plan: Plan, may_defer: bool) -> float:
+        """Seconds below which `cautious_s` of a plan, or of its `orders`, does not come: those of its templates; and, where the
+        host updates at the end of a step, those until it has updated the weights of a call and of all before it, and of
+        what is then left to compute."""
+        forwards, total = self._templates(plan)
+        if plan.update != "step":
+            return total
+        rates = self.durations.hardware
+        faster = rates.adam_parts["weights"]  # than a whole update; not everywhere
+        rate = CAUTION * rates.adam * (faster if plan.deferred_moments else max(1.0, faster) if may_defer else 1.0)
+        elsewhere = {*plan.resident_state, *plan.visiting_state}
+        tiles = {tile: layout for tile, layout in self.tiling.layouts.items() if layout.trainable and tile not in elsewhere}
+        found, updated, before = total, 0.0, 0.0
+        for call, forward in forwards.items():
+            updated += sum(tiles.pop(tile).parameters / rate for tile in self.tiling.tiles_of[call] if tile in tiles)
+            found = max(found, updated + total - before)
+            before += forward
+        return found
+
+    def compute_s(self, plan: Plan) -> float:
+        """Seconds that a step's templates take by themselves."""
+        return self._templates(plan)[1]
+
+    def _templates(self, plan: Plan) -> tuple[dict[str, float], float]:
+        """Seconds of the forward of each call in the first wave, and of all templates of a step."""
+        captured = self.durations.captured
+        calls = captured.calls_for(plan.output)
+        layers = [call.name for call in self.tiling.differentiated(captured.calls)]
+        recomputed = len(layers) - min(plan.saved_layers, len(layers))
+        # Of what has no backward, and the prologue:
+        runs: dict[str, tuple[str, ...]] = {call.name: ("forward",) for call in calls}
+        runs |= dict.fromkeys(layers[:recomputed], ("forward", "forward_saving", "backward"))
+        runs |= {block[-1]: ("forward", "recompute_backward") for block in plan.blocks(layers)}
+        runs |= dict.fromkeys(layers[recomputed:], ("forward_saving", "backward"))
+        runs[calls[-1].name] = ("loss",) if plan.output == "loss" else ("outputs", "recompute_backward")
+        forwards, total = {call.name: 0.0 for call in calls}, 0.0
+        for mb, rows in enumerate(plan.micro_batches):
+            for call in calls:
+                seconds = [self.durations.seconds(call.template, variant, rows, plan.length, plan.token_chunk, plan.residuals)
+                           for variant in runs[call.name]]
+                total += sum(seconds)
+                forwards[call.name] += seconds[0] if plan.wave_of(mb) == 0 else 0.0
+        return forwards, total

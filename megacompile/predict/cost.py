@@ -1,0 +1,242 @@
+"""What templates hold, as functions of batch B and length T: bytes of a variant at its peak, of results and residuals.
+(What they execute is `flops.py`'s.)
+
+The first cost model: liveness over a variant's graph, every op's result in memory of its own (views share their base's),
+and what our own ops hold inside. Compiled code fuses, so it holds less; matrix kernels' workspaces and rounding by the
+allocator are the margin's.
+"""
+from __future__ import annotations
+
+import math
+import operator
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import fx
+
+from megacompile.frontend.joint import base_of
+from megacompile.frontend.patch_encoder import PATCHES_AT_ONCE, encoder_of
+from megacompile.frontend.template import Template, Variant
+from megacompile.ir.token_loop import TokenLoop, Total, token_loops, total_dtype
+from megacompile.predict.fusion import computes, fuse
+from megacompile.runtime.checkpoints import ALIGNMENT
+
+#: Peaks found so far, by (batch, length): a planner asks for the same ones hundreds of times.
+_peaks: weakref.WeakKeyDictionary[Variant, dict[tuple[int, int, bool], int]] = weakref.WeakKeyDictionary()
+#: And sizes of outputs and residuals.
+_sizes: weakref.WeakKeyDictionary[Template, dict[tuple[str | int, ...], int]] = weakref.WeakKeyDictionary()
+
+
+def at(template: Template, batch: int, length: int) -> Callable[[Any], int]:
+    """A function from a size of a graph's `meta["val"]` to its value at this batch and length."""
+    values = dict(zip(template.symbols, (batch, length), strict=True))
+    return lambda size: int(template.symbolic(size).subs(values)) if isinstance(size, torch.SymInt) else int(size)
+
+
+def tensor_bytes(value: Any, size: Callable[[Any], int]) -> int:
+    if isinstance(value, torch.Tensor):
+        return size(value.numel()) * value.element_size()
+    if isinstance(value, tuple | list):
+        return sum(tensor_bytes(v, size) for v in value)
+    return 0
+
+
+def _attention_workspace(node: fx.Node, size: Callable[[Any], int], device_type: str, backward: bool) -> int:
+    """Explicit scores [B, H, T, T] in float32, as many as are alive at once; flash kernels hold none, but for what their
+    backward on CUDA sums up in."""
+    softcap, kernel = node.args[5 + 3 * backward:7 + 3 * backward]
+    query, key = (argument.meta["val"] for argument in node.args[backward:backward + 2])  # type: ignore[union-attr]
+    batch, heads, length, width = map(size, query.shape)
+    if kernel in ("flash", "flash_packed", "cudnn") and backward:
+        # The query's gradient grows in float32; keys' and values' have one head for each of the query's at first.
+        grouped = 0 if size(key.shape[1]) == heads else 2 * tensor_bytes(query, size)
+        columns = -(-width // 32) * 32 if width <= 192 else 256
+        return batch * heads * (-(-length // 128) * 128) * 4 * (columns + 1) + grouped
+    own_masks = _masks_of_heads(node.args[7 + 3 * backward:], size)
+    if kernel == "efficient":  # its bias
+        return batch * max(own_masks, 1) * length * (length + 15) * query.element_size()
+    if kernel not in ("math", "neutral", "packed", "math_packed"):
+        return 0
+    half = query.element_size() if query.element_size() < 4 else 0
+    if kernel == "math_packed":  # one sequence at a time, which may fill a row
+        batch = 1
+    scores = batch * heads * length**2 * (4 * ((6 if softcap else 5) if backward else 3) + half)
+    positions = (10 + batch * own_masks) * length**2  # distances, int64, and what they hide
+    expanded = 0 if size(key.shape[1]) == heads else 2 * batch * heads * length * width * query.element_size()
+    return scores + positions + expanded + (tensor_bytes(query, size) if backward else 0)
+
+
+def _masks_of_heads(segments: Sequence[Any], size: Callable[[Any], int]) -> int:
+    """How many heads have masks of pairs of their own; 0 where all share what there is."""
+    given = [each.meta["val"] for each in segments if isinstance(each, fx.Node)]
+    heads = max((size(mask.shape[1]) for mask in given if mask.dim() == 4), default=1)
+    return heads if heads > 1 else 0
+
+
+def _cross_entropy_workspace(node: fx.Node, size: Callable[[Any], int], device_type: str) -> int:
+    """A chunk's scores and their gradient, in the weights' dtype, beside those of the chunk before; on the CPU, where the op
+    runs unfused, float32 values in between."""
+    hidden, weight = (argument.meta["val"] for argument in node.args[:2])  # type: ignore[union-attr]
+    scale, softcap, chunk = node.args[6:9]
+    assert isinstance(chunk, int)
+    rows, count = chunk, size(hidden.shape[0])
+    values = min(rows, count) * size(weight.shape[0])
+    if device_type == "cuda":
+        return (3 if count > rows else 2) * values * weight.element_size()
+    return values * (4 * (6 + (2 if softcap else int(scale != 1))) + 1)
+
+
+def _encoder_workspace(node: fx.Node, size: Callable[[Any], int], device_type: str, backward: bool) -> int:
+    """An encoder's values of the images that it has at once, where every token is of an image: all, or those that it takes
+    together, or the largest that a sequence has room for. Of more than these, gradients grow in float32."""
+    patches: Any = node.args[backward]
+    encoder = encoder_of(node.args[4 + backward])  # type: ignore[arg-type]
+    rows, length = (size(n) for n in patches.meta["val"].shape[:2])
+    largest = length * encoder.per_feature
+    at_once = min(rows * largest, max(largest, PATCHES_AT_ONCE))
+    sums = 4 * sum(size(tensor.numel()) for tensor in node.meta["val"]) if backward and at_once < rows * largest else 0
+    return at_once * encoder.held_bytes[backward] + sums
+
+
+#: What our own ops hold beside their results: (node, size, device type) -> bytes.
+WORKSPACE: dict[Any, Callable[[fx.Node, Callable[[Any], int], str], int]] = {
+    torch.ops.megacompile.attention.default: partial(_attention_workspace, backward=False),
+    torch.ops.megacompile.attention_backward.default: partial(_attention_workspace, backward=True),
+    torch.ops.megacompile.linear_cross_entropy.default: _cross_entropy_workspace,
+    torch.ops.megacompile.encode_patches.default: partial(_encoder_workspace, backward=False),
+    torch.ops.megacompile.encode_patches_backward.default: partial(_encoder_workspace, backward=True),
+}
+
+
+def peak_bytes(template: Template, variant: Variant, batch: int, length: int, fused: bool = False) -> int:
+    """Most bytes that a variant's own values (its inputs aside) take at once. `fused`: it runs compiled, so that values
+    inside of fused kernels take none."""
+    known = _peaks.setdefault(variant, {})
+    if (batch, length, fused) not in known:
+        known[batch, length, fused] = _peak_bytes(template, variant, batch, length, fused)
+    return known[batch, length, fused]
+
+
+def _peak_bytes(template: Template, variant: Variant, batch: int, length: int, fused: bool) -> int:
+    device_type, loops = template.device_type, token_loops(variant.graph)
+
+    def workspace(node: fx.Node, size: Callable[[Any], int]) -> int:
+        if node.op == "call_module":
+            loop = loops[str(node.target)]
+            return _loop_workspace(loop, at(template, batch, min(loop.chunk, length)), device_type, fused)
+        if node.op == "output":
+            return _products_bytes(template, variant)
+        inside = WORKSPACE.get(node.target)
+        return (inside(node, size, device_type) if inside else 0) + (_hole_bytes(node, size, device_type) if loops else 0)
+
+    # Ops around loops run one by one.
+    return _graph_peak(variant.graph.graph, at(template, batch, length), fused and not loops, workspace)
+
+
+def _graph_peak(graph: fx.Graph, size: Callable[[Any], int], fused: bool,
+                workspace: Callable[[fx.Node, Callable[[Any], int]], int] = lambda node, size: 0) -> int:
+    fusion = fuse(graph) if fused else None
+    last: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        for used in node.all_input_nodes:
+            base = base_of(used)
+            for value in fusion.sources[base] if fusion is not None else (base,):
+                last[value] = node  # a value that is computed again keeps what it is computed from
+    inside = {n for n in graph.nodes if fusion is not None and computes(n) and n not in fusion.stored}
+    dies: dict[fx.Node, list[fx.Node]] = {}
+    for value, node in last.items():
+        dies.setdefault(node, []).append(value)
+    held = peak = 0
+    for node in graph.nodes:
+        if node.op == "output":
+            peak = max(peak, held + workspace(node, size))
+        elif node.op in _MAKING and base_of(node) is node and node not in inside:
+            held += _made_bytes(node, size)
+            peak = max(peak, held + workspace(node, size))
+        for value in dies.get(node, ()):
+            if value.op in _MAKING:
+                held -= _left_bytes(value, size)
+    return peak
+
+
+def _products_bytes(template: Template, variant: Variant) -> int:
+    """Twice the largest gradient that the runtime multiplies out beside a variant's results: it comes and goes among smaller
+    blocks that stay, and the holes that it leaves in the allocator's memory have no room for the next one. (Gradients of plain
+    GEMMs are added where they are made.)"""
+    results: Any = variant.graph.graph.output_node().args[0]
+    grouped = [(template.inputs[g.input], results[g.results[0]]) for g in variant.gradients if len(g.results) == 3]
+    return 2 * max((math.prod(map(int, made.shape)) * rows.meta["val"].element_size() for made, rows in grouped), default=0)
+
+
+def _hole_bytes(node: fx.Node, size: Callable[[Any], int], device_type: str) -> int:
+    """Where a layer computes in chunks, what it allocates is little more than whole-sequence values, each of them known.
+    Between those that stay, keys, values and their gradients, if smaller than queries, leave holes in the allocator's memory
+    in which nothing that comes has room: attention's backward, where such a layer's peak is."""
+    if node.target is not torch.ops.megacompile.attention_backward.default or device_type != "cuda":
+        return 0
+    operands = [argument.meta["val"] for argument in node.args[1:4]]  # type: ignore[union-attr]
+    sizes = [tensor_bytes(value, size) for value in (*operands, *node.meta["val"][:3])]
+    return sum(each for each in sizes if each < max(sizes))
+
+
+_MAKING = ("call_function", "call_module")
+
+
+def _made_bytes(node: fx.Node, size: Callable[[Any], int]) -> int:
+    """What comes into being with a node. A loop's results are there before they are taken out of it, one by one."""
+    taken_out = node.target is operator.getitem and node.args[0].op == "call_module"  # type: ignore[union-attr]
+    return 0 if taken_out else tensor_bytes(node.meta.get("val"), size)
+
+
+def _left_bytes(node: fx.Node, size: Callable[[Any], int]) -> int:
+    """What goes with the last look at a node."""
+    return 0 if node.op == "call_module" else tensor_bytes(node.meta.get("val"), size)
+
+
+def _loop_workspace(loop: TokenLoop, size: Callable[[Any], int], device_type: str, fused: bool) -> int:
+    """What a loop over chunks holds beside its results: copies of its inputs' chunks, which not every layout needs, and the
+    body's values; where no GEMM accumulates in float32, a product's operands in float32 too."""
+    body = loop.body.graph
+    _, _, *placeholders = body.find_nodes(op="placeholder")
+    pieces = sum(tensor_bytes(node.meta["val"], size) for node, tokens in zip(placeholders, loop.inputs, strict=True) if tokens)
+    results: Any = list(body.output_node().args[0])  # type: ignore[arg-type]
+    widened = 0
+    for output in loop.outputs:
+        operands = [results.pop(0).meta["val"] for _ in range(2 if isinstance(output, Total) and output.product else 1)]
+        wide = total_dtype(operands[0].dtype)
+        if len(operands) == 2 and device_type != "cuda" and wide != operands[0].dtype:
+            widened = max(widened, sum(size(x.numel()) for x in operands) * wide.itemsize)
+    return pieces + _graph_peak(body, size, fused) + widened
+
+
+def result_bytes(template: Template, variant: Variant, batch: int, length: int) -> int:
+    """Bytes of everything that a variant returns."""
+    size = at(template, batch, length)
+    results = variant.graph.graph.output_node().all_input_nodes
+    return sum(tensor_bytes(node.meta.get("val"), size) for node in dict.fromkeys(results))
+
+
+def output_bytes(template: Template, batch: int, length: int) -> int:
+    """Bytes of a template's outputs: what a checkpoint of it takes."""
+    return _evaluated(template, "output_bytes", batch, length)
+
+
+def checkpoint_bytes(template: Template, length: int) -> int:
+    """Bytes that a template's outputs of one sequence take in a buffer, each of them aligned; of more sequences, no more than
+    that many times as much."""
+    return output_bytes(template, 1, length) + (template.outputs - 1) * ALIGNMENT
+
+
+def residual_bytes(template: Template, batch: int, length: int, residuals: str = "all") -> int:
+    return _evaluated(template, "residual_bytes", batch, length, residuals)
+
+
+def _evaluated(template: Template, size: str, batch: int, length: int, *options: str) -> int:
+    known = _sizes.setdefault(template, {})
+    if (size, batch, length, *options) not in known:
+        values = dict(zip(template.symbols, (batch, length), strict=True))
+        known[size, batch, length, *options] = int(getattr(template, size)(*options).subs(values))
+    return known[size, batch, length, *options]

@@ -1,0 +1,171 @@
+"""How long each node of a program takes alone, in seconds: the work of templates and the bytes of tiles over a machine's
+rates. What lanes take from each other is the simulator's (`simulate.py`)."""
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import sympy
+import torch
+from tabulate import tabulate
+from torch import fx
+from torch.utils._sympy import functions as size_functions
+
+from megacompile.frontend.capture import CapturedModel
+from megacompile.frontend.template import BATCH, LENGTH, Template, Variant
+from megacompile.ir.ops import TEMPLATE_OPS
+from megacompile.ir.plan import Plan
+from megacompile.ir.program import Op, Program, argument, op_of, operands
+from megacompile.predict import cost
+from megacompile.predict.flops import Work, variant_work
+from megacompile.predict.hardware import Hardware
+from megacompile.predict.simulate import Timeline, simulate
+from megacompile.runtime.store import TileLayout
+
+#: (FLOPs of GEMMs, of grouped ones, bytes of GEMMs, other bytes, kernels), at one batch and length; and of each of its
+#: attention's kernels, FLOPs and those of a further key.
+_Numbers = tuple[tuple[float, float, float, float, int], tuple[tuple[float, float], ...]]
+#: What stands in sizes beside sums and products: `-(-T // 8)`, say, of a layer that pads to a multiple of 8.
+_SIZE_FUNCTIONS = {name: getattr(size_functions, name) for name in size_functions.__all__}
+
+
+#: What the duration of each op is made of, in words (`Durations._node` in numbers); any other op takes no time of its own.
+COSTS: dict[str, str] = {
+    **dict.fromkeys(sorted(TEMPLATE_OPS), "the variant's products over the GEMM rate (grouped ones over theirs), or their "
+                    "bytes over memory bandwidth where that is longer; attention over its rate; other bytes over memory "
+                    "bandwidth; at least its launches"),
+    "prefetch": "weight bytes / h2d rate", "fetch_gradients": "gradient bytes / h2d rate",
+    "offload": "gradient bytes / d2h rate", "offload_weights": "weight bytes / d2h rate",
+    "stash": "the checkpoint's bytes / d2h rate", "fetch": "the checkpoint's bytes / h2d rate",
+    "pack": "weight bytes / host copy rate", **dict.fromkeys(("fetch_state", "store_state"), "state bytes / host copy rate"),
+    "accumulate": "gradient bytes / host copy rate; twice that where it adds",
+    **dict.fromkeys(("adam", "adam_of_sum"), "parameters / rate of the update"),
+    **{f"adam_{part}": f"the same over the rate of its {part} alone" for part in ("weights", "moments")},
+    "adam_visiting": "(weight + gradient + state bytes) / h2d rate + (weight + state bytes) / d2h rate",
+    "add_to_sum": "(gradient + FP32 sum bytes; the sum's twice where it adds) / (2 x host copy rate)",
+    "norms_of_sum": "FP32 sum bytes / (2 x host copy rate)",
+    "adam_resident": "(gradient + 2 x weight + 2 x state bytes) / memory bandwidth",
+    "zeros": "bytes of the accumulators (FP32) / memory bandwidth",
+    "reduce": "(accumulators + 2 x gradient bytes) / memory bandwidth", "scale": "2 x bytes of the value / memory bandwidth"}
+
+
+def cost_table() -> str:
+    """What ops cost, as Markdown; those of one cost in a row."""
+    rows = [[", ".join(f"`{op}`" for op in COSTS if COSTS[op] == cost), cost] for cost in dict.fromkeys(COSTS.values())]
+    return str(tabulate(rows, ["op", "seconds"], tablefmt="github"))
+
+
+@dataclass
+class Durations:
+    """Seconds of nodes for one model on one machine. State: the work of the variants that were asked for.
+
+    `fused`: templates run compiled. A kernel's time is that of its products, or of their operands' way through memory
+    where that is longer, plus that of its elementwise chains; and never less than launching takes."""
+
+    captured: CapturedModel
+    layouts: Mapping[str, TileLayout]
+    hardware: Hardware
+    fused: bool = True
+    _work: dict[Variant, tuple[Work, Callable[[int, int], _Numbers]]] = field(default_factory=dict)
+    _seconds: dict[tuple[Variant, int, int], float] = field(default_factory=dict)
+
+    def of(self, program: Program, plan: Plan) -> Callable[[fx.Node], float]:
+        """The duration of each node of a program under its plan."""
+        return lambda node: self._node(program, node, plan)
+
+    def simulate(self, program: Program, plan: Plan, without: Callable[[Op], bool] | None = None) -> Timeline:
+        """A few training steps of a program under its plan. Ops that are `without` take no time."""
+        seconds = self.of(program, plan)
+        if without is None:
+            return simulate(program, seconds, self.hardware.speeds)
+        return simulate(program, lambda node: 0.0 if without(op_of(node)) else seconds(node), self.hardware.speeds)
+
+    def work(self, template: str, variant: str, chunk: int = 0, residuals: str = "all") -> Work:
+        """A variant's FLOPs and bytes in B and T."""
+        found = self.captured.templates[template]
+        return self._known(found, found.variant(variant, chunk, residuals))[0]
+
+    def seconds(self, template: str, variant: str, batch: int, length: int, chunk: int = 0, residuals: str = "all") -> float:
+        """One run of a variant. `chunk` and `residuals`: a plan's."""
+        found = self.captured.templates[template]
+        cut = found.variant(variant, found.chunk(batch, chunk), residuals)
+        key = cut, batch, length
+        if key not in self._seconds:
+            work, numbers = self._known(found, cut)
+            (gemm, grouped, gemm_bytes, other_bytes, kernels), attentions = numbers(batch, length)
+            rates = self.hardware
+            rate = self.gemm_rate(found)
+            products = max((gemm + grouped / rates.grouped_efficiency) / rate, gemm_bytes / rates.memory_bandwidth)
+            attention = sum((flops + rates.attention_overhead[way] * per_key) / rates.attention_share(kernel, way)
+                            for (kernel, way), (flops, per_key) in zip(work.attention, attentions, strict=True)) / rate
+            self._seconds[key] = max(products + attention + other_bytes / rates.memory_bandwidth, kernels * rates.launch_s)
+        return self._seconds[key]
+
+    def gemm_rate(self, template: Template) -> float:
+        """FLOP/s of products in the dtype of a template's parameters."""
+        dtypes = [x.dtype for x in template.inputs if x.role.kind == "parameter" and x.dtype is not None]
+        low = any(dtype in (torch.bfloat16, torch.float16) for dtype in dtypes)
+        return self.hardware.gemm_flops["bfloat16" if low else "float32"]
+
+    def _known(self, template: Template, variant: Variant) -> tuple[Work, Callable[[int, int], _Numbers]]:
+        if variant not in self._work:
+            work = variant_work(template, variant, self.fused)
+            numbers = sympy.lambdify((BATCH, LENGTH), (
+                (work.gemm_flops, work.grouped_flops, work.gemm_bytes, work.bytes, work.kernels),
+                tuple(map(tuple, work.attention.values()))), modules=[_SIZE_FUNCTIONS, "math"])
+            self._work[variant] = work, numbers
+        return self._work[variant]
+
+    # ---------------------------------------------------------------- nodes
+    def _node(self, program: Program, node: fx.Node, plan: Plan) -> float:
+        op, hardware = op_of(node).name, self.hardware
+        if op in TEMPLATE_OPS:
+            return self.seconds(argument(node, "template"), op, program.micro_batches[argument(node, "mb")], plan.length,
+                                plan.token_chunk, plan.residuals)
+        tile: Any = program.tiles.get(argument(node, "tile") or "")
+        match op:
+            case "prefetch" | "fetch_gradients" | "fetch":
+                return program.moved_bytes(node) / hardware.link["h2d"]
+            case "offload" | "offload_weights" | "offload_norms" | "stash":
+                return program.moved_bytes(node) / hardware.link["d2h"]
+            case "pack":
+                return tile.weight_bytes / hardware.host_copy
+            case "fetch_state" | "store_state":
+                return tile.state_bytes / hardware.host_copy
+            case "accumulate":  # adding reads what is there and takes the norm: twice the traffic of a copy
+                return tile.gradient_bytes * (1 if argument(node, "overwrite") else 2) / hardware.host_copy
+            case "add_to_sum":  # a copy's rate is of bytes that are read and written
+                passes = 1 if argument(node, "overwrite") else 2
+                return (tile.gradient_bytes + passes * self.layouts[tile.name].sum_bytes) / (2 * hardware.host_copy)
+            case "norms_of_sum":
+                return self.layouts[tile.name].sum_bytes / (2 * hardware.host_copy)
+            case "adam" | "adam_of_sum":
+                return tile.parameters / hardware.adam
+            case "adam_weights" | "adam_moments":
+                return tile.parameters / (hardware.adam * hardware.adam_parts[op.removeprefix("adam_")])
+            case "adam_visiting":  # the update itself is done while the next copy begins
+                home = tile.weight_bytes + tile.state_bytes
+                return (home + tile.gradient_bytes) / hardware.link["h2d"] + home / hardware.link["d2h"]
+            case "adam_resident":  # gradients are read, weights and state read and written
+                return self._through_memory(tile.gradient_bytes + 2 * (tile.weight_bytes + tile.state_bytes))
+            case "zeros":
+                return self._through_memory(4 * self.layouts[tile.name].elements)
+            case "reduce":  # FP32 is read, gradients are written, and read for their norms
+                return self._through_memory(4 * self.layouts[tile.name].elements + 2 * tile.gradient_bytes)
+            case "scale":
+                return self._through_memory(2 * self._held(program, operands(node, "value")[0], plan.length))
+        return 0.0
+
+    def _through_memory(self, count: int) -> float:
+        return max(count / self.hardware.memory_bandwidth, self.hardware.launch_s)
+
+    def _held(self, program: Program, value: fx.Node, length: int) -> int:
+        """Bytes of the accumulators, or of the gradient of a micro-batch's hidden states, behind a lease."""
+        tile, key = argument(value, "tile"), str(argument(value, "key"))
+        tile = tile or key.removeprefix("accumulators ")
+        if tile in self.layouts:
+            return 4 * self.layouts[tile].elements
+        mb = int(key.rpartition("_")[2])
+        return cost.output_bytes(self.captured.templates[program.calls[0].template], program.micro_batches[mb], length)
+

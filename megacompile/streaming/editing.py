@@ -1,0 +1,173 @@
+"""Programs edited by hand: printed with what they were made for, read back for the model that they were printed from.
+
+    text = model.megacompile.text(batch)                   # program.shape(...) and program.plan(...) stand in its head
+    model.megacompile.load_program(edited)                 # verified, then used for batches of that shape
+    model.megacompile.unload_program()                     # as it was
+
+What may be edited is when and where: the order of nodes, slots, events and waits, when a value ends, what is fetched again.
+What the program computes, and what stays on the device from step to step, is the plan's; a text that says otherwise is refused.
+The verifier proves the rest, beside the programs of all other shapes that the model has.
+"""
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+from torch import fx
+
+from megacompile.errors import InsufficientMemoryError, ProgramError, listed, shortened
+from megacompile.frontend.pairs import argument as argument_of
+from megacompile.ir.ops import TEMPLATE_OPS
+from megacompile.ir.plan import Plan, Shape
+from megacompile.ir.program import SLOT_KINDS, STAGES, Program, argument, find, op_of, slot_family
+from megacompile.ir.text import parse_with_plan, print_program
+from megacompile.passes.manager import Compiled, run_pass
+from megacompile.planning.memory import Estimate
+from megacompile.sizes import format_bytes
+from megacompile.streaming.shapes import CompiledShape, Shapes
+from megacompile.system.reading import source_text
+from megacompile.verify.lifetimes import kept_slots
+from megacompile.verify.sums import summed_tiles
+from megacompile.verify.verifier import verify
+
+#: Kinds of values whose slots are buffers of the host.
+_ON_HOST = frozenset({"staging", "slab", "stashed"})
+
+
+def editable_text(compiled: CompiledShape) -> str:
+    """The program of a shape, with the shape and the plan that it was made for."""
+    return print_program(compiled.program, made_for=(compiled.shape, compiled.plan))
+
+
+def load(source: str | Path, shapes: Shapes, others: Iterable[Program]) -> CompiledShape:
+    """An edited program, proved fit to run for its shape. Changes nothing.
+
+    Raises `ProgramError` with line and column if it does not parse, with the program around the fault if it does not verify,
+    or with what it was made for if that is something else; `InsufficientMemoryError`; `UnsupportedError`."""
+    program, shape, plan = parse_with_plan(source_text(source))
+    if shape is None or plan is None:
+        raise ProgramError("the text does not say what the program was made for: print it with model.megacompile.text(batch), "
+                           "which declares program.shape(...) and program.plan(...)")
+    if program.stage != STAGES[-1]:
+        raise ProgramError(f"the program is of stage {program.stage} and has no events yet: print the last stage, {STAGES[-1]}")
+    _check_declared(shapes, shape, plan)
+    model = shapes.model_program(shape, plan)
+    _same_model(program, model)
+    _check_size(program, model)
+    verify(program, others)
+    unedited = model
+    for each in shapes.planner.config.passes:
+        unedited = run_pass(each, unedited, plan)
+    _same_purpose(program, unedited)
+    estimate = _estimate(program, shapes, shape, plan)
+    _check_host(program, unedited, shapes, shape)
+    return CompiledShape(shape, plan, estimate, Compiled({program.stage: program}), loaded=True)
+
+
+def _check_declared(shapes: Shapes, shape: Shape, plan: Plan) -> None:
+    """Raises `ProgramError` for a shape or a plan that this model cannot have."""
+    if plan.update != shape.update:
+        raise ProgramError(f'the plan says update="{plan.update}", but the shape "{shape.update}": say the same in both')
+    if plan.output != shape.output:
+        raise ProgramError(f'the plan says output="{shortened(plan.output)}", but the shape "{shortened(shape.output)}": say '
+                           "the same in both")
+    further, parameters = [argument_of(each) for each in shape.further], shapes.forms.parameters
+    if len(set(further)) < len(further) or not parameters.issuperset(further):
+        raise ProgramError(f"the shape has the further batch arguments {listed(further)}: name each once, of "
+                           f"{listed(sorted(parameters))}")
+    if shape.images != 1 and not shapes.captured.places:
+        raise ProgramError(f"the shape has {shape.images} images for each sequence, and this model takes none: leave images=1")
+    layers, tiles = len(shapes.captured.calls) - 2, list(shapes.tiling.layouts)
+    if unknown := sorted({*plan.resident, *plan.resident_state, *plan.visiting_state}.difference(tiles)):
+        raise ProgramError(f"the plan has {listed(unknown)} on the device, which are no tiles of this model: it has "
+                           f"{listed(tiles)}")
+    trained = [tile for tile, layout in shapes.tiling.layouts.items() if layout.trainable]
+    if plan.update_order and sorted(plan.update_order) != sorted(trained):
+        raise ProgramError("update_order names some tiles and not others, or what is no trained tile of this model: name "
+                           f"each of {listed(trained)} once, or none")
+    if unknown := sorted(set(plan.host_sums).difference(tiles)):
+        raise ProgramError(f"the plan adds up gradients of {listed(unknown)} on the host, which are no tiles of this model: "
+                           f"it has {listed(tiles)}")
+    if plan.saved_layers > layers:
+        raise ProgramError(f"the plan keeps residuals of {plan.saved_layers} layers, and the model has {layers}: print the "
+                           "program again with model.megacompile.text(batch)")
+
+
+def _check_size(program: Program, model: Program) -> None:
+    """Raises `ProgramError` for a program with fewer nodes than its micro-batches need: what the passes make of the plan, to be
+    compared with it, is then never much larger than the text that was given."""
+    least = len(program.micro_batches) * len(model.calls)
+    if sum(_computed(graph).total() for graph in program.sections.values()) < least:
+        raise ProgramError(f"the program has {len(program.micro_batches):,} micro-batches and does not compute each call for "
+                           "each of them: leave the micro-batches, and what is computed, as printed")
+
+
+def _same_model(program: Program, unedited: Program) -> None:
+    """Raises `ProgramError` unless tiles and calls are this model's."""
+    for what, ours, theirs in (("tile", dict(program.tiles), dict(unedited.tiles)),
+                               ("call", {c.name: c for c in program.calls}, {c.name: c for c in unedited.calls})):
+        for name in dict.fromkeys((*ours, *theirs)):
+            if ours.get(name) != theirs.get(name):
+                raise ProgramError(
+                    f"the program is of another model: {what} {shortened(name)} is "
+                    f"{shortened(str(ours.get(name, 'not there')))}, but of this model "
+                    f"{shortened(str(theirs.get(name, 'there is none')))}: print this model's with "
+                    "model.megacompile.text(batch)")
+    if [c.name for c in program.calls] != [c.name for c in unedited.calls]:
+        raise ProgramError("the program's calls are in another order than the model's: leave declarations as they are printed")
+
+
+def _same_purpose(program: Program, unedited: Program) -> None:
+    """Raises `ProgramError` unless it has the sections that the runtime will ask for, computes what the plan says in each, and
+    keeps on the device what the plan says."""
+    if set(program.sections) != set(unedited.sections):
+        raise ProgramError(f"the program has sections {listed(program.sections)}, but its plan needs "
+                           f"{listed(unedited.sections)}: add or drop none")
+    for name, graph in unedited.sections.items():
+        planned, given = _computed(graph), _computed(program.section(name))
+        for what, how in ((given - planned, "runs"), (planned - given, "does not run")):
+            for op, call, mb in what:
+                raise ProgramError(f"{name} {how} {op} {call} mb {mb}, unlike its plan: leave the plan, and what is "
+                                   "computed, as printed")
+        if summed_tiles(program, name) != summed_tiles(unedited, name):
+            raise ProgramError(f"{name} adds up other tiles' gradients on the host than its plan: leave add_to_sum as printed")
+    kept, due = kept_slots(program), kept_slots(unedited)
+    for slot in dict.fromkeys((*kept, *due)):
+        if kept.get(slot) != due.get(slot):
+            raise ProgramError(f"slot {slot} keeps {kept.get(slot, 'nothing')} on the device, but by the plan "
+                               f"{due.get(slot, 'nothing')}: stream with other `resident` tiles instead")
+
+
+def _computed(graph: fx.Graph) -> Counter[tuple[str, str, int]]:
+    """What a section runs of templates: op, call and micro-batch."""
+    return Counter((op_of(n).name, str(argument(n, "call")), int(argument(n, "mb"))) for n in find(graph, *TEMPLATE_OPS))
+
+
+def _estimate(program: Program, shapes: Shapes, shape: Shape, plan: Plan) -> Estimate:
+    """Of the plan, with the slots that the program has. Raises `InsufficientMemoryError` if the device does not hold it."""
+    planner = shapes.forms.serve(shape.form).planner
+    planned = planner.estimate(plan, shape.training)
+    estimate = replace(planned, slots=max(planned.slots, _slot_bytes(program, on_host=False)))
+    if estimate.total + planner.margin_bytes > planner.device_bytes:
+        raise InsufficientMemoryError(
+            f"the program needs {format_bytes(estimate.total + planner.margin_bytes)} of device memory, slots of "
+            f"{format_bytes(estimate.slots)} among it, and {format_bytes(planner.device_bytes)} are available: use fewer slots")
+    return estimate
+
+
+def _check_host(program: Program, unedited: Program, shapes: Shapes, shape: Shape) -> None:
+    """Raises `InsufficientMemoryError` if the host does not hold the slabs that the program has beyond those of its plan."""
+    planner = shapes.forms.serve(shape.form).planner
+    more = _slot_bytes(program, on_host=True) - _slot_bytes(unedited, on_host=True)
+    if more > planner.host_room:
+        raise InsufficientMemoryError(
+            f"the program has {format_bytes(more)} more of slabs in host memory than its plan, and "
+            f"{format_bytes(planner.host_room)} are left beside the tiles: use fewer or smaller slabs")
+
+
+def _slot_bytes(program: Program, on_host: bool) -> int:
+    """Of the slots on the device, or of the slabs on the host."""
+    return sum(slot.bytes for slot in program.slots.values()
+               if on_host == bool(_ON_HOST.intersection(SLOT_KINDS.get(slot_family(slot.name), ()))))

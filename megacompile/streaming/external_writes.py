@@ -1,0 +1,114 @@
+"""Writes from outside: another optimizer, `load_state_dict`, `p.add_()`. Seen by each parameter's version counter.
+
+A bf16 parameter that was written has no meaningful remainder: it becomes zero, and the master is what was written.
+"""
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from megacompile.errors import UnsupportedError
+from megacompile.frontend.template import Call
+from megacompile.runtime.store import HostTile, Store
+from megacompile.streaming.gradients import Gradients
+from megacompile.weights.tiling import Tiling
+
+
+class ForeignWrites:
+    """State: the version and address last seen of each parameter."""
+
+    def __init__(self, model: nn.Module, parameters: Mapping[str, nn.Parameter], tiling: Tiling, store: Store,
+                 gradients: Gradients) -> None:
+        self.parameters, self.tiling, self.store, self.gradients = parameters, tiling, store, gradients
+        self.objects = {name: id(p) for name, p in nn.Module.named_parameters(model)}
+        self.seen = {name: self._state(p) for name, p in parameters.items()}
+        self.homes = {name: p.data_ptr() for name, p in parameters.items()}
+        self.warned = False
+
+    @staticmethod
+    def _state(parameter: nn.Parameter) -> tuple[int, int]:
+        return parameter._version, parameter.data_ptr()
+
+    def pending(self) -> bool:
+        """Whether any parameter was written since it was last seen."""
+        return any(self._state(p) != self.seen[name] for name, p in self.parameters.items())
+
+    def adopt(self) -> None:
+        """Takes over what was written. Lanes must be at rest. Raises `UnsupportedError` for a changed shape or dtype."""
+        for name, parameter in self.parameters.items():
+            if self._state(parameter) == self.seen[name]:
+                continue
+            tile_name, position = self.tiling.position[name]
+            tile = self.store.tiles[tile_name]
+            part = tile.layout.slices[position]
+            if parameter.data_ptr() != self.homes[name]:
+                if parameter.shape != part.shape or parameter.dtype != tile.layout.dtype:
+                    raise UnsupportedError(
+                        f"{name} is now {parameter.dtype} of shape {list(parameter.shape)} instead of {tile.layout.dtype} of "
+                        f"{list(part.shape)}: close() the model before changing its architecture, then stream() it again")
+                home = tile.parameter_view(tile.weights, position)
+                home.copy_(parameter.data)
+                parameter.data = home
+            if tile.remainder is not None:
+                tile.remainder[part.start:part.stop] = 0
+                self._warn_of_other_optimizer(tile, parameter)
+            self.seen[name] = self._state(parameter)
+
+    def _warn_of_other_optimizer(self, tile: HostTile, parameter: nn.Parameter) -> None:
+        if self.gradients.made and tile.m is None and not self.warned:  # gradients were made, and none of our optimizers
+            self.warned = True
+            warnings.warn(f"another optimizer updates the parameters in their own {parameter.dtype}, where small updates are "
+                          "lost to rounding: megacompile.AdamW keeps an FP32 master", stacklevel=2)
+
+    def check_model(self, model: nn.Module, differentiating: bool) -> None:
+        """Raises `UnsupportedError` if the model has other parameters than those that were captured; or trains others, where
+        that says anything."""
+        now = {name: id(p) for name, p in nn.Module.named_parameters(model)}
+        if changed := sorted(name for name in now.keys() | self.objects.keys() if now.get(name) != self.objects.get(name)):
+            raise UnsupportedError(f"{changed[0]} was added, removed or replaced after stream(): close() the model, change it, "
+                                   "and stream() it again")
+        for name, parameter in self.parameters.items() if differentiating else ():
+            tile, position = self.tiling.position[name]
+            if parameter.requires_grad != self.store.tiles[tile].layout.slices[position].trainable:
+                raise UnsupportedError(f"requires_grad of {name} was changed after stream(): close() the model, change it, "
+                                       "and stream() it again")
+
+
+class Constants:
+    """The buffers that templates read, on the device. State: object and version last seen of each.
+
+    They are few and small (rotary frequencies), so one that was written or replaced is simply sent again."""
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        self.model, self.device = model, device
+        self.on_device: dict[str, Tensor] = {}
+        self.seen: dict[str, tuple[int, int]] = {}
+
+    def add(self, calls: Iterable[Call]) -> None:
+        """The buffers that these calls read are known, and on the device, from now on."""
+        names = {s.name for call in calls for s in call.sources if s.kind == "buffer"} - self.seen.keys()
+        if names:
+            self.seen |= dict.fromkeys(names, (0, 0))
+            self.refresh()
+
+    def stale(self) -> bool:
+        """Whether any was written or replaced since it was sent."""
+        buffers = dict(self.model.named_buffers()) if self.seen else {}
+        return any(n not in buffers or (id(buffers[n]), buffers[n]._version) != seen for n, seen in self.seen.items())
+
+    def refresh(self) -> None:
+        """Sends what has changed. Lanes must be at rest. Raises `UnsupportedError` for another shape or dtype."""
+        buffers = dict(self.model.named_buffers()) if self.seen else {}
+        for name, seen in self.seen.items():
+            buffer = buffers.get(name)
+            if buffer is not None and (id(buffer), buffer._version) == seen:
+                continue
+            known = self.on_device.get(name)
+            if buffer is None or (known is not None and (known.shape, known.dtype) != (buffer.shape, buffer.dtype)):
+                raise UnsupportedError(f"buffer {name} was removed or has another shape or dtype since stream(): close() the "
+                                       "model, change it, and stream() it again")
+            self.on_device[name] = buffer.detach().to(self.device, copy=True)
+            self.seen[name] = id(buffer), buffer._version

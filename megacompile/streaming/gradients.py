@@ -1,0 +1,201 @@
+"""`.grad` of every trained parameter: memory of its tile, or whatever tensor the user has put there.
+
+As in native PyTorch, a backward adds to the tensor that `.grad` is, and makes a new one where it is None. What changes between
+backward and step counts, in the norm too. PyTorch counts changes in place; those that it does not count (`GradScaler.unscale_`,
+`.data`, NumPy) are found by a sample of each gradient's elements.
+"""
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Collection, Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from megacompile.errors import UnsupportedError
+from megacompile.runtime import adam as host
+from megacompile.runtime.store import Store, TileLayout
+from megacompile.streaming.lent import Lent, move
+from megacompile.weights.tiling import Tiling, named_gradients
+
+#: How many elements of a gradient are looked at. An embedding's is zero in most rows.
+_SAMPLED = 256
+#: Bits of an element: a NaN equals itself.
+_BITS = {2: torch.int16, 4: torch.int32}
+
+
+class Gradients(Mapping[str, Tensor]):
+    """By name, the memory in its tile of every trained parameter's gradient. State: the tensors that were given to the user,
+    and what the gradients were like when the lanes had written them."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], tiling: Tiling, store: Store) -> None:
+        self._stored = dict(named_gradients(store))
+        self._parameters, self._tiling, self._store = parameters, tiling, store
+        self._lent: dict[str, Lent] = {}
+        self._noted: dict[str, tuple[weakref.ref[Tensor], int]] = {}  # what `.grad` was, and its version
+        self._sampled: dict[str, Tensor] = {}  # by tile
+        self._places = {name: _places(tile.layout) for name, tile in store.tiles.items() if tile.gradients is not None}
+        self.made = False  # whether there has been a backward
+        self._warned = False
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._stored[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._stored)
+
+    def __len__(self) -> int:
+        return len(self._stored)
+
+    @property
+    def waiting(self) -> bool:
+        """Whether any parameter has a gradient, which waits for a step."""
+        return any(self._parameters[name].grad is not None for name in self._stored)
+
+    def clear(self) -> None:
+        for name in self._stored:
+            self._parameters[name].grad = None
+
+    # ---------------------------------------------------------------- around a backward
+    def gather(self) -> bool:
+        """Before a backward. Whether it adds to gradients: then tiles hold them, or zeros where `.grad` is None or a tensor of
+        the user's. Updates must not read gradients then. Raises `UnsupportedError` for a gradient that is sparse."""
+        replaced, added = self._replaced(), self.waiting
+        anew = [name for name in self._stored if self._parameters[name].grad is None or name in replaced]
+        self._write_anew(anew, replaced)
+        self._noted, self._sampled = {}, {}
+        for name in anew if added else ():
+            self._stored[name].zero_()
+        return added
+
+    @torch.no_grad()
+    def hand_out(self) -> None:
+        """After a backward, which has written all tiles: sets `.grad`, or adds to what it is."""
+        for name in self._stored:
+            if self._parameters[name].grad is None:
+                self._parameters[name].grad = self._lend(name)
+        self._note()
+        for name, given in self._replaced().items():  # which may be another parameter's: that one's norm has changed too
+            given.add_(self._stored[name])
+
+    def _lend(self, name: str) -> Tensor:
+        tile, index = self._tiling.position[name]
+        tensor = self._store.tiles[tile].parameter_view(self._memory(name), index)
+        self._lent[name] = Lent(tensor, self._memory(name))
+        return tensor
+
+    def _memory(self, name: str) -> Tensor:
+        """That of the gradients of a parameter's whole tile."""
+        memory = self._store.tiles[self._tiling.position[name][0]].gradients
+        assert memory is not None, f"{name} is not trained"
+        return memory
+
+    def _replaced(self) -> dict[str, Tensor]:
+        """Tensors that the user has put in the place of a tile's memory."""
+        found = {}
+        for name, stored in self._stored.items():
+            given = self._parameters[name].grad
+            if given is None:
+                continue
+            if given.layout != torch.strided:
+                raise UnsupportedError(f"the gradient of {name} is {given.layout}, which no update reads: set .grad to a dense "
+                                       "tensor (to_dense())")
+            if not _same_memory(given, stored):
+                found[name] = given
+        return found
+
+    def _write_anew(self, names: Collection[str], replaced: Mapping[str, Tensor]) -> None:
+        """Before the memory of these gradients is overwritten: whoever has them keeps their values."""
+        held: dict[int, list[Tensor]] = {}  # by address, such as another parameter's: two of them were exchanged
+        for given in replaced.values():
+            held.setdefault(given.untyped_storage().data_ptr(), []).append(given)
+        for name in names:
+            stored, lent = self._stored[name], self._lent.pop(name, None)
+            holders = [*held.get(stored.data_ptr(), ()), *([lent.kept] if lent is not None and lent.kept is not None else ())]
+            values = stored.clone() if holders else stored
+            for tensor in holders:  # those that have shared memory share it still
+                move(tensor, values.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset()), self._memory(name))
+            if lent is not None and lent.has_views and not self._warned:
+                self._warned = True
+                warnings.warn(f"a view of an earlier gradient of {name} is still in use and shows later gradients from now on: "
+                              "clone() what you keep (.grad itself may be kept as it is)", stacklevel=2)
+
+    # ---------------------------------------------------------------- around an update
+    def _note(self) -> None:
+        """What tiles hold now has the norms that are stored with it."""
+        self.made = True
+        self._noted, self._sampled = {}, {}
+        for name, stored in self._stored.items():
+            given = self._parameters[name].grad
+            if given is not None and _same_memory(given, stored):
+                self._noted[name] = weakref.ref(given), given._version
+        self._sampled = {tile: self._sample(tile) for tile in self._places}
+
+    def _sample(self, name: str) -> Tensor:
+        """Some elements of a tile's gradients, as bits."""
+        tile = self._store.tiles[name]
+        assert tile.gradients is not None
+        return tile.layout.flat(tile.gradients).view(_BITS[tile.layout.dtype.itemsize])[self._places[name]]
+
+    def untouched(self) -> bool:
+        """Whether tiles hold what they held when they were last noted."""
+        changed = any((tensor := of()) is not None and tensor._version != version for of, version in self._noted.values())
+        return not changed and not any(self._changed())
+
+    def _changed(self) -> Iterator[str]:
+        """Gradients whose elements in the tiles are not those that were noted."""
+        for tile, noted in self._sampled.items():
+            sampled, start = self._sample(tile), 0
+            if not torch.equal(sampled, noted):
+                for s in self._store.tiles[tile].layout.slices:
+                    stop = start + min(_SAMPLED, s.count)
+                    if not torch.equal(sampled[start:stop], noted[start:stop]):
+                        yield s.name
+                    start = stop
+
+    @torch.no_grad()
+    def refresh(self) -> bool:
+        """Before an update: tiles hold what `.grad` is now, and norms are of that. Whether anything had changed. Updates must
+        not read gradients then."""
+        replaced = self._replaced()
+        # Whoever changes one gradient without a trace, as a scaler, changes others too, perhaps where nobody looks.
+        untold = any(name not in replaced and (given := self._parameters[name].grad) is not None and self._is_noted(name, given)
+                     for name in self._changed())
+        self._write_anew(replaced, replaced)
+        changed = False
+        for name, stored in self._stored.items():
+            given = self._parameters[name].grad
+            if given is None:
+                continue
+            if name in replaced:
+                stored.copy_(given)
+            elif not untold and self._is_noted(name, given):
+                continue
+            changed = True
+            self._refresh_norms(name)
+        if changed:
+            self._note()
+        return changed
+
+    def _is_noted(self, name: str, given: Tensor) -> bool:
+        tensor, version = self._noted.get(name, (None, 0))
+        return tensor is not None and tensor() is given and given._version == version
+
+    def _refresh_norms(self, name: str) -> None:
+        for tile_name, position in self._tiling.places[name]:
+            tile = self._store[tile_name]
+            assert tile.home.gradients is not None and tile.norm_bytes is not None
+            gradient = tile.home.layout.flat(tile.home.gradients)[tile.layout.at_home(position)]
+            tile.norm_bytes.view(torch.float32)[position] = host.norm(gradient)
+
+
+def _same_memory(given: Tensor, stored: Tensor) -> bool:
+    """Whether they have the same elements at the same addresses: a transposed view has not."""
+    return given.data_ptr() == stored.data_ptr() and given.stride() == stored.stride()
+
+
+def _places(layout: TileLayout) -> Tensor:
+    """Elements of a tile: some of each parameter, spread evenly, the first and the last among them."""
+    return torch.cat([s.start + torch.arange(count) * (s.count - 1) // max(1, count - 1)
+                      for s in layout.slices for count in (min(_SAMPLED, s.count),)])

@@ -1,0 +1,115 @@
+"""What becomes of a step whose gradients are not finite: it is skipped, or an error says where they are, or that and a folder
+has what is needed to look into it.
+
+    AdamW(parameters, non_finite="raise")      the default; nothing is updated
+    AdamW(parameters, non_finite="skip")       nothing is updated, and training goes on
+    AdamW(parameters, non_finite="dump", dump_folder="non-finite")
+
+The norm is known on the host before the first tile is updated; nothing else is asked of the device, and no lane waits for it.
+Updates on arrival come before the norm of all gradients: there each tile's own is looked at, and a tile whose gradients are not
+finite keeps its weights and moments. Others are updated, and the step is reported once all tiles are done. What is updated on
+the device is looked at there, and reported when the host next waits for the device.
+"""
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from safetensors.torch import save_file
+
+from megacompile.errors import MegacompileError, NonFiniteError
+from megacompile.runtime.kernels import Batch
+from megacompile.runtime.update import Norms, Update
+
+if TYPE_CHECKING:
+    from megacompile.streaming.streamed import Streamed
+
+POLICIES = ("raise", "skip", "dump")
+_NAMED = 8  # tiles in a message
+
+
+@dataclass(frozen=True)
+class NonFinite:
+    """A policy, checked. `folder`: where dumps go. Raises `MegacompileError`."""
+
+    policy: str
+    folder: Path
+
+    def __post_init__(self) -> None:
+        if self.policy not in POLICIES:
+            raise MegacompileError(f"non_finite={self.policy!r} must be one of {', '.join(map(repr, POLICIES))}")
+
+    def report(self, skipped: list[int], kept: list[str], update: Update, norms: Norms) -> None:
+        """Called in a lane. Adds the step's number to `skipped`, or on arrival the tiles to `kept`; or raises
+        `NonFiniteError`."""
+        if update.on_arrival:
+            kept.extend(norms)
+        elif self.policy == "skip":
+            skipped.append(update.step)
+        if self.policy == "skip":
+            return
+        tiles = tuple(tile for tile, of_tile in norms.items() if not all(map(math.isfinite, of_tile.values())))
+        loss = sum(map(_loss, update.batches))
+        norm = math.nan if update.norm is None else update.norm
+        found = f"loss {loss:.4g}" if update.on_arrival else f"loss {loss:.4g}, norm {norm:.4g}"
+        lines = [f"the gradients of step {update.step} are not finite ({found}) and {_changed(update, len(tiles))}: leave the "
+                 "batch out (zero_grad() and go on), lower the learning rate, or skip what is not finite (non_finite='skip')",
+                 f"not finite: {', '.join(tiles[:_NAMED])}{f' and {len(tiles) - _NAMED} more' if len(tiles) > _NAMED else ''}"]
+        folder = None
+        if self.policy == "dump":
+            folder = self.folder / f"step-{update.step}"
+            try:
+                _dump(folder, update, loss, norm, norms)
+                lines.append(f"dumped: {folder}")
+            except OSError as error:
+                lines.append(f"not dumped: {folder} cannot be written ({error.strerror})")
+                folder = None
+        raise NonFiniteError("\n".join(lines), update.step, loss, norm, tiles, folder)
+
+
+def report_late(streamed: Streamed) -> None:
+    """Reports tiles that updates on the device have kept, each step once. The device must be idle. Raises `NonFiniteError`."""
+    found = streamed.arena.take_verdicts()
+    for update in dict.fromkeys(found.values()):
+        tiles = [tile for tile, of in found.items() if of is update]
+        if update.kept:  # on the host too: that was said
+            streamed.kept.extend(tiles)
+        else:
+            update.report(update, {tile: {"some": math.nan} for tile in tiles})
+
+
+def _changed(update: Update, kept: int) -> str:
+    """`kept`: tiles whose gradients are not finite."""
+    if not update.on_arrival or kept == len(update.segments):
+        return "nothing was updated"
+    return (f"{kept} of {len(update.segments)} tiles kept weights and moments; the others were updated, but for those that the "
+            "device may have kept")
+
+
+def _loss(batch: Batch) -> float:
+    """The device is asked here, in a step that is given up."""
+    return sum(float(value.loss) for value in batch.results.get("loss", []) if value.loss is not None)
+
+
+def _dump(folder: Path, update: Update, loss: float, norm: float, norms: Norms) -> None:
+    """`report.json`, and the arguments of each batch that the gradients are of, as `batch-0.safetensors` and on. Raises
+    `OSError`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for number, batch in enumerate(update.batches):
+        tensors = {f"{name}.{mb}": tensor.cpu().contiguous() for mb, inputs in enumerate(batch.micro_batches)
+                   for name, tensor in inputs.items()}
+        save_file(tensors, folder / f"batch-{number}.safetensors")
+    report = dict(step=update.step, loss=loss, norm=norm, max_grad_norm=update.max_grad_norm, tiles={
+        tile: dict(norm=math.hypot(*of_tile.values()), parameters=dict(of_tile)) for tile, of_tile in norms.items()})
+    (folder / "report.json").write_text(json.dumps(_finite(report), indent=1) + "\n", encoding="utf-8")
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no word for what is not finite: strings instead."""
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,398 @@
+"""AdamW on the host, in full precision, beside the next step's forward."""
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megacompile.errors import MegacompileError, UnsupportedError
+from megacompile.runtime import native
+from megacompile.runtime.adam import AdamSegment, join_fp32, split_fp32
+from megacompile.runtime.update import Update, counting
+from megacompile.streaming.hyper_parameters import HyperParameters, check_options, checked_norm
+from megacompile.streaming.nonfinite import NonFinite
+from megacompile.streaming.optimizer_state import KEYS, OptimizerState, ParameterState, SavedState, StateMemory
+from megacompile.streaming.owners import owner_of, owners_of, require_owner
+from megacompile.streaming.streamed import Streamed
+from megacompile.streaming.turns import in_turn
+
+
+class AdamW(torch.optim.Optimizer):
+    """`torch.optim.AdamW` for streamed models: FP32 master weights and moments in host memory, fused, asynchronous.
+
+    `step()` returns at once; the update runs on the host beside the next forward. With `max_grad_norm`, gradients are
+    clipped by their exact global norm, as `torch.nn.utils.clip_grad_norm_` does; `grad_norm` is the norm of the last step
+    before clipping. `state_dict` holds exp_avg, exp_avg_sq (fp32), step, and for bf16 parameters the FP32 master's 16 low
+    bits (`remainder`, int16). `state` holds no remainder: a state that is removed or replaced starts the moments anew, as in
+    torch.optim, and leaves the master as it is.
+
+    Parameters of the model that its forward does not read are left alone, as those without a gradient are.
+
+    Changes of `.grad` between backward and step count, in the norm too. Those that PyTorch does not count (through
+    `.grad.data` or NumPy, `GradScaler.unscale_`) are found by a sample of 256 elements of each gradient: a change of whole
+    gradients is seen, and one of a few elements may not be. A gradient that is None leaves its parameter alone.
+
+    Of several optimizers each updates its own parameters. One that is made over parameters of another takes its place: they
+    have one state, and every later use of the other raises. Whole steps, updates on arrival and checkpoints take one optimizer.
+    Options of groups may be changed at any time, and count from the next `step()` on.
+
+    With `overlap="backward"` each tile is updated as its gradients arrive: nothing is clipped, `.grad` stays None (PyTorch's
+    own clipping would find nothing), `grad_norm` too, and there is one forward, one backward and one `step()` in turn. The
+    backward reads the hyper-parameters; `step()` ends the step, for schedulers' sake, and does nothing without a backward.
+    The optimizer that was made last decides whether a model's backward updates.
+
+    Gradients whose norm is not finite update nothing, moments and step counts included, whether gradients are clipped or not.
+    `non_finite` says what then: "raise" (a `NonFiniteError` from the next call that waits for the update), "skip" (training
+    goes on; `model.megacompile.stats["skipped_steps"]` counts), or "dump" (the batch, and the norm of each gradient, are
+    written to a folder in `dump_folder`, and the error is raised). With `overlap="backward"` each tile is looked at when its
+    gradients arrive, and one whose gradients are not finite keeps weights and moments, whatever becomes of the others
+    (`stats["kept_tiles"]` counts). A step in which nothing was updated is none, unless it was the device that kept a tile:
+    that is known later.
+
+    Raises `MegacompileError` for parameters that belong to no streamed model, or to several.
+    """
+
+    def __init__(self, params: Iterable[Any], lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999),
+                 eps: float = 1e-8, weight_decay: float = 1e-2, *, max_grad_norm: float | None = None,
+                 overlap: str | None = None, non_finite: str = "raise",
+                 dump_folder: str | os.PathLike[str] = "non-finite") -> None:
+        check_options(dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
+        if overlap not in (None, "backward"):
+            raise MegacompileError(f"overlap={overlap!r} must be None (update beside the next forward) or 'backward' (as "
+                                   "gradients arrive)")
+        self.non_finite = NonFinite(non_finite, Path(dump_folder))
+        self._overlap, self.max_grad_norm = overlap, max_grad_norm
+        self._update: Update | None = None
+        self._lost = ""  # a parameter that another optimizer, made later, updates
+        self._made, self._state = False, OptimizerState(self)
+        super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
+        self._take_over(self._parameters())
+        self._made = True
+        for streamed in owners_of(self._parameters()):
+            streamed.arrival.attach(self if overlap is not None else None)
+        native.library()  # built now, if it must be: at the first update all lanes would wait for the C++ compiler
+
+    @property
+    def overlap(self) -> str | None:
+        return self._overlap
+
+    @property
+    def max_grad_norm(self) -> float | None:
+        return self._max_grad_norm
+
+    @max_grad_norm.setter
+    def max_grad_norm(self, value: float | None) -> None:
+        self._max_grad_norm = checked_norm(value, self.overlap)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        self._check_lost()
+        check_options(param_group)
+        super().add_param_group(param_group)
+        try:
+            self._take_over(self.param_groups[-1]["params"] if self._made else ())  # the constructor: once all groups are good
+        except BaseException:
+            self.param_groups.pop()
+            raise
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UnsupportedError("an optimizer of a streamed model can be neither pickled nor copied: its state is its model's "
+                               "memory; use state_dict() or a CheckpointWriter")
+
+    def _parameters(self) -> Iterator[Tensor]:
+        return (parameter for group in self.param_groups for parameter in group["params"])
+
+    @property
+    def streamed(self) -> Streamed:
+        """The streamed model whose parameters these are. Raises `MegacompileError` if another optimizer has taken over."""
+        self._check_lost()
+        models = list({id(streamed): streamed for streamed, _ in map(require_owner, self._parameters())}.values())
+        if len(models) != 1:
+            raise MegacompileError("an optimizer updates one streamed model: make one optimizer for each")
+        return models[0]
+
+    # ---------------------------------------------------------------- state
+    @property
+    def state(self) -> OptimizerState:  # type: ignore[override]
+        """Waits for the update in flight. What is written to it before the next call counts."""
+        self._check_lost()
+        for streamed in owners_of(self._parameters()):
+            streamed.residency.leave()
+        return self._state
+
+    @state.setter
+    def state(self, state: Mapping[Tensor, Any]) -> None:
+        self._check_lost()
+        if state is not self._state:
+            self._state = OptimizerState(self, state)
+
+    def _memory(self, parameter: Tensor) -> StateMemory | None:
+        """Of a parameter that is trained and read; None for others."""
+        streamed, name = require_owner(parameter)
+        return streamed.states.get(name)
+
+    def memory_of(self, parameter: Any) -> StateMemory | None:
+        """As `_memory`, of what is this optimizer's; None for anything else that somebody keeps a state for."""
+        owner = owner_of(parameter) if isinstance(parameter, Tensor) else None
+        memory = owner[0].states.get(owner[1]) if owner is not None else None
+        return memory if memory is not None and memory.optimizer is self else None
+
+    def _take_over(self, parameters: Iterable[Tensor]) -> None:
+        """From now on this optimizer alone updates these parameters, whose state there is only one of."""
+        found = [(parameter, memory) for parameter in parameters if (memory := self._memory(parameter)) is not None]
+        for _, memory in found:
+            if (former := self._other(memory)) is not None:
+                former._lost, former._state = memory.name, OptimizerState(former)
+                self.streamed.arrival.detach(former)
+            memory.optimizer = self
+        for parameter, memory in found:
+            self._state.ready(parameter, memory)
+
+    def _other(self, memory: StateMemory) -> AdamW | None:
+        """Another optimizer that updates this parameter."""
+        other = memory.optimizer
+        if other is None or other is self or other._lost:
+            return None
+        return other if any(memory.name in names for _, names in other.named_groups()) else None
+
+    def _check_lost(self) -> None:
+        if self._lost:
+            raise MegacompileError(f"another megacompile.AdamW, made later, updates {self._lost} now, and has taken its state: "
+                                   "use that one, or make a new optimizer")
+
+    def check_alone(self, doing: str) -> None:
+        """Raises `MegacompileError` if another optimizer updates parameters of the model, for which `doing` knows one."""
+        for memory in self.streamed.states.values():
+            if self._other(memory) is not None:
+                raise MegacompileError(f"{doing} one optimizer, and another megacompile.AdamW updates {memory.name}: make one "
+                                       "with parameter groups, or drop the other (del optimizer)")
+
+    def steps(self) -> dict[str, int]:
+        """Updates of each parameter that has a state, by name."""
+        return {memory.name: int(state["step"]) for parameter, state in self._state.items()
+                if (memory := self.memory_of(parameter)) is not None and "step" in state}
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Hands the update to the lanes. Parameters without `.grad` are left alone. Raises what an earlier update failed
+        with (`LaneError`); called again, it completes that update: the tiles that are missing, from the gradients that it
+        had (setting `.grad` to None since does no harm), with the hyper-parameters that it had.
+
+        After a backward that has updated (`overlap`), and after `train_step`, nothing is left to do. A `closure` is called
+        first, beside the update before, as the plain loop runs its forward and backward; its loss is returned."""
+        streamed = self.streamed
+        streamed.arrival.check_step(self)
+        loss = None
+        if closure is not None:
+            if self._completes():
+                return None
+            streamed.check_whole()
+            with torch.enable_grad():
+                loss = closure()  # not in turn: its backward may run in a thread of autograd's
+        with streamed.turn:
+            self._take_step(streamed)
+        return loss
+
+    def _take_step(self, streamed: Streamed) -> None:
+        if streamed.arrival.end() or self._ended():
+            streamed.raise_pending()
+            streamed.check_whole()
+            return
+        streamed.settle()
+        if self._completes():
+            return
+        streamed.check_whole()
+        if not (trained := [p for p in self._parameters() if p.grad is not None]):
+            return
+        if unread := [name for name in (require_owner(p)[1] for p in trained) if name not in streamed.tiling.position]:
+            raise UnsupportedError(f"{unread[0]} has a gradient, and the streamed forward does not read it: give it to an "
+                                   "optimizer of torch.optim")
+        streamed.check_trained()
+        streamed.adopt_writes()
+        update = self._request(lambda parameter: parameter.grad is not None)
+        streamed.residency.gradients_current &= not streamed.gradients.refresh()
+        self._update = update
+        streamed.update(self._update)
+
+    def _completes(self) -> bool:
+        """Completes an update of ours that has failed; whether there was one, with its gradients as they were."""
+        return self._update is not None and self._update is self.streamed.unfinished and self.streamed.complete()
+
+    def _ended(self) -> bool:
+        """Whether the update in flight is the one that is asked for: it is ours, and no gradient has come since."""
+        update = self.streamed.updating
+        return update is not None and update is self._update and all(p.grad is None for p in self._parameters())
+
+    def request(self) -> Update:
+        """An update of every parameter, for a step that runs as one program or for a backward that updates."""
+        self.check_alone("a whole step, or one with overlap='backward', takes")
+        self.streamed.raise_pending()
+        self.streamed.check_whole()
+        self.streamed.adopt_writes()
+        self._update = self._request(lambda parameter: True)
+        return self._update
+
+    def prepare(self) -> None:
+        """Before a backward that updates. Raises `MegacompileError` for options that are out of range."""
+        self._ready(lambda parameter: True)
+
+    def _ready(self, wanted: Callable[[Tensor], bool]) -> list[tuple[HyperParameters, StateMemory, ParameterState]]:
+        """The parameters that are wanted, with their options of the moment and a state each. Raises `MegacompileError` for
+        options and states that no update can have."""
+        groups = [(HyperParameters.of(group), group["params"]) for group in self.param_groups]
+        found = [(options, parameter, memory) for options, parameters in groups for parameter in parameters
+                 if wanted(parameter) and (memory := self._memory(parameter)) is not None]
+        if len({memory.name for _, _, memory in found}) < len(found):
+            raise MegacompileError("a parameter is in the optimizer's groups twice: leave it in one of them, once")
+        self._take_over([parameter for _, parameter, memory in found if memory.optimizer is not self])
+        return [(options, memory, self._state.ready(parameter, memory)) for options, parameter, memory in found]
+
+    def _request(self, wanted: Callable[[Tensor], bool]) -> Update:
+        """What the lanes need to know of a step: hyper-parameters as they are now, of the parameters that are wanted."""
+        streamed = self.streamed
+        segments: dict[str, list[AdamSegment]] = {}
+        counted: dict[str, list[int]] = {}
+        ready = self._ready(wanted)
+        with counting:
+            before = self._update if self._update is not None and self._update.open else None
+            for options, memory, state in ready:
+                for tile, position in streamed.tiling.places[memory.name]:
+                    part = streamed.tiling.layouts[tile].at_home(position)
+                    segments.setdefault(tile, []).append(AdamSegment(
+                        part.start, part.stop, options.lr, options.beta1, options.beta2, options.eps, options.weight_decay,
+                        state["step"] + 1))
+                    counted.setdefault(tile, []).append(position)
+        for each in segments.values():
+            each.sort(key=lambda s: s.start)
+        for positions in counted.values():
+            positions.sort()
+        return Update(segments, counted, self.max_grad_norm, on_arrival=self.overlap is not None,
+                      states=[state for _, _, state in ready], before=before,
+                      report=functools.partial(self.non_finite.report, streamed.skipped, streamed.kept))
+
+    @property
+    def grad_norm(self) -> float | None:
+        """Global norm of the last step's gradients before clipping. Waits until it is known, and not for the update. None
+        before the first step."""
+        if self._update is None:
+            return None
+        update, streamed = self._update, self.streamed
+        if update.norm is None:
+            with streamed.turn, streamed.guarded():
+                streamed.drain(sooner=update.judged)
+            if update.norm is None or update.refused:
+                streamed.settle()  # raises what became of it
+        return update.norm
+
+    def norm_of_last_step(self) -> Callable[[], float | None]:
+        """Gives `grad_norm` of the last step later, when others may have followed, and without a wait: None until its update
+        has begun. When the loss of the next step is known, so is this."""
+        update = self._update
+        return lambda: None if update is None else update.norm
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        if not set_to_none:
+            self.streamed.settle()  # the update in flight reads them
+            self.streamed.check_whole()  # and one that stopped half-way needs them yet
+        super().zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Moments and remainders are views of the tiles, as those of `torch.optim` are of its own: save or copy them before
+        the next step. Works after `close()` too."""
+        self.settle()
+        saved = super().state_dict()
+        saved["state"] = {index: dict(state) for index, state in saved["state"].items()}  # of types that are unpickled
+        for index, parameter in enumerate(self._parameters()):
+            if (remainder := self._remainder(parameter)) is not None:
+                saved["state"].setdefault(index, {})["remainder"] = remainder
+        return saved
+
+    def _remainder(self, parameter: Tensor) -> Tensor | None:
+        """The low bits of a parameter's master, in its tile; None where there are none."""
+        memory = self._memory(parameter) if owner_of(parameter) else getattr(self._state.get(parameter), "memory", None)
+        return memory.remainder if memory is not None else None
+
+    def settle(self) -> None:
+        """Waits until the state and the remainders on the host are those of the last step. Raises what a failed update has left
+        behind."""
+        self._check_lost()
+        for streamed in owners_of(self._parameters()):
+            streamed.residency.bring_all_home()
+
+    @in_turn
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Copies moments and remainders into the tiles, exactly: the base class would cast them to the parameter's dtype.
+        Load the model first: a remainder belongs to the weight that it was saved with, and loading a weight clears it.
+
+        As in `torch.optim`, a parameter without a saved state starts anew. One without a saved remainder keeps its master.
+
+        Raises `MegacompileError`, before anything has changed, for other groups, parameters or shapes, and for options."""
+        streamed = self.streamed
+        streamed.residency.leave()
+        groups, states = self.check_state_dict(state_dict)
+        streamed.adopt_writes()  # sets remainders to zero, before the saved ones are loaded
+        self._update = None
+        streamed.arrival.end()
+        streamed.store.preserve()
+        for options, group in zip(groups, self.param_groups, strict=True):
+            group.update(options)
+        self._take_over([parameter for parameter, memory, _ in states if memory.optimizer is not self])
+        for parameter, memory, saved in states:
+            self._state[parameter] = {key: saved[key] for key in KEYS if key in saved}
+            self._state.ready(parameter, memory)
+            if memory.remainder is not None and "remainder" in saved:
+                memory.remainder.copy_(saved["remainder"])
+
+    def check_state_dict(self, state_dict: dict[str, Any]) -> tuple[list[dict[str, Any]], list[SavedState]]:
+        """The saved options of each group, and the saved state of each parameter beside its memory. Raises what
+        `load_state_dict` raises."""
+        others = ("params", "decoupled_weight_decay")  # of a state of Adam's, which torch.optim.AdamW takes the same way
+        groups = [{option: deepcopy(value) for option, value in group.items() if option not in others}
+                  for group in state_dict["param_groups"]]
+        indices = [group["params"] for group in state_dict["param_groups"]]
+        if [len(each) for each in indices] != [len(group["params"]) for group in self.param_groups]:
+            raise MegacompileError("the saved optimizer has other parameter groups: make it with the groups it was saved with")
+        for group in groups:
+            check_options(group)
+        states = [(parameter, memory, state_dict["state"].get(index, {}))
+                  for index, parameter in zip(itertools.chain(*indices), self._parameters(), strict=True)
+                  if (memory := self._memory(parameter)) is not None]
+        for _, memory, saved in states:
+            memory.check_saved(saved)
+        return groups, states
+
+    def named_groups(self) -> list[tuple[dict[str, Any], list[str]]]:
+        """Each parameter group: its options, and the names that its parameters have in the model."""
+        return [({k: v for k, v in group.items() if k not in ("params", "param_names")},
+                 [require_owner(parameter)[1] for parameter in group["params"]]) for group in self.param_groups]
+
+    def master(self, parameter: Tensor) -> Tensor:
+        """A copy of a parameter's FP32 master weight, of its shape."""
+        self.streamed.residency.bring_home()
+        self.streamed.adopt_writes()
+        remainder = self._remainder(parameter)
+        if remainder is None:
+            return parameter.detach().float().clone()
+        return join_fp32(parameter.detach().flatten(), remainder.flatten()).view(parameter.shape)
+
+    @torch.no_grad()
+    def set_master(self, parameter: Tensor, master: Tensor) -> None:
+        """Sets a parameter from an FP32 master, remainder and all."""
+        streamed = self.streamed
+        streamed.residency.leave()
+        streamed.store.preserve()
+        remainder = self._remainder(parameter)
+        if remainder is None:
+            parameter.copy_(master)
+            return
+        high, low = split_fp32(master.detach().float().contiguous().flatten())
+        parameter.copy_(high.view(parameter.shape))
+        streamed.adopt_writes()
+        remainder.copy_(low.view(parameter.shape))

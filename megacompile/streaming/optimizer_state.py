@@ -1,0 +1,225 @@
+"""An optimizer's state, whose tensors are memory of tiles, and what users do with the state of any optimizer.
+
+    optimizer.state[p]["exp_avg"] = moved      the values are copied into the tile: trainers send state to the device so, where
+                                               gigabytes would otherwise lie, of which no update knows
+    optimizer.state.pop(p)                     the parameter starts anew at the next step, as in torch.optim
+    kept = optimizer.state[p]["exp_avg"]       keeps its values when the state starts anew, or is replaced
+
+The 16 low bits of an FP32 master are not in it. They belong to the weight, and no reset of the moments may lose them;
+`AdamW.state_dict` has them.
+"""
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from megacompile.errors import MegacompileError, UnsupportedError
+from megacompile.streaming.hyper_parameters import is_number
+from megacompile.streaming.lent import Lent
+
+if TYPE_CHECKING:
+    from megacompile.streaming.optim import AdamW
+    from megacompile.streaming.streamed import Streamed
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+KEYS = ("step", *MOMENTS)
+
+
+def step_count(value: Any, name: str) -> int:
+    """Raises `MegacompileError` for what is not a number of steps of the parameter `name`."""
+    if not is_number(value) or not (0 <= (count := float(value)) < 2**53 and count.is_integer()):
+        raise MegacompileError(f"the step of {name} is {value!r}: give a whole number of at least 0")
+    return int(count)
+
+
+class _Assigned(dict[Any, Any]):
+    """A dict whose every way in is `__setitem__`."""
+
+    def update(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
+        for key, value in dict(*args, **kwargs).items():
+            self[key] = value
+
+    def setdefault(self, key: Any, default: Any = None) -> Any:
+        if key not in self:
+            self[key] = default
+        return self[key]
+
+    def __ior__(self, other: Any) -> Any:  # type: ignore[misc]
+        self.update(other)
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return dict, (dict(self),)  # a copy has memory of its own
+
+
+class StateMemory:
+    """The state of one parameter in its tile, whichever optimizer uses it. State: that `optimizer`, its current
+    `ParameterState`, and the tensors that the user was given."""
+
+    def __init__(self, streamed: Streamed, name: str) -> None:
+        self._streamed = weakref.ref(streamed)  # optimizers outlive models
+        self.name = name
+        self._tile_name, index = streamed.tiling.position[name]
+        self._tile = streamed.store.tiles[self._tile_name]
+        self._part = self._tile.layout.slices[index]
+        self._optimizer: weakref.ref[AdamW] | None = None
+        self._state: weakref.ref[ParameterState] | None = None
+        self._lent: dict[str, Lent] = {}
+
+    @property
+    def optimizer(self) -> AdamW | None:
+        return self._optimizer() if self._optimizer is not None else None
+
+    @optimizer.setter
+    def optimizer(self, optimizer: AdamW) -> None:
+        self._optimizer = weakref.ref(optimizer)
+
+    @property
+    def remainder(self) -> Tensor | None:
+        """The low bits of the FP32 master, int16; None for an fp32 parameter."""
+        return None if self._tile.remainder is None else self._own(self._tile.remainder)
+
+    def bind(self, state: ParameterState) -> None:
+        """From now on this is the parameter's state, and no other one writes to its memory."""
+        former = self._state() if self._state is not None else None
+        if former is not None:
+            former.memory = None
+        self._state, state.memory = weakref.ref(state), self
+
+    def begin_anew(self, state: ParameterState) -> None:
+        """As an optimizer's first step does: moments of zero, no step."""
+        self._rest()
+        tile = self._tile
+        tile.allocate_moments()
+        assert tile.m is not None and tile.v is not None
+        # Pages that nobody has written are zeros, and not there yet.
+        written = tile.moments_written or tile.m._version or tile.v._version
+        moments = {key: self._lend(key) for key in MOMENTS}
+        for moment in moments.values() if written else ():
+            moment.zero_()
+        dict.update(state, moments, step=0)
+
+    def check(self, key: str, value: Any) -> None:
+        """Raises `MegacompileError` for a value that the parameter's state cannot have."""
+        if key == "step":
+            step_count(value, self.name)
+        elif key in MOMENTS and (not isinstance(value, Tensor) or value.shape != self._part.shape):
+            raise MegacompileError(f"the {key} of {self.name} must be a tensor of shape {list(self._part.shape)}: assign one, "
+                                   "or remove the state (optimizer.state.pop(parameter)) to start it anew")
+
+    def check_saved(self, saved: Mapping[str, Any]) -> None:
+        """Raises `MegacompileError` for a saved state that does not fit; it may have a remainder alone, or nothing."""
+        wanted = list(KEYS) if saved.keys() & set(KEYS) else []
+        if self.remainder is not None and "remainder" in saved:
+            wanted.append("remainder")
+        for key in wanted:
+            if key not in saved or (key != "step" and getattr(saved[key], "shape", None) != self._part.shape):
+                raise MegacompileError(f"the saved optimizer state has no {key} of shape {list(self._part.shape)}: load one "
+                                       "that was saved with this model")
+            self.check(key, saved[key])
+        if "remainder" in wanted and saved["remainder"].dtype != torch.int16:
+            raise UnsupportedError("the saved remainder is not int16: it was cast on the way; save it unchanged")
+
+    def take(self, key: str, value: Any) -> Any:
+        """Copies a value that was checked to where it belongs. What stands for it in the state."""
+        if key not in KEYS or (key in self._lent and self._lent[key].kept is value):
+            return value
+        self._rest()
+        if key == "step":
+            return step_count(value, self.name)
+        self._tile.allocate_moments()
+        moment = self._lend(key)
+        moment.copy_(value)
+        self._tile.moments_written = True
+        return moment
+
+    def _lend(self, key: str) -> Tensor:
+        """A tensor over memory that is about to be written."""
+        if key in self._lent:
+            self._lent[key].move()
+        memory = self._tile.m if key == "exp_avg" else self._tile.v
+        assert memory is not None
+        tensor = self._own(memory)
+        self._lent[key] = Lent(tensor, memory)
+        return tensor
+
+    def _own(self, memory: Tensor) -> Tensor:
+        return memory[self._part.start:self._part.stop].view(self._part.shape)
+
+    def _rest(self) -> None:
+        """Until the tile may be written."""
+        streamed = self._streamed()
+        if streamed is not None and not streamed.closed:
+            streamed.residency.leave()
+            streamed.store.preserve(self._tile_name)
+
+
+class ParameterState(_Assigned):
+    """The state of one parameter by name. Where it has `memory`, what is assigned is copied there."""
+
+    memory: StateMemory | None = None
+
+    def __init__(self, values: Any = ()) -> None:
+        super().__init__()
+        self.update(values)
+
+    @torch.no_grad()
+    def __setitem__(self, key: str, value: Any) -> None:
+        if self.memory is not None:
+            self.memory.check(key, value)
+            if key in self:
+                super().__setitem__(key, None)  # whoever else has the tensor that was there keeps its values
+            value = self.memory.take(key, value)
+        super().__setitem__(key, value)
+
+
+#: A parameter, the memory of its state, and a state that was saved.
+SavedState = tuple[Tensor, StateMemory, Mapping[str, Any]]
+
+
+class OptimizerState(_Assigned, defaultdict[Tensor, ParameterState]):
+    """That of all parameters: what `torch.optim.Optimizer.state` is."""
+
+    def __init__(self, optimizer: AdamW, values: Any = ()) -> None:
+        super().__init__()
+        self._optimizer = weakref.ref(optimizer)  # a cycle would keep optimizers that are dropped until the collector runs
+        self.update(values)
+
+    def __missing__(self, parameter: Tensor) -> ParameterState:
+        self[parameter] = ParameterState()
+        return self[parameter]
+
+    @torch.no_grad()
+    def __setitem__(self, parameter: Tensor, state: Mapping[str, Any]) -> None:
+        optimizer = self._optimizer()
+        memory = optimizer.memory_of(parameter) if optimizer is not None else None
+        if isinstance(state, ParameterState) and state.memory is memory:
+            super().__setitem__(parameter, state)
+            return
+        if memory is not None:
+            for key, value in state.items():
+                memory.check(key, value)
+        made = ParameterState()
+        super().__setitem__(parameter, made)  # whoever else has the state that was there keeps its values
+        if memory is not None:
+            memory.bind(made)
+        made.update(state)
+
+    def ready(self, parameter: Tensor, memory: StateMemory) -> ParameterState:
+        """The state of a parameter for a step; one that was removed starts anew. Raises `MegacompileError` if part of it is
+        missing."""
+        state = self[parameter]
+        if state.memory is not memory:  # what there is was made before the parameter was this optimizer's
+            self[parameter] = state
+            state = self[parameter]
+        if not state.keys() & set(KEYS):
+            memory.begin_anew(state)
+        elif missing := [key for key in KEYS if key not in state]:
+            raise MegacompileError(f"the optimizer's state of {memory.name} has no {missing[0]}: remove all of it "
+                                   "(optimizer.state.pop(parameter)), and the parameter starts anew")
+        return state

@@ -1,0 +1,98 @@
+"""What a streamed model's lanes really did, as the simulator shows what they would do.
+
+    with model.megacompile.record() as recorded:
+        for batch in three_batches:
+            ...a step...
+    print(recorded.timeline().table())
+
+As in a simulation the first step has no update before it to wait for: what `Timeline` says of a step it says of the last.
+Compute is busy from where its stream comes to a template until it is through: gaps between a template's own kernels count.
+On the critical chain, time in which a lane had nothing issued to it is no lane's, so that its seconds may be less than the
+step's.
+"""
+from __future__ import annotations
+
+from collections.abc import Iterable
+from types import TracebackType
+
+from megacompile.errors import MegacompileError
+from megacompile.ir.program import Lane, op_of
+from megacompile.predict.simulate import Item, Timeline
+from megacompile.runtime.executor import Executor
+from megacompile.runtime.recorder import Executed, Recorder
+from megacompile.streaming.streamed import Streamed
+from megacompile.verify.sums import UPDATE_OPS
+
+
+class Recording:
+    """Of everything submitted between `with` and its end, both of which wait for all lanes. State: the items, at the end."""
+
+    def __init__(self, streamed: Streamed) -> None:
+        self._streamed = streamed
+        self._items: list[Item] | None = None
+
+    def __enter__(self) -> Recording:
+        executor = self._streamed.executor
+        if not isinstance(executor, Executor):
+            raise MegacompileError("with reference=True one thread runs everything, and there are no lanes to record: leave "
+                                   "reference out")
+        if executor.recorder is not None:
+            raise MegacompileError("the model is being recorded already: end that recording first")
+        self._streamed.settle()
+        executor.recorder = Recorder(self._streamed.backend.clock())
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        executor = self._streamed.executor
+        assert isinstance(executor, Executor) and executor.recorder is not None, "a recording ended twice"
+        try:
+            if error is None:
+                self._streamed.settle()
+                self._items = _items(executor.recorder)
+        finally:
+            executor.recorder = None
+
+    def timeline(self) -> Timeline:
+        """Every instruction once, by start. Raises `MegacompileError` before the recording's end, or if nothing ran."""
+        if not self._items:
+            raise MegacompileError("nothing was recorded: " + (
+                "the recording has not ended, or an error ended it" if self._items is None else "no section ran meanwhile"))
+        steps = range(max(item.step for item in self._items) + 1)
+        return Timeline.of(sorted(self._items, key=lambda item: item.start_s),
+                           [_end([item for item in self._items if item.step == step]) for step in steps])
+
+
+def _end(items: list[Item]) -> float:
+    return max(item.end_s for item in [i for i in items if i.lane == Lane.COMPUTE] or items)
+
+
+def _items(recorder: Recorder) -> list[Item]:
+    step_of = _steps(x for lane in recorder.lanes.values() for x in lane)
+    items: dict[Executed, Item] = {}
+    for lane, done in recorder.lanes.items():
+        for x in done:
+            begin, end = recorder.clock.seconds(x.begun), recorder.clock.seconds(x.ended)
+            items[x] = Item(step_of[x.run], x.section, x.node, lane, end - begin, [], begin, end, done=True)
+    for done in recorder.lanes.values():
+        before: Item | None = None
+        for x in done:
+            behind = items.get(recorder.recorded[x.behind]) if x.behind in recorder.recorded else None
+            item = items[x]
+            item.behind = behind
+            item.cause = max((i for i in (before, behind) if i is not None), key=lambda i: i.end_s, default=None)
+            before = item
+    return list(items.values())
+
+
+def _steps(executed: Iterable[Executed]) -> dict[int, int]:
+    """The step of each run. A step begins with the first forward after an update: backwards may accumulate in between."""
+    found: dict[int, int] = {}
+    step, updated = 0, False
+    executed = list(executed)
+    updates = {x.run for x in executed if op_of(x.node).name in UPDATE_OPS}
+    for run, section in sorted({(x.run, x.section) for x in executed}):
+        if updated and section in ("forward", "train_step"):
+            step, updated = step + 1, False
+        updated |= run in updates
+        found[run] = step
+    return found

@@ -1,0 +1,44 @@
+"""Other plans for a model that is streamed already: tiles, templates and lanes stay, programs and slots are made anew."""
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from megacompile.errors import MegacompileError
+from megacompile.planning.device import device_budget
+from megacompile.streaming.streamed import Streamed
+
+#: The options of `stream` that plans alone know. Others have made the tiles, the kernels or the lanes.
+OPTIONS = ("checkpoint_interval", "deferred_moments", "device_memory", "gradient_slots", "host_checkpoints", "host_sums",
+           "micro_batch_size", "resident", "resident_state", "residuals", "saved_layers", "token_chunk",
+           "visiting_state", "waves", "weight_slots")
+
+
+def replan(streamed: Streamed, **options: Any) -> None:
+    """From the next step on, plans are made under these options, and the others as they are.
+
+    Raises `MegacompileError`, and nothing has changed, for an option that is none of `OPTIONS` or out of range, and between a
+    forward and the end of its step; `TornError` after half an update."""
+    if unknown := sorted(set(options) - set(OPTIONS)):
+        raise MegacompileError(f"replan() cannot change {', '.join(unknown)}: it changes {', '.join(OPTIONS)}; for others "
+                               "close() the model and stream() it again")
+    config = replace(streamed.config, **options)
+    config.check_tiles(streamed.tiling.layouts, type(streamed.model).__name__)
+    if streamed.open_leases():
+        raise MegacompileError("a loss waits for its backward: run it, or drop the loss, before replan()")
+    if streamed.gradients.waiting:
+        raise MegacompileError("gradients wait for their step: call step() or zero_grad() before replan()")
+    streamed.settle()
+    streamed.check_whole()
+    streamed.residency.leave()
+    streamed.shapes.clear()
+    streamed.trained = streamed.running = None
+    streamed.arena.close()
+    streamed.checkpoints.close()
+    streamed.store.drop_sums()
+    streamed.backend.trim()
+    streamed.shapes.note_budget()
+    budget = device_budget(config, streamed.backend.free_bytes())
+    streamed.config = config
+    for served in streamed.forms:
+        served.planner.config, served.planner.budget_bytes, served.planner.stateful = config, budget, None

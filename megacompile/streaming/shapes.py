@@ -1,0 +1,203 @@
+"""Programs by batch shape: each is compiled when its shape first comes, and those longest unused are forgotten."""
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from megacompile.errors import UnsupportedError
+from megacompile.frontend.heads import LOGITS
+from megacompile.frontend.hidden_states import ALL
+from megacompile.ir.lowering import model_program
+from megacompile.ir.plan import Plan, Shape
+from megacompile.ir.program import Program, Slot, places, slot_family
+from megacompile.passes.manager import Compiled, compile_program
+from megacompile.planning.memory import Estimate
+from megacompile.planning.packed_plans import PackedPlans
+from megacompile.planning.planner import Planner
+from megacompile.runtime.kernels import Kernel
+from megacompile.streaming.forms import Forms
+from megacompile.system.under_way import under_way
+from megacompile.verify.verifier import check_agreement
+
+#: A generation brings a new length with every token: without a bound, its programs would never go away.
+MAX_SHAPES = 32
+
+#: Those of all models that are streamed now: models on one device share its memory.
+_live: weakref.WeakSet[Shapes] = weakref.WeakSet()
+
+
+def planned_and_not_taken(device: torch.device) -> int:
+    """Device bytes that the models streamed to a device have planned, and that are still free: all but their slots."""
+    return sum(s.planned - s.slot_bytes for s in _live if s.binder.device == device)
+
+
+@dataclass(eq=False)
+class CompiledShape:
+    """The program of one shape, every stage of it, what it needs, and the kernels bound so far, by section. `loaded`: it was
+    edited by hand, and stays until it is dropped."""
+
+    shape: Shape
+    plan: Plan
+    estimate: Estimate
+    compiled: Compiled
+    loaded: bool = False
+    kernels: dict[str, Mapping[tuple[str, str, int], Kernel]] = field(default_factory=dict)
+    _slots: dict[tuple[str, ...], dict[str, Slot]] = field(default_factory=dict)
+
+    @property
+    def program(self) -> Program:
+        return self.compiled.program
+
+    def slots(self, *sections: str) -> dict[str, Slot]:
+        """The slots and slabs that these sections use, of those that the program has; but no `host_slots`."""
+        if sections not in self._slots:
+            program = self.program
+            used = places(program.section(s) for s in sections if s in program.sections)
+            self._slots[sections] = {name: slot for name, slot in program.slots.items()
+                                     if name in used and name not in self.host_slots}
+        return self._slots[sections]
+
+    @functools.cached_property
+    def host_slots(self) -> dict[str, Slot]:
+        """The buffers of checkpoints in host memory, which each open forward has of its own."""
+        return {name: slot for name, slot in self.program.slots.items() if slot_family(name) == "H"}
+
+
+class Shapes:
+    """State: the compiled shapes, the one used last at the end; at most `limit` of them beside those that are kept; and
+    `planned`, the most device memory that any of them takes.
+
+    The default budget of device memory is what was free when the model was streamed; a plan within it leaves other models
+    what they have planned. One that was given (`device_memory`) is the user's to divide."""
+
+    def __init__(self, forms: Forms, limit: int = MAX_SHAPES) -> None:
+        self.forms, self.tiling, self.limit = forms, forms.tiling, limit
+        self.captured, self.planner, self.binder = forms.first.captured, forms.first.planner, forms.first.binder
+        self.table: dict[Shape, CompiledShape] = {}
+        self.packed = PackedPlans(balanced=self.binder.symbolic_rows)
+        self.planned = self.slot_bytes = 0
+        self.note_budget()
+        self.planner.taken_bytes = self._planned_by_others
+        _live.add(self)
+
+    def note_budget(self) -> None:
+        """The default budget is taken now, of what is free beside the slots of other models."""
+        self._not_free = weakref.WeakKeyDictionary({s: s.slot_bytes for s in self._others()})
+
+    def _others(self) -> list[Shapes]:
+        return [s for s in _live if s is not self and s.binder.device == self.binder.device]
+
+    def _planned_by_others(self) -> int:
+        """Less the slots that were there when the budget was taken, so that it does not have them."""
+        if self.planner.config.device_memory is not None:
+            return 0
+        return sum(s.planned - self._not_free.get(s, 0) for s in self._others())
+
+    def clear(self) -> None:
+        """Forgets every program and plan, those edited by hand too."""
+        self.table.clear()
+        self.packed.clear()
+        self.planned = self.slot_bytes = 0
+
+    def close(self) -> None:
+        """Leaves the device's memory to other models."""
+        _live.discard(self)
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    @property
+    def latest(self) -> CompiledShape | None:
+        return next(reversed(self.table.values()), None)
+
+    def get(self, shape: Shape, keep: Collection[CompiledShape] = ()) -> CompiledShape:
+        """The program of a shape. `keep` names shapes that are in use and must not be forgotten to make room.
+
+        Raises `InsufficientMemoryError`, `UnsupportedError`, `ProgramError`; then nothing has changed."""
+        found = self.table.get(shape)
+        if found is None or not (found in keep or found.loaded or found.plan.resident_state == self.planner.resident_state()):
+            found = self._compile(shape)  # anew, where less is updated on the device than was planned first
+        self.table.pop(shape, None)
+        self.table[shape] = found
+        self._forget(keep)
+        return found
+
+    def adopt(self, compiled: CompiledShape) -> None:
+        """Takes a program that was edited by hand in the place of the compiled one."""
+        self.table.pop(compiled.shape, None)
+        self.table[compiled.shape] = compiled
+        self._note(compiled.estimate)
+
+    def drop(self, shape: Shape | None) -> list[Shape]:
+        """Forgets the programs that were edited by hand, of one shape or of all; which those were."""
+        dropped = [s.shape for s in self.table.values() if s.loaded and shape in (None, s.shape)]
+        for each in dropped:
+            del self.table[each]
+        return dropped
+
+    def _note(self, estimate: Estimate) -> None:
+        self.planned, self.slot_bytes = max(self.planned, estimate.total), max(self.slot_bytes, estimate.slots)
+
+    def model_program(self, shape: Shape, plan: Plan) -> Program:
+        """What a shape's passes begin with. Raises `UnsupportedError` if the model cannot be run so."""
+        captured = self.forms.serve(shape.form).captured
+        if not shape.labels and shape.output in ("loss", LOGITS) and not captured.same_logits_without_labels:
+            raise UnsupportedError("without labels the model computes other logits than with them (the last position's, say), "
+                                   f"and only those with labels were captured: pass {', '.join(captured.labels)}")
+        for rows in set(plan.micro_batches):
+            captured.check_shape(rows, shape.length, shape.output)
+        if len(plan.micro_batches) > 1 and shape.labels and not captured.has_normaliser:
+            raise UnsupportedError(
+                "the model's loss is not a cross entropy over tokens, so that it cannot be split into micro-batches: "
+                f"give micro_batch_size={shape.batch} or smaller batches")
+        if len(plan.micro_batches) > 1 and captured.across_rows:
+            raise UnsupportedError(
+                "the model computes with several sequences of a batch at once, so that micro-batches would change what it "
+                f"computes: give micro_batch_size={shape.batch} or smaller batches, or let no row read another; in "
+                f"{captured.across_rows}")
+        specs = self.tiling.call_specs(captured.calls_for(shape.output), captured.templates, shape.length)
+        return model_program(specs, self.tiling.tiles(), shape.batch, shape.labels, shape.whole_step,
+                             differentiable=shape.training and shape.output != "loss", hidden_states=shape.output == ALL)
+
+    def _compile(self, shape: Shape) -> CompiledShape:
+        planner = self.forms.serve(shape.form).planner
+        with under_way(f"planning {shape.batch} x {shape.length}"):
+            return self._planned(shape, planner)
+
+    def _planned(self, shape: Shape, planner: Planner) -> CompiledShape:
+        planner.stateful = self.planner.stateful  # one device for all forms
+        packed = shape.packed and planner.splits(shape.output)
+        if packed and shape.training:
+            plan = self.packed.choose(planner, shape)
+        else:
+            plan = planner.choose(shape.batch, shape.length, shape.training, shape.update, shape.whole_step, shape.output)
+            plan = self.packed.in_few_sizes(plan) if packed and planner.config.micro_batch_size is None else plan
+        self.planner.stateful = planner.stateful
+        if shape.lean:
+            plan = replace(plan, saved_layers=self.planner.config.saved_layers or 0)
+        model = self.model_program(shape, plan)
+        compiled = compile_program(model, plan, self.planner.config.passes)
+        check_agreement(compiled.program, [s.program for s in self.table.values()])
+        estimate = planner.estimate(plan, shape.training)
+        self._note(estimate)
+        return CompiledShape(shape, plan, estimate, compiled)
+
+    def _forget(self, keep: Collection[CompiledShape]) -> None:
+        """Drops the shapes longest unused, and the variants that were compiled for them alone."""
+        unused = [s for s in self.table.values() if s not in keep and s is not self.latest and not s.loaded]
+        unused = unused[:max(0, len(self.table) - self.limit)]
+        if not unused:
+            return
+        for each in unused:
+            del self.table[each.shape]
+        used = {(size, s.plan.length) for s in self.table.values() for size in s.plan.micro_batches}
+        packed = {s.plan.length for s in self.table.values() if s.shape.packed}
+        for served in self.forms:
+            for key in [k for k in served.binder.compiled if k[2:4] not in used]:
+                del served.binder.compiled[key]
+            for any_rows in [k for k in served.binder.for_any_rows if k[1] not in packed]:
+                del served.binder.for_any_rows[any_rows]

@@ -1,0 +1,171 @@
+"""What a streamed model's class does otherwise: calls go to the handle, reads wait for updates in flight."""
+from __future__ import annotations
+
+import copy
+import functools
+import os
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from megacompile.errors import UnsupportedError
+from megacompile.streaming.adapters import base_calls_streamed
+from megacompile.weights.saving import save_whole
+
+if TYPE_CHECKING:
+    from megacompile.streaming.handle import Handle
+
+
+class StreamedModule(nn.Module):
+    """What changes in a streamed model's class: calls go to the handle, reads wait for updates in flight."""
+
+    if TYPE_CHECKING:  # transformers evaluates the annotations of a model's class where it is made
+        megacompile: Handle
+
+    @torch.compiler.disable(reason="a streamed model's layers are compiled by megacompile: leave torch.compile out")
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.megacompile.call(self, super().forward, args, kwargs)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """What `to` of a module around this one calls: nothing happens where it would leave a tensor on the device as it is."""
+        streamed = self.megacompile.streamed
+        probes = [torch.empty(0, dtype=dtype, device=streamed.backend.device)
+                  for dtype in {p.dtype for p in streamed.parameters.values()}]
+        changed = [moved for probe in probes if (moved := fn(probe)) is not probe]
+        if not changed:
+            return self
+        for moved in changed:
+            self.to(moved.device, moved.dtype)  # raises what says which of the two it is
+        raise UnsupportedError("a streamed model's weights cannot be moved or cast: model.megacompile.close() first")
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        device, dtype, _, _ = torch._C._nn._parse_to(*args, **kwargs)
+        here = self.megacompile.streamed.backend.device
+        if dtype is not None and any(p.dtype != dtype for p in self.megacompile.streamed.parameters.values()):
+            raise UnsupportedError(f"a streamed model cannot be cast to {dtype}: close() it first, or give dtype= to stream()")
+        if device is not None and (device.type != here.type or device.index not in (None, here.index or 0)):
+            raise UnsupportedError(f"a streamed model computes on {here} and cannot be moved to {device}: close() it first")
+        return self
+
+    def cuda(self, device: Any = None) -> Any:
+        return self.to(torch.device("cuda", device) if isinstance(device, int) else device or "cuda")
+
+    def cpu(self) -> Any:
+        return self.to("cpu")
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
+        self.megacompile.streamed.settle()
+        return super().named_parameters(*args, **kwargs)
+
+    def named_modules(self, memo: set[nn.Module] | None = None, *args: Any, **kwargs: Any) -> Any:
+        if memo is not None:  # a module around this one comes by, whose `parameters()` must wait as those of this one do
+            self.megacompile.streamed.settle()
+        return super().named_modules(memo, *args, **kwargs)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        if not set_to_none:
+            self.megacompile.whole()  # an update in flight reads them, and one that stopped half-way needs them yet
+            super().zero_grad(set_to_none)
+            return
+        for _, parameter in nn.Module.named_parameters(self):  # ours would wait for the update
+            parameter.grad = None
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        self.megacompile.whole()
+        return super().state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """All weights written anew also mend those that an update left half-way."""
+        if kwargs.get("assign"):
+            raise UnsupportedError("load_state_dict(assign=True) would replace parameters that live in host tiles: leave "
+                                   "assign out")
+        streamed = self.megacompile.streamed
+        with streamed.turn:
+            streamed.settle()
+            streamed.store.preserve()
+            result = super().load_state_dict(*args, **kwargs)
+            if not result.missing_keys:
+                streamed.mend()
+        return result
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A plain CPU model with the same weights."""
+        self.megacompile.whole()
+        plain = object.__new__(original_class(self))
+        memo[id(self)] = plain
+        plain.__dict__ = copy.deepcopy({k: v for k, v in self.__dict__.items() if k != "megacompile"}, memo)
+        return plain
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UnsupportedError("a streamed model cannot be pickled: use save_pretrained, state_dict, or copy.deepcopy(model)")
+
+
+class StreamedPretrained(StreamedModule):
+    """What models of transformers have beside."""
+
+    @property
+    def device(self) -> torch.device:
+        """The compute device: Trainer sends batches there."""
+        return self.megacompile.streamed.backend.device
+
+    def save_pretrained(self, save_directory: str | os.PathLike[str], **options: Any) -> Any:
+        """As transformers does it, from the tiles, in shards of 5 GB unless told otherwise; but the folder has the old
+        checkpoint until the new one is whole. Waits for an update in flight. Raises `CheckpointError` where it cannot."""
+        self.megacompile.whole()
+        return save_whole(super().save_pretrained, save_directory, **options)  # type: ignore[misc]
+
+    def gradient_checkpointing_enable(self, *args: Any, **kwargs: Any) -> None:
+        """Changes nothing: what is recomputed is the plan's choice (`checkpoint_interval`). Trainers ask for it by default."""
+
+    activation_checkpointing_enable = gradient_checkpointing_enable
+
+    def enable_input_require_grads(self) -> None:
+        """Changes nothing: trainers ask for it where parameters are frozen, so that PyTorch's checkpointing has a gradient."""
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Layers are streamed for every token, without a cache: right, and slow."""
+        config = kwargs.get("generation_config")
+        if config is None:
+            kwargs["use_cache"] = False
+        else:  # transformers wants one or the other
+            kwargs["generation_config"] = copy.deepcopy(config)
+            kwargs["generation_config"].use_cache = False
+        with torch.no_grad(), base_calls_streamed(self, _for_generation):
+            return super().generate(*args, **kwargs)  # type: ignore[misc]
+
+    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
+        return _for_generation(super().prepare_inputs_for_generation(*args, **kwargs))  # type: ignore[misc]
+
+
+def _for_generation(inputs: dict[str, Any]) -> dict[str, Any]:
+    """Without positions that count from 0, which the model has by itself (others are refused where it is called), and
+    without a wish for the last token's logits alone: all come, and generation reads the last."""
+    inputs.pop("logits_to_keep", None)
+    given = inputs.get("position_ids")
+    if given is not None and torch.equal(given, torch.arange(given.shape[-1], device=given.device).expand_as(given)):
+        del inputs["position_ids"]
+    return inputs
+
+
+def original_class(model: nn.Module) -> type[nn.Module]:
+    _, original = type(model).__bases__
+    return original
+
+
+_classes: dict[type, type] = {}
+
+
+def streamed_class(original: type[nn.Module]) -> type:
+    """The subclass of a model's class that streams. It keeps the name: configs record it as the architecture."""
+    if original not in _classes:
+        streamed = StreamedPretrained if hasattr(original, "save_pretrained") else StreamedModule
+
+        @functools.wraps(original.forward)  # trainers read the signature: which columns a model takes, what its labels are
+        def forward(self: StreamedModule, *args: Any, **kwargs: Any) -> Any:
+            return StreamedModule.forward(self, *args, **kwargs)
+
+        body = {"__module__": original.__module__, "__qualname__": original.__qualname__, "__doc__": original.__doc__,
+                "forward": forward}
+        _classes[original] = type(original.__name__, (streamed, original), body)
+    return _classes[original]

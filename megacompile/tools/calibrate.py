@@ -1,0 +1,283 @@
+"""Measures a machine's rates: `measure(device) -> Hardware`, in about a minute where nothing else runs.
+
+Work on lanes is timed as the runtime does it: copies of page-locked memory by the backend, AdamW by the host's kernel, each
+in a thread of its own, alone and then beside each other.
+"""
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megacompile.api import make_backend
+from megacompile.frontend import attention_kernels
+from megacompile.ir.program import Lane
+from megacompile.planning.config import check_device
+from megacompile.predict.hardware import Hardware, device_name
+from megacompile.runtime import adam, control_groups
+from megacompile.runtime.lanes import Backend
+from megacompile.runtime.store import PAGE, available_host_bytes, host_memory
+from megacompile.system.progress import Say, nothing
+
+#: Long enough for a GPU to come down to the clock that its power allows.
+SUSTAINED_S = 3.0
+SHORT_S = 0.6
+CALLS_IN_FLIGHT = 4
+#: 16 bytes for each of 2**27 parameters; a server's processor has caches of a few hundred megabytes.
+WORKING_SET_BYTES = 1 << 31
+#: That an update of a parameter reads or writes: weight, gradient, remainder and two moments, rounded up to a power of two.
+ADAM_BYTES = 16
+_WORK = {Lane.H2D: "copies to the device", Lane.D2H: "copies to the host", Lane.CPU: "AdamW"}
+_TOGETHER = (("d2h", "h2d"), ("cpu", "h2d"), ("cpu", "d2h"), ("cpu", "d2h", "h2d"))
+
+
+def measure(device: str | torch.device | None = None, scale: float = 1.0, say: Say = nothing) -> Hardware:
+    """The rates of this machine with `device` (None: cuda if there is one). `scale` multiplies how long each is measured
+    and, below 1, what host memory it works on, until caches flatter the rates. `say` is told what is measured.
+
+    Raises `DeviceUnavailableError`, and `MegacompileError` for a device of another type. Takes up to five gigabytes of host
+    memory, less where less is available, and two on a GPU."""
+    check_device(device)
+    backend = make_backend(device)
+    host_bytes = _working_set(scale, available_host_bytes())
+    compute = _Compute(backend, scale)
+    say("reserving host memory, and building the host's kernels if they are not yet")
+    activities = _activities(backend, host_bytes)
+    try:
+        alone = {}
+        for lane, activity in activities.items():
+            say(f"measuring {_WORK[lane]}")
+            alone[lane] = _together(backend, {lane: activity}, SHORT_S * scale)[lane]
+        beside = {}
+        for names in _TOGETHER:
+            say(f"measuring {' beside '.join(_WORK[Lane(name)] for name in names)}")
+            chosen = {Lane(name): activities[Lane(name)] for name in names}
+            found = _together(backend, chosen, SHORT_S * scale)
+            beside[" ".join(names)] = {str(lane): min(1.0, found[lane] / alone[lane]) for lane in chosen}
+    finally:
+        for activity in activities.values():
+            activity.close()
+    cuda = backend.device.type == "cuda"
+    source = f"measured with torch {torch.__version__}" + (f", CUDA {torch.version.cuda}" if cuda else "")
+    gemm = {}
+    for dtype in (torch.bfloat16, torch.float32):
+        name = str(dtype).removeprefix("torch.")
+        say(f"measuring matrix products in {name}")
+        gemm[name] = compute.gemm(dtype)
+    say("measuring products of experts")
+    grouped = compute.grouped() / gemm["bfloat16"]
+    say("measuring attention")
+    attention = compute.attention(gemm)
+    say("measuring memory and launches of the device")
+    memory_bandwidth, launch = compute.memory_bandwidth(), compute.launch()
+    say("measuring host memory")
+    host_copy = _host_copy(SHORT_S * scale, host_bytes // 2)
+    say("measuring AdamW of weights alone and of moments alone")
+    adam_parts = _adam_parts(SHORT_S * scale, host_bytes)
+    return Hardware(
+        name=device_name(backend.device)[1], cores=len(os.sched_getaffinity(0)), device_type=backend.device.type, source=source,
+        gemm_flops=gemm, grouped_efficiency=grouped, **attention, memory_bandwidth=memory_bandwidth, launch_s=launch,
+        link={"h2d": alone[Lane.H2D], "d2h": alone[Lane.D2H]},
+        host_copy=host_copy, adam=alone[Lane.CPU], beside=beside, adam_parts=adam_parts,
+        host_memory=control_groups.host_bytes(), fused_attention=attention_kernels.fused_kernel(backend.device),
+        device_memory=torch.cuda.mem_get_info(backend.device)[1] if cuda else control_groups.host_bytes())
+
+
+def _rate(call: Callable[[], object], units: float, seconds: float, synchronize: Callable[[], None],
+          in_flight: int = CALLS_IN_FLIGHT) -> float:
+    """Units a second over the second half of `seconds`, where clocks have settled; a few calls are in flight at a time."""
+    passed, count = 0.0, 0
+    for _ in range(2):
+        begin, count = time.perf_counter(), 0
+        while count == 0 or time.perf_counter() - begin < seconds / 2:
+            for _ in range(in_flight):
+                call()
+            synchronize()
+            count += in_flight
+        passed = time.perf_counter() - begin
+    return units * count / passed
+
+
+def _without_overhead(lengths: tuple[int, int], rates: tuple[float, float]) -> tuple[float, float]:
+    """Causal attention at two lengths, short and long, in any unit of work a second: the rate of endless sequences, and how
+    many keys over the length / 2 that a query sees explain both. A machine whose short sequences are no slower has none."""
+    (short, long), (slow, fast) = lengths, rates
+    keys = max(0.0, (fast - slow) / (2 * (slow / short - fast / long))) if slow * long > fast * short else 0.0
+    return fast * (1 + 2 * keys / long), keys
+
+
+class _Compute:
+    """What the compute lane can do."""
+
+    def __init__(self, backend: Backend, scale: float) -> None:
+        self.backend, self.device, self.scale = backend, backend.device, scale
+        self.cuda = self.device.type == "cuda"
+
+    def _random(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        # Power depends on the data: zeros would flatter.
+        return torch.randn(shape, device=self.device, dtype=torch.float32).to(dtype)
+
+    def gemm(self, dtype: torch.dtype) -> float:
+        """FLOP/s."""
+        size = (8192 if dtype == torch.bfloat16 else 4096) if self.cuda else 1024
+        a, b = self._random(size, size, dtype=dtype), self._random(size, size, dtype=dtype)
+        out = torch.empty_like(a)
+        seconds = SUSTAINED_S if self.cuda and dtype == torch.bfloat16 else SHORT_S
+        return _rate(lambda: torch.mm(a, b, out=out), 2.0 * size ** 3, seconds * self.scale, self.backend.synchronize)
+
+    def grouped(self) -> float:
+        """FLOP/s of a product of experts and the two of its backward, in bf16."""
+        experts, rows, wide, narrow = (64, 1024, 2048, 768) if self.cuda else (4, 256, 256, 128)
+        hidden, weights, grad = (self._random(*shape, dtype=torch.bfloat16) for shape in (
+            (experts * rows, wide), (experts, narrow, wide), (experts * rows, narrow)))
+        ends = rows * torch.arange(1, experts + 1, device=self.device, dtype=torch.int32)
+
+        def products() -> None:
+            for a, b in ((hidden, weights.transpose(1, 2)), (grad, weights), (grad.t(), hidden)):
+                torch._grouped_mm(a, b, offs=ends)
+
+        return _rate(products, 6.0 * grad.numel() * wide, SHORT_S * self.scale, self.backend.synchronize)
+
+    def attention(self, gemm: Mapping[str, float]) -> dict[str, Any]:
+        """The fields of `Hardware` that say how fast causal attention is, of its kernels on this device. Their rates at two
+        lengths give the share of the GEMMs' rate that long sequences have, and the overhead of each query."""
+        fused = attention_kernels.fused_kernel(self.backend.device) if self.cuda else "flash_cpu"
+        shares, overheads = self._long_attention(fused, gemm)
+        return dict(attention_efficiency=shares, attention_overhead=overheads,
+                    flash_efficiency=self._long_attention("flash", gemm)[0] if fused == "cudnn" else {})
+
+    def _long_attention(self, kernel: str, gemm: Mapping[str, float]) -> tuple[dict[str, float], dict[str, float]]:
+        """A kernel's share for long sequences and its overhead, forward and backward."""
+        lengths = (1024, 8192) if self.cuda else (128, 512)
+        short, long = (self._attention(kernel, length, gemm) for length in lengths)
+        found = {way: _without_overhead(lengths, (short[way], long[way])) for way in short}
+        return {way: share for way, (share, _) in found.items()}, {way: keys for way, (_, keys) in found.items()}
+
+    def _attention(self, kernel: str, length: int, gemm: Mapping[str, float]) -> dict[str, float]:
+        """A kernel's FLOP/s over the GEMMs' at one length, forward and backward."""
+        heads, width, rows = (32, 128, 16384 // length) if self.cuda else (4, 64, 512 // length)
+        dtype = torch.bfloat16 if self.cuda else torch.float32
+        query, key, value, grad = (self._random(rows, length, heads, width, dtype=dtype).transpose(1, 2) for _ in range(4))
+        options = width ** -0.5, 0, 0.0
+        forward, backward = attention_kernels.FORWARD[kernel], attention_kernels.BACKWARD[kernel]
+        out, logsumexp = forward(query, key, value, *options)
+        flops = 2.0 * rows * heads * length ** 2 * width
+        rate = gemm[str(dtype).removeprefix("torch.")]
+        measured = {
+            "forward": _rate(lambda: forward(query, key, value, *options), flops, SHORT_S * self.scale,
+                             self.backend.synchronize),
+            "backward": _rate(lambda: backward(grad, query, key, value, out, logsumexp, *options), 2.5 * flops,
+                              SHORT_S * self.scale, self.backend.synchronize)}
+        return {name: found / rate for name, found in measured.items()}
+
+    def memory_bandwidth(self) -> float:
+        """Bytes/s, reads and writes together."""
+        elements = 1 << (28 if self.cuda else 24)
+        a, b = (torch.zeros(elements, device=self.device, dtype=torch.bfloat16) for _ in range(2))
+        out = torch.empty_like(a)
+        return _rate(lambda: torch.add(a, b, out=out), 3.0 * 2 * elements, SHORT_S * self.scale, self.backend.synchronize)
+
+    def launch(self) -> float:
+        """Seconds from one small kernel to the next."""
+        small = torch.zeros(8, device=self.device)
+
+        def hundred() -> None:
+            for _ in range(100):
+                small.add_(1)
+
+        return 1 / _rate(hundred, 100.0, SHORT_S * self.scale, self.backend.synchronize)
+
+
+@dataclass(frozen=True)
+class _Activity:
+    """Something that a lane does over and over, and how much of it a call does."""
+
+    call: Callable[[], None]
+    units: float
+    close: Callable[[], None] = lambda: None
+
+
+def _working_set(scale: float, available: int) -> int:
+    """Bytes of host memory to work on: more than any processor's caches hold, or what a small machine can spare. Less for
+    less than a whole measurement, which is to be quick before all else."""
+    return int(min(WORKING_SET_BYTES, available // 8) * min(1.0, scale)) // PAGE * PAGE
+
+
+def _activities(backend: Backend, host_bytes: int) -> dict[Lane, _Activity]:
+    """Copies in bytes, AdamW in parameters."""
+    return {Lane.H2D: _copying(backend, Lane.H2D), Lane.D2H: _copying(backend, Lane.D2H),
+            Lane.CPU: _updating(host_bytes // ADAM_BYTES)}
+
+
+def _copying(backend: Backend, lane: Lane, size: int = 1 << 28) -> _Activity:
+    host, device = host_memory(size), backend.memory(size)
+    host.fill_(1)  # pages exist before they are locked
+    backend.lock(host)
+    into, source = (device, host) if lane == Lane.H2D else (host, device)
+
+    def call() -> None:
+        backend.copy(into, source, lane)
+        event = backend.record(lane)
+        if event is not None:
+            event.synchronize()
+
+    return _Activity(call, size, lambda: backend.unlock(host))
+
+
+def _adam_parts(seconds: float, host_bytes: int) -> dict[str, float]:
+    """Rates of the update of weights alone, and of moments alone, over that of both."""
+    whole, weights, moments = (_rate(_updating(host_bytes // ADAM_BYTES, part).call, 1.0, seconds, lambda: None, in_flight=1)
+                               for part in (adam.Part.WHOLE, adam.Part.WEIGHTS, adam.Part.MOMENTS))
+    return {"weights": weights / whole, "moments": moments / whole}
+
+
+def _updating(elements: int, part: adam.Part = adam.Part.WHOLE) -> _Activity:
+    weights, gradient = (host_memory(2 * elements).view(torch.bfloat16).fill_(0.01) for _ in range(2))
+    remainder = host_memory(2 * elements).view(torch.int16).fill_(0)
+    m, v = (host_memory(4 * elements).view(torch.float32).fill_(0) for _ in range(2))
+    segments = [adam.AdamSegment(0, elements, 1e-4, 0.9, 0.95, 1e-8, 0.1, step=10)]
+    return _Activity(lambda: adam.adamw(weights, remainder, gradient, m, v, segments, 0.5, part=part), elements)
+
+
+def _together(backend: Backend, activities: Mapping[Lane, _Activity], seconds: float) -> dict[Lane, float]:
+    """Units a second of each activity while all of them go on."""
+    barrier = threading.Barrier(len(activities))
+    counting = set(activities)
+
+    def work(lane: Lane, activity: _Activity) -> float:
+        try:
+            with backend.lane(lane):
+                activity.call()
+                barrier.wait()
+                begin, count = time.perf_counter(), 0
+                while time.perf_counter() - begin < seconds:
+                    activity.call()
+                    count += 1
+                passed = time.perf_counter() - begin
+                counting.discard(lane)
+                while counting:  # the others' last calls are still to be disturbed
+                    activity.call()
+                return activity.units * count / passed
+        except BaseException:
+            barrier.abort()
+            raise
+        finally:
+            counting.discard(lane)
+
+    with ThreadPoolExecutor(len(activities)) as pool:
+        running = {lane: pool.submit(work, lane, activity) for lane, activity in activities.items()}
+        return {lane: future.result() for lane, future in running.items()}
+
+
+def _host_copy(seconds: float, size: int) -> float:
+    source, into = host_memory(size).fill_(1), host_memory(size).fill_(0)
+    return _rate(lambda: adam.copy(into, source), size, seconds, lambda: None, in_flight=1)
+
+

@@ -1,0 +1,76 @@
+"""Models that a trainer is given by name: a folder or an id of the hub, loaded as TRL would load it, and streamed."""
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from typing import Any
+
+import torch
+
+from megacompile.errors import UnsupportedError
+from megacompile.loading import from_pretrained
+from megacompile.planning.config import StreamConfig
+from megacompile.trainers.fused_head import refuse_dropout
+
+#: Keywords of a model's `from_pretrained` that cannot be honoured unless they have one of these values, and what to do.
+_REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "trust_remote_code": ((None, False), "code that comes with a model is not run: leave it out"),
+    "quantization_config": ((None,), "quantized weights are not trained: leave it out"),
+    "device_map": ((None, "auto"), "streaming places the weights: leave it out, or give use_cpu=True"),
+    "attn_implementation": ((None, "eager", "sdpa"), "the attention kernel is chosen for the device: leave it out"),
+    "use_kernels": ((None, False), "layers are compiled: leave it out"),
+}
+_STREAMING = {field.name for field in fields(StreamConfig)} - {"dtype", "device"}
+
+
+def load_named(name: str, args: Any, options: Mapping[str, Any], adapter: Any = None) -> Any:
+    """The streamed model of this name, for a trainer's arguments: on the device that they compute on.
+
+    `options`: `model_init_kwargs`, which may have options of `stream` (device_memory, ...) too. TRL's dtype is float32 where
+    none is given; with bf16=True it then computes in bfloat16. That is a model streamed in bfloat16, which has FP32 masters.
+    `adapter`: a `peft.LoraConfig`, or None.
+
+    Raises `UnsupportedError` for options that cannot be honoured, and what `from_pretrained` raises."""
+    given = dict(options)
+    for key, (allowed, reason) in _REFUSED.items():
+        if key in given and given.pop(key) not in allowed:
+            raise UnsupportedError(f"{key}={options[key]!r} cannot be honoured: {reason}")
+    dtypes = [given.pop(key) for key in ("dtype", "torch_dtype") if key in given]
+    dtype = torch.bfloat16 if args.bf16 else _dtype(dtypes[0] if dtypes else "float32")
+    streaming = {key: given.pop(key) for key in list(given) if key in _STREAMING}
+    revision = given.pop("revision", None)
+    config = _config(name, revision, given) if given else None
+    device = "cpu" if torch.device(args.device).type == "cpu" else None
+    return from_pretrained(name, dtype=dtype, config=config, revision=revision, adapter=adapter, device=device, **streaming)
+
+
+def loader(args: Any, adapter: Any, without_dropout: bool) -> Callable[[str, Mapping[str, Any]], Any]:
+    """`load_named` for a trainer that puts an `adapter` on the model itself. The function raises `UnsupportedError` for a model
+    with dropout, or an adapter with some, if the trainer is to be `without_dropout`."""
+    def load(name: str, options: Mapping[str, Any]) -> Any:
+        loaded = load_named(name, args, options)
+        if without_dropout:
+            refuse_dropout(loaded, adapter)
+        return loaded
+    return load
+
+
+def _dtype(value: Any) -> torch.dtype | None:
+    found = value if value is None or isinstance(value, torch.dtype) else getattr(torch, str(value), None)
+    if value == "auto" or found is None and value is None:
+        return None
+    if found not in (torch.float32, torch.bfloat16):
+        raise UnsupportedError(f"dtype={value!r} is not trained: give float32 or bfloat16")
+    return found
+
+
+def _config(name: str, revision: str | None, changes: Mapping[str, Any]) -> Any:
+    """The model's config with these values. Raises `UnsupportedError` for what it does not have."""
+    from transformers import AutoConfig
+
+    config, unused = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=False, return_unused_kwargs=True,
+                                                **changes)
+    if unused:
+        raise UnsupportedError(f"model_init_kwargs has {next(iter(unused))}, which neither the config of {name} nor "
+                               "megacompile.stream has: leave it out")
+    return config

@@ -1,0 +1,73 @@
+"""What a trainer is asked for and a streamed model cannot do: refused before the first step, with the reason and the remedy."""
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from megacompile.errors import MegacompileError, UnsupportedError
+from megacompile.streaming.streamed import Streamed
+from megacompile.streaming.streamed_module import StreamedModule
+
+
+def _asks(name: str) -> Callable[[Any, Streamed], bool]:
+    return lambda args, streamed: bool(getattr(args, name, None))
+
+
+def _stays_fp32(args: Any, streamed: Streamed) -> bool:
+    return bool(args.bf16) and any(p.dtype != torch.bfloat16 for p in streamed.parameters.values())
+
+
+def _elsewhere(args: Any, streamed: Streamed) -> bool:
+    return torch.device(args.device).type != streamed.backend.device.type
+
+
+#: (whether it is asked for, why it cannot be had and what to do). The first that is asked for is the one that is said.
+_REFUSED: tuple[tuple[Callable[[Any, Streamed], bool], str], ...] = (
+    (lambda args, streamed: args.world_size > 1, "several processes cannot train one streamed model: start one alone"),
+    (_asks("deepspeed"), "deepspeed places weights by itself, as streaming does: leave one of them out"),
+    (_asks("fsdp"), "fsdp places weights by itself, as streaming does: leave one of them out"),
+    (_elsewhere, "the model is streamed on another device than TrainingArguments compute on: give use_cpu=True for a model "
+                 "streamed with device='cpu', and stream(model) without device= for CUDA"),
+    (_asks("fp16"), "fp16 cannot be honoured: stream(model, dtype=torch.bfloat16) and give bf16=True"),
+    (_stays_fp32, "bf16=True asks for bf16 and the model is streamed in fp32: stream(model, dtype=torch.bfloat16), which keeps "
+                  "FP32 masters, or give bf16=False"),
+    (_asks("fp16_full_eval"), "fp16_full_eval would cast the weights: leave it out"),
+    (_asks("torch_compile"), "torch_compile wraps the model, whose layers are compiled already: leave it out"),
+    (_asks("use_liger_kernel"), "use_liger_kernel replaces modules that were captured: leave it out"),
+    (_asks("neftune_noise_alpha"), "neftune_noise_alpha works by a hook on the embedding, which a streamed model does not "
+                                   "call: leave it out"),
+    (_asks("activation_offloading"), "activation_offloading is the plan's choice (host_checkpoints of stream()): leave it out"),
+    (lambda args, streamed: str(getattr(args.optim, "value", args.optim)) not in ("adamw_torch", "adamw_torch_fused"),
+     "optim must be adamw_torch or adamw_torch_fused, in whose place megacompile.AdamW stands"),
+)
+
+
+def check_arguments(args: Any, streamed: Streamed) -> None:
+    """Raises `UnsupportedError` for what TrainingArguments ask for and cannot have."""
+    for asked, reason in _REFUSED:
+        if asked(args, streamed):
+            raise UnsupportedError(reason)
+
+
+def check_model(model: Any) -> Streamed:
+    """The streamed model behind a trainer's. Raises `MegacompileError` for one that is not streamed, or that is wrapped."""
+    if isinstance(model, StreamedModule):
+        return model.megacompile.streamed
+    if hasattr(model, "get_base_model") and isinstance(model.get_base_model(), StreamedModule):
+        raise UnsupportedError("an adapter was put on a model that is streamed: call peft.get_peft_model before "
+                               "megacompile.stream, on the plain model (or close() it first)")
+    what = "wrapped" if isinstance(model, nn.Module) and hasattr(model, "megacompile") else "not streamed"
+    raise MegacompileError(f"the {type(model).__name__} to be trained is {what}: call model = megacompile.stream(model) and "
+                           "give that to the trainer")
+
+
+def refuse_other_forwards(model: nn.Module, trainer: str) -> None:
+    """Raises `UnsupportedError` if the model got a forward of its own since it was streamed: that would not stream."""
+    forward = vars(model).get("forward")
+    if forward is not None and not hasattr(forward, "streams"):
+        raise UnsupportedError(f"{trainer} replaces the model's forward by one that would not stream: train with "
+                               "megacompile.trainer.Trainer, megacompile.sft.SFTTrainer, megacompile.dpo.DPOTrainer or "
+                               "megacompile.grpo.GRPOTrainer, or compute the loss outside of the model")

@@ -1,0 +1,276 @@
+"""Rules about a whole training step: every call is visited, every gradient goes home, once. (Updates: `updates.py`.)"""
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import fx
+
+from megacompile.ir.listing import describe
+from megacompile.ir.program import Program, argument, find, gives_outputs, nodes, op_of, operands, reached
+from megacompile.verify.fault import Fault
+from megacompile.verify.sums import summed_tiles
+from megacompile.verify.updates import consumed_there, once, trainable, updated_there, updates_on_arrival
+
+_FORWARD = ("forward", "forward_saving", "loss", "evaluate", "outputs")
+_BACKWARD = ("backward", "recompute_backward")
+#: Ops that make what a parameter takes.
+_MAKERS = {"inputs": ("forward", "forward_saving", "stash", "stashed", "fetch"), "saved": ("forward_saving",),
+           "gradient": ("loss", *_BACKWARD), "output gradient": ("output_gradient",)}
+_BACKWARD_SECTIONS = {"backward": True, "backward_accumulate": False, "train_step": True}  # does it overwrite gradients
+
+
+def supplied(program: Program) -> Iterator[Fault]:
+    """Each compute node has the weights of its call's tiles, in their order, and none where its variant reads none; a
+    checkpoint that waits in host memory is fetched before it is read."""
+    calls = {call.name: call for call in program.calls}
+    for graph in program.sections.values():
+        for node in find(graph, *_FORWARD, *_BACKWARD):
+            call = calls[argument(node, "call")]
+            needed = [] if op_of(node).name in call.weightless else list(call.tiles)
+            given = [argument(value, "tile") for value in operands(node, "weights")]
+            if given != needed:
+                yield Fault(f"{describe(node)} has weights of {given or 'nothing'}, but reads {needed or 'nothing'}",
+                            "prefetch what the call reads, in the order of its tiles", node)
+            for value in operands(node, "inputs"):
+                if op_of(value).result == "stashed":
+                    yield Fault(f"{describe(node)} reads {value.name}, which is in host memory", "fetch it", node, value)
+
+
+# Forward and backward
+
+class _Origins:
+    """Which call and micro-batch a value came from, through leases.
+
+    A lease's key means the same value in every section: what the forward kept under it."""
+
+    def __init__(self, program: Program) -> None:
+        self.kept: dict[str, fx.Node] = {}
+        if "forward" in program.sections:
+            for lease in find(program.section("forward"), "lease"):
+                self.kept[argument(lease, "key")] = operands(lease, "value")[0]
+
+    def made(self, value: fx.Node) -> fx.Node | None:
+        """The node that computed a value; None for a lease that the forward does not keep."""
+        return self.kept.get(argument(value, "key")) if op_of(value).name == "leased" else value
+
+    def of(self, value: fx.Node) -> tuple[str | None, int | None]:
+        made = self.made(value)
+        return (None, None) if made is None else (argument(made, "call"), argument(made, "mb"))
+
+    def tile(self, accumulators: fx.Node) -> str | None:
+        made = self.made(accumulators)
+        return None if made is None or op_of(made).result != "accumulators" else argument(made, "tile")
+
+
+def trained(program: Program) -> Iterator[Fault]:
+    """Forward: every call once for each micro-batch, in order. Backward: every call that can train once for each
+    micro-batch, last call first. Each node takes the values of its own micro-batch from the calls beside its own."""
+    origins = _Origins(program)
+    for name, graph in program.sections.items():
+        if name == "train_step":
+            yield from _forward(program, name, graph)
+            yield from _backward_visits(program, name, graph)
+        elif name in _BACKWARD_SECTIONS:
+            yield from _backward(program, name, graph, origins)
+            yield from _leases(program, name, graph, origins)
+        elif any(find(graph, *_FORWARD)):
+            yield from _forward(program, name, graph)
+        yield from _values(program, graph, origins)
+    if "forward" in program.sections and "backward" not in program.sections:
+        yield Fault("the program has a forward and no backward", "add the section")
+
+
+def _forward(program: Program, name: str, graph: fx.Graph) -> Iterator[Fault]:
+    """Of a whole step, up to the loss of each micro-batch: forwards behind it recompute."""
+    expected = [call.name for call in program.calls]
+    visits, lost = [], set()
+    for node in find(graph, *_FORWARD):
+        if argument(node, "mb") not in lost:
+            visits.append(node)
+        if op_of(node).name == "loss":
+            lost.add(argument(node, "mb"))
+    yield from _visits(program, name, visits, expected, expected)
+
+
+def _backward_visits(program: Program, name: str, graph: fx.Graph) -> Iterator[Fault]:
+    stack = [call for call in reversed(program.calls) if call.role != "epilogue" or gives_outputs(program)]
+    required = [call.name for call in stack if trainable(program, call.tiles)]
+    yield from _visits(program, name, list(find(graph, *_BACKWARD)), [call.name for call in stack], required)
+
+
+def _backward(program: Program, name: str, graph: fx.Graph, origins: _Origins) -> Iterator[Fault]:
+    yield from _backward_visits(program, name, graph)
+    scaled: dict[fx.Node, fx.Node] = {}
+    for node in nodes(graph):
+        for value in operands(node, "value") if op_of(node).name == "scale" else ():
+            if value in scaled:
+                yield Fault(f"{value.name} is scaled twice in {name}", "scale it once", node, scaled[value])
+            scaled[value] = node
+        for value in (*operands(node, "gradient"), *operands(node, "accumulators")):
+            if op_of(value).name == "leased" and value not in scaled:
+                yield Fault(f"{describe(node)} uses {value.name} before it is scaled by the gradient that the caller's "
+                            "loss sent", "scale it above", node)
+
+
+def _visits(program: Program, name: str, found: list[fx.Node], order: list[str],
+            required: list[str]) -> Iterator[Fault]:
+    """Calls come in this order for each micro-batch, none twice, and none of the required ones is left out."""
+    place = {call: i for i, call in enumerate(order)}
+    latest: dict[int, fx.Node] = {}
+    seen: dict[tuple[str, int], fx.Node] = {}
+    for node in found:
+        call, mb = argument(node, "call"), argument(node, "mb")
+        if (call, mb) in seen:
+            yield Fault(f"{describe(node)} is the second visit of {call} for micro-batch {mb} in {name}",
+                        "visit it once", node, seen[call, mb])
+        elif call not in place:
+            yield Fault(f"{describe(node)} has no place in {name}", "visit it where the loss is computed", node)
+        elif mb in latest and place[call] < place[argument(latest[mb], "call")]:
+            yield Fault(f"{describe(node)} comes after {describe(latest[mb])} in {name}", "visit calls in order",
+                        node, latest[mb])
+        seen[call, mb] = latest[mb] = node
+    for mb in range(len(program.micro_batches)):
+        for call in required:
+            if (call, mb) not in seen:
+                yield Fault(f"{name} never visits {call} for micro-batch {mb}", "visit each call for each micro-batch")
+
+
+def _values(program: Program, graph: fx.Graph, origins: _Origins) -> Iterator[Fault]:
+    """Inputs, residuals, gradients and accumulators are those of the right call and micro-batch."""
+    order = [call.name for call in program.calls]
+    position = {call: i for i, call in enumerate(order)}
+    for node in find(graph, "stash", "fetch"):
+        own = argument(node, "call"), argument(node, "mb")
+        for value in (*operands(node, "value"), *operands(node, "stashed")):
+            if origins.of(value) != own:
+                yield Fault(f"{describe(node)} takes {value.name}, which is another checkpoint", "give it its own", node, value)
+    for node in find(graph, *_FORWARD, *_BACKWARD):
+        call, mb = argument(node, "call"), argument(node, "mb")
+        at = position[call]
+        wanted = [("inputs", value, order[at - 1] if i == 0 else order[0])
+                  for i, value in enumerate(operands(node, "inputs"))]
+        wanted += [("saved", value, call) for value in operands(node, "saved")]
+        wanted += [("gradient", value, order[at + 1]) if at + 1 < len(order) else ("output gradient", value, call)
+                   for value in operands(node, "gradient")]
+        for parameter, value, source in wanted:
+            made = origins.made(value)  # what a lease holds, no rule about kinds of values has seen
+            if made is not None and op_of(made).name not in _MAKERS[parameter]:
+                yield Fault(f"{describe(node)} takes {value.name} of {op_of(made).name} as {parameter}",
+                            f"give it a value of {' or '.join(_MAKERS[parameter])}", node, value)
+            if origins.of(value) != (source, mb):
+                got = " mb ".join(map(str, origins.of(value)))
+                yield Fault(f"{describe(node)} takes {value.name} of {got} as {parameter}",
+                            f"give it the value of {source} mb {mb}", node, value)
+        if op_of(node).name in (*_BACKWARD, "loss"):
+            tiles = [origins.tile(value) for value in operands(node, "accumulators")]
+            expected = trainable(program, program.calls[at].tiles)
+            if tiles != expected:
+                yield Fault(f"{describe(node)} adds to the gradients of {tiles}, but trains {expected}",
+                            "give it the accumulators of its call's trainable tiles", node)
+
+
+def _leases(program: Program, name: str, graph: fx.Graph, origins: _Origins) -> Iterator[Fault]:
+    """The backward takes each value that the forward kept, once, and no other."""
+    taken: dict[str, fx.Node] = {}
+    for node in find(graph, "leased"):
+        key = argument(node, "key")
+        if key not in origins.kept or key in taken:
+            why = "is taken twice" if key in taken else "is kept by no forward"
+            yield Fault(f"lease {key} {why} in {name}", "take each lease once", node, taken.get(key))
+        taken[key] = node
+    for lease in find(program.section("forward"), "lease"):
+        if argument(lease, "key") not in taken:
+            yield Fault(f"lease {argument(lease, 'key')} is never taken in {name}: its memory would never be free",
+                        "take it in the backward", lease)
+    yield from _stashes(name, graph, program.section("forward"))
+
+
+def _stashes(name: str, graph: fx.Graph, forward: fx.Graph) -> Iterator[Fault]:
+    """The backward takes each checkpoint that the forward sent to the host, once, from where it was put, and no other."""
+    sent: dict[tuple[str, int], fx.Node] = {}
+    taken: dict[tuple[str, int], fx.Node] = {}
+    for op, seen in (("stash", sent), ("stashed", taken)):
+        for node in find(forward if op == "stash" else graph, op):
+            checkpoint = argument(node, "call"), argument(node, "mb")
+            if checkpoint in seen:
+                yield Fault(f"{describe(node)} is the second of its checkpoint", f"{op} each once", node, seen[checkpoint])
+            seen[checkpoint] = node
+    for checkpoint, node in taken.items():
+        source = sent.pop(checkpoint, None)
+        if source is None:
+            yield Fault(f"{describe(node)} takes a checkpoint in {name} that no forward stashes", "stash it", node)
+        elif argument(source, "into") != argument(node, "into"):
+            yield Fault(f"{describe(node)} takes its checkpoint from {argument(node, 'into')}, but the forward puts it into "
+                        f"{argument(source, 'into')}", "take it from there", node, hazard=True)
+    for node in sent.values():
+        yield Fault(f"{describe(node)} is never taken in {name}: its memory would never be free",
+                    "take it in the backward", node)
+
+
+# Gradients home
+
+def sent_home(program: Program) -> Iterator[Fault]:
+    """Each trainable tile's accumulators are reduced once, after the last contribution, and offloaded once: straight
+    into the tile's gradients, or through a slab that is accumulated once. Of a tile that is updated on the device the
+    gradients stay where its update reads them; of a whole step only their norms go home. (Sums over waves on the host have a
+    rule of their own.)"""
+    origins = _Origins(program)
+    tiles, there, consumed = trainable(program, tuple(program.tiles)), updated_there(program), consumed_there(program)
+    for name, overwrite in _BACKWARD_SECTIONS.items():
+        if name not in program.sections:
+            # Where the backward itself updates, gradients are consumed: there is nothing to add to.
+            if "forward" in program.sections and name != "train_step" and not updates_on_arrival(program):
+                yield Fault(f"the program has a forward and no {name}", "add the section")
+            continue
+        graph, summed = program.section(name), summed_tiles(program, name)
+        yield from once(program, name, graph, ("reduce",), tiles, summed)
+        yield from once(program, name, graph, ("offload",), [t for t in tiles if t not in consumed], summed)
+        if reached(program, "optimizer") and not updates_on_arrival(program):
+            if name == "train_step":
+                yield from once(program, name, graph, ("offload_norms",), there)
+            yield from _left_there(program, name, graph, there, overwrite)
+        reduced: dict[fx.Node, fx.Node] = {}
+        for node in nodes(graph):
+            for value in operands(node, "accumulators"):
+                if value in reduced:
+                    yield Fault(f"{describe(node)} uses {value.name} after it was reduced: the gradient would be lost",
+                                "reduce after the last contribution", node, reduced[value])
+                if op_of(node).name == "reduce":
+                    reduced[value] = node
+                    if origins.tile(value) != argument(node, "tile"):
+                        yield Fault(f"{describe(node)} reduces the accumulators of {origins.tile(value)}",
+                                    "give it those of its own tile", node, value)
+        for node in find(graph, "offload"):
+            if argument(node, "tile") not in summed:
+                yield from _arrival(program, name, node, overwrite)
+
+
+def _arrival(program: Program, name: str, offload: fx.Node, overwrite: bool) -> Iterator[Fault]:
+    added = [user for user in offload.users if op_of(user).name == "accumulate"]
+    slab = bool(added) if not reached(program, "place") else argument(offload, "into") is not None
+    if len(added) != slab:
+        yield Fault(f"{describe(offload)} goes {'to a slab' if slab else 'straight home'} and is accumulated "
+                    f"{len(added)} times", "accumulate each slab once, and nothing else", offload)
+    if not overwrite and not slab:
+        yield Fault(f"{describe(offload)} overwrites gradients that {name} must add to", "offload to a slab", offload)
+    for node in added:
+        if argument(node, "overwrite") != overwrite:
+            yield Fault(f"{describe(node)} {'adds to' if overwrite else 'overwrites'} what is there in {name}",
+                        f"say overwrite={overwrite}", node)
+
+
+def _left_there(program: Program, name: str, graph: fx.Graph, there: list[str], overwrite: bool) -> Iterator[Fault]:
+    """Gradients are left in the slot that the update on the device reads; sums made on the host are fetched into it."""
+    if not overwrite:
+        yield from once(program, name, graph, ("fetch_gradients",), there)
+        for node in find(graph, "fetch_gradients"):
+            added = [n for n in nodes(graph) if op_of(n).name == "accumulate" and argument(n, "tile") == argument(node, "tile")]
+            if not all(n < node for n in added):
+                yield Fault(f"{describe(node)} comes before the host has added them up", "fetch them after accumulate", node)
+    slots = {argument(n, "tile"): argument(n, "into") for n in find(program.section("update"), "resident_gradients")
+             } if "update" in program.sections else {}
+    for node in find(graph, "reduce", "fetch_gradients"):
+        tile = argument(node, "tile")
+        if reached(program, "place") and tile in there and argument(node, "into") != slots.get(tile):
+            yield Fault(f"{describe(node)} leaves gradients in {argument(node, 'into')}, but the update of {tile} reads "
+                        f"{slots.get(tile)}", "leave them where the update reads them", node)

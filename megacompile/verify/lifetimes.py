@@ -1,0 +1,110 @@
+"""Rule `placed`: in program order every slot holds one value at a time, and every value's life ends."""
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import fx
+
+from megacompile.ir.listing import describe
+from megacompile.ir.program import SLOT_KINDS, Program, argument, find, nodes, op_of, operands, place_of, slot_family, stays
+from megacompile.verify.fault import Fault
+
+#: (call, micro-batch): whose checkpoint it is.
+Checkpoint = tuple[str, int]
+_HEAP = ("activation", "gradient", "accumulators")  # values with memory of their own
+
+
+def placed(program: Program) -> Iterator[Fault]:
+    """Slots exist, fit and are of the right kind; nothing is written to a slot while its value is alive (from its write
+    to its release); every value is released, or leased, before its section ends; what stays of a tile has one slot."""
+    for slot in program.slots:
+        if slot_family(slot) not in SLOT_KINDS:
+            yield Fault(f"slot {slot} is of no kind", f"begin its name with one of {', '.join(SLOT_KINDS)}")
+    resident: dict[str, fx.Node] = {}
+    stay: dict[tuple[str, str], fx.Node] = {}  # (kind of value, tile) -> who has used its slot first
+    awaited = {_checkpoint(node) for graph in program.sections.values() for node in find(graph, "stashed")}
+    for name, graph in program.sections.items():
+        for node in nodes(graph):
+            if "into" in op_of(node).parameters:
+                yield from _fits(program, node)
+        yield from _lives(name, graph, awaited)
+        for node in nodes(graph):
+            place = argument(node, "into")
+            if place is not None and stays(place):
+                other = resident.setdefault(place, node)
+                if argument(other, "tile") != argument(node, "tile"):
+                    yield Fault(f"slot {place} is resident for {argument(other, 'tile')}, but {describe(node)} uses it",
+                                "give each resident tile a slot of its own", node, other, hazard=True)
+                first = stay.setdefault((str(op_of(node).result), argument(node, "tile")), node)
+                if argument(first, "into") != place:
+                    yield Fault(f"{describe(node)} uses slot {place}, but what stays of that tile is in "
+                                f"{argument(first, 'into')}", "use one slot for it in every section", node, first, hazard=True)
+
+
+def kept_slots(program: Program) -> dict[str, str]:
+    """Slot -> tile, of what outlives sections in slots of its own."""
+    return {argument(node, "into"): argument(node, "tile") for graph in program.sections.values() for node in nodes(graph)
+            if argument(node, "into") is not None and stays(argument(node, "into"))}
+
+
+def _fits(program: Program, node: fx.Node) -> Iterator[Fault]:
+    op, place = op_of(node), argument(node, "into")
+    if place is None:
+        if op.home is None:
+            yield Fault(f"{describe(node)} has no place", "give it a slot (into=...)", node)
+        return
+    kinds = SLOT_KINDS.get(slot_family(place), ())
+    if place not in program.slots or op.result not in kinds:
+        why = f"of kind {' or '.join(kinds)}" if place in program.slots else "not declared"
+        yield Fault(f"{describe(node)} writes {op.result} to slot {place}, which is {why}",
+                    f"give it a declared slot for {op.result}", node)
+        return
+    needed = program.value_bytes(node)
+    if program.slots[place].bytes < needed:
+        yield Fault(f"{describe(node)} writes {needed} bytes to slot {place} of {program.slots[place].bytes} bytes",
+                    "make the slot larger", node)
+    if op.name == "resident" and not stays(place):
+        yield Fault(f"{describe(node)} cannot use slot {place}", "use R slots for resident tiles, and only those", node)
+
+
+def _checkpoint(node: fx.Node) -> Checkpoint:
+    return argument(node, "call"), argument(node, "mb")
+
+
+def _lives(name: str, graph: fx.Graph, awaited: set[Checkpoint]) -> Iterator[Fault]:
+    """`awaited`: checkpoints that a later section takes from where they were stashed."""
+    alive: dict[str, fx.Node] = {}  # slot -> the value in it
+    ended: set[fx.Node] = set()
+    leased: dict[fx.Node, fx.Node] = {}
+    for node in nodes(graph):
+        op, place = op_of(node), argument(node, "into")
+        if op.name == "release":
+            (value,) = operands(node, "value")
+            if stays(place_of(value)):
+                yield Fault(f"{value.name} is released although {place_of(value)} is resident: later sections read it",
+                            "drop the release", node, value, hazard=True)
+            if op_of(value).name == "stash" and _checkpoint(value) in awaited:
+                yield Fault(f"{value.name} is released although a later section fetches it", "drop the release", node, value,
+                            hazard=True)
+            if value in leased:
+                yield Fault(f"{value.name} is released although it is leased to a later section", "drop the release",
+                            node, leased[value], hazard=True)
+            ended.add(value)
+            if alive.get(place_of(value)) is value:
+                del alive[place_of(value)]
+        elif op.name == "lease":
+            leased[operands(node, "value")[0]] = node
+        elif place is not None:
+            if place in alive and not stays(place):
+                yield Fault(f"slot {place} is overwritten by {describe(node)} while {alive[place].name} "
+                            f"({describe(alive[place])}) is alive in it", "release that value first, or use another",
+                            node, alive[place], hazard=True,
+                            order=f"write of {place} by {describe(node)} is not behind the release of {alive[place].name}")
+            alive[place] = node
+    for node in nodes(graph):
+        place = argument(node, "into")
+        memory = op_of(node).result in _HEAP or (place is not None and not stays(place))
+        kept = node in leased or (op_of(node).name == "stash" and _checkpoint(node) in awaited)
+        if memory and node not in ended and not kept:
+            yield Fault(f"{node.name} ({describe(node)}) is neither released nor leased in {name}: its memory stays "
+                        "taken", "release it after its last use", node)

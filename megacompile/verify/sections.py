@@ -1,0 +1,120 @@
+"""Rules about whole sections: what stands where, what the caller gets, and that no gradient and no version goes astray.
+
+Passes keep them without trying; a hand that edits a program, or a pass of a user's own, may not.
+"""
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import fx
+
+from megacompile.ir.listing import describe
+from megacompile.ir.program import Program, argument, find, nodes, op_of, operands
+from megacompile.verify.fault import Fault
+from megacompile.verify.sums import UPDATE_OPS, summed_tiles
+
+_BACKWARDS = ("backward", "backward_accumulate", "train_step")
+_UPDATES = ("update", "backward", "train_step")
+#: Where an op has a meaning; an op that is not named here has one everywhere.
+_SECTIONS: dict[str, tuple[str, ...]] = {
+    "loss": ("forward", "train_step"), "evaluate": ("evaluate",), "outputs": ("forward", "evaluate"),
+    "lease": ("forward",), **dict.fromkeys(("leased", "scale", "output_gradient"), ("backward", "backward_accumulate")),
+    **dict.fromkeys(("backward", "recompute_backward", "reduce", "offload", "accumulate"), _BACKWARDS),
+    "stash": ("forward", "train_step"), "fetch": _BACKWARDS, "stashed": ("backward", "backward_accumulate"),
+    **dict.fromkeys(("offload_norms", "add_to_sum", "norms_of_sum"), ("train_step",)),
+    "clip": ("update",), **dict.fromkeys(("adam", "adam_resident"), _UPDATES), "adam_of_sum": ("update", "train_step"),
+    **dict.fromkeys(("adam_weights", "adam_moments", "adam_visiting"), ("update",)),
+    "offload_weights": (*_UPDATES, "rescue"), "fetch_gradients": ("backward_accumulate", "refresh"),
+    "fetch_state": ("load",), "store_state": ("store",)}
+_RESULTS = ("loss", "evaluate", "outputs")
+_GRADIENTS = ("gradient", "accumulators")
+
+
+def belongs(program: Program) -> Iterator[Fault]:
+    """Each op stands in a section where it has a meaning: gradients are sent in a backward, tiles are updated in an update."""
+    for name, graph in program.sections.items():
+        for node in nodes(graph):
+            allowed = _SECTIONS.get(op_of(node).name, (name,))
+            if name not in allowed:
+                yield Fault(f"{describe(node)} stands in {name}", f"{op_of(node).name} belongs in {' or '.join(allowed)}", node)
+
+
+def returned(program: Program) -> Iterator[Fault]:
+    """The caller gets the loss (or outputs) of every micro-batch, each once and in order, under the name of the op; and with
+    outputs perhaps hidden states: those of every call but the last layer's, of every micro-batch, in order."""
+    for name, graph in program.sections.items():
+        made = sorted(find(graph, *_RESULTS), key=lambda node: int(argument(node, "mb")))
+        given: list[fx.Node] = []
+        hidden: list[fx.Node] = []
+        for result in find(graph, "result"):
+            for value in operands(result, "values"):
+                (hidden if op_of(value).name == "forward" else given).append(value)
+                if argument(result, "key") != op_of(value).name:
+                    yield Fault(f"{describe(result)} hands over {value.name}, which is of {op_of(value).name}",
+                                f'hand it over as "{op_of(value).name}"', result, value)
+        lost = next((node for node in made if node not in given), None)
+        if lost is not None:
+            yield Fault(f"{describe(lost)} is never handed to the caller in {name}", "name it in a result", lost)
+        if given != made:
+            yield Fault(f"{name} hands over {', '.join(n.name for n in given)}, not {', '.join(n.name for n in made)}",
+                        "hand over each micro-batch's value once, in order", next(find(graph, "result"), None))
+        forwards = {(argument(n, "call"), argument(n, "mb")): n for n in find(graph, "forward")}
+        wanted = [forwards.get((call.name, mb)) for call in program.calls[:-2] for mb in range(len(program.micro_batches))]
+        if hidden and (hidden != wanted or not any(find(graph, "outputs"))):
+            yield Fault(f"{name} hands over hidden states, and not those of every call but the last two",
+                        "hand over each call's, of each micro-batch, in order, or none", next(find(graph, "result"), None))
+
+
+def added_up(program: Program) -> Iterator[Fault]:
+    """The gradients of a tile are added up in one value of each section, or in several that the host adds up (rule `summed`);
+    what is added in the forward is kept for the backward; the caller's factor is applied to what the forward kept of
+    gradients, and to nothing else."""
+    kept = {}
+    if "forward" in program.sections:
+        kept = {argument(n, "key"): operands(n, "value")[0] for n in find(program.section("forward"), "lease")}
+    for name, graph in program.sections.items():
+        sums: dict[str, fx.Node] = {}
+        on_host = summed_tiles(program, name)
+        for node in nodes(graph):
+            for value in operands(node, "accumulators"):
+                made = kept.get(argument(value, "key"), value) if op_of(value).name == "leased" else value
+                other = sums.setdefault(str(argument(made, "tile")), value)
+                if other is not value and argument(made, "tile") not in on_host:
+                    yield Fault(f"{describe(node)} uses {value.name}, but {other.name} holds gradients of the same tile: a "
+                                "part would be lost", f"use {other.name}", node, other)
+                if name == "forward" and value not in kept.values():
+                    yield Fault(f"{describe(node)} adds to {value.name}, which is not kept for the backward", "lease it",
+                                node, value)
+        for node in find(graph, "scale"):
+            (value,) = operands(node, "value")
+            if op_of(value).name != "leased" or op_of(kept.get(argument(value, "key"), value)).result not in _GRADIENTS:
+                yield Fault(f"{describe(node)} scales what is no gradient that the forward kept", "drop it", node, value)
+
+
+def one_version(program: Program) -> Iterator[Fault]:
+    """A section that updates tiles computes with their weights of before: nothing runs on what was fetched after a tile's
+    update, and an update comes after the tile's gradients."""
+    for name, graph in program.sections.items():
+        home: dict[str, fx.Node] = {}
+        updated: dict[str, fx.Node] = {}
+        stale: dict[fx.Node, fx.Node] = {}  # weights -> the update before them
+        for node in nodes(graph):
+            tile, op = argument(node, "tile"), op_of(node).name
+            if op in UPDATE_OPS:
+                updated[tile] = node
+                if op != "adam_resident" and name != "update" and tile not in home:
+                    yield Fault(f"{describe(node)} comes before the tile's gradients are home in {name}",
+                                "update it after its offload (or accumulate)", node)
+            elif op in ("accumulate", "offload", "add_to_sum"):
+                home[tile] = node
+                if tile in updated:
+                    yield Fault(f"{describe(node)} brings gradients of a tile that {describe(updated[tile])} has updated",
+                                "update it after its gradients are home", node, updated[tile])
+            elif op in ("pack", "prefetch") and tile in updated:
+                stale[node] = updated[tile]
+            for value in operands(node, "weights"):
+                newer = stale.get(value) or (updated.get(str(argument(value, "tile"))) if op_of(value).name == "resident"
+                                             else None)
+                if newer is not None:
+                    yield Fault(f"{describe(node)} would run on weights that {describe(newer)} has updated",
+                                "fetch and use them before the update", node, newer)

@@ -1,0 +1,144 @@
+"""Rules about updates: every tile that trains is updated once, by what was clipped, and whoever reads it finds it new."""
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import fx
+
+from megacompile.ir.listing import describe
+from megacompile.ir.program import Program, argument, find, op_of, operands, reached
+from megacompile.verify.fault import Fault
+from megacompile.verify.sums import UPDATE_OPS
+
+#: What the sections that run between steps do for each tile that is updated on the device.
+_MOVES = {"load": "fetch_state", "store": "store_state", "rescue": "offload_weights", "refresh": "fetch_gradients"}
+
+
+def trainable(program: Program, tiles: tuple[str, ...]) -> list[str]:
+    return [tile for tile in tiles if program.tiles[tile].trainable]
+
+
+def once(program: Program, name: str, graph: fx.Graph, ops: tuple[str, ...], tiles: list[str],
+          often: frozenset[str] = frozenset()) -> Iterator[Fault]:
+    """`often`: tiles of which there may be several."""
+    op = ops[0]
+    seen: dict[str, fx.Node] = {}
+    for node in find(graph, *ops):
+        tile = argument(node, "tile")
+        if tile in seen and tile not in often:
+            yield Fault(f"tile {tile} has a second {op} in {name}", f"{op} each trainable tile once", node, seen[tile])
+        if tile not in tiles:
+            yield Fault(f"tile {tile} has {op} in {name}, but does not train", "leave frozen tiles alone", node)
+        seen[tile] = node
+    for tile in tiles:
+        if tile not in seen:
+            yield Fault(f"tile {tile} trains, but has no {op} in {name}", f"{op} each trainable tile once")
+
+
+def updated(program: Program) -> Iterator[Fault]:
+    """One clip over all trainable tiles, then one adam for each, that takes it; a tile that is resident on the device is
+    copied there by `load` and again after its update, and one that was updated there is copied home. On arrival there is
+    no clip."""
+    tiles, there = trainable(program, tuple(program.tiles)), updated_there(program)
+    for name, op in _MOVES.items():
+        if name in program.sections and there:
+            yield from once(program, name, program.section(name), (op,), there)
+    yield from _loaded(program)
+    if updates_on_arrival(program):
+        if "update" in program.sections:
+            yield Fault("tiles are updated on arrival of their gradients, and again in update", "update each tile once",
+                        next(find(program.section("update"), *UPDATE_OPS), None))
+        for name in ("backward", "train_step"):
+            if name in program.sections:
+                yield from once(program, name, program.section(name), UPDATE_OPS, tiles)
+                yield from _refreshed(program, name, tiles)
+                yield from _copied_home(program, name)
+        return
+    if "update" not in program.sections:
+        if "backward" in program.sections or "train_step" in program.sections:
+            yield Fault("the program has a backward and no update", "add the section")
+        return
+    graph = program.section("update")
+    clips = list(find(graph, "clip"))
+    if len(clips) != 1 or sorted(argument(clips[0], "tiles")) != sorted(tiles):
+        yield Fault("update needs one clip over all trainable tiles", "clip once, over every trainable tile",
+                    clips[-1] if clips else None)
+    yield from once(program, "update", graph, UPDATE_OPS, tiles)
+    for node in find(graph, *UPDATE_OPS):
+        if operands(node, "clip") != tuple(clips):
+            yield Fault(f"{describe(node)} does not take the clip", "give it the clip of its section", node)
+    yield from _moments(graph, clips)
+    yield from _refreshed(program, "update", tiles)
+    yield from _copied_home(program, "update")
+
+
+def _moments(graph: fx.Graph, clips: list[fx.Node]) -> Iterator[Fault]:
+    """Where a tile's weights are updated alone, its moments follow, once, with the same clip: weights are made of old ones."""
+    waiting: dict[str, fx.Node] = {}
+    for node in find(graph, "adam_weights", "adam_moments"):
+        tile = argument(node, "tile")
+        if op_of(node).name == "adam_weights":
+            waiting[tile] = node
+        elif waiting.pop(tile, None) is None:
+            yield Fault(f"{describe(node)} does not follow an adam_weights of {tile}",
+                        "update each tile's moments once, behind its weights", node)
+        elif operands(node, "clip") != tuple(clips):
+            yield Fault(f"{describe(node)} does not take the clip", "give it the clip of its section", node)
+    for tile, node in waiting.items():
+        yield Fault(f"{describe(node)} updates the weights of {tile}, and nothing its moments", "adam_moments behind it", node)
+
+
+def updates_on_arrival(program: Program) -> bool:
+    return any(True for name in ("backward", "train_step") if name in program.sections
+               for _ in find(program.section(name), *UPDATE_OPS))
+
+
+def updated_there(program: Program) -> list[str]:
+    """The tiles that are updated on the device; before there are updates, those whose gradients stay there."""
+    marks = ("adam_resident",) if reached(program, "optimizer") else ("fetch_gradients", "offload_norms")
+    found = [argument(node, "tile") for graph in program.sections.values() for node in find(graph, *marks)]
+    return list(dict.fromkeys(found if reached(program, "optimizer") else [*found, *consumed_there(program)]))
+
+
+def consumed_there(program: Program) -> list[str]:
+    """Those of them whose gradients never go home: nobody reads any after a whole step, or after an update on arrival."""
+    if reached(program, "optimizer"):
+        return updated_there(program) if "train_step" in program.sections or updates_on_arrival(program) else []
+    sent = {argument(node, "tile") for graph in program.sections.values() for node in find(graph, "offload")}
+    return [tile for tile in trainable(program, tuple(program.tiles)) if tile not in sent]
+
+
+def _copied_home(program: Program, name: str) -> Iterator[Fault]:
+    """What was updated on the device then goes home."""
+    graph = program.section(name)
+    updated: dict[str, fx.Node] = {}
+    for node in find(graph, "adam_resident", "offload_weights"):
+        tile = argument(node, "tile")
+        if op_of(node).name == "adam_resident":
+            updated[tile] = node
+        else:
+            updated.pop(tile, None)
+    for tile, node in updated.items():
+        yield Fault(f"tile {tile} is updated on the device in {name}, and the host keeps its old weights",
+                    "offload_weights after its update", node)
+
+
+def _loaded(program: Program) -> Iterator[Fault]:
+    loaded = {argument(n, "tile") for n in find(program.section("load"), "prefetch")} if "load" in program.sections else set()
+    for graph in program.sections.values():
+        for node in find(graph, "resident"):
+            if argument(node, "tile") not in loaded:
+                yield Fault(f"tile {argument(node, 'tile')} is resident on the device, and load does not bring it there",
+                            "prefetch it in load", node)
+
+
+def _refreshed(program: Program, name: str, tiles: list[str]) -> Iterator[Fault]:
+    graph = program.section(name)
+    resident = {argument(node, "tile"): node for g in program.sections.values() for node in find(g, "resident")}
+    fresh: dict[str, fx.Node | None] = {}
+    for node in find(graph, *UPDATE_OPS, "prefetch"):
+        fresh[argument(node, "tile")] = node if op_of(node).name in ("adam_resident", "prefetch") else None
+    for tile, node in resident.items():
+        if tile in tiles and fresh.get(tile) is None:
+            yield Fault(f"tile {tile} is resident on the device, and {name} leaves its old weights there",
+                        "prefetch it after its adam", node)

@@ -1,0 +1,210 @@
+"""Proofs over a Program, made after every pass.
+
+Each rule is a small generator of faults with the stage from which it must hold; `RULES` is all of them, in order, so
+that a later rule may rely on the earlier ones. The first fault is raised, and shows the program around it. The rules:
+
+    well_formed     words, arguments and kinds of values; nothing is used before it is defined or after its release
+    belongs         each op stands in a section where it has a meaning
+    returned        the caller gets each micro-batch's result, once and in order
+    added_up        each tile's gradients are added up in one value, and scaled as the caller asks
+    supplied        each compute node has the weights of its call's tiles
+    trained         forward and backward visit every call in order, with the values of the right call and micro-batch
+    sent_home       each trainable tile's gradients are reduced and offloaded once, after the last contribution
+    summed          what a wave adds to a tile's sum on the host is added once, before the update that reads the sum
+    updated         each trainable tile is updated once, after the clip; resident copies are refreshed
+    one_version     nothing runs on weights that its own section has updated
+    placed          slots fit what they hold, nothing alive is overwritten, everything ends
+    ordered         every hazard between lanes is ordered, in a section and against whatever ran before it
+    handed_on       each section hands on events that cover its last accesses
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+from tabulate import tabulate
+from torch import fx
+
+from megacompile.errors import LONGEST_MESSAGE, ProgramError, shortened
+from megacompile.ir.listing import describe
+from megacompile.ir.program import (
+    Access,
+    Lane,
+    Program,
+    accesses,
+    argument,
+    find,
+    lane_of,
+    lanes_against,
+    lanes_that,
+    nodes,
+    operands,
+    place_kind,
+    reached,
+)
+from megacompile.verify.completeness import sent_home, supplied, trained
+from megacompile.verify.fault import Fault
+from megacompile.verify.lifetimes import kept_slots, placed
+from megacompile.verify.ordering import Clocks, Hazard
+from megacompile.verify.sections import added_up, belongs, one_version, returned
+from megacompile.verify.sums import summed
+from megacompile.verify.updates import updated
+from megacompile.verify.wellformed import well_formed
+
+Rule = Callable[[Program], Iterator[Fault]]
+
+
+def verify(program: Program, others: Iterable[Program] = ()) -> None:
+    """Raises ProgramError, or HazardError where accesses to a place collide, at the first rule that does not hold.
+
+    `others` are programs that run before or after this one on the same memory (other batch shapes, already verified by
+    themselves): they must agree on tiles."""
+    for rule, stage in RULES:
+        if reached(program, stage):
+            for fault in rule(program):
+                raise fault.error(program)
+    check_agreement(program, others)
+
+
+def check_agreement(program: Program, others: Iterable[Program]) -> None:
+    """Raises ProgramError where a program and `others` that run on the same memory (all verified by themselves) disagree."""
+    for other in others:
+        for fault in _agree(program, other):
+            raise fault.error(program)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a rule says of a program: whether it `holds`; None where it has not been asked, for the reason in `why`."""
+
+    rule: str
+    holds: bool | None
+    why: str = ""
+
+
+def judge(program: Program) -> tuple[list[Verdict], ProgramError | None]:
+    """Each rule's verdict, in order, and the first fault as an error; rules behind a broken one are not asked."""
+    verdicts: list[Verdict] = []
+    error: ProgramError | None = None
+    for rule, stage in RULES:
+        if error is not None:
+            verdicts.append(Verdict(rule.__name__, None, "relies on the rules above"))
+        elif not reached(program, stage):
+            verdicts.append(Verdict(rule.__name__, None, f"holds from stage {stage}"))
+        else:
+            fault = next(rule(program), None)
+            error = None if fault is None else fault.error(program)
+            why = "" if fault is None else shortened(fault.message, LONGEST_MESSAGE)
+            verdicts.append(Verdict(rule.__name__, fault is None, why))
+    return verdicts, error
+
+
+def _agree(program: Program, other: Program) -> Iterator[Fault]:
+    for name, tile in program.tiles.items():
+        if name in other.tiles and other.tiles[name] != tile:
+            yield Fault(f"tile {name} is {tile}, but {other.tiles[name]} in a program of another shape",
+                        "make both programs from the same tiles")
+    ours, theirs = kept_slots(program), kept_slots(other)
+    if sorted(ours.values()) == sorted(theirs.values()):  # else what is kept is loaded anew between the two
+        for slot, kept in ours.items():
+            if theirs.get(slot, kept) != kept:
+                yield Fault(f"slot {slot} keeps tile {kept}, but {theirs[slot]} in a program of another shape",
+                            f"give {kept} the slot that it has there")
+
+
+def ordered(program: Program) -> Iterator[Fault]:
+    """Every cross-lane read-after-write, write-after-read and write-after-write on a place is ordered, inside each
+    section and against the worst that may have run before it (`ordering.py`: this proves every pair of sections)."""
+    for graph in program.sections.values():
+        clocks = Clocks()
+        for node in nodes(graph):
+            for hazard in clocks.hazards(node):
+                yield _collision(hazard)
+            clocks.step(node)
+
+
+def _collision(hazard: Hazard) -> Fault:
+    place, node, lane = hazard.place, hazard.node, lane_of(hazard.node)
+    kind = "value" if place.startswith("%") else "tile part" if "/" in place else "slot"
+    write = (place, Access.WRITE) in accesses(node)
+    done = "overwritten" if write else "read"
+    if hazard.earlier is None:
+        other = f"{hazard.lane} may still {hazard.access} it from an earlier section"
+        before = f"{hazard.lane} in the sections before"
+        remedy = f'let {lane} wait for enter("{place}", "{hazard.access}", "{hazard.lane}") before it'
+    else:
+        other = f"{describe(hazard.earlier)} may still {hazard.access} it"
+        before = describe(hazard.earlier)
+        remedy = f"let {lane} wait for an event recorded on {hazard.lane} after {hazard.earlier.name}"
+    message = f"{kind} {place} is {done} by {describe(node)} while {other}"
+    order = f"{'write' if write else 'read'} of {place} by {describe(node)} is not ordered after {hazard.access} by {before}"
+    return Fault(message, remedy, node, hazard.earlier, hazard=True, order=order)
+
+
+def handed_on(program: Program) -> Iterator[Fault]:
+    """For each place that other sections know and each lane that accessed it there is one `leave`, whose event was
+    recorded at or after that lane's last access; "write" if the lane wrote the place in this section, else "read". None
+    is needed where every other lane that may conflict with that access comes after it anyway, or has to wait for a
+    later access to the place that is handed on."""
+    for name, graph in program.sections.items():
+        clocks = Clocks()
+        for node in nodes(graph):
+            clocks.step(node)
+        owed = clocks.last()
+        left: list[tuple[str, Lane, Access, fx.Node]] = []
+        for leave in find(graph, "leave"):
+            place, (event,) = argument(leave, "place"), operands(leave, "event")
+            lane = lane_of(event)
+            assert lane is not None, "an event of the past, which `well_formed` refuses"
+            here = owed.pop((place, lane), None)
+            if here is None:
+                yield Fault(f"{describe(leave)} hands on an event of {lane}, which does not access {place} in {name} "
+                            "(or that was handed on before)", "drop this leave", leave)
+                continue
+            access = Access.WRITE if Access.WRITE in here else Access.READ
+            if argument(leave, "access") != access:
+                yield Fault(f"{describe(leave)} is not true: {lane} does {access} the place in {name}",
+                            f'say "{access}"', leave, here[access], hazard=True)
+            left += [(place, lane, access, node) for node in here.values()]
+            late = next((node for node in here.values() if not clocks.covers(event, node)), None)
+            if late is not None:
+                yield Fault(f"{describe(leave)} hands on {event.name}, which fires before {describe(late)} is done",
+                            f"record an event on {lane} after {late.name} and hand that on", leave, late, hazard=True,
+                            order=f"{describe(leave)} is not ordered after {access} by {describe(late)}")
+        for (place, lane), here in owed.items():
+            kind = place_kind(place)
+            assert kind is not None, "a place that no other section knows is not handed on"
+            if all(clocks.known_to(node, {other}) or any(
+                    where == place and by != other and clocks.covers(last, node) and
+                    (how == Access.WRITE or access == Access.READ or other not in lanes_that(Access.READ, kind))
+                    for where, by, how, last in left)
+                    for access, node in here.items() for other in lanes_against(access, kind) - {lane}):
+                continue
+            node = next(iter(here.values()))
+            yield Fault(f"{place} is accessed by {describe(node)}, but no leave hands on an event of {lane}: a later "
+                        "section could not wait for it", f"record an event on {lane} after it and leave it", node,
+                        hazard=True)
+
+
+#: Every rule and the stage from which it holds.
+RULES: tuple[tuple[Rule, str], ...] = (
+    (well_formed, "model"),
+    (trained, "differentiate"),
+    (belongs, "differentiate"),
+    (returned, "differentiate"),
+    (added_up, "differentiate"),
+    (supplied, "prefetch"),
+    (sent_home, "offload"),
+    (summed, "offload"),
+    (updated, "optimizer"),
+    (one_version, "optimizer"),
+    (placed, "place"),
+    (ordered, "synchronize"),
+    (handed_on, "synchronize"),
+)
+
+
+def rule_table() -> str:
+    """The rules as Markdown, from what their docstrings say."""
+    rows = [[f"`{rule.__name__}`", stage, " ".join((rule.__doc__ or "").split())] for rule, stage in RULES]
+    return str(tabulate(rows, ["rule", "from stage", "what it says"], tablefmt="github"))

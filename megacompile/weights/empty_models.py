@@ -1,0 +1,54 @@
+"""Models whose weights may still be nowhere, on the meta device: other parameters in their place, and adapters on them."""
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from megacompile.errors import ArgumentError, UnsupportedError
+
+
+def put_adapter(model: Any, adapter: Any) -> Any:
+    """PEFT's wrapper, with an adapter of this configuration, around a model whose weights may still be nowhere (on the meta
+    device). The adapter has its first values, on the CPU, in the dtype of the layers that it is put on.
+
+    Raises `UnsupportedError` for an adapter whose first values are made from the weights; `ArgumentError` for one that PEFT
+    cannot put on this model, such as one for layers that it does not have."""
+    from peft import get_peft_model
+
+    _refuse_values_from_weights(adapter)
+    empty = {id(p): p for p in model.parameters() if p.is_meta}
+    # PEFT puts an adapter where the weights are. These have shape, dtype and device of weights, and no memory.
+    stand_ins = {key: nn.Parameter(torch.zeros((), dtype=p.dtype).expand(p.shape), p.requires_grad) for key, p in empty.items()}
+    replace_parameters(model, stand_ins)
+    try:
+        adapted = get_peft_model(model, copy.deepcopy(adapter), autocast_adapter_dtype=False)  # PEFT writes into it
+    except ValueError as error:
+        raise ArgumentError(f"PEFT cannot put this adapter on a {type(model).__name__}: name layers that it has\n"
+                            f"{error}") from error
+    finally:
+        back = {id(stand_in): empty[key].requires_grad_(stand_in.requires_grad) for key, stand_in in stand_ins.items()}
+        replace_parameters(model, back)
+    return adapted
+
+
+def replace_parameters(model: nn.Module, made: Mapping[int, nn.Parameter]) -> None:
+    """Puts other parameters in the place of some of a model's, which are given by their `id`. Tied ones stay tied."""
+    for module in model.modules():
+        for name, held in module._parameters.items():
+            if held is not None and id(held) in made:
+                module._parameters[name] = made[id(held)]
+
+
+def _refuse_values_from_weights(adapter: Any) -> None:
+    first = getattr(adapter, "init_lora_weights", None)
+    asked = {"init_lora_weights": first if first not in (True, False, "gaussian") else None,
+             **{name: getattr(adapter, name, None) for name in ("use_dora", "modules_to_save", "trainable_token_indices")}}
+    if adapter.peft_type != "LORA":
+        asked = {"peft_type": str(getattr(adapter.peft_type, "value", adapter.peft_type))}
+    if given := [f"{name}={value!r}" for name, value in asked.items() if value]:
+        raise UnsupportedError(f"{given[0]} takes the adapter's first values from weights that are not read yet: load the "
+                               "model, call peft.get_peft_model on it, and then megacompile.stream")

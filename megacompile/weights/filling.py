@@ -1,0 +1,95 @@
+"""Stored tensors -> tiles, without a second copy of the model: parts of files are read where they are to stay, by some threads.
+
+Beside the tiles there is one block a thread, and only where a dtype has to be changed on the way.
+"""
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from megacompile.runtime.store import HostTile, Store
+from megacompile.weights.tiling import Tiling, place
+from megacompile.weights.weight_files import DTYPES, StoredTensor, WeightReader
+
+#: Elements that are read at a time: with all readers, less than a gigabyte beside the tiles.
+BLOCK_ELEMENTS = 1 << 22
+#: More requests at a time than one core makes: disks and network file systems are fast only with many.
+READERS = max(4, min(16, os.cpu_count() or 1))
+
+
+@dataclass(frozen=True)
+class Part:
+    """Elements of a stored tensor from `start` on, and where they go: 1-D, `weights` and, in a bf16 tile, `remainder`."""
+
+    source: StoredTensor
+    start: int
+    weights: Tensor
+    remainder: Tensor | None
+
+    def read(self, reader: WeightReader) -> None:
+        dtype = DTYPES[self.source.dtype]
+        if dtype == self.weights.dtype:
+            reader.read(self.source, self.start, self.weights)
+        else:
+            block = torch.empty(self.weights.numel(), dtype=dtype)
+            reader.read(self.source, self.start, block)
+            place(block, self.weights, self.remainder, threads=1)
+
+
+def fill(model: nn.Module, tiling: Tiling, sources: Mapping[str, StoredTensor], reader: WeightReader,
+         block: int = BLOCK_ELEMENTS) -> Store:
+    """Makes the tiles of a model whose parameters are on the meta device, reads them, and puts parameters over them into the
+    model. `sources`: by a parameter's first name, or a buffer's; parameters without one have values, and are copied.
+
+    Raises `CheckpointError` for a file that cannot be read, and leaves the model as it was."""
+    with ThreadPoolExecutor(READERS, "megacompile-read") as pool:
+        store = tiling.store(dict(zip(tiling.host, pool.map(HostTile.allocate, tiling.host.values()), strict=True)))
+        made: dict[int, nn.Parameter] = {}
+        parts: list[Part] = []
+        for name, parameter in model.named_parameters():
+            value, weights, remainder = _home(name, parameter, tiling, store)
+            made[id(parameter)] = nn.Parameter(value, parameter.requires_grad)
+            if name in sources:
+                parts.extend(_parts(sources[name], weights, remainder, block))
+            else:
+                assert not parameter.is_meta, f"nothing is known of the values of {name}"
+                place(parameter.detach().flatten(), weights, remainder)
+        for name, buffer in model.named_buffers():
+            if name in sources:
+                assert buffer.is_contiguous(), f"buffer {name} is not contiguous"
+                parts.extend(_parts(sources[name], buffer.view(-1), None, block))
+        parts.sort(key=lambda part: (part.source.file, part.source.offset, part.start))  # as a disk likes it
+        try:
+            for done in [pool.submit(part.read, reader) for part in parts]:
+                done.result()
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+    for module in model.modules():
+        for name, held in module._parameters.items():
+            if held is not None:  # tied parameters are one object, and stay one
+                module._parameters[name] = made[id(held)]
+    return store
+
+
+def _home(name: str, parameter: nn.Parameter, tiling: Tiling, store: Store) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(the parameter's tensor, its elements and their remainder, 1-D): in its tile, or on its own if no call reads it."""
+    if name not in tiling.position:
+        value = torch.empty(parameter.shape, dtype=parameter.dtype)
+        return value, value.view(-1), None
+    tile_name, index = tiling.position[name]
+    tile = store.tiles[tile_name]
+    part = tile.layout.slices[index]
+    remainder = None if tile.remainder is None else tile.remainder[part.start:part.stop]
+    return tile.parameter_view(tile.weights, index), tile.layout.flat(tile.weights)[part.start:part.stop], remainder
+
+
+def _parts(source: StoredTensor, weights: Tensor, remainder: Tensor | None, block: int) -> Iterator[Part]:
+    for start in range(0, weights.numel(), block):
+        stop = min(start + block, weights.numel())
+        yield Part(source, start, weights[start:stop], None if remainder is None else remainder[start:stop])

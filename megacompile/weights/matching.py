@@ -1,0 +1,124 @@
+"""Which stored tensor is which parameter: names as transformers' own loader renames them, then shapes, dtypes and ties.
+
+A rename is a change of name alone (an old layout's names, a base model's prefix). Where a checkpoint needs arithmetic (experts
+stored one by one and used as one tensor), the match says so, and transformers' loader has to do it.
+"""
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from megacompile.errors import CheckpointError
+from megacompile.weights.weight_files import DTYPES, FLOATS, StoredTensor, WeightReader
+
+#: Lines of a list that an error shows.
+_SHOWN = 12
+_COMPARED_ELEMENTS = 1 << 24
+
+
+@dataclass(frozen=True)
+class Match:
+    """`sources`: for each parameter (by the first of its names) and persistent buffer, the tensor it is read from. `missing`:
+    those that have none; `unused`: stored tensors that are none of the model's; `wrong`: sentences about tensors that cannot be
+    what their name says; `converted`: stored tensors that need more than another name."""
+
+    sources: Mapping[str, StoredTensor]
+    missing: tuple[str, ...] = ()
+    unused: tuple[str, ...] = ()
+    wrong: tuple[str, ...] = ()
+    converted: tuple[str, ...] = ()
+
+    def text(self) -> str:
+        """What does not match, a line each; empty if all does."""
+        lines = [*self.wrong, *(f"{name} is in no file" for name in self.missing),
+                 *(f"{name} is stored, and is nothing of the model" for name in self.unused)]
+        shown = lines if len(lines) <= _SHOWN else [*lines[:_SHOWN], f"and {len(lines) - _SHOWN} more"]
+        return "\n".join(f"  {line}" for line in shown)
+
+    def check(self, where: object, model: nn.Module, strict: bool) -> None:
+        """Raises `CheckpointError` with the list of what does not match; without `strict` only for what is `wrong`."""
+        if self.wrong or (strict and (self.missing or self.unused)):
+            counts = {"do not fit": self.wrong, "are missing": self.missing, "are not used": self.unused}
+            said = ", ".join(f"{len(names)} {what}" for what, names in counts.items() if names)
+            remedy = ("give the config that belongs to it" if self.wrong else
+                      "give the checkpoint that belongs to it, or strict=False to start those missing from random values")
+            raise CheckpointError(f"{where} is no checkpoint of {type(model).__name__} as configured ({said}): {remedy}\n"
+                                  f"{self.text()}")
+
+
+def match(model: Any, stored: Mapping[str, StoredTensor], reader: WeightReader) -> Match:
+    """Finds for each parameter and persistent buffer of a transformers model what it is read from. `reader` has the files open:
+    copies of tied parameters are compared, and must be equal. Values of parameters are not looked at."""
+    state: dict[str, Any] = model.state_dict(keep_vars=True)
+    parameters = {id(p): name for name, p in model.named_parameters()}  # the first name of each
+    names, converted = _model_names(model, stored, state)
+    sources: dict[str, StoredTensor] = {}
+    wrong, unused = [], []
+    for origin, name in names.items():
+        found = stored[origin]
+        if name not in state:
+            unused.append(origin)
+            continue
+        tensor = state[name]
+        first = parameters.get(id(tensor), name)
+        if found.shape != tuple(tensor.shape):
+            wrong.append(f"{origin} has shape {list(found.shape)}, and {name} has {list(tensor.shape)}")
+        elif found.dtype not in FLOATS if tensor.is_floating_point() else DTYPES.get(found.dtype) != tensor.dtype:
+            wrong.append(f"{origin} is stored as {found.dtype}, of which no {tensor.dtype} of {name} can be made (quantised "
+                         "weights are not trained)")
+        elif first in sources and not reader.equal(sources[first], found, _COMPARED_ELEMENTS):
+            wrong.append(f"{sources[first].name} and {origin} differ, and the config ties them: set tie_word_embeddings=False "
+                         "in it if they are meant to")
+        else:
+            sources.setdefault(first, found)
+    wanted = {parameters.get(id(tensor), name): name for name, tensor in state.items()}
+    known = {parameters.get(id(state[name]), name) for name in names.values() if name in state}
+    forgivable = _patterns(getattr(model, "_keys_to_ignore_on_load_missing", None))
+    trained = set(parameters.values())
+    missing = [name for name in wanted if name not in known and (name in trained or not _any(forgivable, name))]
+    return Match(sources, tuple(missing), tuple(_without_leftovers(model, unused)), tuple(wrong), tuple(converted))
+
+
+def _model_names(model: Any, stored: Iterable[str], state: Mapping[str, Any]) -> tuple[dict[str, str], list[str]]:
+    """(the model's name of each stored tensor, as transformers' loader has it; those that it would convert)."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+    mapping = get_model_conversion_mapping(model)
+    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    names, converted = {}, []
+    for origin in stored:
+        name, conversion = rename_source_key(origin, renamings, converters, model.base_model_prefix, state)
+        if name not in state and origin in state:  # in the model's own layout already
+            name, conversion = rename_source_key(origin, [], [], model.base_model_prefix, state)
+        names[origin] = name
+        if conversion is not None and name in state:
+            converted.append(origin)
+    # `save_pretrained` writes the names that were read.
+    model._weight_conversions = [entry for entry in mapping if entry.was_used()]
+    return names, converted
+
+
+def _without_leftovers(model: Any, unused: Iterable[str]) -> list[str]:
+    """Without what older versions stored and models compute today: buffers that are not persistent, and what the model's class
+    says may be left over."""
+    patterns = _patterns(getattr(model, "_keys_to_ignore_on_load_unexpected", None))
+    computed = {_last_words(name) for name, _ in model.named_buffers()}
+    return [name for name in unused if _last_words(name) not in computed and not _any(patterns, name)]
+
+
+def _last_words(name: str) -> tuple[str, ...]:
+    return tuple(name.split(".")[-2:])
+
+
+def _patterns(given: Iterable[str] | None) -> list[re.Pattern[str]]:
+    return [re.compile(pattern) for pattern in given or ()]
+
+
+def _any(patterns: Iterable[re.Pattern[str]], name: str) -> bool:
+    return any(pattern.search(name) for pattern in patterns)

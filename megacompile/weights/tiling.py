@@ -1,0 +1,316 @@
+"""Parameters -> tiles: which parameter lies in which tile, and moving a model's weights there.
+
+A parameter belongs to the tile of the one call that reads it. One that several calls read (tied weights) belongs to a tile
+with all of them as readers, so that it has one gradient and one update. What is frozen lies in a tile apart from what is
+trained, which alone has gradients and optimizer state; and so does what has another dtype.
+
+Experts that several calls divide among them lie in one host tile, of which each call streams its part (`runtime/tile_part.py`).
+"""
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+
+import torch
+from torch import Tensor, nn
+
+from megacompile.errors import InsufficientMemoryError
+from megacompile.frontend.expert_pieces import Rows
+from megacompile.frontend.template import Call, Template
+from megacompile.ir.program import CallSpec, Tile, slot_ranks
+from megacompile.predict import cost
+from megacompile.runtime.adam import split_fp32
+from megacompile.runtime.store import HostTile, Store, TileLayout, available_host_bytes, give_back_freed_memory
+from megacompile.runtime.tile_part import TilePart
+from megacompile.sizes import format_bytes
+
+#: What training needs beside tiles: the interpreter, PyTorch, a batch.
+HOST_MARGIN_BYTES = 1 << 30
+
+
+#: A tile, and a number in it.
+Place = tuple[str, int]
+#: Whether it trains, and its dtype: parameters of one kind share a tile.
+Kind = tuple[bool, torch.dtype]
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """The tiles of a model: `layouts`, as they are streamed, and `host`, as they lie in host memory. `tiles_of` gives each
+    call's tiles, its own first; `position` each parameter's place in host memory, `places` where it is streamed, which of
+    experts in pieces are several. `read_at`: where a call finds what it reads, by the name that the call has for it."""
+
+    layouts: Mapping[str, TileLayout]
+    host: Mapping[str, TileLayout]
+    tiles_of: Mapping[str, tuple[str, ...]]
+    position: Mapping[str, Place]
+    places: Mapping[str, tuple[Place, ...]]
+    read_at: Mapping[str, Place]
+
+    @classmethod
+    def of(cls, model: nn.Module, calls: Sequence[Call], dtype: torch.dtype | None,
+           rows: Mapping[str, Rows] = MappingProxyType({})) -> Tiling:
+        """`dtype`: of all parameters; None: each its own. `rows`: what calls read that is a share of a parameter."""
+        readers: dict[str, list[str]] = {}
+        for call in calls:
+            for source in call.sources:
+                if source.kind == "parameter" and call.name not in readers.setdefault(source.name, []):
+                    readers[source.name].append(call.name)
+        groups = _groups(calls, [tuple(group) for group in readers.values()])
+        parameters = dict(model.named_parameters())  # in the model's own order
+        shared = {name: share for name, share in rows.items() if name in readers}
+        whole: dict[str, list[str]] = {}
+        for name in parameters:
+            if name in readers:
+                whole.setdefault(groups[tuple(readers[name])], []).append(name)
+        experts: dict[str, list[str]] = {}
+        for name in dict.fromkeys(share.parameter for share in shared.values()):
+            experts.setdefault(name.rpartition(".")[0], []).append(name)
+        parts: dict[str, list[str]] = {}
+        for name in shared:
+            parts.setdefault(groups[tuple(readers[name])], []).append(name)
+        # What a piece reads beside its experts (a norm of what the experts give) is no part of a host tile.
+        whole = {f"{tile}.rest" if tile in parts else tile: names for tile, names in whole.items()}
+
+        def kind(name: str) -> Kind:
+            p = parameters[rows[name].parameter if name in rows else name]
+            return p.requires_grad, dtype or p.dtype
+
+        def shape(name: str) -> tuple[int, ...]:
+            share = rows.get(name)
+            return tuple(parameters[name].shape) if share is None else (
+                share.stop - share.first, *parameters[share.parameter].shape[1:])
+
+        own, at_home, streamed = (_tiles(members, kind, shape) for members in (whole, experts, parts))
+        host = {tile: _layout(tile, names, kind, shape) for tile, names in (own | at_home).items()}
+        position = {s.name: (tile, i) for tile, layout in host.items() for i, s in enumerate(layout.slices)}
+        layouts = {tile: host[tile] if tile in own else _part(_layout(tile, names, kind, shape), shared, host, position)
+                   for tile, names in (own | streamed).items()}
+        read_at = {name: (tile, i) for tile, names in (own | streamed).items() for i, name in enumerate(names)}
+        readers_of = {tile: readers[names[0]] for tile, names in (streamed | own).items()}
+        tiles_of = {call.name: tuple(sorted((t for t, by in readers_of.items() if call.name in by),
+                                            key=lambda tile: len(readers_of[tile]))) for call in calls}
+        places: dict[str, tuple[Place, ...]] = {}
+        for name, place in read_at.items():
+            parameter = shared[name].parameter if name in shared else name
+            places[parameter] = (*places.get(parameter, ()), place)
+        ordered = {tile: layouts[tile] for call in calls for tile in tiles_of[call.name]}
+        homes = {layout.home or tile: host[layout.home or tile] for tile, layout in ordered.items()}
+        return cls(ordered, homes, tiles_of, position, places, read_at)
+
+    @property
+    def trains(self) -> bool:
+        """Whether anything is trained at all."""
+        return any(layout.trainable for layout in self.layouts.values())
+
+    def _first_trained(self, calls: Sequence[Call]) -> int:
+        """The number of the first call that trains anything."""
+        return next((i for i, call in enumerate(calls) if any(self.layouts[t].trainable for t in self.tiles_of[call.name])),
+                    len(calls))
+
+    def differentiated(self, calls: Sequence[Call]) -> list[Call]:
+        """The layers that a backward goes through: those below the first call that trains anything have none."""
+        return list(calls[max(1, self._first_trained(calls)):-1])
+
+    def operations(self, calls: Sequence[Call]) -> int:
+        """FLOPs that a token's step takes by its products with parameters, recomputation not counted: 2 a parameter forward, 2
+        for the gradient of what is multiplied where there is a backward, 2 for the parameter's own where it is trained."""
+        reached = {tile for call in calls[self._first_trained(calls):] for tile in self.tiles_of[call.name]}
+        border = self.border(calls)  # tied to the head, an embedding is no product
+        return sum(layout.parameters * (6 if layout.trainable else 4 if tile in reached else 2)
+                   * (1 if tile in border else self.runs(calls, tile)) for tile, layout in self.layouts.items())
+
+    def runs(self, calls: Sequence[Call], tile: str) -> int:
+        """How many layers' calls read a tile."""
+        return sum(tile in self.tiles_of[call.name] for call in calls[1:-1])
+
+    def border(self, calls: Sequence[Call]) -> set[str]:
+        """The tiles that the prologue or the epilogue reads."""
+        return {tile for call in (calls[0], calls[-1]) for tile in self.tiles_of[call.name]}
+
+    def ranked(self, calls: Sequence[Call]) -> list[list[TileLayout]]:
+        """The tiles of layers alone, by their ranks (see `slot_ranks`): those of one rank take turns in slots."""
+        ranks = slot_ranks([self.tiles_of[call.name] for call in calls[1:-1]], self.border(calls),
+                           lambda tile: self.layouts[tile].weight_bytes)
+        return [[self.layouts[tile] for tile, rank in ranks.items() if rank == each] for each in sorted(set(ranks.values()))]
+
+    def host_parts(self) -> dict[str, int]:
+        """Bytes of host memory that training with AdamW takes, by part of the tiles."""
+        parts: Counter[str] = Counter()
+        for layout in self.host.values():
+            parts.update(layout.host_parts())
+        return dict(parts)
+
+    def host_bytes(self) -> int:
+        return sum(self.host_parts().values())
+
+    def store(self, tiles: Mapping[str, HostTile]) -> Store:
+        """Of host tiles that were made, with what is streamed of them."""
+        return Store(dict(tiles), {name: TilePart.of(layout, tiles[layout.home]) for name, layout in self.layouts.items()
+                                   if layout.home})
+
+    def tiles(self) -> dict[str, Tile]:
+        """As schedules see them."""
+        return {name: Tile(name, layout.parameters, layout.weight_bytes, layout.gradient_bytes, layout.trainable,
+                           layout.state_bytes)
+                for name, layout in self.layouts.items()}
+
+    def call_specs(self, calls: Sequence[Call], templates: Mapping[str, Template], length: int) -> tuple[CallSpec, ...]:
+        """As schedules of sequences of `length` tokens see them."""
+        layers = {call.template for call in calls[1:-1]}
+        handed_on = {name: cost.checkpoint_bytes(templates[name], length) for name in layers}
+        roles = {calls[0].name: "prologue", calls[-1].name: "epilogue"}
+        return tuple(CallSpec(c.name, roles.get(c.name, "layer"), c.template, self.tiles_of[c.name],
+                              _weightless(templates[c.template]), handed_on.get(c.template, 0)) for c in calls)
+
+
+def _groups(calls: Sequence[Call], readers: Sequence[tuple[str, ...]]) -> dict[tuple[str, ...], str]:
+    """Of the calls that read a parameter together: the name of the tile that they share. That of a layer is its own, however
+    often it runs; what only some of its runs read lies apart."""
+    runs: dict[str, list[str]] = {}
+    for call in calls:
+        runs.setdefault(call.again or call.name, []).append(call.name)
+    names: dict[tuple[str, ...], str] = {}
+    tied = 0
+    for group in dict.fromkeys(readers):
+        if list(group) == runs.get(group[0]):
+            names[group] = group[0]
+        elif len(group) == 1:
+            names[group] = f"{group[0]}@1" if group[0] in runs else group[0]
+        else:
+            names[group] = f"tied.{tied}" if tied else "tied"
+            tied += 1
+    return names
+
+
+def _tiles(members: Mapping[str, Sequence[str]], kind: Callable[[str], Kind],
+           shape: Callable[[str], tuple[int, ...]]) -> dict[str, list[str]]:
+    """What lies in each tile, of groups of parameters: those of one kind, the kind of the most elements first."""
+    tiles: dict[str, list[str]] = {}
+    for group, names in members.items():
+        kinds: dict[Kind, list[str]] = {}
+        for name in names:
+            kinds.setdefault(kind(name), []).append(name)
+        ordered = sorted(kinds, key=lambda each: -sum(math.prod(shape(name)) for name in kinds[each]))
+        tiles |= zip(_names(group, ordered), (kinds[each] for each in ordered), strict=True)
+    return tiles
+
+
+def _layout(tile: str, names: Sequence[str], kind: Callable[[str], Kind],
+            shape: Callable[[str], tuple[int, ...]]) -> TileLayout:
+    trainable, dtype = kind(names[0])
+    return TileLayout.of(tile, dtype, [(name, shape(name), trainable) for name in names])
+
+
+def _part(layout: TileLayout, shares: Mapping[str, Rows], host: Mapping[str, TileLayout],
+          position: Mapping[str, Place]) -> TileLayout:
+    """The layout of shares of parameters as that of a part of their host tile."""
+    home, origins, slices = "", [], []
+    for s in layout.slices:
+        share = shares[s.name]
+        home, index = position[share.parameter]
+        origins.append(host[home].slices[index].start + share.first * math.prod(s.shape[1:]))
+        slices.append(replace(s, name=share.parameter))
+    return replace(layout, slices=tuple(slices), home=home, origins=tuple(origins))
+
+
+def _names(group: str, kinds: Sequence[Kind]) -> list[str]:
+    """Of the tiles that hold a group's (trained, dtype) kinds of parameters: the group's own where there is one kind, else
+    "layers.3" of what is trained, "layers.3.frozen", and "layers.3.float32" of another dtype than that of most elements."""
+    names = []
+    for trained, dtype in kinds:
+        alike = [other for also, other in kinds if also == trained]
+        frozen = ".frozen" if not trained and len(alike) < len(kinds) else ""
+        names.append(f"{group}{frozen}" + (f".{str(dtype).removeprefix('torch.')}" if dtype != alike[0] else ""))
+    return names
+
+
+def _weightless(template: Template) -> tuple[str, ...]:
+    """Variants that read no parameter: what they run on need not be fetched."""
+    parameters = {i for i, x in enumerate(template.inputs) if x.role.kind == "parameter"}
+    names = [n for n in template.variant_names if n != "backward"]
+    return tuple(n for n in names if not parameters & set(template.variant(n).reads))
+
+
+def check_host_memory(tiling: Tiling, budget: int | None = None) -> None:
+    """Raises `InsufficientMemoryError` before anything is allocated. Where weights are now is not known to be given back
+    in time (a model may share its storage), so the whole of the tiles must fit beside it. `budget`: bytes to stay within; None:
+    all that there are."""
+    require_host_memory(tiling.host_bytes(), budget)
+
+
+def require_host_memory(needed: int, budget: int | None = None) -> None:
+    """Raises `InsufficientMemoryError` unless that many bytes are available, and what training needs beside them."""
+    needed, available = needed + HOST_MARGIN_BYTES, available_host_bytes()
+    available = min(available, budget or available)
+    if needed > available:
+        raise InsufficientMemoryError(
+            f"training needs {format_bytes(needed)} of host memory and {format_bytes(available)} are available: "
+            f"use a smaller model, bfloat16 (14 bytes a parameter; float32 takes 16), or a machine with more memory")
+
+
+def check_device_memory(tiling: Tiling, budget: int) -> None:
+    """Raises `InsufficientMemoryError` if that many bytes of device memory do not even hold the weights of one layer."""
+    largest = max(sum(tiling.layouts[tile].weight_bytes for tile in tiles) for tiles in tiling.tiles_of.values())
+    if largest > budget:
+        raise InsufficientMemoryError(
+            f"one layer needs {format_bytes(largest)} of device memory and {format_bytes(budget)} are available: "
+            "use a larger device_memory, or a smaller model")
+
+
+def build_store(model: nn.Module, tiling: Tiling) -> Store:
+    """Moves the model's parameters into tiles, one tile at a time, and points the parameters there: no second copy of the
+    model ever exists. A bf16 tile made from fp32 weights keeps their exact remainder."""
+    tiles: dict[str, HostTile] = {}
+    parameters = dict(model.named_parameters())
+    for name, layout in tiling.host.items():
+        tile = tiles[name] = HostTile.allocate(layout)
+        flat = layout.flat(tile.weights)
+        for s in layout.slices:
+            place(parameters[s.name].data.flatten(), flat[s.start:s.stop],
+                  None if tile.remainder is None else tile.remainder[s.start:s.stop])
+        point_parameters(tile, parameters)
+        give_back_freed_memory()
+    move_rest(model, tiling)
+    return tiling.store(tiles)
+
+
+def move_rest(model: nn.Module, tiling: Tiling) -> None:
+    """Moves to the host what lies in no tile, buffers and parameters that no call reads: after `close()` the model is one on
+    the CPU, whatever device it came from."""
+    for name, parameter in model.named_parameters():
+        if name not in tiling.position and parameter.device.type != "cpu":
+            parameter.data = parameter.data.cpu()
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.device.type != "cpu":
+                module._buffers[name] = buffer.cpu()
+
+
+def place(value: Tensor, weights: Tensor, remainder: Tensor | None, threads: int | None = None) -> None:
+    """Writes values, 1-D of any floating dtype, into as many elements of a tile. What bf16 cannot hold of them goes to the
+    remainder, with `threads` (None: all cores)."""
+    if remainder is not None and value.dtype != torch.bfloat16:
+        high, low = split_fp32(value.detach().cpu().float().contiguous(), threads)
+        weights.copy_(high)
+        remainder.copy_(low)
+    else:
+        weights.copy_(value)
+
+
+def point_parameters(tile: HostTile, parameters: Mapping[str, nn.Parameter]) -> None:
+    """Each parameter becomes a CPU tensor over its part of the tile; the `Parameter` objects stay the same."""
+    for i, s in enumerate(tile.layout.slices):
+        parameters[s.name].data = tile.parameter_view(tile.weights, i)
+
+
+def named_gradients(store: Store) -> Iterator[tuple[str, Tensor]]:
+    """A view per trainable parameter over its tile's gradients."""
+    for tile in store.tiles.values():
+        if tile.gradients is not None:
+            for i, s in enumerate(tile.layout.slices):
+                if s.trainable:
+                    yield s.name, tile.parameter_view(tile.gradients, i)

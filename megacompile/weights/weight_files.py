@@ -1,0 +1,149 @@
+"""Weights on disk: which files a checkpoint has, what is in them, and reading it into memory that is there already.
+
+Only safetensors are read: a pickle runs code. Files are read and not mapped, since pages of a mapped file count as this
+process's memory, and a copy through a mapping takes a page fault every 4 KiB.
+"""
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from megacompile.errors import CheckpointError
+from megacompile.system.regular_files import open_regular, read_regular
+
+CONFIG_FILE = "config.json"
+GENERATION_FILE = "generation_config.json"
+WEIGHTS_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+#: What is fetched of a model on the hub. Names are bare, and so is what an index may name.
+FILE_PATTERNS = (CONFIG_FILE, GENERATION_FILE, WEIGHTS_FILE, INDEX_FILE, "model-*.safetensors")
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+
+#: The format's words for dtypes that weights are made from. Others (int8, float8) mean nothing without their scales.
+FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+#: Those that are read at all: buffers may hold integers.
+DTYPES = {**FLOATS, "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
+          "BOOL": torch.bool}
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """Where a tensor lies: `offset` in bytes from the file's begin. `dtype` is the format's word for it ("BF16")."""
+
+    name: str
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    bytes: int
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a checkpoint, from its index or the one file that it has. Raises `CheckpointError`."""
+    index = folder / INDEX_FILE
+    if not index.exists():
+        if (folder / WEIGHTS_FILE).exists():
+            return [folder / WEIGHTS_FILE]
+        pickles = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
+        found = f"only {pickles[0]}, a pickle, which can run code when it is read" if pickles else "none"
+        raise CheckpointError(
+            f"{folder} should hold weights as {WEIGHTS_FILE} or {INDEX_FILE} and has {found}: convert them once, where you "
+            "trust them, with AutoModelForCausalLM.from_pretrained(...).save_pretrained(folder)")
+    try:
+        names = sorted(set(json.loads(read_regular(index))["weight_map"].values()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{index} is no index of weight files ({type(error).__name__}: {error}): copy or download it "
+                              "again") from error
+    for name in names:
+        if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
+            raise CheckpointError(f"{index} names {name!r}, which is no safetensors file of its own folder: files elsewhere "
+                                  "are not read; get the checkpoint from where it was made")
+        if not (folder / name).exists():
+            raise CheckpointError(f"{index} names {name}, which is not there: copy or download it again")
+    return [folder / name for name in names]
+
+
+def stored_tensors(files: list[Path]) -> dict[str, StoredTensor]:
+    """All tensors of these files by name. Reads their headers only. Raises `CheckpointError` for a damaged or truncated file,
+    and for a name that two files have."""
+    found: dict[str, StoredTensor] = {}
+    for file in files:
+        for stored in _header(file):
+            if stored.name in found:
+                raise CheckpointError(f"{stored.name} is both in {found[stored.name].file} and in {file.name}: the folder "
+                                      "mixes two checkpoints; get it again from where it was made")
+            found[stored.name] = stored
+    return found
+
+
+def _header(file: Path) -> Iterator[StoredTensor]:
+    try:
+        with open(open_regular(file), "rb") as stream:
+            with safe_open(file, framework="pt"):  # proves the header: sizes, offsets, the file's end
+                pass
+            length = int.from_bytes(stream.read(8), "little")
+            entries = json.loads(stream.read(length))
+    except (OSError, RecursionError, SafetensorError, ValueError) as error:
+        raise CheckpointError(f"{file} is damaged or truncated ({error}): copy or download it again") from error
+    for name, entry in entries.items():
+        if name != "__metadata__":
+            begin, end = entry["data_offsets"]
+            yield StoredTensor(name, file, entry["dtype"], tuple(entry["shape"]), 8 + length + begin, end - begin)
+
+
+class WeightReader:
+    """Reads from many places of a few files, from any thread. State: the open files."""
+
+    def __init__(self) -> None:
+        self._descriptors: dict[Path, int] = {}
+
+    def __enter__(self) -> WeightReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for descriptor in self._descriptors.values():
+            os.close(descriptor)
+        self._descriptors.clear()
+
+    def open(self, files: list[Path]) -> None:
+        for file in files:
+            if file not in self._descriptors:
+                self._descriptors[file] = open_regular(file)
+
+    def read(self, stored: StoredTensor, start: int, out: Tensor) -> None:
+        """Elements from `start` on, as many as `out` has: 1-D, contiguous, on the CPU, of the dtype that is stored.
+
+        Raises `CheckpointError` where the file ends first: it has changed since its header was read."""
+        memory = out.view(torch.uint8).numpy().data
+        position = stored.offset + start * out.element_size()
+        while memory:
+            try:
+                count = os.preadv(self._descriptors[stored.file], [memory], position)
+            except OSError as error:
+                raise CheckpointError(f"{stored.file} cannot be read ({error.strerror}): copy or download it again") from error
+            if count == 0:
+                raise CheckpointError(f"{stored.file} ended inside {stored.name}: it was changed while it was read; load it "
+                                      "again")
+            memory, position = memory[count:], position + count
+
+    def equal(self, one: StoredTensor, other: StoredTensor, block: int) -> bool:
+        """Whether two stored tensors of one shape have the same bytes, `block` elements at a time."""
+        if (one.dtype, one.shape) != (other.dtype, other.shape):
+            return False
+        dtype = DTYPES[one.dtype]
+        total = one.bytes // dtype.itemsize
+        for start in range(0, total, block):
+            a, b = (torch.empty(min(block, total - start), dtype=dtype) for _ in range(2))
+            self.read(one, start, a)
+            self.read(other, start, b)
+            if not torch.equal(a.view(torch.uint8), b.view(torch.uint8)):
+                return False
+        return True
+
