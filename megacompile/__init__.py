@@ -28,9 +28,9 @@ _MODULE_OF = {
     "explain_capture": "megacompile.capture_report",
     "from_pretrained": "megacompile.loading",
     "latest_checkpoint": "megacompile.checkpoint",
-    "layer_stack": "megacompile.frontend.layers",
+    "layer_stack": "megacompile.frontend.tracing.layers",
     "load_checkpoint": "megacompile.checkpoint",
-    "register_layers": "megacompile.frontend.layers",
+    "register_layers": "megacompile.frontend.tracing.layers",
     "save_checkpoint": "megacompile.checkpoint",
     "schedule": "megacompile.scheduling",
     "stream": "megacompile.api",
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from megacompile.api import stream
     from megacompile.capture_report import explain_capture
     from megacompile.checkpoint import CheckpointWriter, latest_checkpoint, load_checkpoint, save_checkpoint
-    from megacompile.frontend.layers import layer_stack, register_layers
+    from megacompile.frontend.tracing.layers import layer_stack, register_layers
     from megacompile.loading import from_pretrained
     from megacompile.scheduling import schedule
     from megacompile.streaming.optim import AdamW

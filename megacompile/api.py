@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from megacompile.errors import MegacompileError, UnsupportedError
-from megacompile.frontend.attention_kernels import fused_kernel
 from megacompile.frontend.capture import CapturedModel, capture
-from megacompile.frontend.layers import Layers
+from megacompile.frontend.ops.attention_kernels import fused_kernel
+from megacompile.frontend.tracing.layers import Layers
 from megacompile.passes.template import Target
 from megacompile.planning.config import StreamConfig
 from megacompile.planning.device import compute_device, device_budget
@@ -19,8 +19,9 @@ from megacompile.planning.expert_split import expert_pieces
 from megacompile.planning.host_needs import check_host_first
 from megacompile.planning.pinned_memory import spend_locked_memory
 from megacompile.runtime.cuda import CudaBackend
+from megacompile.runtime.host_memory import available_host_bytes
 from megacompile.runtime.lanes import Backend
-from megacompile.runtime.store import Store, available_host_bytes
+from megacompile.runtime.store import Store
 from megacompile.runtime.threads import ThreadBackend
 from megacompile.sizes import parse_bytes
 from megacompile.streaming.handle import Handle

@@ -9,11 +9,11 @@ from tabulate import tabulate
 from torch import Tensor, nn
 
 from megacompile.api import analyse, check_module
-from megacompile.frontend.adapters import forward_signature
-from megacompile.frontend.attention_kernels import fused_kernel
 from megacompile.frontend.capture import CapturedModel
-from megacompile.frontend.layers import Layers, stack_candidates
-from megacompile.frontend.template import Call, Template
+from megacompile.frontend.ops.attention_kernels import fused_kernel
+from megacompile.frontend.templates.template import Call, Template
+from megacompile.frontend.tracing.adapters import forward_signature
+from megacompile.frontend.tracing.layers import Layers, stack_candidates
 from megacompile.inputs.batch import batch_types
 from megacompile.inputs.repacking import obstacle
 from megacompile.planning.config import StreamConfig

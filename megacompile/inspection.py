@@ -20,7 +20,7 @@ from tabulate import tabulate
 from torch import Tensor, fx
 
 from megacompile.errors import ArgumentError
-from megacompile.frontend.template import Template
+from megacompile.frontend.templates.template import Template
 from megacompile.ir import folding, listing, text
 from megacompile.ir.program import Access, Program, accesses, argument, lane_of, nodes, op_of, operands
 

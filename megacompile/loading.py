@@ -16,7 +16,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from megacompile.api import attach, stream
 from megacompile.errors import ArgumentError, CheckpointError, UnsupportedError
-from megacompile.frontend.layers import Layers
+from megacompile.frontend.tracing.layers import Layers
 from megacompile.planning.config import StreamConfig
 from megacompile.sizes import format_bytes
 from megacompile.system.regular_files import refuse_irregular

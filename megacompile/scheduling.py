@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from megacompile.api import analyse, check_module
 from megacompile.errors import MegacompileError, UnsupportedError
-from megacompile.frontend.attention_kernels import fused_kernel
 from megacompile.frontend.capture import CapturedModel
-from megacompile.frontend.layers import Layers, find_layers
-from megacompile.frontend.template import Template
+from megacompile.frontend.ops.attention_kernels import fused_kernel
+from megacompile.frontend.templates.template import Template
+from megacompile.frontend.tracing.layers import Layers, find_layers
 from megacompile.ir.lowering import model_program
 from megacompile.ir.plan import UPDATES, Plan
 from megacompile.ir.program import Program
@@ -30,7 +30,7 @@ from megacompile.planning.step_time import pace_of
 from megacompile.predict.durations import Durations
 from megacompile.predict.hardware import Hardware
 from megacompile.predict.simulate import Timeline
-from megacompile.runtime.store import available_host_bytes
+from megacompile.runtime.host_memory import available_host_bytes
 from megacompile.sizes import parse_bytes
 from megacompile.streaming.shapes import planned_and_not_taken
 from megacompile.system.under_way import under_way

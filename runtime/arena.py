@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,11 +13,9 @@ from megacompile.ir.program import SLOT_KINDS, Slot, slot_family
 from megacompile.sizes import format_bytes
 from megacompile.system.under_way import at, under_way
 
+from .host_memory import available_host_bytes, host_memory
 from .lanes import Backend
-from .store import TileLayout, available_host_bytes, host_memory
-
-if TYPE_CHECKING:
-    from .update import Update
+from .tiles import TileLayout
 
 
 @dataclass(frozen=True)
@@ -72,7 +70,7 @@ class Arena:
         self._weights: dict[tuple[str, str], Weights] = {}
         self._gradients: dict[tuple[str, str], Gradients] = {}
         self._states: dict[tuple[str, str], State] = {}
-        self._verdicts: dict[str, tuple[Tensor, Update]] = {}
+        self._verdicts: dict[str, tuple[Tensor, Any]] = {}
 
     def reserve(self, slots: Mapping[str, Slot]) -> None:
         """Makes what is missing, and what is too small anew (lanes must be at rest then). Raises `InsufficientMemoryError`, and
@@ -95,14 +93,14 @@ class Arena:
                 else:
                     self.slots[slot.name] = self.backend.memory(slot.bytes)
 
-    def verdict(self, tile: str, update: Update) -> Tensor:
+    def verdict(self, tile: str, update: object) -> Tensor:
         """int32 [1] on the device: becomes 1 if an update there keeps a tile, whose gradients are not finite."""
         known = self._verdicts.get(tile)
         said = torch.zeros(1, dtype=torch.int32, device=self.backend.device) if known is None else known[0]
         self._verdicts[tile] = said, update
         return said
 
-    def take_verdicts(self) -> dict[str, Update]:
+    def take_verdicts(self) -> dict[str, Any]:
         """Tiles that were kept since this was called last, and their last update. The device must be idle, and is asked."""
         if not self._verdicts or not any(kept := torch.cat([said for said, _ in self._verdicts.values()]).tolist()):
             return {}

@@ -17,8 +17,8 @@ from megacompile.ir.program import Slot
 from megacompile.sizes import format_bytes
 from megacompile.system.under_way import under_way
 
+from .host_memory import available_host_bytes, host_memory
 from .lanes import Backend
-from .store import available_host_bytes, host_memory
 
 #: Of each tensor in a buffer, in bytes: what kernels expect of their inputs.
 ALIGNMENT = 128

@@ -14,8 +14,7 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from dataclasses import dataclass
 
 from torch import fx
 
@@ -27,70 +26,15 @@ from .lanes import Backend
 from .operations import OPERATIONS, Frame
 from .priority import yield_to_others
 from .recorder import Recorder
+from .run import CarriedEvents, Event, Run
 from .watchdog import Watchdog
 
 _POLL_S = 0.05  # how soon a waiting lane notices that another has failed
 _LOWERED = "_megacompile_instructions"  # attribute of a section
 
 
-class Event:
-    """Fires when its lane has issued what it covers; `device` is then the device's own event."""
-
-    def __init__(self) -> None:
-        self.issued = threading.Event()
-        self.device: Any = None
-
-    def fire(self, device: Any) -> None:
-        self.device = device
-        self.issued.set()
-
-
-E = TypeVar("E")
-
-
-@dataclass
-class CarriedEvents(Generic[E]):
-    """Per place and lane: whether its last access was a write, and the event behind it. Kept across sections. What an
-    event is is the executor's, or the simulator's, own."""
-
-    table: dict[str, dict[Lane, tuple[Access, E]]] = field(default_factory=dict)
-
-    def enter(self, place: str, access: Access, lane: Lane) -> E | None:
-        """The event of the lane's last access, if that access could conflict; None if there was none."""
-        past = self.table.get(place, {}).get(lane)
-        if past is None or (access == Access.WRITE and past[0] != Access.WRITE):
-            return None
-        return past[1]
-
-    def leave(self, left: Iterable[tuple[str, Access, Lane, E]]) -> None:
-        """A write of a place was ordered after all that came before it: only this section's accesses remain. A read adds."""
-        left = list(left)
-        for place in {place for place, access, _, _ in left if access == Access.WRITE}:
-            self.table[place] = {}
-        for place, access, lane, event in left:
-            lanes = self.table.setdefault(place, {})
-            before = lanes.get(lane, (access, event))[0]
-            lanes[lane] = (Access.WRITE if Access.WRITE in (access, before) else access, event)
-
-
 class AbortedError(Exception):
     """Raised in a lane whose run, or one before it, has failed in another lane."""
-
-
-@dataclass
-class Run:
-    """A section on its way through the lanes."""
-
-    frame: Frame
-    events: dict[fx.Node, Event | None]
-    pending: dict[Lane, threading.Event]
-    executor: Executor
-    number: int
-    section: str = ""
-
-    def wait(self, lanes: Iterable[Lane] | None = None) -> None:
-        """Until these lanes (all, if None) have issued the section. Raises `LaneError` if any lane failed."""
-        self.executor.wait(self.pending[lane] for lane in (self.pending if lanes is None else lanes) if lane in self.pending)
 
 
 @dataclass
@@ -146,7 +90,7 @@ class Executor:
                     frame.values[node] = OPERATIONS[op](frame, node)
         self.carried.leave(left)
         self._runs += 1
-        run = Run(frame, events, {lane: threading.Event() for lane in instructions}, self, self._runs, name)
+        run = Run(frame, events, {lane: threading.Event() for lane in instructions}, self.wait, self._runs, name)
         try:
             for lane, program in instructions.items():
                 self._queue(lane).put((run, program))

@@ -20,8 +20,9 @@ from .checkpoints import HostCheckpoint, as_bytes, as_tensor, dense, described
 from .kernels import Activation, Batch, Kernel, bind
 from .kernels import accumulate as accumulate_gradients
 from .lanes import Backend
-from .store import HostTile, Store
+from .store import Store
 from .tile_part import TilePart, in_slot
+from .tiles import HostTile
 from .update import Update
 from .visiting import visit
 

@@ -13,7 +13,7 @@ from megacompile.ir.program import Lane, lane_of, op_of, operands
 from .clock import Clock
 
 if TYPE_CHECKING:
-    from .executor import Event, Run
+    from .run import Event, Run
 
 
 @dataclass(eq=False, frozen=True)

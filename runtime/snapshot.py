@@ -17,7 +17,8 @@ from torch import Tensor
 from megacompile.errors import InsufficientMemoryError
 
 from . import adam as host
-from .store import HostTile, ParameterSlice, host_memory
+from .host_memory import host_memory
+from .tiles import HostTile, ParameterSlice
 
 #: What a part of a tile is called in an optimizer's state.
 PARTS = {"weights": "weight", "remainder": "remainder", "m": "exp_avg", "v": "exp_avg_sq"}

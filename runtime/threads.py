@@ -15,7 +15,7 @@ from megacompile.ir.program import Lane
 from . import adam as host
 from .clock import Clock, HostClock
 from .control_groups import cores
-from .store import available_host_bytes, host_memory
+from .host_memory import available_host_bytes, host_memory
 
 
 class ThreadBackend:

@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from .adam import AdamSegment
-from .store import HostTile, TileLayout, host_memory
+from .host_memory import host_memory
+from .tiles import HostTile, TileLayout
 
 
 @dataclass

@@ -15,8 +15,8 @@ from megacompile.ir.program import Lane
 
 from .adam import AdamSegment
 from .lanes import Backend
-from .store import ALIGNMENT, HostTile
 from .tile_part import TilePart
+from .tiles import ALIGNMENT, HostTile
 
 
 def visit(backend: Backend, memory: Tensor, tile: HostTile | TilePart, segments: Sequence[AdamSegment],

@@ -16,7 +16,7 @@ from megacompile.ir.program import Lane, lane_of, op_of, operands
 from megacompile.ir.text import print_node
 
 if TYPE_CHECKING:
-    from .executor import Run
+    from .run import Run
 
 
 class Watchdog:

@@ -25,8 +25,8 @@ from megacompile.checkpoint.random_state import capture
 from megacompile.checkpoint.subject import Subject
 from megacompile.checkpoint.values import encode
 from megacompile.errors import CheckpointError, MegacompileError
+from megacompile.runtime.host_memory import available_host_bytes
 from megacompile.runtime.snapshot import Piece, Snapshot, TouchedError, pieces
-from megacompile.runtime.store import available_host_bytes
 from megacompile.sizes import parse_bytes
 from megacompile.version import __version__
 

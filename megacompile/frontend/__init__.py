@@ -2,9 +2,9 @@
 from __future__ import annotations
 
 from megacompile.frontend.capture import CapturedModel, capture
-from megacompile.frontend.layers import register_layers
-from megacompile.frontend.template import Call, Gradient, Source, Template, TemplateInput, Variant
-from megacompile.frontend.variants import compile_variant
+from megacompile.frontend.templates.template import Call, Gradient, Source, Template, TemplateInput, Variant
+from megacompile.frontend.templates.variants import compile_variant
+from megacompile.frontend.tracing.layers import register_layers
 
 __all__ = [
     "Call", "CapturedModel", "Gradient", "Source", "Template", "TemplateInput", "Variant", "capture", "compile_variant",

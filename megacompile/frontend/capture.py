@@ -16,43 +16,43 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megacompile.errors import CaptureError, UnsupportedError
-from megacompile.frontend.across_rows import across_rows
-from megacompile.frontend.adapters import forward_signature
-from megacompile.frontend.alike_layers import with_repeats
-from megacompile.frontend.attention_calls import (
+from megacompile.frontend.batches.image_positions import Places, places_of, take_aligned
+from megacompile.frontend.batches.mask_uses import only_hides
+from megacompile.frontend.batches.pairs import argument, masks_in, masks_of, of_pairs, pairs_of, refuse_added
+from megacompile.frontend.batches.patches import Patches, install_encoders, model_arguments, refuse_adapters, with_places
+from megacompile.frontend.batches.rows import fixes_rows, images_of
+from megacompile.frontend.graph.attention_calls import (
     adopt_masked_attention,
     all_layers_call_attention,
     is_eager,
     masks_pairs,
     says_causal,
 )
-from megacompile.frontend.batch_totals import counts_places, take_totals
-from megacompile.frontend.build import build_template, with_results
-from megacompile.frontend.expert_pieces import Rows, rows_of, split_experts
-from megacompile.frontend.grad_modes import follow_gradients
-from megacompile.frontend.heads import LOGITS, Head, Heads
-from megacompile.frontend.hidden_states import HiddenStates
-from megacompile.frontend.layers import Layers, find_layers, largest_of
-from megacompile.frontend.loss import TargetCount, is_averaged, normalise_loss
-from megacompile.frontend.mask_uses import only_hides
-from megacompile.frontend.model_graph import ModelGraph
-from megacompile.frontend.options import refuse_options
-from megacompile.frontend.output import OutputStructure, output_structure
-from megacompile.frontend.pairs import argument, masks_in, masks_of, of_pairs, pairs_of, refuse_added
-from megacompile.frontend.patches import Patches, install_encoders, model_arguments, refuse_adapters, with_places
-from megacompile.frontend.pieces import in_pieces
-from megacompile.frontend.places import Places, places_of, take_aligned
-from megacompile.frontend.python_state import refuse_changing_state
-from megacompile.frontend.randomness import draw_functionally, number_draws
-from megacompile.frontend.rows import fixes_rows, images_of
-from megacompile.frontend.sizes import Condition, batch_symbols, conditions
-from megacompile.frontend.split import split_at_layers, structural_key
-from megacompile.frontend.template import BATCH, LENGTH, Call, Source, TargetLike, Template, TemplatePass
-from megacompile.frontend.token_functions import CHUNK_TOKENS, Described, taken_by_loss, with_loss
-from megacompile.frontend.trace import Traced, our_attention, subject, trace
-from megacompile.frontend.tracing import TRACING_ERRORS
-from megacompile.frontend.twin import CAPTURE_SHAPE, fake_twin, is_transformers_model
-from megacompile.frontend.validity import Validity, recording
+from megacompile.frontend.graph.batch_totals import counts_places, take_totals
+from megacompile.frontend.graph.expert_pieces import Rows, rows_of, split_experts
+from megacompile.frontend.graph.grad_modes import follow_gradients
+from megacompile.frontend.graph.loss import TargetCount, is_averaged, normalise_loss
+from megacompile.frontend.graph.output import OutputStructure, output_structure
+from megacompile.frontend.graph.pieces import in_pieces
+from megacompile.frontend.graph.randomness import draw_functionally, number_draws
+from megacompile.frontend.graph.split import split_at_layers, structural_key
+from megacompile.frontend.templates.across_rows import across_rows
+from megacompile.frontend.templates.build import build_template, with_results
+from megacompile.frontend.templates.heads import LOGITS, Head, Heads
+from megacompile.frontend.templates.hidden_states import HiddenStates
+from megacompile.frontend.templates.sizes import Condition, batch_symbols, conditions
+from megacompile.frontend.templates.template import BATCH, LENGTH, Call, Source, TargetLike, Template, TemplatePass
+from megacompile.frontend.templates.token_functions import CHUNK_TOKENS, Described, taken_by_loss, with_loss
+from megacompile.frontend.tracing.adapters import forward_signature
+from megacompile.frontend.tracing.alike_layers import with_repeats
+from megacompile.frontend.tracing.fake_model import CAPTURE_SHAPE, fake_twin, is_transformers_model
+from megacompile.frontend.tracing.foreign_errors import TRACING_ERRORS
+from megacompile.frontend.tracing.layers import Layers, find_layers, largest_of
+from megacompile.frontend.tracing.model_graph import ModelGraph
+from megacompile.frontend.tracing.options import refuse_options
+from megacompile.frontend.tracing.python_state import refuse_changing_state
+from megacompile.frontend.tracing.trace import Traced, our_attention, subject, trace
+from megacompile.frontend.tracing.validity import Validity, recording
 from megacompile.ir.plan import PLAIN, Form
 from megacompile.system.under_way import at, under_way
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from megacompile.errors import UnsupportedError
+from megacompile.frontend.batches.pairs import described, of_pairs
 from megacompile.frontend.capture import CapturedModel
-from megacompile.frontend.pairs import described, of_pairs
-from megacompile.frontend.template import LENGTH, TemplateInput
+from megacompile.frontend.templates.template import LENGTH, TemplateInput
 from megacompile.inputs.captures import Captures
 from megacompile.inputs.images import arrange_images, images_of_each
 from megacompile.inputs.packed_layout import Layout

@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 
 from megacompile.frontend.capture import CapturedModel
-from megacompile.frontend.template import TemplateInput
+from megacompile.frontend.templates.template import TemplateInput
 from megacompile.ir.plan import Form
 
 

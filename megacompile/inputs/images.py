@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from megacompile.errors import UnsupportedError
+from megacompile.frontend.batches.rows import images_of
 from megacompile.frontend.capture import CapturedModel
-from megacompile.frontend.rows import images_of
-from megacompile.frontend.template import TemplateInput
+from megacompile.frontend.templates.template import TemplateInput
 
 
 def arrange_images(name: str, captured: CapturedModel, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from megacompile.errors import UnsupportedError
+from megacompile.frontend.batches.pairs import is_pairs, refuse_added
 from megacompile.frontend.capture import CapturedModel
-from megacompile.frontend.pairs import is_pairs, refuse_added
-from megacompile.frontend.template import TemplateInput
+from megacompile.frontend.templates.template import TemplateInput
 
 #: Whatever finite number a score is, the sum with this is so far below any other score that its weight is 0. Models write the
 #: smallest number of bfloat16 or float32 for what is hidden.

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from megacompile.errors import UnsupportedError
+from megacompile.frontend.batches.modalities import MAKING_POSITIONS, MODALITIES, POSITIONS
+from megacompile.frontend.batches.patches import Patches
 from megacompile.frontend.capture import CapturedModel
-from megacompile.frontend.modalities import MAKING_POSITIONS, MODALITIES, POSITIONS
-from megacompile.frontend.patches import Patches
 
 
 def align_patches(model: nn.Module, captured: CapturedModel, given: Mapping[str, Any], device: torch.device) -> dict[str, Any]:

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from megacompile.errors import CaptureError, UnsupportedError, first_line, listed
-from megacompile.frontend.across_rows import across_tokens
 from megacompile.frontend.capture import CapturedModel
-from megacompile.frontend.segment_sources import calls_blind_to
-from megacompile.frontend.template import LENGTH as LENGTH_SYMBOL
-from megacompile.frontend.template import TemplateInput
+from megacompile.frontend.templates.across_rows import across_tokens
+from megacompile.frontend.templates.segment_sources import calls_blind_to
+from megacompile.frontend.templates.template import LENGTH as LENGTH_SYMBOL
+from megacompile.frontend.templates.template import TemplateInput
 from megacompile.inputs.captures import Captures
 from megacompile.inputs.packed_layout import LENGTH, BoolArray, Layout, array_of, lay_out, power_of_two, spans_of
 from megacompile.ir.plan import Form, Shape

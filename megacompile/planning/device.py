@@ -6,7 +6,7 @@ import torch
 from megacompile.planning.config import StreamConfig
 from megacompile.predict.hardware import Hardware
 from megacompile.runtime import cuda
-from megacompile.runtime.store import available_host_bytes
+from megacompile.runtime.host_memory import available_host_bytes
 from megacompile.sizes import parse_bytes
 
 #: Share of a device's free memory that plans take where no budget was given.

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from megacompile.errors import UnsupportedError
-from megacompile.frontend.expert_pieces import counts_of, experts_in
-from megacompile.frontend.layers import Layers, find_layers
+from megacompile.frontend.graph.expert_pieces import counts_of, experts_in
+from megacompile.frontend.tracing.layers import Layers, find_layers
 from megacompile.planning.config import StreamConfig
 
 #: Of the device's memory, what experts on their way may take: activations, borders and checkpoints need the rest.

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from megacompile.errors import CaptureError, InsufficientMemoryError
-from megacompile.frontend.layers import Layers, LayerStack, find_layers
+from megacompile.frontend.tracing.layers import Layers, LayerStack, find_layers
 from megacompile.planning.config import StreamConfig
 from megacompile.sizes import format_bytes
 from megacompile.weights.tiling import HOST_MARGIN_BYTES

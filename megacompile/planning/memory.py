@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from itertools import pairwise, zip_longest
 
 from megacompile.frontend.capture import CapturedModel
-from megacompile.frontend.hidden_states import ALL
+from megacompile.frontend.templates.hidden_states import ALL
 from megacompile.ir.plan import Plan
 from megacompile.predict import cost
-from megacompile.runtime.store import TileLayout
+from megacompile.runtime.tiles import TileLayout
 from megacompile.weights.tiling import Tiling
 
 #: An allocator's blocks are a little larger than what is asked for: one part in so many.

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from megacompile.frontend.joint import base_of
-from megacompile.frontend.patch_encoder import PATCHES_AT_ONCE, encoder_of
-from megacompile.frontend.template import Template, Variant
+from megacompile.frontend.ops.patch_encoder import PATCHES_AT_ONCE, encoder_of
+from megacompile.frontend.templates.joint import base_of
+from megacompile.frontend.templates.template import Template, Variant
 from megacompile.ir.token_loop import TokenLoop, Total, token_loops, total_dtype
 from megacompile.predict.fusion import computes, fuse
 from megacompile.runtime.checkpoints import ALIGNMENT

@@ -13,7 +13,7 @@ from torch import fx
 from torch.utils._sympy import functions as size_functions
 
 from megacompile.frontend.capture import CapturedModel
-from megacompile.frontend.template import BATCH, LENGTH, Template, Variant
+from megacompile.frontend.templates.template import BATCH, LENGTH, Template, Variant
 from megacompile.ir.ops import TEMPLATE_OPS
 from megacompile.ir.plan import Plan
 from megacompile.ir.program import Op, Program, argument, op_of, operands
@@ -21,7 +21,7 @@ from megacompile.predict import cost
 from megacompile.predict.flops import Work, variant_work
 from megacompile.predict.hardware import Hardware
 from megacompile.predict.simulate import Timeline, simulate
-from megacompile.runtime.store import TileLayout
+from megacompile.runtime.tiles import TileLayout
 
 #: (FLOPs of GEMMs, of grouped ones, bytes of GEMMs, other bytes, kernels), at one batch and length; and of each of its
 #: attention's kernels, FLOPs and those of a further key.

@@ -18,7 +18,7 @@ import sympy
 import torch
 from torch import Tensor, fx
 
-from megacompile.frontend.template import LENGTH, Template, Variant
+from megacompile.frontend.templates.template import LENGTH, Template, Variant
 from megacompile.ir.token_loop import TokenLoop, Tokens, token_loops
 from megacompile.predict.fusion import GEMMS, computes, fuse, inputs, kernel_of, tensor_of
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from megacompile.frontend.joint import base_of
+from megacompile.frontend.templates.joint import base_of
 
 aten = torch.ops.aten
 

@@ -15,7 +15,7 @@ from tabulate import tabulate
 from torch import fx
 
 from megacompile.ir.program import Access, Lane, Program, argument, lane_of, nodes, op_of, operands
-from megacompile.runtime.executor import CarriedEvents
+from megacompile.runtime.run import CarriedEvents
 
 #: When the caller's loop goes on: after a backward, once gradients are home; after a whole step, once it has the loss.
 _WAITS_FOR = {"backward": tuple(Lane), "backward_accumulate": tuple(Lane), "train_step": (Lane.COMPUTE,)}

@@ -11,9 +11,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megacompile.codegen.inductor import Inductor
 from megacompile.frontend.capture import CapturedModel
-from megacompile.frontend.symbolic_rows import CodeForAnyRows, SymbolicRows
-from megacompile.frontend.template import BATCH, LENGTH, Call, Template, Variant
-from megacompile.frontend.variants import compile_for_any_rows, compile_variant
+from megacompile.frontend.templates.symbolic_rows import CodeForAnyRows, SymbolicRows
+from megacompile.frontend.templates.template import BATCH, LENGTH, Call, Template, Variant
+from megacompile.frontend.templates.variants import compile_for_any_rows, compile_variant
 from megacompile.inputs.packed_layout import power_of_two
 from megacompile.ir.ops import TEMPLATE_OPS
 from megacompile.ir.plan import FULL_TOKENS, Plan

@@ -14,7 +14,7 @@ from megacompile.frontend.capture import CapturedModel
 
 
 def draw(captured: CapturedModel, micro_batches: Sequence[int], device: torch.device) -> Tensor | None:
-    """int64 [micro-batches, calls, 5], as `megacompile.frontend.randomness` reads it; None if the model draws nothing."""
+    """int64 [micro-batches, calls, 5], as `megacompile.frontend.graph.randomness` reads it; None if the model draws nothing."""
     if not any(source.kind == "random" for call in captured.calls for source in call.sources):
         return None
     seed = int(torch.randint(1 << 62, ()))

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from megacompile.errors import UnsupportedError
-from megacompile.frontend.template import Call
-from megacompile.runtime.store import HostTile, Store
+from megacompile.frontend.templates.template import Call
+from megacompile.runtime.store import Store
+from megacompile.runtime.tiles import HostTile
 from megacompile.streaming.gradients import Gradients
 from megacompile.weights.tiling import Tiling
 

@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 from megacompile.errors import CaptureError, UnsupportedError
-from megacompile.frontend.adapters import forward_signature
+from megacompile.frontend.batches.pairs import argument, masks_in
 from megacompile.frontend.capture import CapturedModel
-from megacompile.frontend.pairs import argument, masks_in
-from megacompile.frontend.template import TemplateInput
+from megacompile.frontend.templates.template import TemplateInput
+from megacompile.frontend.tracing.adapters import forward_signature
 from megacompile.inputs.batch import batch_types
 from megacompile.inputs.repacking import Repacking
 from megacompile.ir.plan import PLAIN, Form

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from megacompile.errors import UnsupportedError
 from megacompile.runtime import adam as host
-from megacompile.runtime.store import Store, TileLayout
+from megacompile.runtime.store import Store
+from megacompile.runtime.tiles import TileLayout
 from megacompile.streaming.lent import Lent, move
 from megacompile.weights.tiling import Tiling, named_gradients
 

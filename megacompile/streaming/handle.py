@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from megacompile.errors import MegacompileError, UnsupportedError
 from megacompile.frontend.capture import CapturedModel
-from megacompile.frontend.heads import LOGITS, batch_name
-from megacompile.frontend.hidden_states import LAST
-from megacompile.frontend.token_functions import described
+from megacompile.frontend.templates.heads import LOGITS, batch_name
+from megacompile.frontend.templates.hidden_states import LAST
+from megacompile.frontend.templates.token_functions import described
 from megacompile.inputs.batch import Arguments, check_token_tensors, logits_of, read_arguments
 from megacompile.inputs.repacking import Wanted
 from megacompile.ir.plan import Plan, Shape

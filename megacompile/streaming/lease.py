@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from megacompile.errors import LeaseError, UnsupportedError
-from megacompile.frontend.recorders import asks_for_gradients
+from megacompile.frontend.tracing.recorders import asks_for_gradients
 from megacompile.runtime.arena import Accumulators
 from megacompile.runtime.checkpoints import HostCheckpoint
 from megacompile.runtime.kernels import Activation, Batch

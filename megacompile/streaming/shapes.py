@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from megacompile.errors import UnsupportedError
-from megacompile.frontend.heads import LOGITS
-from megacompile.frontend.hidden_states import ALL
+from megacompile.frontend.templates.heads import LOGITS
+from megacompile.frontend.templates.hidden_states import ALL
 from megacompile.ir.lowering import model_program
 from megacompile.ir.plan import Plan, Shape
 from megacompile.ir.program import Program, Slot, places, slot_family

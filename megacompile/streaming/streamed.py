@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from megacompile.errors import DeviceMemoryError, InsufficientMemoryError, LaneError, LeaseError, MegacompileError, TornError
+from megacompile.frontend.batches.pairs import described
 from megacompile.frontend.capture import CapturedModel
-from megacompile.frontend.heads import of_tokens
-from megacompile.frontend.hidden_states import ALL
-from megacompile.frontend.pairs import described
+from megacompile.frontend.templates.heads import of_tokens
+from megacompile.frontend.templates.hidden_states import ALL
 from megacompile.inputs.images import images_of_each
 from megacompile.inputs.token_counts import TokenCounts
 from megacompile.ir.plan import Form

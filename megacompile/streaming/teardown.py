@@ -1,7 +1,7 @@
 """What a streamed model gives back when it is closed, when it is forgotten, and when the interpreter ends."""
 from __future__ import annotations
 
-from megacompile.frontend.trace_caches import forget_generated_code, forget_symbols
+from megacompile.frontend.tracing.trace_caches import forget_generated_code, forget_symbols
 from megacompile.runtime.arena import Arena
 from megacompile.runtime.checkpoints import HostCheckpoints
 from megacompile.runtime.executor import Executor

@@ -4,7 +4,7 @@ from __future__ import annotations
 from typing import Any
 
 from megacompile.errors import ArgumentError
-from megacompile.frontend.layers import find_layers
+from megacompile.frontend.tracing.layers import find_layers
 
 
 def freeze_lowest(model: Any, count: int) -> None:

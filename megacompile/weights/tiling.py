@@ -18,13 +18,15 @@ import torch
 from torch import Tensor, nn
 
 from megacompile.errors import InsufficientMemoryError
-from megacompile.frontend.expert_pieces import Rows
-from megacompile.frontend.template import Call, Template
+from megacompile.frontend.graph.expert_pieces import Rows
+from megacompile.frontend.templates.template import Call, Template
 from megacompile.ir.program import CallSpec, Tile, slot_ranks
 from megacompile.predict import cost
 from megacompile.runtime.adam import split_fp32
-from megacompile.runtime.store import HostTile, Store, TileLayout, available_host_bytes, give_back_freed_memory
+from megacompile.runtime.host_memory import available_host_bytes, give_back_freed_memory
+from megacompile.runtime.store import Store
 from megacompile.runtime.tile_part import TilePart
+from megacompile.runtime.tiles import HostTile, TileLayout
 from megacompile.sizes import format_bytes
 
 #: What training needs beside tiles: the interpreter, PyTorch, a batch.

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 import megacompile
-from megacompile.frontend.attention import attention
+from megacompile.frontend.ops.attention import attention
 
 pytestmark = pytest.mark.gpu
 LENGTH = 200

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 import megacompile
-from megacompile.frontend.attention import attention
+from megacompile.frontend.ops.attention import attention
 
 pytestmark = pytest.mark.gpu
 LENGTH = 203  # of no multiple of anything, so that rows of a mask begin anywhere

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from megacompile.errors import CaptureError, MegacompileError, UnsupportedError
 from megacompile.frontend import capture, register_layers
-from megacompile.frontend.layers import find_layers
+from megacompile.frontend.tracing.layers import find_layers
 
 
 class BranchesOnData(HandWrittenLayer):

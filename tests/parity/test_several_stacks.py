@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import megacompile
 from megacompile.errors import CaptureError
 from megacompile.frontend import capture
-from megacompile.frontend.layers import find_layers
+from megacompile.frontend.tracing.layers import find_layers
 
 WIDTH = 16
 

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import megacompile
-from megacompile.frontend import trace
-from megacompile.frontend.alike_layers import Shortened
 from megacompile.frontend.capture import CapturedModel, capture
+from megacompile.frontend.tracing import trace
+from megacompile.frontend.tracing.alike_layers import Shortened
 from megacompile.ir.plan import Form
 
 LAYERS = 6

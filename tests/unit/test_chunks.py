@@ -17,7 +17,7 @@ import megacompile
 from megacompile import api
 from megacompile.errors import InsufficientMemoryError, MegacompileError
 from megacompile.frontend import Template, Variant, capture, compile_variant
-from megacompile.frontend.template import BATCH, LENGTH
+from megacompile.frontend.templates.template import BATCH, LENGTH
 from megacompile.ir.token_loop import TokenLoop, Tokens, Total, token_loops
 from megacompile.passes import TEMPLATE_PIPELINE
 from megacompile.passes.template import Target

@@ -12,7 +12,7 @@ from tiny_models import batch
 from torch import Tensor, nn
 
 import megacompile
-from megacompile.frontend import randomness
+from megacompile.frontend.graph import randomness
 
 P, ROWS = 0.3, 5
 

@@ -12,8 +12,9 @@ import tiny_models
 
 from megacompile import errors
 from megacompile.errors import CaptureError, LaneError, MegacompileError
-from megacompile.frontend import build, model_graph
 from megacompile.frontend.capture import capture
+from megacompile.frontend.templates import build
+from megacompile.frontend.tracing import model_graph
 
 ROOT = Path(__file__).resolve().parents[2]
 #: Exceptions that end inside the package: no caller meets one.

@@ -13,8 +13,8 @@ from torch import nn
 
 import megacompile
 from megacompile.errors import CaptureError, InsufficientMemoryError, MegacompileError, UnsupportedError
-from megacompile.frontend.expert_pieces import Rows, counts_of
-from megacompile.frontend.template import Call, Source
+from megacompile.frontend.graph.expert_pieces import Rows, counts_of
+from megacompile.frontend.templates.template import Call, Source
 from megacompile.planning.config import StreamConfig
 from megacompile.planning.expert_split import expert_pieces
 from megacompile.weights.tiling import Tiling, build_store

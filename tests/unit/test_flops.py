@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from megacompile import api
-from megacompile.frontend.template import BATCH, LENGTH, Template
+from megacompile.frontend.templates.template import BATCH, LENGTH, Template
 from megacompile.planning.config import StreamConfig
 from megacompile.predict.durations import Durations
 from megacompile.predict.flops import Work, _attention, variant_work

@@ -13,8 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import megacompile
 from megacompile.errors import UnsupportedError
-from megacompile.frontend.modes import torch_calls
-from megacompile.frontend.twin import fake_batch, fake_twin
+from megacompile.frontend.tracing.fake_model import fake_batch, fake_twin
+from megacompile.frontend.tracing.modes import torch_calls
 from megacompile.ir.plan import PLAIN, Form
 
 EVALUATING = Form(evaluating=True)

@@ -18,7 +18,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from megacompile.codegen.inductor import Inductor, caching_in, newest_folder
-from megacompile.frontend import linear_cross_entropy
+from megacompile.frontend.ops import linear_cross_entropy
 
 HERE = Path(__file__).resolve().parent
 

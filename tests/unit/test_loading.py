@@ -23,7 +23,8 @@ import megacompile
 from megacompile import loading
 from megacompile.errors import ArgumentError, CheckpointError, InsufficientMemoryError, MegacompileError, UnsupportedError
 from megacompile.runtime.adam import join_fp32
-from megacompile.runtime.store import Store, TileLayout
+from megacompile.runtime.store import Store
+from megacompile.runtime.tiles import TileLayout
 from megacompile.weights import tiling
 from megacompile.weights.tiling import Tiling, build_store
 

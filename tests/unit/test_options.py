@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 import megacompile
 from megacompile.errors import CaptureError, UnsupportedError
-from megacompile.frontend import capture, model_graph
+from megacompile.frontend import capture
+from megacompile.frontend.tracing import model_graph
 
 SIZES = dict(vocab_size=64, hidden_size=16, num_hidden_layers=2, num_attention_heads=2)
 LLAMA = dict(**SIZES, intermediate_size=24, num_key_value_heads=1)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from megacompile.errors import UnsupportedError
-from megacompile.frontend import segmented_attention as segmented
-from megacompile.frontend.attention import attention
+from megacompile.frontend.ops import segmented_attention as segmented
+from megacompile.frontend.ops.attention import attention
 
 ROWS, LENGTH = 5, 13
 LEFT = (torch.arange(LENGTH) >= torch.tensor([0, 2, 12, 5, 1])[:, None]).long()

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import megacompile
 from megacompile.errors import CaptureError, UnsupportedError
-from megacompile.frontend import pairs
-from megacompile.frontend.attention import attention, transformers_attention
+from megacompile.frontend.batches import pairs
+from megacompile.frontend.ops.attention import attention, transformers_attention
 from megacompile.inputs.batch_concat import join
 from megacompile.inputs.packing import further_arguments
 from megacompile.inputs.pairs import hidden_as_bool, read_attention_mask

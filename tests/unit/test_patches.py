@@ -14,10 +14,11 @@ from torch import Tensor, nn
 
 import megacompile
 from megacompile.errors import CaptureError, UnsupportedError
-from megacompile.frontend import capture, patch_encoder
-from megacompile.frontend.patch_encoder import PatchEncoder
-from megacompile.frontend.patch_survey import survey
-from megacompile.frontend.patches import install_encoders, refuse_adapters
+from megacompile.frontend import capture
+from megacompile.frontend.batches.patch_survey import survey
+from megacompile.frontend.batches.patches import install_encoders, refuse_adapters
+from megacompile.frontend.ops import patch_encoder
+from megacompile.frontend.ops.patch_encoder import PatchEncoder
 from megacompile.predict import cost
 
 IMAGE, VIDEO, MERGE, PATCH = 63, 62, 2, 24
@@ -246,7 +247,7 @@ class Features:
 def encoder(tower: nn.Module) -> PatchEncoder:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from megacompile.frontend.twin import fake_twin
+    from megacompile.frontend.tracing.fake_model import fake_twin
 
     return PatchEncoder(fake_twin(tower, FakeTensorMode(allow_non_fake_inputs=True)), "get_image_features", (8,), 4)
 
@@ -313,8 +314,8 @@ def test_features_of_which_more_is_made_are_refused() -> None:
 def test_adapters_of_an_encoder_cannot_be_switched_off() -> None:
     from peft import LoraConfig, get_peft_model
 
-    from megacompile.frontend.modalities import MODALITIES
-    from megacompile.frontend.patches import Patches
+    from megacompile.frontend.batches.modalities import MODALITIES
+    from megacompile.frontend.batches.patches import Patches
 
     adapted = get_peft_model(Tower(), LoraConfig(target_modules=["linear"]))  # type: ignore[arg-type]
     found = Patches(MODALITIES[0], PatchEncoder(adapted, "get_image_features", (8,), 4), torch.float32, False)

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 import megacompile
 from megacompile import api
 from megacompile.errors import InsufficientMemoryError, MegacompileError
-from megacompile.frontend import attention, linear_cross_entropy
+from megacompile.frontend.ops import attention, linear_cross_entropy
 from megacompile.ir.lowering import model_program
 from megacompile.ir.plan import RESIDUALS, Plan, split
 from megacompile.passes import PIPELINE
@@ -30,7 +30,7 @@ from megacompile.planning.memory import Estimate
 from megacompile.planning.planner import Planner
 from megacompile.predict import cost
 from megacompile.runtime.control_groups import host_bytes
-from megacompile.runtime.store import available_host_bytes
+from megacompile.runtime.host_memory import available_host_bytes
 from megacompile.runtime.threads import ThreadBackend
 from megacompile.sizes import format_bytes
 from megacompile.streaming import shapes

@@ -14,11 +14,11 @@ from transformers import AutoModelForCausalLM, Mamba2Config, Qwen3MoeConfig, Qwe
 import megacompile
 from megacompile.frontend import capture
 from megacompile.frontend.capture import CapturedModel
-from megacompile.frontend.layers import find_layers
-from megacompile.frontend.rehearsal import rehearse
+from megacompile.frontend.tracing.layers import find_layers
+from megacompile.frontend.tracing.rehearsal import rehearse
 from megacompile.ir.plan import Form
 
-trace = importlib.import_module("megacompile.frontend.trace")
+trace = importlib.import_module("megacompile.frontend.tracing.trace")
 
 
 SIZES: dict[str, Any] = dict(vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,

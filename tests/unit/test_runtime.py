@@ -20,8 +20,8 @@ import megacompile
 from megacompile.errors import LaneError
 from megacompile.ir.program import Lane, op_of
 from megacompile.runtime import cuda
-from megacompile.runtime.store import HostTile, TileLayout
 from megacompile.runtime.threads import ThreadBackend
+from megacompile.runtime.tiles import HostTile, TileLayout
 
 SOON_S = 5.0
 

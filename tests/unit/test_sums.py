@@ -22,7 +22,7 @@ from megacompile.planning.planner import Planner
 from megacompile.predict.hardware import Hardware
 from megacompile.runtime import store
 from megacompile.runtime.adam import norm
-from megacompile.runtime.store import HostTile
+from megacompile.runtime.tiles import HostTile
 from megacompile.sizes import parse_bytes
 from megacompile.verify.verifier import verify
 from megacompile.weights.tiling import HOST_MARGIN_BYTES

@@ -666,7 +666,7 @@ def decoder() -> Decoder:
 def registered() -> Any:
     megacompile.register_layers(Decoder, "decoder.blocks")
     yield
-    from megacompile.frontend import layers
+    from megacompile.frontend.tracing import layers
     del layers._REGISTERED[Decoder]
 
 

@@ -20,9 +20,9 @@ from torch import Tensor
 import megacompile
 from megacompile.codegen.inductor import Inductor
 from megacompile.errors import MegacompileError
-from megacompile.frontend import variants
-from megacompile.frontend.symbolic_rows import CodeForAnyRows, SymbolicRows
-from megacompile.frontend.template import BATCH
+from megacompile.frontend.templates import variants
+from megacompile.frontend.templates.symbolic_rows import CodeForAnyRows, SymbolicRows
+from megacompile.frontend.templates.template import BATCH
 from megacompile.ir.plan import PLAIN, Form, Plan, Shape
 from megacompile.planning.config import StreamConfig
 from megacompile.planning.packed_plans import derived

@@ -19,11 +19,12 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from megacompile import api
 from megacompile.codegen.inductor import Inductor
 from megacompile.errors import CaptureError, CompilationError, UnsupportedError
-from megacompile.frontend import Template, capture, compile_variant, variants
-from megacompile.frontend import attention as ours
-from megacompile.frontend.attention_kernels import flash_forward, fused_kernel
-from megacompile.frontend.joint import base_of
-from megacompile.frontend.template import BATCH, LENGTH
+from megacompile.frontend import Template, capture, compile_variant
+from megacompile.frontend.ops import attention as ours
+from megacompile.frontend.ops.attention_kernels import flash_forward, fused_kernel
+from megacompile.frontend.templates import variants
+from megacompile.frontend.templates.joint import base_of
+from megacompile.frontend.templates.template import BATCH, LENGTH
 from megacompile.ir.token_loop import token_loops
 from megacompile.passes import TEMPLATE_PIPELINE
 from megacompile.passes.template import Target, accumulate_in_gemm, attention

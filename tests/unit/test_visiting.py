@@ -24,8 +24,8 @@ from megacompile.predict.hardware import Hardware
 from megacompile.predict.simulate import StepTimes
 from megacompile.runtime import adam
 from megacompile.runtime.adam import AdamSegment
-from megacompile.runtime.store import HostTile, TileLayout
 from megacompile.runtime.threads import ThreadBackend
+from megacompile.runtime.tiles import HostTile, TileLayout
 from megacompile.runtime.visiting import visit
 from megacompile.scheduling import Schedule
 

@@ -1,0 +1,88 @@
+"""Masks of pairs: batch arguments that say which keys each query of a sequence sees, other than by causality and padding.
+
+They are bool (True: seen) or floats (added to scores), [B, T, T] or [B, n, T, T], n 1 or the number of heads: both their last
+dimensions count the batch's tokens. Models of transformers hand such an `attention_mask` to every layer as it is.
+"""
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+
+import torch
+from torch import Tensor
+
+from megacompile.errors import UnsupportedError
+from megacompile.frontend.batches.modalities import MODALITIES, aligned
+from megacompile.frontend.templates.template import LENGTH, TemplateInput
+
+_NO_MASKS = frozenset(modality.patches for modality in MODALITIES)
+
+
+def is_pairs(value: Tensor, tokens: torch.Size) -> bool:
+    """Whether a tensor has the form of a mask of pairs in a batch of `tokens`, [B, T]; or of 1 sequence in place of B."""
+    return _is_square(value) and value.shape[-1] == tokens[1] and value.shape[0] in (1, tokens[0])
+
+
+def _is_square(value: Tensor) -> bool:
+    kind = value.dtype == torch.bool or value.is_floating_point()
+    return kind and value.dim() in (3, 4) and value.shape[-1] == value.shape[-2]
+
+
+def tokens_of(batch: Mapping[str, Tensor]) -> torch.Size:
+    """The shape of a batch's first argument that is no mask of pairs, whose sizes B and T those of the others are."""
+    first = next(iter(batch.values()))
+    other = next((value for value in batch.values() if not _is_square(value)), first).shape
+    return other if len(other) > 1 and is_pairs(first, other) else first.shape
+
+
+def pairs_of(batch: Mapping[str, Tensor]) -> set[str]:
+    """The names of a batch's arguments that are masks of pairs."""
+    tokens = tokens_of(batch) if batch else torch.Size()
+    if len(tokens) < 2:
+        return set()
+    return {name for name, value in batch.items() if is_pairs(value, tokens)} - _NO_MASKS - aligned(batch)
+
+
+def of_pairs(expected: TemplateInput | None) -> bool:
+    """Whether a batch argument of captured graphs is a mask of pairs."""
+    return expected is not None and len(expected.shape) > 2 and expected.shape[-2:] == (LENGTH, LENGTH)
+
+
+# ---------------------------------------------------------------- how a form says them
+def described(name: str, value: Tensor) -> str:
+    """How a form says a further argument: by its name; of a mask of pairs, with what it is: "mask: bool [B, 1, T, T]"."""
+    if value.dim() == 2:
+        return name
+    sizes = ", ".join(["B", *map(str, value.shape[1:-2]), "T", "T"])
+    return f"{name}: {str(value.dtype).removeprefix('torch.')} [{sizes}]"
+
+
+def masks_of(example: Mapping[str, Tensor] | None) -> list[str]:
+    """The masks of pairs that every batch has, as a form would say them."""
+    return [described(name, example[name]) for name in pairs_of(example)] if example else []
+
+
+def argument(further: str) -> str:
+    """The name of a further argument."""
+    return further.partition(":")[0]
+
+
+def masks_in(further: Collection[str]) -> dict[str, str]:
+    """Those of a form's further arguments that are masks of pairs: their names, and what they are, "bool [B, 1, T, T]"."""
+    return {argument(each): each.partition(": ")[2] for each in further if each != argument(each)}
+
+
+def example_of(further: str, tokens: torch.Size) -> Tensor:
+    """A further argument on the meta device: int64 [B, T], or the mask of pairs that it is described as."""
+    found = re.fullmatch(r".+: (\w+) \[B, (?:(\d+), )?T, T\]", further)
+    if found is None:
+        return torch.empty(tokens[:2], dtype=torch.long, device="meta")
+    heads = [int(found[2])] if found[2] else []
+    return torch.empty(tokens[0], *heads, tokens[1], tokens[1], dtype=getattr(torch, found[1]), device="meta")
+
+
+def refuse_added(name: str, key: str) -> None:
+    """Raises `UnsupportedError` for a bool mask that eager attention would take for numbers."""
+    raise UnsupportedError(f"{name}: {key} is bool, and eager attention adds it to scores as 0 and 1, which hides nothing: "
+                           "pass floats, 0 where a query sees a key and -inf where not, or make the model with "
+                           'attn_implementation="sdpa", where it has that')

@@ -1,0 +1,109 @@
+"""What a model makes of all rows of a batch at once, out of its arguments alone: the largest position, which decides on the
+frequencies of LongRoPE, or the first row of a mask.
+
+A micro-batch would have another value. So the value is computed from the whole batch on the host, like the number of target
+tokens, and is an input of the calls that read it.
+"""
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, fx
+
+from megacompile.frontend.graph.loss import TargetCount, count_batch
+from megacompile.frontend.graph.totals import writes
+from megacompile.frontend.templates.template import Source
+from megacompile.frontend.tracing.layer_calls import source_line
+from megacompile.frontend.tracing.model_graph import ModelGraph
+
+_REDUCING = frozenset({"max", "amax", "min", "amin", "sum", "mean", "any", "all", "prod"})
+Symbols = Collection[sympy.Symbol]
+
+
+def take_totals(model: ModelGraph) -> tuple[tuple[TargetCount, ...], str]:
+    """Rewrites `model` so that totals of a batch are placeholders, whose sources are "total" and their number. How each is
+    computed; and where one is made that the host cannot compute of the batch alone, or "": `model` is as it was then."""
+    rows = _symbols(model, 0)
+    derived = {node for node, source in model.sources.items() if source.kind == "batch" and _has(node, rows)}
+    totals = [node for node in _made(model, derived, rows) if _matters(node, rows)]
+    found: list[tuple[fx.Node, TargetCount]] = []
+    for node in totals:
+        count = None if any(writes(user) and user.args[0] is node for user in node.users) else count_batch(
+            model, node, lambda graph, value: value, node.meta["example_value"].dtype)
+        if count is None:
+            return (), f"what it makes of its arguments{source_line(node)}"
+        found.append((node, count))
+    for number, (node, _) in enumerate(found):
+        with model.graph.graph.inserting_after(model.graph.graph.find_nodes(op="placeholder")[-1]):
+            given = model.graph.graph.placeholder(f"total_{number}")
+        value = node.meta["example_value"]
+        with model.fakes:
+            given.meta["example_value"] = torch.empty(value.shape, dtype=value.dtype, device=value.device)
+        model.sources[given] = Source("total", index=number)
+        node.replace_all_uses_with(given)  # it stays: its argument is one that the model reads
+    model.graph.recompile()
+    return tuple(count for _, count in found), ""
+
+
+def counts_places(model: ModelGraph) -> bool:
+    """Whether a model computes with a number made of the places of a row: of longer rows, padding among them, it is another."""
+    places = _symbols(model, 1)
+    weights = {node for node, source in model.sources.items() if source.kind in ("parameter", "buffer")}
+    derived = {node for node in model.graph.graph.nodes if node not in weights and _has(node, places)}
+    return any(_name(node) in _REDUCING and not _has(node, _symbols(model, 0)) and _matters(node, places)
+               for node in _made(model, derived, places))
+
+
+def _made(model: ModelGraph, derived: set[fx.Node], symbols: Symbols) -> Iterator[fx.Node]:
+    """The first values made of `derived` ones, and of no weight, whose sizes do not have `symbols`. Adds what is made on the
+    way to `derived`."""
+    trained = {node for node, source in model.sources.items() if source.kind == "parameter"}
+    for node in model.graph.graph.nodes:
+        if node.op == "output" or not trained.isdisjoint(node.all_input_nodes):
+            trained.add(node)
+        elif not derived.isdisjoint(node.all_input_nodes) and not _makes_constants(node):
+            value = node.meta.get("example_value")
+            if isinstance(value, Tensor) and not _has(node, symbols):
+                yield node
+            elif isinstance(value, Tensor | tuple | list):
+                derived.add(node)
+
+
+def _makes_constants(node: fx.Node) -> bool:
+    """Whether a node reads of a value its size, dtype and device alone: new_ones, zeros_like."""
+    return _name(node).startswith("new_") or _name(node).endswith("_like")
+
+
+def _matters(node: fx.Node, symbols: Symbols) -> bool:
+    """Whether values of tokens are made of it: totals that end in a number are the loss's business."""
+    pending, seen = [node], {node}
+    while pending:
+        each = pending.pop()
+        if _has(each, symbols):
+            return True
+        pending += [user for user in each.users if user not in seen]
+        seen.update(each.users)
+    return False
+
+
+def _symbols(model: ModelGraph, dimension: int) -> set[sympy.Symbol]:
+    """The symbols of this dimension of batch arguments."""
+    shapes = [node.meta["example_value"].shape for node, source in model.sources.items() if source.kind == "batch"]
+    return set().union(*(_free(shape[dimension]) for shape in shapes if len(shape) > dimension))
+
+
+def _has(node: fx.Node, symbols: Symbols) -> bool:
+    value: Any = node.meta.get("example_value")
+    tensors = value if isinstance(value, tuple | list) else (value,)
+    return any(not _free(size).isdisjoint(symbols) for each in tensors if isinstance(each, Tensor) for size in each.shape)
+
+
+def _free(size: int | torch.SymInt) -> set[sympy.Symbol]:
+    return set(size.node.expr.free_symbols) if isinstance(size, torch.SymInt) else set()
+
+
+def _name(node: fx.Node) -> str:
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")

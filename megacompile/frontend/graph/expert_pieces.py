@@ -1,0 +1,115 @@
+"""Experts in pieces: a module of very many experts as several modules of some of them, whose outputs are added up.
+
+A piece is what transformers' expert parallelism gives one of its ranks: the experts `first` to `first + count`, and for each
+token the numbers of those among them that it is sent to; what it sends elsewhere is left out (number `count`), by zeros, never
+by products with zero. Pieces run one after the other, so that only one of them need be on the device.
+
+`first` is a tensor that goes from piece to piece: a constant would make each piece another graph.
+"""
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megacompile.frontend.tracing.layers import LayerStack
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A piece's share of a parameter of all experts: `parameter`, its name in the model; experts `first` to `stop`."""
+
+    parameter: str
+    first: int
+    stop: int
+
+
+border = torch.library.custom_op("megacompile::piece_border", lambda value: value.clone(), mutates_args=(),
+                                 schema="(Tensor value) -> Tensor")
+border.register_fake(torch.empty_like)
+border.register_autograd(lambda _, gradient: gradient)
+#: In a model's graph: where each piece begins, and where the last one ends. `pieces.py` cuts there, and takes it out.
+BORDER = torch.ops.megacompile.piece_border
+
+
+class ExpertPieces(nn.Module):
+    """Stands in the place of a module of experts, for whoever captures the model."""
+
+    def __init__(self, experts: nn.Module, counts: Sequence[int]) -> None:
+        super().__init__()
+        bounds = itertools.pairwise(itertools.accumulate(counts, initial=0))
+        self.pieces = nn.ModuleList(_piece(experts, first, stop) for first, stop in bounds)
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """hidden_states [N, hidden]; numbers of experts, int64 [N, k], and their weights; returns [N, hidden]."""
+        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+        run = ALL_EXPERTS_FUNCTIONS["grouped_mm"]
+        first = torch.zeros((), dtype=torch.int64, device=top_k_index.device)
+        total: Any = None
+        for piece in self.pieces:
+            first = BORDER(first)
+            count: Any = piece.num_experts
+            number = top_k_index - first
+            number = torch.where((number >= 0) & (number < count), number, count)
+            part = run(piece, hidden_states, number, top_k_weights)
+            total = part if total is None else total + part
+            first = first + count
+        return BORDER(total)
+
+
+def _piece(experts: nn.Module, first: int, stop: int) -> nn.Module:
+    piece: Any = copy.copy(experts)
+    piece._modules, piece._buffers = dict(experts._modules), dict(experts._buffers)
+    piece._parameters = {name: nn.Parameter(p.detach()[first:stop].clone(), p.requires_grad)
+                         for name, p in experts._parameters.items() if p is not None}
+    piece.num_experts, piece._is_expert_parallel = stop - first, True
+    return piece
+
+
+def divisible(experts: nn.Module) -> bool:
+    """Whether a module is of experts that transformers can run apart: each parameter is one tensor [experts, ...], its own.
+    Their modules say how a weight lies; whether other numbers of experts come in (`_is_expert_parallel`), recent ones only."""
+    own = [p for p in experts._parameters.values() if p is not None]
+    return (hasattr(experts, "is_transposed") and hasattr(experts, "num_experts") and bool(own)
+            and all(p.dim() > 1 and p.shape[0] == experts.num_experts for p in own)
+            and len(own) == len(list(experts.parameters())))
+
+
+def experts_in(stack: LayerStack) -> Iterator[tuple[str, nn.Module]]:
+    """The modules of experts in a stack's layers, one a layer, by qualified name; those aside that an adapter has as its
+    `base_layer`, whose parameters it reads itself."""
+    for layer, module in zip(stack.names, stack.layers, strict=True):
+        inside = [(f"{layer}.{name}", found) for name, found in module.named_modules() if divisible(found)]
+        yield from inside if len(inside) == 1 and not inside[0][0].endswith("base_layer") else ()
+
+
+def counts_of(experts: int, pieces: int) -> list[int]:
+    """Experts of each piece, the first ones one more where it does not divide; at most one piece an expert."""
+    whole, rest = divmod(experts, min(pieces, experts))
+    return [whole + (i < rest) for i in range(min(pieces, experts))]
+
+
+def split_experts(model: nn.Module, stack: LayerStack, pieces: int) -> None:
+    """Puts `pieces` pieces in the place of each module of experts, of a model that is one's own to change."""
+    for name, experts in list(experts_in(stack)) if pieces > 1 else ():
+        number: Any = experts.num_experts
+        parent, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(parent), attribute, ExpertPieces(experts, counts_of(number, pieces)))
+
+
+def rows_of(model: nn.Module) -> Mapping[str, Rows]:
+    """What each parameter of a piece is a share of, by the parameter's name in a model whose experts were split."""
+    found: dict[str, Rows] = {}
+    for path, module in model.named_modules():
+        first = 0
+        for number, piece in enumerate(module.pieces if isinstance(module, ExpertPieces) else ()):
+            stop = first + int(piece.num_experts)  # type: ignore[arg-type]
+            found |= {f"{path}.pieces.{number}.{name}": Rows(f"{path}.{name}", first, stop) for name in piece._parameters}
+            first = stop
+    return found

@@ -1,0 +1,103 @@
+"""What a model returns, taken apart into loss and logits once, and rebuilt around new ones in every step."""
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from megacompile.errors import UnsupportedError
+from megacompile.frontend.tracing.model_graph import ModelGraph
+
+_OF_ROUTERS = ("aux_loss", "router_logits")
+#: What models of transformers give back of what loss and logits are made of.
+_PARTS = frozenset({*_OF_ROUTERS, "image_hidden_states"})
+
+
+@dataclasses.dataclass(frozen=True)
+class OutputStructure:
+    """How a model packs its loss and logits: `cls` is Tensor, tuple, list, or a mapping class built from keywords.
+
+    `fields` are (key or position, "loss" | "logits" | "part" | "") in the model's own order; a part of what these are made of
+    is not given back.
+    """
+
+    cls: type
+    fields: tuple[tuple[Any, str], ...]
+
+    @property
+    def has_loss(self) -> bool:
+        return any(role == "loss" for _, role in self.fields)
+
+    @property
+    def has_logits(self) -> bool:
+        return any(role == "logits" for _, role in self.fields)
+
+    @property
+    def records_routers(self) -> bool:
+        """Whether routers' logits were asked for when the model was captured."""
+        return any(role == "part" and key in _OF_ROUTERS for key, role in self.fields)
+
+    def rebuild(self, loss: Tensor | None, logits: Tensor | None, **further: Any) -> Any:
+        """The model's return value around `loss` and `logits`; what it returned as None stays None. `further` fields are of a
+        mapping class alone."""
+        values = {key: {"loss": loss, "logits": logits}.get(role) for key, role in self.fields}
+        if issubclass(self.cls, Tensor):
+            return loss if loss is not None else logits
+        if issubclass(self.cls, (tuple, list)):
+            return self.cls(values.values())
+        return self.cls(**values, **further)
+
+
+def output_structure(model: ModelGraph, name: str, other_loss: bool = False) -> tuple[OutputStructure, list[int]]:
+    """The structure, and which of the graph's results are the loss and, if the model returns them, the logits.
+
+    Raises `UnsupportedError` unless the model returns one scalar, with a gradient if anything in the model has one, and at
+    most one other tensor, which has batch and length in front; or that tensor alone, if all of the batch went into it: a
+    model without a head, of which others make losses. With `other_loss`, one that is not the model's, it must return logits,
+    and may do so alone.
+    """
+    returned = model.returned
+    trained = any(getattr(n.meta["example_value"], "requires_grad", False) for n in model.sources)
+    if isinstance(returned, Tensor):
+        items: Sequence[tuple[Any, Any]] = [(0, returned)]
+    elif isinstance(returned, (tuple, list)) and not hasattr(returned, "_fields"):
+        items = list(enumerate(returned))
+    elif hasattr(returned, "items"):
+        items = list(returned.items())
+    else:
+        raise UnsupportedError(f"{name} returns a {type(returned).__name__}: return a tensor, tuple or ModelOutput")
+    position = {id(n.meta["example_value"]): i for i, n in enumerate(model.results) if isinstance(n, fx.Node)}
+    fields, found = [], {}
+    for key, value in items:
+        role = "part" if key in _PARTS and value is not None else ""
+        if isinstance(value, Tensor) and not role:
+            scalar = value.dim() == 0 and value.is_floating_point() and value.requires_grad == trained
+            rows = value.dim() >= 3 or (value.dim() == 2 and isinstance(value.shape[0], torch.SymInt))  # of a classifier
+            role = "loss" if scalar else "logits" if rows and value.is_floating_point() else "other"
+            if role in found or role == "other" or id(value) not in position:
+                raise UnsupportedError(
+                    f"{name} returns {key} of shape {list(value.shape)} besides a scalar loss and [batch, length, "
+                    "vocabulary] logits: switch such outputs off in its config, or return loss and logits only")
+            found[role] = position[id(value)]
+        elif value is not None and not role:
+            raise UnsupportedError(f"{name} returns {key}={type(value).__name__}: return loss and logits only")
+        fields.append((key, role))
+    if other_loss and ("logits" not in found or ("loss" not in found and not isinstance(returned, Tensor))):
+        raise UnsupportedError(f"{name} returns no logits for a loss of your own, or has no place for the loss: return logits "
+                               "alone, or in a structure that has a loss as well")
+    if "loss" not in found and not other_loss and not _whole_batch_makes(model, found.get("logits"), trained):
+        raise UnsupportedError(
+            f"{name} returns no scalar loss that depends on what is trained: return the loss when labels are given, and "
+            "compute it with some parameter that has requires_grad=True")
+    return OutputStructure(type(returned), tuple(fields)), [found[r] for r in ("loss", "logits") if r in found]
+
+
+def _whole_batch_makes(model: ModelGraph, position: int | None, trained: bool) -> bool:
+    """Whether a result is what the model is for: labels that nothing reads would be a loss that was forgotten."""
+    if position is None or model.results[position].meta["example_value"].requires_grad != trained:
+        return False
+    return all(any(user not in model.sources for user in node.users)  # not its sizes alone
+               for node, source in model.sources.items() if node.op == "placeholder" and source.kind == "batch")

@@ -1,0 +1,302 @@
+"""The model graph, cut at its layers: a prologue, one section for each layer call, an epilogue; and their equality."""
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from megacompile.errors import CaptureError
+from megacompile.frontend.graph.totals import made_in_layers
+from megacompile.frontend.templates.template import Source
+from megacompile.frontend.tracing.layer_calls import LayerCall, check_chain, layer_calls, source_line
+from megacompile.frontend.tracing.layers import LayerStack
+from megacompile.frontend.tracing.model_graph import INVOKE, ModelGraph
+
+NUMBERS = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+@dataclasses.dataclass
+class Section:
+    """A piece of the model graph (Dynamo level). `sources[i]` feeds placeholder i; `carried[i]` says whether the next
+    call reads result i, `has_gradient[i]` whether a gradient comes back for it. `layer`: that it is a part of, if it is one;
+    `share`: of what that layer's experts compute, on average. `visit`: for the how manieth time a forward runs it; `own_names`:
+    what the layer itself calls its parameters and buffers, by their names in the model."""
+
+    name: str
+    graph: fx.GraphModule
+    sources: list[Source]
+    has_gradient: list[bool]
+    carried: list[bool]
+    layer: str = ""
+    share: Fraction = Fraction(1)
+    visit: int = 1
+    own_names: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    @property
+    def call_name(self) -> str:
+        """What the call of it is named: the layer, of a later run of it "layers.3@2"."""
+        return self.name if self.visit == 1 else f"{self.name}@{self.visit}"
+
+
+def needs_gradient(node: fx.Node) -> bool:
+    return bool(getattr(node.meta["example_value"], "requires_grad", False))
+
+
+def split_at_layers(model: ModelGraph, module: nn.Module, stack: LayerStack, results: Sequence[fx.Node],
+                    chained: bool = False) -> list[Section]:
+    """Prologue, layers in the order in which they run, epilogue; the epilogue computes `results`. `module`: what was traced.
+
+    What is computed between two layers from an earlier one's output goes to the front of the second; totals over tokens that
+    the model makes behind the last layer, of every layer's values, are made in the layers (`totals.py`). Only the call that
+    follows is handed a call's outputs: a value that is read further on (an early layer's keys, an embedding added at the end)
+    is one more output of every call on its way. Prologue values without a gradient, which all calls may read, need no such way.
+
+    Raises `CaptureError` where a layer reads nothing that an earlier call hands on; if `chained`, nothing that the call before
+    it makes, or what is made of that. No dead-code elimination here: Dynamo's
+    graph still has in-place ops whose results nobody reads. After AOT, which makes it functional, it is safe.
+    """
+    body = [n for n in model.graph.graph.nodes if n.op not in ("placeholder", "output") and n not in model.sources]
+    found = layer_calls(model, module, stack)
+    if chained:
+        check_chain(body, found)
+    calls = [call.node for call in found]
+    members, made_by = _members([n for n in body if not _goes_along(model, n)], calls)
+    _move(members, made_by, made_in_layers(members[-1], made_by, model.sources, results, len(calls)))
+    last = len(calls) + 1
+    reads = {stage: _outside(model, nodes, results if stage == last else (), calls[stage - 1] if 0 < stage < last else None)[0]
+             for stage, nodes in enumerate(members)}
+    last_read = {value: stage for stage, values in reads.items() for value in values if value not in model.sources}
+    outer = [n for n in members[0] if n in last_read and last_read[n] > 0 and isinstance(n.meta["example_value"], Tensor)]
+    carried = _carried_from_prologue(outer, calls, last_read)
+    shared = [*carried, *(n for n in outer if n not in carried)]
+
+    def handed_on(stage: int) -> list[fx.Node]:
+        """A call's own results, then what it passes on."""
+        travelling = [n for n in last_read if made_by[n] <= stage < last_read[n] and (n not in shared or n in carried)]
+        return sorted(travelling, key=lambda n: (made_by[n] != stage, order[n]))
+
+    def source_of(reader: str, previous: Sequence[fx.Node], stage: int) -> Callable[[fx.Node], Source]:
+        def source(node: fx.Node) -> Source:
+            if node in model.sources:
+                found = model.sources[node]
+                return Source("random", index=stage) if found.kind == "random" else found
+            if node in previous:
+                return Source("carried", index=previous.index(node))
+            assert node in shared, f"{reader} reads {node.name}, which nothing hands on to it"
+            return Source("shared", index=shared.index(node))
+        return source
+
+    order = {node: position for position, node in enumerate(body)}
+    sections = [extract("prologue", model, members[0], shared, source_of("the prologue", [], 0), carried)]
+    previous: list[fx.Node] = list(carried)
+    for stage, call in enumerate(found, 1):
+        outputs = handed_on(stage)
+        sections.append(_layer_section(call, model, members[stage], previous, outputs,
+                                       source_of(call.layer, previous, stage)))
+        if not any(s.kind == "carried" for s in sections[-1].sources) and previous:
+            raise CaptureError(f"{call.layer} does not read the output of the call before it: the layers must form a chain")
+        previous = outputs
+    sections.append(extract("epilogue", model, members[last], results, source_of("the epilogue", previous, last), []))
+    return sections
+
+
+def _members(body: Sequence[fx.Node], calls: Sequence[fx.Node]) -> tuple[list[list[fx.Node]], dict[fx.Node, int]]:
+    """The nodes outside of layers that each call takes along, by stage (0 is the prologue, also of nodes between layers that
+    read none; then the layers; then the epilogue), and the stage that makes each value."""
+    members: list[list[fx.Node]] = [[] for _ in range(len(calls) + 2)]
+    made_by: dict[fx.Node, int] = {}
+    stage = 1
+    for node in body:
+        if node.target is INVOKE:
+            made_by[node] = stage
+            stage += 1
+        elif node.target is operator.getitem and node.args[0] in calls:
+            made_by[node] = made_by[node.args[0]]  # type: ignore[index]
+        elif not (node.op == "get_attr" and node.users and all(u.target is INVOKE for u in node.users)):
+            late = stage > len(calls) or any(made_by.get(a, 0) > 0 for a in node.all_input_nodes)
+            made_by[node] = stage if late else 0
+            members[made_by[node]].append(node)
+    return members, made_by
+
+
+def _move(members: list[list[fx.Node]], made_by: dict[fx.Node, int], moved: Mapping[fx.Node, int]) -> None:
+    """Takes nodes out of the epilogue, to the ends of earlier calls."""
+    members[-1] = [node for node in members[-1] if node not in moved]
+    for node, stage in moved.items():
+        made_by[node] = stage
+        members[stage].append(node)
+
+
+def _layer_section(
+    call: LayerCall, model: ModelGraph, around: Sequence[fx.Node], passing: Sequence[fx.Node],
+    results: Sequence[fx.Node], source_of: Callable[[fx.Node], Source],
+) -> Section:
+    """The region that `call` invokes with the nodes `around` it, before and behind, in one graph that returns `results`:
+    outputs of either, or values `passing` through."""
+    passed_on = [n for n in results if n in passing]
+    graph, copies, sources = _copied(model, around, passed_on, source_of, call.node)
+    modules: dict[str, Any] = {n.target: getattr(model.graph, n.target, None) for n in graph.find_nodes(op="get_attr")}
+    region = _region(model, call.node)
+    modules |= {f"layer_{n.target}": getattr(region, n.target) for n in region.graph.find_nodes(op="get_attr")}
+    graph.output(owned(graph, [copies[n] for n in results]))
+    return Section(call.layer, fx.GraphModule(modules, graph), sources, [needs_gradient(n) for n in results],
+                   [True] * len(results), visit=call.visit, own_names=call.own_names)
+
+
+def _region(model: ModelGraph, call: fx.Node) -> fx.GraphModule:
+    region: fx.GraphModule = getattr(model.graph, str(call.args[0].target))  # type: ignore[union-attr]
+    return region
+
+
+def _inlined(model: ModelGraph, call: fx.Node, graph: fx.Graph, copies: dict[fx.Node, fx.Node]) -> dict[fx.Node, Any]:
+    """Copies the region that `call` invokes to the end of `graph`; the call's results there."""
+    region = _region(model, call)
+    inner: dict[fx.Node, Any] = {}
+    for node in region.graph.nodes:
+        if node.op == "placeholder":
+            argument = call.args[2 + len(inner)]
+            inner[node] = copies[argument] if isinstance(argument, fx.Node) else argument
+            if isinstance(inner[node], fx.Node) and inner[node].op == "placeholder" and needs_gradient(inner[node]) is (
+                    needs_gradient(node)):  # else the region is another call's
+                inner[node].meta = dict(node.meta)
+            continue
+        if node.op == "output":
+            break
+        inner[node] = graph.node_copy(node, inner.__getitem__)
+        if node.op == "get_attr":
+            inner[node].target = f"layer_{node.target}"
+    (returned,) = region.graph.output_node().args
+    return {n: inner[returned[n.args[1]]] for n in call.users}  # type: ignore[index]
+
+
+def extract(
+    name: str, model: ModelGraph, nodes: Sequence[fx.Node], results: Sequence[fx.Node],
+    source_of: Callable[[fx.Node], Source], carried: Sequence[fx.Node],
+) -> Section:
+    """`nodes` in a graph of their own; what they read from outside becomes a placeholder."""
+    graph, copies, sources = _copied(model, nodes, results, source_of)
+    graph.output(owned(graph, [copies[n] for n in results]))
+    return Section(name, fx.GraphModule(model.graph, graph), sources,
+                   [needs_gradient(n) for n in results], [n in carried for n in results])
+
+
+def _copied(
+    model: ModelGraph, nodes: Sequence[fx.Node], results: Sequence[Any], source_of: Callable[[fx.Node], Source],
+    call: fx.Node | None = None,
+) -> tuple[fx.Graph, dict[fx.Node, fx.Node], list[Source]]:
+    """A graph that computes `nodes`, and the region that `call` invokes among them, and has `results`, those that are nodes;
+    the copies; the sources of its placeholders."""
+    outside, along = _outside(model, nodes, results, call)
+    inside = set(nodes)
+    graph, copies = fx.Graph(), {}
+    for node in outside:
+        copies[node] = graph.placeholder(node.name)
+        copies[node].meta = dict(node.meta)
+    for node in model.graph.graph.nodes:
+        if node is call:
+            copies |= _inlined(model, call, graph, copies)
+        elif node in inside or node in along:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+    return graph, copies, [source_of(n) for n in outside]
+
+
+def _outside(model: ModelGraph, nodes: Sequence[fx.Node], results: Sequence[Any],
+             call: fx.Node | None = None) -> tuple[dict[fx.Node, None], set[fx.Node]]:
+    """What `nodes`, `results` and the arguments of `call` read that is made elsewhere, in order; and what is copied along with
+    them."""
+    inside = {*nodes, *((call, *call.users) if call is not None else ())}
+    arguments = call.args[2:] if call is not None else ()
+    pending = [*(a for n in nodes for a in n.all_input_nodes), *(n for n in (*arguments, *results) if isinstance(n, fx.Node))]
+    outside: dict[fx.Node, None] = {}
+    along: set[fx.Node] = set()
+    while pending:
+        node = pending.pop(0)
+        if node in inside or node in outside or node in along:
+            continue
+        if _goes_along(model, node):
+            along.add(node)
+            pending.extend(node.all_input_nodes)
+        else:
+            outside[node] = None
+    return outside, along
+
+
+def _goes_along(model: ModelGraph, node: fx.Node) -> bool:
+    """Arithmetic on sizes, since no call hands an int to another, and views of weights (a transposed one that Dynamo took out
+    of a layer), since a call reads its weights itself."""
+    if node in model.sources:
+        return False
+    value = node.meta.get("example_value")
+    if isinstance(value, NUMBERS):
+        return True
+    weights = {n for n in node.all_input_nodes if n in model.sources and model.sources[n].kind in ("parameter", "buffer")}
+    return isinstance(value, Tensor) and value._is_view() and bool(node.all_input_nodes) and all(
+        n in weights or _goes_along(model, n) for n in node.all_input_nodes)
+
+
+def owned(graph: fx.Graph, results: Sequence[fx.Node]) -> tuple[fx.Node, ...]:
+    """The results, those that view other memory cloned: AOT refuses outputs that alias, and the view's base may be gone
+    by the time the next call reads it."""
+    owned = []
+    for node in results:
+        value = node.meta["example_value"]
+        if isinstance(value, Tensor) and (value._is_view() or node.op == "placeholder"):
+            copy = graph.call_method("clone", (node,))
+            copy.meta = dict(node.meta)
+            node = copy
+        owned.append(node)
+    return tuple(owned)
+
+
+def _carried_from_prologue(
+    outer: Sequence[fx.Node], calls: Sequence[fx.Node], last_read: dict[fx.Node, int]
+) -> list[fx.Node]:
+    """The prologue's results that play the part of "the previous layer's output" for the first layer: those that need a
+    gradient, and those of the first layer's output's shape that nothing later reads (below frozen embeddings)."""
+    shapes = [tuple(u.meta["example_value"].shape) for u in calls[0].users]
+    return [n for n in outer if needs_gradient(n) or (
+        n in calls[0].args[2:] and last_read[n] == 1 and tuple(n.meta["example_value"].shape) in shapes)]
+
+
+def structural_key(section: Section) -> str:
+    """Equal for two sections iff one graph serves both: ops, constants, and each placeholder's role, symbolic shape,
+    stride, dtype and need of a gradient. Names of values, and of the layer itself, do not count."""
+    number: dict[fx.Node, int] = {}
+    lines = []
+    for node in section.graph.graph.nodes:
+        arguments = fx.map_arg((node.args, node.kwargs), lambda n: f"%{number[n]}")
+        if node.op == "placeholder":
+            source, value = section.sources[len(number)], node.meta["example_value"]
+            role = relative(source, section)
+            described = value
+            if isinstance(value, Tensor):
+                described = tuple(value.shape), value.stride(), value.dtype, value.requires_grad
+            # Which output of an earlier call feeds it is the call's business.
+            which = "" if source.kind in ("carried", "shared", "random") else f"{role.name} {role.index}"
+            lines.append(f"{role.kind} {which} {described}")
+        elif node.op == "get_attr":
+            nested = getattr(section.graph, str(node.target))
+            if not isinstance(nested, fx.GraphModule):
+                raise CaptureError(
+                    f"{section.name} holds a constant tensor ({node.target}): register it as a buffer"
+                    + source_line(node))
+            lines.append(f"get_attr {nested.code}")  # the forward and backward of an autograd.Function
+        else:
+            lines.append(f"{node.op} {node.target} {arguments}")
+        number[node] = len(number)
+    return "\n".join(lines)
+
+
+def relative(source: Source, section: Section) -> Source:
+    """A layer's own parameter or buffer by its name in the layer: model.layers.3.mlp.up.weight is mlp.up.weight."""
+    if source.kind not in ("parameter", "buffer"):
+        return source
+    for path in (section.name, section.layer):
+        if path and source.name.startswith(path + "."):
+            return Source(source.kind, source.name.removeprefix(path + "."))
+    return Source(source.kind, section.own_names.get(source.name, source.name))

@@ -1,0 +1,2 @@
+"""Ops and kernels of ours that templates call."""
+from __future__ import annotations

@@ -1,0 +1,263 @@
+"""Causal attention as one op of our own, so that a template names no device's kernel, and its face to transformers.
+
+`megacompile::attention` stands in every graph. Which kernel serves it is its last argument, set by the `attention` pass
+for the device that will run; "neutral" runs as "math". The kernels are in `attention_kernels.py`.
+"""
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megacompile.errors import UnsupportedError
+from megacompile.frontend.batches.pairs import argument, masks_in
+from megacompile.frontend.ops import attention_kernels as kernels
+from megacompile.frontend.ops import segmented_attention as segmented
+
+# Arguments of transformers' attention functions that change nothing here: caches and further outputs are off.
+_HARMLESS = {
+    "position_ids", "cache_position", "use_cache", "past_key_values", "output_attentions", "output_hidden_states",
+    "output_router_logits", "return_dict", "is_causal", "layer_idx", "num_items_in_batch",
+}
+
+_ARGUMENTS = "Tensor query, Tensor key, Tensor value"
+_OPTIONS = "float scale, int window, float softcap, str kernel, Tensor? segments=None"
+
+
+def _attention(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, window: int, softcap: float, kernel: str,
+    segments: Tensor | None = None, sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Causal attention with grouped queries.
+
+    query [B, H, T, D]; key, value [B, Hkv, T, D], H a multiple of Hkv. `window`: how many positions, its own among
+    them, a query sees (0: all before it). `softcap`: scores become softcap * tanh(scores / softcap) (0: none). `segments`,
+    int32 [B, T], says which sequence of its row each position belongs to: queries see their own alone. Keys below 0 are absent,
+    padding, and queries there see all that are present. Or bool [B, 1 or H, T, T], which keys each query sees, later ones too:
+    then `window` is 0. A query that sees nothing gives zeros. `sinks` [H]: a further score of each query, of a key without a
+    value.
+    Returns the output [B, H, T, D], in memory [B, T, H, D], and the logsumexp of the scores, float32 [B, H, T].
+    """
+    if segments is not None:
+        out, logsumexp = segmented.FORWARD[kernel](query, key, value, segments, scale, window, softcap)
+    else:
+        out, logsumexp = kernels.FORWARD[kernel](query, key, value, scale, window, softcap)
+    return (out, logsumexp) if sinks is None else kernels.add_sinks(out, logsumexp, sinks)
+
+
+def _attention_fake(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, window: int, softcap: float, kernel: str,
+    segments: Tensor | None = None, sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    batch, heads, length, width = query.shape
+    out = query.new_empty(batch, length, heads, width).transpose(1, 2)
+    return out, query.new_empty((batch, heads, length), dtype=torch.float32)
+
+
+def _attention_backward(
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor,
+    scale: float, window: int, softcap: float, kernel: str, segments: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query, key and value, each in memory [B, T, heads, D].
+
+    Sinks are in `out` and `logsumexp`: weights are exp(score - logsumexp), and the sum over a row of weights x their gradients
+    is grad_out . out, since what has no value adds nothing to either."""
+    if segments is not None:
+        return segmented.BACKWARD[kernel](grad_out, query, key, value, out, logsumexp, segments, scale, window, softcap)
+    return kernels.BACKWARD[kernel](grad_out, query, key, value, out, logsumexp, scale, window, softcap)
+
+
+def _attention_backward_fake(
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor,
+    scale: float, window: int, softcap: float, kernel: str, segments: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    def like(x: Tensor) -> Tensor:
+        batch, heads, length, width = x.shape
+        return x.new_empty(batch, length, heads, width).transpose(1, 2)
+
+    return like(query), like(key), like(value)
+
+
+attention = torch.library.custom_op(
+    "megacompile::attention", _attention, mutates_args=(),
+    schema=f"({_ARGUMENTS}, {_OPTIONS}, Tensor? sinks=None) -> (Tensor, Tensor)")
+attention.register_fake(_attention_fake)
+attention_backward = torch.library.custom_op(
+    "megacompile::attention_backward", _attention_backward, mutates_args=(),
+    schema=f"(Tensor grad_out, {_ARGUMENTS}, Tensor out, Tensor logsumexp, {_OPTIONS}) -> (Tensor, Tensor, Tensor)")
+attention_backward.register_fake(_attention_backward_fake)
+
+
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.options = inputs[3:7]
+    ctx.save_for_backward(*inputs[:3], *output, *inputs[7:9])
+    ctx.mark_non_differentiable(output[1])
+
+
+def _differentiate(ctx: Any, grad_out: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    query, key, value, out, logsumexp, segments, sinks = ctx.saved_tensors
+    gradients = torch.ops.megacompile.attention_backward(
+        grad_out, query, key, value, out, logsumexp, *ctx.options, segments)
+    of_sinks = None if sinks is None else _sinks_gradient(grad_out, out, logsumexp, sinks)
+    return *gradients, None, None, None, None, None, of_sinks
+
+
+def _sinks_gradient(grad_out: Tensor, out: Tensor, logsumexp: Tensor, sinks: Tensor) -> Tensor:
+    """Ops of the graph, that compilers fuse. A weight w without a value has the gradient -w (grad_out . out) in its score."""
+    weights = torch.exp(sinks.float()[:, None] - logsumexp)
+    return -(weights * (grad_out.float() * out.float()).sum(-1)).sum((0, 2)).to(sinks.dtype)
+
+
+attention.register_autograd(_differentiate, setup_context=_save_for_backward)
+
+
+def transformers_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, dropout: float = 0.0,
+    scaling: float | None = None, sliding_window: int | None = None, softcap: float | None = None,
+    s_aux: Tensor | None = None, *, form: str = "causal", **options: Any,
+) -> tuple[Tensor, None]:
+    """For `AttentionInterface`. `form`: a key of `FORMS`; "causal" takes no mask, the others the segments that
+    `transformers_mask` has made, and all of them its mask of every pair. `s_aux`: sinks [H].
+
+    Returns the output as [B, T, H, D], and no attention weights. Raises `UnsupportedError` for what the op cannot do.
+    """
+    segments = attention_mask
+    if form == "padded_eager" and softcap:
+        raise UnsupportedError("capped scores have gradients of their own where a query sees nothing")
+    of_pairs = segments is not None and segments.dtype == torch.bool
+    if form == "pairs" and not (of_pairs and _fits(segments, query)):
+        raise UnsupportedError("another mask than the batch's attention_mask reached a captured layer: pass batches without it")
+    if not of_pairs and ((segments is None) != (form == "causal") or (
+            segments is not None and (segments.dim(), segments.dtype) != _SEGMENTS)):
+        raise UnsupportedError("an attention mask that is neither causal, nor padding or packing, reached a captured layer: "
+                               "pass batches without attention_mask")
+    if dropout > 0:
+        raise UnsupportedError(
+            f"attention dropout {dropout} in {type(module).__name__} is not supported: set it to 0 in the config "
+            "(attention_dropout, attn_pdrop)")
+    if not of_pairs and not options.get("is_causal", getattr(module, "is_causal", True)):
+        raise UnsupportedError(f"{type(module).__name__} is not causal: only causal decoders can be streamed")
+    if key.shape[2] != query.shape[2]:
+        raise UnsupportedError(f"attention of {type(module).__name__} has keys of other positions than its queries have")
+    if s_aux is not None and s_aux.shape != query.shape[1:2]:
+        raise UnsupportedError(f"attention sinks of {type(module).__name__} are not one for each of {query.shape[1]} heads")
+    for name, option in options.items():
+        if option is not None and name not in _HARMLESS:
+            raise UnsupportedError(f"attention argument {name} of {type(module).__name__} is not supported")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    # No fused kernel takes values of another width than keys (latent attention has them): zeros change neither scores nor sums.
+    values, width = value.shape[-1], max(query.shape[-1], value.shape[-1])
+    query, key, value = (_widened(x, width) for x in (query, key, value))
+    window = 0 if of_pairs else int(sliding_window or 0)
+    kernel = "packed" if form == "packed" and not of_pairs else "neutral"
+    out, _ = torch.ops.megacompile.attention(
+        query, key, value, float(scale), window, float(softcap or 0.0), kernel, segments, s_aux)
+    if form == "padded_eager" and s_aux is None:  # where there is a sink, a query that sees nothing sees that, and gives zeros
+        assert segments is not None
+        heads = query.shape[1]
+        means = _means(query, kernels.expand_groups(key, heads), kernels.expand_groups(value, heads), scale)
+        out = torch.where(_blind(segments, window)[:, None, :, None], means, out)
+    if values < width:
+        out = out[..., :values]
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _fits(mask: Tensor | None, query: Tensor) -> bool:
+    """Whether a mask says of each pair of the query's positions, for all of its heads at once or for each, what is seen."""
+    batch, heads, length, _ = query.shape
+    return mask is not None and mask.dim() == 4 and mask.shape[1] in (1, heads) and (
+        mask.shape[0], *mask.shape[2:]) == (batch, length, length)
+
+
+def _blind(segments: Tensor, window: int) -> Tensor:
+    """Which queries see no key, before padding ends: bool [B, T]."""
+    if segments.dtype == torch.bool:
+        return ~segments.squeeze(1).any(-1)
+    seen = (segments >= 0).cumsum(1)
+    if window:
+        seen = seen - F.pad(seen, (window, 0))[:, :seen.shape[1]]
+    return seen == 0
+
+
+def _means(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    """What eager attention gives a query that sees nothing, [B, H, T, D]: all its scores are the same huge negative number, so
+    that every weight is 1 / T; but scores have their gradients, which the product that is added and taken away again brings."""
+    products = ((key - key.mean(2, keepdim=True)) * (scale / key.shape[2])).transpose(2, 3) @ value.detach()
+    scores = query @ products
+    return value.mean(2, keepdim=True) + (scores - scores.detach())
+
+
+def _widened(x: Tensor, width: int) -> Tensor:
+    return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))
+
+
+def transformers_mask(
+    *_: Any, attention_mask: Tensor | None = None, local_size: int | None = None, use_vmap: bool = False, config: Any = None,
+    mask_function: Any = None, batch_size: int = 0, q_length: int = 0, device: Any = None, form: str = "causal", **__: Any,
+) -> Tensor | None:
+    """For `AttentionMaskInterface`: no mask, since the op knows causality and windows itself; or segments, int32 [B, T]; or,
+    where something is laid over the causal mask (images whose tokens see each other both ways, chunks), bool [B, 1, T, T].
+
+    transformers' own mask functions cannot look at data under tracing and always build bool [B, 1, T, T]; and an
+    attention function *without* a mask function gets None too, and drops padding silently.
+    """
+    if form == "pairs" or (attention_mask is not None) != form.startswith("padded"):
+        raise UnsupportedError("a padding mask reached a captured model: pass batches without attention_mask")
+    # `use_vmap` is set where a model lays functions of its own over the mask. A window and a chunk both come as `local_size`.
+    chunked = local_size is not None and local_size == getattr(config, "attention_chunk_size", None)
+    if use_vmap or chunked or mask_function.__name__ == "or_mask":
+        return _every_pair(mask_function, attention_mask, batch_size, q_length, device)
+    if attention_mask is not None:
+        return torch.where(attention_mask.bool(), 0, -1).to(torch.int32)
+    if form == "causal":
+        return None
+    # Where a position does not see the one before it, a sequence begins: whatever rule transformers finds them by.
+    rows, positions = torch.arange(batch_size, device=device)[:, None], torch.arange(q_length, device=device)[None]
+    follows = mask_function(rows, 0, positions[:, 1:], positions[:, :-1])
+    begins = (~follows).expand(batch_size, -1)  # a rule that reads no position_ids gives one row for all
+    return F.pad(begins.cumsum(1), (1, 0)).to(torch.int32)
+
+
+def _every_pair(mask_function: Any, attention_mask: Tensor | None, batch: int, length: int, device: Any) -> Tensor:
+    """Which keys each query sees, bool [B, 1, T, T]. transformers asks `mask_function` for one pair at a time under vmap, which
+    Dynamo does not trace; here for all at once: one that does not compute elementwise gives another shape, which is refused."""
+    rows, positions = torch.arange(batch, device=device), torch.arange(length, device=device)
+    seen = mask_function(rows[:, None, None, None], rows[:1], positions[:, None], positions)
+    if attention_mask is not None:
+        seen = seen & attention_mask.bool()[:, None, None]
+    return seen.expand(batch, 1, length, length)
+
+
+#: (dimensions, dtype) of segments.
+_SEGMENTS = 2, torch.int32
+#: What rows hold -> the attention implementation that a model is captured with. Under "pairs", transformers makes no mask: the
+#: batch's is every layer's, windows or not. A query that sees nothing, padding on the left,
+#: gives zeros in transformers' "sdpa", and the mean of all values in its "eager".
+FORMS = {"causal": "megacompile", "packed": "megacompile_packed", "padded": "megacompile_padded",
+         "padded_eager": "megacompile_padded_eager", "pairs": "megacompile_pairs"}
+
+
+def implementation_for(further: Collection[str], own: str | None) -> str | None:
+    """The attention implementation for batches with `further` arguments (see `pairs.py`), of a model whose `own` is "sdpa",
+    "eager", ...; None where the meaning of an argument is the model's to say: of a mask that is added to scores, too."""
+    names, masks = {argument(each) for each in further}, masks_in(further)
+    if not names <= {"attention_mask", "position_ids", "token_type_ids"}:
+        return None
+    if masks:
+        return FORMS["pairs"] if masks.get("attention_mask", "").startswith("bool") else None
+    if "attention_mask" in names:  # then transformers looks for no sequences within a row
+        return FORMS["padded_eager" if own == "eager" else "padded"]
+    return FORMS["packed" if "position_ids" in names else "causal"]
+
+
+def register_with_transformers() -> None:
+    """Make `set_attn_implementation` know the implementations of `FORMS`. May be called again."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    for form, implementation in FORMS.items():
+        AttentionInterface.register(implementation, functools.partial(transformers_attention, form=form))
+        AttentionMaskInterface.register(implementation, functools.partial(transformers_mask, form=form))

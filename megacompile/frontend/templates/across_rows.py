@@ -1,0 +1,138 @@
+"""Where a model computes with several sequences of a batch at once: the mean of a batch, scores of every row with every other.
+
+Of each half of a batch such a model computes something else than of the whole, so that its batches are not split. Looked for
+are ops that are known to do so, on values computed from weights; totals that end in a number are the loss's business. Routed
+experts gather and sort tokens of all rows, and give each token what it would get alone: they are none of these ops.
+"""
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, fx
+
+from megacompile.frontend.graph.split import Section
+from megacompile.frontend.templates.template import Template
+from megacompile.frontend.tracing.layer_calls import source_line
+from megacompile.ir.tokenwise import MIXING, REDUCING, Layout, is_gemm, packet, tensors
+
+aten = torch.ops.aten
+
+#: Give each place of a dimension something that depends on the others, or leave some out.
+_ALONG = {op: MIXING[op] for op in (
+    aten.slice, aten.select, aten._softmax, aten._log_softmax, aten.cumsum, aten.topk, aten.sort)} | {
+    aten.flip: (1, None), aten.roll: (2, None), aten.cumprod: (1, None), aten.logcumsumexp: (1, None)}
+#: Reduce the dimensions that are their argument of this number.
+_OVER = dict.fromkeys(REDUCING, 1) | {aten.linalg_vector_norm: 2, aten.prod: 1}
+
+
+def across_rows(template: Template, section: Section) -> str:
+    """Where `section`, of which `template` was made, computes with several rows at once: its name, and the line; "" if it is
+    not known to."""
+    layout = Layout(template.renaming)
+    for node, computed in _computing(template.forward_graph(), template):
+        if _mixes(node, computed, layout, layout.batch) and not _ends_in_number(node):
+            return section.name + _line(section, node, layout)
+    return ""
+
+
+def across_tokens(template: Template) -> bool:
+    """Whether a template computes with several tokens of a row at once other than by our attention, which knows where a
+    sequence begins: by a convolution, a scan, a shift. So does, as far as this can tell, an op that nothing is known of."""
+    layout = Layout(template.renaming)
+    for node, computed in _computing(template.forward_graph(), template):
+        if getattr(node.target, "namespace", "") == "megacompile":
+            continue
+        if _mixes(node, computed, layout, layout.length) or _shifts(node, computed, layout):
+            return True
+    return False
+
+
+def _computing(graph: fx.Graph, template: Template) -> Iterator[tuple[fx.Node, Collection[fx.Node]]]:
+    """The ops that read a value computed from weights, and all such values so far."""
+    computed = {node for node, described in zip(graph.find_nodes(op="placeholder"), template.inputs, strict=True)
+                if described.differentiable or described.role.kind in ("parameter", "carried")}
+    for node in graph.nodes:
+        if node.op != "call_function" or computed.isdisjoint(node.all_input_nodes):
+            continue
+        if any(value.is_floating_point() for value in tensors(node)):  # numbers of experts, say, are no values of rows
+            computed.add(node)
+        yield node, computed
+
+
+def _shifts(node: fx.Node, computed: Collection[fx.Node], layout: Layout) -> bool:
+    """Whether an op that has no business with rows mixes or moves tokens: convolutions, padding, concatenation along a row; or
+    is not an op of PyTorch's own."""
+    op = packet(node)
+    values = [value for each in node.all_input_nodes if each in computed for value in tensors(each)]
+    if op in (aten.convolution, aten.constant_pad_nd, aten.unfold, aten.im2col, aten.tril, aten.triu):
+        return any(_counts(value, dim, layout, layout.length) for value in values for dim in range(value.dim()))
+    if op is aten.cat:
+        dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
+        return any(_counts(value, dim, layout, layout.length) for value in values)  # type: ignore[arg-type]
+    known = getattr(node.target, "namespace", "aten") in ("aten", "prims", "transformers")
+    return not known and any(_counts(value, dim, layout, layout.length) for value in values for dim in range(value.dim()))
+
+
+def _mixes(node: fx.Node, computed: Collection[fx.Node], layout: Layout, symbol: sympy.Symbol) -> bool:
+    """Whether an op is known to compute with several rows (`symbol` B), or tokens (T), of a value that is `computed`."""
+    op, first = packet(node), node.args[0] if node.args else None
+    if is_gemm(node):
+        (rows,), (made,) = tensors(node.args[-2]), tensors(node)  # type: ignore[arg-type]
+        return _counts(rows, -1, layout, symbol) or (_counts(made, -1, layout, symbol) and _counts(made, -2, layout, symbol))
+    if not isinstance(first, fx.Node) or first not in computed or not tensors(first):
+        return False
+    value, name = tensors(first)[0], getattr(op, "__name__", "")
+    if op in _OVER:
+        dims = _dims(node, _OVER[op], None)
+    elif op in _ALONG:
+        dims = _dims(node, *_ALONG[op])
+        if op is aten.slice and tensors(node)[0].shape == value.shape:
+            return False
+    elif "batch_norm" in name and "no_training" not in name:
+        dims = [dim for dim in range(value.dim()) if dim != 1]
+    elif name == "attention" or "scaled_dot_product" in name:
+        dims = [-2]
+    else:
+        return False
+    return any(_counts(value, dim, layout, symbol) for dim in (range(value.dim()) if dims is None else dims))
+
+
+def _dims(node: fx.Node, position: int, default: int | None) -> list[int] | None:
+    """The dimensions that an argument names; None: all."""
+    given: Any = node.args[position] if len(node.args) > position else node.kwargs.get("dim", default)
+    return [given] if isinstance(given, int) else list(given) or None if given is not None else None
+
+
+def _counts(value: Tensor, dim: int, layout: Layout, symbol: sympy.Symbol) -> bool:
+    return -value.dim() <= dim < value.dim() and symbol in layout.size(value.shape[dim]).free_symbols
+
+
+def _ends_in_number(node: fx.Node) -> bool:
+    """Whether nothing but single numbers is made of a node's value: a loss, or a part of one."""
+    pending, seen = [node], set[fx.Node]()
+    while pending:
+        each = pending.pop()
+        if each.op == "call_function" and any(value.dim() for value in tensors(each)):
+            return False
+        pending += [user for user in each.users if user not in seen]
+        seen.update(each.users)
+    return True
+
+
+def _line(section: Section, node: fx.Node, layout: Layout) -> str:
+    """The source line of the node that `node` was made of: the graphs of AOT know no lines. It has the same shape and, if one
+    has, the same name."""
+    shapes = {tuple(map(layout.size, value.shape)) for value in tensors(node)}
+    alike = [each for each in section.graph.graph.nodes if each.op in ("call_function", "call_method") and source_line(each)
+             and shapes.intersection(tuple(map(layout.size, value.shape)) for value in _values(each))]
+    name = getattr(packet(node), "__name__", "").strip("_")
+    named = [each for each in alike if name in str(getattr(each.target, "__name__", each.target))]
+    return source_line(next(iter(named or alike))) if alike else ""
+
+
+def _values(node: fx.Node) -> Iterator[Tensor]:
+    value = node.meta.get("example_value")
+    yield from (v for v in (value if isinstance(value, tuple | list) else (value,)) if isinstance(v, Tensor))

@@ -1,0 +1,108 @@
+"""A section of the model graph -> a `Template`: passes of level "model", the joint graph, its inputs described."""
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, fx
+from torch._decomp import get_decompositions
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from megacompile.errors import CaptureError, MegacompileError, first_line
+from megacompile.frontend.graph.split import Section, relative
+from megacompile.frontend.ops import linear_cross_entropy  # noqa: F401  # registers the op that fuse_loss inserts
+from megacompile.frontend.templates.joint import forward_graph, joint_graph
+from megacompile.frontend.templates.refused_ops import line_of_mutation, refuse_ops, refuse_unknown_sizes
+from megacompile.frontend.templates.template import TargetLike, Template, TemplateInput, TemplatePass, run_template_pass
+from megacompile.frontend.tracing.foreign_errors import TRACING_ERRORS, raise_foreign
+from megacompile.frontend.tracing.rounded_sizes import rounded_sizes
+
+#: Losses of each token, as ops that are known to treat each token alone.
+LOSSES_OF_TOKENS = get_decompositions([torch.ops.aten.nll_loss_forward, torch.ops.aten.nll_loss_backward])
+Renaming = dict[sympy.Symbol, sympy.Symbol]  # the graph's symbols -> B and T
+
+
+def build_template(
+    name: str, section: Section, fakes: FakeTensorMode, renaming: Renaming, target: TargetLike,
+    pipeline: Sequence[TemplatePass], head: bool = False, tokens_at_once: int = 0,
+) -> Template:
+    """The template of `section`; the epilogue's, whose first result is the loss, has the epilogue's variants, and a `head`'s
+    is differentiated by whoever gets its results.
+
+    Raises `UnsupportedError` for random ops, `CaptureError` for what cannot be differentiated or reads on the host.
+    """
+    epilogue = section.name == "epilogue"
+    refuse_unknown_sizes(section.graph, section.name)
+    stages = {"captured": section.graph.code}
+    trained = with_results(section, [0]).graph if epilogue else section.graph
+    trained = _run_model_passes(trained, target, pipeline, stages)
+    has_gradient = section.has_gradient[:1] if epilogue else section.has_gradient
+    carried = [index for index, source in enumerate(section.sources) if source.kind == "carried"]
+    inference = None
+    try:
+        with _portable_attention(target), rounded_sizes():
+            joint = joint_graph(trained, fakes, has_gradient, partition=not (epilogue or head), awaited=carried,
+                                decompositions=LOSSES_OF_TOKENS if tokens_at_once else None,
+                                device_type=target.device_type)
+            if epilogue:  # with logits as a result, no loss can be fused
+                inference = forward_graph(_run_model_passes(section.graph, target, pipeline, {}), fakes)
+    except MegacompileError:
+        raise
+    except TRACING_ERRORS as reason:
+        raise_foreign(reason)
+        raise CaptureError(
+            f"{section.name} cannot be differentiated as one graph: {first_line(reason).rstrip('.')}; use "
+            f"differentiable, functional torch ops, and change no input in place{line_of_mutation(section)}") from reason
+    stages["joint"] = joint.graph.code
+    refuse_ops(joint.graph, section)
+
+    def symbolic(size: Any) -> sympy.Expr:
+        return (size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(size)).xreplace(renaming)
+
+    inputs = []
+    placeholders = section.graph.graph.find_nodes(op="placeholder")
+    for index, (node, source) in enumerate(zip(placeholders, section.sources, strict=True)):
+        value = node.meta["example_value"]
+        shape = tuple(map(symbolic, value.shape)) if isinstance(value, Tensor) else ()
+        dtype = value.dtype if isinstance(value, Tensor) else None
+        inputs.append(TemplateInput(relative(source, section), shape, dtype, index in joint.gradients))
+    return Template(name, inputs, has_gradient, section.carried, joint, inference, renaming, target, pipeline, stages, head,
+                    tokens_at_once, section.share)
+
+
+def _run_model_passes(
+    graph: fx.GraphModule, target: TargetLike, pipeline: Sequence[TemplatePass], stages: dict[str, str]
+) -> fx.GraphModule:
+    for template_pass in pipeline:
+        if template_pass.level == "model":
+            graph = run_template_pass(template_pass, graph, target)
+            stages[template_pass.name] = graph.code
+    return graph
+
+
+def with_results(section: Section, positions: Sequence[int]) -> Section:
+    """A section with some of its results alone; what only the others need stays, in-place ops included, until AOT."""
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    (results,) = (section.graph.graph.output_node().args)
+    graph.graph_copy(section.graph.graph, copies)
+    graph.output(tuple(copies[results[i]] for i in positions))  # type: ignore[index]
+    return dataclasses.replace(section, graph=fx.GraphModule(section.graph, graph), sources=list(section.sources),
+                               has_gradient=[section.has_gradient[i] for i in positions],
+                               carried=[section.carried[i] for i in positions])
+
+
+@contextlib.contextmanager
+def _portable_attention(target: TargetLike) -> Iterator[None]:
+    """Within, a model's own `scaled_dot_product_attention` that no pass mapped onto our op is traced as plain aten ops
+    where it will run elsewhere: on fakes, which are on the CPU, it would become the CPU's kernel."""
+    if target.device_type == "cpu":
+        yield
+    else:
+        with sdpa_kernel([SDPBackend.MATH]):
+            yield

@@ -1,0 +1,128 @@
+"""Hidden states: what goes into the first layer, what each layer hands on, and what goes into the model's output embeddings.
+
+Where they are is read off the structure: a call's first output, and the input of the product that makes logits. That these are
+what the model itself means by `output_hidden_states` is found out by asking it: once, on fakes, when they are first wanted.
+"""
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+from megacompile.errors import UnsupportedError
+from megacompile.frontend.graph.split import Section, needs_gradient, owned
+from megacompile.frontend.tracing.foreign_errors import TRACING_ERRORS
+
+#: Outputs of programs: the last hidden state alone; and beside the logits, with those of all layers.
+LAST, ALL = "last_hidden_state", "hidden_states"
+_PRODUCTS = (F.linear, torch._C._nn.linear)
+
+
+@dataclasses.dataclass(frozen=True)
+class HiddenStates:
+    """Of one captured model. `sections`: prologue and layers; `to_logits`: the epilogue that returns logits alone, or of a
+    model without a head its last hidden states; `twin`, `batch`: its fakes."""
+
+    name: str
+    twin: nn.Module
+    batch: Mapping[str, Tensor]
+    sections: Sequence[Section]
+    to_logits: Section
+
+    def last(self) -> Section:
+        """The epilogue that returns the last hidden states, [B, T, H]. Raises `UnsupportedError` where they are not known."""
+        return _with_results(self.to_logits, [self._last()])
+
+    def beside_logits(self) -> Section:
+        """The epilogue that returns logits and, of a model with a head, the last hidden states. Raises `UnsupportedError` where
+        the model means others than are found here."""
+        self._check()
+        (logits,) = self.to_logits.graph.graph.output_node().all_input_nodes
+        return self.to_logits if self._head() is None else _with_results(self.to_logits, [logits, self._last()])
+
+    def _head(self) -> Any:
+        """The module that makes logits of the last hidden states; None of a model without."""
+        find: Any = getattr(self.twin, "get_output_embeddings", None)  # torch's own modules have none
+        return None if find is None else find()
+
+    def _last(self) -> fx.Node:
+        head = self._head()
+        (logits,) = self.to_logits.graph.graph.output_node().all_input_nodes
+        if head is None:
+            return logits
+        names = {id(parameter): name for name, parameter in self.twin.named_parameters()}  # tied ones: by their first
+        placeholders = self.to_logits.graph.graph.find_nodes(op="placeholder")
+        weights = [node for node, source in zip(placeholders, self.to_logits.sources, strict=True)
+                   if source.kind == "parameter" and source.name == names.get(id(getattr(head, "weight", None)))]
+        products = [user for weight in weights for user in weight.users if user.target in _PRODUCTS and user.args[1] is weight]
+        if len(products) != 1:
+            raise UnsupportedError(f"{self.name} makes its logits by something else than one product with its output "
+                                   "embeddings: stream the model without its head (AutoModel) for its hidden states")
+        return products[0].args[0]  # type: ignore[return-value]
+
+    def _check(self) -> None:
+        """Raises `UnsupportedError` unless the model's own hidden states are those that calls hand on."""
+        prologue, *layers = self.sections
+        alone = sum(prologue.carried) == 1 and all(len(layer.has_gradient) == 1 for layer in layers)
+        if not alone or not self._are_meant():
+            raise UnsupportedError(f"{self.name} means other hidden states than its layers hand on, one each, or has none: "
+                                   "read them of the model before it is streamed")
+
+    def _are_meant(self) -> bool:
+        """Runs the twin on fakes: whether it returns the very tensors that go into its first layer, come out of all but the
+        last, and go into its head."""
+        given: list[Tensor] = []
+        made: list[Tensor] = []
+        read: list[Tensor] = []
+        calls = [section.name for section in self.sections[1:]]  # a layer that runs more than once more than once
+        layers = {name: self.twin.get_submodule(name) for name in calls}
+        head = self._head()
+        hooks = [layers[calls[0]].register_forward_pre_hook(lambda _, args: given.append(args[0])),
+                 *(each.register_forward_hook(lambda _, args, output: made.append(_first(output))) for each in layers.values())]
+        hooks += [] if head is None else [head.register_forward_pre_hook(lambda _, args: read.append(args[0]))]
+        fakes = next(self.twin.parameters()).fake_mode  # type: ignore[attr-defined]
+        try:
+            with fakes, torch.no_grad():
+                returned = self.twin(**{key: torch.zeros(x.shape, dtype=x.dtype) for key, x in self.batch.items()},
+                                     output_hidden_states=True)
+        except TRACING_ERRORS:  # of a model that knows no such argument
+            return False
+        finally:
+            for hook in hooks:
+                hook.remove()
+        found = [*given[:1], *made[:-1], *(read if head is not None else [_first(returned)])]
+        meant = getattr(returned, "hidden_states", None) or ()
+        return len(made) == len(calls) and len(meant) == len(found) and all(map(_same_memory, meant, found))
+
+
+def _first(returned: Any) -> Any:
+    return returned if isinstance(returned, Tensor) else returned[0]
+
+
+def _same_memory(a: Tensor, b: Tensor) -> bool:
+    """Of fakes: whether they are views of one storage, alike. (A slice of all positions is another tensor.)"""
+    return (a.untyped_storage()._cdata == b.untyped_storage()._cdata and a.shape == b.shape and a.stride() == b.stride()
+            and a.storage_offset() == b.storage_offset())
+
+
+def _with_results(section: Section, results: Sequence[fx.Node]) -> Section:
+    """A section up to some of its values, without the inputs that only others need."""
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in section.graph.graph.nodes:
+        if node.op != "output":
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+        if all(result in copies for result in results):
+            break
+    graph.output(owned(graph, [copies[result] for result in results]))
+    placeholders = graph.find_nodes(op="placeholder")
+    sources = [source for node, source in zip(placeholders, section.sources, strict=True) if node.users]
+    for node in placeholders:
+        if not node.users:
+            graph.erase_node(node)
+    return Section(section.name, fx.GraphModule(section.graph, graph), sources, [needs_gradient(n) for n in results],
+                   [False] * len(results))

@@ -1,0 +1,196 @@
+"""A section's joint forward and backward graph (AOT), what its backward needs saved, and cutting variants from it."""
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch._functorch.config
+from torch import Tensor, fx
+from torch._functorch.aot_autograd import aot_export_joint_simple
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from megacompile.frontend.templates.device_results import correct_results
+
+# A lean cut: with these bans of the partitioner off, cheap elementwise chains are recomputed instead of saved.
+_LEAN = {
+    "ban_recompute_materialized_backward": False,
+    "ban_recompute_used_far_apart": False,
+    "ban_recompute_long_fusible_chains": False,
+}
+
+
+@dataclasses.dataclass
+class JointGraph:
+    """`graph` computes outputs from inputs, and gradients from inputs and tangents; all lists hold its nodes.
+
+    `tangents`: one for each output with a gradient. `gradients`: by index of the input. `residuals`: what
+    `forward_saving` keeps; some are sizes, Python ints at run time.
+    """
+
+    graph: fx.GraphModule
+    inputs: list[fx.Node]
+    tangents: list[fx.Node]
+    outputs: list[fx.Node]
+    gradients: dict[int, fx.Node]
+    residuals: list[fx.Node]
+
+    def attention_results(self) -> list[fx.Node]:
+        """Those of our attention in the forward: where `forward_saving` keeps no more, everything else is computed again."""
+        attention = torch.ops.megacompile.attention.default
+        return [n for n in self.graph.graph.find_nodes(op="call_function", target=operator.getitem)
+                if n.args[0].target is attention]
+
+
+def example_values(graph: fx.GraphModule) -> list[Any]:
+    """The fakes of a Dynamo-level graph's placeholders."""
+    return [n.meta["example_value"] for n in graph.graph.find_nodes(op="placeholder")]
+
+
+def forward_graph(
+    graph: fx.GraphModule, fakes: FakeTensorMode, decompositions: dict[Any, Any] | None = None,
+) -> JointGraph:
+    """The forward alone, functional, of a Dynamo-level section."""
+    with fakes, torch.no_grad():
+        traced: Any = aot_export_joint_simple(
+            graph, tuple(example_values(graph)), trace_joint=False, decompositions=decompositions)
+    return JointGraph(traced, traced.graph.find_nodes(op="placeholder"), [], _results(traced), {}, [])
+
+
+def joint_graph(
+    graph: fx.GraphModule, fakes: FakeTensorMode, has_gradient: Sequence[bool], partition: bool,
+    awaited: Sequence[int] = (), decompositions: dict[Any, Any] | None = None, device_type: str = "cpu",
+) -> JointGraph:
+    """Forward and backward of a Dynamo-level section, for a device of this type; residuals are chosen if `partition`. The
+    inputs `awaited` that require a gradient have one, zero where they are read but not differentiated."""
+    examples = example_values(graph)
+    if not any(has_gradient):
+        alone = forward_graph(graph, fakes)
+        waited_for = [i for i in awaited if examples[i].requires_grad]
+        alone.gradients.update({i: _zeros_like(alone.graph.graph, alone.inputs[i]) for i in waited_for})
+        return alone
+    with fakes:
+        joint: Any = aot_export_joint_simple(graph, tuple(examples), trace_joint=True, decompositions=decompositions)
+    correct_results(joint, fakes, device_type)
+    saved: set[str] = set()
+    if partition:
+        with fakes, torch._functorch.config.patch(_LEAN):
+            # This also merges common subexpressions of `joint`, in place: take no node before this line.
+            _, backward = min_cut_rematerialization_partition(joint, examples, num_fwd_outputs=len(has_gradient))
+        saved = {n.name for n in backward.graph.find_nodes(op="placeholder")}
+    placeholders = joint.graph.find_nodes(op="placeholder")
+    inputs, tangents = placeholders[: len(examples)], placeholders[len(examples):]
+    assert len(tangents) == sum(has_gradient), f"{len(tangents)} tangents for outputs {has_gradient}"
+    results = _results(joint)
+    outputs, gradients = results[: len(has_gradient)], results[len(has_gradient):]
+    # Min-cut saves t(W), a view of a weight slot that holds another layer's weights by then. A view of an input is no
+    # residual: the backward takes the input of the moment and views it again.
+    residuals = [n for n in joint.graph.nodes if n.name in saved and base_of(n).op != "placeholder"]
+    for position in awaited:
+        if gradients[position] is None and examples[position].requires_grad:
+            gradients[position] = _zeros_like(joint.graph, inputs[position])
+    return JointGraph(
+        joint, inputs, tangents, outputs, {i: g for i, g in enumerate(gradients) if g is not None}, residuals)
+
+
+def _results(graph: fx.GraphModule) -> list[fx.Node]:
+    return list(graph.graph.output_node().args[0])  # type: ignore[arg-type]
+
+
+def _zeros_like(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    with graph.inserting_before(graph.output_node()):
+        zeros = graph.call_function(torch.ops.aten.zeros_like.default, (node,))
+    zeros.meta["val"] = node.meta["val"]
+    return zeros
+
+
+def base_of(node: fx.Node) -> fx.Node:
+    """The node whose memory `node` views; itself if it owns its memory."""
+    while node.op == "call_function":
+        # An item of split, unbind, ... views what the split does.
+        producer: Any = node.args[0] if node.target is operator.getitem else node
+        shares = getattr(producer.target, "is_view", False) or producer.target is torch.ops.aten._unsafe_view.default
+        if not shares:
+            break
+        node = producer.args[0]
+    return node
+
+
+def cut_graph(joint: fx.GraphModule, inputs: Sequence[fx.Node], results: Sequence[fx.Node]) -> fx.GraphModule:
+    """The part of `joint` that computes `results` from `inputs`; every input stays a placeholder, in order.
+
+    Copying what the results reach back to is the dead-code elimination: fx's own takes attention, which has a dropout
+    argument, for impure, and would keep the forward's in a backward that does not read it. No result shares memory with
+    an input: one that would is cloned.
+    """
+    given, needed, stack = set(inputs), set(), list(results)
+    while stack:
+        node = stack.pop()
+        if node not in needed and node not in given:
+            needed.add(node)
+            stack.extend(node.all_input_nodes)
+    graph, copies = fx.Graph(), {}
+    for node in inputs:
+        copies[node] = graph.node_copy(node) if node.op == "placeholder" else graph.placeholder(node.name)
+        copies[node].meta = dict(node.meta)
+        copies[node].meta.pop("from_node", None)
+    for node in joint.graph.nodes:
+        if node in needed:
+            assert node.op != "placeholder", f"{node.name} is read by a variant that does not take it"
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+    returned = []
+    for node in results:
+        copy = copies[node]
+        if base_of(copy).op == "placeholder" and isinstance(node.meta["val"], Tensor):
+            copy = graph.call_function(torch.ops.aten.clone.default, (copy,))
+            copy.meta["val"] = node.meta["val"]
+        returned.append(copy)
+    graph.output(tuple(returned))
+    return fx.GraphModule(joint, graph)
+
+
+def replace_unit_tangent(module: fx.GraphModule, tangents: int) -> None:
+    """Let the last `tangents` placeholders, gradients of a loss, be one: products with them fall away."""
+    for tangent in module.graph.find_nodes(op="placeholder")[-tangents:] if tangents else ():
+        for user in list(tangent.users):
+            other = [a for a in user.all_input_nodes if a is not tangent]
+            if user.target is torch.ops.aten.mul.Tensor and len(other) == 1:
+                ours, theirs = user.meta["val"], other[0].meta["val"]
+                if isinstance(theirs, Tensor) and (ours.dtype, ours.dim()) == (theirs.dtype, theirs.dim()):
+                    user.replace_all_uses_with(other[0])
+                    module.graph.erase_node(user)
+        if tangent.users:
+            with module.graph.inserting_after(tangent):
+                value = tangent.meta["val"]
+                one = module.graph.call_function(
+                    torch.ops.aten.full.default, ((), 1.0), {"dtype": value.dtype, "device": value.device})
+                one.meta["val"] = value
+            tangent.replace_all_uses_with(one)
+        module.graph.erase_node(tangent)
+    module.recompile()
+
+
+def tolerate_strides(module: fx.GraphModule) -> None:
+    """Let every view copy where it must: some kernels give other strides than their fakes said (softplus' backward does)."""
+    for node in module.graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
+        node.target = torch.ops.aten.reshape.default
+    module.recompile()
+
+
+def retarget(module: fx.GraphModule, device_type: str) -> None:
+    """Let tensors that the graph creates, and its constants, be on `device_type`: it was traced on the CPU."""
+    if device_type == "cpu":
+        return
+    device = torch.device(device_type)
+    for node in list(module.graph.nodes):
+        if node.op == "call_function" and "device" in node.kwargs:
+            node.kwargs = {**node.kwargs, "device": device}
+        elif node.op == "get_attr":
+            with module.graph.inserting_after(node):
+                moved = module.graph.call_function(torch.ops.aten._to_copy.default, (node,), {"device": device})
+            moved.meta = dict(node.meta)
+            node.replace_all_uses_with(moved, delete_user_cb=lambda user, moved=moved: user is not moved)
+    module.recompile()

@@ -1,0 +1,107 @@
+"""Ops that a template must not hold: random ones, since a recompute would draw other numbers than the forward did, and
+reads of device values by the host, which would stall every layer."""
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+from megacompile.errors import CaptureError, UnsupportedError
+from megacompile.frontend.graph.split import Section
+from megacompile.frontend.tracing.layer_calls import source_line
+
+_RANDOM = ("dropout", "rand", "bernoulli", "normal", "multinomial", "exponential", "rrelu", "uniform")
+#: Give a tensor of the same memory, which autograd does not take for a view.
+_SAME_MEMORY = ("detach", "detach_", "_get_data_attr")
+
+
+def refuse_ops(joint: fx.GraphModule, section: Section) -> None:
+    """Raise `UnsupportedError` if `joint`, traced from `section`, draws random numbers, and `CaptureError` if it reads
+    a value on the host; both name the module and the line."""
+    for node in joint.graph.nodes:
+        if draws(node.target, node.args, node.kwargs):
+            module, line = _culprit(section, lambda name: any(part in name for part in _RANDOM))
+            raise UnsupportedError(
+                f"{module} draws random numbers ({node.target}) by other means than dropout that leaves its input as it is, "
+                f"which streaming does not support: use F.dropout, or set what it scales by to 0{line}")
+        if node.target is torch.ops.aten._local_scalar_dense.default:
+            module, line = _culprit(section, lambda name: name in ("item", "tolist"))
+            raise CaptureError(
+                f"{module} reads a tensor's value on the host (.item()): keep it a tensor, the host would wait for the "
+                f"device in every layer{line}")
+
+
+def refuse_unknown_sizes(graph: fx.GraphModule, name: str) -> None:
+    """Raise `CaptureError` if a Dynamo-level graph makes a tensor whose size depends on values (boolean indices do): what it
+    costs could not be known beforehand. Says which module of `name` does, and the line."""
+    for node in graph.graph.nodes:
+        if _unknown_size(node) and not any(map(_unknown_size, node.all_input_nodes)):
+            raise CaptureError(
+                f"{_module_of(node, name)} makes a tensor whose size depends on values ({_name(node)}): let all sizes "
+                f"be those of the inputs, with masks and torch.where in place of selections{source_line(node)}")
+
+
+def _unknown_size(node: fx.Node) -> bool:
+    value = node.meta.get("example_value")
+    return any(isinstance(v, Tensor) and bool(free_unbacked_symbols(v))
+               for v in (value if isinstance(value, tuple | list) else (value,)))
+
+
+def draws(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call of an aten op draws; attention ops are tagged for their dropout argument even where it is 0."""
+    if not isinstance(op, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in op.tags:
+        return False
+    arguments = [a.name for a in op._schema.arguments]
+    if "dropout_p" in arguments:
+        position = arguments.index("dropout_p")
+        given = args[position] if position < len(args) else 0.0
+        return bool(kwargs.get("dropout_p", given) != 0.0)
+    return True
+
+
+def _culprit(section: Section, named: Callable[[str], bool]) -> tuple[str, str]:
+    """The module whose call of a function so `named` the section holds, and its source line."""
+    for node in section.graph.graph.nodes:
+        inactive = "dropout" in _name(node) and 0.0 in (*node.args[1:2], node.kwargs.get("p"))
+        if node.op in ("call_function", "call_method") and named(_name(node)) and not inactive:
+            return _module_of(node, section.name), source_line(node)
+    return section.name, ""
+
+
+def _module_of(node: fx.Node, section: str) -> str:
+    """The innermost module of `nn_module_stack`, as the model names it, with its class; else `section`."""
+    stack = list((node.meta.get("nn_module_stack") or {}).values())
+    if not stack:
+        return section
+    path, cls = stack[-1]
+    path = str(path).split("]", 1)[-1]  # L['model'].blocks[0].drop, G['model']._modules['blocks']...
+    for noise in ("_modules", "[", "]", "'"):
+        path = path.replace(noise, "." if noise == "[" else "")
+    path = ".".join(part for part in path.split(".") if part)
+    return f"{path or section} ({cls if isinstance(cls, str) else cls.__name__}, in {section})"
+
+
+def line_of_mutation(section: Section) -> str:
+    """The source line that changes an input of `section` in place, a parameter's `.data` among them; "" if none does."""
+    for node in section.graph.graph.nodes:
+        if node.op in ("call_function", "call_method") and re.fullmatch(r"\w*[a-z]_", _name(node)) and _is_input(node.args[0]):
+            return source_line(node)
+    return ""
+
+
+def _name(node: fx.Node) -> str:
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+
+
+def _is_input(node: Any) -> bool:
+    """Whether a node's value is an input's memory."""
+    while isinstance(node, fx.Node) and node.op != "placeholder":
+        value = node.meta.get("example_value")
+        if not (isinstance(value, Tensor) and (value._is_view() or _name(node) in _SAME_MEMORY) and node.all_input_nodes):
+            return False
+        node = node.all_input_nodes[0]
+    return isinstance(node, fx.Node)

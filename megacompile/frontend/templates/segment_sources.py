@@ -1,0 +1,48 @@
+"""What attention's segments are made of. Some models leave position_ids out of what they say to their masks: their attention
+runs across the sequences of a packed row, as it does natively."""
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import fx
+
+from megacompile.frontend.templates.template import Call, Source, Template
+
+_SEGMENTS = 7  # which argument of the op
+
+
+def calls_blind_to(name: str, calls: Sequence[Call], templates: Mapping[str, Template]) -> list[str]:
+    """The calls with an attention whose segments do not depend on the batch argument `name`. `calls`: all calls of a model. The
+    prologue comes first; later calls share its results."""
+    prologue = calls[0]
+    results = templates[prologue.template].forward_graph().output_node().args[0]
+    assert isinstance(results, Sequence)
+
+    def reads(call: Call, node: object) -> bool:
+        """Whether a value in a call's graph is computed from the argument."""
+        return any(source.name == name if source.kind == "batch" else
+                   source.kind == "shared" and reads(prologue, results[source.index])
+                   for source in _sources(call, node))
+
+    return [call.name for call in calls
+            if not all(reads(call, segments) for segments in _segments(templates[call.template].forward_graph()))]
+
+
+def _segments(graph: fx.Graph) -> list[object]:
+    """The segments argument of each attention in a graph: the sequence of each token. None: it has no segments."""
+    calls = graph.find_nodes(op="call_function", target=torch.ops.megacompile.attention.default)
+    return [call.args[_SEGMENTS] if len(call.args) > _SEGMENTS else None for call in calls]
+
+
+def _sources(call: Call, node: object) -> list[Source]:
+    """The inputs of a call that a value in its graph is computed from."""
+    if not isinstance(node, fx.Node):
+        return []
+    seen, pending = {node}, [node]
+    while pending:
+        new = [each for each in pending.pop().all_input_nodes if each not in seen]
+        seen.update(new)
+        pending += new
+    placeholders = node.graph.find_nodes(op="placeholder")
+    return [source for placeholder, source in zip(placeholders, call.sources, strict=True) if placeholder in seen]

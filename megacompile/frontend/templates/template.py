@@ -1,0 +1,310 @@
+"""Templates: one graph for all layers that are equal, whose weights are inputs, cut into variants on demand.
+
+A template's variants are all cut out of one joint forward and backward graph:
+
+    forward             inputs                       -> outputs
+    forward_saving      inputs                       -> outputs, residuals
+    backward            inputs, residuals, tangents  -> gradients
+    recompute_backward  inputs, tangents             -> gradients
+
+Residuals are "all" that the backward needs, or the results of "attention": then it computes the rest again from the inputs.
+
+The epilogue's are `loss` (inputs -> loss, gradients for a unit loss), `evaluate` (inputs -> loss, logits) and `outputs`
+(inputs -> logits); a head's, whose outputs the caller differentiates, `outputs` and `recompute_backward`. Everything is
+positional, and to run another layer is to pass other tensors.
+"""
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from typing import Any, Protocol
+
+import sympy
+import torch
+from torch import Tensor, fx
+
+from megacompile.errors import CaptureError, MegacompileError
+from megacompile.frontend.templates.graph_text import lines_of
+from megacompile.frontend.templates.joint import (
+    JointGraph,
+    base_of,
+    cut_graph,
+    replace_unit_tangent,
+    retarget,
+    tolerate_strides,
+)
+from megacompile.ir.token_loop import token_loops
+
+BATCH, LENGTH = sympy.symbols("B T", integer=True, positive=True)
+#: Variants that can run a chunk of tokens at a time; others keep, or begin with, residuals of all tokens.
+CHUNKED = frozenset({"forward", "recompute_backward", "loss", "outputs"})
+#: Variants that keep residuals, or begin with them.
+KEEPING = frozenset({"forward_saving", "backward"})
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """What feeds one positional input of a call.
+
+    kind: "parameter" | "buffer" | "batch" | "size" | "carried" | "shared" | "normaliser" | "share" | "total" |
+        "random".
+    name: parameter, buffer: the qualified name in the model, a tied parameter's first; batch, size: the batch argument.
+    index: size: the dimension; carried: which output of the previous call; shared: which output of the prologue;
+        total: its number; random: the number of the call.
+    """
+
+    kind: str
+    name: str = ""
+    index: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """One use of a template: the prologue, each layer ("model.layers.3"), the epilogue; sources in input order. `again`: the
+    call that was the first of its layer, where this one ("model.layers.3@2") is a later."""
+
+    name: str
+    template: str
+    sources: tuple[Source, ...]
+    again: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Gradient:
+    """How the gradient of template input `input` leaves a backward variant.
+
+    results: (i,): result i is the gradient; (i, j): the gradient is results[i] @ results[j], two 2-D tensors, so that
+    it can be accumulated inside the GEMM; (i, j, k): of all experts, [groups, K, N], results [rows, K] and [rows, N] and
+    where each group's rows end, int32 [groups]. A parameter's gradient has the parameter's dtype or float32.
+    """
+
+    input: int
+    results: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class TemplateInput:
+    """One input: its role (a layer's own parameters are named relative to the layer), shape in B and T (an `int`-valued
+    "size" has shape () and dtype None), and whether backward variants return a gradient for it."""
+
+    role: Source
+    shape: tuple[sympy.Expr, ...]
+    dtype: torch.dtype | None
+    differentiable: bool
+
+
+class TargetLike(Protocol):
+    """Where and in which dtype templates will run: `megacompile.passes.template.Target`."""
+
+    @property
+    def device_type(self) -> str: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+
+class TemplatePass(Protocol):
+    """A template pass: a module of `megacompile.passes.template`."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def level(self) -> str: ...
+    def run(self, graph: fx.GraphModule, target: Any) -> fx.GraphModule: ...
+
+
+def run_template_pass(template_pass: TemplatePass, graph: fx.GraphModule, target: TargetLike) -> fx.GraphModule:
+    """What a pass makes of a graph. Raises `MegacompileError`, naming the pass, if that takes or gives something else than
+    before, or is no graph; whatever the pass itself raises has its name as a note."""
+    try:
+        made = template_pass.run(graph, target)
+        if isinstance(made, fx.GraphModule):
+            made.graph.lint()
+    except Exception as error:
+        error.add_note(f"in template pass {template_pass.name}")
+        raise
+    if not isinstance(made, fx.GraphModule):
+        raise MegacompileError(f"template pass {template_pass.name} returns {type(made).__name__}, not a GraphModule: let run "
+                               "return the new graph")
+    for what, count in (("inputs", _inputs), ("results", _results)):
+        if count(made) != count(graph):
+            raise MegacompileError(f"template pass {template_pass.name} makes {count(made)} {what} of {count(graph)}: a "
+                                   'template keeps its inputs and results (how gradients leave, meta["gradients"] says)')
+    return made
+
+
+def _inputs(graph: fx.GraphModule) -> int:
+    return len(graph.graph.find_nodes(op="placeholder"))
+
+
+def _results(graph: fx.GraphModule) -> int:
+    """Without gradients, of which passes may make several results."""
+    (results,) = graph.graph.output_node().args
+    return len(results) - sum(len(leaving) for _, leaving in graph.meta.get("gradients", ()))  # type: ignore[arg-type]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Variant:
+    """One runnable graph: functional aten and megacompile ops, symbolic shapes in `meta["val"]`.
+
+    Its flat results are `outputs` outputs, `residuals` residuals, then what `gradients` names. `reads` are the indices
+    of the placeholders that the graph uses: any other argument may be None.
+    """
+
+    name: str
+    graph: fx.GraphModule
+    outputs: int
+    residuals: int
+    gradients: tuple[Gradient, ...]
+
+    @property
+    def reads(self) -> tuple[int, ...]:
+        return tuple(i for i, n in enumerate(self.graph.graph.find_nodes(op="placeholder")) if n.users)
+
+
+class Template:
+    """One joint graph and the variants cut from it.
+
+    Attributes: `name`; `inputs`; `outputs`, how many; `carried_outputs` and `has_gradient`, a bool for each output;
+    `symbols`, (B, T); `variant_names`; `stages`, the graph as Python text after each pass, by name; `tokens_at_once`, the
+    most tokens of which values are to exist at a time, whatever the plan says; 0: as the plan says; `share`: of what a layer's
+    experts compute, that of those which it runs.
+    Thread-compatible: cut variants before sharing a template between threads.
+    """
+
+    def __init__(
+        self, name: str, inputs: Sequence[TemplateInput], has_gradient: Sequence[bool], carried_outputs: Sequence[bool],
+        joint: JointGraph, inference: JointGraph | None, symbols: dict[sympy.Symbol, sympy.Symbol],
+        target: TargetLike, pipeline: Sequence[TemplatePass], stages: dict[str, str], head: bool = False,
+        tokens_at_once: int = 0, share: Fraction = Fraction(1),
+    ) -> None:
+        self.name, self.inputs, self.outputs = name, tuple(inputs), len(has_gradient)
+        self.has_gradient, self.carried_outputs = tuple(has_gradient), tuple(carried_outputs)
+        self.symbols, self.stages, self.tokens_at_once = (BATCH, LENGTH), stages, tokens_at_once
+        self.share = share
+        self._joint, self._inference, self._renaming = joint, inference, symbols
+        self._target, self._pipeline = target, tuple(p for p in pipeline if p.level == "variant")
+        self._variants: dict[tuple[str, int, str], Variant] = {}
+        self._recipes: dict[str, Callable[[str, int, str], Variant]] = {
+            "forward": self._forward, "forward_saving": self._forward,
+            "backward": self._backward, "recompute_backward": self._backward}
+        if head:
+            self._recipes = {"outputs": self._forward, "recompute_backward": self._backward}
+        elif inference is not None:
+            self._recipes = {"loss": self._loss, "evaluate": self._evaluate}
+            if len(inference.outputs) > 1:
+                self._recipes["outputs"] = self._evaluate
+
+    @property
+    def variant_names(self) -> tuple[str, ...]:
+        return tuple(self._recipes)
+
+    @property
+    def device_type(self) -> str:
+        """Of the device that the template was lowered to."""
+        return self._target.device_type
+
+    def variant(self, name: str, chunk: int = 0, residuals: str = "all") -> Variant:
+        """The variant called `name`, cut and lowered at its first use. `chunk`: positions of a sequence at a time, where that
+        is possible (`CHUNKED`, or with no residuals but attention's); 0 for all at once. `residuals`: those that are kept.
+        Raises `CaptureError` if there is none."""
+        if name not in self._recipes:
+            raise CaptureError(f"template {self.name} has no variant {name}: it has {', '.join(self._recipes)}")
+        kept = residuals if name in KEEPING else "all"
+        key = name, chunk if name in CHUNKED or kept != "all" else 0, kept
+        if key not in self._variants:
+            self._variants[key] = self._recipes[name](*key)
+        return self._variants[key]
+
+    def chunk(self, rows: int, planned: int) -> int:
+        """Positions at a time of a micro-batch of `rows` sequences, where the plan says `planned`; 0: all at once."""
+        limit = max(1, self.tokens_at_once // rows) if self.tokens_at_once else 0
+        return min(planned, limit) if planned and limit else planned or limit
+
+    @property
+    def renaming(self) -> dict[sympy.Symbol, sympy.Symbol]:
+        """The symbols of its graphs -> B and T."""
+        return self._renaming
+
+    def forward_graph(self) -> fx.Graph:
+        """What it computes, without gradients, before passes on variants: of an epilogue, loss and logits."""
+        source = self._inference or self._joint
+        return cut_graph(source.graph, source.inputs, source.outputs).graph
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """A digest of everything that decides variants and their costs. It is the same in every process."""
+        lines = [repr((self.inputs, self.has_gradient, self.carried_outputs, self.tokens_at_once, self.share,
+                       self.variant_names, self._target, [p.name for p in self._pipeline]))]
+        for joint in (self._joint, self._inference):
+            lines += [] if joint is None else lines_of(joint, self.symbolic)
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+    def symbolic(self, size: int | torch.SymInt) -> sympy.Expr:
+        """A size of a graph's `meta["val"]` as an expression in B and T."""
+        expression = size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(size)
+        return expression.xreplace(self._renaming)
+
+    def bytes_of(self, value: Any) -> sympy.Expr:
+        """Bytes of a tensor of `meta["val"]`, in B and T; a number takes none."""
+        return self.symbolic(value.numel()) * value.element_size() if isinstance(value, Tensor) else sympy.Integer(0)
+
+    def residual_bytes(self, residuals: str = "all") -> sympy.Expr:
+        """Bytes that `forward_saving` leaves for `backward`, in B and T; residuals that share memory count once."""
+        memory = dict.fromkeys(map(base_of, self._kept(residuals)))
+        return sum((self.bytes_of(n.meta["val"]) for n in memory), sympy.Integer(0))
+
+    def output_values(self) -> list[Any]:
+        """The fakes of what it returns, the epilogue's loss and logits."""
+        return [n.meta["val"] for n in (self._inference or self._joint).outputs]
+
+    def output_bytes(self) -> sympy.Expr:
+        """Bytes of all outputs, in B and T."""
+        return sum((self.bytes_of(n.meta["val"]) for n in self._joint.outputs), sympy.Integer(0))
+
+    # -------------------------------------------------------------- recipes: which inputs and results make a variant
+    def _kept(self, residuals: str) -> list[fx.Node]:
+        return self._joint.residuals if residuals == "all" else self._joint.attention_results()
+
+    def _forward(self, name: str, chunk: int, residuals: str) -> Variant:
+        joint, kept = self._joint, self._kept(residuals) if name in KEEPING else []
+        return self._lower(name, chunk, joint, joint.inputs, joint.outputs, kept, {}, residuals)
+
+    def _backward(self, name: str, chunk: int, residuals: str) -> Variant:
+        joint, kept = self._joint, self._kept(residuals) if name in KEEPING else []
+        return self._lower(name, chunk, joint, [*joint.inputs, *kept, *joint.tangents], [], [], joint.gradients, residuals)
+
+    def _loss(self, name: str, chunk: int, residuals: str) -> Variant:
+        joint = self._joint
+        return self._lower(name, chunk, joint, [*joint.inputs, *joint.tangents], joint.outputs, [], joint.gradients)
+
+    def _evaluate(self, name: str, chunk: int, residuals: str) -> Variant:
+        assert self._inference is not None
+        outputs = self._inference.outputs[1:] if name == "outputs" else self._inference.outputs
+        return self._lower(name, chunk, self._inference, self._inference.inputs, outputs, [], {})
+
+    def _lower(
+        self, name: str, chunk: int, joint: JointGraph, inputs: Sequence[fx.Node], outputs: Sequence[fx.Node],
+        residuals: Sequence[fx.Node], gradients: dict[int, fx.Node], kept: str = "all",
+    ) -> Variant:
+        graph = cut_graph(joint.graph, inputs, [*outputs, *residuals, *gradients.values()])
+        if name == "loss":
+            replace_unit_tangent(graph, len(joint.tangents))
+        first = len(outputs) + len(residuals)
+        graph.meta["gradients"] = tuple((i, (first + k,)) for k, i in enumerate(gradients))
+        graph.meta["parameters"] = tuple(i for i, x in enumerate(self.inputs) if x.role.kind == "parameter")
+        graph.meta["symbols"], graph.meta["chunk"] = self._renaming, chunk
+        label = f"{name}{f' ({kept})' if kept != 'all' else ''}{f' in chunks of {chunk}' if chunk else ''}"
+        for template_pass in self._pipeline:
+            graph = run_template_pass(template_pass, graph, self._target)
+            self.stages[f"{label}.{template_pass.name}"] = graph.code
+        loops = token_loops(graph)
+        for module in (graph, *(loop.body for loop in loops.values())):
+            tolerate_strides(module)
+            retarget(module, self.device_type)
+        self.stages[label] = graph.code
+        self.stages.update({f"{label}.{target}": loop.body.code for target, loop in loops.items()})
+        described = tuple(Gradient(i, results) for i, results in graph.meta["gradients"])
+        return Variant(name, graph, len(outputs), len(residuals), described)

@@ -1,0 +1,161 @@
+"""Functions of tokens: traced behind a model's logits, as a head of its own or in the place of its loss.
+
+A function gets logits [N, V] of some tokens, and rows of further tensors for the same tokens, and returns values with a row
+for each. What the model computes in sequences, [B, T, ...], it sees as B * T tokens; `chunk_tokens` then runs both a chunk at a
+time.
+"""
+from __future__ import annotations
+
+import functools
+import inspect
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, fx
+
+from megacompile.errors import UnsupportedError, first_line
+from megacompile.frontend.graph.loss import NORMALISER
+from megacompile.frontend.graph.split import Section, needs_gradient
+from megacompile.frontend.templates.build import LOSSES_OF_TOKENS, Renaming, with_results
+from megacompile.frontend.templates.joint import cut_graph, forward_graph
+from megacompile.frontend.templates.template import Source
+from megacompile.frontend.tracing.foreign_errors import TRACING_ERRORS
+from megacompile.frontend.tracing.model_graph import ModelGraph
+from megacompile.ir.tokenwise import across_tokens
+
+#: Tokens of which logits exist at a time. (As of the fused loss.)
+CHUNK_TOKENS = 2048
+
+#: By name: the dtype of a tensor that a function takes beside logits, and its shape behind [B, T].
+Described = tuple[tuple[str, torch.dtype, tuple[int, ...]], ...]
+
+
+def described(tensors: Mapping[str, Tensor]) -> Described:
+    """What a function takes beside logits: tensors [B, T, ...]."""
+    return tuple((name, tensor.dtype, tuple(tensor.shape[2:])) for name, tensor in sorted(tensors.items()))
+
+
+def taken_by_loss(function: Callable[..., Any], example: Mapping[str, Tensor]) -> Described:
+    """What a loss takes beside logits: its parameters behind the first, as in `example`; else `labels` are int64 and all else
+    float32, of [B, T]."""
+    names = list(inspect.signature(function).parameters)[1:]
+    return tuple((name, example[name].dtype, tuple(example[name].shape[2:])) if name in example else
+                 (name, torch.int64 if name == "labels" else torch.float32, ()) for name in names)
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    plain = function.func if isinstance(function, functools.partial) else function
+    return str(getattr(plain, "__name__", type(plain).__name__)).strip("<>")
+
+
+def with_function(model: ModelGraph, renaming: Renaming, section: Section, name: str, function: Callable[..., Any],
+                  described: Described, in_batch: Callable[[str], str] = str) -> tuple[Section, pytree.TreeSpec]:
+    """A section that computes logits -> one that computes what a function makes of them, and the structure of that. `in_batch`:
+    how a batch names what the function takes.
+
+    Raises `UnsupportedError` for a function that cannot be traced, returns something else than rows for tokens, or computes a
+    token's from others: micro-batches and chunks would each see some of them."""
+    module = with_results(section, [0]).graph
+    graph, output = module.graph, module.graph.output_node()
+    (logits,) = output.all_input_nodes
+    example = next(n.meta["example_value"] for n, s in model.sources.items() if s.kind == "batch")
+    rows, length = example.shape[:2]
+    value = logits.meta["example_value"]
+    if value.dim() != 3 or tuple(value.shape[:2]) != (rows, length):
+        raise UnsupportedError(f"functions of tokens need logits of [batch, length, vocabulary]; the model's are "
+                               f"{list(value.shape)}: let its forward return those of all tokens")
+    given = [_placeholder(model, graph, f"given_{key}", (rows, length, *shape), dtype) for key, dtype, shape in described]
+    tokenwise = _OfTokens(name, function, tuple(key for key, _, _ in described))
+    values = _trial(model, name, tokenwise, [logits, *given])
+    with graph.inserting_before(output):
+        made = graph.call_function(tokenwise, (logits, *given))
+        results = [graph.call_function(operator.getitem, (made, position)) for position in range(len(values))]
+    for node, example in zip(results, values, strict=True):
+        node.meta["example_value"] = example
+    output.args = (tuple(results),)
+    module.recompile()
+    assert tokenwise.structure is not None, "the trial has run"
+    sources = [*section.sources, *(Source("batch", in_batch(key)) for key, _, _ in described)]
+    gradients = [needs_gradient(node) for node in results]
+    _check_alone(model, renaming, name, module)
+    return Section(name, module, sources, gradients, [False] * len(results)), tokenwise.structure
+
+
+def _check_alone(model: ModelGraph, renaming: Renaming, name: str, module: fx.GraphModule) -> None:
+    traced = forward_graph(module, model.fakes, LOSSES_OF_TOKENS)
+    mixing = across_tokens(cut_graph(traced.graph, traced.inputs, traced.outputs).graph, renaming)
+    if mixing is not None:
+        raise UnsupportedError(f"the function {name} does not treat each token alone, or that is not known of {mixing.target}: "
+                               "compute that outside, of what it returns, or of the model's logits")
+
+
+def with_loss(model: ModelGraph, renaming: Renaming, logits: Section, function: Callable[..., Any],
+              described: Described) -> Section:
+    """The epilogue whose loss is the sum of a function's values of tokens over the normaliser; and its logits.
+
+    Raises `UnsupportedError` as `with_function`, and for a function that does not return one differentiable value a token."""
+    name = name_of(function)
+    section, _ = with_function(model, renaming, logits, name, function, described)
+    graph, output = section.graph.graph, section.graph.graph.output_node()
+    values = output.all_input_nodes
+    if len(values) != 1 or values[0].meta["example_value"].dim() != 2 or not section.has_gradient[0]:
+        raise UnsupportedError(f"the loss {name} returns something else than one differentiable value for each token: let it "
+                               "return a tensor with as many elements as logits have rows")
+    normaliser = _placeholder(model, graph, "normaliser", (), torch.float32)
+    (value,) = values
+    ((scores, *_),) = (made.all_input_nodes for made in value.all_input_nodes)
+    with graph.inserting_before(output):
+        total = graph.call_function(torch.sum, (value,), {"dtype": torch.float32})
+        loss = graph.call_function(operator.truediv, (total, normaliser))
+    with model.fakes, torch.enable_grad():
+        loss.meta["example_value"] = value.meta["example_value"].sum(dtype=torch.float32)
+    output.args = ((loss, scores),)
+    section.graph.recompile()
+    return Section("epilogue", section.graph, [*section.sources, NORMALISER], [True, logits.has_gradient[0]], [False, False])
+
+
+def _placeholder(model: ModelGraph, graph: fx.Graph, name: str, shape: Sequence[Any], dtype: torch.dtype) -> fx.Node:
+    with graph.inserting_before(next(n for n in graph.nodes if n.op != "placeholder")):
+        node = graph.placeholder(name)
+    with model.fakes:
+        node.meta["example_value"] = torch.zeros(tuple(shape), dtype=dtype)
+    return node
+
+
+def _trial(model: ModelGraph, name: str, tokenwise: _OfTokens, arguments: Sequence[fx.Node]) -> Sequence[Tensor]:
+    """What the function gives for fakes."""
+    try:
+        unwanted = model.shape_env.ignore_fresh_unbacked_symbols()  # of a function that reads values, and fails
+        with torch.inference_mode(False), torch.enable_grad(), model.fakes, unwanted:
+            return tokenwise(*(node.meta["example_value"] for node in arguments))
+    except UnsupportedError:
+        raise
+    except TRACING_ERRORS as reason:
+        raise UnsupportedError(f"the function {name} cannot be traced: {first_line(reason)}; let it compute with torch "
+                               "functions of what it is given, and decide nothing by values") from reason
+
+
+class _OfTokens:
+    """A function of tokens as one of sequences: logits and each tensor, [B, T, ...], go in as [B * T, ...], and what comes
+    back is [B, T, ...]. State: the structure of what it returned last. (fx prints the names that functions have.)"""
+
+    __module__ = __name__
+
+    def __init__(self, name: str, function: Callable[..., Any], names: tuple[str, ...]) -> None:
+        self.__name__ = self.__qualname__ = name if name.isidentifier() else "function"
+        self.function, self.names = function, names
+        self.structure: pytree.TreeSpec | None = None
+
+    def __call__(self, logits: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        rows, length = logits.shape[:2]
+        flat = {name: tensor.flatten(0, 1) for name, tensor in zip(self.names, tensors, strict=True)}
+        values, self.structure = pytree.tree_flatten(self.function(logits.flatten(0, 1), **flat))
+        for value in values:
+            if not isinstance(value, Tensor) or value.dim() < 1 or value.shape[0] != rows * length:
+                what = f"of {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+                raise UnsupportedError(f"the function {self.__name__} returns {what}: let it return a value for each token, "
+                                       "with as many rows as the logits, and reduce it outside")
+        return tuple(value.unflatten(0, (rows, length)).clone(memory_format=torch.contiguous_format) for value in values)

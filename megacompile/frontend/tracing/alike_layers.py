@@ -1,0 +1,228 @@
+"""Of a stack of many alike layers, a few are traced. The calls of the others are copies.
+
+Dynamo may trace every layer of a stack (torch before 2.13 always does), and takes a fifth of a second for each. A plain run on
+fakes (`modes.py`) shows much sooner which layers are alike: they are built alike, have the same attributes, and call the same
+functions with the same constants. What they read is the same too: their own weights, results of the layer before them, and
+results from before the first layer.
+
+The layers at the front are traced, until each kind is among them. All layers are traced where a layer runs twice, shares
+weights, or reads results of an earlier layer than the one before it, and where the model computes between layers.
+"""
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from megacompile.frontend.graph.split import Section
+from megacompile.frontend.templates.template import Source
+from megacompile.frontend.tracing.layers import LayerStack, build_of
+from megacompile.frontend.tracing.modes import Said, operation_number, torch_calls
+
+#: Where nn.Module keeps what `build_of` compares.
+_COMPARED = frozenset({"_parameters", "_buffers", "_modules"})
+
+
+@dataclasses.dataclass(frozen=True)
+class _Stretch:
+    """What one layer called: operations number `start` + 1 to `end`. `gradients`: which of its arguments require a gradient."""
+
+    start: int
+    end: int
+    gradients: tuple[bool, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Run:
+    """What a model called: all operations, and which of them each layer called. Nothing is called between layers."""
+
+    said: tuple[Said, ...]
+    names: tuple[str, ...]
+    stretches: tuple[_Stretch, ...]
+
+    def before(self) -> tuple[Hashable, ...]:
+        """What was called before the first layer."""
+        return tuple((each.operation, each.read) for each in self.said[:self.stretches[0].start])
+
+    def layer(self, position: int) -> tuple[Hashable, ...] | None:
+        """What a layer called, without a trace of its position; None if it reads results of an earlier layer than the last."""
+        here = self.stretches[position]
+        ahead = self.stretches[position - 1] if position else None
+        return self._relative(here.start, here.end, ahead, f"{self.names[position]}.")
+
+    def after(self) -> tuple[Hashable, ...] | None:
+        """What was called after the last layer; None if that reads results of an earlier layer."""
+        return self._relative(self.stretches[-1].end, len(self.said), self.stretches[-1], "")
+
+    def _relative(self, start: int, end: int, ahead: _Stretch | None, prefix: str) -> tuple[Hashable, ...] | None:
+        found: list[Hashable] = []
+        for each in self.said[start:end]:
+            read = []
+            for label in each.read:
+                number = operation_number(label)
+                if number is None:
+                    if label == "?":
+                        return None
+                    read.append("." + label.removeprefix(prefix) if prefix and label.startswith(prefix) else label)
+                elif number > start:
+                    read.append(f"own {number - start} {label.partition('.')[2]}")
+                elif number <= self.stretches[0].start:
+                    read.append(f"prologue {label}")
+                elif ahead is not None and ahead.start < number <= ahead.end:
+                    read.append(f"ahead {number - ahead.end} {label.partition('.')[2]}")
+                else:
+                    return None
+            found.append((each.operation, tuple(read)))
+        return tuple(found)
+
+
+@dataclasses.dataclass(frozen=True)
+class Shortened:
+    """`repeats`: the names of the layers that were removed from a model, each with the name of a layer that it is like. `said`:
+    what the whole model called. A second call, without these layers, called the same."""
+
+    repeats: Mapping[str, str]
+    said: tuple[Said, ...]
+
+
+def shorten(model: nn.Module, batch: Mapping[str, Any], options: Mapping[str, Any], stack: LayerStack) -> Shortened | None:
+    """Removes layers from `model`, a fake twin with this `stack`, that are like layers which stay. None if all stay. `batch`:
+    fakes. To be called within the mode of the fakes."""
+    holder: Any = model.get_submodule(stack.paths[0])
+    if len(stack.paths) > 1 or len(holder) != len(stack.layers) or len(stack.layers) < 3:
+        return None
+    whole = _run(model, batch, options, stack)
+    if whole is None:
+        return None
+    like = _likenesses(whole, stack)
+    kept = 1 + max(like)
+    if kept == len(stack.layers):
+        return None
+    removed = list(holder)[kept:]
+    del holder[kept:]
+    short = _run(model, batch, options, LayerStack(stack.paths, stack.names[:kept], stack.layers[:kept]))
+    if short is None or not _same_but_shorter(short, whole):
+        holder.extend(removed)
+        return None
+    repeats = {stack.names[position]: stack.names[like[position]] for position in range(kept, len(stack.layers))}
+    return Shortened(repeats, whole.said)
+
+
+def _run(model: nn.Module, batch: Mapping[str, Any], options: Mapping[str, Any], stack: LayerStack) -> _Run | None:
+    """One call of the model. None if its layers do not run once each, one right after the other, or if calls were not seen."""
+    said: list[Said] = []
+    entered: list[tuple[nn.Module, int, tuple[bool, ...]]] = []
+    ends: list[int] = []
+
+    def enter(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        entered.append((layer, len(said), tuple(tensor.requires_grad for tensor in _tensors((args, kwargs)))))
+
+    def leave(layer: nn.Module, args: Any, result: Any) -> None:
+        ends.append(len(said))
+
+    with contextlib.ExitStack() as hooks:
+        for layer in stack.layers:
+            hooks.callback(layer.register_forward_pre_hook(enter, with_kwargs=True).remove)
+            hooks.callback(layer.register_forward_hook(leave).remove)
+        found = torch_calls(model, batch, options, said)
+    if found is None or [layer for layer, _, _ in entered] != list(stack.layers) or len(ends) != len(entered):
+        return None
+    stretches = tuple(_Stretch(start, end, gradients) for (_, start, gradients), end in zip(entered, ends, strict=True))
+    if any(one.end != other.start for one, other in itertools.pairwise(stretches)):
+        return None
+    return _Run(found, stack.names, stretches)
+
+
+def _likenesses(run: _Run, stack: LayerStack) -> list[int]:
+    """For each layer, the first that it is like, which may be itself. Layer 0 is like no other: no layer made its input."""
+    known: dict[Hashable, list[int]] = {}
+    like = []
+    for position, layer in enumerate(stack.layers):
+        called = run.layer(position) if position else None
+        if called is None:
+            like.append(position)
+            continue
+        key = (type(layer), called, build_of(layer), run.stretches[position].gradients,
+               tuple(parameter.requires_grad for parameter in layer.parameters()))
+        alike = (other for other in known.get(key, []) if _same_attributes(layer, stack.layers[other], position - other))
+        like.append(next(alike, position))
+        if like[-1] == position:
+            known.setdefault(key, []).append(position)
+    return like
+
+
+def _same_but_shorter(short: _Run, whole: _Run) -> bool:
+    """Whether a model without its last layers calls the same before its layers, in each layer, and after them."""
+    after = short.after()
+    return (short.before() == whole.before() and after is not None and after == whole.after() and all(
+        short.layer(position) == whole.layer(position) and short.stretches[position] == whole.stretches[position]
+        for position in range(len(short.stretches))))
+
+
+def _same_attributes(layer: nn.Module, other: nn.Module, distance: int) -> bool:
+    """Whether two layers of the same build have the same attributes. Numbers may differ as the positions of the layers do."""
+    return all(_same(vars(one), vars(two), distance) for one, two in zip(layer.modules(), other.modules(), strict=True))
+
+
+def _same(one: Any, two: Any, distance: int) -> bool:
+    if one is two:
+        return True
+    if type(one) is not type(two):
+        return False
+    if isinstance(one, Mapping):
+        keys = [key for key in one if key not in _COMPARED]
+        return keys == [key for key in two if key not in _COMPARED] and all(_same(one[k], two[k], distance) for k in keys)
+    if isinstance(one, list | tuple):
+        return len(one) == len(two) and all(map(_same, one, two, itertools.repeat(distance)))
+    if isinstance(one, functools.partial):
+        return all(_same(getattr(one, part), getattr(two, part), distance) for part in ("func", "args", "keywords"))
+    if type(one) is int:
+        return bool(one in (two, two + distance))
+    return isinstance(one, bool | float | str | bytes | set | frozenset) and one == two
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _tensors(each)
+    elif isinstance(value, Mapping):
+        yield from _tensors(list(value.values()))
+
+
+# ---------------------------------------------------------------- the calls of the removed layers
+
+def with_repeats(sections: Sequence[Section], repeats: Mapping[str, str]) -> list[Section]:
+    """The sections of the whole model, of those of a shortened one: prologue, layers, epilogue."""
+    if not repeats:
+        return list(sections)
+    own: dict[str, list[Section]] = {}
+    for section in sections[1:-1]:
+        own.setdefault(section.layer or section.name, []).append(section)
+    found = [sections[0], *sections[1:-1]]
+    for name, like in repeats.items():
+        found += [_renamed(section, like, name) for section in own[like]]
+    layers = {name: number for number, name in enumerate([*own, *repeats], 1)}
+    epilogue = dataclasses.replace(sections[-1], sources=_numbered(sections[-1].sources, len(layers) + 1))
+    return [dataclasses.replace(each, sources=_numbered(each.sources, layers[each.layer or each.name])) if number else each
+            for number, each in enumerate(found)] + [epilogue]
+
+
+def _renamed(section: Section, old: str, new: str) -> Section:
+    def name(former: str) -> str:
+        return new + former.removeprefix(old) if former == old or former.startswith(f"{old}.") else former
+
+    return dataclasses.replace(
+        section, name=name(section.name), layer=name(section.layer),
+        sources=[dataclasses.replace(source, name=name(source.name)) for source in section.sources],
+        own_names={name(whole): part for whole, part in section.own_names.items()})
+
+
+def _numbered(sources: Sequence[Source], call: int) -> list[Source]:
+    return [dataclasses.replace(source, index=call) if source.kind == "random" else source for source in sources]

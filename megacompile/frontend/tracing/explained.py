@@ -1,0 +1,113 @@
+"""Dynamo's exceptions in our words: one line of cause and remedy, with the module and the line of the model; its own follow."""
+from __future__ import annotations
+
+import inspect
+import itertools
+import re
+import sys
+import textwrap
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from megacompile.errors import CaptureError, MegacompileError, UnsupportedError
+from megacompile.frontend.tracing.options import config_name
+
+FIXED_SIZES_REMEDY = "compute with the sizes of the inputs, not with constants"
+#: What Dynamo's texts have where Python reads a value of a tensor. Fakes of several modes meet where
+#: `.tolist()` gives sizes.
+_READS_VALUES = ("data-dependent", "DataDependent", "Mixing fake modes", "_local_scalar_dense")
+
+
+class Line(NamedTuple):
+    """A line of the model's code."""
+
+    file: str
+    number: int
+    code: str
+
+    def __str__(self) -> str:
+        return f" at {self.file}:{self.number} ({self.code})"
+
+
+def explained(model: nn.Module, reason: Exception) -> MegacompileError:
+    """What to raise for an exception of Dynamo's."""
+    text = str(reason)
+    refused = re.search(r"UnsupportedError\((['\"])(.+?)\1\)", text)  # raised by our attention function, in a layer
+    if refused:
+        return UnsupportedError(refused[2])
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    name, line = type(model).__name__, user_line(reason, lines)
+    source = str(line or "")
+    if "onstraint" in type(reason).__name__ or "ConstraintViolation" in text:
+        return CaptureError(f"{name} fixes the batch size or the length{source}: {FIXED_SIZES_REMEDY}\n{text}")
+    views = re.search(r"aliasing detected at nodes (\w+) and (\w+)", text)
+    # Dynamo takes attributes of weights out of a layer.
+    if "Freevar has no source" in text or (views and any(view.startswith("getattr") for view in views.groups())):
+        return CaptureError(f"{name} reads a weight and its .T within one layer{source}: write weight.t() in the place of "
+                            f"weight.T\n{text}")
+    if views:
+        return CaptureError(f"{name} gives a layer, or gets from one, two views of one tensor ({views[1]} and {views[2]})"
+                            f"{source}: pass or return {views[1]}.clone()\n{text}")
+    kept = re.search(r"intermediate tensor '(\w+)' created inside .*aliases", text)
+    if kept:
+        return CaptureError(f"{name} reads {kept[1]} outside of the layer that made and kept it{source}, and it shares memory "
+                            f"with another value of that layer: keep {kept[1]}.clone()\n{text}")
+    if "_hook_installation_lock" in text:
+        own = user_line(reason, lines, ones_own=True) or ""
+        return CaptureError(f"{name} asks a model of transformers inside it for hidden states{own}, which are collected as no "
+                            "graph can: call its decoder (get_decoder()) for last_hidden_state, and its head with "
+                            f"that\n{text}")
+    if any(sign in text for sign in _READS_VALUES):
+        return CaptureError(
+            f"{name} cannot be captured as one graph{source}: {_reader(model, line)} lets values of a tensor decide what is "
+            "computed; let no Python control flow depend on tensor values: give it a forward that computes for all values, "
+            f"with masks or torch.where\n{text}")
+    explanation = next((line.removeprefix("Explanation: ") for line in lines if line.startswith("Explanation: ")), "")
+    cause = re.sub(r"<(\S+) object at 0x\w+>", r"\1", explanation or (lines[0] if lines else type(reason).__name__))
+    cause = textwrap.shorten(cause, 200, placeholder=" ...")
+    return CaptureError(
+        f"{name} cannot be captured as one graph{source}: {cause.rstrip('.')}; let no Python control flow depend on "
+        f"tensor values, and change no Python state in forward\n{text}")
+
+
+def user_line(reason: Exception, lines: list[str], ones_own: bool = False) -> Line | None:
+    """The line of the innermost frame that is neither torch's nor ours (nor of transformers, if `ones_own`), if Dynamo gives
+    one."""
+    frames = [Line(frame.filename, frame.lineno, frame.line) for frame in getattr(reason, "real_stack", None) or ()]
+    for line, code in itertools.pairwise(lines):
+        if line.startswith('File "'):
+            frames.append(Line(line.split('"')[1], int(line.split("line ")[1].split(",")[0]), code))
+    known = ["/torch/", "/megacompile/frontend/", *(["/transformers/"] if ones_own else [])]
+    theirs = [frame for frame in frames if not any(part in frame.file for part in known)]
+    return theirs[-1] if theirs else None
+
+
+def _reader(model: nn.Module, line: Line | None) -> str:
+    """The module whose class has a line, with the options of its config that it reads there; else "the model"."""
+    found = next(((path, m) for path, m in model.named_modules() if line and _has_line(type(m), line)), None)
+    if found is None or line is None:
+        return "the model"
+    path, module = found
+    said = f"{path} ({type(module).__name__})" if path else type(module).__name__
+    read = {name: _value(module, name) for name in re.findall(r"\b(?:self\.config|self|config)\.(\w+)", line.code)}
+    options = [f"{config_name(model, module, name, value)}={value!r}" for name, value in read.items() if value is not None]
+    return f"{said}, with {', '.join(options)}," if options else said
+
+
+def _value(module: nn.Module, name: str) -> Any:
+    """An option that a module or its config holds: a number, a word or a flag; None for anything else."""
+    config = getattr(module, "config", None)
+    value = getattr(module, name, getattr(config, name, None))
+    return value if isinstance(value, int | float | str) and hasattr(config, "to_dict") else None
+
+
+def _has_line(cls: type, line: Line) -> bool:
+    """Whether a line is one of a class."""
+    if getattr(sys.modules.get(cls.__module__), "__file__", None) != line.file:
+        return False
+    try:
+        code, first = inspect.getsourcelines(cls)
+    except (OSError, TypeError):  # a class that was made while the program ran has no source
+        return False
+    return first <= line.number < first + len(code)

@@ -1,0 +1,150 @@
+"""The fake twin: the model with the same code and structure, on the CPU, whose weights have no data.
+
+Capturing a twin costs no memory (a 72B model is traced in under 1 GB) and leaves the user's model alone. Its fakes live
+on the CPU: fakes on "cuda" need a GPU, and a plan for a GPU must be possible without one.
+"""
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from megacompile.errors import CaptureError
+from megacompile.frontend.batches.modalities import aligned, is_images
+from megacompile.frontend.batches.pairs import argument, example_of, pairs_of, tokens_of
+from megacompile.frontend.ops.attention import register_with_transformers
+from megacompile.frontend.tracing.adapters import forward_signature
+from megacompile.frontend.tracing.layers import Layers, encoders, find_layers
+from megacompile.frontend.tracing.recorders import remove_hooks_for_gradients
+
+CAPTURE_SHAPE = (3, 17)  # batch, length. 0 and 1 would be specialised, and equal sizes could share one symbol.
+
+
+def is_transformers_model(model: nn.Module) -> bool:
+    """Whether `model` follows transformers' conventions (`config`, `set_attn_implementation`)."""
+    return hasattr(model, "set_attn_implementation") and hasattr(model, "config")
+
+
+def fake_twin(model: nn.Module, fakes: FakeTensorMode, attention: str | None = None, training: bool = True,
+              layers: Layers | None = None) -> nn.Module:
+    """A copy of `model` in training mode (or not) with fake parameters and buffers of the same shapes, strides and dtypes.
+
+    A transformers model is switched to the `attention` implementation, one of ours; encoders beside its stack of `layers` keep
+    theirs, which is not causal. Ties between parameters survive.
+    """
+    memo: dict[int, object] = {}
+    with fakes:
+        for parameter in model.parameters():
+            memo[id(parameter)] = nn.Parameter(_fake_like(parameter), requires_grad=parameter.requires_grad)
+        for buffer in model.buffers():
+            memo[id(buffer)] = _fake_like(buffer)
+    try:
+        twin: nn.Module = copy.deepcopy(model, memo)
+    except (RuntimeError, TypeError) as reason:
+        raise CaptureError(
+            f"{type(model).__name__} cannot be copied ({str(reason).splitlines()[0]}): keep tensors as parameters or "
+            "buffers, and nothing in the model that copy.deepcopy refuses"
+        ) from reason
+    twin.train(training)
+    remove_hooks_for_gradients(twin)
+    module: Any
+    if is_transformers_model(twin):
+        for module in twin.modules():
+            if hasattr(getattr(module, "config", None), "use_cache"):  # of a model inside of another as well
+                module.config.use_cache = False
+            if getattr(module, "gradient_checkpointing", False):
+                module.gradient_checkpointing = False  # recomputation is the plan's choice
+            if getattr(module, "use_associative_scan", False):
+                module.use_associative_scan = False  # which no native run does
+        if attention is not None:
+            register_with_transformers()
+            kept = [(m, m.config._attn_implementation) for m in encoders(twin, find_layers(twin, layers))]
+            twin.set_attn_implementation(attention)  # type: ignore[operator]
+            for module, own in kept:
+                module.set_attn_implementation(own)
+    return twin
+
+
+def _fake_like(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype, device="cpu")
+
+
+def fake_batch(
+    model: nn.Module, example: dict[str, torch.Tensor] | None, fakes: FakeTensorMode,
+    size: tuple[int, int] = CAPTURE_SHAPE, further: Collection[str] = (), images: int = 1,
+) -> dict[str, torch.Tensor]:
+    """Fake batch inputs of [batch, length] `size`, in the positional order of the model's `forward`.
+
+    `example` gives their names and dtypes; without it, int64 `input_ids` and, if there is such a parameter, `labels`. `further`
+    ones beside it are int64, or masks of pairs as they are described (see `pairs.py`). Floats of several dimensions are
+    `images` for each sequence: [batch, images, ...] if several. Masks of pairs come last: sizes are read off what is first.
+    Raises `CaptureError` if the model's forward does not take them, needs more, or an input is neither a [batch, length, ...]
+    integer tensor of the same shape as the first, nor one value a row ([batch], or floats [batch, ...]), nor a mask of pairs.
+    """
+    parameters = forward_signature(model).parameters
+    name = type(model).__name__
+    if example is None:
+        if "input_ids" not in parameters:
+            raise CaptureError(
+                f"{name}.forward has no parameter input_ids: give the batch it is trained on with "
+                "example={name: integer tensor of [batch, length], ...}, labels included"
+            )
+        example = {"input_ids": torch.empty(CAPTURE_SHAPE, dtype=torch.long, device="meta")}
+        example |= {"labels": _labels(model)} if "labels" in parameters else {}
+    example = example | {argument(each): example_of(each, tokens_of(example)) for each in further}
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    for key in example:
+        if key not in parameters and not takes_any:
+            raise CaptureError(f"{name}.forward has no parameter {key}: example= must name parameters of forward")
+    for key, parameter in parameters.items():
+        required = parameter.default is parameter.empty and parameter.kind in (
+            parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY, parameter.POSITIONAL_ONLY)
+        if required and key not in example:
+            raise CaptureError(f"{name}.forward needs {key}: give it a default, or a tensor in example=")
+    shape, pairs = tokens_of(example), pairs_of(example)
+    for key, tensor in example.items():
+        along = key in aligned(example) and tensor.shape[:2] == shape[:2]
+        if not (along or key in pairs or of_rows(tensor, shape)) and (
+                tensor.shape != shape or tensor.is_floating_point() or tensor.is_complex()):
+            raise CaptureError(
+                f"batch input {key} is {tensor.dtype} of shape {list(tensor.shape)}: batch inputs must be integer "
+                f"tensors [batch, length, ...] of one shape, or floats with one row for each sequence, such as one image "
+                f"[batch, ...], or masks [batch, ..., length, length], bool or floats; leave others out of example= and "
+                f"compute them in the model"
+            )
+    order = [key for key in parameters if key in example] + [key for key in example if key not in parameters]
+    order.sort(key=pairs.__contains__)
+    with fakes:
+        return {key: torch.zeros(_fake_shape(example[key], shape, size, images, key in pairs), dtype=example[key].dtype)
+                for key in order}
+
+
+def _fake_shape(tensor: torch.Tensor, tokens: torch.Size, size: tuple[int, int], images: int, pairs: bool) -> tuple[int, ...]:
+    if pairs:
+        return (size[0], *tensor.shape[1:-2], size[1], size[1])
+    if not of_rows(tensor, tokens):
+        return (*size, *tensor.shape[2:])
+    several = (images,) if images > 1 and is_images(tensor) else ()
+    return (size[0], *several, *tensor.shape[1:])
+
+
+def of_rows(tensor: torch.Tensor, tokens: torch.Size) -> bool:
+    """Whether a batch argument has values for rows and not for tokens: [batch], or floats of another shape than `tokens`."""
+    if not tensor.dim() or (tensor.shape[0] != tokens[0] and not is_images(tensor)) or tensor.is_complex():
+        return False
+    return tensor.dim() == 1 or (tensor.is_floating_point() and tensor.shape[:2] != tokens[:2])
+
+
+def _labels(model: nn.Module) -> torch.Tensor:
+    """Labels as transformers has them: one for each token, or in classifiers of sequences for each row."""
+    config: Any = getattr(model, "config", None)
+    if not type(model).__name__.endswith("ForSequenceClassification") or not is_transformers_model(model):
+        return torch.empty(CAPTURE_SHAPE, dtype=torch.long, device="meta")
+    count, rows = config.num_labels, CAPTURE_SHAPE[:1]
+    if config.problem_type == "multi_label_classification" or (config.problem_type == "regression" and count > 1):
+        return torch.empty((*rows, count), device="meta")
+    return torch.empty(rows, dtype=torch.float32 if count == 1 else torch.long, device="meta")

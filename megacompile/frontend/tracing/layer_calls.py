@@ -1,0 +1,88 @@
+"""The calls of layers in a model's graph: which layer each one runs, and for the how manieth time; what is refused of them."""
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from torch import fx, nn
+
+from megacompile.errors import CaptureError
+from megacompile.frontend.tracing.layers import LayerStack, stack_candidates
+from megacompile.frontend.tracing.model_graph import INVOKE, ModelGraph
+
+
+@dataclass(frozen=True)
+class LayerCall:
+    """`node` runs `layer` (its qualified name), for the `visit`-th time in a forward. `own_names`: what the layer itself calls
+    the parameters and buffers that lie in it, by the names that they have in the model (of what layers share, another's)."""
+
+    node: fx.Node
+    layer: str
+    visit: int
+    own_names: Mapping[str, str]
+
+
+def layer_calls(model: ModelGraph, module: nn.Module, stack: LayerStack) -> list[LayerCall]:
+    """The calls of a graph, in its order. `module`: what was traced.
+
+    A call is told by the weights that it reads. Modules of a layer's class that are in no list are layers where they are
+    called. Raises `CaptureError` where a layer is not called, or a call reads no weights at all."""
+    nodes = [node for node in model.graph.graph.nodes if node.target is INVOKE]
+    if not nodes and any("checkpoint" in str(node.target) for node in model.graph.graph.nodes):
+        raise CaptureError(f"the layers of {stack} are called through torch.utils.checkpoint: call them as they are, "
+                           "since what is recomputed is the plan's choice (checkpoint_interval)")
+    names = _names_in_layers(module, stack)
+    visits: Counter[str] = Counter()
+    calls = []
+    for node in nodes:
+        read = {model.sources[n].name for n in node.args[2:] if isinstance(n, fx.Node) and n in model.sources}
+        shares = {layer: len(read & own.keys()) for layer, own in names.items()}
+        most = max(shares.values())
+        if not most:
+            raise CaptureError(f"a layer of {stack} is called that has no parameters, so that calls cannot be told apart: name "
+                               'the list of layers whose weights are to stream with layers="path.to.layers"')
+        # Of layers with the same weights, the one that has run least often: what one module is called for, or several.
+        layer = min((name for name, share in shares.items() if share == most), key=visits.__getitem__)
+        visits[layer] += 1
+        calls.append(LayerCall(node, layer, visits[layer], names[layer]))
+    if idle := [name for name in stack.names if not visits[name]]:
+        others = ", ".join(f'"{path}"' for path in stack_candidates(module) if path not in stack.paths) or "there is no other"
+        raise CaptureError(f"{idle[0]} is not called in a forward (called: {', '.join(visits) or 'none'}): take it out of its "
+                           f"list, or name the lists whose layers are called with layers=(...), of {others}")
+    return calls
+
+
+def _names_in_layers(module: nn.Module, stack: LayerStack) -> dict[str, dict[str, str]]:
+    """By layer: the names of its parameters and buffers in the model, and in the layer."""
+    origin = {id(tensor): name for name, tensor in (*module.named_buffers(), *module.named_parameters())}
+    classes = {type(layer) for layer in stack.layers}
+    layers = dict(zip(stack.names, stack.layers, strict=True))
+    layers |= {name: found for name, found in module.named_modules() if type(found) in classes and name not in layers}
+
+    def tensors(layer: nn.Module) -> dict[str, str]:
+        own = (*layer.named_buffers(), *layer.named_parameters())
+        return {origin[id(tensor)]: name for name, tensor in own}
+
+    return {name: tensors(layer) for name, layer in layers.items()}
+
+
+def check_chain(body: Sequence[fx.Node], calls: Sequence[LayerCall]) -> None:
+    """Raises `CaptureError` where a call does not depend on what the call before it makes: lists of embeddings or heads, and
+    encoders beside each other, are called once each as well."""
+    for before, call in pairwise(calls):
+        reached = {before.node}
+        for node in body[body.index(before.node) + 1:body.index(call.node) + 1]:
+            if reached.intersection(node.all_input_nodes):
+                reached.add(node)
+        if call.node not in reached:
+            raise CaptureError(f"{call.layer} does not read what {before.layer} makes: the layers must form a chain")
+
+
+def source_line(node: fx.Node) -> str:
+    """The user's source line that made `node`, as a continuation line of an error."""
+    frames = [f.strip() for f in (node.meta.get("stack_trace") or "").splitlines()]
+    frames = [f for f in frames if f.strip("^~ ")]
+    places = [i for i, f in enumerate(frames) if f.startswith('File "') and "/torch/" not in f]
+    return "\nfrom source: " + "  ".join(frames[places[-1]: places[-1] + 2]) if places else ""

@@ -1,0 +1,254 @@
+"""One graph of the whole model, loss included, whose weights are placeholders and whose layers are regions (Dynamo)."""
+from __future__ import annotations
+
+import builtins
+import contextlib
+import dataclasses
+import itertools
+import operator
+import os
+import types
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+from unittest import mock
+
+import torch
+import torch._dynamo
+from torch import Tensor, fx, nn
+from torch._dynamo.functional_export import dynamo_graph_capture_for_export
+from torch._dynamo.variables.lazy import LazySymNodeFormatString
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributions import Distribution
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils._sympy.interp import sympy_interp
+from torch.utils._sympy.reference import PythonReferenceAnalysis
+
+from megacompile.errors import CaptureError, MegacompileError
+from megacompile.frontend.batches.pairs import pairs_of
+from megacompile.frontend.templates.template import Source
+from megacompile.frontend.tracing.adapters import traceable_adapters
+from megacompile.frontend.tracing.buffers import own_rewritten_buffers
+from megacompile.frontend.tracing.explained import explained
+from megacompile.frontend.tracing.foreign_errors import TRACING_ERRORS, raise_foreign
+from megacompile.frontend.tracing.layers import LayerStack, layers_as_regions
+from megacompile.frontend.tracing.native_branches import native_branches
+from megacompile.frontend.tracing.rounded_sizes import rounded_sizes
+from megacompile.frontend.tracing.trace_caches import release_tracked_fakes
+
+INVOKE = torch.ops.higher_order.invoke_subgraph
+
+
+@dataclasses.dataclass
+class ModelGraph:
+    """What Dynamo saw of a model.
+
+    `graph`: calls of torch functions and `invoke_subgraph`s; placeholders hold fakes in `meta["example_value"]`.
+    `sources`: where each placeholder, and each node that reads a batch input's size, comes from.
+    `returned`: what the model returned, rebuilt around the fakes of the graph's results.
+    `changes_state`: the forward changed Python objects that outlive it.
+    `fakes`: the fake mode that the `example_value`s belong to. Dynamo traces in modes of its own, and AOT refuses to
+    trace under any other.
+    """
+
+    graph: fx.GraphModule
+    sources: dict[fx.Node, Source]
+    returned: Any
+    fakes: FakeTensorMode
+    changes_state: bool = False
+
+    @property
+    def results(self) -> list[fx.Node]:
+        return list(self.graph.graph.output_node().args[0])  # type: ignore[arg-type]
+
+    @property
+    def shape_env(self) -> ShapeEnv:
+        assert self.fakes.shape_env is not None
+        return self.fakes.shape_env
+
+
+def capture_model_graph(
+    model: nn.Module, batch: Mapping[str, Tensor], stack: LayerStack, fakes: FakeTensorMode, options: dict[str, Any],
+    taken: Callable[[dict[str, Tensor]], dict[str, Tensor]] = dict, each_call: bool = False,
+) -> ModelGraph:
+    """Trace `model(**taken(batch), **options)` with the batch size, and the length where a batch input has it, dynamic and
+    equal among inputs. `each_call`: no call of a layer takes what was traced for another (see `layers_as_regions`).
+
+    Raises `CaptureError` with Dynamo's reason and the line of the model that caused it.
+    """
+    names, tensors = tuple(batch), tuple(batch.values())
+    pairs = pairs_of(batch)
+    # Of each input: its dimensions that are the batch size or the length, and which of the first input's they are.
+    dimensions = [((0, 0), (tensor.dim() - 2, 1), (tensor.dim() - 1, 1)) if name in pairs else
+                  ((0, 0), (1, 1)) if tensor.shape[:2] == tensors[0].shape[:2] else ((0, 0),) for name, tensor in batch.items()]
+    tied = [tensor.shape[0] == tensors[0].shape[0] for tensor in tensors]  # images may be traced apart
+    for tensor, dynamic in zip(tensors, dimensions, strict=True):
+        for dimension, _ in dynamic:
+            if tensor.shape[dimension] > 1:  # a size of 1 is a constant to Dynamo, whatever it is told
+                torch._dynamo.mark_dynamic(tensor, dimension)
+
+    def step(*inputs: Tensor) -> Any:
+        for other, dynamic in itertools.compress(zip(inputs, dimensions, strict=True), tied):
+            for dimension, of_first in dynamic:  # each marked one has a symbol of its own: say that they are equal
+                torch._check(other.shape[dimension] == inputs[0].shape[of_first])
+        return model(**taken(dict(zip(names, inputs, strict=True))), **options)
+
+    torch._dynamo.reset()
+    with (fakes, warnings.catch_warnings(record=True) as warned, traceable_adapters(), unchecked_distributions(),
+          unchecked_values(), sizes_unread_by_messages(), rounded_sizes(), native_branches(model),
+          torch._dynamo.config.patch(fake_tensor_cache_enabled=False), layers_as_regions(stack, each_call)):
+        warnings.simplefilter("always")
+        try:
+            graph = dynamo_graph_capture_for_export(_with_own_globals(step))(*tensors)
+        except MegacompileError:
+            raise
+        except TRACING_ERRORS as reason:
+            raise_foreign(reason)
+            raise explained(model, reason) from reason
+        for replay in (graph._dynamo_bytecode_flatten, graph._dynamo_bytecode_unflatten):
+            # torch 2.11 looks for builtins (`type`) among the module's globals, and refuses without.
+            replay.f_globals = {**vars(builtins), **replay.f_globals}  # type: ignore[union-attr]
+        # The graph's own prelude fetches its flat inputs; identity tells which parameter each one is.
+        flat = graph._dynamo_bytecode_flatten(*tensors)  # type: ignore[operator]
+        results = graph.graph.output_node().args[0]
+        returned = graph._dynamo_bytecode_unflatten(  # type: ignore[operator]
+            tuple(n.meta["example_value"] if isinstance(n, fx.Node) else n for n in results), tensors)  # type: ignore[union-attr]
+    for module in (graph, *(m for m in graph.modules() if isinstance(m, fx.GraphModule))):
+        _name_squeezed(module)
+        _read_sizes(module)
+    sources = _sources(model, graph, flat, dict(batch))
+    _count_outside(graph, sources)
+    own_rewritten_buffers(graph.graph, sources)
+    traced: Any = next(n.meta["example_value"] for n in sources if isinstance(n.meta["example_value"], Tensor))
+    release_tracked_fakes(traced.fake_mode.shape_env)
+    return ModelGraph(graph, sources, returned, traced.fake_mode,
+                      any("side effects happened" in str(each.message) for each in warned))
+
+
+def _with_own_globals(function: Any) -> Any:
+    """The same function with a dictionary of globals of its own. Dynamo adds to them what it makes, the graph among it, which
+    would stay in this module for ever."""
+    return types.FunctionType(function.__code__, dict(function.__globals__), function.__name__, function.__defaults__,
+                              function.__closure__)
+
+
+@contextlib.contextmanager
+def unchecked_distributions() -> Iterator[None]:
+    """Within, `torch.distributions` do not look at the values of their parameters, which fakes do not have."""
+    checked = Distribution._validate_args
+    Distribution.set_default_validate_args(False)
+    try:
+        yield
+    finally:
+        Distribution.set_default_validate_args(checked)
+
+
+@contextlib.contextmanager
+def unchecked_values() -> Iterator[None]:
+    """Within, models of transformers leave out their own checks of values, which a template does not have in any case: of
+    places and images, which are checked on the host. Torch 2.11 makes a number of such a check that stops its trace."""
+    with mock.patch.dict(os.environ, TRANSFORMERS_DISABLE_TORCH_CHECK="1"):
+        yield
+
+
+@contextlib.contextmanager
+def sizes_unread_by_messages() -> Iterator[None]:
+    """Within, a message about sizes is written with their symbols. Dynamo would write the traced numbers, and so make a
+    constant of the number of images, of which models say how many features they have even where nothing is wrong."""
+    written = LazySymNodeFormatString.__repr__
+
+    def with_symbols(self: Any) -> str:
+        return str.format(self.fmt_var.as_python_constant(), str(self.sym_node_var.sym_num))
+
+    LazySymNodeFormatString.__repr__ = with_symbols  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        LazySymNodeFormatString.__repr__ = written  # type: ignore[method-assign]
+
+
+def _name_squeezed(module: fx.GraphModule) -> None:
+    """Lets every `squeeze()` name the dimensions that it takes away: a micro-batch of one row keeps its rows."""
+    for node in module.graph.nodes:
+        if node.target in ("squeeze", torch.squeeze) and len(node.args) == 1 and not node.kwargs:
+            shape = node.args[0].meta["example_value"].shape
+            node.args = (node.args[0], tuple(dim for dim, size in enumerate(shape) if isinstance(size, int) and size == 1))
+    module.recompile()
+
+
+def _read_sizes(module: fx.GraphModule) -> None:
+    """Reads a size where Dynamo reads a stride that is the same number: a mask that is expanded has other strides once it is
+    handed from call to call."""
+    known: dict[Any, tuple[fx.Node, int]] = {}
+    for node in module.graph.find_nodes(op="placeholder"):
+        value: Any = node.meta.get("example_value")
+        for dimension, size in enumerate(value.shape if isinstance(value, Tensor) else ()):
+            if isinstance(size, torch.SymInt):
+                known[size.node.expr] = node, dimension
+    for node in module.graph.find_nodes(op="call_function", target=torch.ops.aten.sym_stride.int):
+        found = known.get(getattr(getattr(node.meta["example_value"], "node", None), "expr", None))
+        if found is not None:
+            node.target, node.args = torch.ops.aten.sym_size.int, found
+    module.recompile()
+
+
+def _sources(
+    model: nn.Module, graph: fx.GraphModule, flat: list[Any], batch: dict[str, Tensor]
+) -> dict[fx.Node, Source]:
+    # `named_parameters` gives a tied parameter once, under its first name: the canonical one.
+    origin = {id(t): Source("buffer", n) for n, t in model.named_buffers()}
+    origin |= {id(t): Source("parameter", n) for n, t in model.named_parameters()}
+    origin |= {id(t): Source("batch", n) for n, t in batch.items()}
+    placeholders = graph.graph.find_nodes(op="placeholder")
+    examples = [(n, n.meta["example_value"], value) for n, value in zip(placeholders, flat, strict=True)]
+    # All batch inputs have the same sizes. They are read off the first, which is there when labels are not.
+    first = next(iter(batch))
+    sizes = {
+        str(size): Source("size", first if dimension < 2 else origin[id(value)].name, dimension)
+        for _, example, value in examples if id(value) in origin and origin[id(value)].kind == "batch"
+        for dimension, size in enumerate(example.shape)
+    }
+    sources: dict[fx.Node, Source] = {}
+    for node, example, value in examples:  # torch 2.11 has sizes among the placeholders, 2.13 has not
+        source = origin.get(id(value)) if isinstance(value, Tensor) else sizes.get(str(example))
+        if source is None:
+            # Such a tensor is a fake by now, whose data nobody could supply later.
+            raise CaptureError(
+                f"{_attribute_of(model, value, node)} is neither a parameter nor a buffer: register it with "
+                "register_buffer, so that it can move to the device"
+            )
+        sources[node] = source
+    for node in graph.graph.find_nodes(op="call_function", target=torch.ops.aten.sym_size.int):
+        source = sources.get(node.args[0])  # type: ignore[arg-type]
+        if source is not None and source.kind == "batch":  # read off the batch, not passed on from the prologue
+            dimension: int = node.args[1]  # type: ignore[assignment]
+            sources[node] = Source("size", first if dimension < 2 else source.name, dimension)
+    return sources
+
+
+def _count_outside(graph: fx.GraphModule, sources: dict[fx.Node, Source]) -> None:
+    """Numbers that a layer hands out (how many rows its router saw) are computed anew, from the sizes of the batch: no call
+    hands a number to another."""
+    sizes = {n.meta["example_value"].node.expr: n for n, s in sources.items() if s.kind == "size"}
+    for node in list(graph.graph.nodes):
+        value = node.meta.get("example_value")
+        if node.target is operator.getitem and node.args[0].target is INVOKE and isinstance(value, torch.SymInt):
+            before = set(graph.graph.nodes)
+            with graph.graph.inserting_before(node):
+                known = {symbol: fx.Proxy(size) for symbol, size in sizes.items()}
+                number = sympy_interp(PythonReferenceAnalysis, known, value.node.expr).node
+            for made in graph.graph.nodes:
+                if made not in before:
+                    arguments = fx.map_arg(made.args, lambda n: n.meta["example_value"])
+                    made.meta["example_value"] = made.target(*arguments)
+            node.replace_all_uses_with(number)
+            graph.graph.erase_node(node)
+    graph.recompile()
+
+
+def _attribute_of(model: nn.Module, value: Any, node: fx.Node) -> str:
+    for name, module in model.named_modules():
+        for attribute, held in vars(module).items():
+            if held is value:
+                return f"tensor attribute {name + '.' if name else ''}{attribute} of {type(model).__name__}"
+    return f"the tensor or number {node.name} that {type(model).__name__} reads"

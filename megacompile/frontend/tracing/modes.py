@@ -1,0 +1,172 @@
+"""Does a captured graph hold where it was not captured: in evaluation mode, for one sequence, for one token?
+
+Models are captured in training mode at sizes of at least 2. A branch on `self.training` leaves no trace in the graph, and
+one on a size of 1 leaves no guard, since symbolic sizes are taken to be 2 or more. So before such a call is first served,
+the model runs again in that mode or at that size, on fakes, and must perform the same operations.
+
+There are two ways to know them. `torch_calls` are what a plain run on fakes calls, in a tenth of the time of a trace;
+`operations` are what a trace has. Equal calls settle the question; where they differ, or cannot be known, traces are compared.
+"""
+from __future__ import annotations
+
+import inspect
+import itertools
+import operator
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+from torch.overrides import TorchFunctionMode, resolve_name
+
+from megacompile.frontend.tracing.foreign_errors import TRACING_ERRORS
+from megacompile.frontend.tracing.model_graph import ModelGraph
+from megacompile.frontend.tracing.native_branches import as_traced
+
+#: Broadcasting changes no value, and models leave it out where there is one sequence.
+_BROADCASTS = frozenset({"expand", "expand_as", "broadcast_to", "contiguous"})
+#: Functions of torch that are written in Python, and in which no branch is on a size: what others call is not seen.
+_WITHOUT_BRANCHES = frozenset({
+    "dropout", "embedding", "layer_norm", "rms_norm", "softmax", "log_softmax", "relu", "silu", "cross_entropy", "split",
+    "unflatten", "pad", "einsum", "__rsub__", "__rpow__", "__pow__", "__floordiv__"})
+
+
+class Said(NamedTuple):
+    """An operation, with what it reads and its constants. `exact`: with whole numbers too, which sizes are among. `operation`
+    and `read`: that in two parts, what it is with all constants, and what it reads."""
+
+    text: str
+    exact: str
+    operation: str
+    read: tuple[str, ...]
+
+
+def alike(some: Sequence[Said], others: Sequence[Said], exact: bool) -> bool:
+    """Whether these are the same operations, in order; with the same whole numbers only if `exact`."""
+    return [each[exact] for each in some] == [each[exact] for each in others]
+
+
+def torch_calls(model: nn.Module, batch: Mapping[str, Tensor], options: Mapping[str, Any],
+                said: list[Said] | None = None) -> tuple[Said, ...] | None:
+    """What `model(**batch, **options)` calls that makes tensors, in order, as `operations` says it. `model` and `batch` are
+    fakes. `said`: a list to which each call is added as it is made. None where they cannot be known: the model does not run
+    on fakes, or calls what may look at sizes unseen."""
+    named = itertools.chain(model.named_parameters(), model.named_buffers(), batch.items())
+    found = _Calls(_Labels({id(tensor): (tensor, name) for name, tensor in named}), [] if said is None else said)
+    with torch.inference_mode(False), torch.enable_grad(), warnings.catch_warnings(), as_traced(model), found:
+        warnings.simplefilter("ignore")
+        try:
+            model(**batch, **options)
+        except TRACING_ERRORS:  # a branch on values, say: whether the model can be traced there, its trace says
+            return None
+    return tuple(found.said) if found.all_seen else None
+
+
+class _Labels:
+    """Names of values: of weights and inputs their own, of others which operation made them. Values that were seen stay alive,
+    so that none takes another's place. State: by identity, the value and its name."""
+
+    def __init__(self, known: dict[int, tuple[Any, str]]) -> None:
+        self.known = known
+
+    def of(self, value: Any) -> str:
+        return self.known[id(value)][1] if id(value) in self.known else "?"
+
+    def give(self, value: Any, name: str) -> None:
+        self.known[id(value)] = value, name
+
+
+class _Calls(TorchFunctionMode):
+    """State: what was `said` of the calls so far, and whether all of them were seen."""
+
+    def __init__(self, labels: _Labels, said: list[Said]) -> None:
+        super().__init__()
+        self.labels = labels
+        self.said = said
+        self.all_seen = True
+
+    def __torch_function__(self, function: Any, types: Any, args: tuple[Any, ...] = (),
+                           kwargs: dict[str, Any] | None = None) -> Any:
+        read = [self.labels.of(value) for value in _leaves((args, kwargs)) if isinstance(value, Tensor)]
+        result = function(*args, **(kwargs or {}))
+        name = getattr(function, "__name__", "")
+        made = [value for value in _leaves(result) if isinstance(value, Tensor)]
+        if made and (name in _BROADCASTS or function is F.dropout and _is_idle(args, kwargs or {})):
+            self.labels.give(made[0], next(iter(read), "?"))
+        elif made:
+            self.all_seen &= not inspect.isfunction(function) or name in _WITHOUT_BRANCHES
+            self.said.append(_said(resolve_name(function) or str(function), args, kwargs or {}, read))
+            for position, value in enumerate(made):
+                self.labels.give(value, f"%{len(self.said)}.{position}")
+        return result
+
+
+def operations(graph: ModelGraph) -> tuple[Said, ...]:
+    """Every operation on tensors, in order; what it reads, weights and inputs by name, others by the operation that made
+    them."""
+    said: list[Said] = []
+    _say(graph.graph, {node: source.name for node, source in graph.sources.items() if source.kind != "size"}, said)
+    return tuple(said)
+
+
+def _say(module: fx.GraphModule, labels: dict[fx.Node, str], said: list[Said]) -> None:
+    """Appends the operations of a graph, whose inputs have `labels`."""
+    for node in module.graph.nodes:
+        read = [labels[used] for used in node.all_input_nodes if used in labels]
+        nested = [getattr(module, str(n.target), None) for n in node.all_input_nodes if n.op == "get_attr"]
+        if graphs := [each for each in nested if isinstance(each, fx.GraphModule)]:
+            for each in graphs:  # in place of the call: whether equal layers share a region is Dynamo's choice
+                given = [a for a in _leaves(node.args) if not isinstance(a, str) and getattr(a, "op", "") != "get_attr"]
+                inputs = zip(each.graph.find_nodes(op="placeholder"), given, strict=False)
+                known = {n: labels[a] for n, a in inputs if isinstance(a, fx.Node) and a in labels}
+                _say(each, known, said)
+            labels[node] = str(len(said))
+        elif node.op in ("call_function", "call_method") and _makes_tensors(node):
+            if _is_idle_dropout(node) or getattr(node.target, "__name__", node.target) in _BROADCASTS:
+                labels[node] = next(iter(read), "?")
+                continue
+            said.append(_said(str(node.target), node.args, node.kwargs, read))
+            which = f".{node.args[1]}" if node.target is operator.getitem and isinstance(node.args[1], int) else ""
+            labels[node] = f"{len(said)}{which}"
+
+
+def _said(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], read: Sequence[str]) -> Said:
+    constants = [c for c in _leaves((args, kwargs)) if isinstance(c, int | float | bool | str | torch.dtype)]
+    others = [c for c in constants if not isinstance(c, int) or isinstance(c, bool)]
+    text, exact = (" ".join([name, *read, *map(repr, each)]) for each in (others, constants))
+    return Said(text, exact, " ".join([name, *map(repr, constants)]), tuple(read))
+
+
+def operation_number(label: str) -> int | None:
+    """The number of the call, of those that `torch_calls` gives, that made what is read under this label; None of a weight or
+    an input."""
+    return int(label[1:].partition(".")[0]) if label.startswith("%") else None
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, tuple | list):
+        for item in value:
+            yield from _leaves(item)
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield str(key)
+            yield from _leaves(item)
+    else:
+        yield value
+
+
+def _makes_tensors(node: fx.Node) -> bool:
+    value = node.meta.get("example_value")
+    return any(isinstance(v, Tensor) for v in (value if isinstance(value, tuple | list) else (value,)))
+
+
+def _is_idle_dropout(node: fx.Node) -> bool:
+    return node.target is F.dropout and _is_idle(node.args, node.kwargs)
+
+
+def _is_idle(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Dropout with p = 0 says in its arguments whether it trains, and does nothing either way."""
+    p = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
+    return isinstance(p, int | float) and p == 0

@@ -1,0 +1,66 @@
+"""Hooks of models of transformers: those that collect values (routers' logits, an encoder's hidden states), and those that
+let embeddings' outputs require a gradient."""
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from megacompile.frontend.tracing.layers import LayerStack, encoders
+
+ROUTERS = "router_logits"
+
+
+def install_recorders(model: nn.Module, stack: LayerStack) -> None:
+    """Puts the hooks into the modules of a model that will collect something: encoders, and a decoder that is to add its
+    routers' auxiliary loss (`config.output_router_logits`). transformers would do so in the first forward, under a lock, which
+    Dynamo cannot follow."""
+    beside = {id(module) for module in encoders(model, stack)}
+    for module in model.modules():  # from the outside in, as forwards go
+        routers = getattr(getattr(module, "config", None), f"output_{ROUTERS}", False) is True
+        if (routers or id(module) in beside) and _collects(module):
+            from transformers.utils.output_capturing import maybe_install_capturing_hooks
+
+            maybe_install_capturing_hooks(module)  # type: ignore[arg-type]
+    for module in model.modules():
+        for key, hook in module._forward_hooks.items():
+            if _records_routers(hook):
+                module._forward_hooks[key] = functools.partial(_record_copies, hook)
+
+
+def remove_hooks_for_gradients(model: nn.Module) -> None:
+    """Removes the hooks by which embeddings' outputs require a gradient."""
+    for module in model.modules():
+        for key in [key for key, hook in module._forward_hooks.items() if asks_for_gradients(hook)]:
+            del module._forward_hooks[key]
+
+
+def asks_for_gradients(hook: Any) -> bool:
+    """Whether a forward hook is the one that `enable_input_require_grads` of transformers or PEFT installs, and with it
+    `gradient_checkpointing_enable`. torch.utils.checkpoint needs it above frozen embeddings; the recomputation of streamed
+    layers does not, and no gradient of a parameter depends on it."""
+    return "make_inputs_require_grad" in getattr(hook, "__qualname__", "")
+
+
+def _collects(module: nn.Module) -> bool:
+    """Whether transformers' decorator `capture_outputs` is around a module's forward."""
+    forward: Any = type(module).forward
+    while forward is not None:
+        if getattr(forward, "__globals__", {}).get("__name__") == "transformers.utils.output_capturing":
+            return True
+        forward = getattr(forward, "__wrapped__", None)
+    return False
+
+
+def _records_routers(hook: Any) -> bool:
+    """Whether a forward hook is transformers' own that collects router logits: it holds their name."""
+    return any(cell.cell_contents == ROUTERS for cell in getattr(hook, "__closure__", None) or ())
+
+
+def _record_copies(hook: Callable[..., None], module: nn.Module, args: Any, output: Any) -> None:
+    """Calls `hook` with copies. Dynamo records no value that shares memory with another one of the layer's, and a router's
+    `logits.float()` in float32 is the tensor `logits`."""
+    hook(module, args, pytree.tree_map_only(Tensor, Tensor.clone, output))

@@ -1,0 +1,194 @@
+"""Tiles in host memory: the authoritative place of every parameter, gradient and optimizer state (DESIGN section 5).
+
+    tile   weights    parameter dtype    streamed, page-locked where the budget allows
+           gradients  parameter dtype    streamed, followed by one FP32 norm per parameter
+           remainder  int16              low bits of the FP32 master; bf16 tiles only
+           m, v       fp32               AdamW's moments, from the first optimizer on
+           sums       fp32               gradients added up over the waves of a step, where a plan does that here
+
+A parameter has the same element offset in every part. State: each part is one anonymous mapping, made once.
+"""
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .host_memory import host_memory
+
+ALIGNMENT = 64  # elements: 128 bytes at least in every dtype, so that no parameter begins in another's cache line
+
+
+@dataclass(frozen=True)
+class ParameterSlice:
+    """Where one parameter lies in its tile, in elements."""
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    trainable: bool
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.count
+
+    @property
+    def count(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class TileLayout:
+    """The plan of a tile. All its parameters have one dtype. Of a part of a host tile (`tile_part.py`): that tile, `home`, and
+    the element at which each slice begins there."""
+
+    name: str
+    dtype: torch.dtype
+    slices: tuple[ParameterSlice, ...]
+    home: str = ""
+    origins: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, name: str, dtype: torch.dtype, parameters: Iterable[tuple[str, Sequence[int], bool]]) -> TileLayout:
+        slices, position = [], 0
+        for parameter, shape, trainable in parameters:
+            slices.append(ParameterSlice(parameter, tuple(shape), position, trainable))
+            position += -(-slices[-1].count // ALIGNMENT) * ALIGNMENT
+        return cls(name, dtype, tuple(slices))
+
+    def at_home(self, index: int) -> slice:
+        """The elements of a slice in its host tile."""
+        s = self.slices[index]
+        start = self.origins[index] if self.home else s.start
+        return slice(start, start + s.count)
+
+    @property
+    def elements(self) -> int:
+        """With the padding behind each parameter."""
+        return -(-self.slices[-1].stop // ALIGNMENT) * ALIGNMENT
+
+    @property
+    def parameters(self) -> int:
+        return sum(s.count for s in self.slices)
+
+    @property
+    def trainable(self) -> bool:
+        return any(s.trainable for s in self.slices)
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.elements * self.dtype.itemsize
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Gradients, then one FP32 norm per parameter."""
+        return self.weight_bytes + 4 * len(self.slices)
+
+    @property
+    def state_bytes(self) -> int:
+        """AdamW's state: moments, and the remainder of bf16 weights."""
+        return (10 if self.dtype == torch.bfloat16 else 8) * self.elements if self.trainable else 0
+
+    @property
+    def sum_bytes(self) -> int:
+        """Gradients added up over waves, FP32."""
+        return 4 * self.elements if self.trainable else 0
+
+    def host_parts(self) -> dict[str, int]:
+        """Bytes that training this tile with AdamW takes, by part."""
+        moments = 8 * self.elements if self.trainable else 0
+        return {"weights": self.weight_bytes, "gradients": self.gradient_bytes if self.trainable else 0,
+                "remainder": self.state_bytes - moments, "moments": moments}
+
+    def host_bytes(self) -> int:
+        return sum(self.host_parts().values())
+
+    def state(self, memory: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """m, v (fp32) and the remainder (int16; None of fp32 weights) in a slot's memory."""
+        m, v = (memory[4 * i * self.elements:4 * (i + 1) * self.elements].view(torch.float32) for i in (0, 1))
+        low = memory[8 * self.elements:self.state_bytes]
+        return m, v, low.view(torch.int16) if self.dtype == torch.bfloat16 else None
+
+    def views(self, flat: Tensor) -> tuple[Tensor, ...]:
+        """One view per parameter of a flat tensor of at least `elements` elements."""
+        return tuple(flat[s.start:s.stop].view(s.shape) for s in self.slices)
+
+    def flat(self, memory: Tensor) -> Tensor:
+        """Bytes -> the tile's elements."""
+        return memory[:self.weight_bytes].view(self.dtype)
+
+    def norms(self, memory: Tensor) -> Tensor:
+        """The norms behind the gradients: FP32, one per parameter."""
+        return memory[self.weight_bytes:self.gradient_bytes].view(torch.float32)
+
+
+@dataclass
+class HostTile:
+    """One tile's host memory."""
+
+    layout: TileLayout
+    weights: Tensor  # uint8 [weight_bytes]
+    gradients: Tensor | None  # uint8 [gradient_bytes]; None if nothing in it is trained
+    remainder: Tensor | None = None  # int16 [elements]
+    m: Tensor | None = None
+    v: Tensor | None = None
+    sums: Tensor | None = None  # fp32 [elements]
+    moments_written: bool = False  # by an update, or from a saved optimizer; until then they are untouched zeros
+
+    @classmethod
+    def allocate(cls, layout: TileLayout) -> HostTile:
+        gradients = host_memory(layout.gradient_bytes).zero_() if layout.trainable else None  # touched: locks faster
+        remainder = None
+        if layout.trainable and layout.dtype == torch.bfloat16:
+            remainder = host_memory(2 * layout.elements).view(torch.int16)
+        return cls(layout, host_memory(layout.weight_bytes, inherited=True), gradients, remainder)
+
+    def allocate_moments(self) -> None:
+        """The state of AdamW, zeros."""
+        if self.m is None and self.layout.trainable:
+            self.m = host_memory(4 * self.layout.elements).view(torch.float32)
+            self.v = host_memory(4 * self.layout.elements).view(torch.float32)
+
+    def state(self) -> list[Tensor]:
+        """The optimizer state that there is."""
+        return [part for part in (self.remainder, self.m, self.v) if part is not None]
+
+    def parameter_view(self, memory: Tensor, index: int) -> Tensor:
+        """A parameter's part of this tile's weights or gradients, with a storage of its own: with a view of one big
+        storage, `torch.save` would write the whole tile and `save_pretrained` clone everything."""
+        s = self.layout.slices[index]
+        size = self.layout.dtype.itemsize
+        part = memory[s.start * size:s.stop * size]
+        return torch.frombuffer(part.numpy(), dtype=self.layout.dtype).view(s.shape)
+
+    @property
+    def home(self) -> HostTile:
+        return self
+
+    @property
+    def runs(self) -> list[tuple[slice, slice]]:
+        """Elements in a slot, and the same here."""
+        return [(slice(0, self.layout.elements), slice(0, self.layout.elements))]
+
+    @property
+    def norm_bytes(self) -> Tensor | None:
+        """uint8, of one FP32 norm of a gradient a parameter; None if nothing in it is trained."""
+        return None if self.gradients is None else self.gradients[self.layout.weight_bytes:self.layout.gradient_bytes]
+
+    def weights_with(self, memory: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Bytes of a slot or slab, and the host's of the same weights."""
+        yield memory, self.weights
+
+    def gradients_with(self, memory: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Bytes of a slot or slab, and the host's of the same gradients and norms."""
+        assert self.gradients is not None, f"{self.layout.name} has nothing to train"
+        yield memory, self.gradients
+
+    def parts(self) -> dict[str, int]:
+        """Bytes of each part."""
+        named = dict(weights=self.weights, gradients=self.gradients, remainder=self.remainder, m=self.m, v=self.v,
+                     sums=self.sums)
+        return {name: t.numel() * t.element_size() for name, t in named.items() if t is not None}
