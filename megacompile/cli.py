@@ -96,18 +96,18 @@ def train(
                                                                "weights), or an id of the Hugging Face hub.")],
     data: Annotated[list[str], typer.Option(
         "--data", "--dataset", "--dataset-name", help="A text file, a file of rows (.jsonl, .json, .csv, .parquet), a folder "
-                                                      "of such or a data set of the Hugging Face hub; repeat for more.")],
+                                                      "of these, or a Hugging Face data set. Repeat for more.")],
     settings: Settings,
     lora: Lora,
     knobs: Knobs,
     config: Annotated[Path | None, typer.Option(exists=True, dir_okay=False, is_eager=True, callback=read_defaults,
-                                                help="A YAML file of these options; flags win.")] = None,
+                                                help="A YAML file with these options. Flags override it.")] = None,
 ) -> None:
     """Train a model on texts or on conversations, streamed from host memory.
 
-    Rows are recognised by their columns: Alpaca (instruction, input, output), ShareGPT (conversations), messages, or text.
-    Conversations go through the tokenizer's chat template, and what the assistant says is learnt. Texts are packed into
-    sequences of --length tokens. A first Ctrl-C or SIGTERM ends the step, saves and stops; --resume latest goes on.
+    Columns tell the format of rows: Alpaca (instruction, input, output), ShareGPT (conversations), messages, or text.
+    Conversations go through the tokenizer's chat template, and the loss counts what the assistant says. Texts are packed into
+    sequences of --length tokens. Ctrl-C or SIGTERM finishes the step, saves and stops; --resume latest continues.
     """
     from rich.console import Console
 
@@ -124,23 +124,23 @@ def inspect(
     planning: Planning,
     lora: Lora,
     knobs: Knobs,
-    stage: Annotated[str | None, typer.Option(help="Show what this pass made; else the last stage.")] = None,
-    section: Annotated[str | None, typer.Option(help="Show one section, such as forward, backward or update.")] = None,
-    layers: Annotated[str | None, typer.Option(metavar="FIRST:END", help="Show only what is about these layers, "
-                                                                         "from 0.")] = None,
-    diff: Annotated[str | None, typer.Option(metavar="STAGE..STAGE", help="Show what changed from one stage to "
-                                                                          "another.")] = None,
-    form: Annotated[Form, typer.Option(help="How to print it.")] = Form.PYTHON,
+    stage: Annotated[str | None, typer.Option(help="Show the program after this pass. Default: after the last one.")] = None,
+    section: Annotated[str | None, typer.Option(help="Show only this section, such as forward, backward or update.")] = None,
+    layers: Annotated[str | None, typer.Option(metavar="FIRST:END", help="Show only instructions of these layers, "
+                                                                         "counted from 0.")] = None,
+    diff: Annotated[str | None, typer.Option(metavar="STAGE..STAGE", help="Show the difference between two "
+                                                                          "stages.")] = None,
+    form: Annotated[Form, typer.Option(help="Output format.")] = Form.PYTHON,
     fold: Annotated[bool | None, typer.Option(
-        "--fold/--no-fold", help="Fold what repeats from layer to layer, for reading. By default a whole program is folded on "
-                                 "a terminal alone, so that verify reads what a file or a pipe gets.")] = None,
-    template: Annotated[str | None, typer.Option(help="Show this template's graphs instead; with --stage, of one of its "
-                                                      "passes.")] = None,
-    log: Annotated[bool, typer.Option("--log", help="Show what each pass did instead: op counts before and after it.")] = False,
-    trace: Annotated[Path | None, typer.Option(dir_okay=False, help="Simulate some steps and write them here, for Perfetto "
-                                                                    "(JSON). Nothing is printed.")] = None,
+        "--fold/--no-fold", help="Fold lines that repeat for each layer. Default: a whole program is folded on a terminal "
+                                 "only, so that verify can read files and pipes.")] = None,
+    template: Annotated[str | None, typer.Option(help="Show the graphs of this template instead. With --stage: after that "
+                                                      "pass.")] = None,
+    log: Annotated[bool, typer.Option("--log", help="Show op counts before and after each pass instead.")] = False,
+    trace: Annotated[Path | None, typer.Option(dir_okay=False, help="Simulate some steps and write a Perfetto trace (JSON) "
+                                                                    "here. Prints nothing.")] = None,
     picture: Annotated[Path | None, typer.Option(dir_okay=False, help="Simulate a step and draw it here (.svg or .png). "
-                                                                      "Nothing is printed.")] = None,
+                                                                      "Prints nothing.")] = None,
 ) -> None:
     """Show what a model compiles to: stages, schedule, templates, timelines. Loads no weights and needs no GPU."""
     from megacompile import inspection, timeline
@@ -181,7 +181,7 @@ def inspect(
 @_command()
 def verify(
     program_file: Annotated[Path, typer.Argument(metavar="PROGRAM_FILE",
-                                                 help="A program as text, as printed or edited; - reads standard input.")],
+                                                 help="A program as text, from inspect or edited. - reads standard input.")],
 ) -> None:
     """Prove a program safe, or show where it is not: exit code 0 or 1. Runs nothing, and needs no model."""
     from tabulate import tabulate
@@ -211,7 +211,7 @@ def plan(
     lora: Lora,
     knobs: Knobs,
 ) -> None:
-    """Predict whether a model fits, how fast a step is and what binds, for the plan that would be chosen and those beside it.
+    """Predict whether a model fits, how fast a step is, and what limits it, for the chosen plan and its alternatives.
 
     Loads no weights, trains nothing, and needs no GPU to plan for one. Exit code 1 if the model does not fit.
     """
@@ -224,13 +224,13 @@ def plan(
 @_command()
 def calibrate(
     device: Device = None,
-    output: Annotated[Path | None, typer.Option(dir_okay=False, help="Write here instead, to plan for this machine from "
-                                                                     "another.")] = None,
-    scale: Annotated[float, typer.Option(min=0.01, max=1000.0, help="How long to measure, as a multiple of the usual.")] = 1.0,
+    output: Annotated[Path | None, typer.Option(dir_okay=False, help="Write the rates here instead, to plan for this "
+                                                                     "machine on another one.")] = None,
+    scale: Annotated[float, typer.Option(min=0.01, max=1000.0, help="Measuring time, as a multiple of the default.")] = 1.0,
 ) -> None:
     """Measure this machine's rates, once, for plan.
 
-    Takes a minute or two, longer where something else runs, which would spoil the measurement: nothing should."""
+    Takes a minute or two. Run nothing else meanwhile: it would spoil the measurement."""
     from megacompile.predict.hardware import cache_path
     from megacompile.system.progress import Progress
     from megacompile.tools.calibrate import measure
@@ -244,7 +244,7 @@ def calibrate(
 
 @_command()
 def doctor() -> None:
-    """Say what this machine has of what training needs, and what to do about the rest; exit code 1 if nothing can train."""
+    """Check what this machine has for training, and say how to fix what is missing. Exit code 1 if training cannot work."""
     from megacompile.system.progress import Progress
     from megacompile.tools.doctor import devices, examine, report
     with Progress() as say:
@@ -258,14 +258,14 @@ def doctor() -> None:
 def bench(
     name: Annotated[str, typer.Argument(metavar="TABLE", help="gates, depth, ablation, budgets, batch, context, kinds, width, "
                                                               "rows, large or whole.")],
-    output: Annotated[Path, typer.Option(dir_okay=False, help="The rows: read first, then added to.")] = Path("bench.jsonl"),
-    shape: Annotated[str | None, typer.Option(help="Of the model, for rows that name none, such as tiny.")] = None,
-    limit_minutes: Annotated[float | None, typer.Option(min=0.0, help="Stop after so long; the same command goes on from "
-                                                                      "there. 0: only print what there is.")] = None,
-    retry: Annotated[bool, typer.Option("--retry", help="Measure rows again that failed.")] = False,
+    output: Annotated[Path, typer.Option(dir_okay=False, help="File of rows. New rows are added to it.")] = Path("bench.jsonl"),
+    shape: Annotated[str | None, typer.Option(help="Shape of the model for rows that name none, such as tiny.")] = None,
+    limit_minutes: Annotated[float | None, typer.Option(min=0.0, help="Time limit. The same command continues later. "
+                                                                      "0: only print the existing rows.")] = None,
+    retry: Annotated[bool, typer.Option("--retry", help="Measure failed rows again.")] = False,
     plot: Annotated[Path | None, typer.Option(dir_okay=False, help="Draw the table here (SVG).")] = None,
 ) -> None:
-    """Measure a table's rows that are not in a file yet, those of one model in one process, and print the table."""
+    """Measure the rows of a table that a file does not have yet, and print the table."""
     from megacompile import inspection
     from megacompile import picture as pictures
     from megacompile.bench import plots, rows

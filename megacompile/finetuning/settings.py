@@ -37,52 +37,53 @@ class Settings:
     left to the kind of run."""
 
     format: Annotated[Format | None, typer.Option(
-        rich_help_panel=_DATA, help="Of the rows; else the first whose columns are there.")] = None
+        rich_help_panel=_DATA, help="Row format. Default: the first format whose required columns exist.")] = None
     tokenizer: Annotated[str | None, typer.Option(
-        rich_help_panel=_DATA, help="A folder or an id of the Hugging Face hub; else the model's own.")] = None
+        rich_help_panel=_DATA, help="A folder or a Hugging Face hub id. Default: the model's own tokenizer.")] = None
     batch: Annotated[int | None, typer.Option(
-        "--batch", "--batch-size", min=1, max=LARGEST["batch"], rich_help_panel=_DATA, help="Sequences a step.",
+        "--batch", "--batch-size", min=1, max=LARGEST["batch"], rich_help_panel=_DATA, help="Sequences per step.",
         show_default=default_words("batch"))] = None
     per_device_train_batch_size: Annotated[int | None, typer.Option(
         min=1, max=LARGEST["batch"], rich_help_panel=_DATA,
-        help="As elsewhere: this times --gradient-accumulation-steps is --batch. How many sequences the device works on at a "
-             "time is the plan's choice.")] = None
+        help="The same as in other trainers: --batch is this times --gradient-accumulation-steps. The plan chooses how many "
+             "sequences the device computes at a time.")] = None
     gradient_accumulation_steps: Annotated[int | None, typer.Option(
-        min=1, max=LARGEST["batch"], rich_help_panel=_DATA, help="As elsewhere: see --per-device-train-batch-size.")] = None
+        min=1, max=LARGEST["batch"], rich_help_panel=_DATA, help="See --per-device-train-batch-size.")] = None
     length: Annotated[int | None, typer.Option(
         "--length", "--max-length", "--max-seq-length", min=2, max=LARGEST["length"], rich_help_panel=_DATA,
-        help="Tokens that a sequence has at most.",
+        help="Maximum tokens per sequence.",
         show_default=default_length())] = None
     too_long: Annotated[TooLong, typer.Option(
-        rich_help_panel=_DATA, help="Conversations that are longer: truncate them, or drop them.")] = TooLong.TRUNCATE
+        rich_help_panel=_DATA, help="What to do with conversations longer than --length.")] = TooLong.TRUNCATE
     pack: Annotated[bool, typer.Option(
-        "--pack", "--packing", rich_help_panel=_DATA, help="Pack conversations into sequences; they do not see each other.")
+        "--pack", "--packing", rich_help_panel=_DATA,
+        help="Put several conversations into one sequence. They do not attend to each other.")
     ] = False
     eval_share: Annotated[float, typer.Option(
-        min=0.0, max=0.9, rich_help_panel=_DATA, help="Share of the rows to evaluate on instead.")] = 0.0
+        min=0.0, max=0.9, rich_help_panel=_DATA, help="Fraction of the rows to hold out for evaluation.")] = 0.0
     steps: Annotated[int | None, typer.Option(
-        "--steps", "--max-steps", min=1, rich_help_panel=_LEARNING, help="Steps, whatever --epochs says.")] = None
+        "--steps", "--max-steps", min=1, rich_help_panel=_LEARNING, help="Number of steps. Overrides --epochs.")] = None
     epochs: Annotated[float | None, typer.Option(
         "--epochs", "--num-train-epochs", "--num-epochs", min=0.0, rich_help_panel=_LEARNING,
-        help="How often each row is seen.",
+        help="Passes over the data.",
         show_default=default_words("epochs"))] = None
     lr: Annotated[float | None, typer.Option(
         "--lr", "--learning-rate", min=0.0, rich_help_panel=_LEARNING, help="Peak learning rate.",
         show_default=default_words("lr"))] = None
     warmup: Annotated[int | None, typer.Option(
-        "--warmup", "--warmup-steps", min=0, rich_help_panel=_LEARNING, help="Steps over which the learning rate rises.",
+        "--warmup", "--warmup-steps", min=0, rich_help_panel=_LEARNING, help="Warmup steps for the learning rate.",
         show_default="by --warmup-ratio")] = None
     warmup_ratio: Annotated[float | None, typer.Option(
-        min=0.0, max=1.0, rich_help_panel=_LEARNING, help="The same, as a share of all steps.",
+        min=0.0, max=1.0, rich_help_panel=_LEARNING, help="Warmup as a fraction of all steps.",
         show_default=default_words("warmup_ratio"))] = None
     decay: Annotated[Decay | None, typer.Option(
-        "--decay", "--lr-scheduler-type", rich_help_panel=_LEARNING, help="How the learning rate falls then.",
+        "--decay", "--lr-scheduler-type", rich_help_panel=_LEARNING, help="Learning rate schedule after the warmup.",
         show_default=default_words("decay"))] = None
     final_lr: Annotated[float | None, typer.Option(
-        min=0.0, max=1.0, rich_help_panel=_LEARNING, help="Where it ends, as a share of the peak.",
+        min=0.0, max=1.0, rich_help_panel=_LEARNING, help="Final learning rate, as a fraction of the peak.",
         show_default=default_words("final_lr"))] = None
     weight_decay: Annotated[float | None, typer.Option(
-        min=0.0, rich_help_panel=_LEARNING, help="Of matrices; norms and biases have none.",
+        min=0.0, rich_help_panel=_LEARNING, help="Weight decay of matrices. Norms and biases have none.",
         show_default=default_words("weight_decay"))] = None
     beta1: Annotated[float | None, typer.Option(
         "--beta1", "--adam-beta1", min=0.0, max=1.0, rich_help_panel=_LEARNING, show_default=default_words("beta1"))] = None
@@ -91,35 +92,36 @@ class Settings:
     eps: Annotated[float | None, typer.Option(
         "--eps", "--adam-epsilon", min=0.0, rich_help_panel=_LEARNING, show_default=default_words("eps"))] = None
     max_grad_norm: Annotated[float | None, typer.Option(
-        min=0.0, rich_help_panel=_LEARNING, help="Largest norm of all gradients (0: any).",
+        min=0.0, rich_help_panel=_LEARNING, help="Clip gradients to this global norm (0: no clipping).",
         show_default=default_words("max_grad_norm"))] = None
     overlap: Annotated[bool, typer.Option(
-        "--overlap", rich_help_panel=_LEARNING, help="Update layers as gradients arrive; needs --max-grad-norm 0.")] = False
+        "--overlap", rich_help_panel=_LEARNING,
+        help="Update each layer when its gradients arrive. Needs --max-grad-norm 0.")] = False
     dtype: ModelDType = DType.AUTO
     bf16: Annotated[bool, typer.Option(
-        "--bf16", rich_help_panel=_LEARNING, help="As elsewhere: --dtype bfloat16, with FP32 masters.")] = False
+        "--bf16", rich_help_panel=_LEARNING, help="The same as --dtype bfloat16. Master weights stay in FP32.")] = False
     seed: Annotated[int, typer.Option(
-        min=0, rich_help_panel=_LEARNING, help="Of random weights, of the order of the data and of what is evaluated on.")] = 0
+        min=0, rich_help_panel=_LEARNING, help="Seed for weight initialization, data order and the evaluation split.")] = 0
     output: Annotated[Path | None, typer.Option(
         "--output", "--output-dir", file_okay=False, rich_help_panel=_RUN,
-        help="Folder of the run: checkpoints, log, loss curve, the model.")] = None
+        help="Folder for checkpoints, the log, the loss curve and the model.")] = None
     save: Annotated[Path | None, typer.Option(
-        file_okay=False, rich_help_panel=_RUN, help="Save the trained model here, instead of in OUTPUT/model.")] = None
+        file_okay=False, rich_help_panel=_RUN, help="Save the trained model here. Default: OUTPUT/model.")] = None
     save_interval: Annotated[int, typer.Option(
         "--save-interval", "--save-steps", min=1, rich_help_panel=_RUN,
-        help="Steps between checkpoints, written beside training.")] = 500
+        help="Steps between checkpoints. Training continues while they are written.")] = 500
     keep: Annotated[int, typer.Option(
-        "--keep", "--save-total-limit", min=1, rich_help_panel=_RUN, help="The last checkpoints that are kept.")] = 3
+        "--keep", "--save-total-limit", min=1, rich_help_panel=_RUN, help="Number of checkpoints to keep.")] = 3
     resume: Annotated[str | None, typer.Option(
         "--resume", "--resume-from-checkpoint", metavar="latest|FOLDER", rich_help_panel=_RUN,
-        help="Go on from OUTPUT's latest checkpoint (from the beginning if there is none yet), or from this one.")] = None
+        help="Continue from the latest checkpoint in OUTPUT (from the start if there is none), or from this folder.")] = None
     eval_interval: Annotated[int, typer.Option(
         "--eval-interval", "--eval-steps", min=1, rich_help_panel=_RUN,
-        help="Steps between evaluations; there is one at the end anyway.")] = 100
+        help="Steps between evaluations. The last step is always evaluated.")] = 100
     log_interval: Annotated[int, typer.Option(
         "--log-interval", "--logging-steps", min=1, rich_help_panel=_RUN, help="Steps between printed lines.")] = 10
     report_to: Annotated[list[Tracker] | None, typer.Option(
-        rich_help_panel=_RUN, help="Send what is logged there too; repeat for more.", show_default="none")] = None
+        rich_help_panel=_RUN, help="Also send the log to this tracker. Repeat for more than one.", show_default="none")] = None
 
     def check(self) -> None:
         """Raises `ArgumentError` for what does not go together, `MegacompileError` for what is not installed."""

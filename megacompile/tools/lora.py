@@ -20,7 +20,7 @@ class Lora:
     """Without `lora` there is no adapter, and the other fields must be None."""
 
     lora: Annotated[bool, typer.Option(
-        "--lora", rich_help_panel=_PANEL, help="Train a LoRA adapter (PEFT) and leave the weights of the model as they are.")
+        "--lora", rich_help_panel=_PANEL, help="Train a LoRA adapter (PEFT). The model's own weights stay frozen.")
     ] = False
     lora_rank: Annotated[int | None, typer.Option(
         "--lora-rank", "--lora-r", min=1, rich_help_panel=_PANEL, help="Rank of the adapter's matrices.",
@@ -30,7 +30,7 @@ class Lora:
         show_default="twice the rank")] = None
     lora_targets: Annotated[list[str] | None, typer.Option(
         "--lora-targets", "--lora-target-modules", rich_help_panel=_PANEL,
-        help="Layers that get an adapter, such as q_proj,v_proj; separate them by commas, or repeat.",
+        help="Layers that get an adapter, such as q_proj,v_proj. Separate them with commas, or repeat the option.",
         show_default=f"{ALL_LINEAR}: every linear layer but the head")] = None
     lora_dropout: Annotated[float | None, typer.Option(
         "--lora-dropout", min=0.0, max=0.99, rich_help_panel=_PANEL, help="Dropout before the adapter.",

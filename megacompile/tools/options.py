@@ -49,13 +49,13 @@ class Update(enum.StrEnum):
 
 
 Model = Annotated[str, typer.Argument(
-    metavar="MODEL", help="A model directory, a config (directory or JSON file), or the id of a model of the Hugging Face hub, "
-                          "of which only the config is read.")]
+    metavar="MODEL", help="A model directory, a config (directory or JSON file), or a Hugging Face hub id. Only the config is "
+                          "read.")]
 CheckpointInterval = Annotated[int | None, typer.Option(min=1, help="Layers between activation checkpoints.")]
-MicroBatchSize = Annotated[int | None, typer.Option(min=1, help="Sequences that the device works on at a time.")]
-Device = Annotated[str | None, typer.Option(help="Where layers are computed: cpu or cuda.")]
-DeviceMemory = Annotated[str | None, typer.Option(help='Device memory to stay within, such as "24GiB".')]
-ModelDType = Annotated[DType, typer.Option(help="Data type of the weights; auto takes the model's own.")]
+MicroBatchSize = Annotated[int | None, typer.Option(min=1, help="Sequences that the device computes at a time.")]
+Device = Annotated[str | None, typer.Option(help="Device that computes: cpu or cuda.")]
+DeviceMemory = Annotated[str | None, typer.Option(help='Device memory budget, such as "24GiB".')]
+ModelDType = Annotated[DType, typer.Option(help="Data type of the weights. auto: the model's own.")]
 
 
 @dataclass(frozen=True)
@@ -65,31 +65,34 @@ class Knobs:
     device: Device = None
     device_memory: DeviceMemory = None
     locked_memory: Annotated[str | None, typer.Option(
-        help="Page-locked host memory that weights and gradients may take; less than all: they pass through slabs.")] = None
+        help="Budget of page-locked host memory. If weights and gradients need more, they pass through slabs.")] = None
     host_memory: Annotated[str | None, typer.Option(
-        help='Host memory to stay within, such as "256GiB"; else that of the hardware.')] = None
+        help='Host memory budget, such as "256GiB". Default: what the hardware has.')] = None
     checkpoint_interval: CheckpointInterval = None
     micro_batch_size: MicroBatchSize = None
-    saved_layers: Annotated[int | None, typer.Option(min=0, help="How many last layers keep their residuals.")] = None
+    saved_layers: Annotated[int | None, typer.Option(
+        min=0, help="Number of layers, counted from the last, that keep their residuals.")] = None
     residuals: Annotated[str | None, typer.Option(
-        help='What these keep: "all", or the results of "attention", and compute the rest again.')] = None
-    waves: Annotated[int | None, typer.Option(min=1, help="Shares in which a whole step goes forward and back.")] = None
+        help='What those layers keep: "all" residuals, or only the results of "attention" (the rest is recomputed).')] = None
+    waves: Annotated[int | None, typer.Option(
+        min=1, help="Number of waves (forward and backward of a share of the batch) in a whole step.")] = None
     host_sums: Annotated[list[str] | None, typer.Option(
-        help="A tile whose gradients waves add up in host memory (FP32), or all, or none; repeat for more.")] = None
+        help="A tile whose gradients are summed over waves in host memory (FP32), or all, or none. Repeat for more.")] = None
     token_chunk: Annotated[int | None, typer.Option(
-        min=0, help="Positions of a sequence that a layer computes at a time, outside of attention; 0: all.")] = None
+        min=0, help="Tokens of a sequence that a layer computes at a time, except in attention. 0: all.")] = None
     resident: Annotated[list[str] | None, typer.Option(
-        help="A tile whose weights stay on the device, or all; repeat for more.")] = None
+        help="A tile whose weights stay on the device, or all. Repeat for more.")] = None
     resident_state: Annotated[list[str] | None, typer.Option(
-        help="A tile that stays there with its optimizer state and is updated there, or all, or none; repeat for more.")] = None
+        help="A tile that stays on the device with its optimizer state and is updated there, or all, or none. Repeat for "
+             "more.")] = None
     visiting_state: Annotated[list[str] | None, typer.Option(
-        help="A tile that goes there for its update and home again, or all, or none; repeat for more.")] = None
+        help="A host tile that is copied to the device for its update, or all, or none. Repeat for more.")] = None
     deferred_moments: Annotated[bool | None, typer.Option(
-        help="Update the weights of all tiles first, and their moments beside the next forward.")] = None
+        help="Update the weights of all tiles first, and their moments during the next forward.")] = None
     dynamic: Annotated[bool | None, typer.Option(
         help="Compile kernels of packed rows once for any number of rows, or for each of a few sizes.",
         show_default="once, on a GPU")] = None
-    weight_slots: Annotated[int | None, typer.Option(min=1, help="Device buffers that layers' weights take turns in.")] = None
+    weight_slots: Annotated[int | None, typer.Option(min=1, help="Number of device buffers for streamed weights.")] = None
 
     def given(self) -> dict[str, Any]:
         """Without those that are left to the planner."""
@@ -108,21 +111,21 @@ class Planning:
     """What a schedule is made for. A batch or a length that is None is that of a run of `train`."""
 
     batch: Annotated[int | None, typer.Option(
-        min=1, max=LARGEST["batch"], help="Sequences a step.", show_default=default_words("batch"))] = None
+        min=1, max=LARGEST["batch"], help="Sequences per step.", show_default=default_words("batch"))] = None
     length: Annotated[int | None, typer.Option(
-        min=2, max=LARGEST["length"], help="Tokens a sequence.", show_default=default_length())] = None
+        min=2, max=LARGEST["length"], help="Tokens per sequence.", show_default=default_length())] = None
     update: Annotated[Update, typer.Option(
-        help="Update tiles at the end of a step, or each on arrival of its gradients in the backward, as "
-             "AdamW(overlap='backward') does: in a loop, and with --train-step.")] = Update.STEP
+        help="When to update a tile: at the end of the step, or when its gradients arrive, as AdamW(overlap='backward') "
+             "does.")] = Update.STEP
     train_step: Annotated[bool, typer.Option(
         "--train-step",
-        help="A step as one program, as train_step runs it; else forward, backward and step of a loop.")] = False
+        help="Plan train_step, which runs a step as one program. Default: forward, backward and step of a loop.")] = False
     hardware: Annotated[str | None, typer.Option(
-        help="A profile (h200, a100, 4090, ...) or a file of calibrate; else this machine with its GPU, or "
-             f"{DEFAULT_HARDWARE} where there is none.")] = None
+        help="A profile (h200, a100, 4090, ...) or a file that calibrate wrote. Default: this machine, or "
+             f"{DEFAULT_HARDWARE} if it has no GPU.")] = None
     dtype: ModelDType = DType.AUTO
     frozen_layers: Annotated[int, typer.Option(
-        min=0, help="How many layers, from the lowest, are frozen, and the embeddings with them.")] = 0
+        min=0, help="Number of frozen layers, counted from the first. The embeddings are frozen too.")] = 0
 
     def schedule(self, model: str, knobs: Knobs, lora: Lora) -> Schedule:
         """Loads no weights. Raises what `megacompile.schedule` raises, and `ArgumentError` where there is no such model."""
