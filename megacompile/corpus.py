@@ -56,7 +56,7 @@ class PretrainedTokenizer:
         try:
             self.pretrained: Any = AutoTokenizer.from_pretrained(source, local_files_only=Path(source).exists())
         except Exception as error:  # whatever the files make transformers raise
-            raise MegacompileError(f"{source} holds a tokenizer that transformers cannot read: mend its files, or remove "
+            raise MegacompileError(f"{source} holds a tokenizer that transformers cannot read: fix its files, or remove "
                                    f"them to train on bytes\n{type(error).__name__}: {error}") from error
 
     def encode(self, text: bytes) -> Tensor:
@@ -79,7 +79,7 @@ def load_tokenizer(source: str | Path) -> ByteTokenizer | PretrainedTokenizer:
 def read_text(files: Sequence[Path], tokenizer: Tokenizer) -> Tensor:
     """The tokens of all files, 1-D, of any integer dtype; each is encoded by itself, in the order given.
 
-    Raises MegacompileError if a file cannot be read, is empty or is no text: UTF-8 without NUL."""
+    Raises MegacompileError if a file cannot be read, is empty or is not text: UTF-8 without NUL."""
     parts = []
     for file in files:
         try:
@@ -89,7 +89,7 @@ def read_text(files: Sequence[Path], tokenizer: Tokenizer) -> Tensor:
         if not data:
             raise MegacompileError(f"{file} is empty: give text, or leave it out")
         if why := _no_text(data):
-            raise MegacompileError(f"{file} is no text: {why}")
+            raise MegacompileError(f"{file} is not text: {why}")
         parts.append(tokenizer.encode(data))
     return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
 

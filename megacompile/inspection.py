@@ -63,7 +63,7 @@ def layer_range(written: str, program: Program) -> list[str]:
         end = int(match[3] or len(layers)) if match[2] else begin + 1
         if begin < end <= len(layers):
             return layers[begin:end]
-    raise ArgumentError(f"{written!r} is no range of layers: write first:end, from 0 to {len(layers)}, such as "
+    raise ArgumentError(f"{written!r} is not a range of layers: write first:end, from 0 to {len(layers)}, such as "
                         f"0:{min(3, len(layers))}")
 
 
@@ -153,7 +153,7 @@ def stage_range(written: str, stages: Mapping[str, Program]) -> tuple[Program, P
     """"prefetch..place" -> those two stages. Raises `ArgumentError`."""
     before, dots, after = written.partition("..")
     if not dots:
-        raise ArgumentError(f"{written!r} are no two stages: write them as in prefetch..place, of {', '.join(stages)}")
+        raise ArgumentError(f"{written!r} does not name two stages: write them as in prefetch..place, of {', '.join(stages)}")
     return choose(stages, before, "stage"), choose(stages, after, "stage")
 
 

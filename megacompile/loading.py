@@ -112,7 +112,7 @@ def _find(source: str | Path, revision: str | None) -> tuple[Path, str | None]:
         refuse_irregular(folder)
         return folder, None
     if folder.exists() or not HUB_ID.fullmatch(str(source)):
-        raise ArgumentError(f"{str(source)!r} is no folder of a checkpoint: give one with {CONFIG_FILE} and safetensors, or an "
+        raise ArgumentError(f"{str(source)!r} is not a checkpoint folder: give one with {CONFIG_FILE} and safetensors, or an "
                             "id of the Hugging Face hub (owner/name)")
     snapshot = _fetch(str(source), revision, (CONFIG_FILE, GENERATION_FILE))
     return snapshot, snapshot.name
@@ -138,7 +138,7 @@ def _config(folder: Path) -> Any:
     try:
         return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # whatever the file makes transformers raise
-        raise CheckpointError(f"{folder / CONFIG_FILE} is no config that transformers reads: mend it, or give config=\n"
+        raise CheckpointError(f"{folder / CONFIG_FILE} is not a config that transformers can read: fix it, or give config=\n"
                               f"{type(error).__name__}: {error}") from error
 
 

@@ -19,8 +19,8 @@ def parse_bytes(size: int | float | str | None) -> int | None:
     match = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([A-Za-z]*)\s*", written)
     count = float(match[1]) * _UNITS.get(match[2].upper(), 0) if match is not None else 0
     if not 1 <= count <= LARGEST_NUMBER:
-        raise MegacompileError(f"{shortened(written, 80)!r} is no amount of memory: write bytes, or a number and a unit like "
-                               "'24GiB'")
+        raise MegacompileError(f"{shortened(written, 80)!r} is not an amount of memory: write bytes, or a number and a unit "
+                               "like '24GiB'")
     return int(count)
 
 

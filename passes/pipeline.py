@@ -89,7 +89,7 @@ def _each(pipeline: Any, option: str, words: Sequence[str]) -> Iterator[Any]:
         lacks = [word for word in ("name", *words) if not isinstance(getattr(each, word, None), str)]
         lacks += ["run"] if not callable(getattr(each, "run", None)) else []
         if lacks:
-            raise MegacompileError(f"{each!r} is no pass of {option}: it lacks {', '.join(lacks)}")
+            raise MegacompileError(f"{each!r} is not a pass of {option}: it lacks {', '.join(lacks)}")
         if each.name in names or (option == "passes" and each.name == "model"):
             raise MegacompileError(f"{option} has two passes called {each.name}: give each a name of its own")
         names.add(each.name)

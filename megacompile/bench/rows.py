@@ -184,7 +184,7 @@ def append(path: Path, row: Row) -> None:
 
 
 def read(path: Path) -> list[Row]:
-    """The rows of a file; none if there is no file. Raises `MegacompileError` for a line that is no row."""
+    """The rows of a file; none if there is no file. Raises `MegacompileError` for a line that is not a row."""
     if not path.exists():
         return []
     try:
@@ -196,9 +196,9 @@ def read(path: Path) -> list[Row]:
         try:
             row = dict(json.loads(line))
         except (RecursionError, TypeError, ValueError) as error:
-            raise MegacompileError(f"line {number} of {path} is no row ({error}): remove it") from error
+            raise MegacompileError(f"line {number} of {path} is not a row ({error}): remove it") from error
         if "device" not in row:
-            raise MegacompileError(f"line {number} of {path} is no row (it names no device): give a file of rows, or a new one")
+            raise MegacompileError(f"line {number} of {path} is not a row (it names no device): give a file of rows, or none")
         rows.append(row)
     return rows
 

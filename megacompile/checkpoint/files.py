@@ -118,4 +118,4 @@ def read_tensors(path: Path, entries: Sequence[Entry]) -> Mapping[str, torch.Ten
                                           f"{wanted.get(key, 'nothing')}: take another checkpoint")
             return {key: file.get_tensor(key) for key in wanted}
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{path} is no safetensors file ({error}): take another checkpoint") from error
+        raise CheckpointError(f"{path} is not a safetensors file ({error}): take another checkpoint") from error

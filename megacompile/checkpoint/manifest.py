@@ -110,7 +110,7 @@ class Manifest:
         except (ValueError, RecursionError) as error:
             raise CheckpointError(f"{path} is damaged: it is not JSON ({error}); take another checkpoint") from error
         if not isinstance(body, dict) or body.pop("format", None) != FORMAT:
-            raise CheckpointError(f"{path} is no manifest of a {FORMAT}: give a folder that megacompile has saved")
+            raise CheckpointError(f"{path} is not a manifest of a {FORMAT}: give a folder that megacompile has saved")
         version = body.pop("version", None)
         if type(version) is not int or version != VERSION:
             raise CheckpointError(f"{path} has version {str(version)[:20]} of the format, and this megacompile reads "

@@ -61,8 +61,8 @@ class Subject:
         """What `state_dict` has beside the tiles: buffers, and parameters that no layer reads."""
         kept = nn.Module.state_dict(self.model)
         if odd := next((name for name, value in kept.items() if not isinstance(value, Tensor)), None):
-            raise UnsupportedError(f"{odd} of the model's state_dict is no tensor, which a checkpoint cannot hold: save it in "
-                                   "extra, and leave it out of state_dict")
+            raise UnsupportedError(f"{odd} of the model's state_dict is not a tensor, which a checkpoint cannot hold: save it "
+                                   "in extra, and leave it out of state_dict")
         if odd := next((name for name, value in kept.items() if value.dtype not in DTYPES), None):
             raise UnsupportedError(f"{odd} is {kept[odd].dtype}, which a checkpoint cannot hold: cast it")
         named = dict([*nn.Module.named_parameters(self.model), *self.model.named_buffers()])

@@ -96,7 +96,7 @@ class ChatEncoder:
         learnt = [any(first < end and max(last, first + 1) > start for start, end in marks)
                   for first, last in found["offset_mapping"]]
         if not any(learnt):
-            raise MegacompileError("the chat template marks nothing of it as generated: mend its {% generation %} blocks")
+            raise MegacompileError("the chat template marks nothing of it as generated: fix its {% generation %} blocks")
         return Encoded(list(found["input_ids"]), learnt)
 
     def _answer(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> Encoded:

@@ -1,4 +1,4 @@
-"""Files of data -> rows. Read strictly, and one after another: a row that is no row is refused with its place, and no copy
+"""Files of data -> rows. Read strictly, and one after another: a row that is not a row is refused with its place, and no copy
 of the data is left in a cache."""
 from __future__ import annotations
 
@@ -143,8 +143,8 @@ def _dataset(source: str) -> Iterator[Row]:
         rows = iter(datasets.load_dataset(source, split="train", streaming=True))
         yield from rows
     except Exception as error:  # of the network, of the hub, of files of every kind
-        raise MegacompileError(f"{source} is no data set with a training split that can be read: check its name, its files and "
-                               f"the network\n{type(error).__name__}: {error}") from error
+        raise MegacompileError(f"{source} is not a data set with a training split that can be read: check its name, its files "
+                               f"and the network\n{type(error).__name__}: {error}") from error
 
 
 @contextmanager

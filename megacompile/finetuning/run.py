@@ -128,7 +128,7 @@ def _run(source: str, data: Sequence[str], settings: Settings, lora: Lora, knobs
         batches = (collate(rows, each, padding) for each in order.batches(done))
         trained = done + len(training.train(model, optimizer, batches, steps, done=done, schedule=schedule, on_step=on_step,
                                             stop=lambda: stop.asked))
-        _ = optimizer.grad_norm  # waits for the last update
+        _ = optimizer.grad_norm  # waits until the last step's is known
         late.flush()
         stopped = stop.asked and trained < steps
         failed: CheckpointError | None = None

@@ -157,7 +157,7 @@ def read_defaults(context: typer.Context, path: Path | None) -> Path | None:
     """Makes the keys of a YAML file the defaults of a command's arguments and options, so that flags win. Callback of an eager
     option. Values are read as words of the command line are.
 
-    Raises `ArgumentError` for a file that is no YAML, a key that there is not, and a value that no word can stand for."""
+    Raises `ArgumentError` for a file that is not YAML, a key that there is not, and a value that no word can stand for."""
     if path is None:
         return None
     try:
@@ -167,7 +167,7 @@ def read_defaults(context: typer.Context, path: Path | None) -> Path | None:
     except RecursionError:
         raise ArgumentError(f"{path} is nested too deeply for settings: give keys and values, such as steps: 1000") from None
     except (OSError, ValueError, yaml.YAMLError) as error:
-        raise ArgumentError(f"{path} is no YAML: mend it\n{error}") from error
+        raise ArgumentError(f"{path} is not YAML: fix it\n{error}") from error
     if twice is not None:
         raise ArgumentError(f"{path} has the key {twice} twice: remove one")
     if not isinstance(found, dict):

@@ -12,7 +12,7 @@ _HALF = re.compile(r"\\u[dD][89abcdefABCDEF]")
 
 
 def parse(text: str) -> Any:
-    """Raises `ValueError` for what is no JSON, or not strictly so."""
+    """Raises `ValueError` for what is not JSON, or not strictly so."""
     found, end = _value(text, _after_space(text, 0))
     if _after_space(text, end) < len(text):
         raise json.JSONDecodeError("Extra data", text, end)

@@ -131,7 +131,7 @@ def read_arguments(model: nn.Module, forward: Callable[..., Any], forms: Repacke
     inputs = {key: inputs[key] for key in captured.batch_inputs if key in inputs and (has_labels or key not in captured.labels)}
     normaliser = None
     if items is not None and has_labels and not captured.has_normaliser:
-        raise UnsupportedError(f"{name}: num_items_in_batch cannot be honoured, since the loss is no cross entropy over "
+        raise UnsupportedError(f"{name}: num_items_in_batch cannot be honoured, since the loss is not a cross entropy over "
                                "tokens: leave it out")
     if has_labels and captured.has_normaliser:
         assert captured.count_targets is not None

@@ -135,7 +135,7 @@ class Plan:
             if len(set(tiles)) < len(tiles):
                 raise MegacompileError(f"{name} names a tile twice: name each once")
         if sum(self.micro_batches) != self.batch or min(self.micro_batches, default=0) < 1:
-            raise MegacompileError(f"micro-batches of {shortened(str(self.micro_batches))} are no split of {self.batch} "
+            raise MegacompileError(f"micro-batches of {shortened(str(self.micro_batches))} are not a split of {self.batch} "
                                    "sequences")
         if not 1 <= self.waves <= len(self.micro_batches):
             raise MegacompileError(f"{len(self.micro_batches)} micro-batches cannot go in {self.waves} waves: plan fewer waves "

@@ -42,7 +42,7 @@ VISITING_BYTES = 1 << 25
 
 
 def op_of(node: fx.Node) -> Op:
-    assert isinstance(node.target, Op), f"{node.format_node()} is no op of a schedule"
+    assert isinstance(node.target, Op), f"{node.format_node()} is not an op of a schedule"
     return node.target
 
 

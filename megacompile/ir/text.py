@@ -295,8 +295,8 @@ class _Parser:
         if name is None:
             return
         if made.name != name:
-            self.fail(statement.start, f"{shortened(name)} is no name for a value (a node has it, or Python); expected another "
-                                       "name")
+            self.fail(statement.start, f"{shortened(name)} is not a name for a value (a node has it, or Python); expected "
+                                       "another name")
         self.names[name] = made
 
     def free_name(self, op: str) -> str:

@@ -158,7 +158,7 @@ class StreamConfig:
         for option in NAMES_OF_TILES:
             names = getattr(self, option)
             if names not in ("all", None) and (unknown := set(names) - set(tiles)):
-                raise MegacompileError(f"{option} names {listed(sorted(unknown))}, which are no tiles of {model}: it has "
+                raise MegacompileError(f"{option} names {listed(sorted(unknown))}, which are not tiles of {model}: it has "
                                        f"{listed(tiles)}")
 
     @classmethod

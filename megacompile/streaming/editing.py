@@ -81,14 +81,14 @@ def _check_declared(shapes: Shapes, shape: Shape, plan: Plan) -> None:
         raise ProgramError(f"the shape has {shape.images} images for each sequence, and this model takes none: leave images=1")
     layers, tiles = len(shapes.captured.calls) - 2, list(shapes.tiling.layouts)
     if unknown := sorted({*plan.resident, *plan.resident_state, *plan.visiting_state}.difference(tiles)):
-        raise ProgramError(f"the plan has {listed(unknown)} on the device, which are no tiles of this model: it has "
+        raise ProgramError(f"the plan has {listed(unknown)} on the device, which are not tiles of this model: it has "
                            f"{listed(tiles)}")
     trained = [tile for tile, layout in shapes.tiling.layouts.items() if layout.trainable]
     if plan.update_order and sorted(plan.update_order) != sorted(trained):
-        raise ProgramError("update_order names some tiles and not others, or what is no trained tile of this model: name "
+        raise ProgramError("update_order names some tiles and not others, or a tile that is not trained of this model: name "
                            f"each of {listed(trained)} once, or none")
     if unknown := sorted(set(plan.host_sums).difference(tiles)):
-        raise ProgramError(f"the plan adds up gradients of {listed(unknown)} on the host, which are no tiles of this model: "
+        raise ProgramError(f"the plan adds up gradients of {listed(unknown)} on the host, which are not tiles of this model: "
                            f"it has {listed(tiles)}")
     if plan.saved_layers > layers:
         raise ProgramError(f"the plan keeps residuals of {plan.saved_layers} layers, and the model has {layers}: print the "

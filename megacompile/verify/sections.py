@@ -88,7 +88,7 @@ def added_up(program: Program) -> Iterator[Fault]:
         for node in find(graph, "scale"):
             (value,) = operands(node, "value")
             if op_of(value).name != "leased" or op_of(kept.get(argument(value, "key"), value)).result not in _GRADIENTS:
-                yield Fault(f"{describe(node)} scales what is no gradient that the forward kept", "drop it", node, value)
+                yield Fault(f"{describe(node)} scales a value, not a gradient that the forward kept", "drop it", node, value)
 
 
 def one_version(program: Program) -> Iterator[Fault]:

@@ -51,7 +51,7 @@ def _declarations(program: Program) -> Iterator[Fault]:
                 yield Fault(f"call {call.name} reads tile {tile}, which is not declared", "declare the tile")
         for variant in call.weightless:
             if variant not in OPS:
-                yield Fault(f"call {call.name} is weightless in {variant}, which is no op", "name an op")
+                yield Fault(f"call {call.name} is weightless in {variant}, which is not an op", "name an op")
     if len({call.name for call in program.calls}) < len(program.calls):
         yield Fault("two calls have the same name", "give each call a name of its own")
 
@@ -60,7 +60,7 @@ def _words(section: str, node: fx.Node) -> Iterator[Fault]:
     """The shape of a node, before anything may be asked about its meaning (hence no excerpt)."""
     where = f"section {section}, node {node.name}"
     if node.op != "call_function" or not isinstance(node.target, Op):
-        yield Fault(f"{where}: {node.op} of {node.target} is no op of a schedule", "use the ops of `program.OPS`")
+        yield Fault(f"{where}: {node.op} of {node.target} is not an op of a schedule", "use the ops of `program.OPS`")
         return
     op = node.target
     unknown = [name for name in node.kwargs if name not in op.parameters]

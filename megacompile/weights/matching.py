@@ -46,7 +46,7 @@ class Match:
             said = ", ".join(f"{len(names)} {what}" for what, names in counts.items() if names)
             remedy = ("give the config that belongs to it" if self.wrong else
                       "give the checkpoint that belongs to it, or strict=False to start those missing from random values")
-            raise CheckpointError(f"{where} is no checkpoint of {type(model).__name__} as configured ({said}): {remedy}\n"
+            raise CheckpointError(f"{where} is not a checkpoint of {type(model).__name__} as configured ({said}): {remedy}\n"
                                   f"{self.text()}")
 
 

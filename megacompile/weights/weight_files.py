@@ -59,11 +59,11 @@ def weight_files(folder: Path) -> list[Path]:
     try:
         names = sorted(set(json.loads(read_regular(index))["weight_map"].values()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{index} is no index of weight files ({type(error).__name__}: {error}): copy or download it "
+        raise CheckpointError(f"{index} is not an index of weight files ({type(error).__name__}: {error}): copy or download it "
                               "again") from error
     for name in names:
         if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
-            raise CheckpointError(f"{index} names {name!r}, which is no safetensors file of its own folder: files elsewhere "
+            raise CheckpointError(f"{index} names {name!r}, which is not a safetensors file of its own folder: files elsewhere "
                                   "are not read; get the checkpoint from where it was made")
         if not (folder / name).exists():
             raise CheckpointError(f"{index} names {name}, which is not there: copy or download it again")

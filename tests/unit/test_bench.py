@@ -155,7 +155,7 @@ def test_rows_that_differ_in_their_plans_alone_share_a_model() -> None:
         assert models.model is model and (first["checkpoint_interval"], second["checkpoint_interval"]) == (1, 2)
         step.measure(given("--layers", "2"), models)
         assert not any(torch.equal(a, b) for a, b in itertools.combinations(seen, 2)), "a batch that the model knows"
-        with pytest.raises(MegacompileError, match="no tiles"):
+        with pytest.raises(MegacompileError, match="not tiles"):
             step.measure(given("--layers", "2", "--resident", "nothing"), models)
         assert models.model is None, "what a row has failed with is no model for another"
         step.measure(given("--layers", "1"), models)
@@ -356,7 +356,7 @@ def test_ctrl_c_leaves_whole_rows(tmp_path: Path, log: Callable[[], list[str]], 
 def test_a_line_that_is_no_row_is_named(tmp_path: Path) -> None:
     for line in ('{"tflops"', '{"instruction": "of something else"}'):
         (tmp_path / "rows.jsonl").write_text(f'{{"device": "d"}}\n{line}\n')
-        with pytest.raises(MegacompileError, match=r"line 2 of .*rows\.jsonl is no row"):
+        with pytest.raises(MegacompileError, match=r"line 2 of .*rows\.jsonl is not a row"):
             rows.read(tmp_path / "rows.jsonl")
 
 

@@ -49,7 +49,7 @@ def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:
 ], ids=["gz", "bz2", "xz", "zstd", "latin-1", "utf-16", "NUL", "half a character"])
 def test_what_is_no_text_is_refused_whatever_it_is_called(tmp_path: Path, text: bytes, reason: str) -> None:
     for tokenizer in (ByteTokenizer(), PretrainedTokenizer.__new__(PretrainedTokenizer)):
-        with pytest.raises(MegacompileError, match=rf"a\.txt is no text: {reason}"):
+        with pytest.raises(MegacompileError, match=rf"a\.txt is not text: {reason}"):
             read_text([write(tmp_path, "a.txt", text)], tokenizer)
 
 
@@ -99,5 +99,5 @@ def test_without_a_tokenizer_bytes_are_tokens(tmp_path: Path) -> None:
 def test_a_broken_tokenizer_is_refused(tmp_path: Path) -> None:
     write(tmp_path, "config.json", b'{"model_type": "qwen2"}')
     write(tmp_path, "tokenizer.json", b"{}")
-    with pytest.raises(MegacompileError, match="holds a tokenizer that transformers cannot read: mend its files"):
+    with pytest.raises(MegacompileError, match="holds a tokenizer that transformers cannot read: fix its files"):
         load_tokenizer(tmp_path)

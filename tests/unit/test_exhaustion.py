@@ -137,24 +137,24 @@ def _buffer(model: Any, patch: pytest.MonkeyPatch) -> Callable[[], Any]:
 
 
 def _loss(model: Any, patch: pytest.MonkeyPatch) -> Callable[[], Any]:
-    patch.setattr("megacompile.streaming.streamed.loss_of", full)
+    patch.setattr("megacompile.streaming.batch_io.loss_of", full)
     return lambda: model(**batch())
 
 
 def _loss_of_whole_step(model: Any, patch: pytest.MonkeyPatch) -> Callable[[], Any]:
     optimizer = megacompile.AdamW(model.parameters(), lr=1e-2)
-    patch.setattr("megacompile.streaming.streamed.loss_of", full)
+    patch.setattr("megacompile.streaming.batch_io.loss_of", full)
     return lambda: model.megacompile.train_step(batch(), optimizer)
 
 
 def _gradient_of_loss(model: Any, patch: pytest.MonkeyPatch) -> Callable[[], Any]:
     loss = model(**batch()).loss
-    patch.setattr("megacompile.streaming.streamed.send_gradients", full)
+    patch.setattr("megacompile.streaming.batch_io.send_gradients", full)
     return loss.backward
 
 
 def _logits(model: Any, patch: pytest.MonkeyPatch) -> Callable[[], Any]:
-    patch.setattr("megacompile.streaming.streamed.outputs_of", full)
+    patch.setattr("megacompile.streaming.batch_io.outputs_of", full)
     return lambda: model(input_ids=batch()["input_ids"])
 
 
@@ -164,12 +164,12 @@ def _logits_of_evaluation(model: Any, patch: pytest.MonkeyPatch) -> Callable[[],
 
 
 def _loss_of_evaluation(model: Any, patch: pytest.MonkeyPatch) -> Callable[[], Any]:
-    patch.setattr("megacompile.streaming.streamed.evaluation_of", full)
+    patch.setattr("megacompile.streaming.batch_io.evaluation_of", full)
     return lambda: torch.no_grad()(model)(**batch())
 
 
 def _hidden_states(model: Any, patch: pytest.MonkeyPatch) -> Callable[[], Any]:
-    patch.setattr("megacompile.streaming.streamed.outputs_and_hidden_states_of", full)
+    patch.setattr("megacompile.streaming.batch_io.outputs_and_hidden_states_of", full)
     return lambda: torch.no_grad()(model)(input_ids=batch()["input_ids"], output_hidden_states=True)
 
 

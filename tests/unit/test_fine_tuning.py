@@ -310,7 +310,7 @@ def test_the_settings_that_are_written_ask_for_the_same_again(asked: list[Any], 
 @pytest.mark.parametrize(("text", "reason"), [
     ("warm_up: 3", "has the key warm_up, which there is not: is it warmup?"), ("x_y: 3", "has the key x_y, which there is not"),
     ("steps: [1, 2]", "steps is a list, and takes one value"), ("data: [{a: 1}]", "data must be a number, a word"),
-    ("- steps", "holds no keys and values"), ("a: [", "is no YAML: mend it"), ("[" * 100_000, "is nested too deeply"),
+    ("- steps", "holds no keys and values"), ("a: [", "is not YAML: fix it"), ("[" * 100_000, "is nested too deeply"),
     ("{a: " * 100_000, "is nested too deeply"), ("steps: 1\nlr: 1\nsteps: 2", "has the key steps twice: remove one"),
     ("save-interval: 1\nsave_interval: 2", "has the key save_interval twice"),
     ("steps: 1.5", "Invalid value for '--steps'"), ("lr: -1", "Invalid value for '--lr'"), ("overlap: 3", "'--overlap'")])

@@ -29,7 +29,7 @@ def test_a_range_of_layers_is_a_slice(compiled: Compiled) -> None:
 
 @pytest.mark.parametrize("written", ["", "a", "3:1", "2:2", "0:9", "8", "-1", "0:1:2", "0..2"])
 def test_what_is_no_range_of_layers_is_refused_with_those_there_are(written: str, compiled: Compiled) -> None:
-    with pytest.raises(ArgumentError, match=r"is no range of layers: write first:end, from 0 to 8, such as 0:3$"):
+    with pytest.raises(ArgumentError, match=r"is not a range of layers: write first:end, from 0 to 8, such as 0:3$"):
         layer_range(written, compiled.program)
 
 
@@ -118,7 +118,7 @@ def test_a_stage_does_not_differ_from_itself(compiled: Compiled) -> None:
 
 
 @pytest.mark.parametrize(("written", "message"), [
-    ("prefetch", "are no two stages: write them as in prefetch..place, of model, "),
+    ("prefetch", "does not name two stages: write them as in prefetch..place, of model, "),
     ("prefetch..absent", "there is no stage 'absent': choose one of model, ")])
 def test_stages_that_there_are_not_are_refused(written: str, message: str, compiled: Compiled) -> None:
     with pytest.raises(ArgumentError, match=re.escape(message)):

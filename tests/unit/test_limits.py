@@ -33,10 +33,10 @@ def test_options_beyond_what_any_machine_has_are_refused(name: str) -> None:
     (dict(length=2**62), "length must be a whole number of at least 1 and at most"),
     (dict(batch=100_000, micro_batch_size=1), "100,000 micro-batches are more than the 16,384"),
     (dict(device="cuda:99999999999"), "device must be 'cpu' or 'cuda'"),
-    (dict(device_memory="9" * 5000), "is no amount of memory"),
+    (dict(device_memory="9" * 5000), "is not an amount of memory"),
     (dict(residuals="x" * 10**6), "residuals must be one of"),
     (dict(resident=("x" * 10**6,)), "resident names xxx"),
-    (dict(resident=tuple(f"x{n}" for n in range(10**5))), "and 99,980 more, which are no tiles"),
+    (dict(resident=tuple(f"x{n}" for n in range(10**5))), "and 99,980 more, which are not tiles"),
 ])
 def test_a_schedule_that_cannot_be_is_refused_in_a_short_message(options: dict[str, Any], message: str) -> None:
     with pytest.raises(MegacompileError) as caught:
@@ -54,9 +54,9 @@ def test_a_plan_has_at_most_so_many_micro_batches() -> None:
 
 @pytest.mark.parametrize("size", ["9" * 400, "9" * 5000, "9" * 40 + "TiB", 2**63, float("inf"), float("nan")])
 def test_an_amount_of_memory_is_one_that_a_machine_may_have(size: Any) -> None:
-    with pytest.raises(MegacompileError, match="is no amount of memory"):
+    with pytest.raises(MegacompileError, match="is not an amount of memory"):
         parse_bytes(size)
-    with pytest.raises(MegacompileError, match="is no amount of memory"):
+    with pytest.raises(MegacompileError, match="is not an amount of memory"):
         parse_bytes(10**5000)  # of which Python makes no text
 
 

@@ -279,21 +279,21 @@ def _header_of_a_terabyte(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("damage", "message"), [
-    (_rename_in_index("../outside.safetensors"), "which is no safetensors file of its own folder"),
-    (_rename_in_index("/etc/passwd"), "which is no safetensors file of its own folder"),
-    (_rename_in_index("model.bin"), "which is no safetensors file of its own folder"),
+    (_rename_in_index("../outside.safetensors"), "which is not a safetensors file of its own folder"),
+    (_rename_in_index("/etc/passwd"), "which is not a safetensors file of its own folder"),
+    (_rename_in_index("model.bin"), "which is not a safetensors file of its own folder"),
     (_rename_in_index("model-00009.safetensors"), "names model-00009.safetensors, which is not there"),
-    (lambda f: (f / INDEX).write_text("[1]"), "is no index of weight files"),
-    (lambda f: (f / INDEX).write_text('{"weight_map": {"a": [2]}}'), "is no index of weight files"),
-    (lambda f: (f / INDEX).write_text('{"weight_map": {"a": 2}}'), "names 2, which is no safetensors file"),
+    (lambda f: (f / INDEX).write_text("[1]"), "is not an index of weight files"),
+    (lambda f: (f / INDEX).write_text('{"weight_map": {"a": [2]}}'), "is not an index of weight files"),
+    (lambda f: (f / INDEX).write_text('{"weight_map": {"a": 2}}'), "names 2, which is not a safetensors file"),
     (_truncate, r"model-00002-of-00004.safetensors is damaged or truncated"),
     (_header_of_a_terabyte, r"model-00001-of-00004.safetensors is damaged or truncated"),
     (_copy_a_shard, "mixes two checkpoints"),
     (_only_pickles, r"has only pytorch_model.bin, a pickle, which can run code when it is read: convert them once"),
-    (lambda f: (f / "config.json").write_text("{"), "is no config that transformers reads"),
+    (lambda f: (f / "config.json").write_text("{"), "is not a config that transformers can read"),
     (lambda f: edit_config(f, auto_map={"AutoConfig": "x.Y"}, model_type="own"), "trust_remote_code"),
-    (lambda f: (f / INDEX).write_text("[" * 100_000), "is no index of weight files"),
-    (lambda f: (f / "config.json").write_text("[" * 100_000), "is no config that transformers reads"),
+    (lambda f: (f / INDEX).write_text("[" * 100_000), "is not an index of weight files"),
+    (lambda f: (f / "config.json").write_text("[" * 100_000), "is not a config that transformers can read"),
     (lambda f: (f / "generation_config.json").write_text("[" * 100_000), "generation_config.json cannot be read"),
     (lambda f: edit_config(f, num_attention_heads=0), "makes no causal language model"),
     (lambda f: (f / "generation_config.json").write_text("{"), "generation_config.json cannot be read"),
@@ -332,7 +332,7 @@ def test_quantised_checkpoints_unknown_options_and_what_is_no_checkpoint_are_ref
     with pytest.raises(ArgumentError, match=r"has no config.json"):
         megacompile.from_pretrained(tmp_path)
     for nothing in (saved / "config.json", tmp_path / "absent", "a/b/c"):
-        with pytest.raises(ArgumentError, match="is no folder of a checkpoint"):
+        with pytest.raises(ArgumentError, match="is not a checkpoint folder"):
             megacompile.from_pretrained(nothing)
 
 

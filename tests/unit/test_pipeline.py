@@ -70,7 +70,7 @@ def test_a_pipeline_that_cannot_run_is_refused_with_the_reason(pipeline: Any, me
 
 @pytest.mark.parametrize(("each", "message"), [
     (SimpleNamespace(name="mine", level="graph", run=print), "has level 'graph': name one of model, variant"),
-    (SimpleNamespace(name="mine", run=print), "is no pass of template_passes: it lacks level"),
+    (SimpleNamespace(name="mine", run=print), "is not a pass of template_passes: it lacks level"),
 ])
 def test_a_template_pass_that_cannot_run_is_refused_with_the_reason(each: Any, message: str) -> None:
     with pytest.raises(MegacompileError, match=message):

@@ -172,10 +172,10 @@ def test_cuda_where_there_is_none_is_refused() -> None:
     ("micro_batch_size", True, "whole number of at least 1"), ("micro_batch_size", "2", "whole number of at least 1"),
     ("weight_slots", -1, "whole number of at least 1"), ("gradient_slabs", 0, "whole number of at least 1"),
     ("saved_layers", -1, "at least 0"), ("saved_layers", 0.5, "at least 0"),
-    ("device_memory", "much", "no amount of memory: write bytes"), ("device_memory", "1.2.3GiB", "no amount of memory"),
-    ("device_memory", 0, "no amount of memory"), ("device_memory", "-1GiB", "no amount of memory"),
-    ("locked_memory", "24 apples", "no amount of memory"), ("dtype", torch.float16, "torch.float32 or torch.bfloat16"),
-    ("resident", 5, "names of tiles, or 'all', not 5"), ("resident", "block", "resident names block, which are no tiles"),
+    ("device_memory", "much", "not an amount of memory: write bytes"), ("device_memory", "1.2.3GiB", "not an amount of memory"),
+    ("device_memory", 0, "not an amount of memory"), ("device_memory", "-1GiB", "not an amount of memory"),
+    ("locked_memory", "24 apples", "not an amount of memory"), ("dtype", torch.float16, "torch.float32 or torch.bfloat16"),
+    ("resident", 5, "names of tiles, or 'all', not 5"), ("resident", "block", "resident names block, which are not tiles"),
     ("device", "tpu", "'cpu' or 'cuda'"), ("device", "cuda:first", "'cpu' or 'cuda'"), ("compile", "yes", "True or False"),
 ])
 def test_an_option_out_of_range_is_refused(option: str, value: Any, message: str) -> None:

@@ -106,7 +106,7 @@ def test_a_plan_stays_within_the_memory_that_it_is_given_last(shared: Shared) ->
 @pytest.mark.parametrize(("options", "message"), [
     (dict(dtype=torch.bfloat16), "cannot change dtype: it changes checkpoint_interval"),
     (dict(checkpoint_interval=0), "checkpoint_interval must be"),
-    (dict(resident=("no",)), "resident names no, which are no tiles")])
+    (dict(resident=("no",)), "resident names no, which are not tiles")])
 def test_what_no_plan_knows_is_refused_and_changes_nothing(shared: Shared, options: dict[str, Any], message: str) -> None:
     model = shared.fresh()
     before = model.megacompile.streamed.config

@@ -219,7 +219,7 @@ MALFORMED = {  # name: (what to replace, by what, what the message says)
     "used before defined": ("staging=k", "staging=h", "h is not defined here"),
     "redefined name": ("v_1 =", "h =", "h is defined twice"),
     "name of the builder": ("v_1 =", "p =", "p is defined twice"),
-    "name that Python has": ("v_1 =", "print =", "print is no name for a value"),
+    "name that Python has": ("v_1 =", "print =", "print is not a name for a value"),
     "value without a name": ("v_1 = ", "", "evaluate makes a value that has no name"),
     "string for a value": ("staging=k", 'staging="k"', "staging is something else; expected the name of a node above"),
     "value for a string": ('p.zeros("layers.0")', "p.zeros(k)", "tile is something else; expected a printable string"),
@@ -268,7 +268,7 @@ MALFORMED = {  # name: (what to replace, by what, what the message says)
     "endless name of a value": ("v_1 =", f"{'v' * 2000} =", "expected at most 1024"),
     "plan without a shape": ("program.slot(", "program.plan()\nprogram.slot(", "expected `program.shape(...)` above"),
     "plan that cannot be": ("program.slot(", "program.shape(batch=4, length=8, labels=True, training=True)\n"
-                            "program.plan()\nprogram.slot(", "micro-batches of (2, 1) are no split of 4 sequences"),
+                            "program.plan()\nprogram.slot(", "micro-batches of (2, 1) are not a split of 4 sequences"),
     "second shape": ("program.slot(", "program.shape(batch=3, length=8, labels=True, training=True)\n" * 2
                      + "program.slot(", "a second shape; expected one"),
 }

@@ -173,7 +173,7 @@ TEXT_EDITS: dict[tuple[str, str], tuple[dict[str, Any], str, str, str, str, str]
         r'    more = p.zeros("epilogue")\n\1more', "adds to a3, which is not kept for the backward"),
     ("added_up", "gradient scaled that was made from scaled ones"): (
         STREAMED, "differentiate", "backward", r"(    g2_0 = .*\n)", r"\1    p.scale(g2_0)\n",
-        "scale g2_0 scales what is no gradient that the forward kept"),
+        "scale g2_0 scales a value, not a gradient that the forward kept"),
     ("one_version", "update before the gradients"): (
         ARRIVAL, "optimizer", "train_step", r"(    o2 = .*\n)(    p.adam\(\"layers.1\".*\n)", r"\2\1",
         "adam layers.1 comes before the tile's gradients are home in train_step"),
@@ -369,8 +369,8 @@ def a_function_of_python(listed: list[fx.Node]) -> None:
     (unknown_argument, "forward has arguments that it does not take (['speed'])"),
     (missing_argument, "lacks some (['template', 'call', 'mb', 'inputs'])"),
     (argument_of_another_type, "argument mb of forward is 'zero', not a number"),
-    (no_op_of_ours, "placeholder of batch is no op of a schedule"),
-    (a_function_of_python, "is no op of a schedule")])
+    (no_op_of_ours, "placeholder of batch is not an op of a schedule"),
+    (a_function_of_python, "is not an op of a schedule")])
 def test_a_node_of_another_shape_is_refused(edit: Callable[[list[fx.Node]], None], message: str,
                                             make_schedule: Callable[..., Any]) -> None:
     program = edit_graph(make_schedule(**STREAMED).stages["micro_batch"], "forward", edit)

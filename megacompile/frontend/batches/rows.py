@@ -126,7 +126,7 @@ def _computed(node: fx.Node) -> Any:
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["example_value"])
     if node.op == "call_method":
         return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-    assert callable(node.target), f"{node.name} is no call"
+    assert callable(node.target), f"{node.name} is not a call"
     return node.target(*args, **kwargs)
 
 
