@@ -1,4 +1,4 @@
-"""Tiles in host memory: the authoritative place of every parameter, gradient and optimizer state (DESIGN section 5).
+"""Tiles in host memory: the authoritative place of every parameter, gradient and optimizer state.
 
     tile   weights    parameter dtype    streamed, page-locked where the budget allows
            gradients  parameter dtype    streamed, followed by one FP32 norm per parameter
