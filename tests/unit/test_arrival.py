@@ -343,8 +343,15 @@ def test_a_backward_that_fails_before_its_first_update_changes_nothing_and_is_no
     assert same_bits(*found)
 
 
-def test_a_checkpoint_loaded_before_the_step_begins_anew(model: Any, optimizer: Any) -> None:
-    saved = weights(model)
-    model(**batch(0)).loss.backward()
-    model.load_state_dict(saved)
-    step(model, optimizer, 1)
+def test_a_checkpoint_loaded_before_the_step_begins_anew(model: Any) -> None:
+    saved, found = weights(model), []
+    for disturbed in (False, True):
+        model.load_state_dict(saved)
+        optimizer = megacompile.AdamW(model.parameters(), lr=1e-2, overlap="backward")
+        if disturbed:
+            model(**batch(0)).loss.backward()
+            model.load_state_dict(saved)
+            optimizer = megacompile.AdamW(model.parameters(), lr=1e-2, overlap="backward")
+        step(model, optimizer, 1)
+        found.append(weights(model))
+    assert same_bits(*found) and not same_bits(found[0], saved)
