@@ -1,4 +1,4 @@
-"""A pipeline is a tuple of passes: to change one is to make another tuple, and there is no registry.
+"""A pipeline is a tuple of passes. To change a pipeline, make another tuple.
 
     passes = insert_after(PIPELINE, "prefetch", my_pass)
     model = megacompile.stream(model, passes=passes)

@@ -184,7 +184,7 @@ def append(path: Path, row: Row) -> None:
 
 
 def read(path: Path) -> list[Row]:
-    """The rows of a file; none if there is no file. Raises `MegacompileError` for a line that is not a row."""
+    """Reads the rows of a file; a missing file has none. Raises `MegacompileError` for a line that is not a row."""
     if not path.exists():
         return []
     try:
@@ -198,7 +198,8 @@ def read(path: Path) -> list[Row]:
         except (RecursionError, TypeError, ValueError) as error:
             raise MegacompileError(f"line {number} of {path} is not a row ({error}): remove it") from error
         if "device" not in row:
-            raise MegacompileError(f"line {number} of {path} is not a row (it names no device): give a file of rows, or none")
+            raise MegacompileError(f"line {number} of {path} is not a row (it names no device): give a file of rows, or a "
+                                   "new one")
         rows.append(row)
     return rows
 

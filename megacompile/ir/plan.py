@@ -157,8 +157,8 @@ class Plan:
             raise MegacompileError("tiles visit the device for their update (visiting_state) at the end of a step, not on "
                                    "arrival of their gradients")
         if self.deferred_moments and self.update == "arrival":
-            raise MegacompileError("moments are updated behind all weights (deferred_moments) at the end of a step, not on "
-                                   "arrival of gradients")
+            raise MegacompileError("deferred_moments updates moments after all weights at the end of a step, not on arrival of "
+                                   "gradients: leave out one of the two")
         if set(self.visiting_state) & {*self.resident_state, *self.host_sums}:
             raise MegacompileError("what visits the device for its update (visiting_state) neither lives there "
                                    "(resident_state) nor has its gradients added up in host memory (host_sums)")

@@ -29,7 +29,7 @@ from megacompile.ir.ops import Op as Op
 TILE_PARTS = ("weights", "gradients", "sums")
 #: What is read in the stead of a part of a tile, where a node has it.
 _INSTEAD = {"weights": "staging", "gradients": "slab"}
-#: Families of slots, by the capital letters of a slot's name ("B" behind them: for border tiles; "b", "c", ...: for the
+#: Families of slots, by the capital letters of a slot's name (a "B" after them: for border tiles; "b", "c", ...: for the
 #: second, third, ... tile of a layer), and what kind of values each holds. R: weights that stay on the device; RW, RS, RG:
 #: weights, optimizer state and gradients of a tile that is updated there; S, D: page-locked host slabs for weights on their way
 #: out and gradients on their way home; H: page-locked host buffers of checkpoints, a set of them for each open forward; C:

@@ -24,7 +24,7 @@ NUMBERS = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
 class Section:
     """A piece of the model graph (Dynamo level). `sources[i]` feeds placeholder i; `carried[i]` says whether the next
     call reads result i, `has_gradient[i]` whether a gradient comes back for it. `layer`: that it is a part of, if it is one;
-    `share`: of what that layer's experts compute, on average. `visit`: for the how manieth time a forward runs it; `own_names`:
+    `share`: of what that layer's experts compute, on average. `visit`: 1 on its first run, 2 on its second; `own_names`:
     what the layer itself calls its parameters and buffers, by their names in the model."""
 
     name: str

@@ -1,8 +1,8 @@
-"""Totals over tokens that a model makes behind its layers, of values of every layer: they are made in the layers.
+"""Moves totals over tokens into the layers, where a model computes them after its last layer from values of all layers.
 
-An auxiliary loss of routers adds up, layer by layer, what each router gave to each expert. As the model writes it, all of that
-happens behind the last layer, so that every call would hand on the router logits of all layers before it. Where a total and
-what it is made of need nothing but values of calls up to one, that call makes it, and hands on the total: a few numbers.
+An auxiliary loss of routers adds up, layer by layer, what each router gave to each expert. The model does this after its last
+layer, so every call would have to pass on the router logits of all earlier layers. If a total needs no values of calls after a
+certain one, that call computes it and passes on the total, which is a few numbers.
 """
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Of a stack of many alike layers, a few are traced. The calls of the others are copies.
+"""Traces a few layers of a stack whose layers are alike, and copies their calls for the others.
 
 Dynamo may trace every layer of a stack (torch before 2.13 always does), and takes a fifth of a second for each. A plain run on
 fakes (`modes.py`) shows much sooner which layers are alike: they are built alike, have the same attributes, and call the same
@@ -14,9 +14,10 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
+import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from megacompile.frontend.graph.split import Section
@@ -120,7 +121,8 @@ def _run(model: nn.Module, batch: Mapping[str, Any], options: Mapping[str, Any],
     ends: list[int] = []
 
     def enter(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        entered.append((layer, len(said), tuple(tensor.requires_grad for tensor in _tensors((args, kwargs)))))
+        given = [value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+        entered.append((layer, len(said), tuple(tensor.requires_grad for tensor in given)))
 
     def leave(layer: nn.Module, args: Any, result: Any) -> None:
         ends.append(len(said))
@@ -184,16 +186,6 @@ def _same(one: Any, two: Any, distance: int) -> bool:
     if type(one) is int:
         return bool(one in (two, two + distance))
     return isinstance(one, bool | float | str | bytes | set | frozenset) and one == two
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for each in value:
-            yield from _tensors(each)
-    elif isinstance(value, Mapping):
-        yield from _tensors(list(value.values()))
 
 
 # ---------------------------------------------------------------- the calls of the removed layers

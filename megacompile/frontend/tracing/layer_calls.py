@@ -1,4 +1,4 @@
-"""The calls of layers in a model's graph: which layer each one runs, and for the how manieth time; what is refused of them."""
+"""Finds the calls of layers in a model's graph: the layer of each call, and which run of that layer it is."""
 from __future__ import annotations
 
 from collections import Counter
