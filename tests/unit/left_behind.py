@@ -21,14 +21,17 @@ def train_once(close: bool) -> None:
         model.megacompile.close()
 
 
-def objects_left(close: bool, models: int) -> dict[str, int]:
-    """How many objects of each type `models` models leave, after two that fill PyTorch's caches."""
+def objects_left(close: bool, models: int) -> list[dict[str, int]]:
+    """How many objects of each type each of `models` models leaves, after two that fill PyTorch's caches."""
+    left = []
     before: Counter[str] = Counter()
     for number in range(2 + models):
-        if number == 2:
-            before = live_objects()
         train_once(close)
-    return dict(live_objects() - before)
+        after = live_objects()
+        if number >= 2:
+            left.append(dict(after - before))
+        before = after
+    return left
 
 
 def live_objects() -> Counter[str]:

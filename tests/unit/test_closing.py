@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import statistics
 from concurrent.futures import ProcessPoolExecutor
 
 import pytest
@@ -10,8 +11,11 @@ from left_behind import objects_left
 
 @pytest.mark.parametrize("close", [True, False], ids=["closed", "forgotten"])
 def test_objects_in_the_process_do_not_grow_with_the_number_of_models(close: bool) -> None:
-    """PyTorch keeps records of its last 64 compilations, which are a dozen objects a model."""
+    """PyTorch keeps records of its last 64 compilations, a dozen objects for each model.
+
+    The median is judged: a module that some library imports late adds objects once.
+    """
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as fresh:
         left = fresh.submit(objects_left, close, 3).result()
-    assert left.get("ShapeEnv", 0) == left.get("GraphModule", 0) == 0, left
-    assert sum(left.values()) < 3 * 50, left
+    assert not [each for each in left if "ShapeEnv" in each or "GraphModule" in each], left
+    assert statistics.median(sum(each.values()) for each in left) < 50, left
