@@ -17,7 +17,7 @@ from megacompile.planning.config import StreamConfig
 from megacompile.planning.device import compute_device, device_budget
 from megacompile.planning.expert_split import expert_pieces
 from megacompile.planning.host_needs import check_host_first
-from megacompile.planning.pinned_memory import spend_locked_memory
+from megacompile.planning.pinned_memory import spend_pinned_memory
 from megacompile.runtime.cuda import CudaBackend
 from megacompile.runtime.host_memory import available_host_bytes
 from megacompile.runtime.lanes import Backend
@@ -68,7 +68,7 @@ def attach(model: M, fill: Callable[[nn.Module, Tiling], Store], config: StreamC
     captured, tiling = analyse(model, config, backend.device.type, layers, example, fused_kernel(backend.device), device_bytes)
     check_host_memory(tiling, parse_bytes(config.host_memory))
     check_device_memory(tiling, device_bytes)
-    spend_locked_memory(captured, tiling, parse_bytes(config.locked_memory), config.gradient_slabs)
+    spend_pinned_memory(captured, tiling, parse_bytes(config.pinned_memory), config.gradient_slabs)
     with under_way(f"moving the weights of {type(model).__name__} into tiles"):
         store = fill(model, tiling)
     streamed = Streamed(model, captured, tiling, store, backend, config)

@@ -157,7 +157,7 @@ def _remarks(model: nn.Module, captured: CapturedModel, tiling: Tiling) -> Itera
     fused = ", which never holds all logits" if captured.fused_loss else ""
     yield (f"loss: a sum over target tokens{fused}, and a part that is none (an auxiliary loss): one micro-batch a step, or "
            "the mean over those of a micro_batch_size" if captured.is_averaged else
-           f"loss: a sum over target tokens{fused}: micro-batches change nothing" if captured.has_normaliser else
+           f"loss: a sum over target tokens{fused}: micro-batches change nothing" if captured.has_loss_denominator else
            "loss: none, it is made outside, of the model's output" if not captured.has_loss else
            "loss: no cross entropy over tokens that is recognised: one micro-batch a step")
     why = obstacle(captured, batch_types(captured), forward_signature(model).parameters)

@@ -128,7 +128,7 @@ def schedule(model: nn.Module, *, batch: int, length: int, layers: Layers | None
     fused = config.compile if config.compile is not None else device_type == "cuda"
     if tiling.host_bytes() + HOST_MARGIN_BYTES > there:
         raise host_too_small(model, find_layers(model, layers), config, tiling.host_bytes(), there)
-    planner = Planner(captured, tiling, config, budget, parse_bytes(config.locked_memory), *margins(device_type), fused=fused,
+    planner = Planner(captured, tiling, config, budget, parse_bytes(config.pinned_memory), *margins(device_type), fused=fused,
                       host_bytes=there, output=captured.main_output, keeping=True)
     if hardware is None and config.device_memory is None:
         others = planned_and_not_taken(device)

@@ -51,7 +51,7 @@ class Trainer(transformers.Trainer):
         super().__init__(*args, **kwargs)
         streamed = check_model(self.model)
         # A loss that is no sum over tokens is a mean over each batch, and has no such argument.
-        self.model_accepts_loss_kwargs &= streamed.captured.has_normaliser
+        self.model_accepts_loss_kwargs &= streamed.captured.has_loss_denominator
 
     def create_accelerator_and_postprocess(self) -> None:
         if self.model is not None:  # else `model_init` makes it

@@ -80,9 +80,9 @@ class Arena:
         needed = sum(s.bytes - (self.slots[s.name].numel() if s.name in self.slots else 0) for s in slabs)
         if slabs and needed > (available := available_host_bytes()):
             raise InsufficientMemoryError(
-                f"{len(slabs)} page-locked slabs need {format_bytes(needed)} of host memory and {format_bytes(available)} are "
+                f"{len(slabs)} pinned slabs need {format_bytes(needed)} of host memory and {format_bytes(available)} are "
                 "available: stream with fewer gradient_slabs, or take one backward a step, with a larger batch")
-        with under_way("making slots and page-locked slabs"):
+        with under_way("making slots and pinned slabs"):
             for slot in grown:
                 self.forget(slot.name)
                 if self.is_slab(slot.name):

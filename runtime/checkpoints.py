@@ -1,4 +1,4 @@
-"""Page-locked host buffers of activation checkpoints: a set of them for each forward that is open.
+"""Pinned host buffers of activation checkpoints: a set of them for each forward that is open.
 
 The buffers of a set have the names of the program's H slots. Copies are ordered by name, as the program says, whichever set a
 name stands for: so a set may be lent again while the last copies of the forward that had it are still on their way.
@@ -26,7 +26,7 @@ ALIGNMENT = 128
 
 @dataclass(eq=False)
 class HostCheckpoint:
-    """`memory`: uint8, page-locked. `parts`: what was last stashed there, on the meta device."""
+    """`memory`: uint8, pinned. `parts`: what was last stashed there, on the meta device."""
 
     memory: Tensor
     parts: tuple[Tensor, ...] = ()
@@ -102,7 +102,7 @@ class HostCheckpoints:
             raise InsufficientMemoryError(
                 f"activation checkpoints need {format_bytes(needed)} of host memory and {format_bytes(available)} are "
                 "available: use fewer or shorter sequences, or run backward (or drop the loss) before the next forward")
-        with under_way("page-locking memory for checkpoints"):
+        with under_way("pinning memory for checkpoints"):
             for slot in slots:
                 memory = host_memory(slot.bytes)
                 memory.zero_()  # touched pages lock six times faster

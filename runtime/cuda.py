@@ -1,4 +1,4 @@
-"""CUDA through CuPy: a stream per lane, events, page-locked host memory, asynchronous copies.
+"""CUDA through CuPy: a stream per lane, events, pinned host memory, asynchronous copies.
 
 PyTorch computes on the compute lane's stream through `torch.cuda.ExternalStream`. What never crosses the link stays in
 PyTorch's caching allocator, whose segments must be expandable, or recomputation fragments it.
@@ -67,7 +67,7 @@ class CudaBackend:
         expandable_segments()
         self.streams = _streams(cupy, index)
         self.compute = torch.cuda.ExternalStream(self.streams[Lane.COMPUTE].ptr, device=self.device)
-        self._locked: dict[int, int] = {}
+        self._pinned: dict[int, int] = {}
         weakref.finalize(self, _idle_streams.setdefault(index, []).append, self.streams)
 
     @contextlib.contextmanager
@@ -85,18 +85,18 @@ class CudaBackend:
 
     def lock(self, host: Tensor) -> None:
         address, size = host.data_ptr(), host.numel() * host.element_size()
-        if address in self._locked:
+        if address in self._pinned:
             return
         try:
             self.cupy.cuda.runtime.hostRegister(address, size, 0)
         except self.cupy.cuda.runtime.CUDARuntimeError as error:
             raise InsufficientMemoryError(
-                f"{size / 2**30:.2f} GiB of host memory could not be page-locked ({error}): "
-                "raise the limit (ulimit -l), or give a smaller locked_memory") from error
-        self._locked[address] = size
+                f"{size / 2**30:.2f} GiB of host memory could not be pinned ({error}): "
+                "raise the limit (ulimit -l), or give a smaller pinned_memory") from error
+        self._pinned[address] = size
 
     def unlock(self, host: Tensor) -> None:
-        if self._locked.pop(host.data_ptr(), None) is not None:
+        if self._pinned.pop(host.data_ptr(), None) is not None:
             self.cupy.cuda.runtime.hostUnregister(host.data_ptr())
 
     def copy(self, destination: Tensor, source: Tensor, lane: Lane) -> None:

@@ -27,7 +27,7 @@ def host_memory(size: int, inherited: bool = False) -> Tensor:
             f"the system gives no {size} bytes of host memory ({error.strerror}), and {available_host_bytes()} are available: "
             "use a smaller model, or raise the limit (ulimit -v, vm.overcommit_memory)") from error
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        area.madvise(mmap.MADV_HUGEPAGE)  # page-locking and page faults cost per page
+        area.madvise(mmap.MADV_HUGEPAGE)  # pinning and page faults cost per page
     if not inherited and hasattr(mmap, "MADV_DONTFORK"):
         area.madvise(mmap.MADV_DONTFORK)
     return torch.frombuffer(area, dtype=torch.uint8, count=size)

@@ -23,8 +23,8 @@ class Activation:
 @dataclass(frozen=True)
 class Input:
     """Source of one positional input. `kind` "parameter": `position` in tile number `tile` of the call; "constant": a
-    buffer; "batch", "size" (dimension `position`), "carried" and "shared" (output `position`), "normaliser", "share" (of a
-    micro-batch in the batch's rows), "total" (number `position`), "random" (of call number `position`)."""
+    buffer; "batch", "size" (dimension `position`), "carried" and "shared" (output `position`), "loss_denominator", "share"
+    (of a micro-batch in the batch's rows), "total" (number `position`), "random" (of call number `position`)."""
 
     kind: str
     name: str = ""
@@ -61,7 +61,7 @@ class Batch:
 
     micro_batches: Sequence[Mapping[str, Tensor]]
     constants: Mapping[str, Tensor]
-    normaliser: Tensor | None = None
+    loss_denominator: Tensor | None = None
     shares: Tensor | None = None  # by micro-batch
     totals: Sequence[Tensor | None] = ()  # values made of all rows
     random: Tensor | None = None  # by micro-batch and call, what dropout is drawn from
@@ -89,8 +89,8 @@ def bind(kernel: Kernel, batch: Batch, mb: int, weights: tuple[Weights, ...], in
                 values.append(batch.micro_batches[mb][source.name].shape[source.position])
             case "constant":
                 values.append(batch.constants[source.name])
-            case "normaliser":
-                values.append(batch.normaliser)
+            case "loss_denominator":
+                values.append(batch.loss_denominator)
             case "share":
                 assert batch.shares is not None, "a batch without shares for a loss that is averaged"
                 values.append(batch.shares[mb])

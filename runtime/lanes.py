@@ -31,7 +31,7 @@ class Backend(Protocol):
         """uint8 [size] on the device, for a slot."""
 
     def lock(self, host: Tensor) -> None:
-        """Page-locks host memory, so that copies of it run beside everything else. Idempotent."""
+        """Pins host memory, so that copies of it run beside everything else. Idempotent."""
 
     def unlock(self, host: Tensor) -> None: ...
 

@@ -1,6 +1,6 @@
 """Tiles in host memory: the authoritative place of every parameter, gradient and optimizer state.
 
-    tile   weights    parameter dtype    streamed, page-locked where the budget allows
+    tile   weights    parameter dtype    streamed, pinned where the budget allows
            gradients  parameter dtype    streamed, followed by one FP32 norm per parameter
            remainder  int16              low bits of the FP32 master; bf16 tiles only
            m, v       fp32               AdamW's moments, from the first optimizer on

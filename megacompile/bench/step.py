@@ -53,7 +53,7 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--residuals", choices=RESIDUALS, help="what these layers keep")
     parser.add_argument("--token-chunk", type=int, help="tokens that a layer computes at a time; default: the planner's")
     parser.add_argument("--device-memory")
-    parser.add_argument("--locked-memory", help="page-locked memory that tiles may take; less than all: through slabs")
+    parser.add_argument("--pinned-memory", help="pinned memory that tiles may take; less than all: through slabs")
     parser.add_argument("--uncompiled", action="store_true", help="templates op by op")
     parser.add_argument("--train-step", action="store_true", help="each step as one program")
     parser.add_argument("--waves", type=int)
@@ -68,7 +68,7 @@ def options() -> argparse.ArgumentParser:
 
 
 #: Rows that have these in common are measured on one model.
-MODEL = ("shape", "layers", "device", "locked_memory", "uncompiled")
+MODEL = ("shape", "layers", "device", "pinned_memory", "uncompiled")
 #: Options of a row that a new plan honours.
 _PLANNED = ("checkpoint_interval", "micro_batch_size", "weight_slots", "resident", "resident_state", "visiting_state",
             "deferred_moments", "saved_layers", "residuals", "token_chunk", "device_memory", "waves")
@@ -104,7 +104,7 @@ class Models:
         if given.device == "cuda":
             torch.cuda.empty_cache()
         self.before = resident_bytes()
-        self.model = megacompile.stream(model, device=given.device, locked_memory=given.locked_memory,
+        self.model = megacompile.stream(model, device=given.device, pinned_memory=given.pinned_memory,
                                         compile=False if given.uncompiled else None, **planned)
         return self.model
 

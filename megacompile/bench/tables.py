@@ -136,7 +136,7 @@ _ONE_STEP = dict(warm_up=1, steps=1, recorded_steps=1)
 _ABLATIONS: tuple[_Options, ...] = (
     {}, dict(waves=1), dict(saved_layers=0), *(dict(saved_layers=0, checkpoint_interval=k) for k in (2, 4, 8)),
     dict(weight_slots=1), dict(saved_layers=0, weight_slots=1), dict(synchronous_optimizer=True),
-    dict(locked_memory="8GiB"), dict(uncompiled=True),
+    dict(pinned_memory="8GiB"), dict(uncompiled=True),
     *(dict(batch=16, device_memory="24GiB", **moments) for moments in ({}, dict(deferred_moments="no"))))
 
 TABLES = {

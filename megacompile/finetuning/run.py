@@ -222,7 +222,7 @@ def _padding(model: Any, batch: int, length: int, rows: Rows, console: Console) 
     """That of the model's batches, which says so if they cannot be packed."""
     if rows.begins is None and rows.lengths.unique().numel() == 1:
         return Padding()  # nothing to pack
-    repacking = model.megacompile.streamed.forms.repacking
+    repacking = model.megacompile.streamed.captures.repacking
     reason = repacking.refusal(training=True)
     if not reason:
         return Padding()

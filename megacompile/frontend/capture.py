@@ -53,7 +53,7 @@ from megacompile.frontend.tracing.options import refuse_options
 from megacompile.frontend.tracing.python_state import refuse_changing_state
 from megacompile.frontend.tracing.trace import Traced, our_attention, subject, trace
 from megacompile.frontend.tracing.validity import Validity, recording
-from megacompile.ir.plan import PLAIN, Form
+from megacompile.ir.plan import PLAIN, CaptureKey
 from megacompile.system.under_way import at, under_way
 
 
@@ -74,18 +74,18 @@ class CapturedModel:
     loss reads. `same_logits_without_labels`: a forward without them computes the logits that were captured with them.
     `stacks`: the qualified names of the lists that layers are in. `layer_names`: those of layers, in the order of their first
     runs. `rows`: by the names that calls use, the parameters that are shares of the model's own.
-    `holds(training, size)`: whether the graphs hold in a mode and at a size where they were not captured. `in_form(form)`: the
-    same model, captured for another form of batch; the first time takes as long as the first capture. `only_hides(form, name)`:
-    whether it is known, without that capture, that of the batch argument `name` of a form nothing but bool is made.
+    `holds(training, size)`: whether the graphs hold in a mode and at a size where they were not captured. `for_key(key)`: the
+    same model, captured for another key; the first time takes as long as the first capture. `only_hides(key, name)`:
+    whether it is known, without that capture, that of the batch argument `name` of a key nothing but bool is made.
     `fused_attention`: every layer's attention is our op; else the model's own code, whose masks take B x T x T bytes.
     `causal`: no token sees a later one, by our op or by what the model's attention modules say of themselves (`is_causal`).
     `masks_hide`: an `attention_mask` does nothing but hide tokens from attention; a model of one's own may pool by it.
     `masks_added`: it is transformers' eager attention, which adds masks to scores.
     `evaluating`: modules in evaluation mode while the model is in the mode that was captured.
     `fused_loss`: the epilogue's `loss` never holds the micro-batch's logits.
-    `has_normaliser`: the loss is a sum over the "normaliser" input, so that micro-batches add up; then
-    `count_targets(batch on the host)` gives a batch's normaliser, a 0-d float32 tensor. `is_averaged`: beside that sum the loss
-    has a part that is none, and is the mean over micro-batches of each one's, weighted by rows.
+    `has_loss_denominator`: the loss is a sum over the "loss_denominator" input, so that micro-batches add up; then
+    `count_targets(batch on the host)` gives a batch's loss denominator, a 0-d float32 tensor. `is_averaged`: the loss
+    has another part beside that sum, and is the mean over micro-batches of each one's loss, weighted by rows.
     `across_rows`: where it computes with several sequences at once, as a name and a line; batches are not split then. Else "".
     `totals`: how values made of all rows of a batch are computed, for each of its micro-batches; `counts_places`: it computes
     with such a value of the places in a row, which is another for longer rows.
@@ -112,13 +112,13 @@ class CapturedModel:
     masks_hide: bool
     masks_added: bool
     evaluating: frozenset[str]
-    form: Form
+    key: CaptureKey
     holds: Callable[[bool, tuple[int, int]], bool]
-    in_form: Callable[[Form], CapturedModel]
-    only_hides: Callable[[Form, str], bool]
+    for_key: Callable[[CaptureKey], CapturedModel]
+    only_hides: Callable[[CaptureKey, str], bool]
     fused_loss: bool
     has_loss: bool
-    has_normaliser: bool
+    has_loss_denominator: bool
     is_averaged: bool
     across_rows: str
     totals: tuple[TargetCount, ...]
@@ -177,7 +177,7 @@ class CapturedModel:
         """Raise `UnsupportedError` if the captured graphs do not hold at this batch size and length, those of an `output` among
         them. The first check of a size of 1 runs the model on fakes."""
         size = tuple(1 if n == 1 else captured for n, captured in zip((batch, length), CAPTURE_SHAPE, strict=True))
-        if 1 in size and not self.holds(not self.form.evaluating, size):  # type: ignore[arg-type]
+        if 1 in size and not self.holds(not self.key.evaluating, size):  # type: ignore[arg-type]
             raise UnsupportedError(f"at {batch} x {length} the model performs other operations than at larger sizes, which "
                                    "were captured: remove the branch on a size of 1 from the model's forward, or avoid it")
         for condition in (*self.conditions, *(() if output == "loss" or self.heads is None else self.heads.conditions)):
@@ -189,10 +189,10 @@ class CapturedModel:
 
 def capture(
     model: nn.Module, *, layers: Layers | None = None, example: Mapping[str, Tensor] | None = None,
-    pipeline: Sequence[TemplatePass] = (), target: TargetLike | None = None, form: Form = PLAIN,
+    pipeline: Sequence[TemplatePass] = (), target: TargetLike | None = None, key: CaptureKey = PLAIN,
     loss: Callable[..., Any] | None = None, expert_pieces: int = 1,
 ) -> CapturedModel:
-    """Capture `model` for batches of one `form`, once, on fakes: no weight is read or copied, and `meta` models work too.
+    """Capture `model` for batches of one `key`, once, on fakes: no weight is read or copied, and `meta` models work too.
 
     `layers` names the lists of layers (see `find_layers`); `example` gives the batch arguments where they are not
     `input_ids` and `labels`; `pipeline` and `target` are the template passes and what they lower to; `loss`, a function of
@@ -200,7 +200,7 @@ def capture(
     Where several lists were found, not named, whose layers form no chain, the largest is the stack.
     Raises `CaptureError` or `UnsupportedError`, naming the module, for what cannot be streamed faithfully.
     """
-    of = functools.partial(_capture, model, example=example, pipeline=pipeline, target=target, form=form, loss=loss,
+    of = functools.partial(_capture, model, example=example, pipeline=pipeline, target=target, key=key, loss=loss,
                            expert_pieces=expert_pieces)
     stack = find_layers(model, layers)
     refuse_options(model, stack)
@@ -214,7 +214,7 @@ def capture(
 
 def _capture(
     model: nn.Module, layers: tuple[str, ...], *, example: Mapping[str, Tensor] | None, pipeline: Sequence[TemplatePass],
-    target: TargetLike | None, form: Form, loss: Callable[..., Any] | None, expert_pieces: int = 1,
+    target: TargetLike | None, key: CaptureKey, loss: Callable[..., Any] | None, expert_pieces: int = 1,
     patches: tuple[Patches, ...] | None = None, chained: bool = False, made: Traced | None = None,
 ) -> CapturedModel:
     """`capture` with these lists of layers. `patches`: the encoders of a twin that takes images aligned with tokens already, as
@@ -229,39 +229,39 @@ def _capture(
     rows = rows_of(plain)
     if patches is None:
         patches, example = install_encoders(plain, example)
-    elif form.without_adapters and patches:
+    elif key.without_adapters and patches:
         refuse_adapters(patches, name)
     taken = () if loss is None else taken_by_loss(loss, example or {})
     traced = example if loss is None else _without_loss(plain, example, taken)
     masks_added = is_transformers_model(plain) and is_eager(plain, plain_stack)
     if masks_added and "bool" in masks_in(masks_of(traced)).get("attention_mask", ""):
         refuse_added(name, "attention_mask")
-    graph, twin, batch, attention, shortened = found = made or trace(plain, layers, traced, form)
+    graph, twin, batch, attention, shortened = found = made or trace(plain, layers, traced, key)
     if graph.changes_state and shortened is None:  # else it was called twice already
-        fakes, tried, given, options = subject(plain, layers, traced, form, CAPTURE_SHAPE, attention)
+        fakes, tried, given, options = subject(plain, layers, traced, key, CAPTURE_SHAPE, attention)
         with fakes:
-            refuse_changing_state(tried, model_arguments(given, form.images), options)
+            refuse_changing_state(tried, model_arguments(given, key.images), options)
     apart = fixes_rows(graph) and bool(images_of(batch))
     if apart:
-        graph, twin, batch, attention, _ = found = trace(plain, layers, traced, form, images_apart=True)
-    validity, pairs = Validity(plain, layers, traced, form, found, apart), pairs_of(batch)
+        graph, twin, batch, attention, _ = found = trace(plain, layers, traced, key, images_apart=True)
+    validity, pairs = Validity(plain, layers, traced, key, found, apart), pairs_of(batch)
     follow_gradients(graph)
     if pairs:
         adopt_masked_attention(graph)
 
-    def in_form(other: Form) -> CapturedModel:
-        with recording(), under_way(f"tracing {name} for another form of batch"):
-            return _capture(plain, layers, example=example, pipeline=pipeline, target=target, form=other, loss=loss,
+    def for_key(other: CaptureKey) -> CapturedModel:
+        with recording(), under_way(f"tracing {name} for another kind of batch"):
+            return _capture(plain, layers, example=example, pipeline=pipeline, target=target, key=other, loss=loss,
                             patches=patches, made=validity.unlike.pop(other, None))  # its experts are in pieces already
 
-    def hides(other: Form, key: str) -> bool:
+    def hides(other: CaptureKey, argument_name: str) -> bool:
         fakes, tried, given, options = subject(plain, layers, traced, other, CAPTURE_SHAPE, our_attention(plain, traced, other))
         with fakes:
-            return only_hides(tried, model_arguments(given, other.images), options, key)
+            return only_hides(tried, model_arguments(given, other.images), options, argument_name)
 
     structure, positions = output_structure(graph, name, other_loss=loss is not None)
     patches = with_places(patches, take_aligned(graph, name), name)
-    places = places_of(graph, name, images_of(batch), form.images)
+    places = places_of(graph, name, images_of(batch), key.images)
     has_loss = loss is not None or structure.has_loss
     count = _one if loss is not None else normalise_loss(graph, graph.results[positions[0]]) if has_loss else None
     of_places = counts_places(graph)
@@ -275,7 +275,7 @@ def _capture(
     sizes = {symbol: Source("size", next(iter(batch)), (BATCH, LENGTH).index(size)) for symbol, size in renaming.items()}
     sections = with_repeats([piece for section in sections for piece in in_pieces(section, rows, sizes)], found.repeats)
     if found.shortened is not None:
-        twin = subject(plain, layers, traced, form, CAPTURE_SHAPE, attention)[1]  # with all layers
+        twin = subject(plain, layers, traced, key, CAPTURE_SHAPE, attention)[1]  # with all layers
     layer_names = tuple(dict.fromkeys(section.layer or section.name for section in sections[1:-1] if section.visit == 1))
     to_logits = with_results(sections[-1], [len(positions) - 1]) if structure.has_logits else None
     if loss is not None:
@@ -289,16 +289,17 @@ def _capture(
     calls, mixing = [], ""
     for section in sections if has_loss else sections[:-1]:
         at(section.call_name)
-        key = structural_key(section)
-        if key not in names:
-            names[key] = section.name if section.name in ("prologue", "epilogue") else _next_layer_name(templates)
+        template_key = structural_key(section)
+        if template_key not in names:
+            names[template_key] = section.name if section.name in ("prologue", "epilogue") else _next_layer_name(templates)
             own_loss = loss is not None and section.name == "epilogue"
-            templates[names[key]] = build(names[key], section, tokens_at_once=CHUNK_TOKENS if own_loss else 0)
-            mixing = mixing or across_rows(templates[names[key]], section)
-        calls.append(Call(section.call_name, names[key], tuple(section.sources), section.name if section.visit > 1 else ""))
+            templates[names[template_key]] = build(names[template_key], section, tokens_at_once=CHUNK_TOKENS if own_loss else 0)
+            mixing = mixing or across_rows(templates[names[template_key]], section)
+        first_visit = section.name if section.visit > 1 else ""
+        calls.append(Call(section.call_name, names[template_key], tuple(section.sources), first_visit))
     heads = None
     if to_logits is not None:
-        hidden = HiddenStates(name, twin, model_arguments(batch, form.images), sections[:-1], to_logits)
+        hidden = HiddenStates(name, twin, model_arguments(batch, key.images), sections[:-1], to_logits)
         heads = Heads(graph, to_logits, hidden, build, templates, renaming)
     if not has_loss:
         assert heads is not None, "refused above"
@@ -306,19 +307,19 @@ def _capture(
     read_early = {s.name for call in calls[:-1] for s in call.sources if s.kind == "batch"}
     batch_inputs = tuple(n for n in batch if loss is None or n in read_early)
     batch_inputs += tuple(n for n, _, _ in taken if n not in batch_inputs)
-    labels = tuple(n for n in batch_inputs if has_loss and n not in read_early and n not in map(argument, form.further))
+    labels = tuple(n for n in batch_inputs if has_loss and n not in read_early and n not in map(argument, key.further))
     fused = all_layers_call_attention(graph)
     return CapturedModel(
         calls=tuple(calls), templates=templates, batch_inputs=batch_inputs, labels=labels, stacks=layers,
         layer_names=layer_names, rows=rows,
         same_logits_without_labels=_same_logits_without_labels(
-            twin, graph, positions, model_arguments(batch, form.images), labels),
+            twin, graph, positions, model_arguments(batch, key.images), labels),
         fused_attention=fused, causal=not pairs and not masks_pairs(graph) and (fused or says_causal(stack)),
         masks_hide=_of_transformers(plain), masks_added=masks_added,
         evaluating=frozenset(n for n, m in twin.named_modules() if not m.training),
         fused_loss="linear_cross_entropy" in templates[calls[-1].template].stages["joint"], has_loss=has_loss,
-        form=form, holds=validity.holds, in_form=functools.cache(in_form), only_hides=hides,
-        has_normaliser=count is not None, is_averaged=is_averaged(graph),
+        key=key, holds=validity.holds, for_key=functools.cache(for_key), only_hides=hides,
+        has_loss_denominator=count is not None, is_averaged=is_averaged(graph),
         across_rows=arguments_mix or ("" if is_averaged(graph) else mixing), totals=totals, counts_places=of_places,
         count_targets=count, places=places, patches=patches, output=structure, heads=heads, token_loss=loss is not None,
         conditions=assumed, seconds=time.perf_counter() - started)

@@ -20,7 +20,7 @@ from megacompile.inputs.packing import further_arguments
 from megacompile.inputs.pairs import hidden_as_bool, read_typed_mask
 from megacompile.inputs.patches import align_patches
 from megacompile.inputs.repacking import Repacking, Wanted, present_tokens
-from megacompile.ir.plan import Form
+from megacompile.ir.plan import CaptureKey
 
 #: Arguments whose value changes nothing that a streamed model does, when they have one of these values.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -32,13 +32,13 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 @dataclass(frozen=True)
 class Arguments:
     """A call of the model, taken apart. `inputs`: the batch arguments that were given, in the model's order, tensors of
-    [batch, length, ...]; `normaliser`: the number of target tokens to divide by, or None if there are no labels; `kept`:
+    [batch, length, ...]; `loss_denominator`: the number of target tokens to divide by, or None if there are no labels; `kept`:
     of how many last positions logits are, 0 for all; `hidden_states`: whether those of all layers are wanted. `layout`: where
     the tokens of the caller's batch lie, if it was packed: `inputs` are the packed ones then. `useful_tokens`: how many of the
     caller's tokens are not padding; `refusal`: why the batch was not packed, if it was not."""
 
     inputs: dict[str, Tensor]
-    normaliser: Tensor | None
+    loss_denominator: Tensor | None
     has_labels: bool
     kept: int = 0
     hidden_states: bool = False
@@ -77,11 +77,11 @@ def batch_types(captured: CapturedModel) -> dict[str, TemplateInput]:
     return {source.name: x for source, x in described if source.kind == "batch"}
 
 
-def read_arguments(model: nn.Module, forward: Callable[..., Any], forms: RepackedCaptures, args: tuple[Any, ...],
+def read_arguments(model: nn.Module, forward: Callable[..., Any], captures: RepackedCaptures, args: tuple[Any, ...],
                    kwargs: Mapping[str, Any], wanted: Wanted = Wanted.ALL, differentiating: bool = False) -> Arguments:
     """Raises `UnsupportedError` for an argument that cannot be honoured. Without all labels a forward gives logits; where it
     is differentiated, with labels it gives nothing but the loss."""
-    name, plain = type(model).__name__, forms.first.captured
+    name, plain = type(model).__name__, captures.first.captured
     # Of a loss of the user's own: the model's forward may not know these.
     of_loss = {key: kwargs[key] for key in (*plain.labels, "num_items_in_batch") if plain.token_loss and key in kwargs}
     try:
@@ -99,44 +99,44 @@ def read_arguments(model: nn.Module, forward: Callable[..., Any], forms: Repacke
     kept = given.pop("logits_to_keep", None)
     kept = 0 if kept is None else kept
     hidden_states = given.get("output_hidden_states") is True and bool(given.pop("output_hidden_states"))
-    given = align_patches(model, plain, given, forms.first.device)
-    inputs = arrange_images(name, plain, _inputs(name, plain, forms.first.types, given))
+    given = align_patches(model, plain, given, captures.first.device)
+    inputs = arrange_images(name, plain, _inputs(name, plain, captures.first.types, given))
     if given.get("output_router_logits") is plain.output.records_routers:
         del given["output_router_logits"]
     others = {key: value for key, value in given.items() if key not in plain.batch_inputs and not _neutral(key, value)}
-    further = further_arguments(name, plain, others, inputs, forms.parameters)
+    further = further_arguments(name, plain, others, inputs, captures.parameters)
     layout = None
     mask = others.get("attention_mask")
     if differentiating and plain.labels and set(plain.labels) <= inputs.keys():
         wanted = Wanted.LOSS
     present = present_tokens(inputs, mask, plain.labels, wanted)
-    packed = forms.repacking.pack(inputs, present, mask, further, model.training, wanted)
+    packed = captures.repacking.pack(inputs, present, mask, further, model.training, wanted)
     if not isinstance(packed, str):
         inputs, layout = packed
         further = {"position_ids": inputs.pop("position_ids")}
 
-    def form_of(arguments: Mapping[str, Tensor]) -> Form:
+    def capture_key(arguments: Mapping[str, Tensor]) -> CaptureKey:
         said = tuple(sorted(described(key, value) for key, value in arguments.items()))
-        return forms.form_of(said, model.training, images_of_each(forms.first.types, inputs))
+        return captures.capture_key(said, model.training, images_of_each(captures.first.types, inputs))
 
-    further = hidden_as_bool(further, plain, lambda changed: forms.reads_masks(form_of(changed)))
-    served = forms.serve(form_of(further))
+    further = hidden_as_bool(further, plain, lambda changed: captures.reads_masks(capture_key(changed)))
+    served = captures.serve(capture_key(further))
     captured, types = served.captured, served.types
-    forms.check_modes(captured)
+    captures.check_modes(captured)
     inputs |= {key: value if of_pairs(types.get(key)) else _checked(name, key, value, types.get(key))
                for key, value in further.items()}
     has_labels = captured.has_loss and all(key in inputs for key in captured.labels)
     if not isinstance(kept, int) or kept < 0 or (kept and has_labels):
         raise UnsupportedError(f"{name}: logits_to_keep must be a whole number, of a batch without labels: leave it out")
     inputs = {key: inputs[key] for key in captured.batch_inputs if key in inputs and (has_labels or key not in captured.labels)}
-    normaliser = None
-    if items is not None and has_labels and not captured.has_normaliser:
+    loss_denominator = None
+    if items is not None and has_labels and not captured.has_loss_denominator:
         raise UnsupportedError(f"{name}: num_items_in_batch cannot be honoured, since the loss is not a cross entropy over "
                                "tokens: leave it out")
-    if has_labels and captured.has_normaliser:
+    if has_labels and captured.has_loss_denominator:
         assert captured.count_targets is not None
-        normaliser = captured.count_targets(inputs) if items is None else torch.as_tensor(items, dtype=torch.float32)
-    return Arguments(inputs, normaliser, has_labels, kept, hidden_states, layout, int(present.sum()),
+        loss_denominator = captured.count_targets(inputs) if items is None else torch.as_tensor(items, dtype=torch.float32)
+    return Arguments(inputs, loss_denominator, has_labels, kept, hidden_states, layout, int(present.sum()),
                      packed if isinstance(packed, str) else "")
 
 

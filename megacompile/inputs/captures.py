@@ -8,7 +8,7 @@ import torch
 
 from megacompile.frontend.capture import CapturedModel
 from megacompile.frontend.templates.template import TemplateInput
-from megacompile.ir.plan import Form
+from megacompile.ir.plan import CaptureKey
 
 
 class Capture(Protocol):
@@ -35,14 +35,14 @@ class Captures(Protocol):
     @property
     def parameters(self) -> frozenset[str]: ...
 
-    def form_of(self, further: tuple[str, ...], training: bool, images: int = 1) -> Form:
+    def capture_key(self, further: tuple[str, ...], training: bool, images: int = 1) -> CaptureKey:
         """The form of a batch with `further` arguments and `images` for each sequence."""
 
-    def serve(self, form: Form) -> Capture:
-        """The capture that serves a form. The first time captures the model in that form."""
+    def serve(self, key: CaptureKey) -> Capture:
+        """The capture that serves a key. The first call with a key traces the model."""
 
-    def reads_masks(self, form: Form) -> bool:
-        """Whether our attention serves batches of the form."""
+    def reads_masks(self, key: CaptureKey) -> bool:
+        """Whether our attention serves batches of the key."""
 
     def check_modes(self, captured: CapturedModel) -> None:
         """Raises `UnsupportedError` if modules inside the model are in another mode than in the capture."""

@@ -22,7 +22,7 @@ from megacompile.frontend.templates.template import LENGTH as LENGTH_SYMBOL
 from megacompile.frontend.templates.template import TemplateInput
 from megacompile.inputs.captures import Captures
 from megacompile.inputs.packed_layout import LENGTH, BoolArray, Layout, array_of, lay_out, power_of_two, spans_of
-from megacompile.ir.plan import Form, Shape
+from megacompile.ir.plan import CaptureKey, Shape
 from megacompile.losses import IGNORED
 
 _MASK, _POSITIONS = "attention_mask", "position_ids"
@@ -47,12 +47,12 @@ class Repacking:
     """Of one streamed model. State: which forms of packed batches its attention reads, and whether its positions are counted
     from a row's first place, each asked when the first batch needs to know."""
 
-    def __init__(self, forms: Captures, option: bool | int) -> None:
-        self.forms = forms
+    def __init__(self, captures: Captures, option: bool | int) -> None:
+        self.captures = captures
         self.enabled = bool(option)
         self.least = LENGTH if option is True else power_of_two(option)
-        self._unread: dict[Form, str] = {}
-        self._counted: dict[Form, bool] = {}
+        self._unread: dict[CaptureKey, str] = {}
+        self._counted: dict[CaptureKey, bool] = {}
 
     def pack(self, inputs: Mapping[str, Tensor], present: BoolArray, mask: Tensor | None, further: Mapping[str, Tensor],
              training: bool, wanted: Wanted) -> tuple[dict[str, Tensor], Layout] | str:
@@ -65,7 +65,7 @@ class Repacking:
             return f"what {', '.join(sorted(others))} says of the rows may not hold of packed ones"
         size = next(iter(inputs.values())).shape[:2]
         rows, length = size
-        labels = [inputs[name] for name in self.forms.first.captured.labels if name in inputs]
+        labels = [inputs[name] for name in self.captures.first.captured.labels if name in inputs]
         positions = further[_POSITIONS].cpu() if _POSITIONS in further else None
         if mask is not None and mask.dim() != 2:
             return "its attention_mask is of pairs of tokens"
@@ -81,7 +81,7 @@ class Repacking:
         packed = self._packed(inputs, layout)
         if self._targets(packed) != self._targets(inputs):
             return "padding on the left predicts a target"
-        if unread := self.unread(self.forms.form_of((_POSITIONS,), training)):  # late, since it may capture the model
+        if unread := self.unread(self.captures.capture_key((_POSITIONS,), training)):  # late, since it may capture the model
             return unread
         if any(not present[span.row, 0] for span in spans):
             if wanted == Wanted.ALL and not labels:  # what predicts a row's first token is padding, and its values may be read
@@ -91,14 +91,14 @@ class Repacking:
         return {**packed, _POSITIONS: layout.positions}, layout
 
     def _packed(self, inputs: Mapping[str, Tensor], layout: Layout) -> dict[str, Tensor]:
-        labels = self.forms.first.captured.labels
+        labels = self.captures.first.captured.labels
         return {name: layout.pack_targets(tensor, IGNORED) if name in labels else layout.pack(tensor)
                 for name, tensor in inputs.items()}
 
     def _targets(self, inputs: Mapping[str, Tensor]) -> float:
         """How many targets the loss of a batch counts. In left padding some are lost: what predicts a row's first token is
         padding there, which sees nothing."""
-        captured = self.forms.first.captured
+        captured = self.captures.first.captured
         if captured.count_targets is None or not set(captured.labels) <= inputs.keys():
             return 0.0
         rows, length = next(iter(inputs.values())).shape[:2]
@@ -109,7 +109,7 @@ class Repacking:
     @cached_property
     def obstacle(self) -> str:
         """Why the model's batches cannot be packed; "" if they can, as far as is known without capturing it once more."""
-        return obstacle(self.forms.first.captured, self.forms.first.types, self.forms.parameters)
+        return obstacle(self.captures.first.captured, self.captures.first.types, self.captures.parameters)
 
     @property
     def known_refusal(self) -> str:
@@ -120,7 +120,7 @@ class Repacking:
 
     def refusal(self, training: bool) -> str:
         """Why no padded batch of the model is packed; "" if they are. The first time may capture the model with positions."""
-        return self.known_refusal or self.unread(self.forms.form_of((_POSITIONS,), training))
+        return self.known_refusal or self.unread(self.captures.capture_key((_POSITIONS,), training))
 
     def outlook(self, shape: Shape, layout: Layout | None = None, refusal: str = "") -> str:
         """How the rows of a training batch are packed, or why they are not, as a line. `shape`: what runs; of a batch at hand,
@@ -141,39 +141,39 @@ class Repacking:
     def reads_padding(self, training: bool) -> bool:
         """Whether a mask of padding on the right, whose labels are ignored, may change what is computed. No token of a causal
         model sees such padding; others may, unless they take no mask. The first time may capture the model with one."""
-        if self.forms.first.captured.causal:
+        if self.captures.first.captured.causal:
             return False
         try:
-            self.forms.serve(self.forms.form_of((_MASK,), training))
+            self.captures.serve(self.captures.capture_key((_MASK,), training))
         except (CaptureError, UnsupportedError):
             return False
         return True
 
-    def unread(self, form: Form) -> str:
+    def unread(self, key: CaptureKey) -> str:
         """Why attention does not read where the sequences of a packed batch begin; "" if it does. The first time may capture
-        the model in this form."""
-        if form not in self._unread:
+        the model in this key."""
+        if key not in self._unread:
             try:
-                packed = self.forms.serve(form).captured
+                packed = self.captures.serve(key).captured
                 fused = packed.fused_attention
                 blind = calls_blind_to(_POSITIONS, packed.calls, packed.templates) if fused else _mixing(packed)
-                self._unread[form] = (
+                self._unread[key] = (
                     f"attention does not read position_ids{_named(blind)}" if blind or not fused else
                     "the model computes with a number made of all positions of a batch" if packed.totals else "")
             except (CaptureError, UnsupportedError) as error:
-                self._unread[form] = f"the model cannot be captured with position_ids: {first_line(error)}"
-        return self._unread[form]
+                self._unread[key] = f"the model cannot be captured with position_ids: {first_line(error)}"
+        return self._unread[key]
 
     def _positions_are_counted(self, training: bool) -> bool:
         """Whether positions are counted from a row's first place, padding or not; some models count tokens by the mask."""
-        form = self.forms.form_of((_MASK,), training)
-        if form not in self._counted:
+        key = self.captures.capture_key((_MASK,), training)
+        if key not in self._counted:
             try:
-                self._counted[form] = self.forms.first.captured.only_hides(form, _MASK) or _only_hides(
-                    self.forms.serve(form).captured)
+                self._counted[key] = self.captures.first.captured.only_hides(key, _MASK) or _only_hides(
+                    self.captures.serve(key).captured)
             except (CaptureError, UnsupportedError):
-                self._counted[form] = False
-        return self._counted[form]
+                self._counted[key] = False
+        return self._counted[key]
 
 
 def obstacle(captured: CapturedModel, types: Mapping[str, TemplateInput], parameters: Collection[str]) -> str:
@@ -193,7 +193,7 @@ def _obstacles(captured: CapturedModel, types: Mapping[str, TemplateInput], para
         yield "the model's forward takes no attention_mask and position_ids as models of transformers do"
     if not captured.causal or not captured.fused_attention:
         yield f"not all layers are causal attention that streaming has kernels for{_named(_mixing(captured))}"
-    if captured.has_loss and (not captured.has_normaliser or captured.is_averaged):
+    if captured.has_loss and (not captured.has_loss_denominator or captured.is_averaged):
         yield "the loss is not a sum over target tokens"
     if captured.token_loss:
         yield "the loss is a function of all tokens, padding among them"

@@ -63,7 +63,7 @@ _RUN = ("template", "call", "mb", "weights", "inputs")
 
 OPS: dict[str, Op] = {op.name: op for op in (
     Op("pack", Lane.PACK, ("tile", "into"), ("into",), ("weights[tile]",), ("result",), "staging",
-       "copies a tile's weights into a page-locked slab"),
+       "copies a tile's weights into a pinned slab"),
     Op("prefetch", Lane.H2D, ("tile", "staging", "into"), ("staging", "into"), ("weights[tile]", "staging"), ("result",),
        "weights", "a tile's weights, host -> a weight slot (from the tile, or from the slab `staging`)"),
     Op("resident", None, ("tile", "into"), ("into",), (), (), "weights", "the weights of a tile that lives on the device"),
@@ -134,7 +134,7 @@ OPS: dict[str, Op] = {op.name: op for op in (
     Op("lease", Lane.COMPUTE, ("key", "value"), (), ("value",), (), None, "keeps a value for a later section"),
     Op("leased", Lane.COMPUTE, ("key",), (), (), (), "activation", "a value that an earlier section kept"),
     Op("stash", Lane.D2H, ("call", "mb", "value", "into"), ("into",), ("value",), ("result",), "stashed",
-       "an activation checkpoint, device -> a page-locked buffer"),
+       "an activation checkpoint, device -> a pinned buffer"),
     Op("stashed", None, ("call", "mb", "into"), ("into",), (), (), "stashed", "a checkpoint that an earlier section stashed"),
     Op("fetch", Lane.H2D, ("call", "mb", "stashed", "into"), ("into",), ("stashed",), ("result",), "checkpoint",
        "a stashed checkpoint, host -> a device slot"),

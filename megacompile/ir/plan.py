@@ -17,7 +17,7 @@ RESIDUALS = ("all", "attention")
 
 
 @dataclass(frozen=True)
-class Form:
+class CaptureKey:
     """Which graphs of a model a batch needs. `further`: the batch arguments beside those that every batch has, by name (a mask,
     positions that start again within a row), masks of pairs with what they are ("mask: bool [B, 1, T, T]"); `evaluating`:
     those of evaluation mode, if they are others than in training mode; `without_adapters`: with PEFT's adapters switched off;
@@ -34,7 +34,7 @@ class Form:
         return self.further == ("position_ids",)
 
 
-PLAIN = Form()
+PLAIN = CaptureKey()
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Shape:
     `Plan`); `whole_step` is one program for a step, otherwise there are sections of their own. `output` is what the epilogue
     gives: the model's "loss" (without labels its logits alone), or a head's outputs, which the caller differentiates: "logits",
     or the name of a function of tokens. `further`, `evaluating`, `without_adapters` and `images` say which of the model's
-    captures serves it (`Form`)."""
+    captures serves it (`CaptureKey`)."""
 
     batch: int
     length: int
@@ -60,12 +60,12 @@ class Shape:
     images: int = 1
 
     @property
-    def form(self) -> Form:
-        return Form(self.further, self.evaluating, self.without_adapters, self.images)
+    def capture_key(self) -> CaptureKey:
+        return CaptureKey(self.further, self.evaluating, self.without_adapters, self.images)
 
     @property
     def packed(self) -> bool:
-        return self.form.packed
+        return self.capture_key.packed
 
 
 def kept_residuals(saved_layers: int, residuals: str) -> str:
@@ -92,8 +92,8 @@ class Plan:
     of them in `resident_state` their optimizer state and gradients too, and are updated there. `visiting_state` tiles go there
     for their update, a chunk at a time, and home again. With `deferred_moments` the host updates the weights of all other tiles
     first, and then their moments, beside the next forward and backward.
-    `locked` says that tiles themselves are page-locked; otherwise weights pass through `staging_slabs` and gradients through
-    `gradient_slabs` page-locked slabs (the paper's pinned slab pool). Templates compute what treats each token alone
+    `pinned` says that tiles themselves are pinned; otherwise weights pass through `staging_slabs` and gradients through
+    `gradient_slabs` pinned slabs (the paper's pinned slab pool). Templates compute what treats each token alone
     `token_chunk` positions of a micro-batch at a time; 0: all at once. The checkpoints of the lowest `host_checkpoints`
     borders between blocks, whose backward comes last, wait for it in host memory, and come back into `checkpoint_slots`
     device slots. Between waves gradients are added up on the device, in FP32 accumulators, but those of `host_sums` tiles in
@@ -108,7 +108,7 @@ class Plan:
     gradient_slots: int = 2
     resident: tuple[str, ...] = ()
     resident_state: tuple[str, ...] = ()
-    locked: bool = True
+    pinned: bool = True
     staging_slabs: int = 2
     gradient_slabs: int = 12
     waves: int = 1

@@ -31,8 +31,8 @@ TILE_PARTS = ("weights", "gradients", "sums")
 _INSTEAD = {"weights": "staging", "gradients": "slab"}
 #: Families of slots, by the capital letters of a slot's name (a "B" after them: for border tiles; "b", "c", ...: for the
 #: second, third, ... tile of a layer), and what kind of values each holds. R: weights that stay on the device; RW, RS, RG:
-#: weights, optimizer state and gradients of a tile that is updated there; S, D: page-locked host slabs for weights on their way
-#: out and gradients on their way home; H: page-locked host buffers of checkpoints, a set of them for each open forward; C:
+#: weights, optimizer state and gradients of a tile that is updated there; S, D: pinned host slabs for weights on their way
+#: out and gradients on their way home; H: pinned host buffers of checkpoints, a set of them for each open forward; C:
 #: checkpoints that have come back; V: a chunk of a tile that visits the device for its update.
 SLOT_KINDS = {"W": ("weights",), "G": ("reduced",), "S": ("staging",), "D": ("slab",),
               "H": ("stashed",), "C": ("checkpoint", "inputs"), "V": ("visiting",),

@@ -37,7 +37,7 @@ class StreamConfig:
         checkpoint_interval: K, layers between activation checkpoints.
         micro_batch_size: sequences a micro-batch.
         device_memory: budget of the device, bytes or "24GiB".
-        locked_memory: page-locked host memory; too little for all weights and gradients: they pass through slabs, as many as
+        pinned_memory: pinned host memory; too little for all weights and gradients: they pass through slabs, as many as
             fit and at most `gradient_slabs`.
         host_memory: budget of the host, tiles and all; None: what there is.
         dtype: compute dtype; None: that of the model's parameters.
@@ -55,7 +55,7 @@ class StreamConfig:
             parameter, or "all"; None: those for which the device has no room.
         token_chunk: positions of a sequence that a layer computes at a time, outside of attention; 0: all; None: all, unless
             a micro-batch of one sequence does not fit.
-        host_checkpoints: how many activation checkpoints of a micro-batch, those of the lowest layers, wait in (page-locked)
+        host_checkpoints: how many activation checkpoints of a micro-batch, those of the lowest layers, wait in (pinned)
             host memory for their backward; True: all, False: none; None: none, unless the batch does not fit otherwise.
         resident: names of tiles (or one name) whose weights stay on the device, or "all".
         resident_state: names of tiles (or one name) that stay there with their optimizer state and are updated there, or
@@ -68,7 +68,7 @@ class StreamConfig:
             makes a step faster. Updates at the end of a step only.
         weight_slots, gradient_slots: how many device buffers layers' weights, and their gradients, take turns in; None: two, so
             that copies run beside compute (more weights where `checkpoint_interval` asks for them), or one where nothing else
-            fits. gradient_slabs: how many page-locked buffers gradients that are added to others pass through.
+            fits. gradient_slabs: how many pinned buffers gradients that are added to others pass through.
         expert_pieces: into how many calls a layer's routed experts are divided, each with tiles of its own, so that a slot
             holds a piece and not a layer; None: one, unless half of the device cannot hold the layers under way.
             Then `checkpoint_interval` and `saved_layers` count calls, of which such a layer has one more than pieces.
@@ -88,7 +88,7 @@ class StreamConfig:
     checkpoint_interval: int | None = None
     micro_batch_size: int | None = None
     device_memory: int | float | str | None = None
-    locked_memory: int | float | str | None = None
+    pinned_memory: int | float | str | None = None
     host_memory: int | float | str | None = None
     dtype: torch.dtype | None = None
     compile: bool | None = None
@@ -140,7 +140,7 @@ class StreamConfig:
         check_pipeline(self.passes)
         check_template_pipeline(self.template_passes)
         parse_bytes(self.device_memory)
-        parse_bytes(self.locked_memory)
+        parse_bytes(self.pinned_memory)
         parse_bytes(self.host_memory)
         for name in ("compile", "dynamic", "deferred_moments", "reference"):
             if getattr(self, name) not in (None, True, False):

@@ -52,7 +52,7 @@ def _candidate(planner: Planner, plan: Plan, whole_step: bool) -> Candidate:
         return Candidate(plan, needed, host_bytes, None)
     assert planner.pace is not None, "nothing is known of the machine"
     slabs = 0
-    if not plan.locked or plan.host_checkpoints:
+    if not plan.pinned or plan.host_checkpoints:
         program = planner.pace.program(plan, whole_step)
         used = places(program.section(section) for section in step_of(program))
         slabs = sum(slot.bytes for name, slot in program.slots.items() if name in used and place_kind(name) in _SLABS)

@@ -45,7 +45,7 @@ FIELDS: Mapping[str, schema.Rule] = {
                      "staging_slabs", "gradient_slabs", "waves", "token_chunk", "host_checkpoints", "checkpoint_slots"),
                     _count),
     **dict.fromkeys(("resident", "resident_state", "update_order", "host_sums", "visiting_state"), _tiles),
-    **dict.fromkeys(("locked", "deferred_moments"), schema.flag),
+    **dict.fromkeys(("pinned", "deferred_moments"), schema.flag),
     "micro_batches": schema.sequence(_count), "update": schema.one_of(UPDATES), "residuals": schema.one_of(RESIDUALS),
     "output": _name,
 }

@@ -10,7 +10,7 @@ from megacompile.frontend.capture import CapturedModel
 from megacompile.ir.plan import Plan
 from megacompile.planning.config import StreamConfig
 from megacompile.planning.memory import Estimate, evaluation_bytes, host_parts, training_bytes
-from megacompile.planning.pinned_memory import LockedMemory, spend_locked_memory
+from megacompile.planning.pinned_memory import PinnedMemory, spend_pinned_memory
 from megacompile.sizes import format_bytes
 from megacompile.weights.tiling import HOST_MARGIN_BYTES, Tiling
 
@@ -31,7 +31,7 @@ class Room:
     tiling: Tiling
     config: StreamConfig
     budget_bytes: int  # of device memory
-    locked_bytes: int | None = None  # budget of page-locked memory; None: no limit
+    pinned_bytes: int | None = None  # budget of pinned memory; None: no limit
     margin_bytes: int = MARGIN_BYTES
     keep_residuals: bool = True  # in device memory that is left over
     fused: bool = False  # templates run compiled
@@ -51,8 +51,8 @@ class Room:
     @property
     def host_room(self) -> int:
         """Bytes of the host's budget that a plan may take beside tiles and slabs."""
-        slabs = 0 if self.locked_bytes is None else self.locked_bytes  # they take no more
-        fixed = self.tiling.host_bytes() + HOST_MARGIN_BYTES + (0 if self.locked().tiles else slabs)
+        slabs = 0 if self.pinned_bytes is None else self.pinned_bytes  # they take no more
+        fixed = self.tiling.host_bytes() + HOST_MARGIN_BYTES + (0 if self.pinned().tiles else slabs)
         return max(0, self.host_bytes - fixed)
 
     def fits(self, plan: Plan) -> bool:
@@ -70,9 +70,9 @@ class Room:
         """Bytes of host memory that a plan takes beside tiles and slabs, by purpose."""
         return host_parts(self.captured, self.tiling, plan)
 
-    def locked(self) -> LockedMemory:
-        """How the budget of page-locked memory is spent. Raises `InsufficientMemoryError`."""
-        return spend_locked_memory(self.captured, self.tiling, self.locked_bytes, self.config.gradient_slabs)
+    def pinned(self) -> PinnedMemory:
+        """How the budget of pinned memory is spent. Raises `InsufficientMemoryError`."""
+        return spend_pinned_memory(self.captured, self.tiling, self.pinned_bytes, self.config.gradient_slabs)
 
     def estimate(self, plan: Plan, training: bool = True) -> Estimate:
         """Device bytes of a training step (or of an evaluation) under a plan, less the margin."""

@@ -1,4 +1,4 @@
-"""Page-locked host memory: whether the tiles have it themselves, else through how many slabs their contents pass."""
+"""Pinned host memory: whether the tiles have it themselves, else through how many slabs their contents pass."""
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -13,8 +13,8 @@ STAGING_SLABS = 2
 
 
 @dataclass(frozen=True)
-class LockedMemory:
-    """How a budget is spent. `tiles`: they are locked themselves, and slabs serve only backwards that add to gradients.
+class PinnedMemory:
+    """How a budget is spent. `tiles`: they are pinned themselves, and slabs serve only backwards that add to gradients.
     `staging_slabs`, `gradient_slabs`: how many layers' contents may be under way."""
 
     tiles: bool
@@ -22,12 +22,12 @@ class LockedMemory:
     gradient_slabs: int
 
 
-def spend_locked_memory(captured: CapturedModel, tiling: Tiling, budget: int | None, gradient_slabs: int) -> LockedMemory:
+def spend_pinned_memory(captured: CapturedModel, tiling: Tiling, budget: int | None, gradient_slabs: int) -> PinnedMemory:
     """At most `gradient_slabs`, and at most `budget` bytes in all (None: no limit): fewer slabs where it is too little.
 
     Raises `InsufficientMemoryError` where not even one slab for weights and one for gradients fits."""
     if budget is None:
-        return LockedMemory(True, STAGING_SLABS, gradient_slabs)
+        return PinnedMemory(True, STAGING_SLABS, gradient_slabs)
     border, layouts = tiling.border(captured.calls), tiling.layouts.values()
     trained = [x for x in layouts if x.trainable]
     # The border's tiles have slabs of their own, one for weights and one for gradients.
@@ -42,12 +42,12 @@ def spend_locked_memory(captured: CapturedModel, tiling: Tiling, budget: int | N
 
     left = budget - sum(x.weight_bytes for x in layouts) - sum(x.gradient_bytes for x in trained) - border_gradients
     if left >= gradients:
-        return LockedMemory(True, STAGING_SLABS, slabs_in(left))
+        return PinnedMemory(True, STAGING_SLABS, slabs_in(left))
     for staging in range(STAGING_SLABS, 0, -1):
         left = budget - border_weights - border_gradients - staging * weights
         if left >= gradients:
-            return LockedMemory(False, staging, slabs_in(left))
+            return PinnedMemory(False, staging, slabs_in(left))
     least = border_weights + border_gradients + weights + gradients
     raise InsufficientMemoryError(
-        f"weights and gradients pass through at least {format_bytes(least)} of page-locked memory, and locked_memory is "
+        f"weights and gradients pass through at least {format_bytes(least)} of pinned memory, and pinned_memory is "
         f"{format_bytes(budget)}: give more, or leave it out")

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from megacompile.planning.planner import Planner
 
 #: Options that change no plan, or whose results are in a question (graphs, budgets, passes).
-ELSEWHERE = frozenset({"device", "device_memory", "locked_memory", "host_memory", "dtype", "compile", "dynamic",
+ELSEWHERE = frozenset({"device", "device_memory", "pinned_memory", "host_memory", "dtype", "compile", "dynamic",
                        "expert_pieces", "passes", "template_passes", "loss", "stall_timeout", "repack", "reference"})
 
 
@@ -38,11 +38,11 @@ def question(planner: Planner, batch: int, length: int, update: str, whole_step:
         "hardware": dataclasses.asdict(pace.durations.hardware),
         "device_bytes": None if config.device_memory is None else planner.device_bytes,
         "host_room": None if config.host_memory is None else planner.host_room,
-        "locked_bytes": planner.locked_bytes, "margin_bytes": planner.margin_bytes, "fused": planner.fused,
+        "pinned_bytes": planner.pinned_bytes, "margin_bytes": planner.margin_bytes, "fused": planner.fused,
         "knobs": {field.name: getattr(config, field.name) for field in dataclasses.fields(StreamConfig)
                   if field.name not in ELSEWHERE},
         "model": {name: bool(getattr(captured, name)) for name in (
-            "has_normaliser", "is_averaged", "across_rows", "fused_attention")},
+            "has_loss_denominator", "is_averaged", "across_rows", "fused_attention")},
         "pair_bytes": captured.pair_bytes, "patches": [(x.encoder.elements, str(x.dtype)) for x in captured.patches],
         "calls": [repr(call) for call in (*captured.calls, *calls)],
         "tiles": [repr(layout) for layout in tiling.layouts.values()], "tiles_of": dict(tiling.tiles_of),

@@ -135,7 +135,7 @@ class Planner(Room):
         for variant in others:
             if pace.cautious_s(variant, whole_step) * WORTH < pace.cautious_s(best, whole_step):
                 best = variant
-        if self.config.visiting_state is not None or self.locked_bytes is not None:  # visiting state takes locked memory
+        if self.config.visiting_state is not None or self.pinned_bytes is not None:  # visiting state takes pinned memory
             return best
         return most_helpful_visits(best, self._trained(), pace, whole_step, WORTH, self._fewest_on_the_host, self.fits)
 
@@ -241,14 +241,14 @@ class Planner(Room):
         return others[min(bisect_left(others, True, key=self.fits_device), borders - 1)]
 
     def _candidate(self, batch: int, length: int, update: str, size: int, interval: int, chunk: int) -> Plan:
-        config, depth, locked = self.config, len(self.layers), self.locked()
+        config, depth, pinned = self.config, len(self.layers), self.pinned()
         most = max(0, depth - 1)
         wanted = most if config.host_checkpoints is True else min(config.host_checkpoints or 0, most)
         slots = config.weight_slots or min(len(self.captured.calls) - 2, max(2, interval + 1))
         return Plan(
             batch, length, split(batch, min(size, batch)), interval, min(config.saved_layers or 0, depth), slots,
-            config.gradient_slots or 2, self.resident(), self.resident_state(), locked.tiles, locked.staging_slabs,
-            locked.gradient_slabs, update=update, token_chunk=chunk, host_checkpoints=wanted, output=self.output,
+            config.gradient_slots or 2, self.resident(), self.resident_state(), pinned.tiles, pinned.staging_slabs,
+            pinned.gradient_slabs, update=update, token_chunk=chunk, host_checkpoints=wanted, output=self.output,
             visiting_state=self._visiting(update), deferred_moments=config.defers(update), residuals=config.residuals or "all")
 
     def plan_step(self, batch: int, length: int, update: str) -> Plan:
@@ -355,7 +355,7 @@ class Planner(Room):
     def splits(self, output: str) -> bool:
         """Whether the planner may split a batch into micro-batches. It may not if the loss is not a sum over tokens: the loss
         would change, and that is the user's choice (`micro_batch_size`)."""
-        whole = not self.captured.has_normaliser or self.captured.is_averaged
+        whole = not self.captured.has_loss_denominator or self.captured.is_averaged
         return not self.captured.across_rows and not (output == "loss" and whole)
 
     def _sizes(self, batch: int, length: int) -> list[int]:

@@ -61,7 +61,7 @@ class Hardware:
             mask leaves a part of. (An H200 had 190 and 370.)
         memory_bandwidth: bytes/s of an elementwise kernel on the device, reads and writes together.
         launch_s: seconds between two small kernels.
-        link: bytes/s of "h2d" and "d2h" copies from and to page-locked memory.
+        link: bytes/s of "h2d" and "d2h" copies from and to pinned memory.
         host_copy: bytes/s copied in host memory (each is read and written).
         adam: parameters/s of the host's fused AdamW; adam_parts: of its "weights" alone, and its "moments", over that. (Each
             moves 18 bytes of 26; a Xeon had 1.3 and 1.66.)

@@ -16,19 +16,19 @@ from megacompile.streaming.dropout_seed import draw
 
 
 def batch_of(backend: Backend, captured: CapturedModel, plan: Plan, constants: Mapping[str, Tensor],
-             inputs: Mapping[str, Tensor], normaliser: Tensor | None) -> Batch:
+             inputs: Mapping[str, Tensor], loss_denominator: Tensor | None) -> Batch:
     """The batch goes to the device here, outside of the program (it is a few kilobytes a step, but for images, and masks of
     pairs of tokens)."""
     # Copies, even where they are on the device already: the caller may refill its batch before the backward.
     moved = {name: tensor.to(backend.device, copy=True) for name, tensor in inputs.items()}
-    if normaliser is not None:
-        normaliser = normaliser.to(device=backend.device, dtype=torch.float32, copy=True)
+    if loss_denominator is not None:
+        loss_denominator = loss_denominator.to(device=backend.device, dtype=torch.float32, copy=True)
     random = draw(captured, plan.micro_batches, backend.device)
     shares = torch.tensor([n / plan.batch for n in plan.micro_batches]).to(backend.device) if captured.is_averaged else None
     totals = _totals_of(backend, captured, inputs)
-    backend.enter([*moved.values(), *(t for t in (normaliser, random, shares, *totals) if t is not None)])
+    backend.enter([*moved.values(), *(t for t in (loss_denominator, random, shares, *totals) if t is not None)])
     micro_batches = [{name: tensor[a:b] for name, tensor in moved.items()} for a, b in _cuts(plan)]
-    return Batch(micro_batches, constants, normaliser, shares, totals, random)
+    return Batch(micro_batches, constants, loss_denominator, shares, totals, random)
 
 
 def _totals_of(backend: Backend, captured: CapturedModel, inputs: Mapping[str, Tensor]) -> list[Tensor | None]:

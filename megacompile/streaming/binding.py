@@ -101,7 +101,7 @@ class Binder:
     def _for_any_rows(self, template: Template, variant: Variant, batch: int, length: int,
                       mode: str) -> Callable[..., Any] | None:
         """Code for `batch` rows that serves other numbers of rows as well; None where that cannot be, or is not wanted."""
-        if not (self.symbolic_rows and self.captured.form.packed and mode == "inductor" and batch > 1):
+        if not (self.symbolic_rows and self.captured.key.packed and mode == "inductor" and batch > 1):
             return None
         codes = self.for_any_rows.setdefault((variant, length), {})
         # Nothing here depends on the steps before: a resumed run has the bits of one that was not interrupted.

@@ -73,7 +73,7 @@ def _check_declared(shapes: Shapes, shape: Shape, plan: Plan) -> None:
     if plan.output != shape.output:
         raise ProgramError(f'the plan says output="{shortened(plan.output)}", but the shape "{shortened(shape.output)}": say '
                            "the same in both")
-    further, parameters = [argument_of(each) for each in shape.further], shapes.forms.parameters
+    further, parameters = [argument_of(each) for each in shape.further], shapes.captures.parameters
     if len(set(further)) < len(further) or not parameters.issuperset(further):
         raise ProgramError(f"the shape has the further batch arguments {listed(further)}: name each once, of "
                            f"{listed(sorted(parameters))}")
@@ -147,7 +147,7 @@ def _computed(graph: fx.Graph) -> Counter[tuple[str, str, int]]:
 
 def _estimate(program: Program, shapes: Shapes, shape: Shape, plan: Plan) -> Estimate:
     """Of the plan, with the slots that the program has. Raises `InsufficientMemoryError` if the device does not hold it."""
-    planner = shapes.forms.serve(shape.form).planner
+    planner = shapes.captures.serve(shape.capture_key).planner
     planned = planner.estimate(plan, shape.training)
     estimate = replace(planned, slots=max(planned.slots, _slot_bytes(program, on_host=False)))
     if estimate.total + planner.margin_bytes > planner.device_bytes:
@@ -159,7 +159,7 @@ def _estimate(program: Program, shapes: Shapes, shape: Shape, plan: Plan) -> Est
 
 def _check_host(program: Program, unedited: Program, shapes: Shapes, shape: Shape) -> None:
     """Raises `InsufficientMemoryError` if the host does not hold the slabs that the program has beyond those of its plan."""
-    planner = shapes.forms.serve(shape.form).planner
+    planner = shapes.captures.serve(shape.capture_key).planner
     more = _slot_bytes(program, on_host=True) - _slot_bytes(unedited, on_host=True)
     if more > planner.host_room:
         raise InsufficientMemoryError(

@@ -54,7 +54,7 @@ class Handle:
             return rebuild(None, self._logits(made, given), hidden_states=states)
         if not self._differentiates():
             with torch.inference_mode(False), torch.no_grad():  # slots outlive the call: no inference tensors
-                loss, logits = streamed.evaluate(given.inputs, given.normaliser)
+                loss, logits = streamed.evaluate(given.inputs, given.loss_denominator)
             return rebuild(loss, None if logits is None else self._logits(logits, given))
         if given.has_labels:
             (loss,) = self._differentiable(given, given.inputs, "loss", (True,))
@@ -124,8 +124,8 @@ class Handle:
 
     def _differentiable(self, given: Arguments, inputs: Mapping[str, Tensor], output: str,
                         has_gradient: tuple[bool, ...]) -> tuple[Tensor, ...]:
-        normaliser = given.normaliser if output == "loss" else None
-        results, lease = self.streamed.forward(inputs, normaliser, output, given.useful_tokens)
+        loss_denominator = given.loss_denominator if output == "loss" else None
+        results, lease = self.streamed.forward(inputs, loss_denominator, output, given.useful_tokens)
         return StreamedResults.apply(self.anchor.view_as(self.anchor), results, has_gradient, self.streamed, lease,
                                      *self.streamed.parameters.values())
 
@@ -154,7 +154,7 @@ class Handle:
 
     def _captured(self, inputs: Mapping[str, Tensor]) -> CapturedModel:
         """The capture that serves a batch."""
-        return self.streamed.forms.serve(self.streamed.form_of(inputs)).captured
+        return self.streamed.captures.serve(self.streamed.capture_key(inputs)).captured
 
     def _arguments(self, model: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any],
                    training: bool = False, wanted: Wanted = Wanted.ALL) -> Arguments:
@@ -168,10 +168,10 @@ class Handle:
                                        f"leave autocast out, or stream(model, dtype={dtype})")
         refuse_hooks(model)
         differentiating = training or torch.is_grad_enabled()
-        streamed.forms.adapters.check(differentiating)
+        streamed.captures.adapters.check(differentiating)
         streamed.writes.check_model(model, differentiating)
         with streamed.guarded():  # images go to the device
-            return read_arguments(model, forward, streamed.forms, args, kwargs, wanted,
+            return read_arguments(model, forward, streamed.captures, args, kwargs, wanted,
                                   differentiating=differentiating and streamed.tiling.trains)
 
     def _named(self, batch: Mapping[str, Any], training: bool = False, wanted: Wanted = Wanted.ALL) -> Arguments:
@@ -200,7 +200,7 @@ class Handle:
             raise MegacompileError("the optimizer belongs to another model: make one of this model's parameters")
         if streamed.gradients.waiting:
             raise MegacompileError("gradients of an earlier backward wait for a step: call step() or zero_grad() first")
-        return streamed.train_step(given.inputs, given.normaliser, optimizer.request(), optimizer.overlap is not None,
+        return streamed.train_step(given.inputs, given.loss_denominator, optimizer.request(), optimizer.overlap is not None,
                                    given.useful_tokens)
 
     # ---------------------------------------------------------------- looking
@@ -282,12 +282,12 @@ class Handle:
         return dict(
             steps=streamed.steps, skipped_steps=len(streamed.skipped), kept_tiles=len(streamed.kept),
             shapes=len(streamed.shapes), templates=len(streamed.captured.templates),
-            compiled_variants=sum(served.binder.variants for served in streamed.forms),
-            variants_of_any_rows=sum(served.binder.variants_of_any_rows for served in streamed.forms),
-            micro_batch_shapes=sum(len(served.binder.sizes) for served in streamed.forms),
+            compiled_variants=sum(served.binder.variants for served in streamed.captures),
+            variants_of_any_rows=sum(served.binder.variants_of_any_rows for served in streamed.captures),
+            micro_batch_shapes=sum(len(served.binder.sizes) for served in streamed.captures),
             plan_searches=streamed.planner.answers["searched"], plans_from_cache=streamed.planner.answers["kept"],
             **streamed.tokens.stats(),
-            capture_s=sum(served.captured.seconds for served in streamed.forms),
+            capture_s=sum(served.captured.seconds for served in streamed.captures),
             compiled=streamed.binder.inductor.compiled, compiled_from_cache=streamed.binder.inductor.from_cache,
             compile_s=streamed.binder.inductor.seconds,
             host_bytes=sum(streamed.store.bytes().values()) + streamed.arena.slab_bytes() + streamed.checkpoints.bytes(),
@@ -307,7 +307,7 @@ class Handle:
         (as in `megacompile.schedule`). Ops that are `without` take no time. Raises `MegacompileError` for a batch that does not
         train, and for a machine of which nothing is known."""
         streamed, shape = self.streamed, self._trained(batch)
-        captured = streamed.forms.serve(shape.shape.form).captured
+        captured = streamed.captures.serve(shape.shape.capture_key).captured
         durations = Durations(captured, streamed.tiling.layouts, self._hardware(hardware), streamed.binder.compiling)
         return durations.simulate(shape.program, shape.plan, without)
 
@@ -316,7 +316,7 @@ class Handle:
         are not, what each plan takes, how fast it would be and what binds. `hardware`, and what is raised, as for
         `simulate`."""
         streamed, shape = self.streamed, self._trained(batch)
-        served = streamed.forms.serve(shape.shape.form)
+        served = streamed.captures.serve(shape.shape.capture_key)
         pace = pace_of(served.captured, streamed.tiling, self._hardware(hardware), streamed.binder.compiling,
                        streamed.planner.config.passes)
         planner = replace(served.planner, pace=pace, output=shape.plan.output)
@@ -324,7 +324,7 @@ class Handle:
         if batch is not None:
             given = self._looked_at(batch, training=True)
             layout, refusal = given.layout, given.refusal
-        rows = streamed.forms.repacking.outlook(shape.shape, layout, refusal)
+        rows = streamed.captures.repacking.outlook(shape.shape, layout, refusal)
         return f"{rows}\n{outlook(planner, shape.plan, planner.host_bytes, shape.shape.whole_step).text()}"
 
     def _hardware(self, hardware: str | Path | Hardware | None) -> Hardware:

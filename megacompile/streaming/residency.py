@@ -13,7 +13,7 @@ import torch
 from megacompile.errors import LaneError
 from megacompile.ir.program import stays
 from megacompile.runtime.kernels import Batch
-from megacompile.runtime.page_locking import lock_all
+from megacompile.runtime.pinning import pin_all
 
 if TYPE_CHECKING:
     from megacompile.streaming.shapes import CompiledShape
@@ -65,11 +65,11 @@ class Residency:
         return [name for name in found if name not in self.awaited()]
 
     def _lock_visiting(self, shape: CompiledShape) -> None:
-        """Optimizer state that visits the device is page-locked, once there is any, unless the user has limited that; copies of
+        """Optimizer state that visits the device is pinned, once there is any, unless the user has limited that; copies of
         other memory are right too, and slower."""
-        if self.streamed.planner.locked_bytes is None:
+        if self.streamed.planner.pinned_bytes is None:
             tiles = map(self.streamed.store.__getitem__, shape.plan.visiting_state)
-            lock_all(self.streamed.backend, (part for tile in tiles for part in tile.home.state()))
+            pin_all(self.streamed.backend, (part for tile in tiles for part in tile.home.state()))
 
     def leave(self) -> None:
         """Everything is at home, and is loaded again before it is next used. Lanes are at rest afterwards."""

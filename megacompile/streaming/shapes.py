@@ -19,7 +19,7 @@ from megacompile.planning.memory import Estimate
 from megacompile.planning.packed_plans import PackedPlans
 from megacompile.planning.planner import Planner
 from megacompile.runtime.kernels import Kernel
-from megacompile.streaming.forms import Forms
+from megacompile.streaming.captures import ModelCaptures
 from megacompile.system.under_way import under_way
 from megacompile.verify.verifier import check_agreement
 
@@ -74,9 +74,9 @@ class Shapes:
     The default budget of device memory is what was free when the model was streamed; a plan within it leaves other models
     what they have planned. One that was given (`device_memory`) is the user's to divide."""
 
-    def __init__(self, forms: Forms, limit: int = MAX_SHAPES) -> None:
-        self.forms, self.tiling, self.limit = forms, forms.tiling, limit
-        self.captured, self.planner, self.binder = forms.first.captured, forms.first.planner, forms.first.binder
+    def __init__(self, captures: ModelCaptures, limit: int = MAX_SHAPES) -> None:
+        self.captures, self.tiling, self.limit = captures, captures.tiling, limit
+        self.captured, self.planner, self.binder = captures.first.captured, captures.first.planner, captures.first.binder
         self.table: dict[Shape, CompiledShape] = {}
         self.packed = PackedPlans(balanced=self.binder.symbolic_rows)
         self.planned = self.slot_bytes = 0
@@ -144,13 +144,13 @@ class Shapes:
 
     def model_program(self, shape: Shape, plan: Plan) -> Program:
         """What a shape's passes begin with. Raises `UnsupportedError` if the model cannot be run so."""
-        captured = self.forms.serve(shape.form).captured
+        captured = self.captures.serve(shape.capture_key).captured
         if not shape.labels and shape.output in ("loss", LOGITS) and not captured.same_logits_without_labels:
             raise UnsupportedError("without labels the model computes other logits than with them (the last position's, say), "
                                    f"and only those with labels were captured: pass {', '.join(captured.labels)}")
         for rows in set(plan.micro_batches):
             captured.check_shape(rows, shape.length, shape.output)
-        if len(plan.micro_batches) > 1 and shape.labels and not captured.has_normaliser:
+        if len(plan.micro_batches) > 1 and shape.labels and not captured.has_loss_denominator:
             raise UnsupportedError(
                 "the model's loss is not a cross entropy over tokens, so that it cannot be split into micro-batches: "
                 f"give micro_batch_size={shape.batch} or smaller batches")
@@ -164,12 +164,12 @@ class Shapes:
                              differentiable=shape.training and shape.output != "loss", hidden_states=shape.output == ALL)
 
     def _compile(self, shape: Shape) -> CompiledShape:
-        planner = self.forms.serve(shape.form).planner
+        planner = self.captures.serve(shape.capture_key).planner
         with under_way(f"planning {shape.batch} x {shape.length}"):
             return self._planned(shape, planner)
 
     def _planned(self, shape: Shape, planner: Planner) -> CompiledShape:
-        planner.stateful = self.planner.stateful  # one device for all forms
+        planner.stateful = self.planner.stateful  # one device for all captures
         packed = shape.packed and planner.splits(shape.output)
         if packed and shape.training:
             plan = self.packed.choose(planner, shape)
@@ -196,7 +196,7 @@ class Shapes:
             del self.table[each.shape]
         used = {(size, s.plan.length) for s in self.table.values() for size in s.plan.micro_batches}
         packed = {s.plan.length for s in self.table.values() if s.shape.packed}
-        for served in self.forms:
+        for served in self.captures:
             for key in [k for k in served.binder.compiled if k[2:4] not in used]:
                 del served.binder.compiled[key]
             for any_rows in [k for k in served.binder.for_any_rows if k[1] not in packed]:

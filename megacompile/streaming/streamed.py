@@ -18,7 +18,7 @@ from megacompile.frontend.templates.heads import of_tokens
 from megacompile.frontend.templates.hidden_states import ALL
 from megacompile.inputs.images import images_of_each
 from megacompile.inputs.token_counts import TokenCounts
-from megacompile.ir.plan import Form
+from megacompile.ir.plan import CaptureKey
 from megacompile.ir.program import Lane
 from megacompile.planning.config import StreamConfig
 from megacompile.runtime.arena import Arena
@@ -27,14 +27,14 @@ from megacompile.runtime.executor import Executor
 from megacompile.runtime.kernels import Batch
 from megacompile.runtime.lanes import Backend
 from megacompile.runtime.operations import Frame
-from megacompile.runtime.page_locking import lock_all
+from megacompile.runtime.pinning import pin_all
 from megacompile.runtime.reference import ReferenceExecutor
 from megacompile.runtime.store import Store
 from megacompile.runtime.update import Update
 from megacompile.sizes import format_bytes, parse_bytes
 from megacompile.streaming import batch_io
+from megacompile.streaming.captures import ModelCaptures
 from megacompile.streaming.external_writes import Constants, ForeignWrites
-from megacompile.streaming.forms import Forms
 from megacompile.streaming.gradients import Gradients
 from megacompile.streaming.lease import Lease
 from megacompile.streaming.nonfinite import report_late
@@ -67,9 +67,9 @@ class Streamed:
         self.constants = Constants(model, backend.device)
         self.constants.add(captured.calls)
         self.writes = ForeignWrites(model, self.parameters, tiling, store, self.gradients)
-        self.forms = Forms(model, captured, tiling, config, backend, store.room(parse_bytes(config.host_memory)))
-        self.planner, self.binder = self.forms.first.planner, self.forms.first.binder
-        self.shapes = Shapes(self.forms)
+        self.captures = ModelCaptures(model, captured, tiling, config, backend, store.room(parse_bytes(config.host_memory)))
+        self.planner, self.binder = self.captures.first.planner, self.captures.first.binder
+        self.shapes = Shapes(self.captures)
         self.leases: weakref.WeakSet[Lease] = weakref.WeakSet()
         self.trained: CompiledShape | None = None  # that of the last backward, whose program also updates
         self.running: CompiledShape | None = None  # that of the last section
@@ -81,10 +81,10 @@ class Streamed:
         self.batches: list[Batch] = []  # those that the gradients are of
         self.updating: Update | None = None
         self.unfinished: Update | None = None
-        # Runs when the model is closed, and when it is forgotten: threads end, and no page stays locked.
+        # Runs when the model is closed, and when it is forgotten: threads end, and no page stays pinned.
         self._give_back = weakref.finalize(self, give_back, self.executor, self.arena, self.checkpoints, store, backend)
-        if self.planner.locked().tiles:
-            lock_all(backend, store.streamed_memory())
+        if self.planner.pinned().tiles:
+            pin_all(backend, store.streamed_memory())
 
     @property
     def closed(self) -> bool:
@@ -127,7 +127,7 @@ class Streamed:
     def submit(self, shape: CompiledShape, section: str, batch: Batch, lease: Lease | None = None,
                update: Update | None = None) -> Any:
         if section not in shape.kernels:
-            served = self.forms.serve(shape.shape.form)
+            served = self.captures.serve(shape.shape.capture_key)
             self.constants.add(served.captured.calls)
             shape.kernels[section] = served.binder.bind(shape.program, section, shape.plan, shape.shape.labels)
         self.running = shape
@@ -152,7 +152,7 @@ class Streamed:
                 self.constants.refresh()
             self.version += 1
 
-    def forward(self, inputs: Mapping[str, Tensor], normaliser: Tensor | None, output: str = "loss",
+    def forward(self, inputs: Mapping[str, Tensor], loss_denominator: Tensor | None, output: str = "loss",
                 useful_tokens: int = 0) -> tuple[tuple[Tensor, ...], Lease]:
         """The loss of a batch (0-d), or a head's outputs, on the compute device; and the lease that its backward needs."""
         with self.guarded():
@@ -162,7 +162,7 @@ class Streamed:
             if shape.plan.saved_layers and not self._fits(shape):  # beside the forwards that are open
                 shape = self.compiled(replace(wanted, lean=True))
             self.enter(shape, "forward", "backward", "update")
-            batch = self._batch(shape, inputs, normaliser, useful_tokens)
+            batch = self._batch(shape, inputs, loss_denominator, useful_tokens)
             lease = self._open(shape, batch)
             try:
                 self.submit(shape, "forward", batch, lease).wait((Lane.COMPUTE,))
@@ -179,7 +179,7 @@ class Streamed:
         lease.host, lease.give_back = self.checkpoints.lend(lease, shape.host_slots, self.settle)
         return lease
 
-    def train_step(self, inputs: Mapping[str, Tensor], normaliser: Tensor | None, update: Update, overlap: bool,
+    def train_step(self, inputs: Mapping[str, Tensor], loss_denominator: Tensor | None, update: Update, overlap: bool,
                    useful_tokens: int = 0) -> Tensor:
         """The loss of a step that runs as one program. Without `overlap`, its update goes on beside the next step's forward."""
         with self.guarded():
@@ -188,7 +188,7 @@ class Streamed:
                                           whole_step=True))
             self.store.allocate_sums(shape.plan.host_sums)
             self.enter(shape, "train_step", "update")
-            batch = self._batch(shape, inputs, normaliser, useful_tokens)
+            batch = self._batch(shape, inputs, loss_denominator, useful_tokens)
             self.gradients.gather()
             self.trained, self.unfinished, self.batches = shape, None, [batch]
             if overlap:
@@ -211,9 +211,9 @@ class Streamed:
         self.updating, self.unfinished = update, None
         update.begin()
 
-    def evaluate(self, inputs: Mapping[str, Tensor], normaliser: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    def evaluate(self, inputs: Mapping[str, Tensor], loss_denominator: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         """(loss or None, logits) without gradients."""
-        return self._evaluate(inputs, normaliser, "loss", batch_io.evaluation_of)
+        return self._evaluate(inputs, loss_denominator, "loss", batch_io.evaluation_of)
 
     def evaluate_outputs(self, inputs: Mapping[str, Tensor], output: str) -> tuple[Tensor, ...]:
         """A head's outputs, without gradients."""
@@ -223,13 +223,13 @@ class Streamed:
         """(logits and the last hidden state, or of a model without a head this alone; all states before it)."""
         return self._evaluate(inputs, None, ALL, batch_io.outputs_and_hidden_states_of)
 
-    def _evaluate(self, inputs: Mapping[str, Tensor], normaliser: Tensor | None, output: str,
+    def _evaluate(self, inputs: Mapping[str, Tensor], loss_denominator: Tensor | None, output: str,
                   results_of: Callable[[Backend, Batch], R]) -> R:
         with self.guarded():
             self.executor.check()
             shape = self.compiled(self.shape_of(inputs, training=False, output=output))
             self.enter(shape, "evaluate")
-            batch = self._batch(shape, inputs, normaliser)
+            batch = self._batch(shape, inputs, loss_denominator)
             self.submit(shape, "evaluate", batch).wait((Lane.COMPUTE,))
             return results_of(self.backend, batch)
 
@@ -371,22 +371,22 @@ class Streamed:
         """Of a batch in the user's loop, with the optimizer that it has now."""
         first = next(iter(inputs.values()))
         plain = self.captured.batch_inputs
-        form = self.form_of(inputs)
+        key = self.capture_key(inputs)
         output = self.captured.main_output if output == "loss" else output
         return Shape(first.shape[0], first.shape[1], output == "loss" and set(plain) <= inputs.keys(), training,
-                     update=self.arrival.update_at if training else "step", output=output, further=form.further,
-                     evaluating=form.evaluating, without_adapters=form.without_adapters, images=form.images)
+                     update=self.arrival.update_at if training else "step", output=output, further=key.further,
+                     evaluating=key.evaluating, without_adapters=key.without_adapters, images=key.images)
 
-    def form_of(self, inputs: Mapping[str, Tensor]) -> Form:
+    def capture_key(self, inputs: Mapping[str, Tensor]) -> CaptureKey:
         """Which of the model's captures serves a batch in the model's mode."""
-        further = (described(name, tensor) for name, tensor in inputs.items()
-                   if name not in self.captured.batch_inputs and not of_tokens(name))
-        return self.forms.form_of(tuple(sorted(further)), self.model.training, images_of_each(self.forms.first.types, inputs))
+        further = inputs.keys() - self.captured.batch_inputs
+        names = tuple(sorted(described(name, inputs[name]) for name in further if not of_tokens(name)))
+        return self.captures.capture_key(names, self.model.training, images_of_each(self.captures.first.types, inputs))
 
-    def _batch(self, shape: CompiledShape, inputs: Mapping[str, Tensor], normaliser: Tensor | None,
+    def _batch(self, shape: CompiledShape, inputs: Mapping[str, Tensor], loss_denominator: Tensor | None,
                useful_tokens: int = 0) -> Batch:
-        captured, constants = self.forms.serve(shape.shape.form).captured, self.constants.on_device
-        batch = batch_io.batch_of(self.backend, captured, shape.plan, constants, inputs, normaliser)
+        captured, constants = self.captures.serve(shape.shape.capture_key).captured, self.constants.on_device
+        batch = batch_io.batch_of(self.backend, captured, shape.plan, constants, inputs, loss_denominator)
         batch.useful_tokens, batch.computed_tokens = useful_tokens, shape.plan.batch * shape.plan.length
         return batch
 

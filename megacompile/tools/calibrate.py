@@ -1,6 +1,6 @@
 """Measures a machine's rates: `measure(device) -> Hardware`, in about a minute where nothing else runs.
 
-Work on lanes is timed as the runtime does it: copies of page-locked memory by the backend, AdamW by the host's kernel, each
+Work on lanes is timed as the runtime does it: copies of pinned memory by the backend, AdamW by the host's kernel, each
 in a thread of its own, alone and then beside each other.
 """
 from __future__ import annotations
@@ -218,7 +218,7 @@ def _activities(backend: Backend, host_bytes: int) -> dict[Lane, _Activity]:
 
 def _copying(backend: Backend, lane: Lane, size: int = 1 << 28) -> _Activity:
     host, device = host_memory(size), backend.memory(size)
-    host.fill_(1)  # pages exist before they are locked
+    host.fill_(1)  # pages exist before they are pinned
     backend.lock(host)
     into, source = (device, host) if lane == Lane.H2D else (host, device)
 

@@ -144,7 +144,7 @@ def _locked_memory() -> Finding:
     if not torch.cuda.is_available():
         return Finding("locked memory", State.GOOD, f"{found}; only CUDA needs it")
     return Finding("locked memory", State.SLOW, found,
-                   "where page-locking fails: ulimit -l unlimited (docker --ulimit memlock=-1), or locked_memory= in stream()")
+                   "where pinning fails: ulimit -l unlimited (docker --ulimit memlock=-1), or pinned_memory= in stream()")
 
 
 def _huge_pages() -> Finding:
@@ -155,7 +155,7 @@ def _huge_pages() -> Finding:
     chosen = next((word.strip("[]") for word in words if word.startswith("[")), "unknown")
     if chosen == "never":
         return Finding("huge pages", State.SLOW, chosen,
-                       "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled: page-locking costs per page")
+                       "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled: pinning costs per page")
     return Finding("huge pages", State.GOOD, chosen)
 
 

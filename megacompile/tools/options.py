@@ -64,8 +64,8 @@ class Knobs:
 
     device: Device = None
     device_memory: DeviceMemory = None
-    locked_memory: Annotated[str | None, typer.Option(
-        help="Budget of page-locked host memory. If weights and gradients need more, they pass through slabs.")] = None
+    pinned_memory: Annotated[str | None, typer.Option(
+        help="Budget of pinned host memory. If weights and gradients need more, they pass through slabs.")] = None
     host_memory: Annotated[str | None, typer.Option(
         help='Host memory budget, such as "256GiB". Default: what the hardware has.')] = None
     checkpoint_interval: CheckpointInterval = None

@@ -26,11 +26,11 @@ def reference_of(policy: nn.Module) -> nn.Module:
     what the policy leaves of its memory.
 
     Raises `MegacompileError` for a policy that is not streamed; `UnsupportedError` where it has a budget of device or
-    page-locked memory, which only its user can divide; `InsufficientMemoryError` where the host has no room for the weights
+    pinned memory, which only its user can divide; `InsufficientMemoryError` where the host has no room for the weights
     once more."""
     streamed = check_model(policy)
     config = streamed.config
-    for name in ("device_memory", "locked_memory"):
+    for name in ("device_memory", "pinned_memory"):
         if getattr(config, name) is not None:
             raise UnsupportedError(f"the reference model needs a share of {name}, which is yours to divide: give "
                                    f"ref_model=megacompile.stream(model, {name}=...), with requires_grad_(False) before, or "

@@ -1,8 +1,8 @@
 """Sends gradients home, each tile as soon as its last micro-batch has added to it.
 
     g5 = reduce("layers.5", a5)                            # FP32 accumulators -> link precision, and norms
-    d5 = offload("layers.5", g5)                           # straight into the page-locked tile
-    accumulate("layers.5", d5, overwrite=False)            # or through a slab: where tiles are not page-locked, and in
+    d5 = offload("layers.5", g5)                           # straight into the pinned tile
+    accumulate("layers.5", d5, overwrite=False)            # or through a slab: where tiles are not pinned, and in
                                                            # `backward_accumulate`, which adds to gradients that exist
 
 A tile whose optimizer state lives on the device keeps its gradients there as well. In a whole step, which has no `.grad`,
@@ -30,7 +30,7 @@ def run(program: Program, plan: Plan) -> Program:
     sections = dict(program.sections)
     for key in ("backward", "train_step"):
         if key in sections:
-            sections[key] = _insert(program, plan, key, slabs=not plan.locked, overwrite=True)
+            sections[key] = _insert(program, plan, key, slabs=not plan.pinned, overwrite=True)
     if "backward" in sections:
         sections["backward_accumulate"] = _insert(program, plan, "backward", slabs=True, overwrite=False)
     return program.evolve(stage=provides, sections=sections)

@@ -62,7 +62,7 @@ def run(program: Program, plan: Plan) -> Program:
 
 
 def _arrive(build: Builder, program: Program, plan: Plan, tile: str) -> None:
-    staging = None if plan.locked else build.add("pack", f"k{program.number(tile)}", tile=tile)
+    staging = None if plan.pinned else build.add("pack", f"k{program.number(tile)}", tile=tile)
     build.add("prefetch", f"w{program.number(tile)}", tile=tile, staging=staging)
 
 
@@ -128,7 +128,7 @@ def _on_arrival(program: Program, plan: Plan, graph: fx.Graph) -> fx.Graph:
         latest = build.after(latest, _op(plan, tile), tile=tile)
         if tile in plan.resident:
             staging = None
-            if not plan.locked:
+            if not plan.pinned:
                 latest = staging = build.after(latest, "pack", f"k{program.number(tile)}", tile=tile)
             latest = build.after(latest, "prefetch", f"w{program.number(tile)}", tile=tile, staging=staging)
     _send_home(program, plan, graph)

@@ -160,7 +160,7 @@ def _insert(program: Program, plan: Plan, graph: fx.Graph) -> fx.Graph:
         while pending and fits(pending[0]):
             stay = pending.popleft()
             number = program.number(stay.tile)
-            staging = None if plan.locked else build.before(place_next, "pack", f"k{number}", tile=stay.tile)
+            staging = None if plan.pinned else build.before(place_next, "pack", f"k{number}", tile=stay.tile)
             stay.weights = build.before(place_next, "prefetch", f"w{number}", tile=stay.tile, staging=staging)
             present.append(stay)
 

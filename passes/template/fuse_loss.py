@@ -1,7 +1,7 @@
 """fuse_loss: head and cross entropy as one op over chunks of tokens, so that all logits never exist at once.
 
 Before: `linear(hidden, weight, bias)`, perhaps scaled, capped (cap * tanh(x / cap)), cast to float32, sliced or
-reshaped in its leading dimensions, then `cross_entropy(..., reduction="sum") / normaliser`. After: the slices and
+reshaped in its leading dimensions, then `cross_entropy(..., reduction="sum") / loss_denominator`. After: the slices and
 reshapes are applied to `hidden`, and `megacompile.linear_cross_entropy` does the rest, forward and backward in one op.
 A chain with anything else in it, or whose logits are read elsewhere, is left as it is.
 """
@@ -51,7 +51,7 @@ def _fuse(graph: fx.Graph, entropy: fx.Node) -> bool:
     division = next(iter(entropy.users), None)
     if (given["reduction"] != "sum" or given["weight"] is not None or given["label_smoothing"] != 0.0
             or len(entropy.users) != 1 or division is None or division.target is not operator.truediv
-            or division.args[0] is not entropy or not _is_normaliser(division.args[1])):
+            or division.args[0] is not entropy or not _is_loss_denominator(division.args[1])):
         return False
     chain = _walk(given["input"], entropy)
     if chain is None or len(given["target"].meta["example_value"].shape) != 1:
@@ -159,7 +159,7 @@ def _with_last(sizes: tuple[Any, ...], width: int) -> tuple[Any, ...]:
     return (*sizes[:-1], width)
 
 
-def _is_normaliser(node: Any) -> bool:
+def _is_loss_denominator(node: Any) -> bool:
     return isinstance(node, fx.Node) and node.op == "placeholder" and node.meta["example_value"].dim() == 0
 
 

@@ -74,7 +74,7 @@ def reference() -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("options", [
     dict(checkpoint_interval=1), dict(checkpoint_interval=2), dict(checkpoint_interval=4), dict(resident="all"),
-    dict(locked_memory="6MiB"), dict(saved_layers=2), dict(saved_layers=3, residuals="attention"), dict(weight_slots=4),
+    dict(pinned_memory="6MiB"), dict(saved_layers=2), dict(saved_layers=3, residuals="attention"), dict(weight_slots=4),
     dict(resident_state="all"),
     dict(resident_state=("tied", "model.layers.1"), checkpoint_interval=2), dict(host_checkpoints=True),
     dict(host_checkpoints=1, checkpoint_interval=2, saved_layers=1), dict(visiting_state="all"),
@@ -90,7 +90,7 @@ def test_late_lanes_change_no_bit(seed: int, reference: Any) -> None:
 
 
 @pytest.mark.parametrize("overlap", [None, "backward"])
-@pytest.mark.parametrize("options", [dict(), dict(locked_memory="6MiB"), dict(resident_state=("model.layers.0",))])
+@pytest.mark.parametrize("options", [dict(), dict(pinned_memory="6MiB"), dict(resident_state=("model.layers.0",))])
 def test_waves_that_the_host_adds_up_give_the_bits_of_the_reference_interpreter(
         overlap: str | None, options: dict[str, Any]) -> None:
     found = []
@@ -127,7 +127,7 @@ def test_whole_steps_updated_on_the_device_give_the_bits_of_those_updated_on_the
     assert same(*found)
 
 
-@pytest.mark.parametrize("options", [dict(), dict(checkpoint_interval=2, locked_memory="6MiB"), dict(resident_state="all"),
+@pytest.mark.parametrize("options", [dict(), dict(checkpoint_interval=2, pinned_memory="6MiB"), dict(resident_state="all"),
                                      dict(host_checkpoints=True)])
 def test_a_loop_that_updates_on_arrival_gives_the_bits_of_an_unclipped_loop(options: dict[str, Any]) -> None:
     """With late lanes: the backward returns before its last updates, and the next forward may not read old weights."""

@@ -49,7 +49,7 @@ def state_of(model: Any, optimizer: Any) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("options", [
     {"visiting_state": "all"}, {"visiting_state": ("prologue", "model.layers.1"), "resident_state": ("model.layers.0",)},
-    {"visiting_state": "all", "locked_memory": "2MiB"}], ids=str)
+    {"visiting_state": "all", "pinned_memory": "2MiB"}], ids=str)
 def test_visits_give_the_bits_of_updates_on_the_host(options: dict[str, Any], dtype: torch.dtype) -> None:
     torch.use_deterministic_algorithms(True, warn_only=True)
     found = []

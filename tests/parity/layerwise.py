@@ -45,23 +45,23 @@ class Layerwise:
         return results
 
     def bind(
-        self, call: Call, batch: dict[str, Tensor], previous: Any, shared: Any, normaliser: Tensor | None
+        self, call: Call, batch: dict[str, Tensor], previous: Any, shared: Any, loss_denominator: Tensor | None
     ) -> list[Any]:
         read = {
             "parameter": lambda s: self.tensors[s.name], "buffer": lambda s: self.tensors[s.name],
             "batch": lambda s: batch.get(s.name), "size": lambda s: batch[s.name].shape[s.index],
             "carried": lambda s: previous[s.index], "shared": lambda s: shared[s.index],
-            "normaliser": lambda s: normaliser,
+            "loss_denominator": lambda s: loss_denominator,
         }
         return [read[s.kind](s) for s in call.sources]
 
     @torch.no_grad()
     def loss_and_gradients(
-        self, batch: dict[str, Tensor], saving: bool, normaliser: Tensor | None = None
+        self, batch: dict[str, Tensor], saving: bool, loss_denominator: Tensor | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """One forward and backward: with `saving` by forward_saving and backward, else by recompute_backward."""
-        if normaliser is None and self.captured.count_targets is not None:
-            normaliser = self.captured.count_targets(batch)
+        if loss_denominator is None and self.captured.count_targets is not None:
+            loss_denominator = self.captured.count_targets(batch)
         *body, epilogue = self.captured.calls
         outputs, bound, saved = None, {}, {}
         shared: Any = ()
@@ -73,7 +73,7 @@ class Layerwise:
             if call.name == "prologue":
                 shared = outputs
         gradients: dict[str, Tensor] = {}
-        args = self.bind(epilogue, batch, outputs, shared, normaliser)
+        args = self.bind(epilogue, batch, outputs, shared, loss_denominator)
         loss, *_ = results = self.run(epilogue, "loss", args)
         arriving = self.scatter(epilogue, "loss", results, gradients)
         for call in reversed(body):
@@ -111,5 +111,5 @@ class Layerwise:
             outputs = self.run(call, "forward", self.bind(call, batch, outputs, shared, None))
             shared = outputs if call.name == "prologue" else shared
         count = self.captured.count_targets
-        normaliser = count(batch) if count is not None and variant_name != "outputs" else None
-        return self.run(epilogue, variant_name, self.bind(epilogue, batch, outputs, shared, normaliser))
+        loss_denominator = count(batch) if count is not None and variant_name != "outputs" else None
+        return self.run(epilogue, variant_name, self.bind(epilogue, batch, outputs, shared, loss_denominator))

@@ -53,13 +53,13 @@ def test_ignored_labels_count_for_nothing(family: str, saving: bool) -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen2", "gemma2", "hand_written"])
-def test_micro_batches_with_the_batch_normaliser_add_up_to_the_batch(family: str) -> None:
+def test_micro_batches_with_the_batch_loss_denominator_add_up_to_the_batch(family: str) -> None:
     model, inputs = build(family), batch(5, 29, ignored=0.3)
     layerwise = Layerwise(captured(family), model)
-    normaliser = captured(family).count_targets(inputs)
+    loss_denominator = captured(family).count_targets(inputs)
     total, sums = torch.zeros(()), {}
     for rows in (slice(0, 2), slice(2, 5)):
-        loss, gradients = layerwise.loss_and_gradients({k: v[rows] for k, v in inputs.items()}, False, normaliser)
+        loss, gradients = layerwise.loss_and_gradients({k: v[rows] for k, v in inputs.items()}, False, loss_denominator)
         total = total + loss
         sums = {name: sums[name] + g if sums else g for name, g in gradients.items()}
     assert_same_training((total, sums), native(model, inputs))

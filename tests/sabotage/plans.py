@@ -10,7 +10,7 @@ from megacompile.ir.plan import UPDATES, Plan
 NAMED: dict[str, dict[str, Any]] = {
     "streamed": {},
     "blocks of two, three micro-batches": {"micro_batches": (2, 1, 1), "checkpoint_interval": 2, "weight_slots": 3},
-    "one block, slab pool": {"checkpoint_interval": 4, "weight_slots": 4, "locked": False, "gradient_slabs": 2},
+    "one block, slab pool": {"checkpoint_interval": 4, "weight_slots": 4, "pinned": False, "gradient_slabs": 2},
     "resident, three micro-batches": {"micro_batches": (1, 1, 1), "resident": ("layers.1", "epilogue")},
     "updated on the device": {"resident": ("prologue", "layers.0"), "resident_state": ("prologue", "layers.0")},
     "visiting the device": {"resident": ("prologue", "layers.1"), "resident_state": ("prologue",),
@@ -24,7 +24,7 @@ NAMED: dict[str, dict[str, Any]] = {
     "three waves added up on the host": {"whole_step": True, "micro_batches": (1, 1, 1), "waves": 3,
                                          "host_sums": ("prologue", "layers.1", "layers.3")},
     "waves on the host through slabs, updates on arrival": {
-        "whole_step": True, "micro_batches": (1, 1), "waves": 2, "locked": False, "update": "arrival",
+        "whole_step": True, "micro_batches": (1, 1), "waves": 2, "pinned": False, "update": "arrival",
         "host_sums": ("layers.0", "epilogue"), "resident": ("layers.0",)},
     "outputs, two micro-batches": {"outputs": True, "micro_batches": (2, 1), "checkpoint_interval": 2, "weight_slots": 3},
     "outputs, tied, updates on arrival": {"outputs": True, "tied": True, "update": "arrival", "saved_layers": 1},
@@ -66,7 +66,7 @@ def schedules(draw: st.DrawFn, layers: int | None = None, often: bool = True) ->
         "weight_slots": interval + draw(st.integers(0, 2)), "gradient_slots": draw(st.integers(1, 2)),
         "resident": tuple(resident),
         "resident_state": stateful, "host_sums": summed, "visiting_state": visiting,
-        "locked": draw(st.booleans()), "staging_slabs": draw(st.integers(1, 2)), "gradient_slabs": draw(st.integers(1, 3)),
+        "pinned": draw(st.booleans()), "staging_slabs": draw(st.integers(1, 2)), "gradient_slabs": draw(st.integers(1, 3)),
         "waves": waves, "update": update, "deferred_moments": update == "step" and draw(st.booleans()), "update_order": order,
         "host_checkpoints": draw(st.integers(0, 2)), "checkpoint_slots": draw(st.integers(1, 2))}
 

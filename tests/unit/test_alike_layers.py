@@ -15,7 +15,7 @@ import megacompile
 from megacompile.frontend.capture import CapturedModel, capture
 from megacompile.frontend.tracing import trace
 from megacompile.frontend.tracing.alike_layers import Shortened
-from megacompile.ir.plan import Form
+from megacompile.ir.plan import CaptureKey
 
 LAYERS = 6
 
@@ -192,7 +192,7 @@ def test_layers_are_removed_that_are_like_others(model: type[Model], kept: int, 
 def test_models_of_transformers_are_traced_with_one_layer_of_each_kind(
         kind: str, changes: dict[str, Any], kept: int, further: tuple[str, ...], removed: list[Mapping[str, str]]) -> None:
     model = of_transformers(kind, **changes)
-    expected, found = (capture_(model, form=Form(further)) for capture_ in (whole, capture))
+    expected, found = (capture_(model, key=CaptureKey(further)) for capture_ in (whole, capture))
     assert described(found) == described(expected)
     assert list(removed[0]) == [f"model.layers.{number}" for number in range(kept, LAYERS)]
 

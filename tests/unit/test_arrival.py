@@ -64,10 +64,10 @@ def unclipped() -> Callable[[bool], Any]:
 
 
 @pytest.mark.parametrize(("bf16", "options"), [
-    (False, {}), (True, {}), (False, {"checkpoint_interval": 2, "locked_memory": "32KiB"}), (True, {"resident": "all"}),
-    (False, {"resident_state": "all"}), (True, {"resident_state": ("prologue", "model.layers.1"), "locked_memory": "32KiB"}),
+    (False, {}), (True, {}), (False, {"checkpoint_interval": 2, "pinned_memory": "32KiB"}), (True, {"resident": "all"}),
+    (False, {"resident_state": "all"}), (True, {"resident_state": ("prologue", "model.layers.1"), "pinned_memory": "32KiB"}),
     (True, {"reference": True, "saved_layers": 1}), (False, {"checkpoint_interval": 2, "resident": ("model.layers.1",)}),
-    (True, {"host_checkpoints": True}), (False, {"host_checkpoints": 1, "locked_memory": "32KiB"})],
+    (True, {"host_checkpoints": True}), (False, {"host_checkpoints": 1, "pinned_memory": "32KiB"})],
     ids=str)
 def test_updates_on_arrival_in_the_loop_give_the_bits_of_an_unclipped_loop(
         bf16: bool, options: dict[str, Any], unclipped: Any) -> None:

@@ -50,7 +50,7 @@ def streamed_row() -> dict[str, Any]:
     """Through slabs, with the rates of some machine to predict from."""
     patch = pytest.MonkeyPatch()
     patch.setattr(Hardware, "here", lambda device=None: Hardware.find("h200"))
-    found = row_of(step, "--locked-memory", "384KiB", "--checkpoint-interval", "2", "--layers", "3")
+    found = row_of(step, "--pinned-memory", "384KiB", "--checkpoint-interval", "2", "--layers", "3")
     patch.undo()
     return found
 

@@ -188,7 +188,7 @@ def _unpacking(read: Callable[[Any, dict[str, Any]], Any]) -> Callable[..., Call
     def prepare(model: Any, patch: pytest.MonkeyPatch) -> Callable[[], Any]:
         ids = batch(rows=4, length=40)["input_ids"]
         mask = (torch.arange(40) < torch.tensor([40, 3, 4, 5])[:, None]).long()
-        patch.setattr(model.megacompile.streamed.forms.repacking, "least", 64)
+        patch.setattr(model.megacompile.streamed.captures.repacking, "least", 64)
         patch.setattr("megacompile.inputs.packed_layout.Layout.unpack", full)
         return lambda: read(model, {"input_ids": ids, "attention_mask": mask})
     prepare.__name__ = read.__name__

@@ -35,7 +35,7 @@ class InjectedError(Exception):
 def slabs() -> Iterator[tiny_models.Shared]:
     """A model that uses every op: slabs for weights and gradients, a tile resident, a tile updated on the device, one that goes
     there for its update, blocks, checkpoints on the host."""
-    shared = tiny_models.Shared(bf16=True, checkpoint_interval=2, micro_batch_size=2, locked_memory="32KiB",
+    shared = tiny_models.Shared(bf16=True, checkpoint_interval=2, micro_batch_size=2, pinned_memory="32KiB",
                                 resident=("model.layers.1",), resident_state=("model.layers.0",),
                                 visiting_state=("model.layers.2",),
                                 host_checkpoints=True)

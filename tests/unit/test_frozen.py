@@ -60,7 +60,7 @@ def norms() -> Iterator[Any]:
 
 @pytest.mark.parametrize(("trained", "options"), [
     (("norm",), dict(checkpoint_interval=2, micro_batch_size=2, saved_layers=1)),
-    (("layers.1.up", "layers.2.scale", "head"), dict(locked_memory="1MiB", host_checkpoints=True)),
+    (("layers.1.up", "layers.2.scale", "head"), dict(pinned_memory="1MiB", host_checkpoints=True)),
     (("head",), {})])
 def test_any_part_alone_trains_as_it_does_natively(trained: tuple[str, ...], options: dict[str, Any]) -> None:
     models = [decoder(*trained), decoder(*trained)]

@@ -30,7 +30,7 @@ GOLDENS: dict[str, dict[str, Any]] = {
     for place, where in (("streamed", {1: {"weight_slots": 2}, 2: {"weight_slots": 3}, 4: {"weight_slots": 4}}),
                          ("resident", {k: {"resident": EVERY_TILE} for k in (1, 2, 4)}))
 } | {
-    "slab_pool_k2_one_micro_batch": {"checkpoint_interval": 2, "weight_slots": 3, "locked": False, "gradient_slabs": 2},
+    "slab_pool_k2_one_micro_batch": {"checkpoint_interval": 2, "weight_slots": 3, "pinned": False, "gradient_slabs": 2},
     "updated_on_the_device_k1_two_micro_batches": {
         "micro_batches": (1, 1), "resident": ("prologue", "layers.0"), "resident_state": ("prologue", "layers.0")},
     "updates_on_arrival_k2_two_micro_batches": {

@@ -15,9 +15,9 @@ import megacompile
 from megacompile.errors import UnsupportedError
 from megacompile.frontend.tracing.fake_model import fake_batch, fake_twin
 from megacompile.frontend.tracing.modes import torch_calls
-from megacompile.ir.plan import PLAIN, Form
+from megacompile.ir.plan import PLAIN, CaptureKey
 
-EVALUATING = Form(evaluating=True)
+EVALUATING = CaptureKey(evaluating=True)
 
 
 class Moody(nn.Module):
@@ -45,11 +45,11 @@ class Moody(nn.Module):
         return logits, F.cross_entropy(logits.flatten(0, 1), labels.flatten(), label_smoothing=smoothing)
 
 
-def called(model: Any, form: Form, size: tuple[int, int]) -> list[str] | None:
+def called(model: Any, key: CaptureKey, size: tuple[int, int]) -> list[str] | None:
     """What a plain run on fakes calls, whole numbers aside."""
     fakes = FakeTensorMode()
     with fakes:
-        twin = fake_twin(model, fakes, training=not form.evaluating)
+        twin = fake_twin(model, fakes, training=not key.evaluating)
         found = torch_calls(twin, fake_batch(model, None, fakes, size), {})
     return None if found is None else [each.text for each in found]
 
@@ -84,14 +84,14 @@ def test_one_sequence_is_served_where_no_branch_depends_on_it() -> None:
     torch.testing.assert_close(model(**batch(0, rows=1))[1].detach(), native(**batch(0, rows=1))[1].detach())
 
 
-@pytest.mark.parametrize(("build", "form", "size", "same"), [
+@pytest.mark.parametrize(("build", "key", "size", "same"), [
     (Moody, PLAIN, (1, 17), True), (Moody, PLAIN, (3, 1), True), (Moody, EVALUATING, (3, 17), True),
     (lambda: Moody(branch=True), PLAIN, (1, 17), False), (lambda: Moody(branch=True), PLAIN, (3, 1), True),
     (lambda: Moody(smoothing=0.1), EVALUATING, (3, 17), False), (tiny_models.build, PLAIN, (1, 1), True),
     (lambda: tiny_models.build(attention_dropout=0.1), EVALUATING, (3, 17), False)])
 def test_a_plain_run_on_fakes_tells_what_a_model_does_from_what_it_was_captured_to_do(
-        build: Any, form: Form, size: tuple[int, int], same: bool) -> None:
-    assert (called(build(), form, size) == called(build(), PLAIN, (3, 17)) is not None) == same
+        build: Any, key: CaptureKey, size: tuple[int, int], same: bool) -> None:
+    assert (called(build(), key, size) == called(build(), PLAIN, (3, 17)) is not None) == same
 
 
 @pytest.mark.parametrize("hidden", [lambda x: F.normalize(x) if len(x) > 1 else x, lambda x: x * float(x.sum() > 0)],

@@ -34,7 +34,7 @@ from megacompile.predict.hardware import Hardware
 
 FREE = {"device": 100 * 2**30, "host": 2**40}
 QUESTION = {"batch": 8, "tiles": ["a", "b"]}
-PLAN = Plan(8, 16, (4, 4), saved_layers=3, resident=("a", "b"), resident_state=("b",), waves=2, host_sums=("a",), locked=False,
+PLAN = Plan(8, 16, (4, 4), saved_layers=3, resident=("a", "b"), resident_state=("b",), waves=2, host_sums=("a",), pinned=False,
             residuals="attention")
 
 
@@ -145,7 +145,7 @@ def test_a_damaged_file_is_replaced(cache: Path) -> None:
 @pytest.mark.parametrize(("field", "value"), [
     ("batch", 9), ("batch", True), ("batch", 8.0), ("batch", None), ("micro_batches", [8, 0]), ("micro_batches", [[8]]),
     ("micro_batches", 8), ("waves", 3), ("resident", ["a", "a"]), ("resident", "ab"), ("resident", [1]), ("output", "x" * 2000),
-    ("residuals", "some"), ("update", None), ("locked", 1), ("weight_slots", 2**40), ("more", 1), ("length", ...),
+    ("residuals", "some"), ("update", None), ("pinned", 1), ("weight_slots", 2**40), ("more", 1), ("length", ...),
 ], ids=str)
 def test_what_is_no_plan_is_passed_over_whoever_has_sealed_it(field: str, value: Any, cache: Path) -> None:
     kept_plans.keep(QUESTION, FREE, PLAN)
@@ -294,7 +294,7 @@ OTHERS: dict[str, Callable[[Any], tuple[Planner, dict[str, Any]]]] = {
     "device memory that was given": lambda a: (make(a, options={"device_memory": "1GiB"}, budget=2**30 + 1), {}),
     "device memory of other models": lambda a: (make(a, taken_bytes=lambda: 2**26), {}),
     "host memory": lambda a: (make(a, host_bytes=2**41), {}),
-    "page-locked memory": lambda a: (make(a, locked_bytes=2**30), {}),
+    "pinned memory": lambda a: (make(a, pinned_bytes=2**30), {}),
     "margin": lambda a: (make(a, margin_bytes=1), {}),
     "compiled or not": lambda a: (make(a, fused=True), {}),
     "updated on the device": lambda a: (make(a, stateful=("prologue",)), {}),

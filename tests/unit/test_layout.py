@@ -81,7 +81,7 @@ def test_no_further_files_import_each_other_in_a_circle() -> None:
 
 
 def test_an_import_upwards_is_seen() -> None:
-    assert rank("megacompile.streaming.forms") > rank("megacompile.inputs.batch") > rank("megacompile.ir.ops")
+    assert rank("megacompile.streaming.captures") > rank("megacompile.inputs.batch") > rank("megacompile.ir.ops")
     assert rank("megacompile") == rank("megacompile.__init__") > rank("megacompile.checkpoint.writer")
 
 

@@ -24,7 +24,7 @@ from megacompile.runtime.reference import ReferenceExecutor
 def mixed() -> Iterator[tiny_models.Shared]:
     """Tiles updated on the host, on the device, and visiting it, and slabs between; bfloat16, so that there are remainders
     too."""
-    shared = tiny_models.Shared(bf16=True, micro_batch_size=2, locked_memory="32KiB", resident_state=("model.layers.0",),
+    shared = tiny_models.Shared(bf16=True, micro_batch_size=2, pinned_memory="32KiB", resident_state=("model.layers.0",),
                                 visiting_state=("prologue", "model.layers.1"))
     yield shared
     shared.close()

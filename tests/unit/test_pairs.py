@@ -65,7 +65,7 @@ def assert_native(model: Any, native: Any, given: dict[str, Tensor]) -> Tensor:
 
 
 def said(model: Any) -> str:
-    """What the last batch's form says of its mask."""
+    """What the last batch's capture key says of its mask."""
     (further,) = model.megacompile.compiled().shape.further
     return further.partition(": ")[2]  # type: ignore[no-any-return]
 
@@ -136,7 +136,7 @@ def test_a_mask_goes_through_gradients_logits_and_whole_steps(model: Any, native
     given = batch(added(prefix(3, 0, 13, 8, 1), HIDDEN))
     assert assert_native(model, native, batch(added(prefix(3, 0, 13, 8, 1), LEAST))) == assert_native(model, native, given)
     compiled = model.megacompile.compiled()
-    captured = model.megacompile.streamed.forms.serve(compiled.shape.form).captured
+    captured = model.megacompile.streamed.captures.serve(compiled.shape.capture_key).captured
     assert said(model) == "bool [B, 1, T, T]" and captured.fused_attention and not captured.causal
     assert memory._given(captured, compiled.plan) == 2 * ROWS * LENGTH**2, "a plan counts the batch's mask"
     without = {key: tensor for key, tensor in given.items() if key != "labels"}
@@ -278,12 +278,12 @@ def test_a_mask_in_the_example_is_one_of_every_batch(example: Tensor, inverted: 
         assert_trains(model, native, blind() if example.dim() == 4 else blind()[:, 0])
 
 
-def test_a_mask_that_some_batches_have_is_a_form_of_its_own(own: Any) -> None:
+def test_a_mask_that_some_batches_have_has_a_capture_of_its_own(own: Any) -> None:
     model, native = own(None)
-    forms = model.megacompile.streamed.forms
+    captures = model.megacompile.streamed.captures
     assert_trains(model, native, seen(heads=4))
     found = model.megacompile.compiled().shape
-    assert found.further == ("mask: bool [B, 4, T, T]",) and forms.serve(found.form).captured.fused_attention
+    assert found.further == ("mask: bool [B, 4, T, T]",) and captures.serve(found.capture_key).captured.fused_attention
     plain = tiny_models.batch(3, ROWS, LENGTH)
     torch.testing.assert_close(model(**plain).detach(), native(**plain).detach(), rtol=1e-6, atol=0)
     assert model.megacompile.compiled().shape.further == ()

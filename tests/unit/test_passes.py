@@ -42,8 +42,8 @@ PLANS: dict[str, dict[str, Any]] = {
        {"checkpoint_interval": k, "weight_slots": max(2, k), "micro_batches": mbs, "resident": resident}
        for k in (1, 2, 4) for mbs in ((1,), (2, 2, 1)) for resident in ((), EVERY_TILE)},
     "K = 3": {"checkpoint_interval": 3, "weight_slots": 4},
-    "slab pool": {"checkpoint_interval": 2, "weight_slots": 3, "locked": False, "gradient_slabs": 1},
-    "slab pool, resident": {"locked": False, "resident": ("layers.2", "epilogue")},
+    "slab pool": {"checkpoint_interval": 2, "weight_slots": 3, "pinned": False, "gradient_slabs": 1},
+    "slab pool, resident": {"pinned": False, "resident": ("layers.2", "epilogue")},
     "tied": {"tied": True, "checkpoint_interval": 2, "weight_slots": 2},
     "residuals kept": {"saved_layers": 2, "checkpoint_interval": 2},
     "all residuals kept": {"saved_layers": 4},
@@ -327,7 +327,7 @@ def models_and_plans(draw: st.DrawFn) -> tuple[Program, Plan]:
         batch, 8, split(batch, draw(st.integers(1, batch))), interval, draw(st.integers(0, depth)),
         weight_slots=max(min(interval, depth), draw(st.integers(1, 4))), gradient_slots=draw(st.integers(1, 3)),
         resident=resident, resident_state=stateful, visiting_state=visiting, deferred_moments=draw(st.booleans()),
-        locked=draw(st.booleans()),
+        pinned=draw(st.booleans()),
         staging_slabs=draw(st.integers(1, 3)), gradient_slabs=draw(st.integers(1, 3)))
     return model_program(calls, tiles, batch, labels=True), plan
 

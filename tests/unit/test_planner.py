@@ -77,7 +77,7 @@ def estimate(analysis: Analysis, training: bool = True, **choices: Any) -> Estim
 CHOICES: list[dict[str, Any]] = [
     {}, {"checkpoint_interval": 2, "weight_slots": 3}, {"checkpoint_interval": 4, "weight_slots": 5}, {"weight_slots": 1},
     {"gradient_slots": 1}, {"gradient_slots": 5}, {"saved_layers": 6}, {"resident": ("prologue",)},
-    {"resident": ("model.layers.0", "epilogue")}, {"locked": False}, {"host_checkpoints": 3},
+    {"resident": ("model.layers.0", "epilogue")}, {"pinned": False}, {"host_checkpoints": 3},
     {"host_checkpoints": 1, "micro_batch_size": 8}, {"host_checkpoints": 5, "checkpoint_interval": 2, "weight_slots": 3},
 ]
 
@@ -342,15 +342,15 @@ def test_too_little_memory_is_refused_with_what_is_needed(analysis: Analysis, tr
 
 def test_a_loss_that_cannot_be_split_is_not_split(analysis: Analysis) -> None:
     captured, tiling = analysis
-    whole = replace(captured, has_normaliser=False)
+    whole = replace(captured, has_loss_denominator=False)
     least = planner(analysis).estimate(plan(analysis, micro_batch_size=8)).total
     assert planner((whole, tiling)).plan(8, LENGTH).micro_batches == (8,)
     with pytest.raises(InsufficientMemoryError):
         planner((whole, tiling), budget=least // 2).plan(8, LENGTH)
 
 
-def test_what_is_page_locked_is_within_its_budget(analysis: Analysis) -> None:
-    """Tiles are locked where they fit, with a slab for gradients that are added to; else as many slabs as fit."""
+def test_what_is_pinned_is_within_its_budget(analysis: Analysis) -> None:
+    """Tiles are pinned where they fit, with a slab for gradients that are added to; else as many slabs as fit."""
     captured, tiling = analysis
     layouts, border = tiling.layouts.values(), tiling.border(captured.calls)
     tiles = sum(x.weight_bytes + x.gradient_bytes for x in layouts)
@@ -360,7 +360,7 @@ def test_what_is_page_locked_is_within_its_budget(analysis: Analysis) -> None:
 
     def spent(budget: int | None) -> tuple[bool, int, int]:
         chosen = Planner(*analysis, StreamConfig.of(device="cpu"), 2**40, budget, 0).plan(8, LENGTH)
-        return chosen.locked, chosen.staging_slabs, chosen.gradient_slabs
+        return chosen.pinned, chosen.staging_slabs, chosen.gradient_slabs
 
     assert spent(None) == spent(tiles + edge + 12 * layer) == (True, 2, 12)
     assert spent(tiles + edge + layer) == (True, 2, 1)
@@ -368,22 +368,22 @@ def test_what_is_page_locked_is_within_its_budget(analysis: Analysis) -> None:
     assert spent(edges + 2 * slab + 2 * layer) == (False, 2, 2)
     assert spent(edges + 2 * slab + layer - 1) == (False, 1, 1)
     assert spent(edges + slab + layer) == (False, 1, 1)
-    with pytest.raises(InsufficientMemoryError, match="of page-locked memory, and locked_memory is"):
+    with pytest.raises(InsufficientMemoryError, match="of pinned memory, and pinned_memory is"):
         spent(edges + slab + layer - 1)
 
 
 @pytest.mark.parametrize("staging", [1, 2])
-def test_slabs_take_no_more_than_the_budget_of_locked_memory(staging: int) -> None:
+def test_slabs_take_no_more_than_the_budget_of_pinned_memory(staging: int) -> None:
     captured, tiling = api.analyse(tiny_models.build(), StreamConfig.of(device="cpu"), "cpu", None, None)
     border = tiling.border(captured.calls)
     at_border, layers = ([x for x in tiling.layouts.values() if (x.name in border) == there] for there in (True, False))
     least = sum(max(x.weight_bytes for x in tiles) + max(x.gradient_bytes for x in tiles) for tiles in (at_border, layers))
     least += (staging - 1) * max(x.weight_bytes for x in layers)
-    model = megacompile.stream(tiny_models.build(), device="cpu", locked_memory=least)
+    model = megacompile.stream(tiny_models.build(), device="cpu", pinned_memory=least)
     try:
         for _ in range(2):  # the second adds to gradients
             model(**tiny_models.batch()).loss.backward()
-        assert model.megacompile.plan.staging_slabs == staging and not model.megacompile.plan.locked
+        assert model.megacompile.plan.staging_slabs == staging and not model.megacompile.plan.pinned
         assert 0 < model.megacompile.stats["slab_bytes"] <= least
     finally:
         model.megacompile.close()

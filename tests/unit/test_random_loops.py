@@ -19,7 +19,7 @@ import megacompile
 PLANS: dict[str, dict[str, Any]] = {
     "streamed": dict(checkpoint_interval=2),
     "state on the device": dict(resident_state="all"),
-    "weights first": dict(deferred_moments=True, locked_memory="32KiB"),
+    "weights first": dict(deferred_moments=True, pinned_memory="32KiB"),
 }
 ROUNDS = 6
 ADAMW = dict(lr=1e-2, eps=1e-3)

@@ -174,7 +174,7 @@ def test_cuda_where_there_is_none_is_refused() -> None:
     ("saved_layers", -1, "at least 0"), ("saved_layers", 0.5, "at least 0"),
     ("device_memory", "much", "not an amount of memory: write bytes"), ("device_memory", "1.2.3GiB", "not an amount of memory"),
     ("device_memory", 0, "not an amount of memory"), ("device_memory", "-1GiB", "not an amount of memory"),
-    ("locked_memory", "24 apples", "not an amount of memory"), ("dtype", torch.float16, "torch.float32 or torch.bfloat16"),
+    ("pinned_memory", "24 apples", "not an amount of memory"), ("dtype", torch.float16, "torch.float32 or torch.bfloat16"),
     ("resident", 5, "names of tiles, or 'all', not 5"), ("resident", "block", "resident names block, which are not tiles"),
     ("device", "tpu", "'cpu' or 'cuda'"), ("device", "cuda:first", "'cpu' or 'cuda'"), ("compile", "yes", "True or False"),
 ])
@@ -192,10 +192,10 @@ def test_what_is_no_model_is_refused(given: Any, what: str) -> None:
             use(given)
 
 
-def test_locked_memory_too_small_for_one_layer_is_refused_before_anything_changes() -> None:
+def test_pinned_memory_too_small_for_one_layer_is_refused_before_anything_changes() -> None:
     model = Model()
-    with pytest.raises(InsufficientMemoryError, match=r"at least \d.* of page-locked memory, and locked_memory is 64 B"):
-        megacompile.stream(model, device="cpu", locked_memory=64)
+    with pytest.raises(InsufficientMemoryError, match=r"at least \d.* of pinned memory, and pinned_memory is 64 B"):
+        megacompile.stream(model, device="cpu", pinned_memory=64)
     assert type(model) is Model
 
 

@@ -16,7 +16,7 @@ from megacompile.frontend import capture
 from megacompile.frontend.capture import CapturedModel
 from megacompile.frontend.tracing.layers import find_layers
 from megacompile.frontend.tracing.rehearsal import rehearse
-from megacompile.ir.plan import Form
+from megacompile.ir.plan import CaptureKey
 
 trace = importlib.import_module("megacompile.frontend.tracing.trace")
 
@@ -103,8 +103,8 @@ def test_a_model_that_evaluates_otherwise_is_traced_once_for_that(make: Any, tra
     plain = captured(make)
     with torch.no_grad():
         assert not plain.same_in_evaluation()
-        evaluating = plain.in_form(Form(evaluating=True))
-    assert len(traces) == 2 and evaluating.form.evaluating
+        evaluating = plain.for_key(CaptureKey(evaluating=True))
+    assert len(traces) == 2 and evaluating.key.evaluating
     assert any(template.has_gradient[0] for template in evaluating.templates.values())
 
 
@@ -148,6 +148,6 @@ def test_the_first_batch_that_is_padded_on_the_left_is_captured_in_one_form(firs
     mask[0, :4] = mask[1, :6] = 0
     ignored = (mask == 0) if first_counts else (mask.cumsum(1) <= 1)
     model(input_ids=ids, attention_mask=mask, labels=ids.masked_fill(ignored, -100)).loss.backward()
-    forms = {further for form in model.megacompile.streamed.forms._known for further in form.further}
+    found = {further for key in model.megacompile.streamed.captures._known for further in key.further}
     model.megacompile.close()
-    assert forms == {"attention_mask" if first_counts else "position_ids"}
+    assert found == {"attention_mask" if first_counts else "position_ids"}

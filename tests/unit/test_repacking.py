@@ -332,7 +332,7 @@ def test_rows_are_not_packed_where_attention_does_not_read_their_positions(acros
     with torch.no_grad():
         assert float(model(**batch).loss) == pytest.approx(float(native(**batch).loss), abs=1e-6)
     for training in (True, False):
-        assert "attention does not read position_ids (model.layers.0" in model.megacompile.streamed.forms.repacking.refusal(
+        assert "attention does not read position_ids (model.layers.0" in model.megacompile.streamed.captures.repacking.refusal(
             training)
 
 

@@ -33,7 +33,7 @@ def one() -> Streamed:
 def other() -> Streamed:
     """The same model under another plan: blocks of two layers, a tile resident, others updated there, moments last."""
     return Streamed(checkpoint_interval=2, resident=("layers.1", "layers.0"), resident_state=("layers.0",),
-                    visiting_state=("layers.1", "epilogue"), deferred_moments=True, locked_memory="32KiB")
+                    visiting_state=("layers.1", "epilogue"), deferred_moments=True, pinned_memory="32KiB")
 
 
 @pytest.mark.parametrize(("overlap", "whole"), STEPS, ids=str)

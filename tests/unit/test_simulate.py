@@ -144,7 +144,7 @@ def test_a_pipeline_of_copies_and_layers_is_bound_by_the_slower(make_schedule: S
 
 PLANS: list[dict[str, Any]] = [
     {}, {"micro_batches": (2, 2, 1)}, {"checkpoint_interval": 2, "weight_slots": 3}, {"weight_slots": 1},
-    {"locked": False, "gradient_slabs": 1}, {"resident": ("prologue", "layers.2")}, {"saved_layers": 2}, {"tied": True},
+    {"pinned": False, "gradient_slabs": 1}, {"resident": ("prologue", "layers.2")}, {"saved_layers": 2}, {"tied": True},
     {"whole_step": True, "micro_batches": (1, 1, 1, 1), "waves": 2, "saved_layers": 4, "gradient_slots": 4},
     {"whole_step": True, "micro_batches": (1, 1), "update": "arrival"},
     {"checkpoint_interval": 2, "micro_batches": (1, 1), "update": "arrival", "weight_slots": 3}]

@@ -46,7 +46,7 @@ class Replanned:
         streamed = model.megacompile.streamed
         streamed.residency.leave()
         planner = streamed.planner
-        planner.config, planner.locked_bytes, planner.stateful = config, parse_bytes(config.locked_memory), None
+        planner.config, planner.pinned_bytes, planner.stateful = config, parse_bytes(config.pinned_memory), None
         streamed.shapes.table.clear()
         streamed.store.drop_sums()
         return model
@@ -94,7 +94,7 @@ def sums(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
 # ---- the sums --------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("options", [
-    {"waves": 2}, {"waves": 3, "checkpoint_interval": 2, "locked_memory": "32KiB"},
+    {"waves": 2}, {"waves": 3, "checkpoint_interval": 2, "pinned_memory": "32KiB"},
     {"waves": 2, "host_checkpoints": True, "resident": ("prologue",)}], ids=str)
 def test_sums_are_the_gradients_of_native_autograd(options: dict[str, Any], fp32: Replanned) -> None:
     native, model = tiny_models.build(), fp32.plan(host_sums="all", **options)
@@ -114,7 +114,7 @@ def test_sums_are_the_gradients_of_native_autograd(options: dict[str, Any], fp32
 @pytest.mark.parametrize("overlap", [None, "backward"])
 @pytest.mark.parametrize("options", [
     {"host_sums": "all"}, {"host_sums": ("prologue", "model.layers.1"), "resident_state": ("model.layers.0",)},
-    {"host_sums": "all", "locked_memory": "32KiB", "resident": ("model.layers.2",)}], ids=str)
+    {"host_sums": "all", "pinned_memory": "32KiB", "resident": ("model.layers.2",)}], ids=str)
 def test_in_fp32_a_wave_of_one_micro_batch_gives_the_bits_of_accumulators_on_the_device(
         options: dict[str, Any], overlap: str | None, fp32: Replanned) -> None:
     assert tiny_models.same_bits(fp32.trained(overlap, waves=3, **options), fp32.trained(overlap, waves=3))
@@ -145,7 +145,7 @@ def test_in_bf16_what_arrives_is_added_in_fp32_and_the_clip_reads_norms_of_the_s
     assert optimizer.grad_norm == pytest.approx(squares ** 0.5, rel=1e-12)
 
 
-@pytest.mark.parametrize(("overlap", "options"), [(None, {}), (None, {"locked_memory": "32KiB", "gradient_slabs": 1}),
+@pytest.mark.parametrize(("overlap", "options"), [(None, {}), (None, {"pinned_memory": "32KiB", "gradient_slabs": 1}),
                                                   ("backward", {"checkpoint_interval": 2})], ids=str)
 def test_late_lanes_change_no_bit(overlap: str | None, options: dict[str, Any], bf16: Replanned) -> None:
     expected = bf16.trained(overlap, waves=2, host_sums="all", **options)
@@ -234,7 +234,7 @@ WAVES: dict[str, Any] = {"layers": 2, "micro_batches": (1, 1), "waves": 2, "whol
                          "host_sums": ("layers.1", "epilogue")}
 
 
-@pytest.mark.parametrize("changes", [{}, {"locked": False, "gradient_slabs": 1}, {"update": "arrival"}], ids=str)
+@pytest.mark.parametrize("changes", [{}, {"pinned": False, "gradient_slabs": 1}, {"update": "arrival"}], ids=str)
 def test_every_removed_wait_is_caught(changes: dict[str, Any], make_schedule: Schedules) -> None:
     program = make_schedule(**WAVES | changes).program
     for name, graph in program.sections.items():

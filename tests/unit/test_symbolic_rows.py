@@ -23,7 +23,7 @@ from megacompile.errors import MegacompileError
 from megacompile.frontend.templates import variants
 from megacompile.frontend.templates.symbolic_rows import CodeForAnyRows, SymbolicRows
 from megacompile.frontend.templates.template import BATCH
-from megacompile.ir.plan import PLAIN, Form, Plan, Shape
+from megacompile.ir.plan import PLAIN, CaptureKey, Plan, Shape
 from megacompile.planning.config import StreamConfig
 from megacompile.planning.packed_plans import derived
 from megacompile.streaming.binding import Binder
@@ -75,7 +75,7 @@ def bits(model: Any, rows: int) -> list[str]:
 
 
 def packed_binder(model: Any) -> Binder:
-    return next(served.binder for served in model.megacompile.streamed.forms if served.captured.form.packed)
+    return next(served.binder for served in model.megacompile.streamed.captures if served.captured.key.packed)
 
 
 def held(model: Any) -> list[list[int]]:
@@ -231,8 +231,8 @@ def test_code_is_kept_while_a_packed_shape_of_its_length_lives(dynamic: Any) -> 
 
 
 def test_forms_with_positions_alone_are_packed() -> None:
-    assert Form(("position_ids",)).packed and Form(("position_ids",), evaluating=True).packed
-    assert not PLAIN.packed and not Form(("attention_mask", "position_ids")).packed
+    assert CaptureKey(("position_ids",)).packed and CaptureKey(("position_ids",), evaluating=True).packed
+    assert not PLAIN.packed and not CaptureKey(("attention_mask", "position_ids")).packed
 
 
 def test_dynamic_is_true_or_false() -> None:

@@ -233,10 +233,10 @@ def test_residual_and_output_bytes_are_those_of_real_tensors() -> None:
     assert sum(storages.values()) == template.residual_bytes().subs({b: 2, t: 8})
 
 
-def test_logits_read_neither_labels_nor_normaliser() -> None:
+def test_logits_read_neither_labels_nor_loss_denominator() -> None:
     template = captured("qwen2").templates["epilogue"]
     roles = [template.inputs[i].role for i in template.variant("outputs").reads]
-    assert not {("batch", "labels"), ("normaliser", "")} & {(r.kind, r.name) for r in roles}
+    assert not {("batch", "labels"), ("loss_denominator", "")} & {(r.kind, r.name) for r in roles}
 
 
 def test_every_stage_is_kept_as_text() -> None:
@@ -272,7 +272,7 @@ def test_a_sum_divided_by_something_of_the_batch_is_normalised_by_it() -> None:
     result = capture(SumOverOwnCount(), pipeline=TEMPLATE_PIPELINE, target=CPU)
     batch = models.batch(4, 12, ignored=0.2)
     counted = (batch["labels"][:, 1:] != -100) & (batch["labels"][:, 1:] != 5)
-    assert result.has_normaliser and result.fused_loss
+    assert result.has_loss_denominator and result.fused_loss
     assert result.count_targets(batch).item() == counted.sum().item()
 
 
@@ -295,7 +295,7 @@ class WeightedLoss(models.HandWritten):
 @pytest.mark.parametrize("model", [SquaredLoss, WeightedLoss])
 def test_a_loss_that_is_no_mean_over_targets_is_kept_as_it_is(model: type[nn.Module]) -> None:
     result = capture(model(), pipeline=TEMPLATE_PIPELINE, target=CPU)
-    assert not result.has_normaliser and not result.fused_loss and result.count_targets is None
+    assert not result.has_loss_denominator and not result.fused_loss and result.count_targets is None
 
 
 def test_what_is_added_to_a_mean_over_targets_is_averaged_over_micro_batches() -> None:
@@ -310,7 +310,7 @@ def test_labels_smoothing_is_normalised_but_not_fused() -> None:
             return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), label_smoothing=0.1)
 
     result = capture(Smoothed(), pipeline=TEMPLATE_PIPELINE, target=CPU)
-    assert result.has_normaliser and not result.fused_loss
+    assert result.has_loss_denominator and not result.fused_loss
 
 
 def test_the_fused_loss_never_holds_all_logits() -> None:
@@ -335,18 +335,18 @@ def test_linear_cross_entropy_equals_autograd_whatever_the_chunk(
     hidden = torch.randn(11, 8, dtype=dtype, requires_grad=True)
     weight = torch.randn(13, 8, dtype=dtype, requires_grad=True)
     offset = torch.randn(13, dtype=dtype, requires_grad=True) if bias else None
-    targets, normaliser = torch.randint(0, 13, (11,)), torch.tensor(7.0)
+    targets, loss_denominator = torch.randint(0, 13, (11,)), torch.tensor(7.0)
     targets[3] = -100
     leaves = [x for x in (hidden, weight, offset) if x is not None]
     scores = F.linear(hidden.float(), weight.float(), None if offset is None else offset.float()) * scale
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
-    loss = F.cross_entropy(scores, targets, reduction="sum") / normaliser
+    loss = F.cross_entropy(scores, targets, reduction="sum") / loss_denominator
     reference = [loss, *torch.autograd.grad(loss, leaves)]
     tolerance = 1e-5 if dtype is torch.float32 else 2e-2
     for chunk in (4, 11, 64):
         results = torch.ops.megacompile.linear_cross_entropy(
-            hidden, weight, offset, targets, normaliser, -100, scale, softcap, chunk, True)
+            hidden, weight, offset, targets, loss_denominator, -100, scale, softcap, chunk, True)
         assert results[2].dtype is torch.float32
         through = torch.autograd.grad(results[0], leaves)
         for a, b in zip([results[0], *through], reference, strict=True):

@@ -84,7 +84,7 @@ def load(p):
 '''
 CASES: dict[str, dict[str, Any]] = {
     "streamed": {"micro_batches": (2, 1)},
-    "blocks, slabs": {"micro_batches": (1, 1), "checkpoint_interval": 2, "weight_slots": 3, "locked": False},
+    "blocks, slabs": {"micro_batches": (1, 1), "checkpoint_interval": 2, "weight_slots": 3, "pinned": False},
     "resident": {"resident": ("layers.1", "epilogue")},
     "tied": {"tied": True, "saved_layers": 1},
     "outputs": {"outputs": True, "micro_batches": (1, 1)},
@@ -137,7 +137,7 @@ def plans(draw: st.DrawFn) -> dict[str, Any]:
         "layers": layers, "micro_batches": micro_batches, "checkpoint_interval": interval, "whole_step": whole,
         "weight_slots": draw(st.integers(interval, interval + 2)), "saved_layers": draw(st.integers(0, layers)),
         "resident": tuple(t for t in tiles if t in resident), "resident_state": tuple(t for t in tiles if t in stateful),
-        "locked": draw(st.booleans()), "tied": draw(st.booleans()),
+        "pinned": draw(st.booleans()), "tied": draw(st.booleans()),
         "waves": waves, "host_sums": tuple(t for t in tiles if waves > 1 and t not in stateful and draw(st.booleans())),
         "update": draw(st.sampled_from(("step", "arrival"))) if whole else "step"}
 
@@ -165,7 +165,7 @@ def test_the_text_of_every_stage_of_any_plan_is_exact(plan: dict[str, Any], make
                        st.sampled_from(("step", "arrival")), st.booleans()),
        plan=st.builds(Plan, st.just(3), st.integers(1, 9), st.just((2, 1)), st.integers(1, 9), st.integers(0, 9),
                       weight_slots=st.integers(1, 9), resident=st.sampled_from(((), ("a",), ("a", "b c"))),
-                      locked=st.booleans(), update=st.sampled_from(("step", "arrival")), waves=st.integers(1, 2),
+                      pinned=st.booleans(), update=st.sampled_from(("step", "arrival")), waves=st.integers(1, 2),
                       token_chunk=st.integers(0, 9)),
        residuals=st.sampled_from(RESIDUALS))
 def test_the_shape_and_the_plan_in_a_text_are_exact(shape: Shape, plan: Plan, residuals: str) -> None:

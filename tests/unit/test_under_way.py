@@ -19,7 +19,7 @@ import megacompile
 from megacompile import scheduling
 from megacompile.finetuning.progress import ProgressDisplay
 from megacompile.predict.hardware import Hardware
-from megacompile.runtime.page_locking import lock_all
+from megacompile.runtime.pinning import pin_all
 from megacompile.sizes import format_bytes
 from megacompile.streaming import shapes
 from megacompile.streaming.binding import Binder
@@ -166,16 +166,16 @@ def test_planning_and_compiling_are_said_in_a_step(display: Display, model: Any,
     model(**tiny_models.batch(rows=5, length=13)).loss.backward()
 
 
-def test_page_locking_is_said_with_how_much_is_done(display: Display) -> None:
-    locked: list[int] = []
+def test_pinning_is_said_with_how_much_is_done(display: Display) -> None:
+    pinned: list[int] = []
 
     def lock(memory: torch.Tensor) -> None:
-        display.waiting(f"page-locking host memory: {format_bytes(1024 * len(locked))} of {format_bytes(3072)}, ")
-        locked.append(memory.nbytes)
+        display.waiting(f"pinning host memory: {format_bytes(1024 * len(pinned))} of {format_bytes(3072)}, ")
+        pinned.append(memory.nbytes)
 
     backend: Any = SimpleNamespace(lock=lock)
-    lock_all(backend, (torch.empty(1024, dtype=torch.uint8) for _ in range(3)))
-    assert locked == [1024] * 3 and display.lines[-1] == ""
+    pin_all(backend, (torch.empty(1024, dtype=torch.uint8) for _ in range(3)))
+    assert pinned == [1024] * 3 and display.lines[-1] == ""
 
 
 def test_moving_weights_is_said(display: Display, monkeypatch: pytest.MonkeyPatch) -> None:

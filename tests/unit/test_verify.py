@@ -15,7 +15,7 @@ from megacompile.verify.ordering import Clocks
 from megacompile.verify.verifier import RULES, verify
 
 STREAMED: dict[str, Any] = {"layers": 2, "micro_batches": (1, 1)}
-SLABS: dict[str, Any] = {**STREAMED, "locked": False}
+SLABS: dict[str, Any] = {**STREAMED, "pinned": False}
 RESIDENT: dict[str, Any] = {**STREAMED, "resident": ("layers.0", "layers.1")}
 ARRIVAL: dict[str, Any] = {**STREAMED, "whole_step": True, "update": "arrival"}
 SUMS: dict[str, Any] = {**STREAMED, "whole_step": True, "waves": 2, "host_sums": ("layers.1", "epilogue")}

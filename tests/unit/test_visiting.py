@@ -215,6 +215,6 @@ def test_checkpoints_go_to_the_host_where_visits_need_their_memory() -> None:
 
 
 @pytest.mark.parametrize(("speed", "options"), [(1e13, {}), (1e8, {"visiting_state": ()}), (1e8, {"update": "arrival"}),
-                                                (1e8, {"locked_memory": "1GiB"})], ids=str)
+                                                (1e8, {"pinned_memory": "1GiB"})], ids=str)
 def test_none_visit_where_it_gains_nothing_or_is_not_wanted(speed: float, options: dict[str, Any]) -> None:
     assert schedule(speed, **options).plan.visiting_state == ()

@@ -51,7 +51,7 @@ def loop() -> Callable[..., dict[str, torch.Tensor]]:
 
 @pytest.mark.parametrize("bf16", [False, True])
 @pytest.mark.parametrize("options", [
-    {}, {"waves": 3}, {"waves": 2, "saved_layers": 3}, {"waves": 2, "checkpoint_interval": 2, "locked_memory": "32KiB"},
+    {}, {"waves": 3}, {"waves": 2, "saved_layers": 3}, {"waves": 2, "checkpoint_interval": 2, "pinned_memory": "32KiB"},
     {"waves": 3, "resident": "all"}, {"reference": True, "waves": 3}, {"waves": 2, "resident_state": "all"},
     {"resident_state": ("prologue", "model.layers.1"), "saved_layers": 1}, {"waves": 3, "host_checkpoints": True},
     {"waves": 2, "host_checkpoints": True, "checkpoint_interval": 2}], ids=str)
@@ -62,7 +62,7 @@ def test_a_whole_step_gives_the_bits_of_the_plain_loop(options: dict[str, Any], 
 
 
 @pytest.mark.parametrize("bf16", [False, True])
-@pytest.mark.parametrize("options", [{}, {"waves": 3, "resident": "all"}, {"waves": 2, "locked_memory": "32KiB"},
+@pytest.mark.parametrize("options", [{}, {"waves": 3, "resident": "all"}, {"waves": 2, "pinned_memory": "32KiB"},
                                      {"waves": 2, "resident_state": ("prologue", "model.layers.1")}], ids=str)
 def test_updates_on_arrival_give_the_bits_of_an_unclipped_loop(options: dict[str, Any], bf16: bool, loop: Any) -> None:
     ours, theirs = weights(True, None, "backward", bf16, **options), loop(None, bf16)
@@ -70,7 +70,7 @@ def test_updates_on_arrival_give_the_bits_of_an_unclipped_loop(options: dict[str
 
 
 @pytest.mark.parametrize("options", [{}, {"waves": 3, "resident": ("model.layers.1",)},
-                                     {"locked_memory": "32KiB", "resident": "all"}], ids=str)
+                                     {"pinned_memory": "32KiB", "resident": "all"}], ids=str)
 def test_the_order_of_updates_on_arrival_changes_no_bit(options: dict[str, Any], loop: Any, monkeypatch: pytest.MonkeyPatch
                                                         ) -> None:
     choose = Planner.choose

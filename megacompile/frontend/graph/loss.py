@@ -1,7 +1,7 @@
-"""The loss as a sum over target tokens, divided by a normaliser that comes from outside.
+"""The loss as a sum over target tokens, divided by a denominator that is an input.
 
-A mean over a micro-batch is no mean over the batch. The epilogue therefore computes `sum / normaliser`, where the
-normaliser is an input: the whole batch's number of target tokens, which `TargetCount` reads off the labels with the
+The mean over a micro-batch is not the mean over the batch. The epilogue therefore computes `sum / loss_denominator`. The
+denominator is an input: the whole batch's number of target tokens, which `TargetCount` reads off the labels with the
 model's own shift and ignore_index, or the user's `num_items_in_batch`.
 """
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megacompile.frontend.templates.joint import cut_graph, forward_graph
 from megacompile.frontend.templates.template import Source
 from megacompile.frontend.tracing.model_graph import ModelGraph
 
-NORMALISER, SHARE = Source("normaliser"), Source("share")
+DENOMINATOR, SHARE = Source("loss_denominator"), Source("share")
 _OF_ELEMENTS = frozenset({F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy,
                           F.binary_cross_entropy_with_logits})
 
@@ -43,7 +43,7 @@ class TargetCount:
 
 
 def normalise_loss(model: ModelGraph, loss: fx.Node) -> TargetCount | None:
-    """Rewrite `model` so that `loss` is a cross entropy's sum over the normaliser, a new last placeholder.
+    """Rewrite `model` so that `loss` is a cross entropy's sum over the loss denominator, a new last placeholder.
 
     Recognised: a mean over target tokens or over elements of targets, and a sum divided by something computed from the
     batch alone; all may be cast, and multiplied or divided by numbers, afterwards. Where such a loss and others are added up,
@@ -125,10 +125,10 @@ def _normalise_elements(model: ModelGraph, node: fx.Node) -> TargetCount | None:
 
 
 def _divided(model: ModelGraph, loss: fx.Node, total: fx.Node) -> None:
-    """Lets whoever reads `loss` read `total` over the normaliser."""
-    normaliser = _scalar(model, "normaliser", NORMALISER)
+    """Lets whoever reads `loss` read `total` over the loss denominator."""
+    loss_denominator = _scalar(model, "loss_denominator", DENOMINATOR)
     with model.graph.graph.inserting_after(total):
-        mean = model.graph.graph.call_function(operator.truediv, (total, normaliser))
+        mean = model.graph.graph.call_function(operator.truediv, (total, loss_denominator))
         mean.meta = dict(loss.meta)
     loss.replace_all_uses_with(mean, delete_user_cb=lambda user: user is not mean)
     model.graph.recompile()
@@ -187,7 +187,7 @@ def _normalise_sum(model: ModelGraph, total: fx.Node, divisor: fx.Node) -> Targe
     if count is None:
         return None
     division = next(iter(total.users))
-    division.replace_input_with(divisor, _scalar(model, "normaliser", NORMALISER))
+    division.replace_input_with(divisor, _scalar(model, "loss_denominator", DENOMINATOR))
     model.graph.recompile()
     return count
 

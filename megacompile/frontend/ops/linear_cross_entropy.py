@@ -22,12 +22,12 @@ from megacompile.ir.token_loop import accumulate_product
 
 
 def _linear_cross_entropy(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, normaliser: Tensor, ignore_index: int,
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, loss_denominator: Tensor, ignore_index: int,
     scale: float, softcap: float, chunk: int, needs_weight_gradient: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """sum over tokens of -log softmax(y)[target], / normaliser, where y = capped(scale * (hidden @ weight.T + bias)).
+    """sum over tokens of -log softmax(y)[target], / loss_denominator, where y = capped(scale * (hidden @ weight.T + bias)).
 
-    hidden [N, D]; weight [V, D]; bias [V] or None; targets int64 [N], where `ignore_index` counts nothing; normaliser
+    hidden [N, D]; weight [V, D]; bias [V] or None; targets int64 [N], where `ignore_index` counts nothing; loss_denominator
     float32 []; softcap 0 for none; chunk, tokens at a time. The softmax is computed in float32.
     Returns the loss, float32 [], and the gradients for a unit loss: of hidden, [N, D] in its dtype; of weight, float32
     [V, D], accumulated in float32 over chunks; of bias, float32 [V]; empty where not needed.
@@ -39,7 +39,7 @@ def _linear_cross_entropy(
     for start in range(0, hidden.shape[0], chunk):
         piece, target = hidden[start:start + chunk], targets[start:start + chunk]
         counts = target != ignore_index
-        factor = torch.where(counts, 1 / normaliser, 0.0)
+        factor = torch.where(counts, 1 / loss_denominator, 0.0)
         scores = F.linear(piece, weight, bias)
         known = torch.where(counts, target, 0)
         if hidden.is_cuda:
@@ -54,7 +54,7 @@ def _linear_cross_entropy(
         if needs_weight_gradient:
             accumulate_product(grad_weight, grad.t(), piece)
     # Without any token that counts this is 0 / 0, NaN, and the gradients are 0, as in native training.
-    return loss / normaliser, grad_hidden, grad_weight, grad_bias
+    return loss / loss_denominator, grad_hidden, grad_weight, grad_bias
 
 
 def _chunk_gradient(
@@ -95,7 +95,7 @@ def _fused_chunk_gradient(
 
 
 def _linear_cross_entropy_fake(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, normaliser: Tensor, ignore_index: int,
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, loss_denominator: Tensor, ignore_index: int,
     scale: float, softcap: float, chunk: int, needs_weight_gradient: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     def empty(*shape: int | torch.SymInt) -> Tensor:
@@ -108,7 +108,7 @@ def _linear_cross_entropy_fake(
 
 linear_cross_entropy = torch.library.custom_op(
     "megacompile::linear_cross_entropy", _linear_cross_entropy, mutates_args=(), schema=(
-        "(Tensor hidden, Tensor weight, Tensor? bias, Tensor targets, Tensor normaliser, int ignore_index, "
+        "(Tensor hidden, Tensor weight, Tensor? bias, Tensor targets, Tensor loss_denominator, int ignore_index, "
         "float scale, float softcap, int chunk, bool needs_weight_gradient) -> (Tensor, Tensor, Tensor, Tensor)"))
 linear_cross_entropy.register_fake(_linear_cross_entropy_fake)
 

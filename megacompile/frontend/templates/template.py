@@ -49,7 +49,7 @@ KEEPING = frozenset({"forward_saving", "backward"})
 class Source:
     """What feeds one positional input of a call.
 
-    kind: "parameter" | "buffer" | "batch" | "size" | "carried" | "shared" | "normaliser" | "share" | "total" |
+    kind: "parameter" | "buffer" | "batch" | "size" | "carried" | "shared" | "loss_denominator" | "share" | "total" |
         "random".
     name: parameter, buffer: the qualified name in the model, a tied parameter's first; batch, size: the batch argument.
     index: size: the dimension; carried: which output of the previous call; shared: which output of the prologue;

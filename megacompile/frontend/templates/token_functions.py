@@ -17,7 +17,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx
 
 from megacompile.errors import UnsupportedError, first_line
-from megacompile.frontend.graph.loss import NORMALISER
+from megacompile.frontend.graph.loss import DENOMINATOR
 from megacompile.frontend.graph.split import Section, needs_gradient
 from megacompile.frontend.templates.build import LOSSES_OF_TOKENS, Renaming, with_results
 from megacompile.frontend.templates.joint import cut_graph, forward_graph
@@ -94,7 +94,7 @@ def _check_alone(model: ModelGraph, renaming: Renaming, name: str, module: fx.Gr
 
 def with_loss(model: ModelGraph, renaming: Renaming, logits: Section, function: Callable[..., Any],
               described: Described) -> Section:
-    """The epilogue whose loss is the sum of a function's values of tokens over the normaliser; and its logits.
+    """The epilogue whose loss is the sum of a function's values of tokens over the loss denominator; and its logits.
 
     Raises `UnsupportedError` as `with_function`, and for a function that does not return one differentiable value a token."""
     name = name_of(function)
@@ -104,17 +104,17 @@ def with_loss(model: ModelGraph, renaming: Renaming, logits: Section, function: 
     if len(values) != 1 or values[0].meta["example_value"].dim() != 2 or not section.has_gradient[0]:
         raise UnsupportedError(f"the loss {name} returns something else than one differentiable value for each token: let it "
                                "return a tensor with as many elements as logits have rows")
-    normaliser = _placeholder(model, graph, "normaliser", (), torch.float32)
+    loss_denominator = _placeholder(model, graph, "loss_denominator", (), torch.float32)
     (value,) = values
     ((scores, *_),) = (made.all_input_nodes for made in value.all_input_nodes)
     with graph.inserting_before(output):
         total = graph.call_function(torch.sum, (value,), {"dtype": torch.float32})
-        loss = graph.call_function(operator.truediv, (total, normaliser))
+        loss = graph.call_function(operator.truediv, (total, loss_denominator))
     with model.fakes, torch.enable_grad():
         loss.meta["example_value"] = value.meta["example_value"].sum(dtype=torch.float32)
     output.args = ((loss, scores),)
     section.graph.recompile()
-    return Section("epilogue", section.graph, [*section.sources, NORMALISER], [True, logits.has_gradient[0]], [False, False])
+    return Section("epilogue", section.graph, [*section.sources, DENOMINATOR], [True, logits.has_gradient[0]], [False, False])
 
 
 def _placeholder(model: ModelGraph, graph: fx.Graph, name: str, shape: Sequence[Any], dtype: torch.dtype) -> fx.Node:

@@ -23,7 +23,7 @@ from megacompile.frontend.tracing.layers import find_layers, share_weights
 from megacompile.frontend.tracing.model_graph import ModelGraph, capture_model_graph
 from megacompile.frontend.tracing.recorders import install_recorders
 from megacompile.frontend.tracing.rehearsal import Rehearsal, rehearse
-from megacompile.ir.plan import Form
+from megacompile.ir.plan import CaptureKey
 
 
 class Traced(NamedTuple):
@@ -43,7 +43,7 @@ class Traced(NamedTuple):
 
 
 def trace(
-    model: nn.Module, layers: tuple[str, ...], example: Mapping[str, Tensor] | None, form: Form,
+    model: nn.Module, layers: tuple[str, ...], example: Mapping[str, Tensor] | None, key: CaptureKey,
     size: tuple[int, int] = CAPTURE_SHAPE, images_apart: bool = False, whole: bool = False,
 ) -> Traced:
     """A trace of the model, with our attention if its layers call it; with all of its layers if `whole`.
@@ -52,17 +52,17 @@ def trace(
     future: such a model is captured again with the attention implementation it came with. `images_apart`: images are traced as
     a number of their own (see `rows.py`).
     """
-    ours = our_attention(model, example, form)
-    shown = _rehearsed(model, layers, example, form, size, ours)
+    ours = our_attention(model, example, key)
+    shown = _rehearsed(model, layers, example, key, size, ours)
     for attention in dict.fromkeys((None if shown.without_attention else ours, None)):
         try:
-            found = _traced(model, layers, example, form, size, attention, images_apart, shown.again, whole)
+            found = _traced(model, layers, example, key, size, attention, images_apart, shown.again, whole)
         except (UnsupportedError, CaptureError):
             if attention is not None:  # biases, a mask that layers index: what our op lacks, the model's own has
                 continue
             raise
         graph, batch = found.graph, found.batch
-        if images_apart and not join_rows(graph, images_of(batch), form.images):
+        if images_apart and not join_rows(graph, images_of(batch), key.images):
             raise CaptureError(f"{type(model).__name__} does more with the list of its images' features than to join it, so "
                                "that a graph would hold for one number of images: compute with "
                                f"{', '.join(sorted(images_of(batch)))} as one tensor [batch, ...], without a list")
@@ -71,29 +71,29 @@ def trace(
     raise AssertionError("the last trace is always returned")
 
 
-def our_attention(model: nn.Module, example: Mapping[str, Tensor] | None, form: Form) -> str | None:
+def our_attention(model: nn.Module, example: Mapping[str, Tensor] | None, key: CaptureKey) -> str | None:
     """The name of our attention for batches of a form; None where the model has its own."""
     if not is_transformers_model(model):
         return None
-    asked = (*form.further, *masks_of(example))
+    asked = (*key.further, *masks_of(example))
     return implementation_for(asked, model.config._attn_implementation)  # type: ignore[union-attr, arg-type]
 
 
 def _rehearsed(
-    model: nn.Module, layers: tuple[str, ...], example: Mapping[str, Tensor] | None, form: Form, size: tuple[int, int],
+    model: nn.Module, layers: tuple[str, ...], example: Mapping[str, Tensor] | None, key: CaptureKey, size: tuple[int, int],
     attention: str | None,
 ) -> Rehearsal:
-    fakes, twin, batch, options = subject(model, layers, example, form, size, attention)
+    fakes, twin, batch, options = subject(model, layers, example, key, size, attention)
     with fakes:
-        return rehearse(twin, model_arguments(batch, form.images), options, find_layers(twin, layers))
+        return rehearse(twin, model_arguments(batch, key.images), options, find_layers(twin, layers))
 
 
 def _traced(
-    model: nn.Module, layers: tuple[str, ...], example: Mapping[str, Tensor] | None, form: Form, size: tuple[int, int],
+    model: nn.Module, layers: tuple[str, ...], example: Mapping[str, Tensor] | None, key: CaptureKey, size: tuple[int, int],
     attention: str | None, images_apart: bool, each_call: bool = False, whole: bool = False,
 ) -> Traced:
     """A trace with this attention. Where layers run more than once, or share weights, each call was traced for itself."""
-    fakes, twin, batch, options = subject(model, layers, example, form, size, attention)
+    fakes, twin, batch, options = subject(model, layers, example, key, size, attention)
     if images_apart:
         batch |= traced_apart(batch, fakes)
     stack = find_layers(twin, layers)
@@ -102,23 +102,23 @@ def _traced(
     shortened = None
     if not (each_call or images_apart or whole):
         with fakes:
-            shortened = shorten(twin, model_arguments(batch, form.images), options, stack)
+            shortened = shorten(twin, model_arguments(batch, key.images), options, stack)
         stack = find_layers(twin, layers)
-    graph = capture_model_graph(twin, batch, stack, fakes, options, functools.partial(model_arguments, each=form.images),
+    graph = capture_model_graph(twin, batch, stack, fakes, options, functools.partial(model_arguments, each=key.images),
                                 each_call)
     if not each_call and any(call.visit > 1 for call in layer_calls(graph, twin, stack)):
-        return _traced(model, layers, example, form, size, attention, images_apart, each_call=True)
+        return _traced(model, layers, example, key, size, attention, images_apart, each_call=True)
     return Traced(graph, twin, batch, attention, shortened)
 
 
 def subject(
-    model: nn.Module, layers: tuple[str, ...], example: Mapping[str, Tensor] | None, form: Form, size: tuple[int, int],
+    model: nn.Module, layers: tuple[str, ...], example: Mapping[str, Tensor] | None, key: CaptureKey, size: tuple[int, int],
     attention: str | None,
 ) -> tuple[FakeTensorMode, nn.Module, dict[str, Tensor], dict[str, Any]]:
     """What a trace runs: the fakes' mode, the twin, its batch and further arguments."""
     fakes = FakeTensorMode(shape_env=ShapeEnv())
-    twin = fake_twin(model, fakes, attention, training=not form.evaluating, layers=layers)
-    if form.without_adapters:
+    twin = fake_twin(model, fakes, attention, training=not key.evaluating, layers=layers)
+    if key.without_adapters:
         switch_off_adapters(twin)
-    batch = fake_batch(model, dict(example) if example is not None else None, fakes, size, form.further, form.images)
+    batch = fake_batch(model, dict(example) if example is not None else None, fakes, size, key.further, key.images)
     return fakes, twin, batch, {"use_cache": False} if "use_cache" in forward_signature(model).parameters else {}

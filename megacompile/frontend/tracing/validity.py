@@ -13,50 +13,50 @@ from megacompile.frontend.batches.patches import model_arguments
 from megacompile.frontend.tracing.fake_model import CAPTURE_SHAPE
 from megacompile.frontend.tracing.modes import Said, alike, operations, torch_calls
 from megacompile.frontend.tracing.trace import Traced, subject, trace
-from megacompile.ir.plan import Form
+from megacompile.ir.plan import CaptureKey
 from megacompile.system.under_way import under_way
 
 
 class Validity:
-    """Where a capture holds. `found`: its trace of `model`, with `layers`, for an `example` in a `form`; `images_apart`:
-    the number of images is a size of its own. State: `unlike`, traces that turned out to be forms of their own."""
+    """Where a capture holds. `found`: its trace of `model`, with `layers`, for an `example` and a `key`; `images_apart`:
+    the number of images is a size of its own. State: `unlike`, traces that differ, by their own key."""
 
-    def __init__(self, model: nn.Module, layers: tuple[str, ...], example: Mapping[str, Tensor] | None, form: Form,
+    def __init__(self, model: nn.Module, layers: tuple[str, ...], example: Mapping[str, Tensor] | None, key: CaptureKey,
                  found: Traced, images_apart: bool) -> None:
-        self.model, self.layers, self.example, self.form = model, layers, example, form
+        self.model, self.layers, self.example, self.key = model, layers, example, key
         self.images_apart, self.attention = images_apart, found.attention
         self.performed, self.repeats = operations(found.graph), found.repeats
         self.said = found.shortened.said if found.shortened is not None else None
-        self.unlike: dict[Form, Traced] = {}
+        self.unlike: dict[CaptureKey, Traced] = {}
         self.called = functools.cache(self._called)
         self.holds = functools.cache(self._holds)
 
-    def _called(self, form: Form, size: tuple[int, int]) -> tuple[Said, ...] | None:
-        fakes, twin, batch, options = subject(self.model, self.layers, self.example, form, size, self.attention)
+    def _called(self, key: CaptureKey, size: tuple[int, int]) -> tuple[Said, ...] | None:
+        fakes, twin, batch, options = subject(self.model, self.layers, self.example, key, size, self.attention)
         with fakes:
-            return torch_calls(twin, model_arguments(batch, form.images), options)
+            return torch_calls(twin, model_arguments(batch, key.images), options)
 
     def _holds(self, training: bool, size: tuple[int, int]) -> bool:
         """Whether the model computes the same in a mode and for a batch of [batch, length] `size`."""
-        form = dataclasses.replace(self.form, evaluating=not training)
+        key = dataclasses.replace(self.key, evaluating=not training)
         exact = size == CAPTURE_SHAPE  # else some whole numbers are sizes
-        expected = self.said if self.said is not None else self.called(self.form, CAPTURE_SHAPE)
-        called = None if expected is None else self.called(form, size)
+        expected = self.said if self.said is not None else self.called(self.key, CAPTURE_SHAPE)
+        called = None if expected is None else self.called(key, size)
         if expected is not None and called is not None and alike(called, expected, exact):
             return True
         with recording(), under_way(f"tracing {type(self.model).__name__} in another mode or size"):
-            made = trace(self.model, self.layers, self.example, form, size, self.images_apart)
+            made = trace(self.model, self.layers, self.example, key, size, self.images_apart)
             if made.repeats == self.repeats:
                 same = alike(operations(made.graph), self.performed, exact)
             else:  # other layers were traced
-                same = alike(self._operations(form, size), self._operations(self.form, CAPTURE_SHAPE), exact)
+                same = alike(self._operations(key, size), self._operations(self.key, CAPTURE_SHAPE), exact)
         if not same and exact and not self.images_apart:
-            self.unlike[form] = made
+            self.unlike[key] = made
         return same
 
-    def _operations(self, form: Form, size: tuple[int, int]) -> tuple[Said, ...]:
+    def _operations(self, key: CaptureKey, size: tuple[int, int]) -> tuple[Said, ...]:
         """With all layers."""
-        return operations(trace(self.model, self.layers, self.example, form, size, self.images_apart, whole=True).graph)
+        return operations(trace(self.model, self.layers, self.example, key, size, self.images_apart, whole=True).graph)
 
 
 @contextlib.contextmanager

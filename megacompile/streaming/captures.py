@@ -1,4 +1,4 @@
-"""The forms of one streamed model: graphs, plans and kernels for each kind of batch, over the same tiles.
+"""The captures of one streamed model: graphs, plans and kernels for each kind of batch, over the same tiles.
 
 A plain batch has the graphs that the model was streamed with. Padding that must be seen, several sequences in a row, evaluation
 mode where it computes something else: each has graphs of its own, captured when the first such batch comes.
@@ -19,7 +19,7 @@ from megacompile.frontend.templates.template import TemplateInput
 from megacompile.frontend.tracing.adapters import forward_signature
 from megacompile.inputs.batch import batch_types
 from megacompile.inputs.repacking import Repacking
-from megacompile.ir.plan import PLAIN, Form
+from megacompile.ir.plan import PLAIN, CaptureKey
 from megacompile.planning.config import StreamConfig
 from megacompile.planning.device import device_budget
 from megacompile.planning.memory_budget import margins
@@ -35,7 +35,7 @@ from megacompile.weights.tiling import Tiling
 
 @dataclass(frozen=True)
 class Served:
-    """What serves batches of one form."""
+    """What serves the batches of one capture key."""
 
     captured: CapturedModel
     planner: Planner
@@ -52,8 +52,8 @@ class Served:
         return self.binder.device
 
 
-class Forms:
-    """State: what serves each form that has come."""
+class ModelCaptures:
+    """State: what serves each capture key so far."""
 
     def __init__(self, model: nn.Module, captured: CapturedModel, tiling: Tiling, config: StreamConfig, backend: Backend,
                  host_bytes: int) -> None:
@@ -61,7 +61,7 @@ class Forms:
         self.parameters = frozenset(forward_signature(model).parameters)  # of the model's forward, by name
         compiling = config.compile if config.compile is not None else backend.device.type == "cuda"
         budget = device_budget(config, backend.free_bytes())
-        planner = Planner(captured, tiling, config, budget, parse_bytes(config.locked_memory), *margins(backend.device.type),
+        planner = Planner(captured, tiling, config, budget, parse_bytes(config.pinned_memory), *margins(backend.device.type),
                           fused=compiling, host_bytes=host_bytes, output=captured.main_output, keeping=True)
         planner.pace = pace_of(captured, tiling, Hardware.known(backend.device), compiling, config.passes)
         binder = Binder(captured, tiling, backend.device, compiling, compiling and config.dynamic is not False,
@@ -70,59 +70,59 @@ class Forms:
         self.adapters = AdapterStates(model)
         self.repacking = Repacking(self, config.repack)
         self._known = {PLAIN: self.first}
-        self._reads_masks: dict[Form, bool] = {}
+        self._reads_masks: dict[CaptureKey, bool] = {}
 
     def __iter__(self) -> Iterator[Served]:
         return iter(self._known.values())
 
-    def form_of(self, further: tuple[str, ...], training: bool, images: int = 1) -> Form:
-        """The form of a batch with `further` arguments and `images` for each sequence in a mode, with adapters as they are now;
-        that of training mode where evaluation mode is the same."""
-        form = Form(further, without_adapters=self.adapters.disabled(), images=images)
-        return form if training or self.serve(form).captured.same_in_evaluation() else replace(form, evaluating=True)
+    def capture_key(self, further: tuple[str, ...], training: bool, images: int = 1) -> CaptureKey:
+        """The capture key of a batch with `further` arguments and `images` for each sequence, and adapters as they are. The
+        key of training mode also serves evaluation mode where both compute the same."""
+        key = CaptureKey(further, without_adapters=self.adapters.disabled(), images=images)
+        return key if training or self.serve(key).captured.same_in_evaluation() else replace(key, evaluating=True)
 
-    def reads_masks(self, form: Form) -> bool:
-        """Whether our attention, in every layer, reads the masks of pairs that a form's batches have. May capture it."""
-        if form not in self._reads_masks:
+    def reads_masks(self, key: CaptureKey) -> bool:
+        """Whether our attention, in every layer, reads the masks of pairs of a key's batches. May capture it."""
+        if key not in self._reads_masks:
             try:
-                self._reads_masks[form] = self.serve(form).captured.fused_attention
+                self._reads_masks[key] = self.serve(key).captured.fused_attention
             except (CaptureError, UnsupportedError):
-                self._reads_masks[form] = False
-        return self._reads_masks[form]
+                self._reads_masks[key] = False
+        return self._reads_masks[key]
 
     def check_modes(self, captured: CapturedModel) -> None:
         """Raises `UnsupportedError` where modules inside the model are in another mode than they were captured in, and that
         matters."""
         unlike = [name for name, module in self.model.named_modules() if module.training is (name in captured.evaluating)]
-        if unlike and (captured.form.evaluating or not captured.same_in_evaluation()):
+        if unlike and (captured.key.evaluating or not captured.same_in_evaluation()):
             module = self.model.get_submodule(unlike[0])
             mode, call = ("training", "eval") if module.training else ("evaluation", "train")
             raise UnsupportedError(
                 f"{unlike[0]} is in {mode} mode and {type(self.model).__name__} is not, which graphs of the whole model do not "
                 f"know: call model.{call}(), or let the {call}() of the model's class leave it as it is, before stream()")
 
-    def serve(self, form: Form) -> Served:
-        """What serves a form, captured at its first use. Raises what capturing raises, and `UnsupportedError` where the model
+    def serve(self, key: CaptureKey) -> Served:
+        """What serves a key, captured at its first use. Raises what capturing raises, and `UnsupportedError` where the model
         reads other weights then than the tiles were made for."""
-        if form not in self._known:
-            self._known[form] = self._capture(form)
-        return self._known[form]
+        if key not in self._known:
+            self._known[key] = self._capture(key)
+        return self._known[key]
 
-    def _capture(self, form: Form) -> Served:
+    def _capture(self, key: CaptureKey) -> Served:
         planner, binder = self.first.planner, self.first.binder
         try:
-            captured = self.first.captured.in_form(form)
+            captured = self.first.captured.for_key(key)
         except CaptureError as reason:
-            if not masks_in(form.further):
+            if not masks_in(key.further):
                 raise
-            raise CaptureError(f"{type(self.model).__name__} cannot be captured with {', '.join(form.further)}: leave the mask "
+            raise CaptureError(f"{type(self.model).__name__} cannot be captured with {', '.join(key.further)}: leave the mask "
                                f"out, or pass one that the model takes without streaming\n{reason}") from reason
         read = {source.name for call in captured.calls for source in call.sources if source.kind == "batch"}
-        if ignored := [key for key in map(argument, form.further) if key not in read]:
+        if ignored := [name for name in map(argument, key.further) if name not in read]:
             raise UnsupportedError(f"{type(self.model).__name__} does nothing with {', '.join(ignored)}: leave it out")
-        if not self._reads_as_planned(captured, form):
-            what = ("without its adapters" if form.without_adapters else "in evaluation mode" if form.evaluating
-                    else f"with {', '.join(form.further)}")
+        if not self._reads_as_planned(captured, key):
+            what = ("without its adapters" if key.without_adapters else "in evaluation mode" if key.evaluating
+                    else f"with {', '.join(key.further)}")
             raise UnsupportedError(f"{what} the model reads its weights in other layers than in training without: a streamed "
                                    "model cannot do both, leave it out")
         pace = planner.pace and pace_of(captured, self.tiling, planner.pace.durations.hardware, binder.compiling,
@@ -130,7 +130,7 @@ class Forms:
         return Served(captured, replace(planner, captured=captured, pace=pace),
                       replace(binder, captured=captured, compiled={}, for_any_rows={}))
 
-    def _reads_as_planned(self, captured: CapturedModel, form: Form) -> bool:
+    def _reads_as_planned(self, captured: CapturedModel, key: CaptureKey) -> bool:
         """Whether there are the same calls, and each reads parameters of its own tiles, of each of them; where adapters are
         off, and nothing is trained, of some."""
         if [call.name for call in captured.calls] != [call.name for call in self.first.captured.calls]:
@@ -138,6 +138,6 @@ class Forms:
         for call in captured.calls:
             places = [self.tiling.read_at.get(source.name) for source in call.sources if source.kind == "parameter"]
             read, own = {place[0] if place is not None else None for place in places}, set(self.tiling.tiles_of[call.name])
-            if read - own or (read != own and not form.without_adapters):
+            if read - own or (read != own and not key.without_adapters):
                 return False
         return True

@@ -1,4 +1,4 @@
-"""Page-locking memory that is there, which takes a second for each few GiB."""
+"""Pinning memory that is there, which takes a second for each few GiB."""
 from __future__ import annotations
 
 from collections.abc import Iterable
@@ -11,11 +11,11 @@ from megacompile.system.under_way import at, under_way
 from .lanes import Backend
 
 
-def lock_all(backend: Backend, memory: Iterable[Tensor]) -> None:
+def pin_all(backend: Backend, memory: Iterable[Tensor]) -> None:
     """Raises what `Backend.lock` raises."""
     parts = list(memory)
     done, total = 0, sum(part.nbytes for part in parts)
-    with under_way("page-locking host memory"):
+    with under_way("pinning host memory"):
         for part in parts:
             at(f"{format_bytes(done)} of {format_bytes(total)}")
             backend.lock(part)
