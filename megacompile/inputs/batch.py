@@ -1,4 +1,7 @@
-"""What a user passes to a streamed model -> the batch that a program runs on. Honoured or refused, never ignored."""
+"""Reads the arguments of a call of a streamed model into the batch that a program runs on.
+
+Every argument is either honoured or refused with `UnsupportedError`; none is ignored.
+"""
 from __future__ import annotations
 
 import inspect
@@ -22,7 +25,7 @@ from megacompile.inputs.patches import align_patches
 from megacompile.inputs.repacking import Repacking, Wanted, present_tokens
 from megacompile.ir.plan import CaptureKey
 
-#: Arguments whose value changes nothing that a streamed model does, when they have one of these values.
+#: Arguments that do not affect a streamed model when they have one of these values.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "use_cache": (None, False), "return_dict": (None, True), "output_attentions": (None, False),
     "output_hidden_states": (None, False), "past_key_values": (None,), "cache_position": (None,),
@@ -30,44 +33,69 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 
 @dataclass(frozen=True)
-class Arguments:
-    """A call of the model, taken apart. `inputs`: the batch arguments that were given, in the model's order, tensors of
-    [batch, length, ...]; `loss_denominator`: the number of target tokens to divide by, or None if there are no labels; `kept`:
-    of how many last positions logits are, 0 for all; `hidden_states`: whether those of all layers are wanted. `layout`: where
-    the tokens of the caller's batch lie, if it was packed: `inputs` are the packed ones then. `useful_tokens`: how many of the
-    caller's tokens are not padding; `refusal`: why the batch was not packed, if it was not."""
+class BatchArguments:
+    """The arguments of one call of the model, read and checked.
 
-    inputs: dict[str, Tensor]
-    loss_denominator: Tensor | None
+    `inputs`: the batch arguments that were passed, in the model's order, tensors [rows, length, ...]; those of the packed
+    batch if the batch was packed. `rows`, `length`: their sizes. `key`: the capture that serves them. `has_labels`: whether
+    all labels were passed. `loss_denominator`: the number of target tokens that the loss is divided by, or None without labels.
+    `logits_to_keep`: the number of last positions to return logits for, 0 for all. `hidden_states`: whether the hidden states
+    of all layers were requested. `layout`: where the tokens of the caller's batch are in a packed batch, or None.
+    `useful_tokens`: the number of the caller's tokens that are not padding. `not_packed`: the reason why the batch was not
+    packed, or ""."""
+
+    inputs: Mapping[str, Tensor]
+    rows: int
+    length: int
+    key: CaptureKey
     has_labels: bool
-    kept: int = 0
+    loss_denominator: Tensor | None
+    logits_to_keep: int = 0
     hidden_states: bool = False
     layout: Layout | None = None
     useful_tokens: int = 0
-    refusal: str = ""
+    not_packed: str = ""
 
     @property
-    def size(self) -> tuple[int, int]:
-        """The caller's [batch, length]."""
-        if self.layout is not None:
-            return self.layout.size
-        rows, length = next(iter(self.inputs.values())).shape[:2]
-        return rows, length
+    def caller_size(self) -> tuple[int, int]:
+        """[batch, length] of the batch that the caller passed."""
+        return (self.rows, self.length) if self.layout is None else self.layout.size
 
     def packed(self, tensor: Tensor) -> Tensor:
-        """A tensor [batch, length, ...] of the caller's, as `inputs` are."""
+        """A tensor [batch, length, ...] of the caller, rearranged in the same way as `inputs`."""
         return tensor if self.layout is None else self.layout.pack(tensor)
 
     def unpacked(self, tensor: Tensor) -> Tensor:
-        """Values of the tokens of `inputs`, as the caller has its tokens: [batch, length, ...], zeros for padding."""
+        """Values of the tokens of `inputs`, rearranged as in the caller's batch: [batch, length, ...], zeros for padding."""
         return tensor if self.layout is None else self.layout.unpack(tensor)
 
 
 class RepackedCaptures(Captures, Protocol):
-    """The captures of a model, and which batches of uneven rows it packs."""
+    """The captures of a model that also decides which batches of uneven rows are packed."""
 
     @property
     def repacking(self) -> Repacking: ...
+
+
+@dataclass(frozen=True)
+class _Options:
+    """The arguments of a call that select outputs or scale the loss. `loss_denominator`: transformers' `num_items_in_batch`."""
+
+    loss_denominator: Any
+    logits_to_keep: Any
+    hidden_states: bool
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """A batch after packing. `inputs`: the batch arguments that every batch of the model has. `further`: the other arguments
+    that change what is computed (masks, positions). The rest as in `BatchArguments`."""
+
+    inputs: dict[str, Tensor]
+    further: dict[str, Tensor]
+    layout: Layout | None
+    useful_tokens: int
+    not_packed: str
 
 
 def batch_types(captured: CapturedModel) -> dict[str, TemplateInput]:
@@ -78,71 +106,63 @@ def batch_types(captured: CapturedModel) -> dict[str, TemplateInput]:
 
 
 def read_arguments(model: nn.Module, forward: Callable[..., Any], captures: RepackedCaptures, args: tuple[Any, ...],
-                   kwargs: Mapping[str, Any], wanted: Wanted = Wanted.ALL, differentiating: bool = False) -> Arguments:
-    """Raises `UnsupportedError` for an argument that cannot be honoured. Without all labels a forward gives logits; where it
-    is differentiated, with labels it gives nothing but the loss."""
-    name, plain = type(model).__name__, captures.first.captured
-    # Of a loss of the user's own: the model's forward may not know these.
+                   kwargs: Mapping[str, Any], wanted: Wanted = Wanted.ALL, differentiating: bool = False) -> BatchArguments:
+    """Reads the arguments of `forward(*args, **kwargs)`. `wanted`: the outputs that the caller reads; `differentiating`: a
+    backward may follow, so that a batch with labels returns only the loss.
+
+    The first batch of a new kind captures the model again. Raises `UnsupportedError` for an argument that cannot be
+    honoured."""
+    name, first = type(model).__name__, captures.first
+    given, options = _take_options(_bind(name, first.captured, forward, args, kwargs), first.captured)
+    given = align_patches(model, first.captured, given, first.device)
+    inputs = arrange_images(name, first.captured, _plain_inputs(name, first.captured, first.types, given))
+    if differentiating and first.captured.labels and set(first.captured.labels) <= inputs.keys():
+        wanted = Wanted.LOSS
+    rows = _pack(name, captures, given, inputs, model.training, wanted)
+    key, further = _choose_capture(captures, rows, model.training)
+    served = captures.serve(key)
+    captures.check_modes(served.captured)
+    inputs = rows.inputs | {argument: value if of_pairs(served.types.get(argument)) else
+                            _checked(name, argument, value, served.types.get(argument)) for argument, value in further.items()}
+    return _result(name, served.captured, served.types, inputs, key, options, rows)
+
+
+def _bind(name: str, plain: CapturedModel, forward: Callable[..., Any], args: tuple[Any, ...],
+          kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by name. Raises `UnsupportedError` if they do not match the signature of `forward`, or if they
+    ask for a key-value cache."""
+    # The user's loss function may take arguments that the model's forward does not.
     of_loss = {key: kwargs[key] for key in (*plain.labels, "num_items_in_batch") if plain.token_loss and key in kwargs}
+    signature = inspect.signature(forward)
     try:
-        given = dict(inspect.signature(forward).bind(*args, **{k: v for k, v in kwargs.items() if k not in of_loss}).arguments)
+        given = dict(signature.bind(*args, **{k: v for k, v in kwargs.items() if k not in of_loss}).arguments)
     except TypeError as error:
         raise UnsupportedError(f"{name}: {error}; a streamed model takes {', '.join(plain.batch_inputs)}") from error
-    for parameter in inspect.signature(forward).parameters.values():
+    for parameter in signature.parameters.values():
         if parameter.kind is parameter.VAR_KEYWORD:
             given |= given.pop(parameter.name, {})
-    if given.get("use_cache") is True:  # a loop that passes on what comes back would go on without what came before
+    if given.get("use_cache") is True:  # a decoding loop would pass only the newest token to its next call
         raise UnsupportedError(f"{name}: use_cache=True cannot be honoured, since a streamed model keeps no cache: leave it "
                                "out and pass all tokens, or call generate")
-    given |= of_loss
-    items = None if "num_items_in_batch" in plain.batch_inputs else given.pop("num_items_in_batch", None)
-    kept = given.pop("logits_to_keep", None)
-    kept = 0 if kept is None else kept
-    hidden_states = given.get("output_hidden_states") is True and bool(given.pop("output_hidden_states"))
-    given = align_patches(model, plain, given, captures.first.device)
-    inputs = arrange_images(name, plain, _inputs(name, plain, captures.first.types, given))
-    if given.get("output_router_logits") is plain.output.records_routers:
-        del given["output_router_logits"]
-    others = {key: value for key, value in given.items() if key not in plain.batch_inputs and not _neutral(key, value)}
-    further = further_arguments(name, plain, others, inputs, captures.parameters)
-    layout = None
-    mask = others.get("attention_mask")
-    if differentiating and plain.labels and set(plain.labels) <= inputs.keys():
-        wanted = Wanted.LOSS
-    present = present_tokens(inputs, mask, plain.labels, wanted)
-    packed = captures.repacking.pack(inputs, present, mask, further, model.training, wanted)
-    if not isinstance(packed, str):
-        inputs, layout = packed
-        further = {"position_ids": inputs.pop("position_ids")}
-
-    def capture_key(arguments: Mapping[str, Tensor]) -> CaptureKey:
-        said = tuple(sorted(described(key, value) for key, value in arguments.items()))
-        return captures.capture_key(said, model.training, images_of_each(captures.first.types, inputs))
-
-    further = hidden_as_bool(further, plain, lambda changed: captures.reads_masks(capture_key(changed)))
-    served = captures.serve(capture_key(further))
-    captured, types = served.captured, served.types
-    captures.check_modes(captured)
-    inputs |= {key: value if of_pairs(types.get(key)) else _checked(name, key, value, types.get(key))
-               for key, value in further.items()}
-    has_labels = captured.has_loss and all(key in inputs for key in captured.labels)
-    if not isinstance(kept, int) or kept < 0 or (kept and has_labels):
-        raise UnsupportedError(f"{name}: logits_to_keep must be a whole number, of a batch without labels: leave it out")
-    inputs = {key: inputs[key] for key in captured.batch_inputs if key in inputs and (has_labels or key not in captured.labels)}
-    loss_denominator = None
-    if items is not None and has_labels and not captured.has_loss_denominator:
-        raise UnsupportedError(f"{name}: num_items_in_batch cannot be honoured, since the loss is not a cross entropy over "
-                               "tokens: leave it out")
-    if has_labels and captured.has_loss_denominator:
-        assert captured.count_targets is not None
-        loss_denominator = captured.count_targets(inputs) if items is None else torch.as_tensor(items, dtype=torch.float32)
-    return Arguments(inputs, loss_denominator, has_labels, kept, hidden_states, layout, int(present.sum()),
-                     packed if isinstance(packed, str) else "")
+    return given | of_loss
 
 
-def _inputs(name: str, captured: CapturedModel, types: Mapping[str, TemplateInput],
-            given: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The batch arguments of plain batches that are `given`. Raises `UnsupportedError` where some are missing or do not fit."""
+def _take_options(given: Mapping[str, Any], plain: CapturedModel) -> tuple[dict[str, Any], _Options]:
+    """Separates the arguments that select outputs or scale the loss from the others."""
+    rest = dict(given)
+    items = None if "num_items_in_batch" in plain.batch_inputs else rest.pop("num_items_in_batch", None)
+    kept = rest.pop("logits_to_keep", None)
+    if hidden_states := rest.get("output_hidden_states") is True:
+        del rest["output_hidden_states"]
+    if rest.get("output_router_logits") is plain.output.records_routers:
+        del rest["output_router_logits"]
+    return rest, _Options(items, 0 if kept is None else kept, hidden_states)
+
+
+def _plain_inputs(name: str, captured: CapturedModel, types: Mapping[str, TemplateInput],
+                  given: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The arguments among `given` that every batch of the model has. Raises `UnsupportedError` if some are missing or if their
+    dtypes or sizes do not fit."""
     labels = captured.labels
     known = {key: given[key] for key in captured.batch_inputs if given.get(key) is not None}
     inputs = {key: _checked(name, key, value, types.get(key)) for key, value in known.items() if not of_pairs(types.get(key))}
@@ -150,7 +170,7 @@ def _inputs(name: str, captured: CapturedModel, types: Mapping[str, TemplateInpu
     inputs |= {key: torch.zeros(0, *types[key].shape[1:], dtype=types[key].dtype) for key in images - inputs.keys()}
     if missing := [key for key in captured.batch_inputs if key not in labels and key not in {*inputs, *known}]:
         raise UnsupportedError(f"{name}: {', '.join(missing)} must be given to a streamed model")
-    shapes = {tuple(tensor.shape[:2]) for key, tensor in inputs.items() if not _of_rows(types.get(key))}
+    shapes = {tuple(tensor.shape[:2]) for key, tensor in inputs.items() if not _is_per_row(types.get(key))}
     rows = next(iter(shapes))[0]
     sizes = {tensor.shape[0] for key, tensor in inputs.items() if key not in images}
     if sizes != {rows}:
@@ -161,18 +181,73 @@ def _inputs(name: str, captured: CapturedModel, types: Mapping[str, TemplateInpu
     inputs |= {key: read_typed_mask(name, key, value, next(iter(shapes)), types[key], captured)
                for key, value in known.items() if of_pairs(types.get(key))}
     if any(key in inputs for key in labels) and not all(key in inputs for key in labels):
-        raise UnsupportedError(f"{name}: the loss needs all of {', '.join(labels)}: give them all, or none for logits alone")
+        raise UnsupportedError(f"{name}: the loss needs all of {', '.join(labels)}: pass all of them, or none to get logits "
+                               "without a loss")
     return inputs
 
 
-def _of_rows(expected: TemplateInput | None) -> bool:
-    """Whether a batch argument has values for rows and not for tokens."""
+def _pack(name: str, captures: RepackedCaptures, given: Mapping[str, Any], inputs: dict[str, Tensor], training: bool,
+          wanted: Wanted) -> _Rows:
+    """Packs the rows of a batch if that changes no result, and reads the arguments that not every batch of the model has."""
+    plain = captures.first.captured
+    others = {key: value for key, value in given.items() if key not in plain.batch_inputs and not _is_neutral(key, value)}
+    further = further_arguments(name, plain, others, inputs, captures.parameters)
+    mask = others.get("attention_mask")
+    present = present_tokens(inputs, mask, plain.labels, wanted)
+    packed = captures.repacking.pack(inputs, present, mask, further, training, wanted)
+    if isinstance(packed, str):
+        return _Rows(inputs, further, None, int(present.sum()), packed)
+    inputs, layout = packed
+    return _Rows(inputs, {"position_ids": inputs.pop("position_ids")}, layout, int(present.sum()), "")
+
+
+def _choose_capture(captures: Captures, rows: _Rows, training: bool) -> tuple[CaptureKey, dict[str, Tensor]]:
+    """The capture for a batch, and the arguments that not every batch has, with masks in the form that the capture reads."""
+    images = images_of_each(captures.first.types, rows.inputs)
+
+    def key_of(further: Mapping[str, Tensor]) -> CaptureKey:
+        return captures.capture_key(tuple(sorted(described(*argument) for argument in further.items())), training, images)
+
+    further = hidden_as_bool(rows.further, captures.first.captured, lambda changed: captures.reads_masks(key_of(changed)))
+    return key_of(further), further
+
+
+def _result(name: str, captured: CapturedModel, types: Mapping[str, TemplateInput], inputs: Mapping[str, Tensor],
+            key: CaptureKey, options: _Options, rows: _Rows) -> BatchArguments:
+    """Raises `UnsupportedError` for options that do not go with the labels of the batch."""
+    has_labels = captured.has_loss and all(label in inputs for label in captured.labels)
+    kept = options.logits_to_keep
+    if not isinstance(kept, int) or kept < 0 or (kept and has_labels):
+        raise UnsupportedError(f"{name}: logits_to_keep must be a non-negative integer, and 0 for a batch with labels: leave "
+                               "it out")
+    inputs = {argument: inputs[argument] for argument in captured.batch_inputs
+              if argument in inputs and (has_labels or argument not in captured.labels)}
+    size = next(tensor.shape for argument, tensor in inputs.items() if not _is_per_row(types.get(argument)))
+    loss_denominator = _loss_denominator(name, captured, inputs, options.loss_denominator) if has_labels else None
+    return BatchArguments(inputs, size[0], size[1], key, has_labels, loss_denominator, kept, options.hidden_states, rows.layout,
+                          rows.useful_tokens, rows.not_packed)
+
+
+def _loss_denominator(name: str, captured: CapturedModel, inputs: Mapping[str, Tensor], given: Any) -> Tensor | None:
+    """The number that the loss is divided by: the caller's, or the number of target tokens; None for a loss that is not a mean
+    over tokens."""
+    if captured.has_loss_denominator:
+        assert captured.count_targets is not None
+        return captured.count_targets(inputs) if given is None else torch.as_tensor(given, dtype=torch.float32)
+    if given is not None:
+        raise UnsupportedError(f"{name}: num_items_in_batch cannot be honoured, since the loss is not a cross entropy over "
+                               "tokens: leave it out")
+    return None
+
+
+def _is_per_row(expected: TemplateInput | None) -> bool:
+    """Whether a batch argument has values for rows instead of tokens."""
     return expected is not None and (len(expected.shape) < 2 or expected.shape[1] != LENGTH)
 
 
 def _checked(name: str, key: str, value: Any, expected: TemplateInput | None) -> Tensor:
-    """The value in the captured dtype, and contiguous as the captured one was: its strides are part of the graphs."""
-    if expected is not None and _of_rows(expected):
+    """The value in the captured dtype. It is made contiguous, like the captured one: the graphs depend on its strides."""
+    if expected is not None and _is_per_row(expected):
         if isinstance(value, Tensor) and value.shape[1:] == expected.shape[1:] and value.dim():
             return value.to(dtype=expected.dtype).contiguous()
         what = f"of shape {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
@@ -189,36 +264,37 @@ def _checked(name: str, key: str, value: Any, expected: TemplateInput | None) ->
     if dtype is not None and torch.promote_types(value.dtype, dtype) != dtype:
         raise UnsupportedError(f"{name}: {key} is {value.dtype}, which {dtype} does not hold: cast it to {dtype}")
     if value.requires_grad:
-        raise UnsupportedError(f"{name}: {key} requires a gradient, and gets none from here: pass {key}.detach()")
+        raise UnsupportedError(f"{name}: {key} requires a gradient, which a streamed model does not compute: pass "
+                               f"{key}.detach()")
     return value.to(dtype=dtype).contiguous()
 
 
-def _neutral(key: str, value: Any) -> bool:
+def _is_neutral(key: str, value: Any) -> bool:
     if value is None:
         return True
     return any(value is v or (not isinstance(value, Tensor) and value == v) for v in _NEUTRAL.get(key, ()))
 
 
-def check_token_tensors(caller: str, tensors: Mapping[str, Any], given: Arguments, labels: tuple[str, ...]) -> None:
-    """Raises `UnsupportedError` unless each is a tensor [batch, length, ...] without a gradient, and the batch that `caller`
-    was given has no labels and asks for no choice of outputs."""
+def check_token_tensors(caller: str, tensors: Mapping[str, Any], given: BatchArguments, labels: tuple[str, ...]) -> None:
+    """Raises `UnsupportedError` unless each tensor is [batch, length, ...] and needs no gradient, and the batch passed to
+    `caller` has no labels and does not select outputs."""
     if labels and given.has_labels:
-        raise UnsupportedError(f"{caller} computes no loss: leave {', '.join(labels)} out of the batch; what a function takes "
-                               "is passed by its name")
-    if given.kept or given.hidden_states:
-        raise UnsupportedError(f"{caller} gives values of all positions: leave logits_to_keep and output_hidden_states out of "
-                               "the batch")
-    size = given.size
+        raise UnsupportedError(f"{caller} computes no loss: leave {', '.join(labels)} out of the batch; pass tensors for the "
+                               "function by keyword")
+    if given.logits_to_keep or given.hidden_states:
+        raise UnsupportedError(f"{caller} returns values for all positions: leave logits_to_keep and output_hidden_states out "
+                               "of the batch")
+    size = given.caller_size
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor) or tuple(tensor.shape[:2]) != size:
             what = f"of shape {list(tensor.shape)}" if isinstance(tensor, Tensor) else f"a {type(tensor).__name__}"
-            raise UnsupportedError(f"per_token: {name} must be a tensor {[*size]} or with more dimensions behind, not {what}")
+            raise UnsupportedError(f"per_token: {name} must be a tensor {[*size]} or [{size[0]}, {size[1]}, ...], not {what}")
         if tensor.requires_grad:
-            raise UnsupportedError(f"per_token: {name} requires a gradient, and gets none from here: pass {name}.detach(), or "
-                                   "compute with it outside of the function")
+            raise UnsupportedError(f"per_token: {name} requires a gradient, which a streamed model does not compute: pass "
+                                   f"{name}.detach(), or use it outside of the function")
 
 
-def logits_of(logits: Tensor, given: Arguments) -> Tensor:
-    """Of the logits of all positions, [batch, length, vocabulary], what the caller is to see."""
+def logits_of(logits: Tensor, given: BatchArguments) -> Tensor:
+    """The logits to return to the caller, from those of all computed positions, [rows, length, vocabulary]."""
     logits = given.unpacked(logits)
-    return logits[:, -given.kept:] if given.kept else logits
+    return logits[:, -given.logits_to_keep:] if given.logits_to_keep else logits

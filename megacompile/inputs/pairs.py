@@ -33,7 +33,8 @@ def read_mask(name: str, key: str, value: Tensor, tokens: torch.Size, shared: bo
                                f"[{rows}, 1, {pairs}, or of [{rows}, heads, {pairs} for each head, not {value.dtype} of shape "
                                f"{list(value.shape)}")
     if value.requires_grad:
-        raise UnsupportedError(f"{name}: {key} requires a gradient, and gets none from here: pass {key}.detach()")
+        raise UnsupportedError(f"{name}: {key} requires a gradient, which a streamed model does not compute: pass "
+                               f"{key}.detach()")
     return value.expand(rows, *value.shape[1:]).contiguous()
 
 

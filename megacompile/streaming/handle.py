@@ -15,7 +15,7 @@ from megacompile.frontend.capture import CapturedModel
 from megacompile.frontend.templates.heads import LOGITS, batch_name
 from megacompile.frontend.templates.hidden_states import LAST
 from megacompile.frontend.templates.token_functions import described
-from megacompile.inputs.batch import Arguments, check_token_tensors, logits_of, read_arguments
+from megacompile.inputs.batch import BatchArguments, check_token_tensors, logits_of, read_arguments
 from megacompile.inputs.repacking import Wanted
 from megacompile.ir.plan import Plan, Shape
 from megacompile.ir.program import Op, Program
@@ -54,32 +54,32 @@ class Handle:
             return rebuild(None, self._logits(made, given), hidden_states=states)
         if not self._differentiates():
             with torch.inference_mode(False), torch.no_grad():  # slots outlive the call: no inference tensors
-                loss, logits = streamed.evaluate(given.inputs, given.loss_denominator)
+                loss, logits = streamed.evaluate(given)
             return rebuild(loss, None if logits is None else self._logits(logits, given))
         if given.has_labels:
-            (loss,) = self._differentiable(given, given.inputs, "loss", (True,))
+            (loss,) = self._differentiable(given, "loss", (True,))
             return rebuild(loss, None)
-        (logits,) = self._outputs(given, given.inputs, LOGITS)
+        (logits,) = self._outputs(given, LOGITS)
         return rebuild(None, self._logits(logits, given))
 
-    def _logits(self, logits: Tensor, given: Arguments) -> Tensor:
+    def _logits(self, logits: Tensor, given: BatchArguments) -> Tensor:
         """What the caller is to see of them."""
         with self.streamed.guarded():
             return logits_of(logits, given)
 
-    def _unpacked(self, values: Sequence[Tensor], given: Arguments) -> tuple[Tensor, ...]:
+    def _unpacked(self, values: Sequence[Tensor], given: BatchArguments) -> tuple[Tensor, ...]:
         """Values of the tokens that were computed, as the caller has its tokens."""
         with self.streamed.guarded():
             return tuple(map(given.unpacked, values))
 
-    def _hidden_states(self, given: Arguments) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def _hidden_states(self, given: BatchArguments) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Logits, or of a model without a head what it returns, and the hidden states of all layers."""
         if self._differentiates() or given.has_labels:
             raise UnsupportedError("output_hidden_states gives those of all layers without a loss and without gradients: leave "
                                    "labels out and call under torch.no_grad(), or differentiate "
                                    "model.megacompile.last_hidden_state(batch)")
         with torch.inference_mode(False), torch.no_grad():
-            outputs, before = self.streamed.evaluate_hidden_states(given.inputs)
+            outputs, before = self.streamed.evaluate_hidden_states(given)
         return outputs[0], self._unpacked((*before, outputs[-1]), given)
 
     @in_turn
@@ -90,17 +90,17 @@ class Handle:
         Raises `UnsupportedError` where the gradient of a parameter would be missing: of a head that is trained and used for
         nothing else."""
         given = self._of_mapping("last_hidden_state", batch, {})
-        captured = self._captured(given.inputs)
+        captured = self._captured(given)
         left_out = sorted(captured.left_out_of(LAST) & self.streamed.gradients.keys())
         if left_out and self._differentiates():
             raise UnsupportedError(f"{left_out[0]} is trained, and no gradient comes to it from the last hidden state: stream "
                                    "the model without its head (AutoModel), freeze it before stream(), or call under "
                                    "torch.no_grad()")
-        (hidden,) = self._unpacked(self._outputs(given, given.inputs, LAST), given)
+        (hidden,) = self._unpacked(self._outputs(given, LAST), given)
         return hidden
 
     def _of_mapping(self, caller: str, batch: Mapping[str, Any], tensors: Mapping[str, Tensor],
-                    wanted: Wanted = Wanted.ALL) -> Arguments:
+                    wanted: Wanted = Wanted.ALL) -> BatchArguments:
         """Arguments of a method that takes the model's by name, without labels; and `tensors` of the same tokens."""
         if not isinstance(batch, Mapping):
             raise MegacompileError(f"{caller} takes the model's arguments by name, such as {{'input_ids': ids}}, not a "
@@ -109,23 +109,21 @@ class Handle:
         check_token_tensors(caller, tensors, given, self.streamed.captured.labels)
         return given
 
-    def _outputs(self, given: Arguments, inputs: Mapping[str, Tensor], output: str) -> tuple[Tensor, ...]:
-        """A head's, differentiable where gradients are wanted, of the `inputs` of a call and what else the head takes."""
+    def _outputs(self, given: BatchArguments, output: str) -> tuple[Tensor, ...]:
+        """A head's outputs, differentiable where gradients are wanted."""
         if not self._differentiates():
             with torch.inference_mode(False), torch.no_grad():
-                return self.streamed.evaluate_outputs(inputs, output)
-        head = self._captured(inputs).head(output)
+                return self.streamed.evaluate_outputs(given, output)
+        head = self._captured(given).head(output)
         if not any(head.has_gradient):
             raise UnsupportedError(f"the function {output} returns nothing that has a gradient: call it under torch.no_grad()")
-        return self._differentiable(given, inputs, output, head.has_gradient)
+        return self._differentiable(given, output, head.has_gradient)
 
     def _differentiates(self) -> bool:
         return torch.is_grad_enabled() and self.streamed.tiling.trains
 
-    def _differentiable(self, given: Arguments, inputs: Mapping[str, Tensor], output: str,
-                        has_gradient: tuple[bool, ...]) -> tuple[Tensor, ...]:
-        loss_denominator = given.loss_denominator if output == "loss" else None
-        results, lease = self.streamed.forward(inputs, loss_denominator, output, given.useful_tokens)
+    def _differentiable(self, given: BatchArguments, output: str, has_gradient: tuple[bool, ...]) -> tuple[Tensor, ...]:
+        results, lease = self.streamed.forward(given, output)
         return StreamedResults.apply(self.anchor.view_as(self.anchor), results, has_gradient, self.streamed, lease,
                                      *self.streamed.parameters.values())
 
@@ -145,19 +143,20 @@ class Handle:
                          wanted: Wanted = Wanted.ALL) -> Any:
         """As `per_token`, for a caller that may read no values of padding."""
         given = self._of_mapping("per_token", batch, tensors, wanted)
-        inputs = given.inputs | {batch_name(name): given.packed(tensor).contiguous() for name, tensor in tensors.items()}
-        heads = self._captured(inputs).require_heads()
+        packed = {batch_name(name): given.packed(tensor).contiguous() for name, tensor in tensors.items()}
+        given = replace(given, inputs={**given.inputs, **packed})
+        heads = self._captured(given).require_heads()
         output = heads.of_function(function, described(tensors))
         head = heads.head(output)
         assert head.structure is not None, "a function's head has one"
-        return pytree.tree_unflatten(self._unpacked(self._outputs(given, inputs, output), given), head.structure)
+        return pytree.tree_unflatten(self._unpacked(self._outputs(given, output), given), head.structure)
 
-    def _captured(self, inputs: Mapping[str, Tensor]) -> CapturedModel:
+    def _captured(self, given: BatchArguments) -> CapturedModel:
         """The capture that serves a batch."""
-        return self.streamed.captures.serve(self.streamed.capture_key(inputs)).captured
+        return self.streamed.captures.serve(given.key).captured
 
     def _arguments(self, model: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any],
-                   training: bool = False, wanted: Wanted = Wanted.ALL) -> Arguments:
+                   training: bool = False, wanted: Wanted = Wanted.ALL) -> BatchArguments:
         """What the user passes, once nothing of the model or its surroundings forbids honouring it. `training`: whatever the
         grad mode is."""
         streamed = self.streamed
@@ -174,7 +173,7 @@ class Handle:
             return read_arguments(model, forward, streamed.captures, args, kwargs, wanted,
                                   differentiating=differentiating and streamed.tiling.trains)
 
-    def _named(self, batch: Mapping[str, Any], training: bool = False, wanted: Wanted = Wanted.ALL) -> Arguments:
+    def _named(self, batch: Mapping[str, Any], training: bool = False, wanted: Wanted = Wanted.ALL) -> BatchArguments:
         """As `_arguments`, of those that are given by name."""
         model = self.streamed.model
         return self._arguments(model, original_class(model).forward.__get__(model), (), batch, training, wanted)
@@ -200,8 +199,7 @@ class Handle:
             raise MegacompileError("the optimizer belongs to another model: make one of this model's parameters")
         if streamed.gradients.waiting:
             raise MegacompileError("gradients of an earlier backward wait for a step: call step() or zero_grad() first")
-        return streamed.train_step(given.inputs, given.loss_denominator, optimizer.request(), optimizer.overlap is not None,
-                                   given.useful_tokens)
+        return streamed.train_step(given, optimizer.request(), optimizer.overlap is not None)
 
     # ---------------------------------------------------------------- looking
     @in_turn
@@ -216,13 +214,13 @@ class Handle:
                 raise MegacompileError("nothing has been compiled yet: pass a batch, or run one")
             return streamed.shapes.latest
         training = training and streamed.tiling.trains
-        inputs = self._looked_at(batch, training).inputs
-        shape = streamed.shape_of(inputs, training=training and set(streamed.captured.batch_inputs) <= inputs.keys())
+        given = self._looked_at(batch, training)
+        shape = streamed.shape_of(given, training=training and set(streamed.captured.batch_inputs) <= given.inputs.keys())
         if shape.training:
             shape = replace(shape, update=update or shape.update, whole_step=whole_step)
         return streamed.compiled(shape)
 
-    def _looked_at(self, batch: Mapping[str, Tensor], training: bool) -> Arguments:
+    def _looked_at(self, batch: Mapping[str, Tensor], training: bool) -> BatchArguments:
         """The arguments of a batch that is not run. Raises `MegacompileError` where it is none."""
         known = self.streamed.captured.batch_inputs
         tensors = {k: v for k, v in batch.items() if isinstance(v, Tensor)} if isinstance(batch, Mapping) else {}
@@ -323,7 +321,7 @@ class Handle:
         layout, refusal = None, ""
         if batch is not None:
             given = self._looked_at(batch, training=True)
-            layout, refusal = given.layout, given.refusal
+            layout, refusal = given.layout, given.not_packed
         rows = streamed.captures.repacking.outlook(shape.shape, layout, refusal)
         return f"{rows}\n{outlook(planner, shape.plan, planner.host_bytes, shape.shape.whole_step).text()}"
 

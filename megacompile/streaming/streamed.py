@@ -4,7 +4,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -12,13 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from megacompile.errors import DeviceMemoryError, InsufficientMemoryError, LaneError, LeaseError, MegacompileError, TornError
-from megacompile.frontend.batches.pairs import described
 from megacompile.frontend.capture import CapturedModel
-from megacompile.frontend.templates.heads import of_tokens
 from megacompile.frontend.templates.hidden_states import ALL
-from megacompile.inputs.images import images_of_each
+from megacompile.inputs.batch import BatchArguments
 from megacompile.inputs.token_counts import TokenCounts
-from megacompile.ir.plan import CaptureKey
 from megacompile.ir.program import Lane
 from megacompile.planning.config import StreamConfig
 from megacompile.runtime.arena import Arena
@@ -152,17 +149,16 @@ class Streamed:
                 self.constants.refresh()
             self.version += 1
 
-    def forward(self, inputs: Mapping[str, Tensor], loss_denominator: Tensor | None, output: str = "loss",
-                useful_tokens: int = 0) -> tuple[tuple[Tensor, ...], Lease]:
+    def forward(self, given: BatchArguments, output: str = "loss") -> tuple[tuple[Tensor, ...], Lease]:
         """The loss of a batch (0-d), or a head's outputs, on the compute device; and the lease that its backward needs."""
         with self.guarded():
             self.executor.check()
-            wanted = self.shape_of(inputs, training=True, output=output)
+            wanted = self.shape_of(given, training=True, output=output)
             shape = self.compiled(wanted)
             if shape.plan.saved_layers and not self._fits(shape):  # beside the forwards that are open
                 shape = self.compiled(replace(wanted, lean=True))
             self.enter(shape, "forward", "backward", "update")
-            batch = self._batch(shape, inputs, loss_denominator, useful_tokens)
+            batch = self._batch(shape, given)
             lease = self._open(shape, batch)
             try:
                 self.submit(shape, "forward", batch, lease).wait((Lane.COMPUTE,))
@@ -179,16 +175,15 @@ class Streamed:
         lease.host, lease.give_back = self.checkpoints.lend(lease, shape.host_slots, self.settle)
         return lease
 
-    def train_step(self, inputs: Mapping[str, Tensor], loss_denominator: Tensor | None, update: Update, overlap: bool,
-                   useful_tokens: int = 0) -> Tensor:
+    def train_step(self, given: BatchArguments, update: Update, overlap: bool) -> Tensor:
         """The loss of a step that runs as one program. Without `overlap`, its update goes on beside the next step's forward."""
         with self.guarded():
             self.executor.check()
-            shape = self.compiled(replace(self.shape_of(inputs, training=True), update="arrival" if overlap else "step",
+            shape = self.compiled(replace(self.shape_of(given, training=True), update="arrival" if overlap else "step",
                                           whole_step=True))
             self.store.allocate_sums(shape.plan.host_sums)
             self.enter(shape, "train_step", "update")
-            batch = self._batch(shape, inputs, loss_denominator, useful_tokens)
+            batch = self._batch(shape, given)
             self.gradients.gather()
             self.trained, self.unfinished, self.batches = shape, None, [batch]
             if overlap:
@@ -211,25 +206,24 @@ class Streamed:
         self.updating, self.unfinished = update, None
         update.begin()
 
-    def evaluate(self, inputs: Mapping[str, Tensor], loss_denominator: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    def evaluate(self, given: BatchArguments) -> tuple[Tensor | None, Tensor | None]:
         """(loss or None, logits) without gradients."""
-        return self._evaluate(inputs, loss_denominator, "loss", batch_io.evaluation_of)
+        return self._evaluate(given, "loss", batch_io.evaluation_of)
 
-    def evaluate_outputs(self, inputs: Mapping[str, Tensor], output: str) -> tuple[Tensor, ...]:
+    def evaluate_outputs(self, given: BatchArguments, output: str) -> tuple[Tensor, ...]:
         """A head's outputs, without gradients."""
-        return self._evaluate(inputs, None, output, batch_io.outputs_of)
+        return self._evaluate(given, output, batch_io.outputs_of)
 
-    def evaluate_hidden_states(self, inputs: Mapping[str, Tensor]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    def evaluate_hidden_states(self, given: BatchArguments) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """(logits and the last hidden state, or of a model without a head this alone; all states before it)."""
-        return self._evaluate(inputs, None, ALL, batch_io.outputs_and_hidden_states_of)
+        return self._evaluate(given, ALL, batch_io.outputs_and_hidden_states_of)
 
-    def _evaluate(self, inputs: Mapping[str, Tensor], loss_denominator: Tensor | None, output: str,
-                  results_of: Callable[[Backend, Batch], R]) -> R:
+    def _evaluate(self, given: BatchArguments, output: str, results_of: Callable[[Backend, Batch], R]) -> R:
         with self.guarded():
             self.executor.check()
-            shape = self.compiled(self.shape_of(inputs, training=False, output=output))
+            shape = self.compiled(self.shape_of(given, training=False, output=output))
             self.enter(shape, "evaluate")
-            batch = self._batch(shape, inputs, loss_denominator)
+            batch = self._batch(shape, given)
             self.submit(shape, "evaluate", batch).wait((Lane.COMPUTE,))
             return results_of(self.backend, batch)
 
@@ -367,27 +361,19 @@ class Streamed:
             self.unfinished = update
 
     # ---------------------------------------------------------------- batches
-    def shape_of(self, inputs: Mapping[str, Tensor], training: bool, output: str = "loss") -> Shape:
-        """Of a batch in the user's loop, with the optimizer that it has now."""
-        first = next(iter(inputs.values()))
-        plain = self.captured.batch_inputs
-        key = self.capture_key(inputs)
+    def shape_of(self, given: BatchArguments, training: bool, output: str = "loss") -> Shape:
+        """The shape of a batch in the user's loop, with the optimizer that it has now."""
         output = self.captured.main_output if output == "loss" else output
-        return Shape(first.shape[0], first.shape[1], output == "loss" and set(plain) <= inputs.keys(), training,
+        key = given.key
+        return Shape(given.rows, given.length, output == "loss" and given.has_labels, training,
                      update=self.arrival.update_at if training else "step", output=output, further=key.further,
                      evaluating=key.evaluating, without_adapters=key.without_adapters, images=key.images)
 
-    def capture_key(self, inputs: Mapping[str, Tensor]) -> CaptureKey:
-        """Which of the model's captures serves a batch in the model's mode."""
-        further = inputs.keys() - self.captured.batch_inputs
-        names = tuple(sorted(described(name, inputs[name]) for name in further if not of_tokens(name)))
-        return self.captures.capture_key(names, self.model.training, images_of_each(self.captures.first.types, inputs))
-
-    def _batch(self, shape: CompiledShape, inputs: Mapping[str, Tensor], loss_denominator: Tensor | None,
-               useful_tokens: int = 0) -> Batch:
+    def _batch(self, shape: CompiledShape, given: BatchArguments) -> Batch:
         captured, constants = self.captures.serve(shape.shape.capture_key).captured, self.constants.on_device
-        batch = batch_io.batch_of(self.backend, captured, shape.plan, constants, inputs, loss_denominator)
-        batch.useful_tokens, batch.computed_tokens = useful_tokens, shape.plan.batch * shape.plan.length
+        loss_denominator = given.loss_denominator if shape.shape.labels else None
+        batch = batch_io.batch_of(self.backend, captured, shape.plan, constants, given.inputs, loss_denominator)
+        batch.useful_tokens, batch.computed_tokens = given.useful_tokens, shape.plan.batch * shape.plan.length
         return batch
 
     def close(self) -> None:

@@ -142,7 +142,7 @@ USES: dict[str, tuple[Callable[[Any], Any], str]] = {
         lambda m: m.megacompile.per_token(torch.logsumexp, [1]), "per_token takes the model's arguments by name, .*not a list"),
     "per_token of last positions": (
         lambda m: m.megacompile.per_token(torch.logsumexp, {"input_ids": batch(1)["input_ids"], "logits_to_keep": 1}),
-        "per_token gives values of all positions: leave logits_to_keep and output_hidden_states out of the batch"),
+        "per_token returns values for all positions: leave logits_to_keep and output_hidden_states out of the batch"),
     "an update at no known time": (
         lambda m: megacompile.schedule(LossAlone(), batch=2, length=4, update="never"),
         "update must be 'step' or 'arrival', not 'never'"),
