@@ -22,7 +22,7 @@ import tabulate
 import torch
 from torch import Tensor
 
-from megacompile.runtime import adam, native
+from megacompile.runtime.optimizer import adam, native
 
 
 def host_tensor(elements: int, dtype: torch.dtype) -> Tensor:

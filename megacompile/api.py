@@ -18,17 +18,17 @@ from megacompile.planning.device import compute_device, device_budget
 from megacompile.planning.expert_split import expert_pieces
 from megacompile.planning.host_needs import check_host_first
 from megacompile.planning.pinned_memory import spend_pinned_memory
-from megacompile.runtime.cuda import CudaBackend
-from megacompile.runtime.host_memory import available_host_bytes
-from megacompile.runtime.lanes import Backend
-from megacompile.runtime.store import Store
-from megacompile.runtime.threads import ThreadBackend
+from megacompile.runtime.backends.cuda import CudaBackend
+from megacompile.runtime.backends.lanes import Backend
+from megacompile.runtime.backends.threads import ThreadBackend
+from megacompile.runtime.memory.store import Store
 from megacompile.sizes import parse_bytes
 from megacompile.streaming.handle import Handle
 from megacompile.streaming.lease import refuse_hooks
 from megacompile.streaming.owners import check_unclaimed, claim
 from megacompile.streaming.streamed import Streamed
 from megacompile.streaming.streamed_module import streamed_class
+from megacompile.system.host_memory import available_host_bytes
 from megacompile.system.under_way import under_way
 from megacompile.weights.tiling import Tiling, build_store, check_device_memory, check_host_memory
 

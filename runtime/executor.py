@@ -21,13 +21,12 @@ from torch import fx
 from megacompile.errors import LaneError, StallError
 from megacompile.ir.listing import excerpt
 from megacompile.ir.program import Access, Lane, argument, lane_of, nodes, op_of, operands
-
-from .lanes import Backend
-from .operations import OPERATIONS, Frame
-from .priority import yield_to_others
-from .recorder import Recorder
-from .run import CarriedEvents, Event, Run
-from .watchdog import Watchdog
+from megacompile.runtime.backends.lanes import Backend
+from megacompile.runtime.operations import OPERATIONS, Frame
+from megacompile.runtime.recorder import Recorder
+from megacompile.runtime.run import CarriedEvents, Event, Run
+from megacompile.runtime.watchdog import Watchdog
+from megacompile.system.priority import yield_to_others
 
 _POLL_S = 0.05  # how soon a waiting lane notices that another has failed
 _LOWERED = "_megacompile_instructions"  # attribute of a section

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .arena import Accumulators, Weights
+from megacompile.runtime.memory.arena import Accumulators, Weights
 
 
 @dataclass(frozen=True)

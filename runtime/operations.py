@@ -13,18 +13,17 @@ import torch
 from torch import Tensor, fx
 
 from megacompile.ir.program import Lane, argument, op_of, operands
-
-from . import adam as host
-from .arena import Accumulators, Arena, Gradients, State, Weights
-from .checkpoints import HostCheckpoint, as_bytes, as_tensor, dense, described
-from .kernels import Activation, Batch, Kernel, bind
-from .kernels import accumulate as accumulate_gradients
-from .lanes import Backend
-from .store import Store
-from .tile_part import TilePart, in_slot
-from .tiles import HostTile
-from .update import Update
-from .visiting import visit
+from megacompile.runtime.backends.lanes import Backend
+from megacompile.runtime.kernels import Activation, Batch, Kernel, bind
+from megacompile.runtime.kernels import accumulate as accumulate_gradients
+from megacompile.runtime.memory.arena import Accumulators, Arena, Gradients, State, Weights
+from megacompile.runtime.memory.checkpoints import HostCheckpoint, as_bytes, as_tensor, dense, described
+from megacompile.runtime.memory.store import Store
+from megacompile.runtime.memory.tile_part import TilePart, in_slot
+from megacompile.runtime.memory.tiles import HostTile
+from megacompile.runtime.optimizer import adam as host
+from megacompile.runtime.update import Update
+from megacompile.runtime.visiting import visit
 
 
 @dataclass

@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Any
 from torch import fx
 
 from megacompile.ir.program import Lane, lane_of, op_of, operands
-
-from .clock import Clock
+from megacompile.runtime.backends.clock import Clock
 
 if TYPE_CHECKING:
-    from .run import Event, Run
+    from megacompile.runtime.run import Event, Run
 
 
 @dataclass(eq=False, frozen=True)

@@ -13,9 +13,8 @@ from torch import fx
 
 from megacompile.errors import LaneError
 from megacompile.ir.program import Lane, argument, lane_of, nodes, op_of, operands
-
-from .lanes import Backend
-from .operations import OPERATIONS, Frame
+from megacompile.runtime.backends.lanes import Backend
+from megacompile.runtime.operations import OPERATIONS, Frame
 
 
 class ReferenceRun:

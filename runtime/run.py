@@ -9,8 +9,7 @@ from typing import Any, Generic, TypeVar
 from torch import fx
 
 from megacompile.ir.program import Access, Lane
-
-from .operations import Frame
+from megacompile.runtime.operations import Frame
 
 
 class Event:

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field, replace
 from itertools import repeat
 from typing import Any
 
-from .adam import AdamSegment
-from .kernels import Batch
+from megacompile.runtime.kernels import Batch
+from megacompile.runtime.optimizer.adam import AdamSegment
 
 #: Held by whoever numbers a step, counts it or takes its count back: callers and lanes.
 counting = threading.Lock()

@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 
 from megacompile.ir.program import Lane
-
-from .adam import AdamSegment
-from .lanes import Backend
-from .tile_part import TilePart
-from .tiles import ALIGNMENT, HostTile
+from megacompile.runtime.backends.lanes import Backend
+from megacompile.runtime.memory.tile_part import TilePart
+from megacompile.runtime.memory.tiles import ALIGNMENT, HostTile
+from megacompile.runtime.optimizer.adam import AdamSegment
 
 
 def visit(backend: Backend, memory: Tensor, tile: HostTile | TilePart, segments: Sequence[AdamSegment],

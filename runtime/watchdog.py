@@ -16,7 +16,7 @@ from megacompile.ir.program import Lane, lane_of, op_of, operands
 from megacompile.ir.text import print_node
 
 if TYPE_CHECKING:
-    from .run import Run
+    from megacompile.runtime.run import Run
 
 
 class Watchdog:

@@ -9,7 +9,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from megacompile.loading import parameters_on_meta
-from megacompile.runtime.host_memory import available_host_bytes
+from megacompile.system.host_memory import available_host_bytes
 from megacompile.weights.tiling import HOST_MARGIN_BYTES
 
 #: Fields of a config of transformers, Qwen2's unless it names another `model_type`.

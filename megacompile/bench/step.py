@@ -33,7 +33,7 @@ from megacompile.ir.plan import RESIDUALS
 from megacompile.ir.program import OPS, Lane, Op
 from megacompile.predict.hardware import Hardware, device_name
 from megacompile.predict.simulate import Timeline
-from megacompile.runtime.lanes import Backend
+from megacompile.runtime.backends.lanes import Backend
 from megacompile.runtime.operations import OPERATIONS
 from megacompile.timeline import save_trace
 

@@ -25,9 +25,9 @@ from megacompile.checkpoint.random_state import capture
 from megacompile.checkpoint.subject import Subject
 from megacompile.checkpoint.values import encode
 from megacompile.errors import CheckpointError, MegacompileError
-from megacompile.runtime.host_memory import available_host_bytes
-from megacompile.runtime.snapshot import Piece, Snapshot, TouchedError, pieces
+from megacompile.runtime.memory.snapshot import Piece, Snapshot, TouchedError, pieces
 from megacompile.sizes import parse_bytes
+from megacompile.system.host_memory import available_host_bytes
 from megacompile.version import __version__
 
 #: What is read and written at a time.

@@ -5,9 +5,9 @@ import torch
 
 from megacompile.planning.config import StreamConfig
 from megacompile.predict.hardware import Hardware
-from megacompile.runtime import cuda
-from megacompile.runtime.host_memory import available_host_bytes
+from megacompile.runtime.backends import cuda
 from megacompile.sizes import parse_bytes
+from megacompile.system.host_memory import available_host_bytes
 
 #: Share of a device's free memory that plans take where no budget was given.
 SHARE_OF_FREE = 0.95

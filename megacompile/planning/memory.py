@@ -13,7 +13,7 @@ from megacompile.frontend.capture import CapturedModel
 from megacompile.frontend.templates.hidden_states import ALL
 from megacompile.ir.plan import Plan
 from megacompile.predict import cost
-from megacompile.runtime.tiles import TileLayout
+from megacompile.runtime.memory.tiles import TileLayout
 from megacompile.weights.tiling import Tiling
 
 #: An allocator's blocks are a little larger than what is asked for: one part in so many.

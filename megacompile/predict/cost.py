@@ -22,7 +22,7 @@ from megacompile.frontend.templates.joint import base_of
 from megacompile.frontend.templates.template import Template, Variant
 from megacompile.ir.token_loop import TokenLoop, Total, token_loops, total_dtype
 from megacompile.predict.fusion import computes, fuse
-from megacompile.runtime.checkpoints import ALIGNMENT
+from megacompile.runtime.memory.checkpoints import ALIGNMENT
 
 #: Peaks found so far, by (batch, length): a planner asks for the same ones hundreds of times.
 _peaks: weakref.WeakKeyDictionary[Variant, dict[tuple[int, int, bool], int]] = weakref.WeakKeyDictionary()

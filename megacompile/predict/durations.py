@@ -21,7 +21,7 @@ from megacompile.predict import cost
 from megacompile.predict.flops import Work, variant_work
 from megacompile.predict.hardware import Hardware
 from megacompile.predict.simulate import Timeline, simulate
-from megacompile.runtime.tiles import TileLayout
+from megacompile.runtime.memory.tiles import TileLayout
 
 #: (FLOPs of GEMMs, of grouped ones, bytes of GEMMs, other bytes, kernels), at one batch and length; and of each of its
 #: attention's kernels, FLOPs and those of a further key.

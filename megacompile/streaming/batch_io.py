@@ -10,8 +10,8 @@ from torch import Tensor
 from megacompile.frontend.capture import CapturedModel
 from megacompile.ir.plan import Plan
 from megacompile.ir.program import Lane
+from megacompile.runtime.backends.lanes import Backend
 from megacompile.runtime.kernels import Activation, Batch
-from megacompile.runtime.lanes import Backend
 from megacompile.streaming.dropout_seed import draw
 
 

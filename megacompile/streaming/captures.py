@@ -26,7 +26,7 @@ from megacompile.planning.memory_budget import margins
 from megacompile.planning.planner import Planner
 from megacompile.planning.step_time import pace_of
 from megacompile.predict.hardware import Hardware
-from megacompile.runtime.lanes import Backend
+from megacompile.runtime.backends.lanes import Backend
 from megacompile.sizes import parse_bytes
 from megacompile.streaming.adapters import AdapterStates
 from megacompile.streaming.binding import Binder

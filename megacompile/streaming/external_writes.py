@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from megacompile.errors import UnsupportedError
 from megacompile.frontend.templates.template import Call
-from megacompile.runtime.store import Store
-from megacompile.runtime.tiles import HostTile
+from megacompile.runtime.memory.store import Store
+from megacompile.runtime.memory.tiles import HostTile
 from megacompile.streaming.gradients import Gradients
 from megacompile.weights.tiling import Tiling
 

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from megacompile.errors import UnsupportedError
-from megacompile.runtime import adam as host
-from megacompile.runtime.store import Store
-from megacompile.runtime.tiles import TileLayout
+from megacompile.runtime.memory.store import Store
+from megacompile.runtime.memory.tiles import TileLayout
+from megacompile.runtime.optimizer import adam as host
 from megacompile.streaming.lent import Lent, move
 from megacompile.weights.tiling import Tiling, named_gradients
 

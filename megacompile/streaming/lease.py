@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from megacompile.errors import LeaseError, UnsupportedError
 from megacompile.frontend.tracing.recorders import asks_for_gradients
-from megacompile.runtime.arena import Accumulators
-from megacompile.runtime.checkpoints import HostCheckpoint
 from megacompile.runtime.kernels import Activation, Batch
+from megacompile.runtime.memory.arena import Accumulators
+from megacompile.runtime.memory.checkpoints import HostCheckpoint
 
 if TYPE_CHECKING:
     from megacompile.streaming.shapes import CompiledShape

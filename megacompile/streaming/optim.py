@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from megacompile.errors import MegacompileError, UnsupportedError
-from megacompile.runtime import native
-from megacompile.runtime.adam import AdamSegment, join_fp32, split_fp32
+from megacompile.runtime.optimizer import native
+from megacompile.runtime.optimizer.adam import AdamSegment, join_fp32, split_fp32
 from megacompile.runtime.update import Update, counting
 from megacompile.streaming.hyper_parameters import HyperParameters, check_options, checked_norm
 from megacompile.streaming.nonfinite import NonFinite

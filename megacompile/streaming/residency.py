@@ -13,7 +13,7 @@ import torch
 from megacompile.errors import LaneError
 from megacompile.ir.program import stays
 from megacompile.runtime.kernels import Batch
-from megacompile.runtime.pinning import pin_all
+from megacompile.runtime.memory.pinning import pin_all
 
 if TYPE_CHECKING:
     from megacompile.streaming.shapes import CompiledShape

@@ -18,15 +18,15 @@ from megacompile.inputs.batch import BatchArguments
 from megacompile.inputs.token_counts import TokenCounts
 from megacompile.ir.program import Lane
 from megacompile.planning.config import StreamConfig
-from megacompile.runtime.arena import Arena
-from megacompile.runtime.checkpoints import HostCheckpoints
+from megacompile.runtime.backends.lanes import Backend
 from megacompile.runtime.executor import Executor
 from megacompile.runtime.kernels import Batch
-from megacompile.runtime.lanes import Backend
+from megacompile.runtime.memory.arena import Arena
+from megacompile.runtime.memory.checkpoints import HostCheckpoints
+from megacompile.runtime.memory.pinning import pin_all
+from megacompile.runtime.memory.store import Store
 from megacompile.runtime.operations import Frame
-from megacompile.runtime.pinning import pin_all
 from megacompile.runtime.reference import ReferenceExecutor
-from megacompile.runtime.store import Store
 from megacompile.runtime.update import Update
 from megacompile.sizes import format_bytes, parse_bytes
 from megacompile.streaming import batch_io

@@ -2,12 +2,12 @@
 from __future__ import annotations
 
 from megacompile.frontend.tracing.trace_caches import forget_generated_code, forget_symbols
-from megacompile.runtime.arena import Arena
-from megacompile.runtime.checkpoints import HostCheckpoints
+from megacompile.runtime.backends.lanes import Backend
 from megacompile.runtime.executor import Executor
-from megacompile.runtime.lanes import Backend
+from megacompile.runtime.memory.arena import Arena
+from megacompile.runtime.memory.checkpoints import HostCheckpoints
+from megacompile.runtime.memory.store import Store
 from megacompile.runtime.reference import ReferenceExecutor
-from megacompile.runtime.store import Store
 
 
 def give_back(executor: Executor | ReferenceExecutor, arena: Arena, checkpoints: HostCheckpoints, store: Store,

@@ -21,9 +21,10 @@ from megacompile.frontend.ops import attention_kernels
 from megacompile.ir.program import Lane
 from megacompile.planning.config import check_device
 from megacompile.predict.hardware import Hardware, device_name
-from megacompile.runtime import adam, control_groups
-from megacompile.runtime.host_memory import PAGE, available_host_bytes, host_memory
-from megacompile.runtime.lanes import Backend
+from megacompile.runtime.backends.lanes import Backend
+from megacompile.runtime.optimizer import adam
+from megacompile.system import control_groups
+from megacompile.system.host_memory import PAGE, available_host_bytes, host_memory
 from megacompile.system.progress import Say, nothing
 
 #: Long enough for a GPU to come down to the clock that its power allows.

@@ -15,8 +15,8 @@ from torch import nn
 
 from megacompile.api import attach
 from megacompile.errors import InsufficientMemoryError, UnsupportedError
-from megacompile.runtime.host_memory import available_host_bytes
 from megacompile.sizes import format_bytes
+from megacompile.system.host_memory import available_host_bytes
 from megacompile.trainers.trainer_arguments import check_model
 from megacompile.weights.tiling import build_store
 

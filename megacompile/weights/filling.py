@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from megacompile.runtime.store import Store
-from megacompile.runtime.tiles import HostTile
+from megacompile.runtime.memory.store import Store
+from megacompile.runtime.memory.tiles import HostTile
 from megacompile.weights.tiling import Tiling, place
 from megacompile.weights.weight_files import DTYPES, StoredTensor, WeightReader
 

@@ -4,7 +4,7 @@ A parameter belongs to the tile of the one call that reads it. One that several 
 with all of them as readers, so that it has one gradient and one update. What is frozen lies in a tile apart from what is
 trained, which alone has gradients and optimizer state; and so does what has another dtype.
 
-Experts that several calls divide among them lie in one host tile, of which each call streams its part (`runtime/tile_part.py`).
+Experts that several calls divide among them lie in one host tile, of which each call streams its part (`tile_part.py`).
 """
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from megacompile.frontend.graph.expert_pieces import Rows
 from megacompile.frontend.templates.template import Call, Template
 from megacompile.ir.program import CallSpec, Tile, slot_ranks
 from megacompile.predict import cost
-from megacompile.runtime.adam import split_fp32
-from megacompile.runtime.host_memory import available_host_bytes, give_back_freed_memory
-from megacompile.runtime.store import Store
-from megacompile.runtime.tile_part import TilePart
-from megacompile.runtime.tiles import HostTile, TileLayout
+from megacompile.runtime.memory.store import Store
+from megacompile.runtime.memory.tile_part import TilePart
+from megacompile.runtime.memory.tiles import HostTile, TileLayout
+from megacompile.runtime.optimizer.adam import split_fp32
 from megacompile.sizes import format_bytes
+from megacompile.system.host_memory import available_host_bytes, give_back_freed_memory
 
 #: What training needs beside tiles: the interpreter, PyTorch, a batch.
 HOST_MARGIN_BYTES = 1 << 30

@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 import megacompile
 from megacompile.ir.program import Lane, find, lane_of, op_of, operands, rebuild
-from megacompile.runtime import adam
-from megacompile.runtime.cuda import CudaBackend
+from megacompile.runtime.backends.cuda import CudaBackend
+from megacompile.runtime.optimizer import adam
 
 pytestmark = pytest.mark.gpu
 LAYERS = 4

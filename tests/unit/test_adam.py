@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megacompile.runtime import adam, native
-from megacompile.runtime.adam import AdamSegment, Part
+from megacompile.runtime.optimizer import adam, native
+from megacompile.runtime.optimizer.adam import AdamSegment, Part
 
 SIZES = (0, 1, 15, 17, 4097, 65537)
 INSTRUCTION_SETS = tuple(

@@ -15,8 +15,8 @@ from megacompile.errors import InsufficientMemoryError
 from megacompile.planning.config import StreamConfig
 from megacompile.planning.device import device_budget
 from megacompile.planning.host_needs import host_bytes
-from megacompile.runtime.cuda import CudaBackend
-from megacompile.runtime.threads import ThreadBackend
+from megacompile.runtime.backends.cuda import CudaBackend
+from megacompile.runtime.backends.threads import ThreadBackend
 from megacompile.scheduling import Schedule
 from megacompile.sizes import format_bytes, parse_bytes
 from megacompile.streaming import shapes

@@ -21,8 +21,8 @@ from megacompile.ir.program import Builder, Lane, Program, argument, copy_sectio
 from megacompile.planning.config import StreamConfig
 from megacompile.planning.planner import Planner
 from megacompile.predict import cost
-from megacompile.runtime import arena, checkpoints
-from megacompile.runtime.checkpoints import HostCheckpoint, as_bytes, as_tensor, dense, described
+from megacompile.runtime.memory import arena, checkpoints
+from megacompile.runtime.memory.checkpoints import HostCheckpoint, as_bytes, as_tensor, dense, described
 from megacompile.verify.verifier import verify
 
 OPTIONS = {"micro_batch_size": 2, "host_checkpoints": True}

@@ -13,7 +13,7 @@ import torch
 from typer.testing import CliRunner
 
 from megacompile import cli
-from megacompile.runtime import native
+from megacompile.runtime.optimizer import native
 from megacompile.tools import doctor
 from megacompile.tools.doctor import Finding, State, devices, examine, report
 

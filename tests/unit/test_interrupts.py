@@ -17,11 +17,12 @@ import megacompile
 from megacompile import codegen, inputs, planning, predict, streaming, system, verify
 from megacompile import weights as weights_package
 from megacompile.errors import TornError
-from megacompile.runtime import executor
+from megacompile.runtime import backends, executor, memory, optimizer
 
 #: Folders of the code that a step runs in the caller's thread.
 OURS = {str(pathlib.Path(module.__file__ or "").parent) for module in (
-    megacompile, codegen, executor, inputs, planning, predict, streaming, system, verify, weights_package)}
+    megacompile, backends, codegen, executor, inputs, memory, optimizer, planning, predict, streaming, system, verify,
+    weights_package)}
 SOON_S = 5.0
 
 

@@ -107,7 +107,7 @@ def test_the_source_digest_covers_every_part_of_the_package(monkeypatch: pytest.
 
     monkeypatch.setattr(Path, "read_bytes", reading)
     digests = [kept_plans.source_digest.__wrapped__()]
-    for name in ("megacompile/planning/planner.py", "passes/schedule/place.py", "runtime/store.py", "templates/joint.py"):
+    for name in ("megacompile/planning/planner.py", "passes/schedule/place.py", "memory/store.py", "templates/joint.py"):
         changed[:] = [name]
         digests.append(kept_plans.source_digest.__wrapped__())
     assert len(set(digests)) == len(digests)

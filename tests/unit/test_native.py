@@ -14,9 +14,9 @@ import torch
 
 import megacompile
 from megacompile.codegen import cache
-from megacompile.runtime import adam, native
-from megacompile.runtime.control_groups import cores
-from megacompile.runtime.threads import ThreadBackend
+from megacompile.runtime.backends.threads import ThreadBackend
+from megacompile.runtime.optimizer import adam, native
+from megacompile.system.control_groups import cores
 
 needs_library = pytest.mark.skipif(native.library() is None, reason="no compiler: the PyTorch path is all there is")
 
@@ -26,7 +26,7 @@ def test_processes_may_build_at_the_same_time(tmp_path: Path) -> None:
     program = (  # a package of the same name and places, without the imports of the real one: seconds each
         "import sys, pathlib, types; package = sys.modules['megacompile'] = types.ModuleType('megacompile')\n"
         "package.__path__ = sys.argv[2:]\n"
-        "from megacompile.runtime import native\n"
+        "from megacompile.runtime.optimizer import native\n"
         "print(native.build(pathlib.Path(sys.argv[1]), native.compiler_command()))"
     )
     command = [sys.executable, "-c", program, str(tmp_path), *megacompile.__path__]

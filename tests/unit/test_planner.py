@@ -29,11 +29,11 @@ from megacompile.planning.config import StreamConfig
 from megacompile.planning.memory import Estimate
 from megacompile.planning.planner import Planner
 from megacompile.predict import cost
-from megacompile.runtime.control_groups import host_bytes
-from megacompile.runtime.host_memory import available_host_bytes
-from megacompile.runtime.threads import ThreadBackend
+from megacompile.runtime.backends.threads import ThreadBackend
 from megacompile.sizes import format_bytes
 from megacompile.streaming import shapes
+from megacompile.system.control_groups import host_bytes
+from megacompile.system.host_memory import available_host_bytes
 
 LENGTH, DEPTH = 64, 6
 SIZES = {"vocab_size": 1000, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": DEPTH,

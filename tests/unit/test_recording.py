@@ -16,7 +16,7 @@ import megacompile
 from megacompile.errors import LaneError, MegacompileError
 from megacompile.ir.program import Lane, lane_of, nodes, op_of, operands
 from megacompile.predict.simulate import Item, Timeline, simulate, step_of
-from megacompile.runtime.clock import CudaClock, HostClock
+from megacompile.runtime.backends.clock import CudaClock, HostClock
 from megacompile.runtime.operations import OPERATIONS
 from megacompile.runtime.reference import ReferenceExecutor
 

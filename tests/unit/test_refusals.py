@@ -23,7 +23,7 @@ from megacompile.errors import (
     MegacompileError,
     UnsupportedError,
 )
-from megacompile.runtime.host_memory import host_memory
+from megacompile.system.host_memory import host_memory
 from megacompile.weights import tiling
 
 # ---------------------------------------------------------------- models that cannot be streamed

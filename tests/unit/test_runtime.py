@@ -19,9 +19,9 @@ from torch import fx
 import megacompile
 from megacompile.errors import LaneError
 from megacompile.ir.program import Lane, op_of
-from megacompile.runtime import cuda
-from megacompile.runtime.threads import ThreadBackend
-from megacompile.runtime.tiles import HostTile, TileLayout
+from megacompile.runtime.backends import cuda
+from megacompile.runtime.backends.threads import ThreadBackend
+from megacompile.runtime.memory.tiles import HostTile, TileLayout
 
 SOON_S = 5.0
 

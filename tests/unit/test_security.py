@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from megacompile.codegen import inductor, seal
-from megacompile.runtime import native
+from megacompile.runtime.optimizer import native
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = [path for folder in ("megacompile", "passes", "runtime") for path in sorted((ROOT / folder).rglob("*.py"))]

@@ -20,9 +20,9 @@ from megacompile.planning.config import StreamConfig
 from megacompile.planning.memory import host_parts
 from megacompile.planning.planner import Planner
 from megacompile.predict.hardware import Hardware
-from megacompile.runtime import store
-from megacompile.runtime.adam import norm
-from megacompile.runtime.tiles import HostTile
+from megacompile.runtime.memory import store
+from megacompile.runtime.memory.tiles import HostTile
+from megacompile.runtime.optimizer.adam import norm
 from megacompile.sizes import parse_bytes
 from megacompile.verify.verifier import verify
 from megacompile.weights.tiling import HOST_MARGIN_BYTES

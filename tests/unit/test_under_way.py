@@ -19,7 +19,7 @@ import megacompile
 from megacompile import scheduling
 from megacompile.finetuning.progress import ProgressDisplay
 from megacompile.predict.hardware import Hardware
-from megacompile.runtime.pinning import pin_all
+from megacompile.runtime.memory.pinning import pin_all
 from megacompile.sizes import format_bytes
 from megacompile.streaming import shapes
 from megacompile.streaming.binding import Binder

@@ -22,10 +22,10 @@ from megacompile.ir.program import Lane, argument, find
 from megacompile.planning.device_update_plan import most_helpful_visits
 from megacompile.predict.hardware import Hardware
 from megacompile.predict.simulate import StepTimes
-from megacompile.runtime import adam
-from megacompile.runtime.adam import AdamSegment
-from megacompile.runtime.threads import ThreadBackend
-from megacompile.runtime.tiles import HostTile, TileLayout
+from megacompile.runtime.backends.threads import ThreadBackend
+from megacompile.runtime.memory.tiles import HostTile, TileLayout
+from megacompile.runtime.optimizer import adam
+from megacompile.runtime.optimizer.adam import AdamSegment
 from megacompile.runtime.visiting import visit
 from megacompile.scheduling import Schedule
 

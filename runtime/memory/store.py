@@ -8,11 +8,10 @@ import torch
 from torch import Tensor
 
 from megacompile.errors import InsufficientMemoryError
-
-from .host_memory import available_host_bytes, host_memory
-from .snapshot import Snapshot
-from .tile_part import TilePart
-from .tiles import HostTile
+from megacompile.runtime.memory.snapshot import Snapshot
+from megacompile.runtime.memory.tile_part import TilePart
+from megacompile.runtime.memory.tiles import HostTile
+from megacompile.system.host_memory import available_host_bytes, host_memory
 
 
 @dataclass

@@ -5,10 +5,9 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
+from megacompile.runtime.backends.lanes import Backend
 from megacompile.sizes import format_bytes
 from megacompile.system.under_way import at, under_way
-
-from .lanes import Backend
 
 
 def pin_all(backend: Backend, memory: Iterable[Tensor]) -> None:

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megacompile.runtime import native
+from megacompile.runtime.optimizer import native
 
 _DTYPES = {torch.float32: native.FLOAT32, torch.bfloat16: native.BFLOAT16}
 _CANONICAL_NAN = 0x7FC00000

@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 
 from megacompile.errors import InsufficientMemoryError
-
-from . import adam as host
-from .host_memory import host_memory
-from .tiles import HostTile, ParameterSlice
+from megacompile.runtime.memory.tiles import HostTile, ParameterSlice
+from megacompile.runtime.optimizer import adam as host
+from megacompile.system.host_memory import host_memory
 
 #: What a part of a tile is called in an optimizer's state.
 PARTS = {"weights": "weight", "remainder": "remainder", "m": "exp_avg", "v": "exp_avg_sq"}

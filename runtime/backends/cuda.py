@@ -17,10 +17,9 @@ from torch import Tensor
 
 from megacompile.errors import DeviceUnavailableError, InsufficientMemoryError, LaneError
 from megacompile.ir.program import Lane
-
-from . import device_adam
-from .adam import AdamSegment
-from .clock import Clock, CudaClock
+from megacompile.runtime.backends.clock import Clock, CudaClock
+from megacompile.runtime.optimizer import device_adam
+from megacompile.runtime.optimizer.adam import AdamSegment
 
 
 def expandable_segments() -> None:

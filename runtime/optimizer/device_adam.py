@@ -10,7 +10,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from .adam import AdamSegment, native_segment
+from megacompile.runtime.optimizer.adam import AdamSegment, native_segment
 
 _SOURCE = Path(__file__).parent / "csrc"
 _PRELUDE = """

@@ -10,12 +10,11 @@ from torch import Tensor
 
 from megacompile.errors import InsufficientMemoryError
 from megacompile.ir.program import SLOT_KINDS, Slot, slot_family
+from megacompile.runtime.backends.lanes import Backend
+from megacompile.runtime.memory.tiles import TileLayout
 from megacompile.sizes import format_bytes
+from megacompile.system.host_memory import available_host_bytes, host_memory
 from megacompile.system.under_way import at, under_way
-
-from .host_memory import available_host_bytes, host_memory
-from .lanes import Backend
-from .tiles import TileLayout
 
 
 @dataclass(frozen=True)

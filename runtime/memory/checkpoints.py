@@ -14,11 +14,10 @@ from torch import Tensor
 
 from megacompile.errors import InsufficientMemoryError
 from megacompile.ir.program import Slot
+from megacompile.runtime.backends.lanes import Backend
 from megacompile.sizes import format_bytes
+from megacompile.system.host_memory import available_host_bytes, host_memory
 from megacompile.system.under_way import under_way
-
-from .host_memory import available_host_bytes, host_memory
-from .lanes import Backend
 
 #: Of each tensor in a buffer, in bytes: what kernels expect of their inputs.
 ALIGNMENT = 128

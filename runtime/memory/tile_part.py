@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from .adam import AdamSegment
-from .host_memory import host_memory
-from .tiles import HostTile, TileLayout
+from megacompile.runtime.memory.tiles import HostTile, TileLayout
+from megacompile.runtime.optimizer.adam import AdamSegment
+from megacompile.system.host_memory import host_memory
 
 
 @dataclass

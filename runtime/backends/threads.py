@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 from megacompile.ir.program import Lane
-
-from . import adam as host
-from .clock import Clock, HostClock
-from .control_groups import cores
-from .host_memory import available_host_bytes, host_memory
+from megacompile.runtime.backends.clock import Clock, HostClock
+from megacompile.runtime.optimizer import adam as host
+from megacompile.system.control_groups import cores
+from megacompile.system.host_memory import available_host_bytes, host_memory
 
 
 class ThreadBackend:

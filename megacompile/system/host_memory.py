@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from megacompile.errors import InsufficientMemoryError
-
-from .control_groups import group_rooms
+from megacompile.system.control_groups import group_rooms
 
 PAGE = 4096
 

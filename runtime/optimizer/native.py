@@ -21,7 +21,7 @@ from pathlib import Path
 
 from megacompile.codegen.cache import CacheError, cache_directory
 from megacompile.codegen.seal import is_sealed_library, seal_library
-from megacompile.runtime.control_groups import cores
+from megacompile.system.control_groups import cores
 
 SOURCE = Path(__file__).parent / "csrc" / "adam.cpp"
 HEADER = SOURCE.with_name("adamw.h")

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from megacompile.ir.program import Lane
-
-from .adam import AdamSegment
-from .clock import Clock
+from megacompile.runtime.backends.clock import Clock
+from megacompile.runtime.optimizer.adam import AdamSegment
 
 
 class Backend(Protocol):
