@@ -23,8 +23,8 @@ from megacompile.runtime.backends.lanes import Backend
 from megacompile.runtime.backends.threads import ThreadBackend
 from megacompile.runtime.memory.store import Store
 from megacompile.sizes import parse_bytes
+from megacompile.streaming.differentiable_results import refuse_hooks
 from megacompile.streaming.handle import Handle
-from megacompile.streaming.lease import refuse_hooks
 from megacompile.streaming.owners import check_unclaimed, claim
 from megacompile.streaming.streamed import Streamed
 from megacompile.streaming.streamed_module import streamed_class

@@ -91,7 +91,7 @@ class Trainer(transformers.Trainer):
     # ---------------------------------------------------------------- steps
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """The loss of one batch, 0-d, detached. Of a whole step's batches, the last one's is that of all, and the others' 0."""
-        self._token_rate.begin(check_model(self.model).tokens)
+        self._token_rate.begin(check_model(self.model).step.tokens)
         if num_items_in_batch is None or not self.steps_are_whole():
             return super().training_step(model, inputs, num_items_in_batch)
         self._gathered.append(inputs)
@@ -130,7 +130,7 @@ class Trainer(transformers.Trainer):
         """`grad_norm` is known once the update has begun, which this waits for; with `overlap="backward"` it never is.
         Beside each loss: `tokens_per_second`, without padding, since the last one, and `padding_share` of what was computed."""
         if "loss" in logs:
-            logs.update(self._token_rate.since(check_model(self.model).tokens))
+            logs.update(self._token_rate.since(check_model(self.model).step.tokens))
         if "train_runtime" in logs:
             self._token_rate.end()
         if "grad_norm" in logs:

@@ -48,7 +48,7 @@ def load_checkpoint(directory: str | Path, model: Any, optimizer: Any, *, schedu
         optimizer.check_state_dict(state)
     except MegacompileError as error:
         raise CheckpointError(f"{path} is of another optimizer: {error}") from error
-    subject.streamed.residency.leave()
+    subject.streamed.evict()
     subject.streamed.store.preserve()
     if scheduler is not None:
         schedulers.load(decoded.scheduler, scheduler)  # may refuse; nothing below does
@@ -177,7 +177,7 @@ def _load(tensors: Mapping[str, Tensor], subject: Subject, optimizer_state: dict
     for name, tensor in [*streamed.parameters.items(), *subject.rest().items()]:
         tensor.copy_(tensors[f"weight:{name}"])
     streamed.adopt_writes()
-    streamed.mend()
+    streamed.step.weights_replaced()
     subject.optimizer.zero_grad()
     subject.optimizer.load_state_dict(optimizer_state)
     for name in subject.remainders():  # of those too that the optimizer does not have

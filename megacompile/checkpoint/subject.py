@@ -41,7 +41,7 @@ class Subject:
     def settled_groups(self) -> list[tuple[dict[str, Any], list[str]]]:
         """As `groups`, once no update is in flight and all state is at home. Raises what a failed update left behind, and
         `MegacompileError` between a backward that has updated and its step()."""
-        if self.streamed.arrival.updated:
+        if self.streamed.step.updated_in_backward:
             raise MegacompileError("a backward has updated the weights and its step has not ended: save after optimizer.step()")
         self.optimizer.check_alone("a checkpoint holds the state of")
         self.optimizer.settle()
@@ -77,7 +77,7 @@ class Subject:
     def update_order(self) -> list[str]:
         """All tiles, in the order in which updates change them as far as that is known: whoever waits for a tile to be written
         waits least if it is written first."""
-        shape, order = self.streamed.trained, []
+        shape, order = self.streamed.step.trained, []
         if shape is not None:
             store, sections = self.streamed.store, shape.program.sections.values()
             order = [store[argument(node, "tile")].home.layout.name for section in sections for node in nodes(section)

@@ -32,7 +32,7 @@ class Gradients(Mapping[str, Tensor]):
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], tiling: Tiling, store: Store) -> None:
         self._stored = dict(named_gradients(store))
-        self._parameters, self._tiling, self._store = parameters, tiling, store
+        self.parameters, self._tiling, self._store = parameters, tiling, store
         self._lent: dict[str, Lent] = {}
         self._noted: dict[str, tuple[weakref.ref[Tensor], int]] = {}  # what `.grad` was, and its version
         self._sampled: dict[str, Tensor] = {}  # by tile
@@ -52,18 +52,18 @@ class Gradients(Mapping[str, Tensor]):
     @property
     def waiting(self) -> bool:
         """Whether any parameter has a gradient, which waits for a step."""
-        return any(self._parameters[name].grad is not None for name in self._stored)
+        return any(self.parameters[name].grad is not None for name in self._stored)
 
     def clear(self) -> None:
         for name in self._stored:
-            self._parameters[name].grad = None
+            self.parameters[name].grad = None
 
     # ---------------------------------------------------------------- around a backward
     def gather(self) -> bool:
         """Before a backward. Whether it adds to gradients: then tiles hold them, or zeros where `.grad` is None or a tensor of
         the user's. Updates must not read gradients then. Raises `UnsupportedError` for a gradient that is sparse."""
         replaced, added = self._replaced(), self.waiting
-        anew = [name for name in self._stored if self._parameters[name].grad is None or name in replaced]
+        anew = [name for name in self._stored if self.parameters[name].grad is None or name in replaced]
         self._write_anew(anew, replaced)
         self._noted, self._sampled = {}, {}
         for name in anew if added else ():
@@ -74,8 +74,8 @@ class Gradients(Mapping[str, Tensor]):
     def hand_out(self) -> None:
         """After a backward, which has written all tiles: sets `.grad`, or adds to what it is."""
         for name in self._stored:
-            if self._parameters[name].grad is None:
-                self._parameters[name].grad = self._lend(name)
+            if self.parameters[name].grad is None:
+                self.parameters[name].grad = self._lend(name)
         self._note()
         for name, given in self._replaced().items():  # which may be another parameter's: that one's norm has changed too
             given.add_(self._stored[name])
@@ -96,7 +96,7 @@ class Gradients(Mapping[str, Tensor]):
         """Tensors that the user has put in the place of a tile's memory."""
         found = {}
         for name, stored in self._stored.items():
-            given = self._parameters[name].grad
+            given = self.parameters[name].grad
             if given is None:
                 continue
             if given.layout != torch.strided:
@@ -128,7 +128,7 @@ class Gradients(Mapping[str, Tensor]):
         self.made = True
         self._noted, self._sampled = {}, {}
         for name, stored in self._stored.items():
-            given = self._parameters[name].grad
+            given = self.parameters[name].grad
             if given is not None and _same_memory(given, stored):
                 self._noted[name] = weakref.ref(given), given._version
         self._sampled = {tile: self._sample(tile) for tile in self._places}
@@ -161,12 +161,12 @@ class Gradients(Mapping[str, Tensor]):
         not read gradients then."""
         replaced = self._replaced()
         # Whoever changes one gradient without a trace, as a scaler, changes others too, perhaps where nobody looks.
-        untold = any(name not in replaced and (given := self._parameters[name].grad) is not None and self._is_noted(name, given)
+        untold = any(name not in replaced and (given := self.parameters[name].grad) is not None and self._is_noted(name, given)
                      for name in self._changed())
         self._write_anew(replaced, replaced)
         changed = False
         for name, stored in self._stored.items():
-            given = self._parameters[name].grad
+            given = self.parameters[name].grad
             if given is None:
                 continue
             if name in replaced:

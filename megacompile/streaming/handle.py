@@ -24,8 +24,8 @@ from megacompile.planning.step_time import pace_of
 from megacompile.predict.durations import Durations
 from megacompile.predict.hardware import Hardware
 from megacompile.predict.simulate import Timeline
+from megacompile.streaming.differentiable_results import StreamedResults, refuse_hooks
 from megacompile.streaming.editing import editable_text, load
-from megacompile.streaming.lease import StreamedResults, refuse_hooks
 from megacompile.streaming.optim import AdamW
 from megacompile.streaming.owners import disclaim
 from megacompile.streaming.recording import Recording
@@ -123,8 +123,8 @@ class Handle:
         return torch.is_grad_enabled() and self.streamed.tiling.trains
 
     def _differentiable(self, given: BatchArguments, output: str, has_gradient: tuple[bool, ...]) -> tuple[Tensor, ...]:
-        results, lease = self.streamed.forward(given, output)
-        return StreamedResults.apply(self.anchor.view_as(self.anchor), results, has_gradient, self.streamed, lease,
+        results, forward = self.streamed.forward(given, output)
+        return StreamedResults.apply(self.anchor.view_as(self.anchor), results, has_gradient, self.streamed, forward,
                                      *self.streamed.parameters.values())
 
     @in_turn
@@ -278,13 +278,13 @@ class Handle:
         step."""
         streamed = self.streamed
         return dict(
-            steps=streamed.steps, skipped_steps=len(streamed.skipped), kept_tiles=len(streamed.kept),
+            steps=streamed.step.count, skipped_steps=len(streamed.step.skipped), kept_tiles=len(streamed.step.kept),
             shapes=len(streamed.shapes), templates=len(streamed.captured.templates),
             compiled_variants=sum(served.binder.variants for served in streamed.captures),
             variants_of_any_rows=sum(served.binder.variants_of_any_rows for served in streamed.captures),
             micro_batch_shapes=sum(len(served.binder.sizes) for served in streamed.captures),
             plan_searches=streamed.planner.answers["searched"], plans_from_cache=streamed.planner.answers["kept"],
-            **streamed.tokens.stats(),
+            **streamed.step.tokens.stats(),
             capture_s=sum(served.captured.seconds for served in streamed.captures),
             compiled=streamed.binder.inductor.compiled, compiled_from_cache=streamed.binder.inductor.from_cache,
             compile_s=streamed.binder.inductor.seconds,
@@ -340,9 +340,8 @@ class Handle:
         Raises `ProgramError` if the text does not parse or is not proved safe, or was made for another model;
         `InsufficientMemoryError` if its slots do not fit. Then nothing has changed."""
         streamed = self.streamed
-        beside = {*streamed.shapes.table.values(), *(lease.shape for lease in streamed.open_leases()), streamed.trained,
-                  streamed.residency.shape}
-        loaded = load(source, streamed.shapes, [shape.program for shape in beside if shape is not None])
+        beside = streamed.shapes_in_use() | set(streamed.shapes.table.values())
+        loaded = load(source, streamed.shapes, [shape.program for shape in beside])
         streamed.shapes.adopt(loaded)
         return loaded.shape
 
@@ -366,13 +365,13 @@ class Handle:
         """Waits for updates in flight. Afterwards parameters, gradients and optimizer state that you hold are current, and what
         you write to them before the next call counts, through `.data` too, which leaves no trace: what lives on the device is
         sent there anew."""
-        self.streamed.residency.leave()
+        self.streamed.evict()
 
     @in_turn
     def whole(self) -> None:
         """As `synchronize`; raises `TornError` if the weights are not all of one step."""
         self.streamed.settle()
-        self.streamed.check_whole()
+        self.streamed.step.check_whole()
 
     @in_turn
     def close(self) -> None:

@@ -17,16 +17,13 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from safetensors.torch import save_file
 
 from megacompile.errors import MegacompileError, NonFiniteError
 from megacompile.runtime.kernels import Batch
 from megacompile.runtime.update import Norms, Update
-
-if TYPE_CHECKING:
-    from megacompile.streaming.streamed import Streamed
 
 POLICIES = ("raise", "skip", "dump")
 _NAMED = 8  # tiles in a message
@@ -71,13 +68,13 @@ class NonFinite:
         raise NonFiniteError("\n".join(lines), update.step, loss, norm, tiles, folder)
 
 
-def report_late(streamed: Streamed) -> None:
-    """Reports tiles that updates on the device have kept, each step once. The device must be idle. Raises `NonFiniteError`."""
-    found = streamed.arena.take_verdicts()
+def report_late(found: Mapping[str, Update], kept: list[str]) -> None:
+    """Reports tiles that updates on the device have left alone, each step once. `found`: the update of each such tile, as
+    `Arena.take_verdicts` tells. Adds tiles to `kept`, or raises `NonFiniteError`."""
     for update in dict.fromkeys(found.values()):
         tiles = [tile for tile, of in found.items() if of is update]
-        if update.kept:  # on the host too: that was said
-            streamed.kept.extend(tiles)
+        if update.kept:  # the host kept some too, and has reported the step
+            kept.extend(tiles)
         else:
             update.report(update, {tile: {"some": math.nan} for tile in tiles})
 

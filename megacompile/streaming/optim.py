@@ -76,7 +76,7 @@ class AdamW(torch.optim.Optimizer):
         self._take_over(self._parameters())
         self._made = True
         for streamed in owners_of(self._parameters()):
-            streamed.arrival.attach(self if overlap is not None else None)
+            streamed.optimizer_in_backward.attach(self if overlap is not None else None)
         native.library()  # built now, if it must be: at the first update all lanes would wait for the C++ compiler
 
     @property
@@ -123,7 +123,7 @@ class AdamW(torch.optim.Optimizer):
         """Waits for the update in flight. What is written to it before the next call counts."""
         self._check_lost()
         for streamed in owners_of(self._parameters()):
-            streamed.residency.leave()
+            streamed.evict()
         return self._state
 
     @state.setter
@@ -149,7 +149,7 @@ class AdamW(torch.optim.Optimizer):
         for _, memory in found:
             if (former := self._other(memory)) is not None:
                 former._lost, former._state = memory.name, OptimizerState(former)
-                self.streamed.arrival.detach(former)
+                self.streamed.optimizer_in_backward.detach(former)
             memory.optimizer = self
         for parameter, memory in found:
             self._state.ready(parameter, memory)
@@ -157,7 +157,7 @@ class AdamW(torch.optim.Optimizer):
     def _other(self, memory: StateMemory) -> AdamW | None:
         """Another optimizer that updates this parameter."""
         other = memory.optimizer
-        if other is None or other is self or other._lost:
+        if not isinstance(other, AdamW) or other is self or other._lost:
             return None
         return other if any(memory.name in names for _, names in other.named_groups()) else None
 
@@ -187,12 +187,12 @@ class AdamW(torch.optim.Optimizer):
         After a backward that has updated (`overlap`), and after `train_step`, nothing is left to do. A `closure` is called
         first, beside the update before, as the plain loop runs its forward and backward; its loss is returned."""
         streamed = self.streamed
-        streamed.arrival.check_step(self)
+        streamed.optimizer_in_backward.check_step(self)
         loss = None
         if closure is not None:
             if self._completes():
                 return None
-            streamed.check_whole()
+            streamed.step.check_whole()
             with torch.enable_grad():
                 loss = closure()  # not in turn: its backward may run in a thread of autograd's
         with streamed.turn:
@@ -200,40 +200,41 @@ class AdamW(torch.optim.Optimizer):
         return loss
 
     def _take_step(self, streamed: Streamed) -> None:
-        if streamed.arrival.end() or self._ended():
+        if streamed.step.ended() or self._ended():
             streamed.raise_pending()
-            streamed.check_whole()
+            streamed.step.check_whole()
             return
         streamed.settle()
         if self._completes():
             return
-        streamed.check_whole()
+        streamed.step.check_whole()
         if not (trained := [p for p in self._parameters() if p.grad is not None]):
             return
         if unread := [name for name in (require_owner(p)[1] for p in trained) if name not in streamed.tiling.position]:
             raise UnsupportedError(f"{unread[0]} has a gradient, and the streamed forward does not read it: give it to an "
                                    "optimizer of torch.optim")
-        streamed.check_trained()
+        streamed.step.check_stored()
         streamed.adopt_writes()
         update = self._request(lambda parameter: parameter.grad is not None)
-        streamed.residency.gradients_current &= not streamed.gradients.refresh()
+        if streamed.gradients.refresh():
+            streamed.step.gradients_changed()
         self._update = update
         streamed.update(self._update)
 
     def _completes(self) -> bool:
         """Completes an update of ours that has failed; whether there was one, with its gradients as they were."""
-        return self._update is not None and self._update is self.streamed.unfinished and self.streamed.complete()
+        return self._update is not None and self._update is self.streamed.step.unfinished and self.streamed.complete()
 
     def _ended(self) -> bool:
         """Whether the update in flight is the one that is asked for: it is ours, and no gradient has come since."""
-        update = self.streamed.updating
+        update = self.streamed.step.updating
         return update is not None and update is self._update and all(p.grad is None for p in self._parameters())
 
     def request(self) -> Update:
         """An update of every parameter, for a step that runs as one program or for a backward that updates."""
         self.check_alone("a whole step, or one with overlap='backward', takes")
         self.streamed.raise_pending()
-        self.streamed.check_whole()
+        self.streamed.step.check_whole()
         self.streamed.adopt_writes()
         self._update = self._request(lambda parameter: True)
         return self._update
@@ -274,7 +275,7 @@ class AdamW(torch.optim.Optimizer):
             positions.sort()
         return Update(segments, counted, self.max_grad_norm, on_arrival=self.overlap is not None,
                       states=[state for _, _, state in ready], before=before,
-                      report=functools.partial(self.non_finite.report, streamed.skipped, streamed.kept))
+                      report=functools.partial(self.non_finite.report, streamed.step.skipped, streamed.step.kept))
 
     @property
     def grad_norm(self) -> float | None:
@@ -299,7 +300,7 @@ class AdamW(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         if not set_to_none:
             self.streamed.settle()  # the update in flight reads them
-            self.streamed.check_whole()  # and one that stopped half-way needs them yet
+            self.streamed.step.check_whole()  # and one that stopped half-way needs them yet
         super().zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
@@ -323,7 +324,7 @@ class AdamW(torch.optim.Optimizer):
         behind."""
         self._check_lost()
         for streamed in owners_of(self._parameters()):
-            streamed.residency.bring_all_home()
+            streamed.copy_back_whole()
 
     @in_turn
     @torch.no_grad()
@@ -335,11 +336,11 @@ class AdamW(torch.optim.Optimizer):
 
         Raises `MegacompileError`, before anything has changed, for other groups, parameters or shapes, and for options."""
         streamed = self.streamed
-        streamed.residency.leave()
+        streamed.evict()
         groups, states = self.check_state_dict(state_dict)
         streamed.adopt_writes()  # sets remainders to zero, before the saved ones are loaded
         self._update = None
-        streamed.arrival.end()
+        streamed.step.ended()
         streamed.store.preserve()
         for options, group in zip(groups, self.param_groups, strict=True):
             group.update(options)
@@ -375,7 +376,7 @@ class AdamW(torch.optim.Optimizer):
 
     def master(self, parameter: Tensor) -> Tensor:
         """A copy of a parameter's FP32 master weight, of its shape."""
-        self.streamed.residency.bring_home()
+        self.streamed.copy_back()
         self.streamed.adopt_writes()
         remainder = self._remainder(parameter)
         if remainder is None:
@@ -386,7 +387,7 @@ class AdamW(torch.optim.Optimizer):
     def set_master(self, parameter: Tensor, master: Tensor) -> None:
         """Sets a parameter from an FP32 master, remainder and all."""
         streamed = self.streamed
-        streamed.residency.leave()
+        streamed.evict()
         streamed.store.preserve()
         remainder = self._remainder(parameter)
         if remainder is None:

@@ -13,18 +13,16 @@ from __future__ import annotations
 import weakref
 from collections import defaultdict
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from megacompile.errors import MegacompileError, UnsupportedError
+from megacompile.runtime.memory.store import Store
 from megacompile.streaming.hyper_parameters import is_number
 from megacompile.streaming.lent import Lent
-
-if TYPE_CHECKING:
-    from megacompile.streaming.optim import AdamW
-    from megacompile.streaming.streamed import Streamed
+from megacompile.weights.tiling import Tiling
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 KEYS = ("step", *MOMENTS)
@@ -57,26 +55,35 @@ class _Assigned(dict[Any, Any]):
         return dict, (dict(self),)  # a copy has memory of its own
 
 
-class StateMemory:
-    """The state of one parameter in its tile, whichever optimizer uses it. State: that `optimizer`, its current
-    `ParameterState`, and the tensors that the user was given."""
+class StateHolder(Protocol):
+    """An optimizer, as far as its state knows it."""
 
-    def __init__(self, streamed: Streamed, name: str) -> None:
-        self._streamed = weakref.ref(streamed)  # optimizers outlive models
+    def memory_of(self, parameter: Any) -> StateMemory | None:
+        """The memory of a parameter's state; None if the optimizer does not update it."""
+
+
+class StateMemory:
+    """The state of one parameter in its tile, whichever optimizer uses it. `before_write(tile)` is called before the tile is
+    written; it is weak, since optimizers outlive models. State: the `optimizer`, its current `ParameterState`, and the tensors
+    that the user was given."""
+
+    def __init__(self, name: str, tiling: Tiling, store: Store,
+                 before_write: weakref.WeakMethod[Any]) -> None:
+        self._before_write = before_write
         self.name = name
-        self._tile_name, index = streamed.tiling.position[name]
-        self._tile = streamed.store.tiles[self._tile_name]
+        self._tile_name, index = tiling.position[name]
+        self._tile = store.tiles[self._tile_name]
         self._part = self._tile.layout.slices[index]
-        self._optimizer: weakref.ref[AdamW] | None = None
+        self._optimizer: weakref.ref[StateHolder] | None = None
         self._state: weakref.ref[ParameterState] | None = None
         self._lent: dict[str, Lent] = {}
 
     @property
-    def optimizer(self) -> AdamW | None:
+    def optimizer(self) -> StateHolder | None:
         return self._optimizer() if self._optimizer is not None else None
 
     @optimizer.setter
-    def optimizer(self, optimizer: AdamW) -> None:
+    def optimizer(self, optimizer: StateHolder) -> None:
         self._optimizer = weakref.ref(optimizer)
 
     @property
@@ -152,11 +159,9 @@ class StateMemory:
         return memory[self._part.start:self._part.stop].view(self._part.shape)
 
     def _rest(self) -> None:
-        """Until the tile may be written."""
-        streamed = self._streamed()
-        if streamed is not None and not streamed.closed:
-            streamed.residency.leave()
-            streamed.store.preserve(self._tile_name)
+        """Waits until the tile may be written."""
+        if (before_write := self._before_write()) is not None:
+            before_write(self._tile_name)
 
 
 class ParameterState(_Assigned):
@@ -185,7 +190,7 @@ SavedState = tuple[Tensor, StateMemory, Mapping[str, Any]]
 class OptimizerState(_Assigned, defaultdict[Tensor, ParameterState]):
     """That of all parameters: what `torch.optim.Optimizer.state` is."""
 
-    def __init__(self, optimizer: AdamW, values: Any = ()) -> None:
+    def __init__(self, optimizer: StateHolder, values: Any = ()) -> None:
         super().__init__()
         self._optimizer = weakref.ref(optimizer)  # a cycle would keep optimizers that are dropped until the collector runs
         self.update(values)

@@ -24,15 +24,16 @@ def replan(streamed: Streamed, **options: Any) -> None:
                                "close() the model and stream() it again")
     config = replace(streamed.config, **options)
     config.check_tiles(streamed.tiling.layouts, type(streamed.model).__name__)
-    if streamed.open_leases():
+    if streamed.open_forwards():
         raise MegacompileError("a loss waits for its backward: run it, or drop the loss, before replan()")
     if streamed.gradients.waiting:
         raise MegacompileError("gradients wait for their step: call step() or zero_grad() before replan()")
     streamed.settle()
-    streamed.check_whole()
-    streamed.residency.leave()
+    streamed.step.check_whole()
+    streamed.evict()
     streamed.shapes.clear()
-    streamed.trained = streamed.running = None
+    streamed.step.programs_dropped()
+    streamed.runner.running = None
     streamed.arena.close()
     streamed.checkpoints.close()
     streamed.store.drop_sums()

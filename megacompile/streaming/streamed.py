@@ -6,16 +6,15 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from megacompile.errors import DeviceMemoryError, InsufficientMemoryError, LaneError, LeaseError, MegacompileError, TornError
+from megacompile.errors import InsufficientMemoryError, LaneError, LeaseError
 from megacompile.frontend.capture import CapturedModel
 from megacompile.frontend.templates.hidden_states import ALL
 from megacompile.inputs.batch import BatchArguments
-from megacompile.inputs.token_counts import TokenCounts
 from megacompile.ir.program import Lane
 from megacompile.planning.config import StreamConfig
 from megacompile.runtime.backends.lanes import Backend
@@ -25,7 +24,6 @@ from megacompile.runtime.memory.arena import Arena
 from megacompile.runtime.memory.checkpoints import HostCheckpoints
 from megacompile.runtime.memory.pinning import pin_all
 from megacompile.runtime.memory.store import Store
-from megacompile.runtime.operations import Frame
 from megacompile.runtime.reference import ReferenceExecutor
 from megacompile.runtime.update import Update
 from megacompile.sizes import format_bytes, parse_bytes
@@ -33,13 +31,15 @@ from megacompile.streaming import batch_io
 from megacompile.streaming.captures import ModelCaptures
 from megacompile.streaming.external_writes import Constants, ForeignWrites
 from megacompile.streaming.gradients import Gradients
-from megacompile.streaming.lease import Lease
 from megacompile.streaming.nonfinite import report_late
-from megacompile.streaming.optimizer_in_backward import Arrival
+from megacompile.streaming.open_forward import OpenForward
+from megacompile.streaming.optimizer_in_backward import OptimizerInBackward
 from megacompile.streaming.optimizer_state import StateMemory
-from megacompile.streaming.out_of_memory import exhausted, explained
+from megacompile.streaming.out_of_memory import allocator_error
 from megacompile.streaming.residency import Residency
+from megacompile.streaming.section_runner import SectionRunner
 from megacompile.streaming.shapes import CompiledShape, Shape, Shapes
+from megacompile.streaming.step_state import StepState
 from megacompile.streaming.teardown import give_back
 from megacompile.weights.tiling import Tiling
 
@@ -47,8 +47,11 @@ R = TypeVar("R")
 
 
 class Streamed:
-    """State: the `shapes` compiled so far, the open `leases`, the version of all weights, what lives on the device
-    (`residency`), the update in flight (`updating`), and one that failed before its last tile (`unfinished`)."""
+    """Composes what a streamed model consists of, and runs the sections of a step in the user's order.
+
+    Each part owns its state: `shapes` the compiled programs, `step` the training step, `residency` what stays on the device,
+    `runner` the lanes, `gradients` and `states` the tensors that users see, `writes` and `constants` what users change, and
+    `optimizer_in_backward` updates on arrival. State here: the forwards that are open."""
 
     def __init__(self, model: nn.Module, captured: CapturedModel, tiling: Tiling, store: Store, backend: Backend,
                  config: StreamConfig) -> None:
@@ -56,30 +59,24 @@ class Streamed:
         self.model, self.captured, self.tiling, self.store = model, captured, tiling, store
         self.backend, self.config = backend, config
         self.arena, self.checkpoints = Arena(backend), HostCheckpoints(backend)
-        self.executor: Executor | ReferenceExecutor = (
-            ReferenceExecutor(backend) if config.reference else Executor(backend, stall_timeout_s=config.stall_timeout))
         self.parameters = {n: p for n, p in model.named_parameters() if n in tiling.position}
         self.gradients = Gradients(self.parameters, tiling, store)
-        self.states = {name: StateMemory(self, name) for name in self.gradients}
+        before_write = weakref.WeakMethod(self._before_state_write)
+        self.states = {name: StateMemory(name, tiling, store, before_write) for name in self.gradients}
         self.constants = Constants(model, backend.device)
         self.constants.add(captured.calls)
         self.writes = ForeignWrites(model, self.parameters, tiling, store, self.gradients)
         self.captures = ModelCaptures(model, captured, tiling, config, backend, store.room(parse_bytes(config.host_memory)))
         self.planner, self.binder = self.captures.first.planner, self.captures.first.binder
         self.shapes = Shapes(self.captures)
-        self.leases: weakref.WeakSet[Lease] = weakref.WeakSet()
-        self.trained: CompiledShape | None = None  # that of the last backward, whose program also updates
-        self.running: CompiledShape | None = None  # that of the last section
-        self.residency, self.arrival = Residency(self), Arrival(self)
-        self.version = self.steps = 0
-        self.tokens = TokenCounts()
-        self.skipped: list[int] = []  # numbers of steps whose gradients were not finite
-        self.kept: list[str] = []  # tiles that were not updated on arrival, since their gradients were not finite
-        self.batches: list[Batch] = []  # those that the gradients are of
-        self.updating: Update | None = None
-        self.unfinished: Update | None = None
+        self.step = StepState()
+        executor = ReferenceExecutor(backend) if config.reference else Executor(backend, stall_timeout_s=config.stall_timeout)
+        self.runner = SectionRunner(executor, backend, store, self.arena, self.captures, self.constants)
+        self.residency = Residency(self.runner, self.step)
+        self.optimizer_in_backward = OptimizerInBackward(self.step, self.gradients)
+        self._forwards: weakref.WeakSet[OpenForward] = weakref.WeakSet()
         # Runs when the model is closed, and when it is forgotten: threads end, and no page stays pinned.
-        self._give_back = weakref.finalize(self, give_back, self.executor, self.arena, self.checkpoints, store, backend)
+        self._give_back = weakref.finalize(self, give_back, executor, self.arena, self.checkpoints, store, backend)
         if self.planner.pinned().tiles:
             pin_all(backend, store.streamed_memory())
 
@@ -87,24 +84,33 @@ class Streamed:
     def closed(self) -> bool:
         return not self._give_back.alive
 
+    @property
+    def executor(self) -> Executor | ReferenceExecutor:
+        return self.runner.executor
+
     # ---------------------------------------------------------------- programs and memory
     def compiled(self, shape: Shape) -> CompiledShape:
         """The program of a shape, compiled at its first use. Raises what `Shapes.get` raises."""
-        keep = {lease.shape for lease in self.open_leases()} | {self.trained, self.residency.shape}
-        return self.shapes.get(shape, {shape for shape in keep if shape is not None})
+        return self.shapes.get(shape, self.shapes_in_use())
 
-    def open_leases(self) -> list[Lease]:
-        return [lease for lease in self.leases if not lease.closed]
+    def shapes_in_use(self) -> set[CompiledShape]:
+        """Shapes of open forwards, of the last backward, and of what is on the device."""
+        found = {*(forward.shape for forward in self.open_forwards()), self.step.trained, self.residency.shape}
+        return {shape for shape in found if shape is not None}
+
+    def open_forwards(self) -> list[OpenForward]:
+        """Forwards whose backward has not run."""
+        return [forward for forward in self._forwards if not forward.closed]
 
     def _fits(self, shape: CompiledShape) -> bool:
-        """Whether sections of this shape fit beside the forwards that are open. Alone, the planner has seen to it."""
-        held = sum(lease.device_bytes for lease in self.open_leases())
+        """Whether sections of this shape fit beside the open forwards. The planner has seen to it that they fit alone."""
+        held = sum(forward.device_bytes for forward in self.open_forwards())
         return not held or shape.estimate.total + self.planner.margin_bytes + held <= self.planner.device_bytes
 
     def _check_room(self, shape: CompiledShape) -> None:
         """Raises `InsufficientMemoryError` if they do not fit."""
         if not self._fits(shape):
-            held = sum(lease.device_bytes for lease in self.open_leases())
+            held = sum(forward.device_bytes for forward in self.open_forwards())
             needed, budget = shape.estimate.total + self.planner.margin_bytes, self.planner.device_bytes
             raise InsufficientMemoryError(
                 f"a batch of {shape.shape.batch} x {shape.shape.length} needs {format_bytes(needed)} of device memory and "
@@ -112,68 +118,61 @@ class Streamed:
                 f"{format_bytes(held)}: run backward (or drop the loss) before the next forward, or give more device_memory")
 
     def _reserve(self, shape: CompiledShape, *sections: str) -> None:
-        """Slots for these sections are there, and none of other shapes that would be over the budget beside this one."""
+        """Makes the slots of these sections, and frees those of other shapes that exceed the budget beside them."""
         wanted, surplus = shape.slots(*sections), self.residency.surplus(shape)
-        if surplus or any(s not in self.arena.slots or self.arena.slots[s].numel() < slot.bytes for s, slot in wanted.items()):
-            self.residency.leave()
-            for slot in surplus:
-                self.arena.forget(slot)
+        if surplus or self.runner.lacks(wanted):
+            self.evict()
+            self.runner.forget_slots(surplus)
             self.arena.reserve(wanted)
 
     # ---------------------------------------------------------------- running sections
-    def submit(self, shape: CompiledShape, section: str, batch: Batch, lease: Lease | None = None,
-               update: Update | None = None) -> Any:
-        if section not in shape.kernels:
-            served = self.captures.serve(shape.shape.capture_key)
-            self.constants.add(served.captured.calls)
-            shape.kernels[section] = served.binder.bind(shape.program, section, shape.plan, shape.shape.labels)
-        self.running = shape
-        held = (lease.values, lease.host) if lease is not None else ({}, {})
-        frame = Frame(self.backend, self.store, self.arena, shape.kernels[section], batch, *held, update)
-        return self.executor.submit(shape.program.section(section), frame, section)
-
-    def enter(self, shape: CompiledShape, *sections: str) -> None:
-        """Before sections that read weights: slots exist, foreign writes are noticed, resident tiles are there."""
-        self.check_whole()
+    def _enter(self, shape: CompiledShape, *sections: str) -> None:
+        """Before sections that read weights: makes slots, notices writes from outside, loads resident tiles."""
+        self.step.check_whole()
         self._check_room(shape)
         self._reserve(shape, "load", *sections)
         self.adopt_writes()
-        self.residency.enter(shape)
+        self._load(shape)
+
+    def _load(self, shape: CompiledShape) -> None:
+        if self.residency.must_leave(shape):
+            self.evict()
+        self.residency.load(shape)
 
     def adopt_writes(self) -> None:
         """Takes over what was written to parameters and buffers from outside."""
         if self.writes.pending() or self.constants.stale():
             with self.guarded():
-                self.residency.leave()
+                self.evict()
                 self.writes.adopt()
                 self.constants.refresh()
-            self.version += 1
+            self.step.weights_written()
 
-    def forward(self, given: BatchArguments, output: str = "loss") -> tuple[tuple[Tensor, ...], Lease]:
-        """The loss of a batch (0-d), or a head's outputs, on the compute device; and the lease that its backward needs."""
+    def forward(self, given: BatchArguments, output: str = "loss") -> tuple[tuple[Tensor, ...], OpenForward]:
+        """The loss of a batch (0-d), or a head's outputs, on the compute device; and what its backward needs."""
         with self.guarded():
             self.executor.check()
             wanted = self.shape_of(given, training=True, output=output)
             shape = self.compiled(wanted)
-            if shape.plan.saved_layers and not self._fits(shape):  # beside the forwards that are open
+            if shape.plan.saved_layers and not self._fits(shape):  # beside the open forwards
                 shape = self.compiled(replace(wanted, lean=True))
-            self.enter(shape, "forward", "backward", "update")
+            self._enter(shape, "forward", "backward", "update")
             batch = self._batch(shape, given)
-            lease = self._open(shape, batch)
+            forward = self._open(shape, batch)
             try:
-                self.submit(shape, "forward", batch, lease).wait((Lane.COMPUTE,))
+                self.runner.submit(shape, "forward", batch, forward).wait((Lane.COMPUTE,))
                 results = ((batch_io.loss_of(self.backend, batch),) if output == "loss" else
                            batch_io.outputs_of(self.backend, batch))
             except BaseException:
-                lease.end()  # though whoever catches this may keep the traceback
+                forward.end()  # the caller may keep the traceback
                 raise
-        self.leases.add(lease)
-        return results, lease
+        self._forwards.add(forward)
+        return results, forward
 
-    def _open(self, shape: CompiledShape, batch: Batch) -> Lease:
-        lease = Lease(shape, batch, self.version)
-        lease.host, lease.give_back = self.checkpoints.lend(lease, shape.host_slots, self.settle)
-        return lease
+    def _open(self, shape: CompiledShape, batch: Batch) -> OpenForward:
+        forward = OpenForward(shape, batch, self.step.version)
+        forward.host, forward.give_back = self.checkpoints.lend(forward, shape.host_slots, self.settle)
+        return forward
 
     def train_step(self, given: BatchArguments, update: Update, overlap: bool) -> Tensor:
         """The loss of a step that runs as one program. Without `overlap`, its update goes on beside the next step's forward."""
@@ -182,29 +181,24 @@ class Streamed:
             shape = self.compiled(replace(self.shape_of(given, training=True), update="arrival" if overlap else "step",
                                           whole_step=True))
             self.store.allocate_sums(shape.plan.host_sums)
-            self.enter(shape, "train_step", "update")
+            self._enter(shape, "train_step", "update")
             batch = self._batch(shape, given)
             self.gradients.gather()
-            self.trained, self.unfinished, self.batches = shape, None, [batch]
+            self.step.backward_began(shape, batch)
             if overlap:
                 self.begin_update(shape, update)
-            # Compute comes to its end only after every tile's weights were sent, so after the update before this one.
-            self.submit(shape, "train_step", batch, self._open(shape, batch), update).wait((Lane.COMPUTE,))
-            self.residency.gradients_current = True
+            # Compute ends only after every tile's weights were sent, so after the update before this one.
+            self.runner.submit(shape, "train_step", batch, self._open(shape, batch), update).wait((Lane.COMPUTE,))
+            self.step.gradients_stored()
             loss = batch_io.loss_of(self.backend, batch)
             if not overlap:
                 self.begin_update(shape, update)
-                self.submit(shape, "update", Batch([], self.constants.on_device), update=update)
+                self.runner.submit(shape, "update", update=update)
         return loss
 
     def begin_update(self, shape: CompiledShape, update: Update) -> None:
         self.residency.updated(shape)
-        self.version += 1
-        self.steps += 1
-        self.tokens.end_step(self.batches)
-        update.batches = self.batches
-        self.updating, self.unfinished = update, None
-        update.begin()
+        self.step.update_began(update)
 
     def evaluate(self, given: BatchArguments) -> tuple[Tensor | None, Tensor | None]:
         """(loss or None, logits) without gradients."""
@@ -222,143 +216,145 @@ class Streamed:
         with self.guarded():
             self.executor.check()
             shape = self.compiled(self.shape_of(given, training=False, output=output))
-            self.enter(shape, "evaluate")
+            self._enter(shape, "evaluate")
             batch = self._batch(shape, given)
-            self.submit(shape, "evaluate", batch).wait((Lane.COMPUTE,))
+            self.runner.submit(shape, "evaluate", batch).wait((Lane.COMPUTE,))
             return results_of(self.backend, batch)
 
-    def backward(self, lease: Lease, gradients: Sequence[Tensor]) -> None:
-        """Runs a lease's backward, given the gradients of what its forward gave, and sets `.grad` of every trained parameter.
-        Returns when gradients are home; where it updates on their arrival, once compute has been issued, and there are none.
+    def backward(self, forward: OpenForward, gradients: Sequence[Tensor]) -> None:
+        """Runs the backward of an open forward, given the gradients of its results, and sets `.grad` of every trained
+        parameter. Returns when gradients are in host memory. With updates on arrival it returns once compute was issued, and
+        sets no `.grad`.
 
         Whatever stops it, no parameter has a `.grad` afterwards: some would hold this batch's gradients, others not."""
         self.raise_pending()
-        if self.closed:
-            raise LeaseError("the model was closed since this loss was computed: run the forward of the plain model again")
-        if lease.closed:
-            raise LeaseError("this loss has had its backward, or was refused one: run the forward again (retain_graph cannot "
-                             "be honoured, activations are freed as the backward goes)")
-        if lease.version != self.version or self.writes.pending():
-            raise LeaseError("the weights have changed since this loss was computed: run backward before optimizer.step(), "
-                             "or the forward again")
-        self.arrival.check(lease)
+        self._check_open(forward)
+        self.optimizer_in_backward.check(forward, [each for each in self.open_forwards() if each is not forward])
         if self.gradients.waiting:
             self.settle()  # an update in flight reads them
         added = self.gradients.gather()
         section = "backward_accumulate" if added else "backward"
         with self.guarded():
-            self._reserve(lease.shape, section)
-            self.residency.enter(lease.shape)
-        lease.closed, self.trained, self.unfinished = True, lease.shape, None
-        self.batches = [*(self.batches if added else ()), lease.batch]
+            self._reserve(forward.shape, section)
+            self._load(forward.shape)
+        forward.closed = True
+        self.step.backward_began(forward.shape, forward.batch, added)
         try:
             with self.guarded():
-                batch_io.send_gradients(self.backend, lease.shape.plan, lease.batch, gradients)
-                update = self.arrival.begin(lease)
-                run = self.submit(lease.shape, section, lease.batch, lease, update)
+                batch_io.send_gradients(self.backend, forward.shape.plan, forward.batch, gradients)
+                update = self.optimizer_in_backward.request(forward)
+                if update is not None:
+                    self.begin_update(forward.shape, update)
+                run = self.runner.submit(forward.shape, section, forward.batch, forward, update)
                 if update is not None:
                     run.wait((Lane.COMPUTE,))
                     return
                 run.wait()
                 self.drain()
         except BaseException:
-            self.arrival.fail()
+            self.step.backward_updates(None)
             self.gradients.clear()
             raise
         finally:
-            lease.end()
+            forward.end()
         self.gradients.hand_out()
-        self.residency.gradients_current = True
+        self.step.gradients_stored()
+
+    def _check_open(self, forward: OpenForward) -> None:
+        """Raises `LeaseError` if a forward cannot have its backward any more."""
+        if self.closed:
+            raise LeaseError("the model was closed since this loss was computed: run the forward of the plain model again")
+        if forward.closed:
+            raise LeaseError("this loss has had its backward, or was refused one: run the forward again (retain_graph cannot "
+                             "be honoured, activations are freed as the backward goes)")
+        if forward.version != self.step.version or self.writes.pending():
+            raise LeaseError("the weights have changed since this loss was computed: run backward before optimizer.step(), "
+                             "or the forward again")
 
     def update(self, update: Update) -> None:
-        """Hands an optimizer step to the cpu lane and returns. Raises what the one before it failed with."""
+        """Hands an optimizer step to the cpu lane and returns. Raises the failure of the step before it."""
         self.settle()  # the step before it is over, or `recover` would take this one for the one that failed
-        assert self.trained is not None, "no backward has stored gradients"
+        trained = self.step.trained
+        assert trained is not None, "no backward has stored gradients"
         with self.guarded():
-            self._reserve(self.trained, "update")
-            self.residency.enter(self.trained)
-            self.residency.refresh_gradients(self.trained)
-            self.begin_update(self.trained, update)
-            self.submit(self.trained, "update", Batch([], self.constants.on_device), update=update)
+            self._reserve(trained, "update")
+            self._load(trained)
+            self.residency.refresh_gradients(trained)
+            self.begin_update(trained, update)
+            self.runner.submit(trained, "update", update=update)
 
     def complete(self) -> bool:
-        """Completes an update that failed, with its own hyper-parameters; False, doing nothing, if gradients have changed."""
-        update = self.unfinished
-        assert update is not None, "no update has failed"
-        if not self._stored() or not self.gradients.untouched():
+        """Completes an update that failed, with its own hyper-parameters. Returns False, and does nothing, if gradients have
+        changed."""
+        assert self.step.unfinished is not None, "no update has failed"
+        if not self.step.stored or not self.gradients.untouched():
             return False
-        self.update(update)
+        self.update(self.step.unfinished)
         return True
 
     # ---------------------------------------------------------------- waiting and failing
     @contextlib.contextmanager
     def guarded(self) -> Iterator[None]:
-        """Around lane work: whatever it raises leaves the lanes ready for the next step. Out of memory is explained."""
+        """Around lane work: after any failure the lanes are ready for the next step. Out of memory is explained."""
         try:
             yield
         except (LaneError, KeyboardInterrupt, SystemExit, torch.OutOfMemoryError) as error:
             self.recover()
-            if isinstance(error, DeviceMemoryError) or (cause := exhausted(error)) is None:
-                raise
-            raise explained(self, error, cause) from cause
+            if (explained := self.runner.out_of_memory(error, self.step.torn)) is not None:
+                raise explained from allocator_error(error)
+            raise
+
+    def recover(self) -> None:
+        """After a failure: the lanes are idle and ready, and weights that were updated on the device are saved."""
+        self.executor.recover()
+        self.residency.failed(updated=self.step.failed())
 
     def raise_pending(self) -> None:
-        """Raises what an update in flight has failed with."""
+        """Raises the failure of an update in flight."""
         with self.guarded():
             self.executor.check()
 
     def drain(self, sooner: threading.Event | None = None) -> None:
         """Waits for everything submitted, on the host and on the device; or until the event `sooner`."""
-        self.executor.idle(sooner)
-        self.executor.check()
-        if sooner is None:
-            self.backend.synchronize()
+        self.runner.drain(sooner)
 
     def settle(self) -> None:
-        """As `drain`, for callers outside a step: afterwards host memory may be read and written freely (optimizer state
-        after `residency.bring_home`)."""
+        """As `drain`, for callers outside a step: afterwards host memory may be read and written freely (optimizer state after
+        `copy_back`)."""
         with self.turn:
             with self.guarded():
-                self.drain()
+                self.runner.drain()
             self.residency.rescue()
-            report_late(self)
+            report_late(self.arena.take_verdicts(), self.step.kept)
 
-    @property
-    def torn(self) -> bool:
-        """Whether some tiles have had an update that others have not."""
-        return self.unfinished is not None and self.unfinished.has_updated
+    # ---------------------------------------------------------------- host and device
+    def copy_back(self) -> None:
+        """Copies optimizer state that is newer on the device to the host. All lanes are idle on return."""
+        self.settle()
+        if self.residency.state_ahead:
+            with self.guarded():
+                self.residency.store_state()
+            self.settle()
+            self.residency.stored_state()
 
-    def _stored(self) -> bool:
-        """Whether the last backward stored its gradients; one that updates on arrival consumes them."""
-        return self.trained is not None and "update" in self.trained.program.sections
+    def copy_back_whole(self) -> None:
+        """As `copy_back`, and takes over writes from outside. Raises `TornError` if the weights are not all of one step."""
+        with self.turn:
+            self.copy_back()
+            self.step.check_whole()
+            self.adopt_writes()  # a remainder belongs to the weight that was there before
 
-    def check_trained(self) -> None:
-        """Raises `MegacompileError` unless the last backward stored gradients: there is no program for their update."""
-        if not self._stored():
-            raise MegacompileError("gradients were set by hand before any backward of this model that stores its own: run a "
-                                   "forward and a backward first, or call zero_grad()")
+    def evict(self) -> None:
+        """As `copy_back`. What stays on the device is loaded again before its next use, so the host's memory may be written."""
+        with self.turn:
+            self.copy_back()
+            self.residency.left()
 
-    def check_whole(self) -> None:
-        """Raises `TornError` if an update stopped between its first and its last tile."""
-        if self.torn:
-            complete = "call optimizer.step() again to complete it, or " if self._stored() else ""
-            raise TornError(f"an update stopped half-way: {complete}load a checkpoint (megacompile.load_checkpoint, or "
-                            "load_state_dict of the model, then of the optimizer)")
-
-    def mend(self) -> None:
-        """All weights were written anew: what was missing of an update is no longer wanted."""
-        self.unfinished = None
-        self.arrival.end()
-
-    def recover(self) -> None:
-        """After a failure. Before the first `adam` of an update nothing has changed; after it, and before the last, the
-        weights are torn until the update is completed."""
-        self.executor.recover()
-        update, self.updating = self.updating, None
-        self.residency.failed(done=update is not None and bool(update.done))
-        if update is not None and not update.refused and update.done != set(update.segments):
-            update.withdraw()
-            self.unfinished = update
+    def _before_state_write(self, tile: str) -> None:
+        """The user writes optimizer state of a tile."""
+        if not self.closed:
+            self.evict()
+            self.store.preserve(tile)
 
     # ---------------------------------------------------------------- batches
     def shape_of(self, given: BatchArguments, training: bool, output: str = "loss") -> Shape:
@@ -366,7 +362,7 @@ class Streamed:
         output = self.captured.main_output if output == "loss" else output
         key = given.key
         return Shape(given.rows, given.length, output == "loss" and given.has_labels, training,
-                     update=self.arrival.update_at if training else "step", output=output, further=key.further,
+                     update=self.optimizer_in_backward.update_at if training else "step", output=output, further=key.further,
                      evaluating=key.evaluating, without_adapters=key.without_adapters, images=key.images)
 
     def _batch(self, shape: CompiledShape, given: BatchArguments) -> Batch:
@@ -377,10 +373,10 @@ class Streamed:
         return batch
 
     def close(self) -> None:
-        """Gives everything back, and only then raises what an update in flight failed with (`LaneError`, `TornError`)."""
+        """Releases everything, and only then raises the failure of an update in flight (`LaneError`, `TornError`)."""
         try:
-            self.residency.bring_home()
-            self.store.preserve()  # from now on whoever has the model may change it
-            self.check_whole()
+            self.copy_back()
+            self.store.preserve()  # from now on the owner of the model may change it
+            self.step.check_whole()
         finally:
             self._give_back()

@@ -4,24 +4,33 @@ from __future__ import annotations
 import copy
 import functools
 import os
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
 
 from megacompile.errors import UnsupportedError
 from megacompile.streaming.adapters import base_calls_streamed
+from megacompile.streaming.streamed import Streamed
 from megacompile.weights.saving import save_whole
 
-if TYPE_CHECKING:
-    from megacompile.streaming.handle import Handle
+
+class Calls(Protocol):
+    """The handle of a streamed model, as far as the model's class knows it."""
+
+    streamed: Streamed
+
+    def call(self, model: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any: ...
+
+    def whole(self) -> None: ...
 
 
 class StreamedModule(nn.Module):
     """What changes in a streamed model's class: calls go to the handle, reads wait for updates in flight."""
 
     if TYPE_CHECKING:  # transformers evaluates the annotations of a model's class where it is made
-        megacompile: Handle
+        megacompile: Calls
 
     @torch.compiler.disable(reason="a streamed model's layers are compiled by megacompile: leave torch.compile out")
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -86,7 +95,7 @@ class StreamedModule(nn.Module):
             streamed.store.preserve()
             result = super().load_state_dict(*args, **kwargs)
             if not result.missing_keys:
-                streamed.mend()
+                streamed.step.weights_replaced()
         return result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:

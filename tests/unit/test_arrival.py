@@ -111,10 +111,10 @@ def test_the_step_returns_before_the_update_is_done(model: Any, optimizer: Any) 
     begin = time.monotonic()
     loss.backward()
     optimizer.step()
-    assert time.monotonic() - begin < 0.3 * len(streamed.updating.segments) - 0.15
-    assert streamed.updating.done != set(streamed.updating.segments)
+    assert time.monotonic() - begin < 0.3 * len(streamed.step.updating.segments) - 0.15
+    assert streamed.step.updating.done != set(streamed.step.updating.segments)
     model.megacompile.synchronize()
-    assert streamed.updating.done == set(streamed.updating.segments)
+    assert streamed.step.updating.done == set(streamed.step.updating.segments)
 
 
 def test_hyper_parameters_are_those_of_the_start_of_the_backward(model: Any) -> None:

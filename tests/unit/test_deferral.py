@@ -67,7 +67,7 @@ def test_moments_behind_all_weights_have_the_bits_of_whole_updates(
         whole: bool, late: str | None, shared: tiny_models.Shared, at_once: Any) -> None:
     model = planned(shared, **DEFERRED)
     assert same_bits(trained(model, whole, lambda node: time.sleep(3e-3 * (op_of(node).name == late))), at_once[whole])
-    updates = model.megacompile.streamed.trained.program.section("update")
+    updates = model.megacompile.streamed.step.trained.program.section("update")
     weights = [argument(node, "tile") for node in find(updates, "adam_weights")]
     assert weights == ["model.layers.0", "model.layers.2", "epilogue"]
     assert [argument(node, "tile") for node in find(updates, "adam_moments")] == weights[::-1]

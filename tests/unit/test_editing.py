@@ -111,7 +111,7 @@ def test_a_safe_edit_runs_and_changes_no_bit(safe: str, streamed: Any, shared: t
     same_losses, same_weights = loop(streamed)
     assert same_losses == losses
     assert tiny_models.same_bits(same_weights, weights)
-    assert streamed.megacompile.streamed.trained.loaded, "the last backward was of the edited program"
+    assert streamed.megacompile.streamed.step.trained.loaded, "the last backward was of the edited program"
 
 
 def test_an_edited_loop_that_updates_on_arrival_changes_no_bit(streamed: Any, shared: tiny_models.Shared) -> None:
@@ -124,7 +124,7 @@ def test_an_edited_loop_that_updates_on_arrival_changes_no_bit(streamed: Any, sh
             text = prefetch_moved_earlier(text_of(model))
             assert model.megacompile.load_program(text) == replace(SHAPE, update="arrival")
         losses = [tiny_models.train_step(model, optimizer, seed) for seed in range(3)]
-        assert model.megacompile.streamed.trained.loaded == edited
+        assert model.megacompile.streamed.step.trained.loaded == edited
         found.append((losses, tiny_models.weights(model)))
     (losses, weights), (same_losses, same_weights) = found
     assert same_losses == losses and tiny_models.same_bits(same_weights, weights)

@@ -156,7 +156,7 @@ def test_a_fault_at_every_kind_of_instruction_reaches_the_caller_and_the_next_st
             loss = model(**batch(0, **SHAPE)).loss
             loss.backward()
             assert loss.isfinite() and all(p.grad.isfinite().all() for p in model.parameters())
-        elif model.megacompile.streamed.torn:
+        elif model.megacompile.streamed.step.torn:
             with pytest.raises(TornError):
                 model(**batch(0, **SHAPE))
         else:
@@ -202,10 +202,10 @@ def test_a_fault_at_every_kind_of_instruction_of_a_whole_step_leaves_it_undone_c
             throw_at(model, node)
             raises_fault_soon(lambda: step(optimizer), node)  # noqa: B023  (called at once)
             assert lane_threads() == threads, f"{kind}: a thread died or was left behind"
-            if streamed.torn and overlap is None:
+            if streamed.step.torn and overlap is None:
                 outcomes.add("completed")
                 optimizer.step()
-            elif streamed.torn:
+            elif streamed.step.torn:
                 outcomes.add("torn")
                 with pytest.raises(TornError, match="load a checkpoint"):
                     step(optimizer)
@@ -263,7 +263,7 @@ def test_a_failed_forward_leaves_no_lease(model: Any) -> None:
     throw_at(model, [n for n in executed(model, "forward") if op_of(n).name == "loss"][-1])
     with pytest.raises(LaneError):
         model(**batch(0, **SHAPE))
-    assert not model.megacompile.streamed.open_leases()
+    assert not model.megacompile.streamed.open_forwards()
 
 
 # ---------------------------------------------------------------- updates
@@ -364,9 +364,9 @@ def test_a_fault_in_a_backward_that_updates_reaches_the_caller_and_a_checkpoint_
         raises_fault_soon(act, node)
         assert lane_threads() == threads, f"{kind}: a thread died or was left behind"
         assert all(p.grad is None for p in nn.Module.parameters(model))
-        done = len(streamed.unfinished.done) if streamed.unfinished is not None else None
-        outcomes.add("torn" if streamed.torn else "whole")
-        if streamed.torn:
+        done = len(streamed.step.unfinished.done) if streamed.step.unfinished is not None else None
+        outcomes.add("torn" if streamed.step.torn else "whole")
+        if streamed.step.torn:
             with pytest.raises(TornError, match="load a checkpoint"):
                 train_step(model, optimizer, **SHAPE)
             model.load_state_dict(start)
@@ -458,7 +458,7 @@ def test_a_forward_that_fails_does_not_tear_the_update_in_flight(slab_model: Any
     with pytest.raises(LaneError, match="prefetch failed in lane h2d"):
         model(**batch(1, **SHAPE))
     executor.delay = None
-    assert not model.megacompile.streamed.torn
+    assert not model.megacompile.streamed.step.torn
     optimizer.param_groups[0]["lr"] *= 0.5
     train_step(model, optimizer, 1, **SHAPE)
     assert same_bits(weights(model), undisturbed)
@@ -483,7 +483,7 @@ def test_of_two_failures_the_earlier_run_s_is_raised(slab_model: Any) -> None:
     with pytest.raises(LaneError, match="adam failed in lane cpu"):
         model(**batch(1, **SHAPE))
     executor.probe = None
-    assert model.megacompile.streamed.torn
+    assert model.megacompile.streamed.step.torn
     optimizer.step()
     model(**batch(1, **SHAPE)).loss.backward()
 
@@ -567,7 +567,7 @@ def test_ctrl_c_stops_the_step_and_leaves_the_model_usable(model: Any, native: A
     timer.join()
     executor.delay = None
     if section == "update":  # in flight when Ctrl-C came: it goes on to its end
-        assert not model.megacompile.streamed.torn
+        assert not model.megacompile.streamed.step.torn
         return
     model.zero_grad()
     model(**batch(2)).loss.backward()

@@ -94,7 +94,7 @@ def test_an_interrupt_at_any_line_leaves_a_step_done_or_undone_or_says_torn(
         begin = time.monotonic()
         where = interrupted(lambda: step(model, optimizer), moment).where  # noqa: B023  (called at once)
         model.zero_grad()
-        if model.megacompile.streamed.arrival.updated:  # the backward is over: what is left of the step is its end
+        if model.megacompile.streamed.step.updated_in_backward:  # the backward is over: what is left of the step is its end
             optimizer.step()
         try:
             step(model, optimizer)

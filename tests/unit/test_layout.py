@@ -60,10 +60,6 @@ def test_imports_lead_downwards(module: str) -> None:
 CIRCLES = {
     frozenset({"ir.folding", "ir.listing", "ir.program", "ir.text"}),
     frozenset({"planning.plan_questions", "planning.planner", "planning.remedies"}),
-    frozenset({"streaming.handle", "streaming.streamed_module"}),
-    frozenset({"streaming.lease", "streaming.nonfinite", "streaming.optim", "streaming.optimizer_in_backward",
-               "streaming.optimizer_state", "streaming.out_of_memory", "streaming.owners", "streaming.residency",
-               "streaming.streamed"}),
 }
 
 

@@ -84,7 +84,7 @@ def test_a_closure_runs_beside_the_update_before(model: Any) -> None:
 
     def slowly(optimizer: Any) -> None:
         streamed.executor.delay = lambda lane: time.sleep(0.02) if lane == Lane.CPU else None
-        left.append(streamed.updating is not None and streamed.updating.done != set(streamed.updating.segments))
+        left.append(streamed.step.updating is not None and streamed.step.updating.done != set(streamed.step.updating.segments))
 
     fit(AroundModel(model), megacompile.AdamW, slowly)
     assert any(left), "each update was over before the next forward"

@@ -277,6 +277,6 @@ def test_what_cannot_be_promised_is_refused(model: Any) -> None:
 
 def test_the_reference_interpreter_refuses_them_as_well(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     streamed = model.megacompile.streamed
-    monkeypatch.setattr(streamed, "executor", ReferenceExecutor(streamed.backend))
+    monkeypatch.setattr(streamed.runner, "executor", ReferenceExecutor(streamed.backend))
     with pytest.raises(NonFiniteError, match="the gradients of step 1 are not finite"):
         bad_step(model, megacompile.AdamW(model.parameters()))

@@ -349,10 +349,10 @@ def test_the_norm_is_known_before_the_update_is_done(model: Any, whole_step: boo
         model(**batch(0)).loss.backward()
         optimizer.step()
     assert optimizer.grad_norm > 0 and time.monotonic() - begun < 60
-    assert not model.megacompile.streamed.updating.done
+    assert not model.megacompile.streamed.step.updating.done
     released.set()
     model.megacompile.synchronize()
-    assert model.megacompile.streamed.updating.done
+    assert model.megacompile.streamed.step.updating.done
 
 
 @pytest.mark.parametrize("accumulate", [True, False])

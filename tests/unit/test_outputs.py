@@ -181,7 +181,7 @@ def test_a_fault_at_an_output_reaches_the_caller_and_the_next_step_runs(op: str,
 def test_gradients_of_outputs_are_let_go_with_the_backward(model: Any) -> None:
     """The batch stays until the update, so that it can be dumped."""
     model(input_ids=ids()).logits.sum().backward()
-    (kept,) = model.megacompile.streamed.batches
+    (kept,) = model.megacompile.streamed.step.batches
     assert kept.micro_batches and not kept.output_gradients
 
 

@@ -195,7 +195,7 @@ def test_what_cannot_be_recorded_is_refused(model: Any, monkeypatch: pytest.Monk
     with pytest.raises(MegacompileError, match="no section ran"):
         empty.timeline()
     streamed = model.megacompile.streamed
-    monkeypatch.setattr(streamed, "executor", ReferenceExecutor(streamed.backend))
+    monkeypatch.setattr(streamed.runner, "executor", ReferenceExecutor(streamed.backend))
     with pytest.raises(MegacompileError, match="reference=True"), model.megacompile.record():
         pass
 

@@ -170,7 +170,7 @@ def test_without_memory_for_copies_an_update_waits_for_the_writer(one: Streamed,
         writer.save()
         run.steps(1)
         time.sleep(0.05)
-        assert streamed.updating.done == set(), "an update did not wait"
+        assert streamed.step.updating.done == set(), "an update did not wait"
         slow_disk.open.set()
         run.steps(1)
         assert writer.wait() == tmp_path / "000001-step-2"

@@ -159,7 +159,7 @@ def test_a_lost_device_ends_the_model_with_one_error_and_marks_the_update_torn(
     optimizer.step()
     with pytest.raises(LaneError, match="adam failed in lane cpu: RuntimeError: illegal memory access"):
         tiny(**batch())
-    assert streamed.torn
+    assert streamed.step.torn
     for use in (lambda: tiny(**batch()), tiny.state_dict, optimizer.step):
         with pytest.raises(LaneError, match="the device is lost: start a new process"):
             use()

@@ -29,7 +29,7 @@ def hanging(model: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Executor]:
     executor = Executor(streamed.backend, stall_timeout_s=0.5)
     executor.probe = lambda node: released.wait(60.0) if op_of(node).name == "prefetch" else None
     with monkeypatch.context() as patch:
-        patch.setattr(streamed, "executor", executor)
+        patch.setattr(streamed.runner, "executor", executor)
         yield executor
     released.set()  # it stops at once, whatever its section has left
     deadline = time.monotonic() + SOON_S

@@ -44,7 +44,7 @@ class Replanned:
     def _under(self, config: StreamConfig) -> Any:
         model = self.shared.fresh()
         streamed = model.megacompile.streamed
-        streamed.residency.leave()
+        streamed.evict()
         planner = streamed.planner
         planner.config, planner.pinned_bytes, planner.stateful = config, parse_bytes(config.pinned_memory), None
         streamed.shapes.table.clear()
@@ -53,7 +53,7 @@ class Replanned:
 
     def restore(self) -> None:
         model = self._under(self.own)
-        model.megacompile.streamed.arrival.attach(None)
+        model.megacompile.streamed.optimizer_in_backward.attach(None)
 
     def trained(self, overlap: str | None = None, delay: Callable[[Lane], None] | None = None,
                 **options: Any) -> dict[str, torch.Tensor]:

@@ -309,7 +309,7 @@ def test_a_read_waits_for_the_update_in_flight(model: Any, read: str, tmp_path: 
     before = weights(model)
     late_updates(model)
     optimizer.step()
-    assert model.megacompile.streamed.updating.done != set(model.megacompile.streamed.tiling.layouts), "nothing in flight"
+    assert model.megacompile.streamed.step.updating.done != set(model.megacompile.streamed.tiling.layouts), "nothing in flight"
     found = READS[read](model, tmp_path)
     model.megacompile.synchronize()
     after = weights(model)
@@ -563,7 +563,7 @@ def test_a_second_forward_that_does_not_fit_is_refused_until_the_first_is_done(m
     streamed = model.megacompile.streamed
     budget = streamed.planner.budget_bytes
     first = model(**batch(1)).loss
-    held = sum(lease.device_bytes for lease in streamed.open_leases())
+    held = sum(lease.device_bytes for lease in streamed.open_forwards())
     needed = streamed.shapes.latest.estimate.total
     try:
         streamed.planner.budget_bytes = streamed.planner.taken_bytes() + needed + held - 1
@@ -591,10 +591,10 @@ def test_a_second_forward_keeps_no_residuals_where_they_do_not_fit(model: Any, n
         assert kept.plan.saved_layers == 3
         planner.budget_bytes = planner.taken_bytes() + kept.estimate.total
         first = model(**batch(1, **shape)).loss
-        held = sum(lease.device_bytes for lease in streamed.open_leases())
+        held = sum(lease.device_bytes for lease in streamed.open_forwards())
         planner.budget_bytes = planner.taken_bytes() + kept.estimate.total + held - 1
         second = model(**batch(2, **shape)).loss
-        assert sorted(lease.shape.plan.saved_layers for lease in streamed.open_leases()) == [0, 3]
+        assert sorted(lease.shape.plan.saved_layers for lease in streamed.open_forwards()) == [0, 3]
     finally:
         planner.budget_bytes, planner.config = budget, config
     for seed, loss in ((1, first), (2, second)):

@@ -88,7 +88,7 @@ def test_any_tiles_that_visit_get_the_bits_of_updates_at_home(
         options: dict[str, Any], whole: bool, shared: tiny_models.Shared, at_home: Any) -> None:
     model = planned(shared, **options)
     assert same_bits(trained(model, whole), at_home[whole])
-    updates = model.megacompile.streamed.trained.program.section("update")
+    updates = model.megacompile.streamed.step.trained.program.section("update")
     there = {argument(n, "tile") for n in find(updates, "adam_resident")}
     named = set(model.megacompile.streamed.store.tiles) if options["visiting_state"] == "all" else {*options["visiting_state"]}
     assert {argument(n, "tile") for n in find(updates, "adam_visiting")} == named - there

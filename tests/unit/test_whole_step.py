@@ -135,7 +135,7 @@ def test_a_step_that_never_begins_is_not_counted(overlap: str | None, whole: boo
     if not whole:
         model(**batch(0)).loss.backward()
     with monkeypatch.context() as refusing:
-        refusing.setattr(streamed, "enter", None if whole else streamed.enter)
+        refusing.setattr(streamed, "_enter", None if whole else streamed._enter)
         refusing.setattr(streamed, "_reserve", None)
         with pytest.raises(TypeError):
             step()

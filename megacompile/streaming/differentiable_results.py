@@ -1,0 +1,68 @@
+"""The one autograd function: a loss or a head's outputs, whose backward runs the schedule.
+
+It is anchored on a dummy scalar, since the runtime writes parameters' gradients itself. The parameters are inputs too, so that
+autograd knows that the results depend on them, and a request for their gradients reaches us and is refused.
+"""
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megacompile.errors import LeaseError, UnsupportedError
+from megacompile.frontend.tracing.recorders import asks_for_gradients
+from megacompile.streaming.open_forward import OpenForward
+from megacompile.streaming.streamed import Streamed
+
+_MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+class StreamedResults(torch.autograd.Function):
+    """A loss, or a head's outputs. Their gradient function holds the open forward, which dies with the graph.
+
+    `anchor` is not a leaf: autograd computes its gradient in every `backward()`, but not when only the gradients of other
+    tensors are asked for. `has_gradient` says which of `results` get a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, results: tuple[Tensor, ...], has_gradient: tuple[bool, ...], streamed: Streamed,
+                forward: OpenForward, *parameters: Tensor) -> tuple[Tensor, ...]:
+        ctx.streamed, ctx.forward, ctx.anchor, ctx.has_gradient = streamed, forward, anchor.grad_fn, has_gradient
+        ctx.mark_non_differentiable(*itertools.compress(results, [not each for each in has_gradient]))
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        if torch.is_grad_enabled():
+            raise LeaseError("create_graph=True (double backward) cannot be honoured: a streamed backward leaves no graph")
+        if torch._C._autograd._get_current_graph_task_keep_graph():
+            raise LeaseError("retain_graph=True cannot be honoured: activations are freed as the backward goes; "
+                             "run the forward once for each backward")
+        if not torch._C._will_engine_execute_node(ctx.anchor):
+            raise LeaseError("gradients of single parameters cannot be honoured (torch.autograd.grad, backward(inputs=...)): "
+                             "a streamed backward makes all of them; call loss.backward() and read .grad")
+        streamed: Streamed = ctx.streamed
+        refuse_hooks(streamed.model)
+        with streamed.turn:
+            streamed.backward(ctx.forward, tuple(itertools.compress(gradients, ctx.has_gradient)))
+        return (None,) * len(ctx.needs_input_grad)
+
+
+def refuse_hooks(model: nn.Module) -> None:
+    """Raises `UnsupportedError` if a parameter or a module inside the model has hooks, which nothing would call."""
+    for name, parameter in nn.Module.named_parameters(model):
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise UnsupportedError(f"{name} has a gradient hook, which a streamed backward does not call: remove it, "
+                                   "and read .grad after backward()")
+    for name, module in model.named_modules():
+        if module is not model and any(_acts(hook) for hooks in _MODULE_HOOKS for hook in getattr(module, hooks).values()):
+            raise UnsupportedError(f"{name} has a hook, which a streamed model does not call: remove it "
+                                   "(hooks of the model as a whole work)")
+
+
+def _acts(hook: Callable[..., Any]) -> bool:
+    """Whether a module's hook does anything. transformers leaves hooks behind once it was asked for hidden states, which
+    collect them only while a model of its own is asked again."""
+    return getattr(hook, "__module__", "") != "transformers.utils.output_capturing" and not asks_for_gradients(hook)
