@@ -1,4 +1,4 @@
-"""Adapters (PEFT) on a streamed model: what a capture has taken as constant, and calls that pass by the wrapper."""
+"""Adapters (PEFT) on a streamed model: state that a capture treats as constant, and calls that bypass PEFT's wrapper."""
 from __future__ import annotations
 
 import contextlib
@@ -13,7 +13,7 @@ from megacompile.errors import UnsupportedError
 
 
 def adapter_layers(model: nn.Module) -> dict[str, Any]:
-    """The layers that PEFT has put into a model, by name."""
+    """The layers that PEFT has added to a model, by name."""
     if "peft" not in sys.modules:
         return {}
     from peft.tuners.tuners_utils import BaseTunerLayer
@@ -22,20 +22,21 @@ def adapter_layers(model: nn.Module) -> dict[str, Any]:
 
 
 class AdapterStates:
-    """Which adapters are active and merged, how they are scaled, and whether they are switched off: Python values, which are
-    constants of the captured graphs. There are graphs without adapters, made when they are first switched off. State: the
-    layers of a model that have any, and their values at its capture."""
+    """Which adapters are active and merged, their scales, and whether they are disabled. These are Python values, and constants
+    of the captured graphs. Graphs without adapters are captured when adapters are first disabled. State: the model's adapter
+    layers, and their values at capture."""
 
     def __init__(self, model: nn.Module) -> None:
         self.captured = [(name, layer, _values(layer)) for name, layer in adapter_layers(model).items()]
 
     def disabled(self) -> bool:
-        """Whether all adapters are switched off that were on when the model was streamed (PEFT's `disable_adapter`)."""
+        """Whether all adapters that were on when the model was streamed are disabled now (PEFT's `disable_adapter`)."""
         return bool(self.captured) and all(layer.disable_adapters and not before["disable_adapters"]
                                            for _, layer, before in self.captured)
 
     def check(self, differentiating: bool) -> None:
-        """Raises `UnsupportedError` if any has changed; all may be switched off for an evaluation."""
+        """Raises `UnsupportedError` if an adapter has changed since the capture. Disabling all of them for an evaluation is
+        allowed."""
         disabled = self.disabled()
         if disabled and differentiating:
             raise UnsupportedError("adapters are switched off (disable_adapter), and a loss without them has no gradient here: "
@@ -56,8 +57,8 @@ def _values(layer: Any) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def base_calls_streamed(model: nn.Module, prepare: Callable[[dict[str, Any]], dict[str, Any]]) -> Iterator[None]:
-    """Within, a call of the model inside of PEFT's wrapper is one of the wrapper, which streams, with what `prepare` makes of
-    its keywords: PEFT lets the inner one generate."""
+    """In this context, calls of the model inside PEFT's wrapper go to the wrapper, which streams. `prepare` rewrites their
+    keyword arguments. PEFT lets the inner model generate."""
     if not hasattr(model, "get_base_model"):
         yield
         return

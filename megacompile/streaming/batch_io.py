@@ -1,4 +1,4 @@
-"""What a caller hands over to the lanes and gets back: a batch in parts, their results put together, gradients in parts."""
+"""Moves a batch to the device in micro-batches, joins their results, and splits gradients for the backward."""
 from __future__ import annotations
 
 import itertools
@@ -17,9 +17,9 @@ from megacompile.streaming.dropout_seed import draw
 
 def batch_of(backend: Backend, captured: CapturedModel, plan: Plan, constants: Mapping[str, Tensor],
              inputs: Mapping[str, Tensor], loss_denominator: Tensor | None) -> Batch:
-    """The batch goes to the device here, outside of the program (it is a few kilobytes a step, but for images, and masks of
-    pairs of tokens)."""
-    # Copies, even where they are on the device already: the caller may refill its batch before the backward.
+    """Copies a batch to the device, outside of the program. It is a few kilobytes per step, except for images and masks of
+    pairs of tokens."""
+    # Copies tensors that are on the device too: the caller may refill its batch before the backward.
     moved = {name: tensor.to(backend.device, copy=True) for name, tensor in inputs.items()}
     if loss_denominator is not None:
         loss_denominator = loss_denominator.to(device=backend.device, dtype=torch.float32, copy=True)
@@ -32,7 +32,7 @@ def batch_of(backend: Backend, captured: CapturedModel, plan: Plan, constants: M
 
 
 def _totals_of(backend: Backend, captured: CapturedModel, inputs: Mapping[str, Tensor]) -> list[Tensor | None]:
-    """Values made of all rows of a batch, on the device; None for those of arguments that it has not."""
+    """Values computed from all rows of a batch, on the device. None for a value whose arguments the batch does not have."""
     read = {source.name for total in captured.totals for source in total.sources} & inputs.keys()
     given = {name: inputs[name].cpu() for name in read}
     return [total(given).contiguous().to(backend.device) if all(source.name in given for source in total.sources) else None
@@ -49,7 +49,7 @@ def loss_of(backend: Backend, batch: Batch) -> Tensor:
 
 
 def outputs_of(backend: Backend, batch: Batch) -> tuple[Tensor, ...]:
-    """What the epilogue gives without a loss, of all sequences."""
+    """The epilogue's outputs for all sequences, for a program without a loss."""
     with backend.lane(Lane.COMPUTE):
         outputs = tuple(_joined(parts) for parts in _columns(batch.results.pop("outputs")))
     backend.exit(list(outputs))
@@ -57,7 +57,7 @@ def outputs_of(backend: Backend, batch: Batch) -> tuple[Tensor, ...]:
 
 
 def outputs_and_hidden_states_of(backend: Backend, batch: Batch) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """`outputs_of`; and what each call but the last layer's hands on, of all sequences, where the program returns it."""
+    """`outputs_of`, and the hidden states of each call except the last layer, for all sequences, if the program has them."""
     return outputs_of(backend, batch), _hidden_states_of(backend, batch)
 
 
@@ -66,13 +66,13 @@ def _hidden_states_of(backend: Backend, batch: Batch) -> tuple[Tensor, ...]:
     with backend.lane(Lane.COMPUTE):
         while found:
             states.append(_joined([value.outputs[0] for value in found[:count]]))
-            del found[:count]  # parts go as the whole comes
+            del found[:count]  # frees each part once it is joined
     backend.exit(states)
     return tuple(states)
 
 
 def evaluation_of(backend: Backend, batch: Batch) -> tuple[Tensor | None, Tensor | None]:
-    """The loss, and logits where the model returns them; of a batch without labels logits alone."""
+    """The loss, and the logits if the model returns them. Without labels, only the logits."""
     if "outputs" in batch.results:
         (logits_alone,) = outputs_of(backend, batch)
         return None, logits_alone
@@ -84,7 +84,7 @@ def evaluation_of(backend: Backend, batch: Batch) -> tuple[Tensor | None, Tensor
 
 
 def send_gradients(backend: Backend, plan: Plan, batch: Batch, gradients: Sequence[Tensor]) -> None:
-    """What the caller's backward begins with: the gradient of the loss, or of each output."""
+    """Sends the gradient of the loss, or of each output, to the device. The backward starts from it."""
     moved = [gradient.to(backend.device).contiguous() for gradient in gradients]
     backend.enter(moved)
     if plan.output == "loss":
@@ -94,12 +94,12 @@ def send_gradients(backend: Backend, plan: Plan, batch: Batch, gradients: Sequen
 
 
 def _cuts(plan: Plan) -> list[tuple[int, int]]:
-    """Where each micro-batch begins and ends."""
+    """First and last row of each micro-batch."""
     return list(itertools.pairwise(itertools.accumulate(plan.micro_batches, initial=0)))
 
 
 def _columns(values: Sequence[Activation]) -> list[tuple[Tensor, ...]]:
-    """Each output's parts."""
+    """The parts of each output."""
     return list(zip(*(value.outputs for value in values), strict=True))
 
 

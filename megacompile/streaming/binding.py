@@ -1,4 +1,4 @@
-"""Templates -> kernels: compiles variants for the shapes of a program and binds each call's inputs to where they lie."""
+"""Templates -> kernels: compiles variants for a program's shapes, and binds each call's inputs to their memory."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -25,9 +25,10 @@ from megacompile.weights.tiling import Tiling
 
 @dataclass
 class Binder:
-    """Kernels of one streamed model. State: compiled variants by (variant, mode, batch, length), and those of packed rows that
-    serve any number of rows, if `symbolic_rows`, by (variant, length) and the number that inductor chose kernels for (None
-    where there can be none); what `inductor` has done for them. `usual_rows`: this number; None: rows of full kernels."""
+    """Kernels of one streamed model. State: compiled variants by (variant, mode, batch, length). With `symbolic_rows`, also
+    variants of packed rows that serve any number of rows, by (variant, length), with the number of rows that inductor tuned for
+    (None: the variant cannot serve any number). `inductor` counts compilations. `usual_rows`: the number of rows to tune for;
+    None: the rows of full kernels."""
 
     captured: CapturedModel
     tiling: Tiling
@@ -41,23 +42,23 @@ class Binder:
 
     @property
     def variants_of_any_rows(self) -> int:
-        """How many variants are compiled for any number of rows."""
+        """Number of variants that serve any number of rows."""
         return sum(code is not None for codes in self.for_any_rows.values() for code in codes.values())
 
     @property
     def sizes(self) -> set[tuple[int | None, int]]:
-        """Micro-batches that kernels are there for: rows, None for any number of them, and length."""
+        """Micro-batch sizes that kernels exist for: (rows, length), with rows None for any number."""
         any_rows = {(None, length) for (_, length), codes in self.for_any_rows.items() if any(codes.values())}
         return {key[2:] for key in self.compiled} | any_rows
 
     @property
     def variants(self) -> int:
-        """How many are compiled, for each batch and length that they are compiled for."""
+        """Number of compiled variants, counted for each batch and length."""
         return len(self.compiled) + self.variants_of_any_rows
 
     def bind(self, program: Program, section: str, plan: Plan, steady: bool = True) -> dict[tuple[str, str, int], Kernel]:
-        """The kernels of a section, by (call, op, micro-batch). Shapes that do not come again (`steady` false: a
-        generation's, each one token longer) run uncompiled."""
+        """The kernels of a section, by (call, op, micro-batch). Shapes that will not come again run uncompiled (`steady` False:
+        generation, where each shape is one token longer)."""
         mode = "inductor" if self.compiling and steady else "eager"
         calls = {c.name: c for c in self.captured.calls_for(plan.output)}
         kernels = {}
@@ -100,11 +101,11 @@ class Binder:
 
     def _for_any_rows(self, template: Template, variant: Variant, batch: int, length: int,
                       mode: str) -> Callable[..., Any] | None:
-        """Code for `batch` rows that serves other numbers of rows as well; None where that cannot be, or is not wanted."""
+        """Code for `batch` rows that also serves other numbers of rows. None if that is impossible or disabled."""
         if not (self.symbolic_rows and self.captured.key.packed and mode == "inductor" and batch > 1):
             return None
         codes = self.for_any_rows.setdefault((variant, length), {})
-        # Nothing here depends on the steps before: a resumed run has the bits of one that was not interrupted.
+        # Must not depend on earlier steps: a resumed run has the same bits as an uninterrupted one.
         for hint in (max(2, self.usual_rows or FULL_TOKENS // length), power_of_two(batch)):
             if hint not in codes:
                 rows = SymbolicRows(hint)
@@ -131,8 +132,8 @@ class Binder:
 
 def example_inputs(template: Template, variant: Variant, size_of: Callable[[sympy.Expr], int | torch.SymInt], length: int,
                    device: torch.device) -> list[Any]:
-    """Tensors, numbers and None of the shapes that a variant sees at this length; `size_of` gives sizes that are written in B.
-    Fakes, within a mode of fakes."""
+    """Tensors, numbers and None with the shapes that a variant sees at this length. `size_of` evaluates sizes that are written
+    in terms of B. Returns fakes within a fake mode."""
 
     def size(value: Any) -> Any:
         return size_of(template.symbolic(value).subs(LENGTH, length))

@@ -36,13 +36,14 @@ class StreamedResults(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         if torch.is_grad_enabled():
-            raise LeaseError("create_graph=True (double backward) cannot be honoured: a streamed backward leaves no graph")
+            raise LeaseError("create_graph=True (double backward) is not supported, since a streamed backward builds no graph: "
+                             "leave it out")
         if torch._C._autograd._get_current_graph_task_keep_graph():
-            raise LeaseError("retain_graph=True cannot be honoured: activations are freed as the backward goes; "
+            raise LeaseError("retain_graph=True is not supported, since the backward frees activations as it runs: "
                              "run the forward once for each backward")
         if not torch._C._will_engine_execute_node(ctx.anchor):
-            raise LeaseError("gradients of single parameters cannot be honoured (torch.autograd.grad, backward(inputs=...)): "
-                             "a streamed backward makes all of them; call loss.backward() and read .grad")
+            raise LeaseError("gradients of single parameters are not supported (torch.autograd.grad, backward(inputs=...)): "
+                             "a streamed backward computes all of them; call loss.backward() and read .grad")
         streamed: Streamed = ctx.streamed
         refuse_hooks(streamed.model)
         with streamed.turn:

@@ -1,7 +1,7 @@
-"""What the dropout of one forward is drawn from: one number of PyTorch's global generator, and where each micro-batch lies.
+"""The seed of one forward's dropout: one number from PyTorch's global generator, and the position of each micro-batch.
 
-`torch.manual_seed` makes a run repeatable, and a checkpoint that keeps the generator's state lets it go on as it would have.
-A model without dropout draws nothing.
+`torch.manual_seed` makes a run repeatable. A checkpoint that stores the generator's state continues the same sequence. A model
+without dropout draws nothing.
 """
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from megacompile.frontend.capture import CapturedModel
 
 
 def draw(captured: CapturedModel, micro_batches: Sequence[int], device: torch.device) -> Tensor | None:
-    """int64 [micro-batches, calls, 5], as `megacompile.frontend.graph.randomness` reads it; None if the model draws nothing."""
+    """int64 [micro-batches, calls, 5], in the format that `megacompile.frontend.graph.randomness` reads. None for a model
+    without dropout."""
     if not any(source.kind == "random" for call in captured.calls for source in call.sources):
         return None
     seed = int(torch.randint(1 << 62, ()))

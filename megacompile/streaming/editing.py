@@ -1,12 +1,12 @@
-"""Programs edited by hand: printed with what they were made for, read back for the model that they were printed from.
+"""Programs edited by hand: printed together with their shape and plan, and loaded back for the same model.
 
-    text = model.megacompile.text(batch)                   # program.shape(...) and program.plan(...) stand in its head
+    text = model.megacompile.text(batch)                   # program.shape(...) and program.plan(...) are in its head
     model.megacompile.load_program(edited)                 # verified, then used for batches of that shape
-    model.megacompile.unload_program()                     # as it was
+    model.megacompile.unload_program()                     # back to the compiled program
 
-What may be edited is when and where: the order of nodes, slots, events and waits, when a value ends, what is fetched again.
-What the program computes, and what stays on the device from step to step, is the plan's; a text that says otherwise is refused.
-The verifier proves the rest, beside the programs of all other shapes that the model has.
+An edit may change the schedule: the order of nodes, slots, events and waits, when a value is released, what is fetched again.
+The plan decides what the program computes and what stays on the device from step to step; a text that disagrees with it is
+refused. The verifier proves the rest, together with the programs of all other shapes of the model.
 """
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ from megacompile.verify.lifetimes import kept_slots
 from megacompile.verify.sums import summed_tiles
 from megacompile.verify.verifier import verify
 
-#: Kinds of values whose slots are buffers of the host.
+#: Kinds of values whose slots are host buffers.
 _ON_HOST = frozenset({"staging", "slab", "stashed"})
 
 
 def editable_text(compiled: CompiledShape) -> str:
-    """The program of a shape, with the shape and the plan that it was made for."""
+    """The program of a shape as text, with its shape and plan."""
     return print_program(compiled.program, made_for=(compiled.shape, compiled.plan))
 
 
 def load(source: str | Path, shapes: Shapes, others: Iterable[Program]) -> CompiledShape:
-    """An edited program, proved fit to run for its shape. Changes nothing.
+    """Parses an edited program, and proves that it is safe to run for its shape. Changes nothing.
 
-    Raises `ProgramError` with line and column if it does not parse, with the program around the fault if it does not verify,
-    or with what it was made for if that is something else; `InsufficientMemoryError`; `UnsupportedError`."""
+    Raises `ProgramError` with line and column if it does not parse, with the program around the fault if it does not verify, or
+    with its model, shape or plan if these do not fit; `InsufficientMemoryError`; `UnsupportedError`."""
     program, shape, plan = parse_with_plan(source_text(source))
     if shape is None or plan is None:
         raise ProgramError("the text does not say what the program was made for: print it with model.megacompile.text(batch), "
@@ -75,7 +75,7 @@ def _check_declared(shapes: Shapes, shape: Shape, plan: Plan) -> None:
                            "the same in both")
     further, parameters = [argument_of(each) for each in shape.further], shapes.captures.parameters
     if len(set(further)) < len(further) or not parameters.issuperset(further):
-        raise ProgramError(f"the shape has the further batch arguments {listed(further)}: name each once, of "
+        raise ProgramError(f"the shape has the additional batch arguments {listed(further)}: name each once, from "
                            f"{listed(sorted(parameters))}")
     if shape.images != 1 and not shapes.captured.places:
         raise ProgramError(f"the shape has {shape.images} images for each sequence, and this model takes none: leave images=1")
@@ -96,8 +96,8 @@ def _check_declared(shapes: Shapes, shape: Shape, plan: Plan) -> None:
 
 
 def _check_size(program: Program, model: Program) -> None:
-    """Raises `ProgramError` for a program with fewer nodes than its micro-batches need: what the passes make of the plan, to be
-    compared with it, is then never much larger than the text that was given."""
+    """Raises `ProgramError` for a program with fewer nodes than its micro-batches need. This bounds the program that the passes
+    compile from the plan for comparison: it is never much larger than the given text."""
     least = len(program.micro_batches) * len(model.calls)
     if sum(_computed(graph).total() for graph in program.sections.values()) < least:
         raise ProgramError(f"the program has {len(program.micro_batches):,} micro-batches and does not compute each call for "
@@ -120,7 +120,7 @@ def _same_model(program: Program, unedited: Program) -> None:
 
 
 def _same_purpose(program: Program, unedited: Program) -> None:
-    """Raises `ProgramError` unless it has the sections that the runtime will ask for, computes what the plan says in each, and
+    """Raises `ProgramError` unless the program has the sections that the runtime runs, computes what the plan says in each, and
     keeps on the device what the plan says."""
     if set(program.sections) != set(unedited.sections):
         raise ProgramError(f"the program has sections {listed(program.sections)}, but its plan needs "
@@ -141,12 +141,12 @@ def _same_purpose(program: Program, unedited: Program) -> None:
 
 
 def _computed(graph: fx.Graph) -> Counter[tuple[str, str, int]]:
-    """What a section runs of templates: op, call and micro-batch."""
+    """The templates that a section runs: op, call and micro-batch."""
     return Counter((op_of(n).name, str(argument(n, "call")), int(argument(n, "mb"))) for n in find(graph, *TEMPLATE_OPS))
 
 
 def _estimate(program: Program, shapes: Shapes, shape: Shape, plan: Plan) -> Estimate:
-    """Of the plan, with the slots that the program has. Raises `InsufficientMemoryError` if the device does not hold it."""
+    """The plan's estimate, with the program's own slots. Raises `InsufficientMemoryError` if it exceeds the device's budget."""
     planner = shapes.captures.serve(shape.capture_key).planner
     planned = planner.estimate(plan, shape.training)
     estimate = replace(planned, slots=max(planned.slots, _slot_bytes(program, on_host=False)))
@@ -158,7 +158,7 @@ def _estimate(program: Program, shapes: Shapes, shape: Shape, plan: Plan) -> Est
 
 
 def _check_host(program: Program, unedited: Program, shapes: Shapes, shape: Shape) -> None:
-    """Raises `InsufficientMemoryError` if the host does not hold the slabs that the program has beyond those of its plan."""
+    """Raises `InsufficientMemoryError` if the program's slabs exceed the plan's by more than the host has left."""
     planner = shapes.captures.serve(shape.capture_key).planner
     more = _slot_bytes(program, on_host=True) - _slot_bytes(unedited, on_host=True)
     if more > planner.host_room:
@@ -168,6 +168,6 @@ def _check_host(program: Program, unedited: Program, shapes: Shapes, shape: Shap
 
 
 def _slot_bytes(program: Program, on_host: bool) -> int:
-    """Of the slots on the device, or of the slabs on the host."""
+    """Bytes of the slots on the device, or of the slabs on the host."""
     return sum(slot.bytes for slot in program.slots.values()
                if on_host == bool(_ON_HOST.intersection(SLOT_KINDS.get(slot_family(slot.name), ()))))

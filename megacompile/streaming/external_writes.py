@@ -1,6 +1,7 @@
-"""Writes from outside: another optimizer, `load_state_dict`, `p.add_()`. Seen by each parameter's version counter.
+"""Writes from outside: another optimizer, `load_state_dict`, `p.add_()`. Detected by each parameter's version counter.
 
-A bf16 parameter that was written has no meaningful remainder: it becomes zero, and the master is what was written.
+The remainder of a bf16 parameter is meaningless after such a write. It is set to zero, and the master becomes the written
+value.
 """
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ class ForeignWrites:
         return any(self._state(p) != self.seen[name] for name, p in self.parameters.items())
 
     def adopt(self) -> None:
-        """Takes over what was written. Lanes must be at rest. Raises `UnsupportedError` for a changed shape or dtype."""
+        """Takes over what was written. Lanes must be idle. Raises `UnsupportedError` for a changed shape or dtype."""
         for name, parameter in self.parameters.items():
             if self._state(parameter) == self.seen[name]:
                 continue
@@ -59,14 +60,14 @@ class ForeignWrites:
             self.seen[name] = self._state(parameter)
 
     def _warn_of_other_optimizer(self, tile: HostTile, parameter: nn.Parameter) -> None:
-        if self.gradients.made and tile.m is None and not self.warned:  # gradients were made, and none of our optimizers
+        if self.gradients.made and tile.m is None and not self.warned:  # gradients exist, and no megacompile.AdamW does
             self.warned = True
             warnings.warn(f"another optimizer updates the parameters in their own {parameter.dtype}, where small updates are "
                           "lost to rounding: megacompile.AdamW keeps an FP32 master", stacklevel=2)
 
     def check_model(self, model: nn.Module, differentiating: bool) -> None:
-        """Raises `UnsupportedError` if the model has other parameters than those that were captured; or trains others, where
-        that says anything."""
+        """Raises `UnsupportedError` if parameters were added, removed or replaced since the capture; and, when
+        `differentiating`, if `requires_grad` of any has changed."""
         now = {name: id(p) for name, p in nn.Module.named_parameters(model)}
         if changed := sorted(name for name in now.keys() | self.objects.keys() if now.get(name) != self.objects.get(name)):
             raise UnsupportedError(f"{changed[0]} was added, removed or replaced after stream(): close() the model, change it, "
@@ -81,7 +82,7 @@ class ForeignWrites:
 class Constants:
     """The buffers that templates read, on the device. State: object and version last seen of each.
 
-    They are few and small (rotary frequencies), so one that was written or replaced is simply sent again."""
+    They are few and small (rotary frequencies), so a buffer that was written or replaced is sent again."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self.model, self.device = model, device
@@ -89,19 +90,19 @@ class Constants:
         self.seen: dict[str, tuple[int, int]] = {}
 
     def add(self, calls: Iterable[Call]) -> None:
-        """The buffers that these calls read are known, and on the device, from now on."""
+        """Sends the buffers that these calls read to the device, and watches them from now on."""
         names = {s.name for call in calls for s in call.sources if s.kind == "buffer"} - self.seen.keys()
         if names:
             self.seen |= dict.fromkeys(names, (0, 0))
             self.refresh()
 
     def stale(self) -> bool:
-        """Whether any was written or replaced since it was sent."""
+        """Whether any buffer was written or replaced since it was sent."""
         buffers = dict(self.model.named_buffers()) if self.seen else {}
         return any(n not in buffers or (id(buffers[n]), buffers[n]._version) != seen for n, seen in self.seen.items())
 
     def refresh(self) -> None:
-        """Sends what has changed. Lanes must be at rest. Raises `UnsupportedError` for another shape or dtype."""
+        """Sends the buffers that have changed. Lanes must be idle. Raises `UnsupportedError` for another shape or dtype."""
         buffers = dict(self.model.named_buffers()) if self.seen else {}
         for name, seen in self.seen.items():
             buffer = buffers.get(name)

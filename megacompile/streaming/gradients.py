@@ -1,8 +1,8 @@
-"""`.grad` of every trained parameter: memory of its tile, or whatever tensor the user has put there.
+"""`.grad` of every trained parameter: memory of its tile, or a tensor that the user has assigned.
 
-As in native PyTorch, a backward adds to the tensor that `.grad` is, and makes a new one where it is None. What changes between
-backward and step counts, in the norm too. PyTorch counts changes in place; those that it does not count (`GradScaler.unscale_`,
-`.data`, NumPy) are found by a sample of each gradient's elements.
+As in native PyTorch, a backward adds to the tensor in `.grad`, or creates one where `.grad` is None. Changes between backward
+and step count, in the norm too. PyTorch's version counters show most of them. Changes that PyTorch does not count
+(`GradScaler.unscale_`, `.data`, NumPy) are found by sampling elements of each gradient.
 """
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from megacompile.runtime.optimizer import adam as host
 from megacompile.streaming.lent import Lent, move
 from megacompile.weights.tiling import Tiling, named_gradients
 
-#: How many elements of a gradient are looked at. An embedding's is zero in most rows.
+#: Sampled elements per gradient. Most rows of an embedding's gradient are zero.
 _SAMPLED = 256
 #: Bits of an element: a NaN equals itself.
 _BITS = {2: torch.int16, 4: torch.int32}
 
 
 class Gradients(Mapping[str, Tensor]):
-    """By name, the memory in its tile of every trained parameter's gradient. State: the tensors that were given to the user,
-    and what the gradients were like when the lanes had written them."""
+    """By name, the memory of each trained parameter's gradient in its tile. State: the tensors that users were given, and
+    versions, norms and samples of the gradients as the lanes wrote them."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], tiling: Tiling, store: Store) -> None:
         self._stored = dict(named_gradients(store))
@@ -37,7 +37,7 @@ class Gradients(Mapping[str, Tensor]):
         self._noted: dict[str, tuple[weakref.ref[Tensor], int]] = {}  # what `.grad` was, and its version
         self._sampled: dict[str, Tensor] = {}  # by tile
         self._places = {name: _places(tile.layout) for name, tile in store.tiles.items() if tile.gradients is not None}
-        self.made = False  # whether there has been a backward
+        self.made = False  # whether a backward has run
         self._warned = False
 
     def __getitem__(self, name: str) -> Tensor:
@@ -51,7 +51,7 @@ class Gradients(Mapping[str, Tensor]):
 
     @property
     def waiting(self) -> bool:
-        """Whether any parameter has a gradient, which waits for a step."""
+        """Whether any parameter has a gradient that waits for a step."""
         return any(self.parameters[name].grad is not None for name in self._stored)
 
     def clear(self) -> None:
@@ -60,8 +60,8 @@ class Gradients(Mapping[str, Tensor]):
 
     # ---------------------------------------------------------------- around a backward
     def gather(self) -> bool:
-        """Before a backward. Whether it adds to gradients: then tiles hold them, or zeros where `.grad` is None or a tensor of
-        the user's. Updates must not read gradients then. Raises `UnsupportedError` for a gradient that is sparse."""
+        """Before a backward. Returns whether it adds to gradients. In that case tiles hold them, or zeros where `.grad` is None
+        or a tensor of the user's. No update may be reading gradients. Raises `UnsupportedError` for a sparse gradient."""
         replaced, added = self._replaced(), self.waiting
         anew = [name for name in self._stored if self.parameters[name].grad is None or name in replaced]
         self._write_anew(anew, replaced)
@@ -72,12 +72,12 @@ class Gradients(Mapping[str, Tensor]):
 
     @torch.no_grad()
     def hand_out(self) -> None:
-        """After a backward, which has written all tiles: sets `.grad`, or adds to what it is."""
+        """After a backward has written all tiles: sets `.grad`, or adds to its tensor."""
         for name in self._stored:
             if self.parameters[name].grad is None:
                 self.parameters[name].grad = self._lend(name)
         self._note()
-        for name, given in self._replaced().items():  # which may be another parameter's: that one's norm has changed too
+        for name, given in self._replaced().items():  # maybe another parameter's: its norm has changed too
             given.add_(self._stored[name])
 
     def _lend(self, name: str) -> Tensor:
@@ -87,13 +87,13 @@ class Gradients(Mapping[str, Tensor]):
         return tensor
 
     def _memory(self, name: str) -> Tensor:
-        """That of the gradients of a parameter's whole tile."""
+        """The gradient memory of a parameter's whole tile."""
         memory = self._store.tiles[self._tiling.position[name][0]].gradients
         assert memory is not None, f"{name} is not trained"
         return memory
 
     def _replaced(self) -> dict[str, Tensor]:
-        """Tensors that the user has put in the place of a tile's memory."""
+        """Tensors that the user has assigned in place of a tile's memory."""
         found = {}
         for name, stored in self._stored.items():
             given = self.parameters[name].grad
@@ -107,15 +107,15 @@ class Gradients(Mapping[str, Tensor]):
         return found
 
     def _write_anew(self, names: Collection[str], replaced: Mapping[str, Tensor]) -> None:
-        """Before the memory of these gradients is overwritten: whoever has them keeps their values."""
-        held: dict[int, list[Tensor]] = {}  # by address, such as another parameter's: two of them were exchanged
+        """Before the memory of these gradients is overwritten: tensors that users keep move to memory of their own."""
+        held: dict[int, list[Tensor]] = {}  # by address: two parameters' gradients may have been exchanged
         for given in replaced.values():
             held.setdefault(given.untyped_storage().data_ptr(), []).append(given)
         for name in names:
             stored, lent = self._stored[name], self._lent.pop(name, None)
             holders = [*held.get(stored.data_ptr(), ()), *([lent.kept] if lent is not None and lent.kept is not None else ())]
             values = stored.clone() if holders else stored
-            for tensor in holders:  # those that have shared memory share it still
+            for tensor in holders:  # tensors that shared memory still share it
                 move(tensor, values.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset()), self._memory(name))
             if lent is not None and lent.has_views and not self._warned:
                 self._warned = True
@@ -124,7 +124,7 @@ class Gradients(Mapping[str, Tensor]):
 
     # ---------------------------------------------------------------- around an update
     def _note(self) -> None:
-        """What tiles hold now has the norms that are stored with it."""
+        """Records that the stored norms belong to the tiles' current gradients."""
         self.made = True
         self._noted, self._sampled = {}, {}
         for name, stored in self._stored.items():
@@ -140,12 +140,12 @@ class Gradients(Mapping[str, Tensor]):
         return tile.layout.flat(tile.gradients).view(_BITS[tile.layout.dtype.itemsize])[self._places[name]]
 
     def untouched(self) -> bool:
-        """Whether tiles hold what they held when they were last noted."""
+        """Whether tiles hold the gradients that were last recorded."""
         changed = any((tensor := of()) is not None and tensor._version != version for of, version in self._noted.values())
         return not changed and not any(self._changed())
 
     def _changed(self) -> Iterator[str]:
-        """Gradients whose elements in the tiles are not those that were noted."""
+        """Gradients whose elements in the tiles differ from the recorded ones."""
         for tile, noted in self._sampled.items():
             sampled, start = self._sample(tile), 0
             if not torch.equal(sampled, noted):
@@ -157,10 +157,10 @@ class Gradients(Mapping[str, Tensor]):
 
     @torch.no_grad()
     def refresh(self) -> bool:
-        """Before an update: tiles hold what `.grad` is now, and norms are of that. Whether anything had changed. Updates must
-        not read gradients then."""
+        """Before an update: copies `.grad` into tiles where it differs, and recomputes norms. Returns whether anything had
+        changed. No update may be reading gradients."""
         replaced = self._replaced()
-        # Whoever changes one gradient without a trace, as a scaler, changes others too, perhaps where nobody looks.
+        # Code that changes one gradient untracked, such as a scaler, changes others too, maybe outside the samples.
         untold = any(name not in replaced and (given := self.parameters[name].grad) is not None and self._is_noted(name, given)
                      for name in self._changed())
         self._write_anew(replaced, replaced)
@@ -192,11 +192,11 @@ class Gradients(Mapping[str, Tensor]):
 
 
 def _same_memory(given: Tensor, stored: Tensor) -> bool:
-    """Whether they have the same elements at the same addresses: a transposed view has not."""
+    """Whether both have the same elements at the same addresses. A transposed view does not."""
     return given.data_ptr() == stored.data_ptr() and given.stride() == stored.stride()
 
 
 def _places(layout: TileLayout) -> Tensor:
-    """Elements of a tile: some of each parameter, spread evenly, the first and the last among them."""
+    """Sampled elements of a tile: some of each parameter, evenly spaced, including the first and the last."""
     return torch.cat([s.start + torch.arange(count) * (s.count - 1) // max(1, count - 1)
                       for s in layout.slices for count in (min(_SAMPLED, s.count),)])

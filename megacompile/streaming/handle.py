@@ -37,7 +37,7 @@ from megacompile.streaming.turns import in_turn
 
 
 class Handle:
-    """`model.megacompile`: what was captured, planned and scheduled, and control over what runs."""
+    """`model.megacompile`: shows what was captured, planned and scheduled, and controls what runs."""
 
     def __init__(self, streamed: Streamed) -> None:
         self.streamed = streamed
@@ -63,20 +63,20 @@ class Handle:
         return rebuild(None, self._logits(logits, given))
 
     def _logits(self, logits: Tensor, given: BatchArguments) -> Tensor:
-        """What the caller is to see of them."""
+        """The logits in the caller's layout: rows as the caller passed them, and only the positions that it asked for."""
         with self.streamed.guarded():
             return logits_of(logits, given)
 
     def _unpacked(self, values: Sequence[Tensor], given: BatchArguments) -> tuple[Tensor, ...]:
-        """Values of the tokens that were computed, as the caller has its tokens."""
+        """Values of computed tokens, in the rows that the caller passed."""
         with self.streamed.guarded():
             return tuple(map(given.unpacked, values))
 
     def _hidden_states(self, given: BatchArguments) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Logits, or of a model without a head what it returns, and the hidden states of all layers."""
+        """Logits (the output of a model without a head), and the hidden states of all layers."""
         if self._differentiates() or given.has_labels:
-            raise UnsupportedError("output_hidden_states gives those of all layers without a loss and without gradients: leave "
-                                   "labels out and call under torch.no_grad(), or differentiate "
+            raise UnsupportedError("output_hidden_states=True works only without a loss and without gradients: leave labels "
+                                   "out and call under torch.no_grad(), or differentiate "
                                    "model.megacompile.last_hidden_state(batch)")
         with torch.inference_mode(False), torch.no_grad():
             outputs, before = self.streamed.evaluate_hidden_states(given)
@@ -84,24 +84,24 @@ class Handle:
 
     @in_turn
     def last_hidden_state(self, batch: Mapping[str, Any]) -> Tensor:
-        """What the model would make logits of, [B, T, hidden], without these: of `batch`, the model's arguments without labels.
-        Differentiable.
+        """The hidden states that the model computes logits from, [B, T, hidden]. `batch`: the model's arguments, without
+        labels. Differentiable.
 
-        Raises `UnsupportedError` where the gradient of a parameter would be missing: of a head that is trained and used for
-        nothing else."""
+        Raises `UnsupportedError` if a trained parameter would get no gradient: a trained head that nothing else uses."""
         given = self._of_mapping("last_hidden_state", batch, {})
         captured = self._captured(given)
         left_out = sorted(captured.left_out_of(LAST) & self.streamed.gradients.keys())
         if left_out and self._differentiates():
-            raise UnsupportedError(f"{left_out[0]} is trained, and no gradient comes to it from the last hidden state: stream "
-                                   "the model without its head (AutoModel), freeze it before stream(), or call under "
+            raise UnsupportedError(f"{left_out[0]} is trained and would get no gradient from the last hidden state: stream the "
+                                   "model without its head (AutoModel), freeze it before stream(), or call under "
                                    "torch.no_grad()")
         (hidden,) = self._unpacked(self._outputs(given, LAST), given)
         return hidden
 
     def _of_mapping(self, caller: str, batch: Mapping[str, Any], tensors: Mapping[str, Tensor],
                     wanted: Wanted = Wanted.ALL) -> BatchArguments:
-        """Arguments of a method that takes the model's by name, without labels; and `tensors` of the same tokens."""
+        """Arguments of a method that takes the model's arguments by name, without labels; and `tensors` with values of the same
+        tokens."""
         if not isinstance(batch, Mapping):
             raise MegacompileError(f"{caller} takes the model's arguments by name, such as {{'input_ids': ids}}, not a "
                                    f"{type(batch).__name__}")
@@ -129,19 +129,20 @@ class Handle:
 
     @in_turn
     def per_token(self, function: Callable[..., Any], batch: Mapping[str, Any], **tensors: Tensor) -> Any:
-        """Values of each token, differentiable, without all logits at once: what `function(logits, **tensors)` returns for the
-        tokens of `batch`, the model's arguments without labels.
+        """Values of each token without computing all logits at once, differentiable: the result of `function(logits,
+        **tensors)` for the tokens of `batch`, the model's arguments without labels.
 
-        `function` gets logits [N, vocabulary] of some tokens and the rows of `tensors` ([B, T, ...] here, [N, ...] there) of
-        the same tokens; it returns a tensor [N, ...], or several in any structure, and is traced: make it once, and pass what
-        changes as tensors. Returned are [B, T, ...]. Nothing is shifted: logits tell the next position's token.
+        `function` gets the logits of N tokens, [N, vocabulary], and the same tokens' rows of `tensors`, which are [B, T, ...]
+        here and [N, ...] there. It returns a tensor [N, ...] or any structure of them. It is traced: define it once, and pass
+        values that change as tensors. The results are [B, T, ...]. Nothing is shifted: a position's logits predict the next
+        token.
 
-        Raises `UnsupportedError` for what cannot be traced or honoured."""
+        Raises `UnsupportedError` for a function that cannot be traced, and for arguments that cannot be honoured."""
         return self.values_of_tokens(function, batch, tensors)
 
     def values_of_tokens(self, function: Callable[..., Any], batch: Mapping[str, Any], tensors: Mapping[str, Tensor],
                          wanted: Wanted = Wanted.ALL) -> Any:
-        """As `per_token`, for a caller that may read no values of padding."""
+        """Like `per_token`. `wanted` says which values the caller reads; a caller that reads no padding lets rows be packed."""
         given = self._of_mapping("per_token", batch, tensors, wanted)
         packed = {batch_name(name): given.packed(tensor).contiguous() for name, tensor in tensors.items()}
         given = replace(given, inputs={**given.inputs, **packed})
@@ -157,8 +158,8 @@ class Handle:
 
     def _arguments(self, model: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any],
                    training: bool = False, wanted: Wanted = Wanted.ALL) -> BatchArguments:
-        """What the user passes, once nothing of the model or its surroundings forbids honouring it. `training`: whatever the
-        grad mode is."""
+        """Reads the user's arguments, after checking that nothing in the model or its surroundings prevents honouring them.
+        `training`: treat the call as training in any grad mode."""
         streamed = self.streamed
         if torch.is_autocast_enabled(streamed.backend.device.type):
             dtype = torch.get_autocast_dtype(streamed.backend.device.type)
@@ -174,15 +175,15 @@ class Handle:
                                   differentiating=differentiating and streamed.tiling.trains)
 
     def _named(self, batch: Mapping[str, Any], training: bool = False, wanted: Wanted = Wanted.ALL) -> BatchArguments:
-        """As `_arguments`, of those that are given by name."""
+        """Like `_arguments`, for arguments that are passed by name."""
         model = self.streamed.model
         return self._arguments(model, original_class(model).forward.__get__(model), (), batch, training, wanted)
 
     @in_turn
     def train_step(self, batch: Mapping[str, Any], optimizer: AdamW) -> Tensor:
-        """One whole training step as one program: forward, backward and update of `batch`, which has its labels. The loss,
-        0-d, on the compute device, without gradient. Whole steps alone run in waves (see `StreamConfig.waves`) and update as
-        gradients arrive (`AdamW(overlap="backward")`); `.grad` stays None.
+        """Runs a whole training step as one program: forward, backward and update of `batch`, which includes labels. Returns
+        the loss, 0-d, on the compute device, without a gradient. `.grad` stays None. Only whole steps run in waves (see
+        `StreamConfig.waves`). With `AdamW(overlap="backward")` they update as gradients arrive.
 
         Raises `MegacompileError` if gradients of earlier backwards wait for a step, `UnsupportedError` without labels."""
         streamed = self.streamed
@@ -205,9 +206,10 @@ class Handle:
     @in_turn
     def compiled(self, batch: Mapping[str, Tensor] | None = None, *, training: bool = True,
                  update: str | None = None, whole_step: bool = False) -> CompiledShape:
-        """The compiled shape of a batch; of the last one without. `training` False: of an evaluation, as a batch without labels
-        always is. Of a training step: `update` is "step" or "arrival" (None: as the optimizer does that was made last), and
-        `whole_step` asks for that of a `train_step`. Compiles, runs nothing."""
+        """The compiled shape of a batch; without a batch, the last one. Compiles, but runs nothing.
+
+        `training` False: for an evaluation; batches without labels are always evaluations. For a training step, `update` is
+        "step" or "arrival" (None: what the newest optimizer does), and `whole_step` selects the program of `train_step`."""
         streamed = self.streamed
         if batch is None:
             if streamed.shapes.latest is None:
@@ -221,7 +223,7 @@ class Handle:
         return streamed.compiled(shape)
 
     def _looked_at(self, batch: Mapping[str, Tensor], training: bool) -> BatchArguments:
-        """The arguments of a batch that is not run. Raises `MegacompileError` where it is none."""
+        """The arguments of a batch that will not run. Raises `MegacompileError` if it is not a batch."""
         known = self.streamed.captured.batch_inputs
         tensors = {k: v for k, v in batch.items() if isinstance(v, Tensor)} if isinstance(batch, Mapping) else {}
         if not any(k in known and v.dim() >= 2 for k, v in tensors.items()):
@@ -230,15 +232,15 @@ class Handle:
         return self._named(tensors, training)
 
     def _trained(self, batch: Mapping[str, Tensor] | None) -> CompiledShape:
-        """As `compiled`. Raises `MegacompileError` for a batch that does not train."""
+        """Like `compiled`. Raises `MegacompileError` for a batch that does not train."""
         shape = self.compiled(batch)
         if not shape.shape.training:
-            raise MegacompileError("plans of training steps are simulated and explained, not those of evaluations: pass a "
-                                   "batch with labels")
+            raise MegacompileError("only plans of training steps can be simulated and explained, and this batch does not "
+                                   "train: pass a batch with labels")
         return shape
 
     def program(self, batch: Mapping[str, Tensor] | None = None, stage: str | None = None) -> Program:
-        """The program for a batch's shape: the one that runs, or as the pass of that name left it."""
+        """The program for a batch's shape: the final one, or the one that the pass named `stage` produced."""
         stages = self.compiled(batch).compiled.stages
         if stage is None:
             return self.compiled(batch).program
@@ -250,13 +252,13 @@ class Handle:
         return self.program(batch).table(section)
 
     def text(self, batch: Mapping[str, Tensor] | None = None, **which: Any) -> str:
-        """The program for a batch's shape (`which`, as for `compiled`), as text that says what it was made for: it may be
-        edited, and `load_program` runs it."""
+        """The program for a batch's shape as text, with its shape and plan. It may be edited, and `load_program` runs it.
+        `which`: as in `compiled`."""
         return editable_text(self.compiled(batch, **which))
 
     @property
     def stages(self) -> dict[str, Program]:
-        """Every stage of the last program."""
+        """Every stage of the last program, by pass."""
         return self.compiled().compiled.stages
 
     @property
@@ -267,15 +269,21 @@ class Handle:
     @property
     @in_turn
     def stats(self) -> dict[str, Any]:
-        """Counters, sizes in bytes and times in seconds. `skipped_steps`: those of `steps` whose gradients were not finite;
-        `kept_tiles`: with updates on arrival, tiles whose gradients were not, one for each step (known after `synchronize`).
-        `compiled`: graphs that inductor compiled, `compiled_from_cache` that an earlier process had; `compile_s`, what both
-        took; `capture_s`, the model's capture and templates. `plan_searches`: plans of training steps that were searched
-        for; `plans_from_cache`, those that an earlier process had. `micro_batch_shapes`: sizes of micro-batches, [rows,
-        length], that kernels are there for; any number of rows counts as one (`variants_of_any_rows`: how many of the
-        `compiled_variants` serve any). `useful_tokens`: tokens of all training steps that no mask hides;
-        `computed_tokens`, with padding; `packing_efficiency`, the former over the latter; `step_...`: the same of the last
-        step."""
+        """Counters, sizes in bytes and times in seconds.
+
+            steps, skipped_steps       steps begun; those whose gradients were not finite
+            kept_tiles                 updates on arrival: tiles whose gradients were not finite, counted for each step (known
+                                       after `synchronize`)
+            compiled                   graphs that inductor compiled; compiled_from_cache: graphs that an earlier process
+                                       compiled; compile_s: seconds for both
+            capture_s                  seconds to capture the model and build templates
+            plan_searches              plans of training steps found by a search; plans_from_cache: those that an earlier
+                                       process found
+            micro_batch_shapes         sizes of micro-batches, [rows, length], that have kernels; any number of rows counts once
+            compiled_variants          variants of templates; variants_of_any_rows: those that serve any number of rows
+            useful_tokens              tokens of all training steps that no mask hides; computed_tokens: padding included
+            packing_efficiency         useful_tokens / computed_tokens; step_...: the same three for the last step
+        """
         streamed = self.streamed
         return dict(
             steps=streamed.step.count, skipped_steps=len(streamed.step.skipped), kept_tiles=len(streamed.step.kept),
@@ -296,23 +304,23 @@ class Handle:
             parameters=sum(x.parameters for x in streamed.tiling.layouts.values()))
 
     def record(self) -> Recording:
-        """A context in which each instruction's start and end are recorded, on the device's own clock: see `Recording`."""
+        """A context that records the start and end of each instruction on the device's clock: see `Recording`."""
         return Recording(self.streamed)
 
     def simulate(self, batch: Mapping[str, Tensor] | None = None, hardware: str | Path | Hardware | None = None,
                  without: Callable[[Op], bool] | None = None) -> Timeline:
-        """What `record` would show of some steps, predicted: of a batch's program, or of the last one; here, or on `hardware`
-        (as in `megacompile.schedule`). Ops that are `without` take no time. Raises `MegacompileError` for a batch that does not
-        train, and for a machine of which nothing is known."""
+        """The predicted timeline of some steps, in the format of `record`. `batch`: whose program, the last one by default.
+        `hardware`: as in `megacompile.schedule`, this machine by default. Ops for which `without` returns True take no time.
+
+        Raises `MegacompileError` for a batch that does not train, and for an unknown machine."""
         streamed, shape = self.streamed, self._trained(batch)
         captured = streamed.captures.serve(shape.shape.capture_key).captured
         durations = Durations(captured, streamed.tiling.layouts, self._hardware(hardware), streamed.binder.compiling)
         return durations.simulate(shape.program, shape.plan, without)
 
     def explain(self, batch: Mapping[str, Tensor] | None = None, hardware: str | Path | Hardware | None = None) -> str:
-        """The training plan of a batch (None: the last one), and those beside it, as text: how its rows are packed, or why they
-        are not, what each plan takes, how fast it would be and what binds. `hardware`, and what is raised, as for
-        `simulate`."""
+        """The training plan of a batch (the last one by default) as text, beside alternatives: how rows are packed, or why they
+        are not, and each plan's memory, predicted speed and bottleneck. `hardware`, and errors: as in `simulate`."""
         streamed, shape = self.streamed, self._trained(batch)
         served = streamed.captures.serve(shape.shape.capture_key)
         pace = pace_of(served.captured, streamed.tiling, self._hardware(hardware), streamed.binder.compiling,
@@ -333,11 +341,10 @@ class Handle:
     # ---------------------------------------------------------------- control
     @in_turn
     def load_program(self, source: str | Path) -> Shape:
-        """Runs an edited `text` from now on for the shape that it was made for, which is returned: a string, or a file.
-        Forwards that are open go on with the program that they began with. Evaluations have a program of their own
-        (`text(batch, training=False)`).
+        """Runs an edited program from now on for its shape, which is returned. `source`: a text, or a file. Open forwards
+        continue with the program that they began with. Evaluations have a program of their own (`text(batch, training=False)`).
 
-        Raises `ProgramError` if the text does not parse or is not proved safe, or was made for another model;
+        Raises `ProgramError` if the text does not parse, is not proved safe, or belongs to another model;
         `InsufficientMemoryError` if its slots do not fit. Then nothing has changed."""
         streamed = self.streamed
         beside = streamed.shapes_in_use() | set(streamed.shapes.table.values())
@@ -347,36 +354,37 @@ class Handle:
 
     @in_turn
     def unload_program(self, shape: Shape | None = None) -> None:
-        """Goes back to the compiled program of a shape, or of all. Raises `MegacompileError` if none was loaded for it."""
+        """Returns to the compiled program of a shape, or of all shapes. Raises `MegacompileError` if no edited program is
+        loaded."""
         if not self.streamed.shapes.drop(shape):
             raise MegacompileError("no edited program is loaded" + (f" for {shape}" if shape is not None else "")
                                    + ": there is nothing to go back from")
 
     @in_turn
     def replan(self, **options: Any) -> None:
-        """Other options of `stream` from the next step on, where plans alone know them (`device_memory`,
-        `checkpoint_interval`, `micro_batch_size`, ...; see `OPTIONS` in `replanning.py`): weights, optimizers and compiled
-        kernels stay. Edited programs are unloaded. Raises `MegacompileError`, and nothing has changed, for other options, and
-        between a forward and the end of its step."""
+        """Changes options of `stream` from the next step on. Only options that affect plans alone can change (`device_memory`,
+        `checkpoint_interval`, `micro_batch_size`, ...; see `OPTIONS` in `replanning.py`). Weights, optimizers and compiled
+        kernels stay. Edited programs are unloaded.
+
+        Raises `MegacompileError` for other options, and between a forward and the end of its step. Then nothing has changed."""
         replan(self.streamed, **options)
 
     @in_turn
     def synchronize(self) -> None:
-        """Waits for updates in flight. Afterwards parameters, gradients and optimizer state that you hold are current, and what
-        you write to them before the next call counts, through `.data` too, which leaves no trace: what lives on the device is
-        sent there anew."""
+        """Waits for updates in flight. Afterwards the parameters, gradients and optimizer state that you hold are current.
+        Anything you write to them before the next call counts, through `.data` too: device-resident tiles are sent again."""
         self.streamed.evict()
 
     @in_turn
     def whole(self) -> None:
-        """As `synchronize`; raises `TornError` if the weights are not all of one step."""
+        """Waits for updates in flight. Raises `TornError` if the weights do not all belong to one step."""
         self.streamed.settle()
         self.streamed.step.check_whole()
 
     @in_turn
     def close(self) -> None:
-        """Gives everything back: what remains is a plain model on the CPU, trained. Raises, when that is done, what an
-        update in flight failed with."""
+        """Releases everything and leaves a plain, trained model on the CPU. Then raises the failure of an update in flight, if
+        any."""
         model = self.streamed.model
         try:
             self.streamed.close()

@@ -1,6 +1,6 @@
-"""The options of a parameter group: checked at construction and again at every step, and read by value.
+"""The options of a parameter group: checked at construction and at every step, and copied by value.
 
-A tensor or a list that stands in a group may change after `step()` has returned, while the update still runs.
+A tensor or a list in a group may change after `step()` has returned, while the update still runs.
 """
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megacompile.errors import MegacompileError, UnsupportedError
 
-#: Options of torch.optim.AdamW that ask for another update, with the values that do not.
+#: Options of torch.optim.AdamW that change the update rule, with the values that leave it as it is.
 _UNSUPPORTED = {"amsgrad": False, "maximize": False, "differentiable": False, "decoupled_weight_decay": True}
 _OF_ALL = ("max_grad_norm", "overlap", "non_finite", "dump_folder")
 
@@ -27,7 +27,7 @@ def _are_betas(value: Any) -> bool:
             and all(is_number(beta) and 0 <= beta < 1 for beta in value))
 
 
-#: What an option must be, and whether a value is that.
+#: For each option, what it must be, and a check.
 _RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     **dict.fromkeys(("lr", "eps", "weight_decay"), ("a number of at least 0", lambda x: is_number(x) and bool(x >= 0))),
     "betas": ("two numbers of at least 0 and below 1", _are_betas),
@@ -35,20 +35,20 @@ _RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
 
 
 def check_options(group: Mapping[str, Any]) -> None:
-    """Raises `MegacompileError` for an option of a parameter group that is out of range or that is not implemented."""
+    """Raises `MegacompileError` for an option of a parameter group that is out of range or not implemented."""
     for option, only in _UNSUPPORTED.items():
         if bool(group.get(option, only)) != only:
             raise UnsupportedError(f"{option}={group[option]!r} is not implemented by megacompile.AdamW: leave it out")
     for option in _OF_ALL:
         if option in group:
-            raise MegacompileError(f"{option} is of all parameters, and not of a group: give it to AdamW itself")
+            raise MegacompileError(f"{option} cannot be set for a parameter group: pass it to AdamW(...)")
     for option, (what, good) in _RANGES.items():
         if option in group and not good(group[option]):
             raise MegacompileError(f"{option}={group[option]!r} is out of range: give {what}")
 
 
 def checked_norm(value: Any, overlap: str | None) -> float | None:
-    """The global norm that gradients are clipped to, None for no clipping. Raises `MegacompileError`."""
+    """The global norm that gradients are clipped to; None: no clipping. Raises `MegacompileError`."""
     if value is not None and not (is_number(value) and value > 0):
         raise MegacompileError(f"max_grad_norm={value!r} is out of range: give a number above 0, or None")
     if overlap is not None and value is not None:
@@ -58,7 +58,7 @@ def checked_norm(value: Any, overlap: str | None) -> float | None:
 
 @dataclass(frozen=True)
 class HyperParameters:
-    """Those of one group at one step."""
+    """The options of one group at one step."""
 
     lr: float
     beta1: float
@@ -68,7 +68,7 @@ class HyperParameters:
 
     @classmethod
     def of(cls, group: Mapping[str, Any]) -> HyperParameters:
-        """Raises `MegacompileError` as `check_options`, and for an option that is missing."""
+        """Raises the errors of `check_options`, and `MegacompileError` for a missing option."""
         if missing := [option for option in _RANGES if option not in group]:
             raise MegacompileError(f"a parameter group has no {missing[0]}: set it again (optimizer.param_groups[...]"
                                    f"[{missing[0]!r}] = ...)")

@@ -1,14 +1,14 @@
-"""What becomes of a step whose gradients are not finite: it is skipped, or an error says where they are, or that and a folder
-has what is needed to look into it.
+"""Policies for a step whose gradients are not finite: skip it, raise an error that names the tiles, or also dump the batch to a
+folder.
 
     AdamW(parameters, non_finite="raise")      the default; nothing is updated
     AdamW(parameters, non_finite="skip")       nothing is updated, and training goes on
     AdamW(parameters, non_finite="dump", dump_folder="non-finite")
 
-The norm is known on the host before the first tile is updated; nothing else is asked of the device, and no lane waits for it.
-Updates on arrival come before the norm of all gradients: there each tile's own is looked at, and a tile whose gradients are not
-finite keeps its weights and moments. Others are updated, and the step is reported once all tiles are done. What is updated on
-the device is looked at there, and reported when the host next waits for the device.
+The host knows the norm before the first tile is updated. This needs no extra read from the device, and no lane waits for it.
+Updates on arrival run before the global norm is known, so each tile is checked by itself: a tile whose gradients are not finite
+keeps its weights and moments, the other tiles are updated, and the step is reported after the last tile. Tiles that are updated
+on the device are checked there, and reported when the host next waits for the device.
 """
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _NAMED = 8  # tiles in a message
 
 @dataclass(frozen=True)
 class NonFinite:
-    """A policy, checked. `folder`: where dumps go. Raises `MegacompileError`."""
+    """A checked policy. `folder`: where dumps are written. Raises `MegacompileError`."""
 
     policy: str
     folder: Path
@@ -80,7 +80,7 @@ def report_late(found: Mapping[str, Update], kept: list[str]) -> None:
 
 
 def _changed(update: Update, kept: int) -> str:
-    """`kept`: tiles whose gradients are not finite."""
+    """What the update changed. `kept`: number of tiles whose gradients are not finite."""
     if not update.on_arrival or kept == len(update.segments):
         return "nothing was updated"
     return (f"{kept} of {len(update.segments)} tiles kept weights and moments; the others were updated, but for those that the "
@@ -88,12 +88,12 @@ def _changed(update: Update, kept: int) -> str:
 
 
 def _loss(batch: Batch) -> float:
-    """The device is asked here, in a step that is given up."""
+    """The loss of a batch. Reads the device, which is fine for a step that is abandoned."""
     return sum(float(value.loss) for value in batch.results.get("loss", []) if value.loss is not None)
 
 
 def _dump(folder: Path, update: Update, loss: float, norm: float, norms: Norms) -> None:
-    """`report.json`, and the arguments of each batch that the gradients are of, as `batch-0.safetensors` and on. Raises
+    """Writes `report.json`, and the arguments of each batch to `batch-0.safetensors`, `batch-1.safetensors`, ... Raises
     `OSError`."""
     folder.mkdir(parents=True, exist_ok=True)
     for number, batch in enumerate(update.batches):
@@ -106,7 +106,7 @@ def _dump(folder: Path, update: Update, loss: float, norm: float, norms: Norms) 
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no word for what is not finite: strings instead."""
+    """Replaces numbers that JSON cannot represent with strings."""
     if isinstance(value, Mapping):
         return {key: _finite(item) for key, item in value.items()}
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,4 +1,4 @@
-"""AdamW on the host, in full precision, beside the next step's forward."""
+"""AdamW on the host, in full precision, overlapped with the next step's forward."""
 from __future__ import annotations
 
 import functools
@@ -25,39 +25,38 @@ from megacompile.streaming.turns import in_turn
 
 
 class AdamW(torch.optim.Optimizer):
-    """`torch.optim.AdamW` for streamed models: FP32 master weights and moments in host memory, fused, asynchronous.
+    """`torch.optim.AdamW` for streamed models: FP32 master weights and moments in host memory, fused and asynchronous.
 
-    `step()` returns at once; the update runs on the host beside the next forward. With `max_grad_norm`, gradients are
-    clipped by their exact global norm, as `torch.nn.utils.clip_grad_norm_` does; `grad_norm` is the norm of the last step
-    before clipping. `state_dict` holds exp_avg, exp_avg_sq (fp32), step, and for bf16 parameters the FP32 master's 16 low
-    bits (`remainder`, int16). `state` holds no remainder: a state that is removed or replaced starts the moments anew, as in
-    torch.optim, and leaves the master as it is.
+    `step()` returns at once; the update runs on the host during the next forward. With `max_grad_norm`, gradients are clipped
+    by their exact global norm, like `torch.nn.utils.clip_grad_norm_`. `grad_norm` is the norm of the last step before clipping.
+    `state_dict` holds exp_avg, exp_avg_sq (fp32), step, and for bf16 parameters the low 16 bits of the FP32 master
+    (`remainder`, int16). `state` has no remainder: removing or replacing a state restarts the moments, as in torch.optim, and
+    leaves the master unchanged.
 
-    Parameters of the model that its forward does not read are left alone, as those without a gradient are.
+    Parameters that the model's forward does not read are not updated, like parameters without a gradient.
 
-    Changes of `.grad` between backward and step count, in the norm too. Those that PyTorch does not count (through
-    `.grad.data` or NumPy, `GradScaler.unscale_`) are found by a sample of 256 elements of each gradient: a change of whole
-    gradients is seen, and one of a few elements may not be. A gradient that is None leaves its parameter alone.
+    Changes of `.grad` between backward and step count, in the norm too. Changes that PyTorch does not track (`.grad.data`,
+    NumPy, `GradScaler.unscale_`) are found by sampling 256 elements of each gradient: a change of whole gradients is always
+    seen, a change of a few elements may not be. A parameter whose gradient is None is not updated.
 
-    Of several optimizers each updates its own parameters. One that is made over parameters of another takes its place: they
-    have one state, and every later use of the other raises. Whole steps, updates on arrival and checkpoints take one optimizer.
-    Options of groups may be changed at any time, and count from the next `step()` on.
+    Several optimizers may each update their own parameters. An optimizer that is made for parameters of another one takes over
+    their state; later uses of the other one raise. Whole steps, updates on arrival and checkpoints need one optimizer. Group
+    options may change at any time, and take effect at the next `step()`.
 
-    With `overlap="backward"` each tile is updated as its gradients arrive: nothing is clipped, `.grad` stays None (PyTorch's
-    own clipping would find nothing), `grad_norm` too, and there is one forward, one backward and one `step()` in turn. The
-    backward reads the hyper-parameters; `step()` ends the step, for schedulers' sake, and does nothing without a backward.
-    The optimizer that was made last decides whether a model's backward updates.
+    With `overlap="backward"` each tile is updated as its gradients arrive. Nothing is clipped. `.grad` and `grad_norm` stay
+    None, so PyTorch's own clipping has nothing to clip. Forward, backward and `step()` must alternate. The backward reads the
+    hyper-parameters. `step()` ends the step, which schedulers rely on, and does nothing without a backward. The newest
+    optimizer decides whether a model's backward updates.
 
-    Gradients whose norm is not finite update nothing, moments and step counts included, whether gradients are clipped or not.
-    `non_finite` says what then: "raise" (a `NonFiniteError` from the next call that waits for the update), "skip" (training
-    goes on; `model.megacompile.stats["skipped_steps"]` counts), or "dump" (the batch, and the norm of each gradient, are
-    written to a folder in `dump_folder`, and the error is raised). With `overlap="backward"` each tile is looked at when its
-    gradients arrive, and one whose gradients are not finite keeps weights and moments, whatever becomes of the others
-    (`stats["kept_tiles"]` counts). A step in which nothing was updated is none, unless it was the device that kept a tile:
-    that is known later.
+    Gradients whose norm is not finite change nothing, including moments and step counts, with or without clipping. `non_finite`
+    selects what happens then: "raise" (a `NonFiniteError` from the next call that waits for the update), "skip" (training goes
+    on; `model.megacompile.stats["skipped_steps"]` counts), or "dump" (writes the batch and the norm of each gradient to a
+    folder in `dump_folder`, then raises). With `overlap="backward"` each tile is checked when its gradients arrive: a tile
+    whose gradients are not finite keeps its weights and moments, and the other tiles are updated (`stats["kept_tiles"]`
+    counts). If no tile was updated, the step count is rolled back, unless a tile was skipped on the device: the host learns of
+    that later.
 
-    Raises `MegacompileError` for parameters that belong to no streamed model, or to several.
-    """
+    Raises `MegacompileError` for parameters that belong to no streamed model, or to several."""
 
     def __init__(self, params: Iterable[Any], lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999),
                  eps: float = 1e-8, weight_decay: float = 1e-2, *, max_grad_norm: float | None = None,
@@ -70,14 +69,14 @@ class AdamW(torch.optim.Optimizer):
         self.non_finite = NonFinite(non_finite, Path(dump_folder))
         self._overlap, self.max_grad_norm = overlap, max_grad_norm
         self._update: Update | None = None
-        self._lost = ""  # a parameter that another optimizer, made later, updates
+        self._lost = ""  # a parameter that a newer optimizer updates
         self._made, self._state = False, OptimizerState(self)
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
         self._take_over(self._parameters())
         self._made = True
         for streamed in owners_of(self._parameters()):
             streamed.optimizer_in_backward.attach(self if overlap is not None else None)
-        native.library()  # built now, if it must be: at the first update all lanes would wait for the C++ compiler
+        native.library()  # builds it now if necessary: at the first update all lanes would wait for the C++ compiler
 
     @property
     def overlap(self) -> str | None:
@@ -95,8 +94,8 @@ class AdamW(torch.optim.Optimizer):
         self._check_lost()
         check_options(param_group)
         super().add_param_group(param_group)
-        try:
-            self._take_over(self.param_groups[-1]["params"] if self._made else ())  # the constructor: once all groups are good
+        try:  # the constructor takes over once all groups are checked
+            self._take_over(self.param_groups[-1]["params"] if self._made else ())
         except BaseException:
             self.param_groups.pop()
             raise
@@ -110,7 +109,7 @@ class AdamW(torch.optim.Optimizer):
 
     @property
     def streamed(self) -> Streamed:
-        """The streamed model whose parameters these are. Raises `MegacompileError` if another optimizer has taken over."""
+        """The streamed model of these parameters. Raises `MegacompileError` if another optimizer has taken over."""
         self._check_lost()
         models = list({id(streamed): streamed for streamed, _ in map(require_owner, self._parameters())}.values())
         if len(models) != 1:
@@ -120,7 +119,7 @@ class AdamW(torch.optim.Optimizer):
     # ---------------------------------------------------------------- state
     @property
     def state(self) -> OptimizerState:  # type: ignore[override]
-        """Waits for the update in flight. What is written to it before the next call counts."""
+        """Waits for the update in flight. Values written to it before the next call count."""
         self._check_lost()
         for streamed in owners_of(self._parameters()):
             streamed.evict()
@@ -133,18 +132,18 @@ class AdamW(torch.optim.Optimizer):
             self._state = OptimizerState(self, state)
 
     def _memory(self, parameter: Tensor) -> StateMemory | None:
-        """Of a parameter that is trained and read; None for others."""
+        """The state memory of a parameter that is trained and read by the forward; None for others."""
         streamed, name = require_owner(parameter)
         return streamed.states.get(name)
 
     def memory_of(self, parameter: Any) -> StateMemory | None:
-        """As `_memory`, of what is this optimizer's; None for anything else that somebody keeps a state for."""
+        """Like `_memory`, for parameters that this optimizer updates; None for any other key of `state`."""
         owner = owner_of(parameter) if isinstance(parameter, Tensor) else None
         memory = owner[0].states.get(owner[1]) if owner is not None else None
         return memory if memory is not None and memory.optimizer is self else None
 
     def _take_over(self, parameters: Iterable[Tensor]) -> None:
-        """From now on this optimizer alone updates these parameters, whose state there is only one of."""
+        """Makes this optimizer the only one that updates these parameters. A parameter has one state."""
         found = [(parameter, memory) for parameter in parameters if (memory := self._memory(parameter)) is not None]
         for _, memory in found:
             if (former := self._other(memory)) is not None:
@@ -167,7 +166,8 @@ class AdamW(torch.optim.Optimizer):
                                    "use that one, or make a new optimizer")
 
     def check_alone(self, doing: str) -> None:
-        """Raises `MegacompileError` if another optimizer updates parameters of the model, for which `doing` knows one."""
+        """Raises `MegacompileError` if another optimizer updates parameters of the model. `doing`: what needs a single
+        optimizer."""
         for memory in self.streamed.states.values():
             if self._other(memory) is not None:
                 raise MegacompileError(f"{doing} one optimizer, and another megacompile.AdamW updates {memory.name}: make one "
@@ -180,12 +180,12 @@ class AdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Hands the update to the lanes. Parameters without `.grad` are left alone. Raises what an earlier update failed
-        with (`LaneError`); called again, it completes that update: the tiles that are missing, from the gradients that it
-        had (setting `.grad` to None since does no harm), with the hyper-parameters that it had.
+        """Hands the update to the lanes. Parameters without `.grad` are not updated. A `closure` is called first, during the
+        update before, as the plain loop runs its forward and backward; its loss is returned. After a backward that has updated
+        (`overlap`), and after `train_step`, nothing is left to do.
 
-        After a backward that has updated (`overlap`), and after `train_step`, nothing is left to do. A `closure` is called
-        first, beside the update before, as the plain loop runs its forward and backward; its loss is returned."""
+        Raises the failure of an earlier update (`LaneError`). Called again, it completes that update: the missing tiles, from
+        the same gradients (`.grad` may have been set to None since), with the same hyper-parameters."""
         streamed = self.streamed
         streamed.optimizer_in_backward.check_step(self)
         loss = None
@@ -194,7 +194,7 @@ class AdamW(torch.optim.Optimizer):
                 return None
             streamed.step.check_whole()
             with torch.enable_grad():
-                loss = closure()  # not in turn: its backward may run in a thread of autograd's
+                loss = closure()  # without the lock: its backward may run in autograd's thread
         with streamed.turn:
             self._take_step(streamed)
         return loss
@@ -222,11 +222,12 @@ class AdamW(torch.optim.Optimizer):
         streamed.update(self._update)
 
     def _completes(self) -> bool:
-        """Completes an update of ours that has failed; whether there was one, with its gradients as they were."""
+        """Completes an update of this optimizer that has failed. Returns False if there is none, or if gradients have
+        changed."""
         return self._update is not None and self._update is self.streamed.step.unfinished and self.streamed.complete()
 
     def _ended(self) -> bool:
-        """Whether the update in flight is the one that is asked for: it is ours, and no gradient has come since."""
+        """Whether the update in flight is this optimizer's, and no gradient has been stored since."""
         update = self.streamed.step.updating
         return update is not None and update is self._update and all(p.grad is None for p in self._parameters())
 
@@ -240,12 +241,12 @@ class AdamW(torch.optim.Optimizer):
         return self._update
 
     def prepare(self) -> None:
-        """Before a backward that updates. Raises `MegacompileError` for options that are out of range."""
+        """Called before a backward that updates. Raises `MegacompileError` for options that are out of range."""
         self._ready(lambda parameter: True)
 
     def _ready(self, wanted: Callable[[Tensor], bool]) -> list[tuple[HyperParameters, StateMemory, ParameterState]]:
-        """The parameters that are wanted, with their options of the moment and a state each. Raises `MegacompileError` for
-        options and states that no update can have."""
+        """The wanted parameters, with their current options and their states. Raises `MegacompileError` for options and states
+        that an update cannot use."""
         groups = [(HyperParameters.of(group), group["params"]) for group in self.param_groups]
         found = [(options, parameter, memory) for options, parameters in groups for parameter in parameters
                  if wanted(parameter) and (memory := self._memory(parameter)) is not None]
@@ -255,7 +256,7 @@ class AdamW(torch.optim.Optimizer):
         return [(options, memory, self._state.ready(parameter, memory)) for options, parameter, memory in found]
 
     def _request(self, wanted: Callable[[Tensor], bool]) -> Update:
-        """What the lanes need to know of a step: hyper-parameters as they are now, of the parameters that are wanted."""
+        """An update of the wanted parameters with the current hyper-parameters."""
         streamed = self.streamed
         segments: dict[str, list[AdamSegment]] = {}
         counted: dict[str, list[int]] = {}
@@ -279,8 +280,8 @@ class AdamW(torch.optim.Optimizer):
 
     @property
     def grad_norm(self) -> float | None:
-        """Global norm of the last step's gradients before clipping. Waits until it is known, and not for the update. None
-        before the first step."""
+        """Global norm of the last step's gradients before clipping. None before the first step. Waits until the norm is known,
+        but not for the update."""
         if self._update is None:
             return None
         update, streamed = self._update, self.streamed
@@ -288,40 +289,39 @@ class AdamW(torch.optim.Optimizer):
             with streamed.turn, streamed.guarded():
                 streamed.drain(sooner=update.judged)
             if update.norm is None or update.refused:
-                streamed.settle()  # raises what became of it
+                streamed.settle()  # raises its failure
         return update.norm
 
     def norm_of_last_step(self) -> Callable[[], float | None]:
-        """Gives `grad_norm` of the last step later, when others may have followed, and without a wait: None until its update
-        has begun. When the loss of the next step is known, so is this."""
+        """A function that returns `grad_norm` of the last step later, without waiting, even after further steps. It returns
+        None until the update has computed the norm, which is known once the next step's loss is."""
         update = self._update
         return lambda: None if update is None else update.norm
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         if not set_to_none:
-            self.streamed.settle()  # the update in flight reads them
-            self.streamed.step.check_whole()  # and one that stopped half-way needs them yet
+            self.streamed.settle()  # the update in flight reads gradients
+            self.streamed.step.check_whole()  # an update that stopped half-way still needs them
         super().zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """Moments and remainders are views of the tiles, as those of `torch.optim` are of its own: save or copy them before
+        """Moments and remainders are views of the tiles, as `torch.optim` returns views of its state: save or copy them before
         the next step. Works after `close()` too."""
         self.settle()
         saved = super().state_dict()
-        saved["state"] = {index: dict(state) for index, state in saved["state"].items()}  # of types that are unpickled
+        saved["state"] = {index: dict(state) for index, state in saved["state"].items()}  # plain dicts, which unpickle anywhere
         for index, parameter in enumerate(self._parameters()):
             if (remainder := self._remainder(parameter)) is not None:
                 saved["state"].setdefault(index, {})["remainder"] = remainder
         return saved
 
     def _remainder(self, parameter: Tensor) -> Tensor | None:
-        """The low bits of a parameter's master, in its tile; None where there are none."""
+        """The low bits of a parameter's FP32 master, in its tile; None for an fp32 parameter."""
         memory = self._memory(parameter) if owner_of(parameter) else getattr(self._state.get(parameter), "memory", None)
         return memory.remainder if memory is not None else None
 
     def settle(self) -> None:
-        """Waits until the state and the remainders on the host are those of the last step. Raises what a failed update has left
-        behind."""
+        """Waits until the host's state and remainders belong to the last step. Raises the failure of an update."""
         self._check_lost()
         for streamed in owners_of(self._parameters()):
             streamed.copy_back_whole()
@@ -329,16 +329,17 @@ class AdamW(torch.optim.Optimizer):
     @in_turn
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Copies moments and remainders into the tiles, exactly: the base class would cast them to the parameter's dtype.
-        Load the model first: a remainder belongs to the weight that it was saved with, and loading a weight clears it.
+        """Copies moments and remainders into the tiles, exactly: the base class would cast them to the parameter's dtype. Load
+        the model first: a remainder belongs to the weight that it was saved with, and loading a weight clears it.
 
-        As in `torch.optim`, a parameter without a saved state starts anew. One without a saved remainder keeps its master.
+        As in `torch.optim`, a parameter without a saved state restarts its moments. A parameter without a saved remainder keeps
+        its master.
 
-        Raises `MegacompileError`, before anything has changed, for other groups, parameters or shapes, and for options."""
+        Raises `MegacompileError` for other groups, parameters or shapes, and for invalid options. Then nothing has changed."""
         streamed = self.streamed
         streamed.evict()
         groups, states = self.check_state_dict(state_dict)
-        streamed.adopt_writes()  # sets remainders to zero, before the saved ones are loaded
+        streamed.adopt_writes()  # clears remainders before the saved ones are loaded
         self._update = None
         streamed.step.ended()
         streamed.store.preserve()
@@ -352,9 +353,9 @@ class AdamW(torch.optim.Optimizer):
                 memory.remainder.copy_(saved["remainder"])
 
     def check_state_dict(self, state_dict: dict[str, Any]) -> tuple[list[dict[str, Any]], list[SavedState]]:
-        """The saved options of each group, and the saved state of each parameter beside its memory. Raises what
-        `load_state_dict` raises."""
-        others = ("params", "decoupled_weight_decay")  # of a state of Adam's, which torch.optim.AdamW takes the same way
+        """The saved options of each group, and the saved state of each parameter with its memory. Raises the errors of
+        `load_state_dict`."""
+        others = ("params", "decoupled_weight_decay")  # also in a state that torch.optim.Adam saved
         groups = [{option: deepcopy(value) for option, value in group.items() if option not in others}
                   for group in state_dict["param_groups"]]
         indices = [group["params"] for group in state_dict["param_groups"]]
@@ -370,7 +371,7 @@ class AdamW(torch.optim.Optimizer):
         return groups, states
 
     def named_groups(self) -> list[tuple[dict[str, Any], list[str]]]:
-        """Each parameter group: its options, and the names that its parameters have in the model."""
+        """Each parameter group: its options, and its parameters' names in the model."""
         return [({k: v for k, v in group.items() if k not in ("params", "param_names")},
                  [require_owner(parameter)[1] for parameter in group["params"]]) for group in self.param_groups]
 
@@ -385,7 +386,7 @@ class AdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def set_master(self, parameter: Tensor, master: Tensor) -> None:
-        """Sets a parameter from an FP32 master, remainder and all."""
+        """Sets a parameter's FP32 master, including the remainder."""
         streamed = self.streamed
         streamed.evict()
         streamed.store.preserve()

@@ -1,12 +1,12 @@
-"""An optimizer's state, whose tensors are memory of tiles, and what users do with the state of any optimizer.
+"""An optimizer's state, whose tensors are memory of tiles.
 
-    optimizer.state[p]["exp_avg"] = moved      the values are copied into the tile: trainers send state to the device so, where
-                                               gigabytes would otherwise lie, of which no update knows
-    optimizer.state.pop(p)                     the parameter starts anew at the next step, as in torch.optim
-    kept = optimizer.state[p]["exp_avg"]       keeps its values when the state starts anew, or is replaced
+    optimizer.state[p]["exp_avg"] = moved      copies the values into the tile (trainers move state to the device this way,
+                                               where no update would use it)
+    optimizer.state.pop(p)                     the parameter's moments restart at the next step, as in torch.optim
+    kept = optimizer.state[p]["exp_avg"]       keeps its values when the state restarts or is replaced
 
-The 16 low bits of an FP32 master are not in it. They belong to the weight, and no reset of the moments may lose them;
-`AdamW.state_dict` has them.
+The low 16 bits of an FP32 master are not part of the state. They belong to the weight, and must survive a reset of the moments.
+`AdamW.state_dict` includes them.
 """
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ KEYS = ("step", *MOMENTS)
 
 
 def step_count(value: Any, name: str) -> int:
-    """Raises `MegacompileError` for what is not a number of steps of the parameter `name`."""
+    """The number of steps as an int. Raises `MegacompileError` for a value that is not a step count of the parameter `name`."""
     if not is_number(value) or not (0 <= (count := float(value)) < 2**53 and count.is_integer()):
         raise MegacompileError(f"the step of {name} is {value!r}: give a whole number of at least 0")
     return int(count)
 
 
 class _Assigned(dict[Any, Any]):
-    """A dict whose every way in is `__setitem__`."""
+    """A dict that routes every write through `__setitem__`."""
 
     def update(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
         for key, value in dict(*args, **kwargs).items():
@@ -92,19 +92,19 @@ class StateMemory:
         return None if self._tile.remainder is None else self._own(self._tile.remainder)
 
     def bind(self, state: ParameterState) -> None:
-        """From now on this is the parameter's state, and no other one writes to its memory."""
+        """Makes this the parameter's state. The former state no longer writes to the memory."""
         former = self._state() if self._state is not None else None
         if former is not None:
             former.memory = None
         self._state, state.memory = weakref.ref(state), self
 
     def begin_anew(self, state: ParameterState) -> None:
-        """As an optimizer's first step does: moments of zero, no step."""
+        """Starts as an optimizer's first step does: zero moments, step 0."""
         self._rest()
         tile = self._tile
         tile.allocate_moments()
         assert tile.m is not None and tile.v is not None
-        # Pages that nobody has written are zeros, and not there yet.
+        # Pages that were never written are zero, and not allocated yet.
         written = tile.moments_written or tile.m._version or tile.v._version
         moments = {key: self._lend(key) for key in MOMENTS}
         for moment in moments.values() if written else ():
@@ -112,7 +112,7 @@ class StateMemory:
         dict.update(state, moments, step=0)
 
     def check(self, key: str, value: Any) -> None:
-        """Raises `MegacompileError` for a value that the parameter's state cannot have."""
+        """Raises `MegacompileError` for a value that the parameter's state cannot hold."""
         if key == "step":
             step_count(value, self.name)
         elif key in MOMENTS and (not isinstance(value, Tensor) or value.shape != self._part.shape):
@@ -120,7 +120,7 @@ class StateMemory:
                                    "or remove the state (optimizer.state.pop(parameter)) to start it anew")
 
     def check_saved(self, saved: Mapping[str, Any]) -> None:
-        """Raises `MegacompileError` for a saved state that does not fit; it may have a remainder alone, or nothing."""
+        """Raises `MegacompileError` for a saved state that does not fit. It may be empty, or have only a remainder."""
         wanted = list(KEYS) if saved.keys() & set(KEYS) else []
         if self.remainder is not None and "remainder" in saved:
             wanted.append("remainder")
@@ -133,7 +133,7 @@ class StateMemory:
             raise UnsupportedError("the saved remainder is not int16: it was cast on the way; save it unchanged")
 
     def take(self, key: str, value: Any) -> Any:
-        """Copies a value that was checked to where it belongs. What stands for it in the state."""
+        """Copies a checked value into the tile, and returns the tensor that represents it in the state."""
         if key not in KEYS or (key in self._lent and self._lent[key].kept is value):
             return value
         self._rest()
@@ -165,7 +165,7 @@ class StateMemory:
 
 
 class ParameterState(_Assigned):
-    """The state of one parameter by name. Where it has `memory`, what is assigned is copied there."""
+    """The state of one parameter, by name. With `memory`, assigned values are copied there."""
 
     memory: StateMemory | None = None
 
@@ -178,7 +178,7 @@ class ParameterState(_Assigned):
         if self.memory is not None:
             self.memory.check(key, value)
             if key in self:
-                super().__setitem__(key, None)  # whoever else has the tensor that was there keeps its values
+                super().__setitem__(key, None)  # other holders of the old tensor keep its values
             value = self.memory.take(key, value)
         super().__setitem__(key, value)
 
@@ -188,11 +188,11 @@ SavedState = tuple[Tensor, StateMemory, Mapping[str, Any]]
 
 
 class OptimizerState(_Assigned, defaultdict[Tensor, ParameterState]):
-    """That of all parameters: what `torch.optim.Optimizer.state` is."""
+    """The state of all parameters: the value of `torch.optim.Optimizer.state`."""
 
     def __init__(self, optimizer: StateHolder, values: Any = ()) -> None:
         super().__init__()
-        self._optimizer = weakref.ref(optimizer)  # a cycle would keep optimizers that are dropped until the collector runs
+        self._optimizer = weakref.ref(optimizer)  # a cycle would keep dropped optimizers until the garbage collector runs
         self.update(values)
 
     def __missing__(self, parameter: Tensor) -> ParameterState:
@@ -210,16 +210,16 @@ class OptimizerState(_Assigned, defaultdict[Tensor, ParameterState]):
             for key, value in state.items():
                 memory.check(key, value)
         made = ParameterState()
-        super().__setitem__(parameter, made)  # whoever else has the state that was there keeps its values
+        super().__setitem__(parameter, made)  # other holders of the old state keep its values
         if memory is not None:
             memory.bind(made)
         made.update(state)
 
     def ready(self, parameter: Tensor, memory: StateMemory) -> ParameterState:
-        """The state of a parameter for a step; one that was removed starts anew. Raises `MegacompileError` if part of it is
+        """The state of a parameter for a step. A state that was removed restarts. Raises `MegacompileError` if part of it is
         missing."""
         state = self[parameter]
-        if state.memory is not memory:  # what there is was made before the parameter was this optimizer's
+        if state.memory is not memory:  # made before this optimizer took over the parameter
             self[parameter] = state
             state = self[parameter]
         if not state.keys() & set(KEYS):

@@ -1,4 +1,4 @@
-"""Which streamed model a parameter belongs to: optimizers are given parameters alone."""
+"""Finds the streamed model of a parameter: optimizers are given only parameters."""
 from __future__ import annotations
 
 import weakref
@@ -17,8 +17,8 @@ _OWNERS: MutableMapping[Tensor, tuple[weakref.ref[Streamed], str]] = WeakIdKeyDi
 
 
 def claim(streamed: Streamed) -> None:
-    """Lets optimizers find the streamed model behind its parameters."""
-    for name, parameter in nn.Module.named_parameters(streamed.model):  # those too that no call reads
+    """Registers the streamed model of these parameters, so that optimizers find it."""
+    for name, parameter in nn.Module.named_parameters(streamed.model):  # also parameters that no call reads
         _OWNERS[parameter] = (weakref.ref(streamed), name)
 
 
@@ -29,7 +29,7 @@ def disclaim(streamed: Streamed) -> None:
 
 
 def check_unclaimed(model: nn.Module) -> None:
-    """Raises `MegacompileError` if a parameter lives in another model's tiles: two tiles would fight over its memory."""
+    """Raises `MegacompileError` if a parameter already lives in another model's tiles."""
     for name, parameter in nn.Module.named_parameters(model):
         owner = _OWNERS[parameter][0]() if parameter in _OWNERS else None
         if owner is not None:
@@ -39,14 +39,14 @@ def check_unclaimed(model: nn.Module) -> None:
 
 
 def owner_of(parameter: Tensor) -> tuple[Streamed, str] | None:
-    """The streamed model of a parameter, and the name that it has there; None of one that belongs to none (any more)."""
+    """The streamed model of a parameter and the parameter's name there; None if it belongs to no streamed model."""
     owner, name = _OWNERS.get(parameter, (None, ""))
     streamed = owner() if owner is not None else None
     return None if streamed is None else (streamed, name)
 
 
 def require_owner(parameter: Tensor) -> tuple[Streamed, str]:
-    """As `owner_of`. Raises `MegacompileError` where there is none."""
+    """Like `owner_of`. Raises `MegacompileError` instead of returning None."""
     owner = owner_of(parameter)
     if owner is None:
         raise MegacompileError(

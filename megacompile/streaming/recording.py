@@ -1,14 +1,14 @@
-"""What a streamed model's lanes really did, as the simulator shows what they would do.
+"""Records what the lanes of a streamed model did, in the simulator's format.
 
     with model.megacompile.record() as recorded:
         for batch in three_batches:
             ...a step...
     print(recorded.timeline().table())
 
-As in a simulation the first step has no update before it to wait for: what `Timeline` says of a step it says of the last.
-Compute is busy from where its stream comes to a template until it is through: gaps between a template's own kernels count.
-On the critical chain, time in which a lane had nothing issued to it is no lane's, so that its seconds may be less than the
-step's.
+As in a simulation, the first step has no earlier update to wait for, so `Timeline` describes the last step. Compute counts as
+busy from the moment its stream reaches a template until the template is done, so gaps between a template's kernels count as
+busy. On the critical chain, time in which a lane had no instruction is assigned to no lane; the chain's seconds may therefore
+be less than the step's.
 """
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ from megacompile.verify.sums import UPDATE_OPS
 
 
 class Recording:
-    """Of everything submitted between `with` and its end, both of which wait for all lanes. State: the items, at the end."""
+    """Records everything submitted inside `with`. Entering and leaving wait for all lanes. State: the recorded items, after the
+    end."""
 
     def __init__(self, streamed: Streamed) -> None:
         self._streamed = streamed
@@ -53,7 +54,7 @@ class Recording:
             executor.recorder = None
 
     def timeline(self) -> Timeline:
-        """Every instruction once, by start. Raises `MegacompileError` before the recording's end, or if nothing ran."""
+        """Every instruction once, by start time. Raises `MegacompileError` before the recording ends, or if nothing ran."""
         if not self._items:
             raise MegacompileError("nothing was recorded: " + (
                 "the recording has not ended, or an error ended it" if self._items is None else "no section ran meanwhile"))
@@ -85,7 +86,7 @@ def _items(recorder: Recorder) -> list[Item]:
 
 
 def _steps(executed: Iterable[Executed]) -> dict[int, int]:
-    """The step of each run. A step begins with the first forward after an update: backwards may accumulate in between."""
+    """The step of each run. A step begins with the first forward after an update, since several backwards may accumulate."""
     found: dict[int, int] = {}
     step, updated = 0, False
     executed = list(executed)

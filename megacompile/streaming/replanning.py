@@ -1,4 +1,4 @@
-"""Other plans for a model that is streamed already: tiles, templates and lanes stay, programs and slots are made anew."""
+"""Makes new plans for a streamed model. Tiles, templates and lanes stay; programs and slots are made again."""
 from __future__ import annotations
 
 from dataclasses import replace
@@ -8,17 +8,17 @@ from megacompile.errors import MegacompileError
 from megacompile.planning.device import device_budget
 from megacompile.streaming.streamed import Streamed
 
-#: The options of `stream` that plans alone know. Others have made the tiles, the kernels or the lanes.
+#: The options of `stream` that affect plans alone. The others also decide tiles, kernels or lanes.
 OPTIONS = ("checkpoint_interval", "deferred_moments", "device_memory", "gradient_slots", "host_checkpoints", "host_sums",
            "micro_batch_size", "resident", "resident_state", "residuals", "saved_layers", "token_chunk",
            "visiting_state", "waves", "weight_slots")
 
 
 def replan(streamed: Streamed, **options: Any) -> None:
-    """From the next step on, plans are made under these options, and the others as they are.
+    """Uses these options for plans from the next step on. Options that are not given stay.
 
-    Raises `MegacompileError`, and nothing has changed, for an option that is none of `OPTIONS` or out of range, and between a
-    forward and the end of its step; `TornError` after half an update."""
+    Raises `MegacompileError` for an option that is not in `OPTIONS` or is out of range, and between a forward and the end of
+    its step; `TornError` after half an update. Then nothing has changed."""
     if unknown := sorted(set(options) - set(OPTIONS)):
         raise MegacompileError(f"replan() cannot change {', '.join(unknown)}: it changes {', '.join(OPTIONS)}; for others "
                                "close() the model and stream() it again")

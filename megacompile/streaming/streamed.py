@@ -265,8 +265,8 @@ class Streamed:
         if self.closed:
             raise LeaseError("the model was closed since this loss was computed: run the forward of the plain model again")
         if forward.closed:
-            raise LeaseError("this loss has had its backward, or was refused one: run the forward again (retain_graph cannot "
-                             "be honoured, activations are freed as the backward goes)")
+            raise LeaseError("this loss was already used by a backward, or its backward was refused: run the forward again "
+                             "(retain_graph is not supported, since the backward frees activations as it runs)")
         if forward.version != self.step.version or self.writes.pending():
             raise LeaseError("the weights have changed since this loss was computed: run backward before optimizer.step(), "
                              "or the forward again")

@@ -1,4 +1,4 @@
-"""What a streamed model's class does otherwise: calls go to the handle, reads wait for updates in flight."""
+"""The class of a streamed model: calls go to the handle, and reads wait for updates in flight."""
 from __future__ import annotations
 
 import copy
@@ -27,9 +27,9 @@ class Calls(Protocol):
 
 
 class StreamedModule(nn.Module):
-    """What changes in a streamed model's class: calls go to the handle, reads wait for updates in flight."""
+    """Overrides of a streamed model's class: calls go to the handle, and reads wait for updates in flight."""
 
-    if TYPE_CHECKING:  # transformers evaluates the annotations of a model's class where it is made
+    if TYPE_CHECKING:  # transformers evaluates the annotations of a model's class when the class is created
         megacompile: Calls
 
     @torch.compiler.disable(reason="a streamed model's layers are compiled by megacompile: leave torch.compile out")
@@ -37,7 +37,7 @@ class StreamedModule(nn.Module):
         return self.megacompile.call(self, super().forward, args, kwargs)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """What `to` of a module around this one calls: nothing happens where it would leave a tensor on the device as it is."""
+        """`to()` of an enclosing module calls this. Does nothing if `fn` leaves a tensor on the compute device unchanged."""
         streamed = self.megacompile.streamed
         probes = [torch.empty(0, dtype=dtype, device=streamed.backend.device)
                   for dtype in {p.dtype for p in streamed.parameters.values()}]
@@ -45,7 +45,7 @@ class StreamedModule(nn.Module):
         if not changed:
             return self
         for moved in changed:
-            self.to(moved.device, moved.dtype)  # raises what says which of the two it is
+            self.to(moved.device, moved.dtype)  # raises an error that names the device or the dtype
         raise UnsupportedError("a streamed model's weights cannot be moved or cast: model.megacompile.close() first")
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
@@ -68,16 +68,16 @@ class StreamedModule(nn.Module):
         return super().named_parameters(*args, **kwargs)
 
     def named_modules(self, memo: set[nn.Module] | None = None, *args: Any, **kwargs: Any) -> Any:
-        if memo is not None:  # a module around this one comes by, whose `parameters()` must wait as those of this one do
+        if memo is not None:  # called by an enclosing module, whose `parameters()` must wait like ours
             self.megacompile.streamed.settle()
         return super().named_modules(memo, *args, **kwargs)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         if not set_to_none:
-            self.megacompile.whole()  # an update in flight reads them, and one that stopped half-way needs them yet
+            self.megacompile.whole()  # an update in flight reads gradients, and one that stopped half-way still needs them
             super().zero_grad(set_to_none)
             return
-        for _, parameter in nn.Module.named_parameters(self):  # ours would wait for the update
+        for _, parameter in nn.Module.named_parameters(self):  # our own method would wait for the update
             parameter.grad = None
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -85,7 +85,7 @@ class StreamedModule(nn.Module):
         return super().state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """All weights written anew also mend those that an update left half-way."""
+        """Writing all weights also repairs weights that an update left half-way."""
         if kwargs.get("assign"):
             raise UnsupportedError("load_state_dict(assign=True) would replace parameters that live in host tiles: leave "
                                    "assign out")
@@ -111,7 +111,7 @@ class StreamedModule(nn.Module):
 
 
 class StreamedPretrained(StreamedModule):
-    """What models of transformers have beside."""
+    """Overrides for models of transformers."""
 
     @property
     def device(self) -> torch.device:
@@ -119,25 +119,25 @@ class StreamedPretrained(StreamedModule):
         return self.megacompile.streamed.backend.device
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], **options: Any) -> Any:
-        """As transformers does it, from the tiles, in shards of 5 GB unless told otherwise; but the folder has the old
-        checkpoint until the new one is whole. Waits for an update in flight. Raises `CheckpointError` where it cannot."""
+        """Like transformers' method, written from the tiles, in shards of 5 GB by default. The folder keeps the old checkpoint
+        until the new one is complete. Waits for an update in flight. Raises `CheckpointError` if it cannot be written."""
         self.megacompile.whole()
         return save_whole(super().save_pretrained, save_directory, **options)  # type: ignore[misc]
 
     def gradient_checkpointing_enable(self, *args: Any, **kwargs: Any) -> None:
-        """Changes nothing: what is recomputed is the plan's choice (`checkpoint_interval`). Trainers ask for it by default."""
+        """Does nothing: the plan decides what is recomputed (`checkpoint_interval`). Trainers call this by default."""
 
     activation_checkpointing_enable = gradient_checkpointing_enable
 
     def enable_input_require_grads(self) -> None:
-        """Changes nothing: trainers ask for it where parameters are frozen, so that PyTorch's checkpointing has a gradient."""
+        """Does nothing: trainers call this when parameters are frozen, to give PyTorch's checkpointing a gradient."""
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Layers are streamed for every token, without a cache: right, and slow."""
+        """Streams all layers for every token, without a cache: correct, and slow."""
         config = kwargs.get("generation_config")
         if config is None:
             kwargs["use_cache"] = False
-        else:  # transformers wants one or the other
+        else:  # transformers accepts only one of the two
             kwargs["generation_config"] = copy.deepcopy(config)
             kwargs["generation_config"].use_cache = False
         with torch.no_grad(), base_calls_streamed(self, _for_generation):
@@ -148,8 +148,8 @@ class StreamedPretrained(StreamedModule):
 
 
 def _for_generation(inputs: dict[str, Any]) -> dict[str, Any]:
-    """Without positions that count from 0, which the model has by itself (others are refused where it is called), and
-    without a wish for the last token's logits alone: all come, and generation reads the last."""
+    """Removes positions that count from 0, which the model computes itself (others are refused when the model is called), and
+    the request for only the last token's logits: all are computed, and generation reads the last."""
     inputs.pop("logits_to_keep", None)
     given = inputs.get("position_ids")
     if given is not None and torch.equal(given, torch.arange(given.shape[-1], device=given.device).expand_as(given)):
@@ -166,11 +166,11 @@ _classes: dict[type, type] = {}
 
 
 def streamed_class(original: type[nn.Module]) -> type:
-    """The subclass of a model's class that streams. It keeps the name: configs record it as the architecture."""
+    """The subclass of a model's class that streams. It keeps the class name, which configs record as the architecture."""
     if original not in _classes:
         streamed = StreamedPretrained if hasattr(original, "save_pretrained") else StreamedModule
 
-        @functools.wraps(original.forward)  # trainers read the signature: which columns a model takes, what its labels are
+        @functools.wraps(original.forward)  # trainers read the model's columns and labels from the signature
         def forward(self: StreamedModule, *args: Any, **kwargs: Any) -> Any:
             return StreamedModule.forward(self, *args, **kwargs)
 

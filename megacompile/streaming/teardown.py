@@ -1,4 +1,4 @@
-"""What a streamed model gives back when it is closed, when it is forgotten, and when the interpreter ends."""
+"""Releases a streamed model's resources: when it is closed or garbage-collected, and when the interpreter exits."""
 from __future__ import annotations
 
 from megacompile.frontend.tracing.trace_caches import forget_generated_code, forget_symbols
@@ -12,10 +12,10 @@ from megacompile.runtime.reference import ReferenceExecutor
 
 def give_back(executor: Executor | ReferenceExecutor, arena: Arena, checkpoints: HostCheckpoints, store: Store,
               backend: Backend) -> None:
-    """Ends the lanes, when they have executed what they have, and then frees the memory that they worked on."""
+    """Stops the lanes once they have finished their work, and then frees the memory that they used."""
 
     def memory() -> None:
-        backend.synchronize()  # a forgotten model may have copies in flight
+        backend.synchronize()  # a garbage-collected model may have copies in flight
         arena.close()
         checkpoints.close()
         store.drop_sums()

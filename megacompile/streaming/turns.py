@@ -1,8 +1,8 @@
-"""One thread at a time: calls from several threads happen as if one thread had made them, in some order.
+"""One thread at a time: calls from several threads run one after the other, in some order.
 
-The lock is held for the length of one call (a forward, a backward, what `step()` does after its closure), and never while code
-of the user runs: autograd runs the backward of CUDA tensors in a thread of its own, which must get the lock while the caller of
-`loss.backward()` waits.
+The lock is held for one call (a forward, a backward, the part of `step()` after its closure), and never while user code runs:
+autograd runs the backward of CUDA tensors in a thread of its own, which must get the lock while the caller of `loss.backward()`
+waits.
 """
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ R = TypeVar("R")
 
 
 class _HasModel(Protocol):
-    """Whose methods use one streamed model."""
+    """An object whose methods use one streamed model."""
 
     @property
     def streamed(self) -> Any: ...
@@ -25,7 +25,7 @@ M = TypeVar("M", bound=_HasModel)
 
 
 def in_turn(method: Callable[Concatenate[M, P], R]) -> Callable[Concatenate[M, P], R]:
-    """The method, in which its thread alone uses the model."""
+    """Decorates a method that uses the model exclusively: other threads wait."""
     @functools.wraps(method)
     def alone(self: M, /, *args: P.args, **kwargs: P.kwargs) -> R:
         with self.streamed.turn:
