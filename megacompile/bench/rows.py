@@ -32,7 +32,7 @@ Row = dict[str, Any]
 Measure = Callable[[argparse.Namespace], Row]
 
 #: Options that say how to measure, or where to put it, not what.
-NOT_IDENTITY = ("append", "commit", "device", "folder", "profile", "recorded_steps", "steps", "timeline", "warm_up")
+NOT_IDENTITY = ("append", "cache", "commit", "device", "folder", "profile", "recorded_steps", "steps", "timeline", "warm_up")
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:

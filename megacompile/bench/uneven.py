@@ -37,14 +37,16 @@ import megacompile
 from megacompile.bench import clocks, native, rows
 from megacompile.bench.rows import significant
 from megacompile.bench.shapes import config, parameters, random_model
+from megacompile.bench.step_clock import Clock, collections, step_fields
 from megacompile.errors import MegacompileError
 from megacompile.finetuning.reports import LOG, read_log
 from megacompile.finetuning.run import run
 from megacompile.finetuning.settings import Settings
 from megacompile.inputs.packed_layout import LENGTH
 from megacompile.losses import IGNORED
+from megacompile.system.under_way import work_done
 from megacompile.tools.lora import Lora
-from megacompile.tools.options import Knobs
+from megacompile.tools.options import DType, Knobs
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,9 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--arrangement", choices=ARRANGEMENTS, default="padded",
                         help="grouped: rows of like length in one batch, as Trainer can; packed: several in rows of one length")
     parser.add_argument("--device-memory")
-    parser.add_argument("--cold", action="store_true", help="with an empty cache of compiled code and plans")
+    parser.add_argument("--cache", type=Path, help="the folder of compiled code and plans; default: the user's")
+    parser.add_argument("--cold", action="store_true", help="with an empty cache: a --cache that does not exist, or a temporary "
+                                                            "one")
     parser.add_argument("--dynamic", action=argparse.BooleanOptionalAction, help="ours: kernels of packed rows for any number "
                                                                                  "of rows, or for few sizes")
     parser.add_argument("--attention", default="sdpa", help="native: attn_implementation")
@@ -204,26 +208,6 @@ def feed(given: argparse.Namespace, vocabulary: int) -> Feed:
 
 # ---------------------------------------------------------------- ways to train
 
-class Clock(transformers.TrainerCallback):
-    """When each step ended, in seconds since the first began. `wait` is called before the clock is read."""
-
-    def __init__(self, wait: Callable[[], None] = lambda: None) -> None:
-        self.wait, self.began, self.ends = wait, math.nan, list[float]()
-
-    def begin(self) -> None:
-        self.began = time.perf_counter()
-
-    def tick(self) -> None:
-        self.wait()
-        self.ends.append(time.perf_counter() - self.began)
-
-    def on_train_begin(self, *_: Any, **__: Any) -> None:
-        self.begin()
-
-    def on_step_end(self, *_: Any, **__: Any) -> None:
-        self.tick()
-
-
 def arguments(given: argparse.Namespace, fed: Feed, folder: str) -> dict[str, Any]:
     """`TrainingArguments` of all Trainers."""
     grouped = dict(train_sampling_strategy="group_by_length", length_column_name="tokens")
@@ -302,8 +286,10 @@ WAYS = dict(trainer=through_trainer, sft=through_sft, loop=through_loop, native=
 
 def measure(given: argparse.Namespace) -> rows.Row:
     with tempfile.TemporaryDirectory() as folder:
-        if given.cold:
-            os.environ["MEGACOMPILE_CACHE"] = f"{folder}/cache"
+        if given.cold and given.cache is not None and given.cache.exists():
+            raise MegacompileError(f"{given.cache} exists, and a cold run begins with an empty cache: give another --cache")
+        if given.cold or given.cache is not None:
+            os.environ["MEGACOMPILE_CACHE"] = str(given.cache or f"{folder}/cache")
         return _of_command(given, Path(folder)) if given.through == "train" else _measure(given, folder)
 
 
@@ -326,27 +312,26 @@ def _of_command(given: argparse.Namespace, folder: Path) -> rows.Row:
     settings = Settings(
         output=folder / "run", tokenizer=str(folder / "tokenizer"), batch=fed.rows,
         length=max(fed.data.lengths), steps=steps, save_interval=steps, lr=1e-5,
-        max_grad_norm=0.0 if given.no_clipping else given.max_grad_norm)
+        max_grad_norm=0.0 if given.no_clipping else given.max_grad_norm, dtype=DType.BFLOAT16)
     knobs = Knobs(device=given.device, device_memory=given.device_memory, micro_batch_size=given.micro_batch_size,
                   dynamic=given.dynamic)
     run(str(folder / "model"), [str(folder / "rows.jsonl")], settings, Lora(), knobs, Console(file=sys.stderr))
-    whole = time.perf_counter() - began
-    entries = [entry for entry in read_log(folder / "run" / LOG) if "seconds" in entry]
+    return row_of_log(given, folder / "run" / LOG, time.perf_counter() - began)
+
+
+def row_of_log(given: argparse.Namespace, log: Path, whole: float) -> rows.Row:
+    """What the log of a run of `megacompile train` says, which took `whole` seconds."""
+    entries = [entry for entry in read_log(log) if "seconds" in entry]
     times = [entry["seconds"] for entry in entries]
     rate = statistics.median(entry["tokens_per_second"] for entry in entries[given.warm_up:])
-    tokens = statistics.mean(entry["tokens_per_second"] * entry["seconds"] for entry in entries)
+    useful = [round(entry["tokens_per_second"] * entry["seconds"]) for entry in entries]
+    computed = [round(tokens / (1 - entry["padding_share"])) for tokens, entry in zip(useful, entries, strict=True)]
     count = parameters(given.shape, rows.layer_count(given))
     return dict(
-        layers=shape.num_hidden_layers, tokens_per_step=round(tokens), tokens_per_s=round(rate),
+        layers=rows.layer_count(given), tokens_per_step=round(statistics.mean(useful)), tokens_per_s=round(rate),
         padding=round(statistics.mean(entry["padding_share"] for entry in entries), 4),
         tflops=significant(6e-12 * count * rate), parameters=count, setup_s=round(whole - sum(times), 1),
-        losses=[entry["loss"] for entry in entries], **_step_times(given, times))
-
-
-def _step_times(given: argparse.Namespace, times: Sequence[float]) -> rows.Row:
-    median = statistics.median(times[given.warm_up:])
-    return dict(step_s=round(median, 4), times_s=[round(t, 4) for t in times], first_step_s=round(times[0], 2),
-                slowest_over_median=round(max(times[2:]) / median, 3))
+        losses=[entry["loss"] for entry in entries], **step_fields(given.warm_up, times, useful, computed))
 
 
 def _measure(given: argparse.Namespace, folder: str) -> rows.Row:
@@ -354,34 +339,44 @@ def _measure(given: argparse.Namespace, folder: str) -> rows.Row:
     began = time.perf_counter()
     model = random_model(given.shape, rows.layer_count(given), given.device)
     made = time.perf_counter()
-    if native_run:
-        model.set_attn_implementation(given.attention)
-        model = model.to(given.device)
-        native.prepare(model, given)
-    else:
-        model = megacompile.stream(model, device=given.device, device_memory=given.device_memory,
-                                   micro_batch_size=given.micro_batch_size, dynamic=given.dynamic)
+    with work_done() as preparing:
+        if native_run:
+            model.set_attn_implementation(given.attention)
+            model = model.to(given.device)
+            native.prepare(model, given)
+        else:
+            model = megacompile.stream(model, device=given.device, device_memory=given.device_memory,
+                                       micro_batch_size=given.micro_batch_size, dynamic=given.dynamic)
     streamed = time.perf_counter()
     if cuda:
         torch.cuda.reset_peak_memory_stats()
-    clock = Clock(torch.cuda.synchronize if native_run and cuda else lambda: None)
     fed = feed(given, model.config.vocab_size)
-    with clocks.sampled(given.device) as sampled:
+    clock = (Clock(torch.cuda.synchronize if cuda else lambda: None) if native_run else
+             Clock(computed=lambda: model.megacompile.streamed.tokens.computed))
+    with clocks.sampled(given.device) as sampled, collections() as collected, work_done() as training:
         losses = WAYS[given.through](given, model, fed, folder, clock)
-    times = [end - start for start, end in zip([0.0, *clock.ends], clock.ends, strict=False)]
+    times = clock.times
     steady = times[given.warm_up:]
-    tokens, computed = (fed.of_steps(counts)[:len(times)] for counts in (fed.tokens, fed.computed))
+    tokens, padded = (fed.of_steps(counts)[:len(times)] for counts in (fed.tokens, fed.computed))
     rate = statistics.median(count / seconds for count, seconds in zip(tokens[given.warm_up:], steady, strict=True))
     active = rows.active_parameters(model)
     stats = {} if native_run else model.megacompile.stats
     return dict(
         layers=model.config.num_hidden_layers, tokens_per_step=round(statistics.mean(tokens)), tokens_per_s=round(rate),
-        padding=round(1 - sum(tokens) / sum(computed), 4), tflops=significant(6e-12 * active * rate),
+        padding=round(1 - sum(tokens) / sum(padded), 4), tflops=significant(6e-12 * active * rate),
         parameters=sum(p.numel() for p in model.parameters()), active_parameters=active,
-        losses=losses, **_step_times(given, times),
+        losses=losses, **step_fields(given.warm_up, times, tokens, padded if native_run else clock.tokens),
         stream_s=round(streamed - made, 2), setup_s=round(streamed - began, 1),
+        preparing_s=_seconds(preparing), training_s=_seconds(training),
+        submitting_s=[round(seconds, 4) for seconds in clock.submitting],
+        collections_s=[(round(end - clock.began, 3), round(seconds, 3)) for end, seconds in collected],
         stats={name: value for name, value in stats.items() if isinstance(value, int | float)},
         peak_device_gib=round(torch.cuda.max_memory_reserved() / 2**30, 2) if cuda else 0.0, **sampled)
+
+
+def _seconds(done: Sequence[tuple[str, float]]) -> list[tuple[str, float]]:
+    """Work that took long enough to be worth a line: what it was, and its seconds."""
+    return [(task, round(seconds, 2)) for task, seconds in done if seconds >= 0.05]
 
 
 def main() -> None:

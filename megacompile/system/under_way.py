@@ -47,6 +47,7 @@ def _write(line: str) -> None:
 
 
 _displays: list[Show] = []  # the last one shows lines
+_listeners: list[list[tuple[str, float]]] = []
 _current: ContextVar[_Work | None] = ContextVar("work under way", default=None)
 
 
@@ -68,6 +69,17 @@ def shown_by(show: Show) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def work_done() -> Iterator[list[tuple[str, float]]]:
+    """Within, the list gets the work of every thread when it ends: its task, and its seconds."""
+    done: list[tuple[str, float]] = []
+    _listeners.append(done)
+    try:
+        yield done
+    finally:
+        _listeners[:] = [each for each in _listeners if each is not done]
+
+
+@contextlib.contextmanager
 def under_way(task: str) -> Iterator[None]:
     """Within, `task` is said to be under way. Work inside of other work is part of that, and is not said."""
     if _current.get() is not None or os.environ.get("MEGACOMPILE_PROGRESS") == "0":
@@ -83,6 +95,8 @@ def under_way(task: str) -> Iterator[None]:
         _current.reset(token)
         done.set()
         teller.join()
+        for listener in _listeners:
+            listener.append((task, work.seconds()))
 
 
 def _tell(work: _Work, done: threading.Event) -> None:

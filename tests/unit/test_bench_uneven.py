@@ -1,13 +1,16 @@
 """The benchmark of rows of uneven length: what it trains on, what a row says, and what the table compares."""
 from __future__ import annotations
 
+import gc
 import json
 import statistics
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megacompile.bench import rows, uneven
+from megacompile.bench.step_clock import Clock, collections, step_fields
 from megacompile.bench.table import markdown
 from megacompile.bench.tables import Spec, Table
 from megacompile.errors import MegacompileError
@@ -27,6 +30,9 @@ def test_all_trainers_see_the_same_rows_and_count_the_same_tokens() -> None:
     assert len(ours["times_s"]) == len(ours["losses"]) == 3 and ours["first_step_s"] == pytest.approx(
         ours["times_s"][0], abs=0.01)
     assert ours["tflops"] == pytest.approx(6 * ours["parameters"] * ours["tokens_per_s"] / 1e12, rel=0.01)
+    assert sum(ours["useful_tokens"]) == ours["stats"]["useful_tokens"] == sum(native["useful_tokens"])
+    assert sum(ours["computed_tokens"]) == ours["stats"]["computed_tokens"] < sum(native["computed_tokens"])
+    assert any("tracing" in task for task, _ in ours["preparing_s"]) and any("planning" in task for task, _ in ours["training_s"])
     json.dumps(ours)
 
 
@@ -86,3 +92,37 @@ def test_the_command_line_trains_on_conversations_with_as_many_tokens() -> None:
     tokens = uneven.number_tokenizer(512).apply_chat_template(
         [{"role": "user", "content": "12 5 7"}, {"role": "assistant", "content": "100 508"}], tokenize=True)["input_ids"]
     assert tokens == [12, 5, 7, 100, 508]
+
+
+def test_a_slow_step_is_told_from_a_long_one() -> None:
+    times, computed = [9.0, 1.0, 1.0, 2.0, 1.0, 1.5], [10, 10, 10, 20, 10, 10]
+    row = step_fields(1, times, computed, computed)
+    assert (row["step_s"], row["first_step_s"]) == (1.0, 9.0)
+    assert (row["slowest_over_median"], row["slowest_over_median_by_token"]) == (2.0, 1.5)
+
+
+def test_a_step_of_trainer_ends_when_its_loss_is_logged() -> None:
+    sums = iter([30, 50])
+    clock = Clock(computed=lambda: next(sums))
+    clock.on_train_begin()
+    clock.on_step_end()
+    clock.on_log(logs={"loss": 1.0})
+    clock.on_log(logs={"eval_loss": 1.0})
+    clock.on_step_end()
+    clock.on_log(logs={"loss": 1.0})
+    assert all(0 <= submitting <= whole for submitting, whole in zip(clock.submitting, clock.times, strict=True))
+    assert clock.tokens == [30, 20] and len(clock.times) == 2 and sum(clock.times) == pytest.approx(clock.ends[-1])
+
+
+def test_full_collections_are_timed() -> None:
+    with collections() as found:
+        gc.collect(0)
+        gc.collect()
+    assert len(found) == 1 and found[0][1] > 0
+    gc.collect()
+    assert len(found) == 1
+
+
+def test_a_cold_run_begins_with_an_empty_cache(tmp_path: Path) -> None:
+    with pytest.raises(MegacompileError, match="a cold run begins with an empty cache: give another --cache"):
+        row_of("--cold", "--cache", str(tmp_path))

@@ -24,7 +24,7 @@ from megacompile.sizes import format_bytes
 from megacompile.streaming import shapes
 from megacompile.streaming.binding import Binder
 from megacompile.system import under_way as module
-from megacompile.system.under_way import at, shown_by, under_way
+from megacompile.system.under_way import at, shown_by, under_way, work_done
 
 
 class Terminal(io.StringIO):
@@ -55,6 +55,16 @@ def test_a_terminal_shows_one_line_that_goes_when_the_work_is_done(terminal: Ter
         assert threading.active_count() > 1
     assert terminal.getvalue().startswith("\rtracing Model: ")
     assert terminal.getvalue().endswith("\r\033[K") and "\n" not in terminal.getvalue()
+
+
+def test_work_that_is_done_is_listed_with_its_seconds() -> None:
+    with work_done() as done:
+        with under_way("planning"), under_way("a part of it"):
+            assert not done
+        assert [task for task, seconds in done if 0 <= seconds < 10] == ["planning"]
+    with under_way("compiling"):
+        pass
+    assert len(done) == 1
 
 
 def test_a_line_says_the_step_and_the_seconds() -> None:
