@@ -452,7 +452,7 @@ def test_the_program_of_the_page_parses_verifies_and_prints() -> None:
 
 
 def test_the_grammar_of_the_page_names_every_argument_of_a_declaration() -> None:
-    grammar = PAGE[PAGE.index("## Grammar"):PAGE.index("## Words")]
+    grammar = PAGE.split("## Grammar\n")[1].split("\n## ")[0]
     for name in ("parameters", "weight_bytes", "gradient_bytes", "trainable", "role", "template", "tiles", "weightless",
                  "bytes", "state_bytes", "stage", "micro_batches", "batch", "length", "labels", "training", "lean", "update"):
         assert f"{name}='" in grammar
