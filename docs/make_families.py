@@ -1,10 +1,10 @@
 """Writes docs/families.md: for every causal language model of transformers, whether it streams exactly.
 
-    python docs/make_families.py                     all of them: half an hour of one core
-    python docs/make_families.py --missing           those that the page has no verdict on
-    python docs/make_families.py llama qwen3_next    these model types; the other rows stay as they are
+    python docs/make_families.py                     judges all models: half an hour of one core
+    python docs/make_families.py --missing           judges models without a verdict on the page
+    python docs/make_families.py llama qwen3_next    judges these model types and keeps the other rows
 
-Verdicts are those of tests/families/verdicts.py. The page is the only store of them.
+tests/families/verdicts.py judges. The verdicts are stored only on the page.
 """
 from __future__ import annotations
 
@@ -25,23 +25,25 @@ from kinds import DECODER, KINDS, kind_of  # noqa: E402
 
 HEADINGS = ("class", "model type", "kind", "verdict", "reason")
 OUTCOMES = {
-    "exact": "loss and gradients are native PyTorch's",
-    "refused": "`stream` says why, before anything has changed",
+    "exact": "loss and gradients equal native PyTorch's",
+    "refused": "`stream` gives the reason, before anything has changed",
     "wrong": "other numbers, or an error that is not megacompile's own",
-    "not built": "transformers builds or trains no tiny model of it on text alone",
+    "not built": "transformers cannot build or train a tiny model of it on text alone",
     "not judged": "not run yet",
 }
 
 HEAD = """# Families
 
-Every causal language model that transformers {transformers} knows ({classes} classes), streamed on the CPU and compared with
-native PyTorch {torch}: a tiny random config (three or four layers, each kind of layer of the default config, no dropout),
-float32, a batch of 5 x 29 tokens padded on the right, where the captured size was 3 x 17. Exact means that the loss and every
-gradient are within 1e-5 of their norm, or within 8 times what native float32 itself is off native float64. This page is made by
-`python docs/make_families.py`; `pytest tests/families --all-families` judges all classes again.
+This page says which causal language models of transformers train exactly. Look up your model's class before you stream it.
 
-**{counts} classes that can be trained this way, and have been judged, are exact; of the decoder-only Transformers among
-them {decoders}.**
+Every such class of transformers {transformers} ({classes} classes) was streamed on the CPU and compared with native PyTorch {torch}.
+The model is a tiny random config: three or four layers, each kind of layer of the default config, no dropout, float32. The batch
+has 5 x 29 tokens padded on the right, and the captured size was 3 x 17. Exact means that the loss and every gradient are within
+1e-5 of their norm, or within 8 times the difference between native float32 and native float64. `python docs/make_families.py` makes
+this page; `pytest tests/families --all-families` judges all classes again.
+
+**{counts} classes that can be trained this way and were judged are exact. Of the decoder-only Transformers among them, {decoders}
+are.**
 
 """
 
@@ -61,7 +63,7 @@ class Row:
 
 
 def page(rows: list[Row]) -> str:
-    """The page around `rows`."""
+    """The text of the page with these rows."""
     outcomes = Counter(row.outcome for row in rows)
     head = HEAD.format(transformers=transformers.__version__, torch=torch.__version__.split("+")[0], classes=len(rows),
                        counts=counts(rows), decoders=_of_decoders(rows))
@@ -76,14 +78,14 @@ def page(rows: list[Row]) -> str:
 
 
 def write(rows: list[Row]) -> None:
-    """The page, and the counts in the README."""
+    """Writes the page, and the counts in the README."""
     PAGE.write_text(page(rows))
     README.write_text(re.sub(r"\d+ of the \d+ causal language models", f"{counts(rows)} causal language models",
                              README.read_text()))
 
 
 def counts(rows: list[Row]) -> str:
-    """How many are exact, of those that can be trained on text alone and were judged."""
+    """How many are exact, out of those that train on text alone and were judged: "153 of the 175"."""
     outcomes = Counter(row.outcome for row in rows)
     return f"{outcomes['exact']} of the {outcomes['exact'] + outcomes['refused'] + outcomes['wrong']}"
 
@@ -95,7 +97,7 @@ def _of_decoders(rows: list[Row]) -> str:
 
 
 def read_rows() -> dict[str, Row]:
-    """Class -> row, of the page as it is."""
+    """Class -> row, read from the existing page."""
     text = PAGE.read_text() if PAGE.exists() else ""
     lines = [[cell.strip().replace("\\|", "|") for cell in line.strip("|").split(" | ")] for line in text.splitlines()
              if line.startswith("| ")]

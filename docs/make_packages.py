@@ -2,7 +2,7 @@
 
     python docs/make_packages.py
 
-A test holds both current, and another one holds the order: a package imports only what stands before it in `ORDER`.
+One test fails if the files are out of date. Another fails if a package imports one that is not before it in `ORDER`.
 """
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE, DESIGN = ROOT / "docs" / "packages.md", ROOT / "docs" / "design.md"
 #: Where the code is, and the package that it is installed as.
 FOLDERS = {"megacompile": "megacompile", "passes": "megacompile.passes", "runtime": "megacompile.runtime"}
-#: Each package imports only what stands before it, also lazily and for types. A line is a package, or a name for modules that
-#: stand in `megacompile/` itself, and then the modules of that rank. `__init__` gives public names when they are asked for.
+#: Each package imports only packages before it, also lazily and for types. An entry is the name of a package, or a name for
+#: modules directly in `megacompile/`, followed by the other modules of that rank. `__init__` loads public names on first use.
 ORDER = (
     ("base", "errors", "sizes", "limits", "schema", "losses", "version"),
     ("system",), ("codegen",), ("ir", "program", "plan"), ("verify",), ("runtime",), ("frontend",), ("passes",),
@@ -36,7 +36,7 @@ def source_files() -> dict[str, Path]:
 
 
 def imports(module: str, tree: ast.AST, known: Collection[str]) -> Iterator[str]:
-    """Modules of ours that a file imports, at its head or inside a function. `known`: all of our modules."""
+    """The modules of this project that a file imports, at its top or inside a function. `known`: all modules of the project."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name.split(".")[0] == "megacompile")
@@ -49,13 +49,13 @@ def imports(module: str, tree: ast.AST, known: Collection[str]) -> Iterator[str]
 
 
 def rank(module: str) -> int:
-    """Where a module stands in the order. `megacompile` itself is its `__init__`."""
+    """The index of a module's entry in `ORDER`. `megacompile` itself counts as its `__init__`."""
     inside = module.partition(".")[2].partition(".")[0] or "__init__"
     return next(number for number, names in enumerate(ORDER) if inside in names)
 
 
 def arrows() -> dict[int, set[int]]:
-    """Rank -> the ranks of what it imports."""
+    """Rank -> the ranks that it imports."""
     files = source_files()
     found: dict[int, set[int]] = {number: set() for number in range(len(ORDER))}
     for module, path in files.items():
@@ -64,7 +64,7 @@ def arrows() -> dict[int, set[int]]:
 
 
 def picture() -> str:
-    """A graph, from the top down. Arrows that others imply are left out."""
+    """The packages as a mermaid graph, from the top down. Arrows that others imply are left out."""
     direct = arrows()
     reached: dict[int, set[int]] = {}
     for number in sorted(direct):
@@ -84,8 +84,9 @@ def first_sentence(path: Path) -> str:
 
 def page() -> str:
     files = source_files()
-    parts = ["# Packages", "", "Every file, with the first sentence of its docstring. `python docs/make_packages.py` makes this"
-             " page. A package imports only what stands above it here. `docs/design.md` has the picture.", ""]
+    parts = ["# Packages", "", "This page lists every file with the first sentence of its docstring, to find where a change"
+             " belongs. A package imports only packages above it on this page. [How megacompile is built](design.md) has the"
+             " picture. `python docs/make_packages.py` makes this page.", ""]
     for number, names in enumerate(ORDER):
         own = sorted(module for module in files if rank(module) == number)
         package = next((files[module] for module in own if module.endswith(f".{names[0]}.__init__")), None)
@@ -98,7 +99,7 @@ def page() -> str:
 
 
 def design() -> str:
-    """docs/design.md with the picture of today."""
+    """docs/design.md with the current picture."""
     before, _, rest = DESIGN.read_text(encoding="utf-8").partition(BEGIN)
     _, _, after = rest.partition(END)
     return f"{before}{BEGIN}\n\n{picture()}\n\n{END}{after}"

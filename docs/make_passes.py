@@ -1,8 +1,9 @@
-"""Writes docs/passes.md: every pass with what it says of itself, and lines of a program or graph before and after it.
+"""Writes docs/passes.md: the docstring of every pass, and lines of a program or graph before and after it.
 
     python docs/make_passes.py
 
-Everything but the frame comes from the code: docstrings, and the passes run on small models. A test holds the page current.
+Everything except the introduction comes from the code: docstrings, and the passes run on small models. A test fails if the page
+is out of date.
 """
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ from megacompile.program import CallSpec, Program, Tile
 
 PAGE = Path(__file__).with_name("passes.md")
 LINES, WIDTH = 10, 112
-#: Pass -> the section that is shown before it and after it, and what the first line shown holds (else: the first change).
+#: Pass -> the section shown before it, the section shown after it, and a part of the first line shown ("": the first change).
 SHOWN = {
     "micro_batch": ("forward", "forward", ""), "partition": ("forward", "forward", ""),
     "differentiate": ("forward", "backward", ""), "prefetch": ("forward", "forward", ""),
@@ -34,40 +35,45 @@ SHOWN = {
 
 HEAD = """# Passes
 
-What happens to a model between `stream` and its first step, pass by pass. A pass is a pure function; a pipeline is a tuple
-of passes, run in order. This page is made by `python docs/make_passes.py` from the code: the text is each pass's own, the
-lines are what it makes of a small model.
+This page shows what each pass does to a model between `stream` and its first step. It is for people who read or write passes. A
+pass is a pure function, and a pipeline is a tuple of passes that run in order. `python docs/make_passes.py` makes this page from
+the docstrings and from runs of the passes on a small model.
 
 ## A pass of your own
 
-A pipeline is data, and there is no registry: make another tuple, and give it to `stream` (or `schedule`).
+A pipeline is data; there is no registry. Make another tuple, and give it to `stream` (or `schedule`).
 
 ```python
 from megacompile.passes import PIPELINE, TEMPLATE_PIPELINE, insert_after, insert_before, replace_pass
 
 model = megacompile.stream(model, passes=insert_after(PIPELINE, "prefetch", my_pass),
-                           template_passes=replace_pass(TEMPLATE_PIPELINE, "chunk_tokens"))    # with none in its place
+                           template_passes=replace_pass(TEMPLATE_PIPELINE, "chunk_tokens"))    # removes the pass
 ```
 
-A **schedule pass** is a module or an object with `name`, `requires` (the stage that it needs), `provides` (the stage of its
-result; that which it requires, if it adds none of its own) and `run(program, plan) -> program`. It changes no program that
-it was given: it copies a section (`copy_section`) and rewrites the copy. What stands behind it in the pipeline works on
-what it leaves: a pass behind `prefetch` moves copies freely, and `place` and `synchronize` find slots and order lanes; a
-pass behind `synchronize` has to keep the order itself. A pipeline in which a pass lacks what it requires, takes a stage
-back, or that ends without events, is refused before anything is captured. After each pass the verifier proves the program,
+A **schedule pass** is a module or an object with these members:
+
+- `name`;
+- `requires`: the stage that it needs;
+- `provides`: the stage of its result, or the stage that it requires if it adds none;
+- `run(program, plan) -> program`. It does not change the program that it gets: it copies a section (`copy_section`) and rewrites
+  the copy.
+
+Later passes work on its result. A pass after `prefetch` can move copies freely, since `place` and `synchronize` then find slots
+and order the lanes. A pass after `synchronize` must keep the order itself. A pipeline is refused before capture if a pass lacks the
+stage that it requires, goes back a stage, or if the pipeline ends without events. After each pass the verifier proves the program,
 and its error names the pass that broke it.
 
-A **template pass** has `name`, `level` and `run(graph, target) -> graph`. At level `"model"` it sees a section as Dynamo
-left it, before differentiation; at level `"variant"` a graph that will run, of ATen ops (`passes/template/__init__.py` says
-what `graph.meta` holds). It keeps the graph's inputs and results.
+A **template pass** has `name`, `level` and `run(graph, target) -> graph`. At level `"model"` it gets a section as Dynamo left it,
+before differentiation. At level `"variant"` it gets a graph that will run, of ATen ops (`passes/template/__init__.py` describes
+`graph.meta`). It must keep the graph's inputs and results.
 
-`examples/custom_pass.py` has one of each, whole:
+`examples/custom_pass.py` has one of each:
 
 """
 
 
 def page() -> str:
-    """The page as it should be."""
+    """The text of the page."""
     parts = [HEAD, _example(), "\n## Schedule passes\n"]
     parts += _schedule_passes()
     parts += ["\n## Template passes\n", *_template_passes()]
@@ -119,7 +125,8 @@ def _lines(program: Program, section: str) -> list[str]:
 
 
 def _around(before: list[str], after: list[str], begin: str, same: bool = True) -> tuple[list[str], list[str]]:
-    """So many lines of both, from the first that `begin` stands in, or that differs (less one)."""
+    """At most `LINES` lines of each: from two lines above the first with `begin` in it, or from one line above the first
+    difference."""
     at = [0, 0]
     if begin:
         at = [next((i for i, line in enumerate(lines) if begin in line), 0) for lines in (before, after)]
@@ -153,7 +160,7 @@ class _Watched:
 
 
 def _code(graph: fx.GraphModule) -> list[str]:
-    """Without frees, types and the modules' long names."""
+    """The lines of a graph's code, without frees, types and long module names."""
     text = re.sub(r";  \w+ = .*None$", "", graph.code, flags=re.MULTILINE)
     text = re.sub(r" : [\w.\[\], \"]+(?= = )", "", text)
     text = re.sub(r"l_self_(?:\w+?_)?modules_|torch\.ops\.|torch\.nn\.functional\.", "", text)

@@ -1,16 +1,16 @@
-"""What kind of model a class is: by transformers' own tables where they tell, else by name."""
+"""The kind of model of a class: from transformers' own tables if they contain it, else by name."""
 from __future__ import annotations
 
 from transformers.models.auto import modeling_auto as tables
 
 DECODER = "decoder-only Transformer"
-#: What it means, by kind, in the order of the page.
+#: Kind -> meaning, in the order of the page.
 KINDS = {
-    DECODER: "attention in every layer, tokens alone",
+    DECODER: "attention in every layer, text only",
     "hybrid": "recurrent or convolutional layers beside attention",
     "recurrent": "no attention",
-    "multimodal": "a decoder beside encoders of images or sound",
-    "sequence-to-sequence": "the decoder of such a model, alone",
+    "multimodal": "a decoder with encoders of images or sound",
+    "sequence-to-sequence": "only the decoder of such a model",
     "encoder": "an encoder with a language model's head, as a decoder",
 }
 
@@ -19,7 +19,7 @@ _HYBRID = {
     "bailing_hybrid", "bamba", "falcon_h1", "granitemoehybrid", "jamba", "kimi_linear", "lfm2", "lfm2_moe", "lfm3", "minimax",
     "nemotron_h", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "qwen4_exp_text", "recurrent_gemma", "zamba",
     "zamba2"}
-#: Those that no table of transformers tells.
+#: Model types that are in no table of transformers.
 _MULTIMODAL = {"gemma4_assistant", "gemma4_unified_assistant", "git", "mllama", "moshi", "musicgen", "musicgen_melody", "fuyu",
                "phi4_multimodal"}
 _SEQUENCE_TO_SEQUENCE = {"trocr", "whisper"}
