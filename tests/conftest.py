@@ -3,11 +3,13 @@ from __future__ import annotations
 
 import functools
 import gc
+import importlib
 import importlib.util
 import inspect
 import json
 import os
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
@@ -17,10 +19,11 @@ import pytest
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from megacompile import api
 from megacompile.frontend.capture import CapturedModel
+from megacompile.frontend.templates.joint import JointGraph
 from megacompile.ir.lowering import model_program
 from megacompile.ir.plan import Plan
 from megacompile.ir.program import CallSpec, Program, Tile
@@ -44,11 +47,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 _lasting: dict[Hashable, CapturedModel] = {}  # see `shared_captures`
+#: What a config says of the file that a model was read from, and of its weights, whose dtypes count by themselves.
+_OF_FILES = ("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version")
+_OF_MODULES = vars(nn.Module()).keys() - {"training"}  # what every module has, and no setting
 _frozen = [0, 0]  # how many modules and captures there were when the heap was frozen
 
 
 def pytest_sessionstart() -> None:
-    gc.set_threshold(20_000, 20, 50)
+    gc.set_threshold(100_000, 20, 50)
 
 
 def pytest_runtest_setup() -> None:
@@ -113,9 +119,12 @@ def _alike(model: nn.Module) -> Hashable | None:
     modules = list(model.modules())
     if any("forward" in vars(each) for each in modules):
         return None
-    if all(type(each).__module__.startswith(("transformers.", "torch.")) for each in modules) and hasattr(model, "config"):
-        config = {key: value for key, value in model.config.to_dict().items() if key != "_name_or_path"}
-        settings: Hashable = json.dumps(config, default=str, sort_keys=True), model.config._attn_implementation
+    known = all(type(each).__module__.startswith(("transformers.", "torch.", "peft.")) for each in modules)
+    if known and hasattr(model, "config"):
+        config = {key: value for key, value in model.config.to_dict().items() if key not in _OF_FILES}
+        adapters = [repr({key: value for key, value in vars(each).items() if key not in _OF_MODULES and not callable(value)})
+                    for each in modules if type(each).__module__.startswith("peft.")]
+        settings: Hashable = json.dumps(config, default=str, sort_keys=True), model.config._attn_implementation, *adapters
     else:
         held = [(name, value) for each in modules for name, value in vars(each).items() if not name.startswith("_")]
         if not all(_is_plain(value) for _, value in held):
@@ -154,6 +163,49 @@ def shared_captures() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(api, "capture", shared)
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def shared_joint_graphs() -> Iterator[None]:
+    """More than half of the time of a capture goes into the backward graphs of its layers. They depend on the forward graph and
+    its inputs alone, are never changed, and many captures have some in common: those for other kinds of batches, other numbers
+    of layers or other passes, and models that differ in their loss."""
+    build = importlib.import_module("megacompile.frontend.templates.build")
+    known: OrderedDict[Hashable, JointGraph] = OrderedDict()
+
+    def shared(make: Callable[..., JointGraph]) -> Callable[..., JointGraph]:
+        def found(graph: fx.GraphModule, fakes: Any, *rest: Any, decompositions: Any = None, **options: Any) -> JointGraph:
+            key = (make, *_described(graph), repr((rest, options)), decompositions is None, torch.is_grad_enabled())
+            if key not in known:
+                known[key] = make(graph, fakes, *rest, decompositions=decompositions, **options)
+                if len(known) > 128:
+                    known.popitem(last=False)
+            known.move_to_end(key)
+            return known[key]
+
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("joint_graph", "forward_graph"):
+            patch.setattr(build, name, shared(getattr(build, name)))
+        yield
+
+
+def _described(graph: fx.GraphModule) -> Iterator[Hashable]:
+    """What decides the graphs that are made of this one: its code, nested code, functions, and its inputs."""
+    yield graph.code
+    for node in graph.graph.nodes:
+        if node.op == "call_function":
+            yield node.target
+        elif node.op == "get_attr":
+            nested = getattr(graph, node.target)
+            yield nested.code if isinstance(nested, fx.GraphModule) else id(nested)
+        elif node.op == "placeholder":
+            value = node.meta["example_value"]
+            sizes = (*value.shape, *value.stride()) if isinstance(value, torch.Tensor) else (value,)
+            yield tuple((str(size), size.node.hint if isinstance(size, torch.SymInt) else size) for size in sizes)
+            if isinstance(value, torch.Tensor):
+                yield value.dtype, value.device, value.requires_grad, type(value)
 
 
 @pytest.fixture(scope="session", autouse=True)
