@@ -37,6 +37,16 @@ NAMED: dict[str, dict[str, Any]] = {
     "tied, residuals kept, a frozen layer": {"tied": True, "saved_layers": 2, "frozen": ("layers.0",)},
 }
 
+_EVERY_TILE = ("prologue", "layers.0", "layers.1", "layers.2", "layers.3", "epilogue")
+#: Streamed, and all resident, in blocks of each size, in one micro-batch and in three. Three more of them are goldens.
+NAMED |= {
+    f"{place}, K = {interval}, micro-batches {micro_batches}": {
+        "checkpoint_interval": interval, "micro_batches": micro_batches,
+        **({"resident": _EVERY_TILE} if place == "all resident" else {"weight_slots": min(interval + 1, 4)})}
+    for interval in (1, 2, 4) for micro_batches in ((1,), (2, 2, 1)) for place in ("all streamed", "all resident")
+    if (place, interval, micro_batches) not in {
+        ("all streamed", 1, (2, 2, 1)), ("all streamed", 4, (1,)), ("all resident", 2, (2, 2, 1))}}
+
 
 @st.composite
 def schedules(draw: st.DrawFn, layers: int | None = None, often: bool = True) -> dict[str, Any]:
