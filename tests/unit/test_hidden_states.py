@@ -12,6 +12,7 @@ from torch import Tensor
 
 import megacompile
 from megacompile.errors import ProgramError, UnsupportedError
+from megacompile.frontend.templates import hidden_states
 from megacompile.ir.text import parse
 from megacompile.verify.verifier import verify
 
@@ -74,6 +75,12 @@ def test_what_cannot_be_given_is_refused(model: Any) -> None:
         model.megacompile.last_hidden_state({"input_ids": ids()})
     with pytest.raises(UnsupportedError, match="last_hidden_state computes no loss: leave labels out"):
         model.megacompile.last_hidden_state(tiny_models.batch())
+
+
+def test_logits_that_are_made_otherwise_have_no_last_hidden_state(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hidden_states, "_PRODUCTS", ())
+    with pytest.raises(UnsupportedError, match="makes its logits by something else than one product with its"):
+        model.megacompile.streamed.captured.require_heads().hidden.last()
 
 
 def test_a_model_that_means_other_hidden_states_is_refused(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -506,7 +506,7 @@ def test_fused_kernels_on_cuda_equal_explicit_attention_and_their_layout_is_the_
 @pytest.mark.parametrize(("changed", "message"), [
     ({"attention_mask": torch.ones(1, 1, 2, 2)}, "attention mask"),
     ({"dropout": 0.1}, "attention dropout 0.1 in Module"),
-    ({"is_causal": False}, "not causal"),
+    ({"is_causal": False}, "Module is not causal: only causal decoders can be streamed"),
     ({"s_aux": torch.ones(3)}, "sinks of Module are not one for each of 1 heads"),
     ({"position_bias": torch.ones(1)}, "attention argument position_bias"),
     ({"key": torch.ones(1, 1, 3, 8)}, "keys of other positions"),
