@@ -210,7 +210,7 @@ def stragglers(seed: int) -> Any:
     return delay
 
 
-@pytest.mark.parametrize("seed", range(50))
+@pytest.mark.parametrize("seed", range(2 * len(LATE_PLANS)))
 def test_late_lanes_change_no_bit(seed: int, late_models: dict[str, tuple[Any, Weights]]) -> None:
     model, initial = late_models[LATE_PLANS[seed % len(LATE_PLANS)]]
     model.load_state_dict(initial)
@@ -284,8 +284,11 @@ def edit(shape: Any, section: str, visit: Any) -> None:
     shape.compiled.stages[program.stage] = program.evolve(sections={**program.sections, section: graph})
 
 
-@pytest.mark.parametrize("removed", [False, True], ids=["with", "without"])
-@pytest.mark.parametrize("wait", WAITS)
+#: Of which it is also shown that lateness alone does no harm: in each section, and on lanes of either side.
+CONTROLS = ("Weights-Ready", "Backward-Done", "gradients are in the slab", "a resident copy is updated")
+
+
+@pytest.mark.parametrize(("wait", "removed"), [*((wait, True) for wait in WAITS), *((wait, False) for wait in CONTROLS)])
 def test_late_work_changes_the_weights_only_without_its_wait(wait: str, removed: bool) -> None:
     """What one wait is for is made late. With the wait the bits are those of program order; without it they are others,
     or the reader finds nothing to read."""
