@@ -17,12 +17,12 @@ from megacompile.errors import ArgumentError, UnsupportedError
 peft = pytest.importorskip("peft")
 
 
-def adapted(bf16: bool = False, **options: Any) -> Any:
-    """A model of two layers with LoRA whose second matrix is not zero, so that all gradients say something."""
+def adapted(bf16: bool = False, layers: int = 2, **options: Any) -> Any:
+    """A model with LoRA whose second matrix is not zero, so that all gradients say something."""
     torch.manual_seed(1)
     config = peft.LoraConfig(**{**dict(r=4, lora_alpha=8, target_modules=["v_proj", "down_proj"], init_lora_weights=False,
                                        task_type="CAUSAL_LM"), **options})
-    return peft.get_peft_model(tiny_models.build(bf16, num_hidden_layers=2), config).train()
+    return peft.get_peft_model(tiny_models.build(bf16, num_hidden_layers=layers), config).train()
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +89,7 @@ def test_a_model_whose_adapters_are_switched_off_is_its_base_and_trains_on_after
     with torch.no_grad(), model.disable_adapter():
         scores = model.megacompile.per_token(_first, {"input_ids": batch(0)["input_ids"]})
     torch.testing.assert_close(scores, theirs[1][..., 0], rtol=1e-4, atol=1e-5)
-    with model.disable_adapter(), pytest.raises(UnsupportedError, match=r"switched off .* under torch.no_grad\(\)"):
+    with model.disable_adapter(), pytest.raises(UnsupportedError, match=r"loss without them has no .*torch.no_grad\(\)"):
         model(**batch(0))
     with torch.no_grad(), model.disable_adapter(), pytest.raises(UnsupportedError, match="switched off"):
         model.megacompile.train_step(batch(0), megacompile.AdamW(model.parameters()))
@@ -134,7 +134,7 @@ def test_an_adapter_is_merged_after_close(pair: tuple[Any, Any]) -> None:
 
 def test_adapters_in_float32_train_beside_bf16_weights() -> None:
     """As PEFT makes them: they lie in tiles of their own."""
-    native = adapted(bf16=True)
+    native = adapted(bf16=True, layers=1)
     model = megacompile.stream(copy.deepcopy(native), device="cpu")
     tiles = model.megacompile.streamed.tiling.layouts.values()
     assert {(layout.trainable, layout.dtype) for layout in tiles} == {(True, torch.float32), (False, torch.bfloat16)}
@@ -151,7 +151,7 @@ def test_adapters_in_float32_train_beside_bf16_weights() -> None:
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("base")
-    tiny_models.build(True, num_hidden_layers=2).save_pretrained(folder)
+    tiny_models.build(True, num_hidden_layers=1).save_pretrained(folder)
     return folder
 
 

@@ -49,7 +49,7 @@ def whole(model: nn.Module, **options: Any) -> CapturedModel:
 def config_of(kind: str, **changes: Any) -> Any:
     import transformers
 
-    sizes = dict(vocab_size=64, hidden_size=16, intermediate_size=24, num_hidden_layers=LAYERS, num_attention_heads=2,
+    sizes = dict(vocab_size=64, hidden_size=16, intermediate_size=24, num_hidden_layers=4, num_attention_heads=2,
                  num_key_value_heads=1, head_dim=8, max_position_embeddings=64, pad_token_id=0)
     return getattr(transformers, kind)(**{**sizes, **changes})
 
@@ -178,37 +178,41 @@ class RunsLayersInPairs(Model):
                                   RunsALayerTwice, EndsInAnotherLayer)),
 ])
 def test_layers_are_removed_that_are_like_others(model: type[Model], kept: int, removed: list[Mapping[str, str]]) -> None:
-    expected, found = whole(model()), capture(model())
-    assert described(found) == described(expected)
+    found = capture(model())
     assert list(removed[0] if removed else {}) == [f"layers.{number}" for number in range(kept, LAYERS)]
+    if kept < LAYERS:
+        assert described(found) == described(whole(model()))
 
 
-@pytest.mark.parametrize(("kind", "changes", "kept"), [
-    ("Qwen2Config", {}, 2), ("Qwen3Config", {}, 2), ("LlamaConfig", dict(attention_dropout=0.1), 2), ("OlmoConfig", {}, 2),
-    ("Gemma3TextConfig", dict(layer_types=3 * ["sliding_attention", "full_attention"], sliding_window=8), 3),
-    ("Qwen3MoeConfig", dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8, decoder_sparse_step=1), 2),
+@pytest.mark.parametrize(("kind", "changes", "kept", "further"), [
+    ("Qwen2Config", {}, 2, ()), ("LlamaConfig", dict(attention_dropout=0.1), 2, ("attention_mask",)),
+    ("Gemma3TextConfig", dict(layer_types=2 * ["sliding_attention", "full_attention"], sliding_window=8), 3, ("position_ids",)),
+    ("Gemma3TextConfig", dict(layer_types=2 * ["sliding_attention", "full_attention"], sliding_window=8), 3,
+     ("attention_mask",)),
+    ("Qwen3MoeConfig", dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8, decoder_sparse_step=1), 2,
+     ("position_ids",)),
 ])
-@pytest.mark.parametrize("further", [(), ("position_ids",), ("attention_mask",)], ids=str)
 def test_models_of_transformers_are_traced_with_one_layer_of_each_kind(
         kind: str, changes: dict[str, Any], kept: int, further: tuple[str, ...], removed: list[Mapping[str, str]]) -> None:
     model = of_transformers(kind, **changes)
     expected, found = (capture_(model, key=CaptureKey(further)) for capture_ in (whole, capture))
     assert described(found) == described(expected)
-    assert list(removed[0]) == [f"model.layers.{number}" for number in range(kept, LAYERS)]
+    assert list(removed[0]) == [f"model.layers.{number}" for number in range(kept, 4)]
 
 
 def test_layers_above_frozen_ones_are_of_another_kind(removed: list[Mapping[str, str]]) -> None:
-    model = of_transformers("Qwen2Config")
-    for module in (model.model.embed_tokens, *model.model.layers[:3]):
+    model = of_transformers("Qwen2Config", num_hidden_layers=5)
+    for module in (model.model.embed_tokens, *model.model.layers[:2]):
         module.requires_grad_(False)
     assert described(capture(model)) == described(whole(model))
-    assert list(removed[0]) == ["model.layers.5"]  # the first that is trained is given what requires no gradient
+    assert list(removed[0]) == ["model.layers.4"]  # the first that is trained is given what requires no gradient
 
 
 def test_experts_in_pieces_are_repeated_piece_by_piece(removed: list[Mapping[str, str]]) -> None:
-    model = of_transformers("Qwen3MoeConfig", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8)
+    model = of_transformers(
+        "Qwen3MoeConfig", num_hidden_layers=3, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8)
     assert described(capture(model, expert_pieces=2)) == described(whole(model, expert_pieces=2))
-    assert len(removed[0]) == LAYERS - 2
+    assert len(removed[0]) == 1
 
 
 def test_a_model_whose_second_call_differs_stays_whole(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,7 +51,7 @@ def assert_same_training(ours: Training, reference: Training) -> None:
 # ---- the same training -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "qwen3", "gpt_neox", "hand_written", "tied"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "gpt_neox", "hand_written"])
 def test_training_in_chunks_equals_native_autograd(family: str) -> None:
     """Of several sequences, in chunks that do not divide them (the last has one token, and three), and larger than they are."""
     model, inputs = models.build(family), models.batch(3, 11)
@@ -125,11 +125,10 @@ def test_a_layer_without_attention_is_one_loop() -> None:
     assert_same_training(Layerwise(found, model, chunk=4).loss_and_gradients(inputs, False), native(model, inputs))
 
 
-@pytest.mark.slow
 def test_compiled_chunks_equal_the_graphs() -> None:
     """With a last chunk that is shorter: two kernels a loop."""
-    model, inputs = models.build("qwen2", num_hidden_layers=1), models.batch(1, 10)
-    compiled = Layerwise(captured("qwen2", num_hidden_layers=1), model, lambda v, a: compile_variant(v, a, "inductor"), chunk=4)
+    model, inputs = models.build("hand_written", depth=1), models.batch(1, 10)
+    compiled = Layerwise(captured("hand_written", depth=1), model, lambda v, a: compile_variant(v, a, "inductor"), chunk=4)
     assert_same_training(compiled.loss_and_gradients(inputs, False), native(model, inputs))
 
 
@@ -190,7 +189,7 @@ def test_variants_with_residuals_are_whole(variant: str) -> None:
 
 
 def test_gradients_of_weights_are_summed_in_float32() -> None:
-    model = models.build("hand_written").bfloat16()
+    model = models.build("hand_written", depth=1).bfloat16()
     found = capture(model, pipeline=TEMPLATE_PIPELINE, target=Target("cpu", torch.bfloat16))
     for name, kind in (("decoder", "recompute_backward"), ("epilogue", "loss")):
         template = found.templates[name]
