@@ -1,11 +1,14 @@
 """Every causal language model of transformers streams exactly or is refused with a reason, as docs/families.md says."""
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from make_families import PAGE, README, counts, page, read_rows
 from tiny_configs import classes
-from verdicts import judge_compiled, judge_each, predicted_step
+from verdicts import Verdict, judge, judge_compiled, judge_each, predicted_step
 
 #: Attention in chunks beside full attention, experts in every second layer.
 FAST = ("llama4_text",)
@@ -25,14 +28,24 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize(name, of_all[name][not everything])
 
 
-def test_a_family_has_the_verdict_of_the_page(model_type: str) -> None:
-    (verdict,) = judge_each([model_type], start="spawn")
+@pytest.fixture
+def judged(pytestconfig: pytest.Config) -> Callable[..., Verdict]:
+    """`judge`; of many families, each in a process of its own, with a limit of time."""
+    def alone(model_type: str, **options: Any) -> Verdict:
+        (verdict,) = judge_each([model_type], start="spawn", **options)
+        return verdict
+
+    return alone if pytestconfig.getoption("--all-families") else lambda model_type, **options: judge(model_type, options)
+
+
+def test_a_family_has_the_verdict_of_the_page(model_type: str, judged: Callable[..., Verdict]) -> None:
+    verdict = judged(model_type)
     assert verdict.outcome == stated_outcome(model_type) != "wrong", verdict.reason
 
 
-def test_a_family_that_keeps_attention_s_results_alone_is_exact(keeping_type: str) -> None:
+def test_a_family_that_keeps_attention_s_results_alone_is_exact(keeping_type: str, judged: Callable[..., Verdict]) -> None:
     """Layers of it that have no attention keep nothing then."""
-    (verdict,) = judge_each([keeping_type], start="spawn", saved_layers=1 << 10, residuals="attention")
+    verdict = judged(keeping_type, saved_layers=1 << 10, residuals="attention")
     assert verdict.outcome == "exact", verdict.reason
 
 

@@ -21,16 +21,19 @@ def train_once(close: bool) -> None:
         model.megacompile.close()
 
 
-def objects_left(close: bool, models: int) -> list[dict[str, int]]:
-    """How many objects of each type each of `models` models leaves, after two that fill PyTorch's caches."""
-    left = []
-    before: Counter[str] = Counter()
-    for number in range(2 + models):
-        train_once(close)
-        after = live_objects()
-        if number >= 2:
-            left.append(dict(after - before))
-        before = after
+def objects_left(models: int) -> list[list[dict[str, int]]]:
+    """How many objects of each type each of `models` closed models leaves, and each of as many forgotten ones. Two models come
+    first, which fill PyTorch's caches."""
+    train_once(close=True), train_once(close=False)
+    left: list[list[dict[str, int]]] = []
+    before = live_objects()
+    for close in (True, False):
+        left.append([])
+        for _ in range(models):
+            train_once(close)
+            after = live_objects()
+            left[-1].append(dict(after - before))
+            before = after
     return left
 
 

@@ -39,8 +39,8 @@ def run(name: str, *arguments: object) -> str:
     return done.stdout
 
 
-def test_train_lowers_the_loss() -> None:
-    losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", run("train.py"))]
+def test_train_lowers_the_loss(run_here: Run) -> None:
+    losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", run_here("train.py"))]
     assert len(losses) == 4 and losses[-1] < losses[0] - 0.5
 
 
@@ -82,7 +82,6 @@ def test_trainer_has_the_curve_of_an_unstreamed_one(run_here: Run) -> None:
     assert float(last) < float(first) - 0.3
 
 
-@pytest.mark.slow
 def test_demo_trains_prints_a_sample_and_saves_what_it_says(run_here: Run, tmp_path: Path) -> None:
     # Two steps reach no interesting loss. The demonstration itself checks that the saved model gives the same one.
     printed = run_here("demo.py", "--steps", 2, "--target", 6.2, "--sample", 8, "--save", tmp_path / "saved")
@@ -100,5 +99,5 @@ def test_demo_fails_when_its_target_is_missed_or_the_saved_model_differs() -> No
 
 
 @pytest.mark.parametrize("name", sorted({path.name for path in EXAMPLES.glob("*.py")} - OWN_TEST))
-def test_every_other_example_runs(name: str) -> None:
-    assert run(name), f"{name} prints nothing"
+def test_every_other_example_runs(name: str, run_here: Run) -> None:
+    assert run_here(name), f"{name} prints nothing"
