@@ -46,7 +46,6 @@ def exact() -> dict[str, torch.Tensor]:
     return {n: p.grad.cpu() for n, p in model.named_parameters()}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kept", [dict(saved_layers=0), dict(saved_layers=2, residuals="attention")], ids=str)
 def test_chunks_on_the_device_are_the_same_training_in_less_memory(kept: dict[str, Any]) -> None:
     """Not the same bits, since attention's backward adds in no fixed order: no further from float32 than all at once. Errors

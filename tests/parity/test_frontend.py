@@ -141,7 +141,6 @@ def test_evaluate_and_logits_equal_the_model(family: str) -> None:
     assert captured(family).output.rebuild(None, logits).loss is None
 
 
-@pytest.mark.slow
 @ROUTES
 def test_compiled_variants_equal_the_graphs(saving: bool) -> None:
     model, inputs = build("qwen2", num_hidden_layers=1), batch(2, 16)

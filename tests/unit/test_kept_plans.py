@@ -399,7 +399,6 @@ print(json.dumps([made.planner.answers["searched"], repr(made.plan), *(t.digest 
 """
 
 
-@pytest.mark.slow
 def test_a_second_process_does_not_search(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     for seed in "1", "2":
