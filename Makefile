@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.installed
 TYPED  := build/typed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lint types check test pictures demo wheel smoke clean
+.PHONY: help setup lint types check test docs pictures demo wheel smoke clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
@@ -35,6 +35,9 @@ test: check  ## ruff, mypy and all tests that need no GPU
 	@# Threads of OpenMP would take the cores from the lanes of the next test, and gain nothing on models so small. A worker
 	@# takes about a gigabyte.
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist worksteal
+
+docs: $(STAMP)  ## build the documentation in build/docs, without network; warnings and broken links are errors
+	$(BIN)/python -m sphinx -W --keep-going -q -b html -d build/doctrees docs build/docs
 
 PICTURE = $(BIN)/megacompile inspect --hardware h200 --batch 64 --length 1024 --resident-state none
 

@@ -1,0 +1,102 @@
+"""Settings of the documentation's site: `make docs` builds it with Sphinx, from this folder alone and without network."""
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from docutils import nodes
+from pygments.lexers.special import TextLexer
+from sphinx.addnodes import pending_xref
+from sphinx.application import Sphinx
+from sphinx.transforms import SphinxTransform
+
+DOCS = Path(__file__).resolve().parent
+sys.path.insert(0, str(DOCS.parent))
+
+from megacompile.version import __version__  # noqa: E402  (after the path is complete)
+
+project = "megacompile"
+version = release = __version__
+copyright = "the authors of megacompile, Apache-2.0"
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+exclude_patterns = ["_build"]
+myst_enable_extensions = ["colon_fence"]
+myst_heading_anchors = 4  # `page.md#a-heading` is a link, on code hosts too
+nitpicky = False
+
+html_theme = "furo"
+html_title = f"megacompile {__version__}"
+html_show_sourcelink = False
+html_copy_source = False
+
+default_role = "code"  # docstrings have single backticks
+autodoc_member_order = "bysource"
+autodoc_typehints_format = "short"
+autodoc_preserve_defaults = True
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+napoleon_use_ivar = True
+
+_CODE = re.compile(r"``[^`]+``|`[^`]+`")
+_SPECIAL = re.compile(r"[*|]|(?<=\w)_(?=\W|$)")
+_PAGE = re.compile(r"(?:docs/)?([\w-]+(?:/[\w-]+)*)\.md(?:#([\w-]+))?")
+
+
+def plain_to_rst(lines: Iterable[str]) -> list[str]:
+    """A plain docstring as reStructuredText: single backticks are code, indented paragraphs stay as they are, and nothing else
+    is markup."""
+    made: list[str] = []
+    indent, after_blank, verbatim = 0, False, -1  # `verbatim`: the indentation of the block that a line is in, or -1
+    for line in lines:
+        here = len(line) - len(line.lstrip())
+        if line.strip():
+            verbatim = -1 if here < verbatim else verbatim
+            if verbatim < 0 and after_blank and here > indent:
+                verbatim = here
+                made += [" " * indent + "::", ""]
+            indent = here
+        after_blank = not line.strip()
+        made.append(line if verbatim >= 0 else _marked_up(line))
+    return made
+
+
+def _marked_up(line: str) -> str:
+    parts, end = [], 0
+    for code in _CODE.finditer(line):
+        parts += [_SPECIAL.sub(r"\\\g<0>", line[end:code.start()]), f"``{code[0].strip('`')}``"]
+        end = code.end()
+        if line[end:end + 1].isalnum():
+            parts.append("\\ ")  # "`step`s": what follows code at once would be a part of it
+    return "".join([*parts, _SPECIAL.sub(r"\\\g<0>", line[end:])])
+
+
+def read_docstring(app: Sphinx, what: str, name: str, subject: object, options: Any, lines: list[str]) -> None:
+    lines[:] = plain_to_rst(lines)
+
+
+class LinkPages(SphinxTransform):
+    """`docs/limits.md` in backticks links to that page; a page that does not exist is a warning, and so an error."""
+
+    default_priority = 15
+
+    def apply(self, **kwargs: Any) -> None:
+        for literal in list(self.document.findall(nodes.literal)):
+            match = _PAGE.fullmatch(literal.astext())
+            if match is None or isinstance(literal.parent, nodes.reference | pending_xref | nodes.title):
+                continue
+            page = "/" + match[1]
+            if page[1:] not in self.env.found_docs:
+                page = match[1] if match[1] in self.env.found_docs else page
+            link = pending_xref("", literal.deepcopy(), refdomain="std", reftype="doc", reftarget=page, refexplicit=True,
+                                refdoc=self.env.docname, refwarn=True)
+            literal.replace_self(link)
+
+
+def setup(app: Sphinx) -> None:
+    app.add_lexer("mermaid", TextLexer)
+    app.add_transform(LinkPages)
+    app.connect("autodoc-process-docstring", read_docstring, priority=400)  # before napoleon, at 500
