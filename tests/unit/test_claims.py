@@ -1,0 +1,109 @@
+"""docs/claims.md: every figure is its row's, and the README states no figure that is not there."""
+from __future__ import annotations
+
+import json
+import re
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+CLAIMS = (ROOT / "docs" / "claims.md").read_text(encoding="utf-8")
+SYSTEMS = {"step": "megacompile", "native": "native", "uneven": "uneven", "storage": "storage"}
+#: Numbers of the README that are no results: sizes of examples, versions, budgets, licences.
+NO_RESULTS = {"1", "7", "12", "13", "16", "24", "28", "64", "128", "1,024", "2.0", "3.11", "2604.05091", "0.1.0"}
+
+
+def table_rows(page: str, name: str) -> list[list[str]]:
+    table = page[page.index(f"<!-- {name}:"):page.index(f"<!-- end of {name} -->")]
+    return [[cell.strip() for cell in line.strip().strip("|").split("|")]
+            for line in table.splitlines() if line.startswith("|")][2:]
+
+
+ROWS = table_rows(CLAIMS, "claims")
+
+
+def results(name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (ROOT / "benchmarks" / "results" / name).read_text(encoding="utf-8").splitlines()]
+
+
+def options(words: list[str]) -> dict[str, str]:
+    """Of a command line, as rows have them; a flag is True."""
+    found: dict[str, str] = {}
+    for word in words:
+        if word.startswith("--"):
+            name = word[2:].replace("-", "_")
+            found[name] = "True"
+        else:
+            found[name] = word
+    return found
+
+
+def at(row: dict[str, Any], path: str) -> Any:
+    return reduce(lambda part, key: part[key], path.split("."), row)
+
+
+def row_of(command: str, where: str) -> dict[str, Any]:
+    """The row that a command made. `where`: file, commit, and fields that tell rows apart that have no options."""
+    program, *words = command.split()
+    system = SYSTEMS.get(Path(program).stem)
+    assert (ROOT / program).exists(), program
+    file, *told = where.replace("`", "").split()
+    fields = dict(word.split("=") for word in told if "=" in word)
+    commits = [word for word in told if "=" not in word]
+    matching = [row for row in results(file) if all(str(at(row, key)) == found for key, found in fields.items())
+                and all(row["commit"] == commit for commit in commits)]
+    if system is not None:
+        matching = [row for row in matching if row["system"] == system
+                    and {key: str(value) for key, value in row["options"].items()} == options(words)]
+    assert matching, f"{file} has no such row: {command} {told}"
+    return matching[-1]
+
+
+def value(row: dict[str, Any], field: str) -> float:
+    """`field` may be a path ("rates.16.copy") and have a unit ("parameters / 1e9")."""
+    name, _, unit = re.sub(r" ([*/]) ", r"|\1", field).partition("|")
+    found = float(at(row, name))
+    return found if not unit else found * float(unit[1:]) if unit[0] == "*" else found / float(unit[1:])
+
+
+@pytest.mark.parametrize("row", ROWS, ids=[f"{row[0]}: {row[1]}" for row in ROWS])
+def test_a_figure_is_its_rows(row: list[str]) -> None:
+    _, figure, field, commands, where = row
+    first, *others = [value(row_of(command, where), field.strip("`")) for command in re.findall(r"`([^`]+)`", commands)]
+    measured = first / others[0] if others else first
+    stated = re.match(r"[\d,.]+", figure)
+    assert stated is not None
+    number = stated[0].replace(",", "")
+    decimals = len(number.partition(".")[2])
+    assert abs(measured - float(number)) <= 0.5 * 10 ** -decimals + 1e-9, f"{figure} is stated, the row has {measured}"
+
+
+def test_the_readme_states_no_other_figure() -> None:
+    page = re.sub(r"```.*?```|`[^`]*`|^    .*?$|\]\([^)]*\)", "", (ROOT / "README.md").read_text(encoding="utf-8"),
+                  flags=re.DOTALL | re.MULTILINE)
+    peers = (ROOT / "docs" / "comparison.md").read_text(encoding="utf-8")
+    known = set(re.findall(r"\d[\d,.]*\d|\d", CLAIMS)) | {
+        number for row in table_rows(peers, "peers") for number in re.findall(r"[\d.]+", " ".join(row[4:]))}
+    stated = re.findall(r"(?<![\w.])\d(?:[\d,.]*\d)?", page)
+    assert len(stated) > 30 and not set(stated) - known - NO_RESULTS, sorted(set(stated) - known - NO_RESULTS)
+
+
+def test_the_comparison_is_its_rows() -> None:
+    page = (ROOT / "docs" / "comparison.md").read_text(encoding="utf-8")
+    shown = set()
+    for system, variant, layers, clipped, *cells in table_rows(page, "peers"):
+        for batch, tflops, gib in ((64, *cells[:2]), (16, *cells[2:4])):
+            if tflops:
+                shown.add((system, variant, int(layers), clipped == "yes", batch, tflops, int(gib), cells[4] or None))
+    kept = {(row["system"], row["variant"], row["layers"], row["clipped"], row["batch"],
+             "-".join(str(row[key]) for key in ("tflops", "tflops_at_most") if key in row),
+             row["peak_device_gib"], row["host_bytes_per_parameter"]) for row in results("peers.jsonl")}
+    assert shown == kept
+
+
+def test_tests_that_are_named_exist() -> None:
+    named = re.findall(r"`(?:pytest (?:-s )?)?(tests/[\w/.]+)", CLAIMS)
+    assert len(named) >= 6 and all((ROOT / path).exists() for path in named)
