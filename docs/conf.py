@@ -14,9 +14,11 @@ from sphinx.application import Sphinx
 from sphinx.transforms import SphinxTransform
 
 DOCS = Path(__file__).resolve().parent
-sys.path.insert(0, str(DOCS.parent))
+sys.path[:0] = [str(DOCS), str(DOCS.parent)]
 
-from megacompile.version import __version__  # noqa: E402  (after the path is complete)
+from command_line import CommandLine  # noqa: E402  (after the path is complete)
+
+from megacompile.version import __version__  # noqa: E402
 
 project = "megacompile"
 version = release = __version__
@@ -26,7 +28,7 @@ extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 exclude_patterns = ["_build"]
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 4  # `page.md#a-heading` is a link, on code hosts too
-nitpicky = False
+smartquotes = False
 
 html_theme = "furo"
 html_title = f"megacompile {__version__}"
@@ -97,6 +99,7 @@ class LinkPages(SphinxTransform):
 
 
 def setup(app: Sphinx) -> None:
+    app.add_directive("command-line", CommandLine)
     app.add_lexer("mermaid", TextLexer)
     app.add_transform(LinkPages)
     app.connect("autodoc-process-docstring", read_docstring, priority=400)  # before napoleon, at 500
