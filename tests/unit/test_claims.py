@@ -107,3 +107,35 @@ def test_the_comparison_is_its_rows() -> None:
 def test_tests_that_are_named_exist() -> None:
     named = re.findall(r"`(?:pytest (?:-s )?)?(tests/[\w/.]+)", CLAIMS)
     assert len(named) >= 6 and all((ROOT / path).exists() for path in named)
+
+
+def table_after(heading: str, number: int = 0) -> list[list[str]]:
+    """The rows of a table of docs/performance.md: the first, or the one of this number, after a heading."""
+    page = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+    section = page[page.index(f"\n## {heading}\n"):]
+    table = re.findall(r"(?:^\|.*\n)+", section, re.MULTILINE)[number]
+    return [[cell.strip() for cell in line.strip("| ").split("|")] for line in table.splitlines()[2:]]
+
+
+@pytest.mark.parametrize("whole_steps", [False, True])
+def test_the_tables_of_planning_are_their_rows(whole_steps: bool) -> None:
+    kept = {(row["shape"], *(f"{number:.1f}" for number in (
+        row["parameters"] / 1e9, row["capture_processor_s"], row["plan_processor_s"], row["capture_s"] + row["plan_s"],
+        row["peak_bytes"] / 2**30))) for row in results("planning.jsonl") if row.get("train_step", False) == whole_steps}
+    shown = {tuple(row) for row in table_after("What planning takes", int(whole_steps))}
+    assert len(shown) == 4 and shown <= kept
+
+
+def test_the_table_of_tracing_is_its_rows() -> None:
+    rows = results("capture.jsonl")
+    for family, *cells in table_after("What tracing takes"):
+        for columns in (cells[::2], cells[1::2]):
+            assert any(columns == [f"{row[f'{what}_processor_s']:.1f}" for what in ("stream", "padded", "evaluation")]
+                       for row in rows if row["family"] == family), family
+
+
+def test_the_table_of_uneven_rows_is_its_rows() -> None:
+    kept = {(str(row["layers"]), f"{row['tokens_per_s']:,}", f"{row['step_s']:.3f}", row["commit"])
+            for row in results("rows.jsonl")}
+    shown = {(row[0], row[3], row[5], row[6]) for row in table_after("Rows of uneven length")}
+    assert len(shown) >= 10 and shown - kept <= {("8", "33,150", "0.466", "d7da796")}, "only this one is from a log"
