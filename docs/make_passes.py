@@ -35,9 +35,9 @@ SHOWN = {
 
 HEAD = """# Passes
 
-This page shows what each pass does to a model between `stream` and its first step. It is for people who read or write passes. A
-pass is a pure function, and a pipeline is a tuple of passes that run in order. `python docs/make_passes.py` makes this page from
-the docstrings and from runs of the passes on a small model.
+This page shows what each pass does to a model between `stream` and its first step. It is for people who read or write passes.
+A pass is a pure function, and a pipeline is a tuple of passes that run in order. `python docs/make_passes.py` makes this page
+from the docstrings and from runs of the passes on a small model.
 
 ## A pass of your own
 
@@ -55,16 +55,16 @@ A **schedule pass** is a module or an object with these members:
 - `name`;
 - `requires`: the stage that it needs;
 - `provides`: the stage of its result, or the stage that it requires if it adds none;
-- `run(program, plan) -> program`. It does not change the program that it gets: it copies a section (`copy_section`) and rewrites
-  the copy.
+- `run(program, plan) -> program`. It does not change the program that it gets: it copies a section (`copy_section`) and
+  rewrites the copy.
 
 Later passes work on its result. A pass after `prefetch` can move copies freely, since `place` and `synchronize` then find slots
-and order the lanes. A pass after `synchronize` must keep the order itself. A pipeline is refused before capture if a pass lacks the
-stage that it requires, goes back a stage, or if the pipeline ends without events. After each pass the verifier proves the program,
-and its error names the pass that broke it.
+and order the lanes. A pass after `synchronize` must keep the order itself. A pipeline is refused before capture if a pass lacks
+the stage that it requires, goes back a stage, or if the pipeline ends without events. After each pass the verifier proves the
+program, and its error names the pass that broke it.
 
-A **template pass** has `name`, `level` and `run(graph, target) -> graph`. At level `"model"` it gets a section as Dynamo left it,
-before differentiation. At level `"variant"` it gets a graph that will run, of ATen ops (`passes/template/__init__.py` describes
+A **template pass** has `name`, `level` and `run(graph, target) -> graph`. At level `"model"` it gets a section as Dynamo left
+it, before differentiation. At level `"variant"` it gets a graph that will run, of ATen ops (`passes/template/__init__.py` describes
 `graph.meta`). It must keep the graph's inputs and results.
 
 `examples/custom_pass.py` has one of each:

@@ -18,8 +18,8 @@ class Clock(transformers.TrainerCallback):
     """When each step's loss was known, in seconds since the first step began.
 
     A step of Trainer ends when its loss is logged, not in `on_step_end`: the device is still at work then, and the wait for it
-    would count as the next step's. What came before `on_step_end` is the time to submit the step. `wait` is called before the clock is read; `computed` tells the tokens that all steps so far
-    have computed, with padding.
+    would count as the next step's. What came before `on_step_end` is the time to submit the step. `wait` is called before the
+    clock is read. `computed` returns the tokens that all steps so far have computed, padding included.
     """
 
     def __init__(self, wait: Callable[[], None] = lambda: None, computed: Callable[[], int] = lambda: 0) -> None:

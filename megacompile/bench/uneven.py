@@ -89,8 +89,7 @@ def options() -> argparse.ArgumentParser:
                         help="grouped: rows of like length in one batch, as Trainer can; packed: several in rows of one length")
     parser.add_argument("--device-memory")
     parser.add_argument("--cache", type=Path, help="the folder of compiled code and plans; default: the user's")
-    parser.add_argument("--cold", action="store_true", help="with an empty cache: a --cache that does not exist, or a temporary "
-                                                            "one")
+    parser.add_argument("--cold", action="store_true", help="with an empty cache: a new --cache folder, or a temporary one")
     parser.add_argument("--dynamic", action=argparse.BooleanOptionalAction, help="ours: kernels of packed rows for any number "
                                                                                  "of rows, or for few sizes")
     parser.add_argument("--attention", default="sdpa", help="native: attn_implementation")

@@ -32,7 +32,8 @@ def test_all_trainers_see_the_same_rows_and_count_the_same_tokens() -> None:
     assert ours["tflops"] == pytest.approx(6 * ours["parameters"] * ours["tokens_per_s"] / 1e12, rel=0.01)
     assert sum(ours["useful_tokens"]) == ours["stats"]["useful_tokens"] == sum(native["useful_tokens"])
     assert sum(ours["computed_tokens"]) == ours["stats"]["computed_tokens"] < sum(native["computed_tokens"])
-    assert any("tracing" in task for task, _ in ours["preparing_s"]) and any("planning" in task for task, _ in ours["training_s"])
+    assert any("tracing" in task for task, _ in ours["preparing_s"])
+    assert any("planning" in task for task, _ in ours["training_s"])
     json.dumps(ours)
 
 

@@ -147,7 +147,7 @@ def test_what_a_model_without_logits_cannot_do_is_refused() -> None:
 def test_a_batch_with_a_part_of_what_the_loss_reads_is_refused() -> None:
     ids = torch.ones(2, 4, dtype=torch.int64)
     model = megacompile.stream(Weighted(), device="cpu", example={"input_ids": ids, "labels": ids, "weights": ids})
-    with pytest.raises(UnsupportedError, match="the loss needs all of labels, weights: give them all, or none for"):
+    with pytest.raises(UnsupportedError, match="the loss needs all of labels, weights: pass all of them, or none"):
         model(input_ids=ids, labels=ids)
     model.megacompile.close()
 
