@@ -42,8 +42,8 @@ The batch has 5 x 29 tokens padded on the right, and the captured size was 3 x 1
 are within 1e-5 of their norm, or within 8 times the difference between native float32 and native float64.
 `python docs/make_families.py` makes this page; `pytest tests/families --all-families` judges all classes again.
 
-**{counts} classes that can be trained this way and were judged are exact. Of the decoder-only Transformers among them, {decoders}
-are.**
+**{counts} classes that can be trained this way and were judged are exact. Of the decoder-only Transformers among them,
+{decoders} are.**
 
 """
 

@@ -64,8 +64,8 @@ the stage that it requires, goes back a stage, or if the pipeline ends without e
 program, and its error names the pass that broke it.
 
 A **template pass** has `name`, `level` and `run(graph, target) -> graph`. At level `"model"` it gets a section as Dynamo left
-it, before differentiation. At level `"variant"` it gets a graph that will run, of ATen ops (`passes/template/__init__.py` describes
-`graph.meta`). It must keep the graph's inputs and results.
+it, before differentiation. At level `"variant"` it gets a graph that will run, of ATen ops (`passes/template/__init__.py`
+describes `graph.meta`). It must keep the graph's inputs and results.
 
 `examples/custom_pass.py` has one of each:
 

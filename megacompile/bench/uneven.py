@@ -351,7 +351,7 @@ def _measure(given: argparse.Namespace, folder: str) -> rows.Row:
         torch.cuda.reset_peak_memory_stats()
     fed = feed(given, model.config.vocab_size)
     clock = (Clock(torch.cuda.synchronize if cuda else lambda: None) if native_run else
-             Clock(computed=lambda: model.megacompile.streamed.tokens.computed))
+             Clock(computed=lambda: model.megacompile.streamed.step.tokens.computed))
     with clocks.sampled(given.device) as sampled, collections() as collected, work_done() as training:
         losses = WAYS[given.through](given, model, fed, folder, clock)
     times = clock.times
