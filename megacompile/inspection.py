@@ -22,6 +22,7 @@ from torch import Tensor, fx
 from megacompile.errors import ArgumentError
 from megacompile.frontend.templates.template import Template
 from megacompile.ir import folding, listing, text
+from megacompile.ir.counts import op_counts
 from megacompile.ir.program import Access, Program, accesses, argument, lane_of, nodes, op_of, operands
 
 #: The nodes that are shown of each section, in program order.
@@ -111,7 +112,7 @@ def _subjects(listed: Sequence[fx.Node]) -> dict[fx.Node, frozenset[str]]:
 def _python(program: Program, shown: Shown, fold: bool) -> str:
     sections = [(folding.fold_section if fold else text.print_section)(name, listed) for name, listed in shown.items()]
     whole = all(len(shown.get(name, ())) == len(list(nodes(graph))) for name, graph in program.sections.items())
-    head = folding.fold_head(program) if fold else text.print_program(program.evolve(sections={}))
+    head = folding.fold_head(program.head()) if fold else program.head()
     return "\n".join([head, *sections] if whole else sections)
 
 
@@ -195,7 +196,7 @@ def _changes(old: Sequence[fx.Node], new: Sequence[fx.Node], context: int) -> tu
 
 def pass_log(log: Sequence[str], stages: Mapping[str, Program]) -> str:
     """What each pass said, then how many of each op there are before and after it: a column for each stage."""
-    counts = {name: listing.op_counts(program) for name, program in stages.items()}
+    counts = {name: op_counts(program) for name, program in stages.items()}
     ops = dict.fromkeys(op for each in counts.values() for op in each)
     rows = [[op, *(each.get(op, "") for each in counts.values())] for op in ops]
     rows.append(["all", *(sum(each.values()) for each in counts.values())])

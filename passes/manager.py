@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from megacompile.errors import MegacompileError, ProgramError
-from megacompile.ir.listing import op_counts
+from megacompile.ir.counts import op_counts
 from megacompile.ir.plan import Plan
 from megacompile.ir.program import Program, reached
 from megacompile.verify.verifier import verify

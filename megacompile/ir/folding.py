@@ -18,8 +18,8 @@ from typing import Any
 
 from torch import fx
 
-from megacompile.ir.program import Program, argument, nodes, op_of
-from megacompile.ir.text import print_node, print_program
+from megacompile.ir.nodes import argument, nodes, op_of
+from megacompile.ir.printing import print_node
 
 #: Of two groups any numbers advance by a constant step: it takes three to see a pattern.
 _FEWEST, _LONGEST_GROUP = 3, 2000
@@ -35,17 +35,9 @@ class _Line:
     mark: str
 
 
-def fold(program: Program, section: str | None = None) -> str:
-    """The program's text with repeats folded. For reading only: it does not parse."""
-    names = [section] if section is not None else list(program.sections)
-    head = [] if section is not None else [fold_head(program)]
-    return "\n".join([*head, *(fold_section(name, list(nodes(program.section(name)))) for name in names)])
-
-
-def fold_head(program: Program) -> str:
-    """What stands above the sections: the program's declarations."""
-    lines = print_program(program.evolve(sections={})).splitlines()
-    return "\n".join(_folded([_declaration(line) for line in lines], "")) + "\n"
+def fold_head(head: str) -> str:
+    """The declarations of a program (`Program.head`), folded."""
+    return "\n".join(_folded([_declaration(line) for line in head.splitlines()], "")) + "\n"
 
 
 def fold_section(name: str, listed: Sequence[fx.Node]) -> str:

@@ -1,24 +1,14 @@
 """Programs for people: tables with a column for each lane, and the excerpt that errors show."""
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from tabulate import tabulate
 from torch import fx
 
-from megacompile.ir.program import (
-    OPS,
-    Access,
-    Lane,
-    Program,
-    accesses,
-    argument,
-    lane_of,
-    nodes,
-    op_of,
-)
-from megacompile.ir.text import form
+from megacompile.ir.nodes import accesses, argument, lane_of, nodes, op_of
+from megacompile.ir.ops import OPS, Access
+from megacompile.ir.printing import form
 
 _MARKS = "-"  # the column of nodes that no lane executes
 
@@ -56,12 +46,6 @@ def _columns(listed: Iterable[fx.Node]) -> list[str]:
 
 # Tables
 
-def table(program: Program, section: str | None = None) -> str:
-    """A row for each node, time downwards; each node in its lane's column, then the places it reads and writes."""
-    shown = [section] if section is not None else list(program.sections)
-    return "\n\n".join(table_section(name, list(nodes(program.section(name)))) for name in shown)
-
-
 def table_section(name: str, listed: Sequence[fx.Node]) -> str:
     """A section of which these nodes are shown. Their numbers are those in the whole section."""
     columns = _columns(listed)
@@ -89,29 +73,6 @@ def op_table() -> str:
 
 def _few(places: list[str], most: int = 4) -> str:
     return " ".join(places if len(places) <= most else [*places[:most - 1], f"... ({len(places)})"])
-
-
-def op_counts(program: Program) -> Counter[str]:
-    """How many nodes of each op there are in all sections."""
-    return Counter(op_of(node).name for graph in program.sections.values() for node in nodes(graph))
-
-
-def summary(program: Program) -> str:
-    """A row for each section: nodes, how many of each op, events, and bytes over the link in each direction."""
-    rows = []
-    for name, graph in program.sections.items():
-        counts = Counter(op_of(node).name for node in nodes(graph))
-        events = counts["record"] + counts["enter"]
-        marks = ("record", "wait", "enter", "leave", "release")
-        work = ", ".join(f"{count} {op}" for op, count in counts.items() if op not in marks)
-        moved = dict.fromkeys((Lane.PACK, Lane.H2D, Lane.D2H), 0)
-        for node in nodes(graph):
-            lane = lane_of(node)
-            if lane in moved:
-                moved[lane] += program.moved_bytes(node)
-        rows.append([name, sum(counts.values()), work, events, counts["wait"], *moved.values()])
-    header = ["section", "nodes", "work", "events", "waits", "pack bytes", "h2d bytes", "d2h bytes"]
-    return str(tabulate(rows, header, tablefmt="simple", intfmt=","))
 
 
 # The excerpt in an error

@@ -18,40 +18,27 @@ its opening what it was made for, `program.shape(...)` and `program.plan(...)` (
 """
 from __future__ import annotations
 
-import dataclasses
 import json
 import keyword
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 from torch import fx
 
 from megacompile.errors import MegacompileError, shortened
+from megacompile.ir.nodes import Builder
+from megacompile.ir.ops import OPS, Access, Lane
 from megacompile.ir.plan import UPDATES, Plan, Shape
-from megacompile.ir.program import (
-    OPS,
-    STAGES,
-    Access,
-    Builder,
-    CallSpec,
-    Lane,
-    Op,
-    Program,
-    Slot,
-    Tile,
-    lane_of,
-    nodes,
-    op_of,
-)
+from megacompile.ir.printing import DECLARATIONS, MADE_FOR, OPENING, call_form, positional_parameters
+from megacompile.ir.printing import form as form
+from megacompile.ir.printing import print_node as print_node
+from megacompile.ir.printing import print_section as print_section
+from megacompile.ir.program import STAGES, CallSpec, Program, Slot, Tile
 from megacompile.ir.syntax import Argument, Call, Source, Statement, Token
 from megacompile.limits import LARGEST, LARGEST_NUMBER, LONGEST_NAME, check_micro_batches
 
-#: Parameters that say what a node is about. Those that lead an op's parameters are positional in text, others keywords.
-POSITIONAL = frozenset({"name", "tile", "template", "call", "key", "place", "access", "lane", "node", "event", "value"})
-
-_COMMENT_COLUMN = 88
 _EXPECTED = {
     "text": "a printable string", "texts": "a tuple of strings", "flag": "True or False",
     "number": "a whole number below 2**63", "numbers": "a tuple of whole numbers",
@@ -65,85 +52,16 @@ KINDS = {
     **dict.fromkeys(("staging", "gradient", "saved", "reduced", "resident", "slab", "state", "clip", "value", "node", "event",
                      "stashed"), "value")}
 _CHOICES = {"lane": tuple(map(str, Lane)), "access": tuple(map(str, Access)), "stage": STAGES, "update": UPDATES}
-_PROGRAM = {"stage": "text", "micro_batches": "numbers"}
-_DECLARATIONS: dict[str, tuple[type, dict[str, str], tuple[str, ...]]] = {
-    "tile": (Tile, {"name": "text", "parameters": "number", "weight_bytes": "number", "gradient_bytes": "number",
-                    "trainable": "flag", "state_bytes": "number"}, ("state_bytes",)),
-    "call": (CallSpec, {"name": "text", "role": "text", "template": "text", "tiles": "texts", "weightless": "texts",
-                        "output_bytes": "number"}, ("weightless", "output_bytes")),
-    "slot": (Slot, {"name": "text", "bytes": "number"}, ())}
-_FIELD_KINDS = {"int": "number", "bool": "flag", "str": "text", "tuple[str, ...]": "texts"}
-#: What a program was made for: the fields of `Shape` and `Plan`, less those that are written already; those with a default
-#: may be absent.
-_MADE_FOR: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
-    kind: ({f.name: _FIELD_KINDS[str(f.type)] for f in dataclasses.fields(made) if f.name not in written},
-           tuple(f.name for f in dataclasses.fields(made) if f.default is not dataclasses.MISSING))
-    for kind, made, written in (("shape", Shape, ()), ("plan", Plan, ("batch", "length", "micro_batches")))}
+_MADE = {"tile": Tile, "call": CallSpec, "slot": Slot}
 #: What stands above the lines that repeat in a folded text (`folding.py`), which lacks the rest of them.
 FOLDED = re.compile(r"^ *# x \d+ alike", re.MULTILINE)
 _PASSED = -1  # the indentation of what may follow `pass`: nothing
 
 
-# Printing
-
 def print_program(program: Program, section: str | None = None, made_for: tuple[Shape, Plan] | None = None) -> str:
-    """Python text that rebuilds the program; with `section` only that section's function. Deterministic. `made_for` is
-    declared in it (`parse_with_plan`)."""
-    if section is not None:
-        return print_section(section, list(nodes(program.section(section))))
-    head = [f"# megacompile program, stage {program.stage}",
-            f"program = Program({_arguments(_PROGRAM, {k: getattr(program, k) for k in _PROGRAM})})"]
-    for kind, made in zip(_MADE_FOR, made_for or (), strict=False):
-        signature, _ = _MADE_FOR[kind]
-        head.append(f"program.{kind}({_arguments(signature, {k: getattr(made, k) for k in signature})})")
-    for kind, declared in (("tile", program.tiles.values()), ("call", program.calls), ("slot", program.slots.values())):
-        _, signature, optional = _DECLARATIONS[kind]
-        for one in declared:
-            given = {k: getattr(one, k) for k in signature if k not in optional or getattr(one, k)}
-            head.append(f"program.{kind}({_arguments(signature, given)})")
-    sections = [print_section(name, list(nodes(graph))) for name, graph in program.sections.items()]
-    return "\n".join(["\n".join(head) + "\n", *sections])
+    """As `Program.text`."""
+    return program.text(section, made_for=made_for)
 
-
-def print_node(node: fx.Node) -> str:
-    """One line of a section, without indentation and comment. Nodes without a value have a name if another needs it."""
-    op = op_of(node)
-    given = {name: value for name, value in node.kwargs.items() if value is not None}
-    call = f"p.{op.name}({_arguments(op.parameters, given)})"
-    return f"{node.name} = {call}" if op.result is not None or node.users else call
-
-
-def print_section(name: str, listed: Sequence[fx.Node]) -> str:
-    """A section of which these nodes are shown."""
-    lines = [(f"    {print_node(node)}", lane_of(node)) for node in listed] or [("    pass", None)]
-    width = max(min(len(line), _COMMENT_COLUMN) for line, _ in lines)
-    body = [line if lane is None else f"{line:<{width}}  # {lane}" for line, lane in lines]
-    return "\n".join([f"def {name}(p):", *body]) + "\n"
-
-
-def _arguments(parameters: Mapping[str, str] | tuple[str, ...], given: Mapping[str, Any]) -> str:
-    positional = _positional(tuple(parameters))
-    return ", ".join(_literal(given[name]) if name in positional else f"{name}={_literal(given[name])}"
-                     for name in parameters if name in given)
-
-
-def _positional(parameters: tuple[str, ...]) -> tuple[str, ...]:
-    first_keyword = next((i for i, name in enumerate(parameters) if name not in POSITIONAL), len(parameters))
-    return parameters[:first_keyword]
-
-
-def _literal(value: Any) -> str:
-    if isinstance(value, fx.Node):
-        return value.name
-    if isinstance(value, str):
-        return json.dumps(str(value), ensure_ascii=False)
-    if isinstance(value, bool | int):
-        return str(value)
-    assert isinstance(value, tuple | list), f"{value!r} has no place in a schedule"
-    return f"({', '.join(map(_literal, value))}{',' if len(value) == 1 else ''})"
-
-
-# Parsing
 
 def parse(text: str) -> Program:
     """The program that prints as `text`. Raises ProgramError with line, column and what was expected there."""
@@ -202,7 +120,7 @@ class _Parser:
         match statement:
             case Statement(start=Token(column=1), target=Token(text="program"),
                            call=Call(owner=None, word=Token(text="Program")) as call):
-                head = self.arguments(call, _PROGRAM, (), form)
+                head = self.arguments(call, OPENING, (), form)
                 try:
                     check_micro_batches(len(head["micro_batches"]))
                 except MegacompileError as error:
@@ -211,29 +129,29 @@ class _Parser:
         self.fail(statement.start, f"a program begins otherwise; {form}")
 
     def declaration(self, statement: Statement) -> None:
-        form = (f"expected {', '.join(f'`program.{kind}(...)`' for kind in (*_MADE_FOR, *_DECLARATIONS))} or "
+        form = (f"expected {', '.join(f'`program.{kind}(...)`' for kind in (*MADE_FOR, *DECLARATIONS))} or "
                 "`def <section>(p):`")
         match statement:
             case Statement(start=Token(column=1), target=None, call=Call(owner=Token(text="program")) as call):
                 kind = call.word.text
-                if kind not in _DECLARATIONS and kind not in _MADE_FOR:
+                if kind not in DECLARATIONS and kind not in MADE_FOR:
                     self.fail(statement.start, f"unknown declaration {shortened(kind)}; {form}")
             case _:
                 self.fail(statement.start, f"no declaration; {form}")
         if self.sections:
             self.fail(statement.start, f"{kind} after a section; expected all declarations before the first section")
-        if kind in _MADE_FOR:
+        if kind in MADE_FOR:
             self.made_for(call, kind)
             return
-        make, signature, optional = _DECLARATIONS[kind]
-        given = self.arguments(call, signature, optional, f"expected `{_form(f'program.{kind}', signature, optional)}`")
+        signature, optional = DECLARATIONS[kind]
+        given = self.arguments(call, signature, optional, f"expected `{call_form(f'program.{kind}', signature, optional)}`")
         if given["name"] in self.declared[kind]:
             self.fail(statement.start, f"{kind} {shortened(given['name'])} is declared twice; expected another name")
-        self.declared[kind][given["name"]] = make(**given)
+        self.declared[kind][given["name"]] = _MADE[kind](**given)
 
     def made_for(self, call: Call, kind: str) -> None:
-        signature, optional = _MADE_FOR[kind]
-        given = self.arguments(call, signature, optional, f"expected `{_form(f'program.{kind}', signature, optional)}`")
+        signature, optional = MADE_FOR[kind]
+        given = self.arguments(call, signature, optional, f"expected `{call_form(f'program.{kind}', signature, optional)}`")
         if getattr(self, kind) is not None:
             self.fail(call.word, f"a second {kind}; expected one")
         if kind == "shape":
@@ -282,7 +200,7 @@ class _Parser:
         if word.text not in OPS:
             self.fail(word, f"unknown op {shortened(word.text)}; expected one of {', '.join(OPS)}")
         op = OPS[word.text]
-        form = f"expected `{_form(f'p.{op.name}', op.parameters, op.optional, op)}`"
+        form = f"expected `{call_form(f'p.{op.name}', op.parameters, op.optional, op)}`"
         if name is None and op.result is not None:
             self.fail(statement.start, f"{op.name} makes a value that has no name; {form}")
         if name == "p" or name in self.names:
@@ -310,7 +228,7 @@ class _Parser:
 
     def arguments(self, call: Call, signature: Mapping[str, str], optional: tuple[str, ...],
                   form: str) -> dict[str, Any]:
-        positional = _positional(tuple(signature))
+        positional = positional_parameters(tuple(signature))
         given: dict[str, Any] = {}
         for number, argument in enumerate(call.arguments):
             if argument.name is None:
@@ -380,17 +298,3 @@ class _Parser:
 
 _SCALARS: dict[str, Callable[[_Parser, Token], Any]] = {
     "text": _Parser.text, "number": _Parser.number, "flag": _Parser.flag, "value": _Parser.reference}
-
-
-def _form(head: str, parameters: Mapping[str, str] | tuple[str, ...], optional: tuple[str, ...] = (),
-          op: Op | None = None) -> str:
-    """How a call looks, for messages and the documentation: `value = p.prefetch(tile, [staging=...], [into=...])`."""
-    positional = _positional(tuple(parameters))
-    written = [name if name in positional else f"{name}=..." for name in parameters]
-    shown = ", ".join(f"[{w}]" if name in optional else w for name, w in zip(parameters, written, strict=True))
-    return f"{'value = ' if op is not None and op.result is not None else ''}{head}({shown})"
-
-
-def form(op: Op) -> str:
-    """How a node of this op looks in text; arguments in brackets may be absent."""
-    return _form(f"p.{op.name}", op.parameters, op.optional, op)

@@ -13,8 +13,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megacompile.errors import ProgramError
-from megacompile.ir.folding import fold
-from megacompile.ir.listing import excerpt, op_table, summary, table
+from megacompile.ir.counts import summary
+from megacompile.ir.listing import excerpt, op_table
 from megacompile.ir.plan import RESIDUALS, Plan, Shape
 from megacompile.ir.program import OPS, STAGES, Builder, Program, argument, copy_section, find, lane_of, nodes, op_of
 from megacompile.ir.text import KINDS, form, parse, parse_with_plan, print_node, print_program
@@ -351,7 +351,7 @@ def test_optional_arguments_stand_in_brackets_in_the_form_of_an_op() -> None:
 
 def test_a_deep_schedule_folds_to_a_screen_or_two(make_schedule: Callable[..., Any]) -> None:
     program = make_schedule(layers=28).program
-    folded = fold(program, "forward").splitlines()
+    folded = program.text("forward", fold=True).splitlines()
     assert len(folded) <= 110, "two screens"
     assert len(folded) < len(print_program(program, "forward").splitlines()) / 3
     assert any("alike: layers." in line for line in folded)
@@ -360,9 +360,9 @@ def test_a_deep_schedule_folds_to_a_screen_or_two(make_schedule: Callable[..., A
 def test_folding_loses_no_line_but_those_it_counts(make_schedule: Callable[..., Any]) -> None:
     program = make_schedule(layers=12, micro_batches=(1, 1, 1)).program
     for name, graph in program.sections.items():
-        assert _unfolded(fold(program, name).splitlines()[1:]) == len(list(nodes(graph)))
+        assert _unfolded(program.text(name, fold=True).splitlines()[1:]) == len(list(nodes(graph)))
     head, declared = ([line for line in text.partition("\n\ndef ")[0].splitlines() if line]
-                      for text in (fold(program), print_program(program)))
+                      for text in (program.text(fold=True), print_program(program)))
     assert len(head) < len(declared) / 2
     assert _unfolded(head, 0) == len(declared)
 
@@ -393,13 +393,13 @@ def test_a_folded_program_begins_with_its_declarations(make_schedule: Callable[.
 
 def test_the_table_has_each_node_in_the_column_of_its_lane(make_schedule: Callable[..., Any]) -> None:
     program = make_schedule().program
-    lines = table(program, "forward").splitlines()
+    lines = program.table("forward").splitlines()
     header, rows = lines[1], lines[3:]
     assert len(rows) == len(list(nodes(program.section("forward"))))
     prefetch = next(row for row in rows if "= prefetch layers.0" in row)
     assert prefetch.index("w") == header.index("h2d")
     assert prefetch.rstrip().endswith("W0")
-    assert table(program).count("section ") == len(program.sections)
+    assert program.table().count("section ") == len(program.sections)
 
 
 def test_the_summary_counts_bytes_over_the_link(make_schedule: Callable[..., Any]) -> None:

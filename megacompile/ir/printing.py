@@ -1,0 +1,103 @@
+"""Parts of a program as Python text: nodes, sections, and the declarations above them.
+
+    w0 = p.prefetch("layers.0", into="W0")                                 # h2d
+
+`Program.text` puts the parts together, and `text.py` parses the result.
+"""
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import fx
+
+from megacompile.ir.nodes import lane_of, op_of
+from megacompile.ir.ops import Op
+from megacompile.ir.plan import Plan, Shape
+
+#: Parameters that say what a node is about. Those that lead an op's parameters are positional in text, others keywords.
+POSITIONAL = frozenset({"name", "tile", "template", "call", "key", "place", "access", "lane", "node", "event", "value"})
+
+_COMMENT_COLUMN = 88
+
+#: What the opening of a program, and each declaration of a tile, a call or a slot, has: parameters and what kind of value they
+#: hold; then those that may be absent.
+OPENING = {"stage": "text", "micro_batches": "numbers"}
+DECLARATIONS: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
+    "tile": ({"name": "text", "parameters": "number", "weight_bytes": "number", "gradient_bytes": "number",
+              "trainable": "flag", "state_bytes": "number"}, ("state_bytes",)),
+    "call": ({"name": "text", "role": "text", "template": "text", "tiles": "texts", "weightless": "texts",
+              "output_bytes": "number"}, ("weightless", "output_bytes")),
+    "slot": ({"name": "text", "bytes": "number"}, ())}
+_FIELD_KINDS = {"int": "number", "bool": "flag", "str": "text", "tuple[str, ...]": "texts"}
+#: What a program was made for: the fields of `Shape` and `Plan`, less those that are written already; those with a default
+#: may be absent.
+MADE_FOR: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
+    kind: ({f.name: _FIELD_KINDS[str(f.type)] for f in dataclasses.fields(made) if f.name not in written},
+           tuple(f.name for f in dataclasses.fields(made) if f.default is not dataclasses.MISSING))
+    for kind, made, written in (("shape", Shape, ()), ("plan", Plan, ("batch", "length", "micro_batches")))}
+
+
+def print_head(stage: str, micro_batches: Sequence[int], declared: Iterable[tuple[str, Any]]) -> str:
+    """The text above the sections. `declared`: objects to declare, each with its kind (of `MADE_FOR` or `DECLARATIONS`)."""
+    opening = {"stage": stage, "micro_batches": tuple(micro_batches)}
+    lines = [f"# megacompile program, stage {stage}", f"program = Program({_arguments(OPENING, opening)})"]
+    for kind, one in declared:
+        signature, optional = DECLARATIONS.get(kind) or (MADE_FOR[kind][0], ())
+        given = {name: getattr(one, name) for name in signature if name not in optional or getattr(one, name)}
+        lines.append(f"program.{kind}({_arguments(signature, given)})")
+    return "\n".join(lines) + "\n"
+
+
+def print_node(node: fx.Node) -> str:
+    """One line of a section, without indentation and comment. Nodes without a value have a name if another needs it."""
+    op = op_of(node)
+    given = {name: value for name, value in node.kwargs.items() if value is not None}
+    call = f"p.{op.name}({_arguments(op.parameters, given)})"
+    return f"{node.name} = {call}" if op.result is not None or node.users else call
+
+
+def print_section(name: str, listed: Sequence[fx.Node]) -> str:
+    """A section of which these nodes are shown."""
+    lines = [(f"    {print_node(node)}", lane_of(node)) for node in listed] or [("    pass", None)]
+    width = max(min(len(line), _COMMENT_COLUMN) for line, _ in lines)
+    body = [line if lane is None else f"{line:<{width}}  # {lane}" for line, lane in lines]
+    return "\n".join([f"def {name}(p):", *body]) + "\n"
+
+
+def _arguments(parameters: Mapping[str, str] | tuple[str, ...], given: Mapping[str, Any]) -> str:
+    positional = positional_parameters(tuple(parameters))
+    return ", ".join(_literal(given[name]) if name in positional else f"{name}={_literal(given[name])}"
+                     for name in parameters if name in given)
+
+
+def positional_parameters(parameters: tuple[str, ...]) -> tuple[str, ...]:
+    first_keyword = next((i for i, name in enumerate(parameters) if name not in POSITIONAL), len(parameters))
+    return parameters[:first_keyword]
+
+
+def _literal(value: Any) -> str:
+    if isinstance(value, fx.Node):
+        return value.name
+    if isinstance(value, str):
+        return json.dumps(str(value), ensure_ascii=False)
+    if isinstance(value, bool | int):
+        return str(value)
+    assert isinstance(value, tuple | list), f"{value!r} has no place in a schedule"
+    return f"({', '.join(map(_literal, value))}{',' if len(value) == 1 else ''})"
+
+
+def call_form(head: str, parameters: Mapping[str, str] | tuple[str, ...], optional: tuple[str, ...] = (),
+          op: Op | None = None) -> str:
+    """How a call looks, for messages and the documentation: `value = p.prefetch(tile, [staging=...], [into=...])`."""
+    positional = positional_parameters(tuple(parameters))
+    written = [name if name in positional else f"{name}=..." for name in parameters]
+    shown = ", ".join(f"[{w}]" if name in optional else w for name, w in zip(parameters, written, strict=True))
+    return f"{'value = ' if op is not None and op.result is not None else ''}{head}({shown})"
+
+
+def form(op: Op) -> str:
+    """How a node of this op looks in text; arguments in brackets may be absent."""
+    return call_form(f"p.{op.name}", op.parameters, op.optional, op)
