@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -88,12 +88,13 @@ class Schedule:
     def outlook(self, host_memory: int | float | str | None = None) -> Outlook:
         """Whether it fits, how fast it would be, and what else might be chosen. `host_memory`: bytes or "256GiB"; None: what
         was planned for. Raises as `durations`."""
-        if self.planner.pace is None:
+        planner = self.planner
+        if planner.pace is None:
             durations = self.durations()
-            self.planner.pace = pace_of(self.captured, self.tiling, durations.hardware, durations.fused,
-                                        self.planner.config.passes)
+            planner = replace(planner, pace=pace_of(self.captured, self.tiling, durations.hardware, durations.fused,
+                                                    planner.config.passes))
         with under_way("simulating this plan and others"):
-            return outlook(self.planner, self.plan, parse_bytes(host_memory) or self.planner.host_bytes,
+            return outlook(planner, self.plan, parse_bytes(host_memory) or self.planner.host_bytes,
                            whole_step="train_step" in self.program().sections)
 
 
@@ -128,18 +129,16 @@ def schedule(model: nn.Module, *, batch: int, length: int, layers: Layers | None
     fused = config.compile if config.compile is not None else device_type == "cuda"
     if tiling.host_bytes() + HOST_MARGIN_BYTES > there:
         raise host_too_small(model, find_layers(model, layers), config, tiling.host_bytes(), there)
+    taken = planned_and_not_taken(device) if hardware is None and config.device_memory is None else 0
+    pace = pace_of(captured, tiling, hardware or Hardware.known(device), fused, config.passes)
     planner = Planner(captured, tiling, config, budget, parse_bytes(config.pinned_memory), *margins(device_type), fused=fused,
-                      host_bytes=there, output=captured.main_output, keeping=True)
-    if hardware is None and config.device_memory is None:
-        others = planned_and_not_taken(device)
-        planner.taken_bytes = lambda: others
-    planner.pace = pace_of(captured, tiling, hardware or Hardware.known(device), fused, config.passes)
+                      taken_bytes=taken, host_bytes=there, pace=pace, output=captured.main_output, keeping=True)
     if whole_step and not captured.has_loss:
         raise UnsupportedError(f"{type(model).__name__} has no loss, and a whole step needs one: leave whole_step out, or give "
                                "loss=...")
     with under_way(f"planning {batch} x {length}"):
-        plan = planner.choose(batch, length, update=update, whole_step=whole_step, output=captured.main_output)
+        choice = planner.choose(batch, length, update=update, whole_step=whole_step, output=captured.main_output)
         program = model_program(tiling.call_specs(captured.calls, captured.templates, length), tiling.tiles(), batch,
                                 labels=captured.has_loss, whole_step=whole_step, differentiable=not captured.has_loss)
-        compiled = compile_program(program, plan, config.passes)
-    return Schedule(captured, tiling, plan, compiled.stages, compiled.log, planner, device, hardware)
+        compiled = compile_program(program, choice.plan, config.passes)
+    return Schedule(captured, tiling, choice.plan, compiled.stages, compiled.log, planner.after(choice), device, hardware)

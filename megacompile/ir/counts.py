@@ -9,12 +9,12 @@ from megacompile.ir.program import Lane, Program, lane_of, nodes, op_of
 
 
 def op_counts(program: Program) -> Counter[str]:
-    """How many nodes of each op there are in all sections."""
+    """How many nodes of each op all sections have."""
     return Counter(op_of(node).name for graph in program.sections.values() for node in nodes(graph))
 
 
 def summary(program: Program) -> str:
-    """A row for each section: nodes, how many of each op, events, and bytes over the link in each direction."""
+    """A row for each section: its nodes, how many of each op, its events, and the bytes that it copies in each direction."""
     rows = []
     for name, graph in program.sections.items():
         counts = Counter(op_of(node).name for node in nodes(graph))

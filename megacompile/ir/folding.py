@@ -1,14 +1,13 @@
-"""Folded text, for reading: runs of lines that repeat for consecutive layers or micro-batches appear once.
+"""Folded text, for reading: lines that repeat for consecutive layers or micro-batches appear once.
 
     # x 26 alike: layers.1 .. layers.26
         w_2 = p.prefetch("layers.1", into="W1")
         ...
 
-Two lines are alike if they have the same words and their numbers (in names, and the positions of the nodes that they
-use) differ; a group of lines repeats if each of these numbers advances by a constant step from one group to the next.
-So values that were made long before fold as well as those made by the group. Slots take turns, each family at its own
-pace, and events follow them, so the numbers of both may be any: a folded group shows those of its first turn.
-"""
+Two lines are alike if they differ only in numbers: those in names, and the positions of the nodes that they use. A group of
+lines repeats if each of these numbers advances by a constant step from one group to the next. So values from far above fold as
+well as values of the group. The numbers of slots and events may differ in any way, since each family of slots takes turns at
+its own rate: a folded group shows the numbers of its first repetition. """
 from __future__ import annotations
 
 import re
@@ -21,7 +20,7 @@ from torch import fx
 from megacompile.ir.nodes import argument, nodes, op_of
 from megacompile.ir.printing import print_node
 
-#: Of two groups any numbers advance by a constant step: it takes three to see a pattern.
+#: At least three groups: the numbers of two always advance by a constant step.
 _FEWEST, _LONGEST_GROUP = 3, 2000
 _NUMBER = re.compile(r"\d+")
 
@@ -29,7 +28,7 @@ _NUMBER = re.compile(r"\d+")
 @dataclass(frozen=True)
 class _Line:
     text: str
-    about: Mapping[str, Any]  # what a group of lines may be named after
+    about: Mapping[str, Any]  # what may name a group of lines
     words: tuple[Any, ...]
     numbers: tuple[int, ...]
     mark: str
@@ -41,12 +40,12 @@ def fold_head(head: str) -> str:
 
 
 def fold_section(name: str, listed: Sequence[fx.Node]) -> str:
-    """A section of which these nodes are shown."""
+    """A section with these of its nodes, folded."""
     return "\n".join([f"def {name}(p):", *(fold_lines(listed, [""] * len(listed)) if listed else ["    pass"])]) + "\n"
 
 
 def fold_lines(listed: Sequence[fx.Node], marks: Sequence[str]) -> Iterator[str]:
-    """The lines of these nodes, each with its mark in front; lines with different marks are not alike."""
+    """The lines of these nodes, each with its mark in front, folded. Lines with different marks are not alike."""
     position = {node: i for graph in {node.graph for node in listed} for i, node in enumerate(nodes(graph))}
     return _folded([_line(node, position, mark) for node, mark in zip(listed, marks, strict=True)], "    ")
 
@@ -91,7 +90,7 @@ def _line(node: fx.Node, position: dict[fx.Node, int], mark: str) -> _Line:
 
 
 def _folded(lines: list[_Line], indent: str) -> Iterator[str]:
-    """At each line the repeat that saves most; inside its first group the same again."""
+    """Folds at each line the repeat that saves most lines, then folds inside its first group in the same way."""
     following = _same_words_after(lines)
     start = 0
     while start < len(lines):
@@ -119,7 +118,7 @@ def _same_words_after(lines: list[_Line]) -> list[list[int]]:
 
 
 def _best_repeat(lines: list[_Line], start: int, distances: list[int]) -> tuple[int, int]:
-    """(lines in the group, how often it comes) of the repeat from here that saves most lines; (1, 1) if none does."""
+    """(lines in the group, number of groups) of the repeat from here that saves most lines; (1, 1) if none does."""
     best = (1, 1)
     for length in distances:
         count = _repeats(lines, start, length)
@@ -129,7 +128,7 @@ def _best_repeat(lines: list[_Line], start: int, distances: list[int]) -> tuple[
 
 
 def _repeats(lines: list[_Line], start: int, length: int) -> int:
-    """How often the group of `length` lines at `start` comes in a row, with a constant step of every number."""
+    """How many times in a row the group of `length` lines at `start` occurs, with a constant step for every number."""
     count = 1
     steps: list[tuple[int, ...]] = []
     while start + (count + 1) * length <= len(lines):
@@ -148,7 +147,7 @@ def _repeats(lines: list[_Line], start: int, length: int) -> int:
 
 
 def _span(first: list[_Line], last: list[_Line]) -> str:
-    """What varies, from the first group to the last: `: layers.1 .. layers.26`."""
+    """What varies from the first group to the last: `: layers.1 .. layers.26`."""
     for a, b in zip(first, last, strict=True):
         for name, begin in a.about.items():
             if begin != b.about[name]:

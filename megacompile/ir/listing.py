@@ -1,4 +1,4 @@
-"""Programs for people: tables with a column for each lane, and the excerpt that errors show."""
+"""Tables of sections with a column for each lane, and the excerpt that errors show."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
@@ -10,18 +10,18 @@ from megacompile.ir.nodes import accesses, argument, lane_of, nodes, op_of
 from megacompile.ir.ops import OPS, Access
 from megacompile.ir.printing import form
 
-_MARKS = "-"  # the column of nodes that no lane executes
+_MARKS = "-"  # the column of nodes that no lane runs
 
 
 # One node
 
 def describe(node: fx.Node) -> str:
-    """A node in few words: `forward layers.0 mb 1`, `wait h2d e3`."""
+    """A node in a few words: `forward layers.0 mb 1`, `wait h2d e3`."""
     words = [op_of(node).name]
     for name in ("call", "tile", "tiles", "key", "place", "access", "lane", "mb", "node", "event", "value"):
         value = argument(node, name)
         if isinstance(value, fx.Node):
-            words += [value.name] if value.name not in words else []  # a lease's key often is the value's name
+            words += [value.name] if value.name not in words else []  # a lease's key is often the value's name
         elif name == "tiles" and value is not None:
             words.append(f"{len(value)} tiles")
         elif value is not None:
@@ -47,7 +47,8 @@ def _columns(listed: Iterable[fx.Node]) -> list[str]:
 # Tables
 
 def table_section(name: str, listed: Sequence[fx.Node]) -> str:
-    """A section of which these nodes are shown. Their numbers are those in the whole section."""
+    """A section with these of its nodes: a row for each, time downwards, in the column of its lane, then the places that it
+    reads and writes. Nodes are numbered as in the whole section."""
     columns = _columns(listed)
     number_of = {node: number for number, node in enumerate(nodes(listed[0].graph))} if listed else {}
     rows = []
@@ -63,7 +64,7 @@ def table_section(name: str, listed: Sequence[fx.Node]) -> str:
 
 
 def op_table() -> str:
-    """Every word of the language, as Markdown: how it looks, its lane, what it reads and writes, what it means."""
+    """Every op as a Markdown table: its form in text, its lane, what it reads and writes, and its meaning."""
     rows = []
     for op in OPS.values():
         written = [*op.writes, *([f"{op.home}[tile] without `into`"] if op.home is not None else [])]
@@ -78,7 +79,7 @@ def _few(places: list[str], most: int = 4) -> str:
 # The excerpt in an error
 
 def excerpt(graph: fx.Graph, marks: dict[fx.Node, str], context: int = 3) -> str:
-    """The rows around some nodes, with a mark behind each: a few either side, however large the section is."""
+    """The rows around some nodes, `context` on each side, with a mark after each of those nodes."""
     listed = list(nodes(graph))
     centres = [i for i, node in enumerate(listed) if node in marks]
     shown = sorted({i for c in centres for i in range(max(0, c - context), min(len(listed), c + context + 1))})

@@ -1,4 +1,4 @@
-"""Calls and tiles -> the first program: what a model computes, on the whole batch, before any pass has touched it."""
+"""Calls and tiles -> the first program: the model's computation on the whole batch, before any pass."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
@@ -10,9 +10,11 @@ from megacompile.ir.program import Builder, CallSpec, Program, Tile
 
 def model_program(calls: Sequence[CallSpec], tiles: Mapping[str, Tile], batch: int, labels: bool,
                   whole_step: bool = False, differentiable: bool = False, hidden_states: bool = False) -> Program:
-    """Stage "model". With labels: sections `forward` (training) and `evaluate`. Without: the epilogue's outputs alone, of
-    `evaluate`, or of a `forward` if they are `differentiable`; with `hidden_states`, what every call but the last layer hands
-    on as well. A whole step is one section, `train_step`."""
+    """The program of stage "model".
+
+    With labels it has the sections `forward` (training) and `evaluate`. Without labels it has one section that returns the
+    epilogue's outputs: `forward` if they are `differentiable`, else `evaluate`; with `hidden_states` it also returns the
+    outputs of every call before the last layer. A whole step is one section, `train_step`."""
     if whole_step:
         sections = {"train_step": _chain(calls, "loss")}
     elif labels:
@@ -23,7 +25,7 @@ def model_program(calls: Sequence[CallSpec], tiles: Mapping[str, Tile], batch: i
 
 
 def _chain(calls: Sequence[CallSpec], last: str, hidden_states: bool = False) -> fx.Graph:
-    """Each call reads its predecessor's outputs, and what the prologue shares with all of them."""
+    """Each call reads the outputs of the call before it and those of the prologue."""
     graph = fx.Graph()
     build = Builder(graph, "model")
     shared: fx.Node | None = None
@@ -36,7 +38,7 @@ def _chain(calls: Sequence[CallSpec], last: str, hidden_states: bool = False) ->
         carried = build.add(op, name, template=call.template, call=call.name, mb=0, inputs=inputs)
         shared = shared if shared is not None else carried
         made.append(carried)
-    if hidden_states:  # the last layer's becomes the epilogue's: models return it behind their last norm
+    if hidden_states:  # the last layer's is the epilogue's: models return it after their last norm
         build.add("result", key="forward", values=tuple(made[:-2]))
     build.add("result", key=last, values=(carried,))
     return graph

@@ -1,5 +1,6 @@
-"""The nodes of a section, a straight line of `torch.fx` nodes over the ops of `ops.py`: what they are about, which places they
-touch, which lane runs them; and how passes build them.
+"""The nodes of a section: their arguments, the places that they touch, the lane that runs them, and how passes build them.
+
+A section is a straight line of `torch.fx` nodes over the ops of `ops.py`.
 """
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ def argument(node: fx.Node, name: str) -> Any:
 
 
 def operands(node: fx.Node, name: str) -> tuple[fx.Node, ...]:
-    """The nodes that a parameter holds: none, one or several."""
+    """The nodes that a parameter of a node holds: none, one or several."""
     value = node.kwargs.get(name)
     if isinstance(value, fx.Node):
         return (value,)
@@ -32,8 +33,8 @@ def operands(node: fx.Node, name: str) -> tuple[fx.Node, ...]:
 
 
 def lane_of(node: fx.Node) -> Lane | None:
-    """The lane that executes a node. A release of a value's own memory happens where that memory is used, in compute;
-    the release of a slot is a mark for the verifier and runs nowhere."""
+    """The lane that executes a node; None for a mark that no lane runs. The release of a value's own memory runs in compute,
+    which uses that memory. The release of a slot is a mark for the verifier."""
     op = op_of(node)
     if op.name == "wait":
         return Lane(argument(node, "lane"))
@@ -45,7 +46,7 @@ def lane_of(node: fx.Node) -> Lane | None:
 
 
 def place_of(node: fx.Node) -> str:
-    """Where a node's value lives. Before `place` has named slots, every value lives in memory of its own."""
+    """The place of a node's value. Before the pass `place` assigns slots, every value has its own memory."""
     if argument(node, "into") is not None:
         return str(argument(node, "into"))
     if op_of(node).home is not None:
@@ -54,7 +55,7 @@ def place_of(node: fx.Node) -> str:
 
 
 def accesses(node: fx.Node) -> list[tuple[str, Access]]:
-    """(place, access) of everything that a node touches, from the table above."""
+    """(place, access) of everything that a node touches, by the rules of its op."""
     op, found = op_of(node), []
     for rules, access in ((op.reads, Access.READ), (op.writes, Access.WRITE)):
         for rule in rules:
@@ -63,7 +64,7 @@ def accesses(node: fx.Node) -> list[tuple[str, Access]]:
             elif "[" in rule:
                 part, parameter = rule.rstrip("]").split("[")
                 if access == Access.READ and argument(node, _INSTEAD.get(part, "")) is not None:
-                    continue  # the slab is read in the tile's stead
+                    continue  # the slab is read instead of the tile
                 tiles = argument(node, parameter)
                 found += [(f"{part}/{t}", access) for t in (tiles if isinstance(tiles, tuple | list) else (tiles,))]
             else:
@@ -84,7 +85,7 @@ class Builder:
         assert not unknown and not missing, f"{op}: unknown {unknown}, missing {missing}"
         given = {p: arguments[p] for p in spec.parameters if arguments.get(p) is not None}
         node = self.graph.create_node("call_function", spec, name=name)
-        node.kwargs = given  # given to create_node, torch 2.13 walks through them, which takes longer than all else here
+        node.kwargs = given  # create_node in torch 2.13 would walk them, which takes longer than everything else here
         node.meta["pass"] = self.source
         return node
 
@@ -107,15 +108,15 @@ def find(graph: fx.Graph, *ops: str) -> Iterator[fx.Node]:
 
 
 def copy_section(graph: fx.Graph) -> fx.Graph:
-    """A copy with the same node names and provenance, so that a pass may rewrite it."""
+    """A copy with the same node names and provenance, which a pass may rewrite."""
     return rebuild(graph, lambda node, arguments, build: build.add(op_of(node).name, node.name, **arguments))
 
 
 def rebuild(graph: fx.Graph, visit: Callable[[fx.Node, dict[str, Any], Builder], fx.Node | None],
             source: str = "") -> fx.Graph:
-    """A new section, made by visiting each node in program order with its arguments mapped into the new graph.
+    """A new section, made by visiting each node in program order, with the node's arguments mapped into the new graph.
 
-    `visit` adds what should stand for the node and returns the node that its users should see."""
+    `visit` adds the nodes that replace it and returns the one that its users should read."""
     new = fx.Graph()
     build = Builder(new, source)
     image: dict[fx.Node, fx.Node] = {}
@@ -130,7 +131,7 @@ def rebuild(graph: fx.Graph, visit: Callable[[fx.Node, dict[str, Any], Builder],
 
 
 def uses(graph: fx.Graph, value: fx.Node) -> list[fx.Node]:
-    """Users of a value in program order. (`fx.Node.users` is in the order in which uses were added.)"""
+    """The users of a value in program order. (`fx.Node.users` has them in the order in which they were added.)"""
     return [n for n in nodes(graph) if value in n.all_input_nodes]
 
 

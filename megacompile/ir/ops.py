@@ -1,7 +1,7 @@
-"""The words of schedules: lanes, accesses, and `OPS`, one entry for each op.
+"""The vocabulary of schedules: lanes, accesses, and `OPS`, one entry for each op.
 
-A fact about an op is stated once, here: its arguments, the lane that runs it, what it reads and writes, what it makes. How
-words make a program is `program.py`'s, which most readers of a program import.
+Each fact about an op is stated once, here: its arguments, the lane that runs it, what it reads and writes, what it makes.
+`program.py` says how ops make a program; code that reads programs imports from there.
 """
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 
 class Lane(enum.StrEnum):
-    """A queue of instructions that run one after the other; lanes run beside each other."""
+    """A queue of instructions that run one after the other. Lanes run concurrently."""
 
     COMPUTE = "compute"
     H2D = "h2d"
@@ -28,11 +28,11 @@ class Access(enum.StrEnum):
 
 @dataclass(frozen=True)
 class Op:
-    """One word of the language.
+    """One op of the language.
 
     `parameters` are the keyword arguments of its nodes, in printed order; `optional` ones may be absent (None).
-    `reads` and `writes` name places by rule: a parameter's name stands for the places of the values it holds, "result" for
-    the node's own place, and "weights[tile]" for that part of the tile named by parameter `tile` (or by each of `tiles`).
+    `reads` and `writes` name places by rule: a parameter's name stands for the places of the values that it holds, "result" for
+    the node's own place, and "weights[tile]" for that part of the tile that parameter `tile` names (or of each of `tiles`).
     """
 
     name: str
@@ -51,11 +51,11 @@ class Op:
 
     @functools.cached_property
     def required(self) -> tuple[str, ...]:
-        """The parameters that no node may lack."""
+        """The parameters that every node must have."""
         return tuple(name for name in self.parameters if name not in self.optional)
 
     def __call__(self, **_: Any) -> Any:
-        raise AssertionError(f"{self.name} is a word of a schedule; an executor gives it its meaning")
+        raise AssertionError(f"{self.name} is an op of a schedule, which only an executor can run")
 
 
 # Values that a compute op reads. `saved` is a forward_saving node whose residuals a backward consumes.
@@ -66,8 +66,8 @@ OPS: dict[str, Op] = {op.name: op for op in (
        "copies a tile's weights into a pinned slab"),
     Op("prefetch", Lane.H2D, ("tile", "staging", "into"), ("staging", "into"), ("weights[tile]", "staging"), ("result",),
        "weights", "a tile's weights, host -> a weight slot (from the tile, or from the slab `staging`)"),
-    Op("resident", None, ("tile", "into"), ("into",), (), (), "weights", "the weights of a tile that lives on the device"),
-    Op("resident_state", None, ("tile", "into"), ("into",), (), (), "state", "its optimizer state, where that lives there too"),
+    Op("resident", None, ("tile", "into"), ("into",), (), (), "weights", "the weights of a tile that stays on the device"),
+    Op("resident_state", None, ("tile", "into"), ("into",), (), (), "state", "its optimizer state, if that stays there too"),
     Op("resident_gradients", None, ("tile", "into"), ("into",), (), (), "gradients", "its gradients, until the update"),
     Op("forward", Lane.COMPUTE, _RUN, ("weights",), ("weights", "inputs"), ("result",), "activation",
        "runs a template"),
@@ -78,7 +78,7 @@ OPS: dict[str, Op] = {op.name: op for op in (
     Op("evaluate", Lane.COMPUTE, _RUN, ("weights",), ("weights", "inputs"), ("result",), "activation",
        "the epilogue's loss and logits, without gradients"),
     Op("outputs", Lane.COMPUTE, _RUN, ("weights",), ("weights", "inputs"), ("result",), "activation",
-       "what the epilogue gives without a loss: logits, or values of each token"),
+       "the epilogue's outputs without a loss: logits, or values of each token"),
     Op("output_gradient", Lane.COMPUTE, ("call", "mb"), (), (), ("result",), "gradient",
        "the gradient of a call's outputs, which the caller sends"),
     Op("recompute_backward", Lane.COMPUTE, (*_RUN, "gradient", "accumulators"), ("weights", "accumulators"),
@@ -95,7 +95,7 @@ OPS: dict[str, Op] = {op.name: op for op in (
     Op("offload", Lane.D2H, ("tile", "reduced", "into"), ("into",), ("reduced",), ("result",), "slab",
        "gradients, device -> the tile's gradients (or the slab `into`)", "gradients"),
     Op("offload_norms", Lane.D2H, ("tile", "reduced"), (), ("reduced",), ("gradients[tile]",), None,
-       "the norms alone, of gradients that stay on the device"),
+       "only the norms, for gradients that stay on the device"),
     Op("accumulate", Lane.CPU, ("tile", "slab", "overwrite"), (), ("slab",), ("gradients[tile]",), None,
        "adds a slab to the tile's gradients (or overwrites them)"),
     Op("clip", Lane.CPU, ("tiles",), (), ("gradients[tiles]",), ("result",), "clip",
@@ -103,33 +103,33 @@ OPS: dict[str, Op] = {op.name: op for op in (
     Op("adam", Lane.CPU, ("tile", "clip"), ("clip",), ("gradients[tile]", "clip"), ("weights[tile]",), None,
        "the fused AdamW update of one tile"),
     Op("adam_weights", Lane.CPU, ("tile", "clip"), ("clip",), ("gradients[tile]", "clip"), ("weights[tile]",), None,
-       "the weights of that update alone: what the next forward waits for"),
-    # It touches no weights, or prefetches would wait for it. Updates in another lane have its order from their gradients, which
-    # take the place of those that it reads.
+       "only the weights of that update, which the next forward waits for"),
+    # It touches no weights, or prefetches would wait for it. Updates in other lanes are ordered after it by their gradients,
+    # which overwrite the gradients that it reads.
     Op("adam_moments", Lane.CPU, ("tile", "clip"), ("clip",), ("gradients[tile]", "clip"), (), None,
-       "the moments of that update, behind its weights"),
+       "the moments of that update, after its weights"),
     Op("add_to_sum", Lane.CPU, ("tile", "slab", "overwrite"), ("slab",), ("gradients[tile]", "slab"), ("sums[tile]",), None,
        "adds a wave's gradients, the tile's or the slab's, to the tile's FP32 sum (or overwrites it)"),
     Op("norms_of_sum", Lane.CPU, ("tile",), (), ("sums[tile]",), ("gradients[tile]",), None,
-       "each parameter's norm of the sum, to where the clip reads it"),
+       "writes each parameter's norm of the sum to where the clip reads it"),
     Op("adam_of_sum", Lane.CPU, ("tile", "clip"), ("clip",), ("sums[tile]", "clip"), ("weights[tile]",), None,
        "the same update, of the gradients' FP32 sum"),
-    # Both ways in one lane: prefetches would else have one lane more to wait for, in every program.
+    # Both directions use one lane; otherwise prefetches would wait for one lane more, in every program.
     Op("adam_visiting", Lane.H2D, ("tile", "clip", "into"), ("into",), ("gradients[tile]", "clip"), ("weights[tile]", "result"),
-       "visiting", "the same update, on the device: weights, gradients and state come a chunk at a time, and go home"),
-    # Host state is no place of its own: whoever else touches it touches the tile's weights, whose order is that of both.
+       "visiting", "the same update, on the device: weights, gradients and state are copied there a chunk at a time, and back"),
+    # Host state is not a place of its own: every op that touches it also touches the tile's weights, which orders both.
     Op("fetch_state", Lane.CPU, ("tile", "into"), ("into",), ("weights[tile]",), ("result",), "state",
        "a tile's optimizer state, host -> device"),
     Op("store_state", Lane.CPU, ("tile", "state"), (), ("weights[tile]", "state"), (), None,
        "a tile's optimizer state, device -> host"),
-    # In the cpu lane too, so that no schedule without them has a lane more to wait for.
+    # Also in the cpu lane, so that schedules without these ops do not wait for one lane more.
     Op("fetch_gradients", Lane.CPU, ("tile", "into"), ("into",), ("gradients[tile]",), ("result",), "gradients",
-       "a tile's gradients, host -> device: they were added up, or changed, on the host"),
+       "a tile's gradients, host -> device, after they were added up or changed on the host"),
     Op("offload_weights", Lane.CPU, ("tile", "resident"), (), ("resident",), ("weights[tile]",), None,
        "weights that were updated on the device, device -> host"),
     Op("adam_resident", Lane.COMPUTE, ("tile", "resident", "state", "reduced", "clip"), ("clip",),
        ("state", "reduced", "clip"), ("resident", "state"), None,
-       "the same update to the bit, on the device, of a tile that lives there with its state"),
+       "the same update, bit for bit, on the device, of a tile that stays there with its state"),
     Op("result", Lane.COMPUTE, ("key", "values"), (), ("values",), (), None, "hands values to the caller"),
     Op("lease", Lane.COMPUTE, ("key", "value"), (), ("value",), (), None, "keeps a value for a later section"),
     Op("leased", Lane.COMPUTE, ("key",), (), (), (), "activation", "a value that an earlier section kept"),
@@ -140,9 +140,9 @@ OPS: dict[str, Op] = {op.name: op for op in (
        "a stashed checkpoint, host -> a device slot"),
     Op("release", None, ("value",), (), (), ("value",), None, "ends a value's life in its place"),
     Op("record", None, ("node",), (), (), (), "event", "an event on the node's lane, once the node is done"),
-    Op("wait", None, ("lane", "event"), (), (), (), None, "the lane goes no further before the event"),
+    Op("wait", None, ("lane", "event"), (), (), (), None, "the lane waits for the event"),
     Op("enter", None, ("place", "access", "lane"), (), (), (), "event",
-       "the event of a lane's last access to a place in whatever ran before this section"),
+       "the event of a lane's last access to a place in the sections before this one"),
     Op("leave", None, ("place", "access", "event"), (), (), (), None,
        "hands on the event of this section's last access to a place"),
 )}

@@ -1,4 +1,4 @@
-"""Plan: every choice that a planner or a user makes about a schedule, as data. Passes read it and nothing else."""
+"""Plan: every choice that the planner or the user makes about a schedule, as data. Passes read no other settings."""
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -7,21 +7,23 @@ from dataclasses import dataclass
 from megacompile.errors import MegacompileError, shortened
 from megacompile.limits import check_micro_batches, check_whole
 
-#: When tiles are updated: at the end of a step, or each as its gradients arrive.
+#: When tiles are updated: all at the end of a step, or each when its gradients arrive.
 UPDATES = ("step", "arrival")
-#: Sequences' worth of tokens beyond which a larger micro-batch is no faster: kernels are full by then.
+#: Tokens of a micro-batch beyond which a larger one is not faster, since kernels are full.
 FULL_TOKENS = 16384
-#: What layers that keep residuals keep: all that their backward needs, or the results of attention, around which the rest is
-#: computed again.
+#: What layers with residuals keep: everything that their backward reads, or only attention's results; the rest is then
+#: recomputed.
 RESIDUALS = ("all", "attention")
 
 
 @dataclass(frozen=True)
 class CaptureKey:
-    """Which graphs of a model a batch needs. `further`: the batch arguments beside those that every batch has, by name (a mask,
-    positions that start again within a row), masks of pairs with what they are ("mask: bool [B, 1, T, T]"); `evaluating`:
-    those of evaluation mode, if they are others than in training mode; `without_adapters`: with PEFT's adapters switched off;
-    `images`: how many each sequence has, of a model that takes some."""
+    """Which graphs of a model a batch needs.
+
+    `further`: names of the batch arguments beyond those of every batch (a mask, positions that restart within a row); a mask of
+    pairs with its dtype and shape ("mask: bool [B, 1, T, T]"). `evaluating`: the graphs of evaluation mode, where they differ
+    from training mode. `without_adapters`: PEFT's adapters are switched off. `images`: images per sequence, for a model that
+    takes images."""
 
     further: tuple[str, ...] = ()
     evaluating: bool = False
@@ -30,7 +32,7 @@ class CaptureKey:
 
     @property
     def packed(self) -> bool:
-        """Whether positions alone say which tokens of a row belong together, as those of packed rows do."""
+        """Whether rows are packed: positions alone say which tokens of a row belong together."""
         return self.further == ("position_ids",)
 
 
@@ -39,12 +41,13 @@ PLAIN = CaptureKey()
 
 @dataclass(frozen=True)
 class Shape:
-    """What a program is compiled for: sequences, tokens a sequence, whether there are labels, whether it trains; and whether
-    it must be `lean`, without the residuals that a plan keeps where memory is left. `update` is "step" or "arrival" (see
-    `Plan`); `whole_step` is one program for a step, otherwise there are sections of their own. `output` is what the epilogue
-    gives: the model's "loss" (without labels its logits alone), or a head's outputs, which the caller differentiates: "logits",
-    or the name of a function of tokens. `further`, `evaluating`, `without_adapters` and `images` say which of the model's
-    captures serves it (`CaptureKey`)."""
+    """What a program is compiled for: `batch` sequences of `length` tokens, with or without labels, for training or not.
+
+    A `lean` program keeps none of the residuals that a plan keeps where memory is left. `update` is "step" or "arrival" (see
+    `Plan`). A `whole_step` is one program for a step; otherwise forward, backward and update are sections. `output` is what the
+    epilogue returns: the model's "loss" (without labels only its logits), or a head's outputs, which the caller differentiates:
+    "logits", or the name of a function of tokens. `further`, `evaluating`, `without_adapters` and `images` select the model's
+    capture (`CaptureKey`)."""
 
     batch: int
     length: int
@@ -69,35 +72,39 @@ class Shape:
 
 
 def kept_residuals(saved_layers: int, residuals: str) -> str:
-    """How many layers keep residuals, and which, if not all: as tables say it."""
+    """How many layers keep residuals, and which residuals if not all, for tables."""
     return f"{saved_layers}{f' ({residuals})' if residuals != 'all' else ''}"
 
 
 def check_residuals(residuals: str | None, checkpoint_interval: int | None) -> None:
-    """Raises `MegacompileError` where these do not go together."""
+    """Raises `MegacompileError` for options that exclude each other."""
     if residuals == "attention" and (checkpoint_interval or 1) > 1:
-        raise MegacompileError("a block of several layers keeps all residuals for a while: attention's alone (residuals) go "
-                               "with checkpoint_interval=1")
+        raise MegacompileError("residuals='attention' needs checkpoint_interval=1: a block of several layers keeps all "
+                               "residuals for a while")
 
 
 @dataclass(frozen=True)
 class Plan:
     """How one batch shape is trained.
 
-    `micro_batches` are sequences each, in order. Blocks of `checkpoint_interval` layers lie between two activation
-    checkpoints; the last `saved_layers` layers keep their residuals and are not recomputed, or, where `residuals` are those of
-    "attention", keep its results and recompute the rest. A whole step goes forward and back in `waves`, consecutive shares of
-    the micro-batches. Tiles are updated at "step", after an exact clip over all gradients, or each on "arrival" of its
-    gradients, unclipped; in `update_order` (empty: as they arrive). `resident` tiles keep their weights on the device; those
-    of them in `resident_state` their optimizer state and gradients too, and are updated there. `visiting_state` tiles go there
-    for their update, a chunk at a time, and home again. With `deferred_moments` the host updates the weights of all other tiles
-    first, and then their moments, beside the next forward and backward.
-    `pinned` says that tiles themselves are pinned; otherwise weights pass through `staging_slabs` and gradients through
-    `gradient_slabs` pinned slabs (the paper's pinned slab pool). Templates compute what treats each token alone
-    `token_chunk` positions of a micro-batch at a time; 0: all at once. The checkpoints of the lowest `host_checkpoints`
-    borders between blocks, whose backward comes last, wait for it in host memory, and come back into `checkpoint_slots`
-    device slots. Between waves gradients are added up on the device, in FP32 accumulators, but those of `host_sums` tiles in
-    FP32 in host memory, to which each wave's come in link precision. `output`: see `Shape`."""
+    `micro_batches` gives the sequences of each micro-batch, in order. A whole step runs in `waves`, consecutive shares of the
+    micro-batches that each go forward and back. Templates compute the ops that treat each token alone on `token_chunk`
+    positions of a micro-batch at a time; 0: on all at once. `output`: see `Shape`.
+
+    Recomputation: a block of `checkpoint_interval` layers lies between two activation checkpoints. The last `saved_layers`
+    layers keep all their residuals and are not recomputed; with `residuals` "attention" they keep only attention's results and
+    recompute the rest. The checkpoints at the lowest `host_checkpoints` boundaries between blocks, whose backward comes last,
+    wait in host memory and are fetched into `checkpoint_slots` device slots.
+
+    Updates: tiles are updated at "step", after an exact clip over all gradients, or each on "arrival" of its gradients,
+    unclipped, in `update_order` (empty: the order of arrival). `resident` tiles keep their weights on the device. Those of them
+    in `resident_state` also keep their optimizer state and gradients there and are updated there. `visiting_state` tiles are
+    copied to the device for their update, a chunk at a time, and back. With `deferred_moments` the host first updates the
+    weights of all other tiles and then their moments, beside the next forward and backward. Between waves gradients are added
+    up in FP32: on the device, or for `host_sums` tiles in host memory, to which each wave's gradients come in link precision.
+
+    Pinned memory: with `pinned` the tiles themselves are pinned. Otherwise weights pass through `staging_slabs` and gradients
+    through `gradient_slabs` pinned slabs (the paper's pinned slab pool)."""
 
     batch: int
     length: int
@@ -124,7 +131,7 @@ class Plan:
     residuals: str = "all"
 
     def __post_init__(self) -> None:
-        """Raises `MegacompileError` for a plan that cannot be: a person may have written it."""
+        """Raises `MegacompileError` for choices that exclude each other: a person may have written the plan."""
         least = {"batch": 1, "length": 1, "weight_slots": 1, "gradient_slots": 1, "staging_slabs": 1, "gradient_slabs": 1,
                  "checkpoint_slots": 1, "checkpoint_interval": 1, "saved_layers": 0, "token_chunk": 0, "host_checkpoints": 0}
         for name, value in least.items():
@@ -146,22 +153,23 @@ class Plan:
             raise MegacompileError(f"residuals is {self.residuals!r}, and must be one of {', '.join(RESIDUALS)}")
         check_residuals(self.residuals, self.checkpoint_interval)
         if not set(self.resident_state) <= set(self.resident):
-            raise MegacompileError("what is updated on the device (resident_state) must have its weights there (resident)")
+            raise MegacompileError("resident_state names tiles whose weights are not on the device: name them in resident too")
 
         if self.host_sums and self.waves == 1:
-            raise MegacompileError("gradients are added up on the host (host_sums) between waves, and there is one wave")
+            raise MegacompileError("host_sums adds gradients up between waves, and there is one wave: plan more waves, or "
+                                   "leave host_sums out")
         if set(self.host_sums) & set(self.resident_state):
-            raise MegacompileError("what is updated on the device (resident_state) has its gradients added up there, not in "
-                                   "host memory (host_sums)")
+            raise MegacompileError("resident_state and host_sums name the same tile, and gradients of a tile that the device "
+                                   "updates are added up there: name it in one of the two")
         if self.visiting_state and self.update == "arrival":
-            raise MegacompileError("tiles visit the device for their update (visiting_state) at the end of a step, not on "
-                                   "arrival of their gradients")
+            raise MegacompileError("visiting_state needs updates at the end of a step, not on arrival of gradients: leave out "
+                                   "one of the two")
         if self.deferred_moments and self.update == "arrival":
-            raise MegacompileError("deferred_moments updates moments after all weights at the end of a step, not on arrival of "
-                                   "gradients: leave out one of the two")
+            raise MegacompileError("deferred_moments needs updates at the end of a step, not on arrival of gradients: leave "
+                                   "out one of the two")
         if set(self.visiting_state) & {*self.resident_state, *self.host_sums}:
-            raise MegacompileError("what visits the device for its update (visiting_state) neither lives there "
-                                   "(resident_state) nor has its gradients added up in host memory (host_sums)")
+            raise MegacompileError("visiting_state names a tile that is also in resident_state or host_sums: name each tile in "
+                                   "only one of them")
 
     def wave_of(self, mb: int) -> int:
         return mb * self.waves // len(self.micro_batches)
@@ -171,15 +179,15 @@ class Plan:
         return [mb for mb in range(len(self.micro_batches)) if self.wave_of(mb) == number]
 
     def blocks(self, layers: Sequence[str]) -> list[tuple[str, ...]]:
-        """The layers that are recomputed, in blocks; the last block may be shorter. Layers that keep their residuals
-        belong to none."""
+        """The layers that are recomputed, in blocks; the last block may be shorter. Layers that keep their residuals belong to
+        no block."""
         recomputed = layers[:max(0, len(layers) - self.saved_layers)]
         step = self.checkpoint_interval
         return [tuple(recomputed[i:i + step]) for i in range(0, len(recomputed), step)]
 
     def from_host(self, layers: Sequence[str]) -> list[str]:
-        """The layers whose input waits in host memory: each begins a block. (The first block's input is the prologue's output,
-        which every layer shares in part; it stays.)"""
+        """The layers whose input waits in host memory; each begins a block. (The first block's input stays on the device: it is
+        the prologue's output, part of which every layer reads.)"""
         return [block[0] for block in self.blocks(layers)[1:1 + self.host_checkpoints]]
 
 

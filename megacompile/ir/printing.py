@@ -17,13 +17,13 @@ from megacompile.ir.nodes import lane_of, op_of
 from megacompile.ir.ops import Op
 from megacompile.ir.plan import Plan, Shape
 
-#: Parameters that say what a node is about. Those that lead an op's parameters are positional in text, others keywords.
+#: Parameters that say what a node works on. In text they are positional if they lead an op's parameters; others are keywords.
 POSITIONAL = frozenset({"name", "tile", "template", "call", "key", "place", "access", "lane", "node", "event", "value"})
 
 _COMMENT_COLUMN = 88
 
-#: What the opening of a program, and each declaration of a tile, a call or a slot, has: parameters and what kind of value they
-#: hold; then those that may be absent.
+#: The opening of a program, and the declarations of a tile, a call and a slot: each parameter with the kind of value that it
+#: holds, then the parameters that may be absent.
 OPENING = {"stage": "text", "micro_batches": "numbers"}
 DECLARATIONS: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
     "tile": ({"name": "text", "parameters": "number", "weight_bytes": "number", "gradient_bytes": "number",
@@ -32,8 +32,8 @@ DECLARATIONS: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
               "output_bytes": "number"}, ("weightless", "output_bytes")),
     "slot": ({"name": "text", "bytes": "number"}, ())}
 _FIELD_KINDS = {"int": "number", "bool": "flag", "str": "text", "tuple[str, ...]": "texts"}
-#: What a program was made for: the fields of `Shape` and `Plan`, less those that are written already; those with a default
-#: may be absent.
+#: Declarations of what a program was made for: the fields of `Shape` and `Plan`, except those that the opening has. Fields with
+#: a default may be absent.
 MADE_FOR: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
     kind: ({f.name: _FIELD_KINDS[str(f.type)] for f in dataclasses.fields(made) if f.name not in written},
            tuple(f.name for f in dataclasses.fields(made) if f.default is not dataclasses.MISSING))
@@ -52,7 +52,7 @@ def print_head(stage: str, micro_batches: Sequence[int], declared: Iterable[tupl
 
 
 def print_node(node: fx.Node) -> str:
-    """One line of a section, without indentation and comment. Nodes without a value have a name if another needs it."""
+    """One line of a section, without indentation and comment. A node without a value is named only if another node uses it."""
     op = op_of(node)
     given = {name: value for name, value in node.kwargs.items() if value is not None}
     call = f"p.{op.name}({_arguments(op.parameters, given)})"
@@ -60,7 +60,7 @@ def print_node(node: fx.Node) -> str:
 
 
 def print_section(name: str, listed: Sequence[fx.Node]) -> str:
-    """A section of which these nodes are shown."""
+    """A section with these of its nodes."""
     lines = [(f"    {print_node(node)}", lane_of(node)) for node in listed] or [("    pass", None)]
     width = max(min(len(line), _COMMENT_COLUMN) for line, _ in lines)
     body = [line if lane is None else f"{line:<{width}}  # {lane}" for line, lane in lines]
@@ -91,7 +91,7 @@ def _literal(value: Any) -> str:
 
 def call_form(head: str, parameters: Mapping[str, str] | tuple[str, ...], optional: tuple[str, ...] = (),
           op: Op | None = None) -> str:
-    """How a call looks, for messages and the documentation: `value = p.prefetch(tile, [staging=...], [into=...])`."""
+    """The form of a call, for messages and documentation: `value = p.prefetch(tile, [staging=...], [into=...])`."""
     positional = positional_parameters(tuple(parameters))
     written = [name if name in positional else f"{name}=..." for name in parameters]
     shown = ", ".join(f"[{w}]" if name in optional else w for name, w in zip(parameters, written, strict=True))
@@ -99,5 +99,5 @@ def call_form(head: str, parameters: Mapping[str, str] | tuple[str, ...], option
 
 
 def form(op: Op) -> str:
-    """How a node of this op looks in text; arguments in brackets may be absent."""
+    """The form of a node of this op in text; arguments in brackets may be absent."""
     return call_form(f"p.{op.name}", op.parameters, op.optional, op)

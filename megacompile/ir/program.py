@@ -1,12 +1,12 @@
-"""The vocabulary of schedules: places and `Program`, a set of `torch.fx.Graph`s over the ops of `ops.py`.
+"""`Program`: a schedule as data, one `torch.fx.Graph` for each section, over the ops of `ops.py`.
 
-Problem: a training step of a streamed model is copies, kernels and optimizer updates on several lanes. Policy: each of
-them is one node of a graph that can be printed, verified, simulated and run.
+A training step of a streamed model consists of copies, kernels and optimizer updates on several lanes. Each of them is one
+node of a graph that can be printed, verified, simulated and run.
 
 A program has *sections* (forward, evaluate, backward, backward_accumulate, update, load), each a straight line of nodes in
-program order. Program order gives the meaning (`runtime/reference.py`); between lanes only `record`/`wait` order anything.
-Sections are run in whatever order the user's loop asks for, so each declares with `enter` and `leave` the events that it
-takes from, and hands to, whatever runs before and after it.
+program order. Program order defines the result (`runtime/reference.py`); only `record` and `wait` order work between lanes.
+The user's loop decides the order of sections. So each section declares with `enter` the events that it takes from the sections
+before it, and with `leave` the events that it hands to those after it.
 
 *Places* are where values live, as strings: a slot ("W0", a device buffer that tiles take turns in), a host slab ("D3"),
 a part of a tile in host memory ("weights/layers.0", "gradients/layers.0"), or the value's own memory ("%h1_0").
@@ -55,15 +55,15 @@ __all__ = [
     "lanes_against", "lanes_that", "nodes", "op_of", "operands", "place_kind", "place_of", "places", "rank_letter", "reached",
     "rebuild", "slot_family", "slot_ranks", "stays", "uses"]
 
-#: Bytes of a chunk: copies of a few MiB each reach the link's rate, and plans hardly miss the memory.
+#: Bytes of a chunk of a visiting tile. Copies of this size reach the link's rate, and the slot costs a plan little memory.
 VISITING_BYTES = 1 << 25
 
 
 @dataclass(frozen=True)
 class Tile:
-    """The host memory of one layer (or of the prologue, the epilogue, a tied weight), as a schedule sees it.
+    """The host memory of one layer, of the prologue, of the epilogue or of a tied weight, as a schedule sees it.
 
-    Bytes are those of one transfer over the link; `state_bytes` of the optimizer's state."""
+    Bytes are per transfer over the link; `state_bytes` are those of the optimizer's state."""
 
     name: str
     parameters: int
@@ -73,7 +73,7 @@ class Tile:
     state_bytes: int = 0
 
     def bytes_of(self, kind: str) -> int:
-        """Bytes of a value of this kind in a slot."""
+        """Bytes that a value of this kind takes in a slot."""
         if kind == "state":
             return self.state_bytes
         if kind == "visiting":
@@ -91,8 +91,8 @@ class Tile:
 class CallSpec:
     """One use of a template: the prologue, each layer, the epilogue, in order.
 
-    `weightless` lists the variants that read no weights (an embedding's backward needs only indices); `output_bytes` are
-    those of what it hands on of one sequence."""
+    `weightless` lists the variants that read no weights (an embedding's backward needs only indices). `output_bytes` is the
+    size of its output for one sequence."""
 
     name: str
     role: str  # "prologue", "layer", "epilogue"
@@ -104,7 +104,7 @@ class CallSpec:
 
 @dataclass(frozen=True)
 class Slot:
-    """A buffer that values take turns in. Families by the letters of the name: `SLOT_KINDS`."""
+    """A buffer that values take turns in. The letters of its name say its family (`SLOT_KINDS`)."""
 
     name: str
     bytes: int
@@ -112,7 +112,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class Program:
-    """A schedule at some stage of compilation. Passes never change one; they return another."""
+    """A schedule at one stage of compilation. A pass never changes a program; it returns another one."""
 
     stage: str
     micro_batches: tuple[int, ...]
@@ -131,11 +131,11 @@ class Program:
         return next(c for c in self.calls if c.name == name)
 
     def number(self, name: str) -> int:
-        """The position of a call, or of the first call that reads a tile: w3, h3 and g3 belong to the same layer."""
+        """The position of a call, or of the first call that reads a tile, so that w3, h3 and g3 belong to the same layer."""
         return next(i for i, call in enumerate(self.calls) if name == call.name or name in call.tiles)
 
     def value_bytes(self, node: fx.Node) -> int:
-        """Bytes of the value of a node in a slot: of a tile, or of a call's output for a micro-batch."""
+        """Bytes that a node's value takes in a slot: a tile, or a call's output for one micro-batch."""
         if argument(node, "tile") is not None:
             return self.tiles[argument(node, "tile")].bytes_of(op_of(node).result or "")
         sequences: int = self.micro_batches[argument(node, "mb")]
@@ -179,12 +179,12 @@ class Program:
 
 
 def gives_outputs(program: Program) -> bool:
-    """Whether training gives the caller the epilogue's outputs, whose gradient then comes from the caller, and not a loss."""
+    """Whether training returns the epilogue's outputs, not a loss. The caller then sends their gradient."""
     return "forward" in program.sections and any(find(program.section("forward"), "outputs"))
 
 
 def differentiated(program: Program) -> list[str]:
-    """The layers that a backward goes through: those below the first call that trains anything have none."""
+    """The layers that have a backward: those from the first call on that trains a parameter."""
     first = next((i for i, call in enumerate(program.calls) if any(program.tiles[t].trainable for t in call.tiles)),
                  len(program.calls))
     return [call.name for call in program.calls[first:] if call.role == "layer"]
@@ -196,5 +196,5 @@ STAGES = ("model", "micro_batch", "partition", "differentiate", "prefetch", "off
 
 
 def reached(program: Program, stage: str) -> bool:
-    """Whether a program has been through the pass of that name."""
+    """Whether a program has passed through the stage of that name."""
     return STAGES.index(program.stage) >= STAGES.index(stage)

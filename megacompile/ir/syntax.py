@@ -1,8 +1,8 @@
-"""The form of a program's text: characters -> tokens -> statements, in one pass and in linear time.
+"""The syntax of a program's text: characters -> tokens -> statements, in one pass and in linear time.
 
-The text is Python, but no Python parser reads it: the language is a list of calls whose arguments are names, strings,
-numbers and tuples of them. Nothing nests deeper than a tuple in a call, so nothing here recurses, and nothing is ever
-executed. What a statement means is for `text.py` to judge; what is no statement at all it gets as one without a call.
+The text is Python, but Python's parser does not read it. The language is a list of calls whose arguments are names, strings,
+numbers and tuples of them. Nothing nests deeper than a tuple in a call, so nothing here recurses, and nothing is executed.
+`text.py` decides what a statement means. Text that is not a statement becomes a `Statement` without a call.
 """
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import NoReturn
 
 from megacompile.errors import ProgramError, shortened
 
-#: A string that is not closed takes the rest of its line: then no character is looked at twice.
+#: A string that is not closed takes the rest of its line, so that no character is read twice.
 _TOKEN = re.compile(r'''(?P<space>[ \t\r\f]+|\#[^\n]*)|(?P<newline>\n)|(?P<name>[A-Za-z_][A-Za-z0-9_]*)|(?P<number>[0-9]+)
                         |(?P<string>"(?:[^"\\\n]|\\[^\n])*+")|(?P<open>["'][^\n]*)|(?P<sign>[(),.=:])|(?P<other>\*\*|.)''',
                     re.VERBOSE)
@@ -21,8 +21,8 @@ _TOKEN = re.compile(r'''(?P<space>[ \t\r\f]+|\#[^\n]*)|(?P<newline>\n)|(?P<name>
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """`kind`: "name", "number", "string", a sign of the language as itself, "newline", "end", or "other" for anything else.
-    `line` and `column` count from 1."""
+    """`kind`: "name", "number", "string", "newline", "end", a sign of the language (as itself), or "other". `line` and `column`
+    count from 1."""
 
     kind: str
     text: str
@@ -32,7 +32,7 @@ class Token:
 
 @dataclass(frozen=True, slots=True)
 class Argument:
-    """`value` is a token, a tuple of tokens, or None for something else, which begins at `start`."""
+    """`value` is a token, a tuple of tokens, or None for anything else. The argument begins at `start`."""
 
     name: Token | None
     value: Token | tuple[Token, ...] | None
@@ -41,7 +41,7 @@ class Argument:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """`owner.word(arguments)`, or `word(arguments)`. Where an argument is something else, no further one was read."""
+    """`owner.word(arguments)`, or `word(arguments)`. No argument is read after one without a value."""
 
     owner: Token | None
     word: Token
@@ -50,18 +50,18 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Statement:
-    """`[target =] call`, `def section(p):` or `pass`; none of them: anything else."""
+    """`[target =] call`, `def section(p):` or `pass`; without any of them, text that is not a statement."""
 
     start: Token
     target: Token | None = None
     call: Call | None = None
     section: Token | None = None
-    plain: bool = True  # a section with the one parameter p, and nothing behind the colon
+    plain: bool = True  # a section with the one parameter p, and nothing after the colon
     empty: bool = False  # pass
 
 
 class Source:
-    """A text while it is read."""
+    """A text that is being read. State: the next token."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -70,7 +70,7 @@ class Source:
         self._next = next(self._tokens)
 
     def fail(self, where: Token, message: str) -> NoReturn:
-        """Raises `ProgramError` with line and column, the line itself, and a mark under the column."""
+        """Raises `ProgramError` with the line and column, the line's text, and a mark under the column."""
         shown = self._lines[where.line - 1] if where.line <= len(self._lines) else ""
         mark = f"\n    {shown[:200]}\n    {' ' * (where.column - 1)}^" if shown and where.column <= 200 else ""
         raise ProgramError(f"line {where.line}, column {where.column}: {message}{mark}") from None
@@ -154,7 +154,7 @@ class Source:
         return Argument(None, self._value(name), start)
 
     def _value(self, token: Token | None) -> Token | tuple[Token, ...] | None:
-        """What begins here, or with a name that was taken already."""
+        """The value that begins here, or with a name that was read already."""
         value: Token | tuple[Token, ...] | None = token or self._take("string") or self._take("number")
         if value is None and self._take("(") is not None:
             value = self._tuple()

@@ -1,4 +1,4 @@
-"""Programs as Python text, and back: `parse(print_program(p)) == p` at every stage.
+"""Parses programs from their text: `parse(print_program(p)) == p` at every stage.
 
     # megacompile program, stage synchronize
     program = Program(stage="synchronize", micro_batches=(2, 1))
@@ -11,11 +11,10 @@
         e0 = p.record(w0)                                                      # h2d
         p.wait("compute", e0)                                                  # compute
 
-The parser knows a closed list of calls; nothing in the text is ever executed. It refuses whatever the printer would not
-write: unknown words, wrong kinds of arguments, undefined or redefined names, a tail. A text that is to run again says behind
-its opening what it was made for, `program.shape(...)` and `program.plan(...)` (`editing.py`).
-`docs/schedule-language.md` has the grammar.
-"""
+The parser knows a closed list of calls and never executes any of the text. It refuses what the printer would not write: unknown
+words, wrong kinds of arguments, undefined or redefined names, trailing text. A text that is meant to run again declares after
+its opening what it was made for: `program.shape(...)` and `program.plan(...)` (`editing.py`). `docs/schedule-language.md` has
+the grammar. """
 from __future__ import annotations
 
 import json
@@ -53,9 +52,9 @@ KINDS = {
                      "stashed"), "value")}
 _CHOICES = {"lane": tuple(map(str, Lane)), "access": tuple(map(str, Access)), "stage": STAGES, "update": UPDATES}
 _MADE = {"tile": Tile, "call": CallSpec, "slot": Slot}
-#: What stands above the lines that repeat in a folded text (`folding.py`), which lacks the rest of them.
+#: The line above repeated lines in a folded text (`folding.py`), which shows them only once.
 FOLDED = re.compile(r"^ *# x \d+ alike", re.MULTILINE)
-_PASSED = -1  # the indentation of what may follow `pass`: nothing
+_PASSED = -1  # the indentation after `pass`, which no line has
 
 
 def print_program(program: Program, section: str | None = None, made_for: tuple[Shape, Plan] | None = None) -> str:
@@ -64,18 +63,19 @@ def print_program(program: Program, section: str | None = None, made_for: tuple[
 
 
 def parse(text: str) -> Program:
-    """The program that prints as `text`. Raises ProgramError with line, column and what was expected there."""
+    """The program that prints as `text`. Raises `ProgramError` with the line, the column and what was expected there."""
     return parse_with_plan(text)[0]
 
 
 def parse_with_plan(text: str) -> tuple[Program, Shape | None, Plan | None]:
-    """The program, and the shape and the plan that it was made for where the text has them. Raises as `parse`."""
+    """The program, and the shape and plan that it was made for, None where the text does not declare them. Raises as
+    `parse`."""
     parser = _Parser(text)
     return parser.program(), parser.shape, parser.plan
 
 
 class _Parser:
-    """Reads one text. State: what is declared so far, and the names of the section being read."""
+    """Parses one text. State: the declarations so far, and the names of the section being parsed."""
 
     def __init__(self, text: str) -> None:
         self.source = Source(text)
@@ -126,7 +126,7 @@ class _Parser:
                 except MegacompileError as error:
                     self.fail(call.word, f"{error}; expected fewer")
                 return head
-        self.fail(statement.start, f"a program begins otherwise; {form}")
+        self.fail(statement.start, f"not the beginning of a program; {form}")
 
     def declaration(self, statement: Statement) -> None:
         form = (f"expected {', '.join(f'`program.{kind}(...)`' for kind in (*MADE_FOR, *DECLARATIONS))} or "
@@ -137,7 +137,7 @@ class _Parser:
                 if kind not in DECLARATIONS and kind not in MADE_FOR:
                     self.fail(statement.start, f"unknown declaration {shortened(kind)}; {form}")
             case _:
-                self.fail(statement.start, f"no declaration; {form}")
+                self.fail(statement.start, f"not a declaration; {form}")
         if self.sections:
             self.fail(statement.start, f"{kind} after a section; expected all declarations before the first section")
         if kind in MADE_FOR:
@@ -162,7 +162,7 @@ class _Parser:
         try:
             self.plan = Plan(self.shape.batch, self.shape.length, self.head["micro_batches"], **given)
         except MegacompileError as error:
-            self.fail(call.word, f"{error}; expected a plan that can be")
+            self.fail(call.word, f"{error}; expected a valid plan")
 
     def section(self, statement: Statement, name: Token) -> None:
         if not statement.plain or statement.start.column > 1:
@@ -179,10 +179,10 @@ class _Parser:
             self.fail(where, "a section without a line; expected `p.op(...)` or `pass`, indented")
 
     def line(self, statement: Statement) -> None:
-        """One line of a section. Nothing stands beside `pass`."""
+        """One line of a section. A section with `pass` has no other line."""
         column = statement.start.column
         if self.indent == _PASSED:
-            self.fail(statement.start, "a line behind `pass`; expected the end of the section")
+            self.fail(statement.start, "a line after `pass`; expected the end of the section")
         if column != (self.indent or column):
             self.fail(statement.start, f"{column - 1} spaces before it; expected {self.indent - 1}, as above")
         if statement.empty and not self.indent:
@@ -196,13 +196,13 @@ class _Parser:
             case Statement(call=Call(owner=Token(text="p"), word=word) as call):
                 name = None if statement.target is None else statement.target.text
             case _:
-                self.fail(statement.start, "no node; expected `name = p.op(...)` or `p.op(...)`")
+                self.fail(statement.start, "not a node; expected `name = p.op(...)` or `p.op(...)`")
         if word.text not in OPS:
             self.fail(word, f"unknown op {shortened(word.text)}; expected one of {', '.join(OPS)}")
         op = OPS[word.text]
         form = f"expected `{call_form(f'p.{op.name}', op.parameters, op.optional, op)}`"
         if name is None and op.result is not None:
-            self.fail(statement.start, f"{op.name} makes a value that has no name; {form}")
+            self.fail(statement.start, f"the value of {op.name} has no name; {form}")
         if name == "p" or name in self.names:
             self.fail(statement.start, f"{shortened(name)} is defined twice; expected another name")
         if name is not None and len(name) > LONGEST_NAME:
@@ -213,12 +213,12 @@ class _Parser:
         if name is None:
             return
         if made.name != name:
-            self.fail(statement.start, f"{shortened(name)} is not a name for a value (a node has it, or Python); expected "
-                                       "another name")
+            self.fail(statement.start, f"{shortened(name)} cannot be the name of a value (an op or Python uses it); "
+                                       "expected another name")
         self.names[name] = made
 
     def free_name(self, op: str) -> str:
-        """For a node without a name: one that no later line gives."""
+        """A name for a node without one, which no later line gives to another node."""
         while True:
             number = self.unnamed[op]
             self.unnamed[op] += 1
@@ -262,7 +262,7 @@ class _Parser:
         elif written is not None and kind == "value or values":
             value = self.reference(written)
         if value is None:
-            self.fail(argument.start, f"{parameter} is something else; expected {_EXPECTED[kind]}")
+            self.fail(argument.start, f"{parameter} has another kind of value; expected {_EXPECTED[kind]}")
         largest = LARGEST.get(parameter, LARGEST_NUMBER)
         if kind in ("number", "numbers") and max(value if isinstance(value, tuple) else (value,), default=0) > largest:
             self.fail(argument.start, f"{parameter} is too large; expected at most {largest:,}")

@@ -1,7 +1,7 @@
-"""TokenLoop: a stretch of a template's graph that is computed a chunk of tokens at a time.
+"""TokenLoop: a stretch of a template's graph that is computed one chunk of tokens at a time.
 
-The pass `chunk_tokens` makes it; variants run and compile it, and the cost model looks inside. What is inside of a chunk
-exists for one chunk only. Results that have tokens are written chunk by chunk; sums over tokens grow in float32.
+The pass `chunk_tokens` makes it, variants run and compile it, and the cost model looks inside. Values inside the stretch exist
+for one chunk only. Results that have tokens are written chunk by chunk; sums over tokens are added up in float32.
 """
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 
 @dataclass(frozen=True)
 class Tokens:
-    """Where tokens lie in a value: in dimension `dim`, which counts T, or B x T if `folded`. `order`: the dimensions from
+    """Where a value has its tokens: in dimension `dim`, whose size is T, or B x T if `folded`. `order`: the dimensions from
     outermost to innermost in memory."""
 
     dim: int
@@ -23,14 +23,14 @@ class Tokens:
     order: tuple[int, ...]
 
     def chunk(self, whole: Tensor, batch: int, length: int, start: int, count: int) -> Tensor:
-        """Positions start to start + count of every sequence: a view of `whole`, [..., T, ...]; if folded, of
-        [..., B * T, ...] as [..., B, T, ...]."""
+        """A view of positions start to start + count of every sequence. `whole` is [..., T, ...]; if folded it is
+        [..., B * T, ...], and the view is [..., B, count, ...]."""
         if not self.folded:
             return whole.narrow(self.dim, start, count)
         return whole.unflatten(self.dim, (batch, length)).narrow(self.dim + 1, start, count)
 
     def take(self, whole: Tensor, batch: int, length: int, start: int, count: int) -> Tensor:
-        """The chunk, dense in memory in `order`, whatever the strides of `whole`: kernels are compiled for these."""
+        """The chunk, dense in memory in `order`, since kernels are compiled for these strides."""
         piece = self.chunk(whole, batch, length, start, count)
         piece = piece.flatten(self.dim, self.dim + 1) if self.folded else piece
         dense = torch.empty_permuted(piece.shape, self.order, dtype=piece.dtype, device="meta").stride()
@@ -38,12 +38,12 @@ class Tokens:
         return piece if same else self.empty(piece, piece.shape).copy_(piece)
 
     def put(self, piece: Tensor, whole: Tensor, batch: int, length: int, start: int, count: int) -> None:
-        """Writes a chunk's values to their place."""
+        """Writes a chunk's values into `whole`."""
         piece = piece.unflatten(self.dim, (batch, count)) if self.folded else piece
         self.chunk(whole, batch, length, start, count).copy_(piece)
 
     def whole(self, piece: Tensor, batch: int, length: int) -> Tensor:
-        """Memory for all tokens, for values like `piece`."""
+        """Uninitialized memory for all tokens of a value like `piece`."""
         shape = list(piece.shape)
         shape[self.dim] = batch * length if self.folded else length
         return self.empty(piece, shape)
@@ -54,18 +54,18 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Total:
-    """A sum over tokens. `product`: a chunk's share comes as the two operands of a matrix product."""
+    """A sum over tokens. `product`: each chunk returns its summand as the two operands of a matrix product."""
 
     product: bool
 
 
 class TokenLoop(nn.Module):
-    """`loop(batch, length, *inputs)` -> a tuple: `body` over chunks of `chunk` positions of all sequences.
+    """`loop(batch, length, *inputs)` -> a tuple of results: runs `body` on chunks of `chunk` positions of all sequences.
 
-    body: takes the sequences and the positions of a chunk, then the inputs, cut to the chunk where `inputs` says where
-    tokens lie, whole where it says None; returns a tensor for each of `outputs`, two for a product.
-    Totals are float32 (or their own dtype, if that is no floating one, or wider). `kernels` run in place of `body`, by
-    the positions of the chunk.
+    `body` takes the number of sequences, the number of positions in the chunk, then the inputs: cut to the chunk where `inputs`
+    has `Tokens`, whole where it has None. It returns one tensor for each of `outputs`, two for a product.
+    Totals are float32, or their own dtype if that is wider or not floating. `kernels`, by positions in a chunk, run instead of
+    `body`.
     """
 
     def __init__(self, body: fx.GraphModule, chunk: int, inputs: Sequence[Tokens | None],
@@ -76,7 +76,7 @@ class TokenLoop(nn.Module):
         self.kernels = dict(kernels or {})
 
     def counts(self, length: int) -> tuple[int, ...]:
-        """Positions of a chunk: of all but the last, and of the last if it is another number."""
+        """The numbers of positions that chunks have: that of all but the last, and that of the last if it differs."""
         full, rest = divmod(length, self.chunk)
         return (*((self.chunk,) if full else ()), *((rest,) if rest else ()))
 
@@ -96,7 +96,7 @@ class TokenLoop(nn.Module):
         return list(self.kernels.get(count, self.body)(batch, count, *pieces))
 
     def _add(self, results: list[Tensor], pieces: list[Tensor], batch: int, length: int, start: int, count: int) -> None:
-        """Puts what a chunk gave into the results, which the first chunk makes."""
+        """Adds the pieces of a chunk to the results, which the first chunk creates."""
         for position, output in enumerate(self.outputs):
             piece = pieces.pop(0)
             if isinstance(output, Tokens):
@@ -115,17 +115,17 @@ class TokenLoop(nn.Module):
 
 
 def token_loops(graph: fx.GraphModule) -> dict[str, TokenLoop]:
-    """The loops of a variant's graph, by the target of the node that calls them."""
+    """The loops of a variant's graph, by the target of the node that calls each."""
     return {name: module for name, module in graph.named_children() if isinstance(module, TokenLoop)}
 
 
 def total_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which sums of `dtype` grow."""
+    """The dtype in which values of `dtype` are summed."""
     return torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
 
 
 def accumulate_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b, in total's dtype: inside the GEMM where the device has one of mixed precision."""
+    """total += a @ b, in total's dtype, within the GEMM where the device has a mixed-precision one."""
     if a.dtype == total.dtype:
         total.addmm_(a, b)
     elif total.is_cuda:

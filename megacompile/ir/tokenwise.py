@@ -1,8 +1,8 @@
 """Which ops of a template's graph treat each token alone, and which sum over tokens.
 
-A value *has tokens* if exactly one of its dimensions counts T, or B x T; that is read off its symbolic shape, so that no
-dimension is one by coincidence. An op is *tokenwise* if it computes every token of its results from that token of its
-inputs, and a *sum* if its result is the sum of what chunks of the tokens give. What is not known to be either is neither.
+A value *has tokens* if exactly one of its dimensions has the size T, or B x T. Symbolic shapes say so, so that no dimension
+qualifies by coincidence. An op is *tokenwise* if it computes every token of its results from that token of its inputs alone. It
+is a *sum* if its result is the sum of its results on chunks of the tokens. An op that is not known to be either is neither.
 """
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ aten = torch.ops.aten
 
 TOKENWISE, SUM = "tokenwise", "sum"
 
-#: Pointwise, though not tagged so.
+#: Pointwise ops that PyTorch does not tag as such.
 _POINTWISE = frozenset({
     aten._to_copy, aten.fill, aten.empty_like, aten.zeros_like, aten.ones_like, aten.full_like, aten.copy, aten.detach,
     aten.alias, aten.lift_fresh_copy, aten.leaky_relu_backward, aten.hardswish_backward, aten.hardtanh_backward,
     aten.elu_backward, aten.softplus_backward, aten.mish_backward, aten.log_sigmoid_forward, aten.log_sigmoid_backward})
-#: Their results' shapes say where tokens went.
+#: Ops that rearrange dimensions; the shapes of their results say where the tokens are.
 _REARRANGING = frozenset({aten.t, aten.transpose, aten.permute, aten.unsqueeze, aten.expand, aten.repeat})
 _CREATING = frozenset({aten.full, aten.zeros, aten.ones, aten.empty, aten.new_full, aten.new_zeros, aten.new_ones,
                        aten.new_empty, aten.new_empty_strided})
-#: The dimension that they mix, as a position among their arguments and its default.
+#: Ops that mix one dimension -> (position of the argument that names it, its default).
 MIXING = {
     aten.slice: (1, 0), aten.select: (1, 0), aten.split: (2, 0), aten.split_with_sizes: (2, 0), aten.unbind: (1, 0),
     aten.cat: (1, 0), aten.stack: (1, 0), aten.slice_backward: (2, 0), aten.select_backward: (2, 0),
@@ -35,29 +35,29 @@ MIXING = {
     aten._log_softmax_backward_data: (2, -1), aten.cumsum: (1, -1), aten.topk: (2, -1), aten.sort: (1, -1),
     aten.gather: (1, 0), aten.scatter: (1, 0), aten.scatter_add: (1, 0), aten.squeeze: (1, None), aten.glu: (1, -1),
     aten.glu_backward: (2, -1)}
-#: Of these, those whose results have more or fewer dimensions.
+#: Those of them whose results have more or fewer dimensions.
 _SHIFTING = frozenset({aten.stack, aten.unbind, aten.select, aten.select_backward, aten.squeeze})
-#: Where their start and end are.
+#: Slices -> the position of the argument where they start; their end follows.
 _SLICES = {aten.slice: 2, aten.slice_backward: 3}
-#: The dimensions that they reduce are their second argument; none means all.
+#: Reductions. Their second argument names the dimensions that they reduce; none means all.
 REDUCING = frozenset({aten.sum, aten.mean, aten.amax, aten.amin, aten.var, aten.var_mean, aten.std, aten.logsumexp,
                        aten.argmax, aten.argmin, aten.any, aten.all, aten.max, aten.min})
 _VIEWS = frozenset({aten.view, aten._unsafe_view, aten.reshape})
 _NORMS = frozenset({aten.native_layer_norm, aten._fused_rms_norm})
-#: Their first result has tokens, the others are sums over them.
+#: Their first result has tokens; the others are sums over tokens.
 _NORM_BACKWARDS = frozenset({aten.native_layer_norm_backward, aten._fused_rms_norm_backward})
 _GEMMS = frozenset({aten.mm, aten.bmm, aten.addmm, aten.baddbmm})
-#: Integers among their arguments are sizes; those of any other op are numbers to compute with.
+#: Ops whose integer arguments are sizes. Integer arguments of all other ops are numbers to compute with.
 TAKING_SIZES = _VIEWS | _CREATING | {
     aten.expand, aten.repeat, aten.slice, aten.slice_backward, aten.select_backward, aten.split_with_sizes}
 
 
 class NotTokensError(Exception):
-    """A value's shape depends on T, but not in exactly one dimension of T or of B x T."""
+    """A value's shape depends on T, but not through exactly one dimension of size T or B x T."""
 
 
 class Layout:
-    """Where tokens lie in the values of a graph. `symbols`: those of its shapes -> B and T."""
+    """Where the values of a graph have their tokens. `symbols`: the symbols of its shapes -> B and T."""
 
     def __init__(self, symbols: dict[sympy.Symbol, sympy.Symbol]) -> None:
         self.symbols = symbols
@@ -69,7 +69,7 @@ class Layout:
             self.symbols)
 
     def dim(self, value: Tensor) -> int | None:
-        """The dimension that counts tokens; None if the shape has no T. Raises `NotTokensError`."""
+        """The dimension of the tokens; None if the shape has no T. Raises `NotTokensError`."""
         shape = [self.size(size) for size in value.shape]
         found = [i for i, size in enumerate(shape) if self.length in size.free_symbols]
         if not found:
@@ -82,12 +82,12 @@ class Layout:
         return bool(self.size(value.shape[dim]) != self.length)
 
     def order(self, value: Tensor) -> tuple[int, ...]:
-        """The dimensions from outermost to innermost in memory, whatever the sizes."""
+        """The dimensions from outermost to innermost in memory, for any sizes."""
         strides = [self.size(s).subs({self.batch: 3, self.length: 1 << 20}) for s in value.stride()]
         return tuple(sorted(range(value.dim()), key=lambda d: -strides[d]))
 
     def token_bytes(self, value: Tensor) -> float:
-        """Bytes of a value that has tokens, for each of them."""
+        """Bytes per token of a value that has tokens."""
         return float(self.size(value.numel()).subs({self.batch: 1, self.length: 1})) * value.element_size()
 
 
@@ -102,14 +102,14 @@ def is_gemm(node: fx.Node) -> bool:
 
 
 def is_view(node: fx.Node) -> bool:
-    """Whether a node only looks at memory differently."""
+    """Whether a node is a view of memory that exists."""
     if node.target is operator.getitem:
         return is_view(node.args[0])  # type: ignore[arg-type]
     return getattr(node.target, "is_view", False) or packet(node) is aten._unsafe_view
 
 
 def is_size(node: fx.Node) -> bool:
-    """Whether a node is a whole number: an input's size, or computed from sizes."""
+    """Whether a node is an integer: the size of an input, or computed from sizes."""
     return node.op in ("placeholder", "call_function") and isinstance(node.meta.get("val"), int | torch.SymInt)
 
 
@@ -118,11 +118,11 @@ def packet(node: fx.Node) -> Any:
 
 
 def role(node: fx.Node, roles: dict[fx.Node, str], layout: Layout) -> str | None:
-    """TOKENWISE, SUM, or None for what must see all tokens, or none. `roles`: of the nodes before."""
+    """TOKENWISE, SUM, or None for a node that needs all tokens, or has none. `roles`: those of earlier nodes."""
     if node.op != "call_function" or not tensors(node):
         return None
     if is_view(node) and not any(used in roles for used in node.all_input_nodes):
-        return None  # it costs nothing, and in a loop its result would be a copy
+        return None  # a view is free, and in a loop its result would be a copy
     if node.target is operator.getitem:
         producer: fx.Node = node.args[0]  # type: ignore[assignment]
         if producer not in roles:
@@ -139,8 +139,8 @@ def role(node: fx.Node, roles: dict[fx.Node, str], layout: Layout) -> str | None
 
 
 def across_tokens(graph: fx.Graph, symbols: dict[sympy.Symbol, sympy.Symbol]) -> fx.Node | None:
-    """The first op of a functional graph that is not known to treat each token alone, or computes with the number of tokens.
-    None: what the graph computes of a token depends on that token."""
+    """The first op of a functional graph that is not known to treat each token alone, or that computes with the number of
+    tokens. None if there is none: then results for a token depend on that token alone."""
     layout, roles = Layout(symbols), dict[fx.Node, str]()
     for node in graph.nodes:
         if found := role(node, roles, layout):
@@ -206,7 +206,7 @@ def _dim(node: Any, layout: Layout) -> int | None:
 
 
 def _broadcasts(node: fx.Node, layout: Layout) -> bool:
-    """Whether the tokens of all inputs meet those of the results."""
+    """Whether the tokens of all inputs line up with those of the results."""
     result = tensors(node)[0]
     from_right = layout.dim(result) - result.dim()  # type: ignore[operator]
     for used in node.all_input_nodes:
@@ -224,8 +224,8 @@ def _aligned(node: fx.Node, layout: Layout) -> bool:
 
 
 def _keeps(op: Any, mixed: Sequence[int | None], node: fx.Node, layout: Layout) -> bool:
-    """Whether none of the dimensions `mixed` is that of the tokens."""
-    # The dimension is one of the input's; of a stack, one of the result's.
+    """Whether none of the dimensions in `mixed` is the dimension of the tokens."""
+    # Dimensions are the input's; those of a stack are the result's.
     value = tensors(node)[0] if op in (aten.stack, aten.select_backward) else tensors(node.all_input_nodes[0])[0]
     dim = layout.dim(value)
     if dim is None or any(d is None for d in mixed):
@@ -234,14 +234,14 @@ def _keeps(op: Any, mixed: Sequence[int | None], node: fx.Node, layout: Layout) 
 
 
 def _all_of_it(node: fx.Node) -> bool:
-    """Whether a slice leaves nothing out, however long the dimension."""
+    """Whether a slice keeps the whole dimension, for any size."""
     bounds: list[Any] = list(node.args[_SLICES[packet(node)]:])
     start, end, step = bounds + [0, None, 1][len(bounds):]
     return start in (0, None) and end in (None, (1 << 63) - 1) and bool(step == 1)
 
 
 def _same_stride(before: Tensor, after: Tensor, layout: Layout) -> bool:
-    """Whether a reshape leaves tokens where they are: as many elements lie between one token and the next."""
+    """Whether a reshape keeps tokens in place: the distance in elements from one token to the next stays the same."""
     def inside(value: Tensor) -> sympy.Expr:
         return sympy.Mul(*map(layout.size, value.shape[layout.dim(value) + 1:]))  # type: ignore[operator]
 

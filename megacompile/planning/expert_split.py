@@ -1,4 +1,4 @@
-"""Into how many pieces the experts of a layer are divided: as few as leave half of the device to everything else."""
+"""Into how many pieces the experts of a layer are divided: as few as leave half of the device free for everything else."""
 from __future__ import annotations
 
 from typing import Any
@@ -11,21 +11,21 @@ from megacompile.frontend.graph.expert_pieces import counts_of, experts_in
 from megacompile.frontend.tracing.layers import Layers, find_layers
 from megacompile.planning.config import StreamConfig
 
-#: Of the device's memory, what experts on their way may take: activations, borders and checkpoints need the rest.
+#: Share of device memory for experts in transit. Activations, boundary tiles and checkpoints need the rest.
 SHARE = 0.5
 
 
 def expert_pieces(model: nn.Module, layers: Layers | None, config: StreamConfig, device_bytes: int | None) -> int:
-    """The number that the user has given; else the fewest pieces of which slots and sums fit `SHARE` of `device_bytes`, or one
-    each expert. Decided once: tiles, templates and calls follow from it.
+    """The number of pieces that the user has given; else the fewest whose slots and sums fit `SHARE` of `device_bytes`, or one
+    for each expert. Decided once: tiles, templates and calls follow from it.
 
-    Raises `UnsupportedError` where there is nothing to divide."""
+    Raises `UnsupportedError` for a given number where the model has no experts to divide."""
     found = dict(experts_in(find_layers(model, layers)))
     if config.expert_pieces is not None:
         if config.expert_pieces > 1 and not found:
             raise UnsupportedError(
-                f"expert_pieces={config.expert_pieces} divides experts, and {type(model).__name__} has no layer whose experts "
-                "are parameters [experts, ...] of a module of transformers' own (without adapters on them): leave it out")
+                f"expert_pieces={config.expert_pieces} divides experts, and {type(model).__name__} has none that can be "
+                "divided (parameters [experts, ...] of a transformers module, without adapters on them): leave it out")
         return config.expert_pieces
     return max((_pieces(experts, config, device_bytes) for experts in found.values()), default=1) if device_bytes else 1
 
@@ -39,6 +39,6 @@ def _pieces(experts: Any, config: StreamConfig, device_bytes: int) -> int:
 
 
 def _bytes_on_device(parameter: torch.Tensor, config: StreamConfig, slots: int) -> int:
-    """Of one parameter: in all slots of its weights and gradients, and its gradient's FP32 sum."""
+    """Device bytes of one parameter: all slots of its weights and gradients, and the FP32 sum of its gradient."""
     size = (config.dtype or parameter.dtype).itemsize
     return parameter.numel() * (slots * size + ((config.gradient_slots or 2) * size + 4) * parameter.requires_grad)

@@ -1,4 +1,4 @@
-"""Candidate plans side by side: what each would take and how fast it would be, predicted before anything runs."""
+"""Candidate plans side by side: predicted memory and time of each, before anything runs."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -8,20 +8,21 @@ from tabulate import tabulate
 
 from megacompile.ir.plan import Plan, kept_residuals
 from megacompile.ir.program import Lane, place_kind, places
-from megacompile.planning.planner import MOST_SEQUENCES, Planner
+from megacompile.planning.planner import Planner
+from megacompile.planning.search_space import MOST_SEQUENCES
 from megacompile.predict.simulate import StepTimes, step_of
 from megacompile.sizes import format_bytes
 from megacompile.weights.tiling import HOST_MARGIN_BYTES
 
-#: Of each checkpoint interval: so many sizes of micro-batches that fit. Smaller ones are only slower.
+#: How many sizes of micro-batches that fit are listed for each checkpoint interval. Smaller ones are only slower.
 SIZES_EACH = 2
-#: Kinds of slots that are host memory.
+#: Families of slots in host memory.
 _SLABS = ("S", "D", "H")
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A plan, its needs in bytes, and how its steps would be spent; `times` are None where it does not fit."""
+    """A plan, the bytes that it needs, and the times of its steps, None where it does not fit."""
 
     plan: Plan
     device_bytes: int
@@ -30,7 +31,7 @@ class Candidate:
 
 
 def candidates(planner: Planner, batch: int, length: int, update: str = "step", whole_step: bool = False) -> list[Candidate]:
-    """The plans that the planner considers for a training step, those that fit simulated, in its order of preference."""
+    """The plans that the planner considers for a training step, in its order of preference; those that fit are simulated."""
     plans = _worth_a_look(planner.considered(batch, length, update, whole_step), planner)
     return [_candidate(planner, plan, whole_step) for plan in plans]
 
@@ -68,10 +69,10 @@ class Outlook:
     """What to expect of training under a plan, before anything runs.
 
     Attributes:
-        candidates: the plan and those beside it, the fastest first, those that do not fit last.
-        host_parts: bytes of host memory by part of the tiles ("sums" of waves and "slabs" beside them); `host_budget` bytes are
-            there.
-        largest_batch: the most sequences of this length that the device holds a step of.
+        candidates: the plan and its alternatives, the fastest first, those that do not fit last.
+        host_parts: bytes of host memory by part of the tiles, and "sums" of waves and "slabs" in addition.
+        host_budget: bytes of host memory that may be used.
+        largest_batch: the most sequences of this length whose step fits the device.
     """
 
     planner: Planner
@@ -91,14 +92,15 @@ class Outlook:
 
     @property
     def host_needed(self) -> int:
-        """Bytes, with what training takes beside tiles."""
+        """Bytes of host memory that training needs, the margin included."""
         return sum(self.host_parts.values()) + HOST_MARGIN_BYTES
 
     def text(self) -> str:
-        """The verdict, the host's memory, the chosen plan's lanes, then a row for each candidate, the chosen one marked.
+        """The verdict, the host's memory, the chosen plan's lanes, then a row for each candidate; an arrow marks the chosen
+        one.
 
-        TFLOPS are 6 x parameters x tokens / step (4 of what is frozen, 2 below the backward); "critical" is the part of a step
-        that each lane holds up; the lane that holds up most of it binds."""
+        TFLOPS are 6 x parameters x tokens / step (4 for frozen parameters, 2 below the backward). "critical" is the share of a
+        step that waits for each lane; the lane with the largest share binds."""
         plan, chosen, planner = self.plan, self.chosen, self.planner
         assert planner.pace is not None, "nothing is known of the machine"
         hardware = planner.pace.durations.hardware
@@ -128,7 +130,7 @@ class Outlook:
 
 
 def outlook(planner: Planner, chosen: Plan, host_budget: int, whole_step: bool = False) -> Outlook:
-    """Simulates a plan and its candidates. `host_budget`: bytes."""
+    """Simulates a plan and its alternatives. `host_budget`: bytes."""
     assert planner.pace is not None, "nothing is known of the machine"
     found = candidates(planner, chosen.batch, chosen.length, chosen.update, whole_step)
     tried = [plan for plan, whole in planner.pace.cautious if whole == whole_step and _alike(plan, chosen)]
@@ -143,7 +145,7 @@ def outlook(planner: Planner, chosen: Plan, host_budget: int, whole_step: bool =
 
 
 def _verdict(memory: str, needed: int, there: int) -> str:
-    """Whether it fits, the first thing that anybody wants to know."""
+    """A line that says whether the plan fits this memory."""
     return f"{memory}: {'fits' if needed <= there else 'does not fit'}, {format_bytes(needed)} of {format_bytes(there)}"
 
 

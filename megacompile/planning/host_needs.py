@@ -1,4 +1,4 @@
-"""Whether the host holds a model's training, from its parameters alone: before anything is traced, loaded or planned."""
+"""Whether training a model fits host memory, from its parameters alone, before anything is traced, loaded or planned."""
 from __future__ import annotations
 
 from collections.abc import Iterable
@@ -12,24 +12,24 @@ from megacompile.planning.config import StreamConfig
 from megacompile.sizes import format_bytes
 from megacompile.weights.tiling import HOST_MARGIN_BYTES
 
-#: Bytes a parameter: of a bf16 model that trains, weights, gradients, remainder and moments.
+#: Bytes per trained parameter of a bf16 model: weights, gradients, remainder and moments.
 TRAINED_BYTES = 14
 
 
 def check_host_first(model: nn.Module, layers: Layers | None, config: StreamConfig, available: int) -> None:
-    """Raises `InsufficientMemoryError`, with what would fit, where the layers alone take more than the host has: all of them
-    are read, which of other parameters only the trace says."""
+    """Raises `InsufficientMemoryError`, with what would fit, if the layers alone take more than the host has. All of them are
+    read; only a trace can say which other parameters are."""
     try:
         stack = find_layers(model, layers)
-    except CaptureError:  # whoever captures the model says so
+    except CaptureError:  # capturing the model will raise it
         return
     if host_bytes(stack.layers, config) + HOST_MARGIN_BYTES > available:
         raise host_too_small(model, stack, config, host_bytes([model], config), available)
 
 
 def host_bytes(modules: Iterable[nn.Module], config: StreamConfig, trained: bool | None = None) -> int:
-    """Bytes of host memory that training takes of these modules' parameters, shared ones once: all of them as if they were
-    trained, or frozen, where `trained` says so."""
+    """Bytes of host memory that training takes for these modules' parameters, shared ones counted once. `trained`: count all of
+    them as trained, or as frozen; None: each as it is."""
     parameters = {id(p): p for module in modules for p in module.parameters()}.values()
     return sum(p.numel() * _bytes(p, config, p.requires_grad if trained is None else trained) for p in parameters)
 
@@ -42,7 +42,7 @@ def _bytes(parameter: torch.Tensor, config: StreamConfig, trained: bool) -> int:
 
 def host_too_small(model: nn.Module, stack: LayerStack, config: StreamConfig, needed: int,
                    available: int) -> InsufficientMemoryError:
-    """What to raise where the host has too little: what is needed in all, what there is, and what would fit."""
+    """The error for a host with too little memory: what is needed, what is available, and what would fit."""
     count = sum(p.numel() for p in model.parameters())
     return InsufficientMemoryError(
         f"training {type(model).__name__} takes {format_bytes(needed + HOST_MARGIN_BYTES)} of host memory ({count / 1e9:.3g} G "
@@ -51,7 +51,7 @@ def host_too_small(model: nn.Module, stack: LayerStack, config: StreamConfig, ne
 
 
 def _smaller(model: nn.Module, stack: LayerStack, config: StreamConfig, needed: int, available: int) -> list[str]:
-    """Smaller choices that the host holds, the least change first."""
+    """Smaller choices that fit the host, the least change first."""
     room, found = available - HOST_MARGIN_BYTES, []
     wide = any((config.dtype or p.dtype) == torch.float32 for p in model.parameters())
     narrow = host_bytes([model], StreamConfig(dtype=torch.bfloat16))
@@ -62,11 +62,12 @@ def _smaller(model: nn.Module, stack: LayerStack, config: StreamConfig, needed: 
         more = [host_bytes(stack.layers[first:], config, trained=True) - host_bytes(stack.layers[first:], config, trained=False)
                 for first in range(len(stack.layers))]
         upper = sum(size <= room - frozen for size in more)
-        found.append(f"frozen, with adapters that train (LoRA), it takes {format_bytes(frozen + HOST_MARGIN_BYTES)} and theirs")
+        found.append(f"frozen, with adapters that train (LoRA), it takes {format_bytes(frozen + HOST_MARGIN_BYTES)} plus the "
+                     "adapters")
         if upper:
             found.append(f"the last {upper} of {len(stack.layers)} layers can train, with all else frozen")
     elif needed > frozen:
         found.append(f"even frozen, with adapters, it takes {format_bytes(frozen + HOST_MARGIN_BYTES)}")
     if room >= TRAINED_BYTES * 10**8:
-        found.append(f"a model of up to {room / TRAINED_BYTES / 1e9:.3g} G parameters fits whole in bfloat16")
+        found.append(f"a model of up to {room / TRAINED_BYTES / 1e9:.3g} G parameters fits in bfloat16")
     return found or ["use a smaller model"]

@@ -1,12 +1,11 @@
-"""Plans that searches have found, kept in the user's cache folder: a second start of the same model on the same machine does
-not search.
+"""Plans from earlier searches, kept in the user's cache folder, so that a second start of the same model on the same machine
+does not search.
 
     plans/KEY.json      {"plan": {...}, "free": {...}}, then the seal (`seal.py`) of what is before it
 
-KEY is a digest of the question that a search answers (`plan_questions.py`) and of our source code. A plan is a few kilobytes of
-choices: programs are made from it, and verified, as from a plan that was just found. `free` is the memory that the search found
-free, where the user gave no budget: it is never the same twice, and the plan serves where there is about as much.
-"""
+KEY is a digest of the question that the search answers (`plan_questions.py`) and of our source code. A plan is a few kilobytes
+of choices; programs are made from it and verified as from a new plan. `free` is the memory that the search found free where the
+user gave no budget. That is never the same twice, so a plan is reused where about as much memory is free. """
 from __future__ import annotations
 
 import contextlib
@@ -29,17 +28,17 @@ from megacompile.ir.plan import RESIDUALS, UPDATES, Plan
 from megacompile.limits import LONGEST_NAME
 from megacompile.system.regular_files import open_regular
 
-#: Those that were used last stay.
+#: How many plans are kept, those that were used last.
 MOST_PLANS = 256
-#: Shares by which memory that was found free may differ: the host's rarely decides.
+#: By which share free memory may differ from that of the search. Host memory rarely decides.
 ALIKE: Mapping[str, float] = {"device": 0.01, "host": 0.125}
-#: Bytes of a file. A longer one is not a plan.
+#: The most bytes of a file. A longer one is not a plan.
 _LONGEST = 1 << 22
 
 _count = schema.whole(0, 2**31 - 1)
 _name = schema.must(lambda value: type(value) is str and len(value) < LONGEST_NAME, "a name")
 _tiles = schema.sequence(_name)
-#: What each field of a plan may hold; `Plan` itself sees to what goes together.
+#: The values that each field of a plan may have; `Plan` itself checks combinations.
 FIELDS: Mapping[str, schema.Rule] = {
     **dict.fromkeys(("batch", "length", "checkpoint_interval", "saved_layers", "weight_slots", "gradient_slots",
                      "staging_slabs", "gradient_slabs", "waves", "token_chunk", "host_checkpoints", "checkpoint_slots"),
@@ -54,8 +53,8 @@ _FILE = schema.record({"plan": schema.record(FIELDS),
 
 
 def find(question: Mapping[str, Any], free: Mapping[str, int]) -> Plan | None:
-    """The plan that was kept for a question (JSON values) where about as much was `free`, bytes by the names in `ALIKE`; None
-    if there is none, or no cache folder. A file that is not what was written there is passed over, with a RuntimeWarning."""
+    """The plan that was kept for a question (JSON values) while about as much memory was `free` (bytes by the names in
+    `ALIKE`). None if there is no such plan, or no cache folder. A damaged or changed file is ignored with a RuntimeWarning."""
     try:
         plan, then = _read(_folder() / _name_of(question))
         return plan if then.keys() == free.keys() and all(
@@ -63,12 +62,13 @@ def find(question: Mapping[str, Any], free: Mapping[str, int]) -> Plan | None:
     except (CacheError, FileNotFoundError):
         return None
     except (OSError, RecursionError, ValueError) as error:
-        warnings.warn(f"a plan in the cache is not used, and is searched anew: {error}", RuntimeWarning, stacklevel=2)
+        warnings.warn(f"a plan in the cache is not used and is searched for again: {error}", RuntimeWarning, stacklevel=2)
         return None
 
 
 def _read(path: Path) -> tuple[Plan, dict[str, int]]:
-    """The plan, and what was free. Raises `OSError`, `RecursionError`, and `ValueError` for what is not a plan."""
+    """The plan, and the bytes that were free. Raises `OSError`, `RecursionError`, and `ValueError` for a file without a
+    plan."""
     with open(open_regular(path, follow_links=False), "rb") as file:
         contents = unsealed(path.name, file.read(_LONGEST))
     if contents is None:
@@ -83,8 +83,8 @@ def _read(path: Path) -> tuple[Plan, dict[str, int]]:
 
 
 def keep(question: Mapping[str, Any], free: Mapping[str, int], plan: Plan) -> None:
-    """Writes the plan for a question. Several processes may do so at the same time: the last file stays. Does nothing where
-    nothing can be written."""
+    """Writes the plan for a question. Several processes may do so at the same time; the last file stays. Does nothing if the
+    file cannot be written."""
     contents = json.dumps({"plan": dataclasses.asdict(plan), "free": dict(free)}, indent=0).encode()
     with contextlib.suppress(MegacompileError, OSError):
         path = _folder() / _name_of(question)
@@ -112,7 +112,7 @@ def _name_of(question: Mapping[str, Any]) -> str:
 
 @functools.cache
 def source_digest() -> str:
-    """A digest of all our Python files. Any of them may decide which plan is the best."""
+    """A digest of all our Python files, any of which may affect which plan is best."""
     import megacompile.passes
     import megacompile.runtime
 
@@ -125,7 +125,7 @@ def source_digest() -> str:
 
 
 def _forget(folder: Path) -> None:
-    """Removes the files that were used longest ago, what killed processes left among them."""
+    """Removes all but the `MOST_PLANS` files that were used last. Leftovers of killed processes go this way too."""
     used: dict[Path, int] = {}
     for path in folder.iterdir():
         with contextlib.suppress(FileNotFoundError):

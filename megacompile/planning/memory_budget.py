@@ -1,8 +1,7 @@
-"""Memory that plans may take, of a device and of a host: which plans fit, and what to say where none does."""
+"""Memory that plans may take on the device and the host: which plans fit, and the error where none does."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from megacompile.errors import NoFittingPlanError
@@ -14,50 +13,50 @@ from megacompile.planning.pinned_memory import PinnedMemory, spend_pinned_memory
 from megacompile.sizes import format_bytes
 from megacompile.weights.tiling import HOST_MARGIN_BYTES, Tiling
 
-#: Device memory that no estimate knows: workspaces of cuBLAS, kernels that are loaded.
+#: Device memory outside of all estimates: workspaces of cuBLAS, loaded kernels.
 MARGIN_BYTES = 1 << 29
 
 
 def margins(device_type: str) -> tuple[int, bool]:
-    """`margin_bytes` and `keep_residuals` of a device. On the CPU "device memory" is host memory, which tiles need more."""
+    """`margin_bytes` and `keep_residuals` for a device. On the CPU "device memory" is host memory, which tiles need more."""
     return (MARGIN_BYTES, True) if device_type == "cuda" else (0, False)
 
 
-@dataclass
-class Room:
-    """What there is for one model's plans."""
+@dataclass(frozen=True)
+class MemoryBudget:
+    """The memory that one model's plans may take."""
 
     captured: CapturedModel
     tiling: Tiling
     config: StreamConfig
-    budget_bytes: int  # of device memory
+    budget_bytes: int  # budget of device memory
     pinned_bytes: int | None = None  # budget of pinned memory; None: no limit
     margin_bytes: int = MARGIN_BYTES
-    keep_residuals: bool = True  # in device memory that is left over
+    keep_residuals: bool = True  # in unused device memory
     fused: bool = False  # templates run compiled
-    taken_bytes: Callable[[], int] = lambda: 0  # of the budget, by other models
-    host_bytes: int = 1 << 62  # budget of host memory, tiles and all
+    taken_bytes: int = 0  # of the budget, planned by other models
+    host_bytes: int = 1 << 62  # budget of host memory, tiles included
 
     @functools.cached_property
     def layers(self) -> list[str]:
-        """Those that have a backward."""
+        """The names of the layers that have a backward."""
         return [call.name for call in self.tiling.differentiated(self.captured.calls)]
 
     @property
     def device_bytes(self) -> int:
-        """What is left of the budget."""
-        return max(0, self.budget_bytes - self.taken_bytes())
+        """Bytes of the device budget that other models have not planned."""
+        return max(0, self.budget_bytes - self.taken_bytes)
 
     @property
     def host_room(self) -> int:
-        """Bytes of the host's budget that a plan may take beside tiles and slabs."""
+        """Bytes of the host budget that a plan may take in addition to tiles and slabs."""
         slabs = 0 if self.pinned_bytes is None else self.pinned_bytes  # they take no more
         fixed = self.tiling.host_bytes() + HOST_MARGIN_BYTES + (0 if self.pinned().tiles else slabs)
         return max(0, self.host_bytes - fixed)
 
     def fits(self, plan: Plan) -> bool:
-        """Whether device and host hold a training step under a plan. (Of the host only what the plan adds to the tiles: no plan
-        takes less.)"""
+        """Whether a training step under a plan fits the device and the host. (For the host, only what the plan adds to the
+        tiles counts.)"""
         return self.fits_device(plan) and self.fits_host(plan)
 
     def fits_device(self, plan: Plan) -> bool:
@@ -67,7 +66,7 @@ class Room:
         return sum(self.host_parts(plan).values()) <= self.host_room
 
     def host_parts(self, plan: Plan) -> dict[str, int]:
-        """Bytes of host memory that a plan takes beside tiles and slabs, by purpose."""
+        """Bytes of host memory that a plan takes in addition to tiles and slabs, by purpose."""
         return host_parts(self.captured, self.tiling, plan)
 
     def pinned(self) -> PinnedMemory:
@@ -75,11 +74,11 @@ class Room:
         return spend_pinned_memory(self.captured, self.tiling, self.pinned_bytes, self.config.gradient_slabs)
 
     def estimate(self, plan: Plan, training: bool = True) -> Estimate:
-        """Device bytes of a training step (or of an evaluation) under a plan, less the margin."""
+        """Device bytes of a training step (or of an evaluation) under a plan, without the margin."""
         return (training_bytes if training else evaluation_bytes)(self.captured, self.tiling, plan, self.fused)
 
     def too_small(self, batch: int, length: int, need: int, plan: Plan) -> NoFittingPlanError:
-        """What to raise where the plan that needs least, `need` bytes of the device, does not fit it or the host."""
+        """The error where the smallest plan, which needs `need` device bytes, does not fit the device or the host."""
         if need <= self.device_bytes:
             parts = " and ".join(f"{format_bytes(count)} of {what}" for what, count in self.host_parts(plan).items() if count)
             return NoFittingPlanError(
@@ -96,11 +95,11 @@ class Room:
             f"use fewer or shorter sequences, or a larger device_memory{self.averaging()}", need)
 
     def averaging(self) -> str:
-        """What else helps where a batch is split at the user's wish alone."""
+        """Another remedy, for a model whose batches only the user may split."""
         asked = self.config.micro_batch_size or not self.captured.is_averaged
         return "" if asked else ("; or give micro_batch_size, and the auxiliary loss is the mean of those of micro-batches, as "
                                  "with gradient accumulation")
 
     def _others(self) -> str:
-        taken = self.taken_bytes()
-        return f" (other streamed models have planned {format_bytes(taken)}: close() one)" if taken else ""
+        taken = format_bytes(self.taken_bytes)
+        return f" (other streamed models have planned {taken}: close() one)" if self.taken_bytes else ""

@@ -1,44 +1,42 @@
 """What a search for a plan depends on, as data: two planners with the same question find the same plan.
 
-Templates are in it as their joint graphs, with the shapes of all values in B and T: variants, costs and residuals follow from
-these. Memory that was not given by the user, but found free, is apart.
+A question contains templates as digests of their joint graphs, with all shapes in B and T; variants, costs and residuals follow
+from these. Memory that was found free, not given by the user, is kept apart from the question.
 """
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch._inductor import config as inductor_config
 
 from megacompile.passes import PIPELINE, TEMPLATE_PIPELINE
 from megacompile.planning.config import StreamConfig
+from megacompile.planning.search_space import SearchSpace
 
-if TYPE_CHECKING:
-    from megacompile.planning.planner import Planner
-
-#: Options that change no plan, or whose results are in a question (graphs, budgets, passes).
+#: Options that change no plan, or whose effects are in a question (graphs, budgets, passes).
 ELSEWHERE = frozenset({"device", "device_memory", "pinned_memory", "host_memory", "dtype", "compile", "dynamic",
                        "expert_pieces", "passes", "template_passes", "loss", "stall_timeout", "repack", "reference"})
 
 
-def question(planner: Planner, batch: int, length: int, update: str, whole_step: bool) -> dict[str, Any] | None:
-    """What the search for the plan of a training step depends on, as JSON values. None where plans are not kept: if nothing is
-    searched, if compiled code is not kept (TORCHINDUCTOR_FORCE_DISABLE_CACHES), or with the user's own passes, which may read
+def question(space: SearchSpace, batch: int, length: int, update: str, whole_step: bool) -> dict[str, Any] | None:
+    """What the search for the plan of a training step depends on, as JSON values. None where plans are not kept: if there is no
+    search, if compiled code is not kept (TORCHINDUCTOR_FORCE_DISABLE_CACHES), or with the user's own passes, which may read
     anything."""
-    captured, tiling, config, pace = planner.captured, planner.tiling, planner.config, planner.pace
-    if (pace is None or not planner.keep_residuals or inductor_config.force_disable_caches
+    captured, tiling, config, pace = space.captured, space.tiling, space.config, space.pace
+    if (pace is None or not space.keep_residuals or inductor_config.force_disable_caches
             or config.passes != PIPELINE or config.template_passes != TEMPLATE_PIPELINE):
         return None
-    calls = captured.calls_for(planner.output)
+    calls = captured.calls_for(space.output)
     templates = {call.template: captured.templates[call.template] for call in (*captured.calls, *calls)}
     return {
         "torch": torch.__version__, "batch": batch, "length": length, "update": update, "whole_step": whole_step,
-        "output": planner.output, "stateful": planner.stateful,
+        "output": space.output, "stateful": space.stateful,
         "hardware": dataclasses.asdict(pace.durations.hardware),
-        "device_bytes": None if config.device_memory is None else planner.device_bytes,
-        "host_room": None if config.host_memory is None else planner.host_room,
-        "pinned_bytes": planner.pinned_bytes, "margin_bytes": planner.margin_bytes, "fused": planner.fused,
+        "device_bytes": None if config.device_memory is None else space.device_bytes,
+        "host_room": None if config.host_memory is None else space.host_room,
+        "pinned_bytes": space.pinned_bytes, "margin_bytes": space.margin_bytes, "fused": space.fused,
         "knobs": {field.name: getattr(config, field.name) for field in dataclasses.fields(StreamConfig)
                   if field.name not in ELSEWHERE},
         "model": {name: bool(getattr(captured, name)) for name in (
@@ -50,8 +48,8 @@ def question(planner: Planner, batch: int, length: int, update: str, whole_step:
     }
 
 
-def free_memory(planner: Planner) -> dict[str, int]:
-    """Bytes that plans may take where no budget was given, by where they are."""
-    config = planner.config
-    there = {} if config.device_memory is not None else {"device": planner.device_bytes}
-    return there if config.host_memory is not None else there | {"host": planner.host_room}
+def free_memory(space: SearchSpace) -> dict[str, int]:
+    """Bytes that plans may take where no budget was given, of "device" and "host" memory."""
+    config = space.config
+    there = {} if config.device_memory is not None else {"device": space.device_bytes}
+    return there if config.host_memory is not None else there | {"host": space.host_room}

@@ -1,4 +1,4 @@
-"""How fast a plan is, before anything runs: its program simulated, and a bound below that costs next to nothing."""
+"""How fast a plan is, before anything runs: its simulated program, and a cheap lower bound."""
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -16,24 +16,24 @@ from megacompile.predict.simulate import StepTimes, Timeline, step_of
 from megacompile.system.under_way import at
 from megacompile.weights.tiling import Tiling
 
-#: Share of the rate of the host's AdamW that plans are chosen with, and of the link's if tiles visit the device beside it. They
-#: have the least certain of all rates, since everything on the host shares its memory: plans that slower ones would hurt are
-#: only taken where they gain more.
+#: Plans are chosen with this share of the rate of the host's AdamW, and of the link's rate if tiles visit the device. These
+#: rates are the least certain, since everything on the host shares its memory. So a plan that lower rates would hurt must gain
+#: more.
 CAUTION = 0.95
-#: Share of a step that waits for the host's updates from which on another order of them is tried.
+#: If at least this share of a step waits for the host's updates, another order of updates is tried.
 HELD_UP = 0.01
 
 
 def pace_of(captured: CapturedModel, tiling: Tiling, hardware: Hardware | None, fused: bool,
             passes: Sequence[Pass] = PIPELINE) -> Pace | None:
-    """None where nothing is known of the machine."""
+    """Step times on `hardware`; None where the machine's rates are unknown."""
     return None if hardware is None else Pace(Durations(captured, tiling.layouts, hardware, fused), tiling, passes)
 
 
 @dataclass
 class Pace:
-    """Of one model on one machine. State: the times of what was simulated so far, by plan and whether a step is one program
-    (`known`, and `cautious` ones), and the program that was made last."""
+    """Step times of one model on one machine. State: the results of simulations so far, by plan and whether a step is one
+    program (`known`, and `cautious` ones), and the program that was made last."""
 
     durations: Durations
     tiling: Tiling
@@ -43,18 +43,18 @@ class Pace:
     _latest: tuple[tuple[Plan, bool], Program] | None = None
 
     def times(self, plan: Plan, whole_step: bool) -> StepTimes:
-        """Of a training step under a plan."""
+        """The times of a training step under a plan."""
         key = plan, whole_step
         return self.known[key] if key in self.known else self.timeline(plan, whole_step)
 
     def timeline(self, plan: Plan, whole_step: bool) -> Timeline:
-        """Some training steps under a plan; simulated whenever it is asked for, for it is large."""
+        """Some simulated training steps under a plan. Each call simulates again, since a timeline is too large to keep."""
         found = self.durations.simulate(self.program(plan, whole_step), plan)
         self.known[plan, whole_step] = found.without_items()
         return found
 
     def cautious_s(self, plan: Plan, whole_step: bool) -> float:
-        """Seconds of a step whose AdamW on the host has only `CAUTION` of its rate."""
+        """Seconds of a step on a host whose AdamW has only `CAUTION` of its rate."""
         key = plan, whole_step
         if key not in self.cautious:
             hardware = self.durations.hardware
@@ -65,8 +65,8 @@ class Pace:
         return self.cautious[key]
 
     def orders(self, plan: Plan, whole_step: bool, may_defer: bool) -> list[Plan]:
-        """The plan, and one whose updates come in another order, if that may be faster: lowest tiles first on arrival; at the
-        end of a step moments behind all weights, where the host's updates hold up the next forward."""
+        """The plan, and one with another order of updates, if that may be faster. On arrival: lowest tiles first. At the end of
+        a step: moments after all weights, if the host's updates delay the next forward."""
         if plan.update == "arrival":
             return list(dict.fromkeys((plan, self.lowest_first(plan, whole_step))))
         if not may_defer or plan.deferred_moments:
@@ -76,8 +76,8 @@ class Pace:
         return [plan, replace(plan, deferred_moments=True)] if held_up else [plan]
 
     def lowest_first(self, plan: Plan, whole_step: bool) -> Plan:
-        """The plan of a step with updates on arrival, tiles that the next forward needs first being updated first among those
-        that have arrived. The same plan where updates keep up with arrivals."""
+        """The plan with updates on arrival in another order: of the tiles that have arrived, the one that the next forward
+        needs first is updated first. The same plan where updates keep up with arrivals."""
         section = "train_step" if whole_step else "backward"
         items = [item for item in self.timeline(plan, whole_step).items if item.section == section]
         last = [item for item in items if item.step == items[-1].step]
@@ -96,8 +96,8 @@ class Pace:
         return plan if order == sorted(order, key=arrived.__getitem__) else replace(plan, update_order=tuple(order))
 
     def program(self, plan: Plan, whole_step: bool) -> Program:
-        """The sections of a training step, as `compile_program` makes them, unverified: what is chosen is verified when it is
-        compiled."""
+        """The sections of a training step, made as `compile_program` makes them, but not verified. The chosen plan's program is
+        verified when it is compiled."""
         if self._latest is None or self._latest[0] != (plan, whole_step):
             self._latest = (plan, whole_step), self._made(plan, whole_step)
         return self._latest[1]
@@ -112,14 +112,14 @@ class Pace:
         return program
 
     def at_least(self, plan: Plan, may_defer: bool) -> float:
-        """Seconds below which `cautious_s` of a plan, or of its `orders`, does not come: those of its templates; and, where the
-        host updates at the end of a step, those until it has updated the weights of a call and of all before it, and of
-        what is then left to compute."""
+        """A lower bound in seconds for `cautious_s` of a plan and of its `orders`: the time of its templates. Where the host
+        updates at the end of a step, also for each call the time of the updates of its weights and of all weights before it,
+        and then of the templates from this call on."""
         forwards, total = self._templates(plan)
         if plan.update != "step":
             return total
         rates = self.durations.hardware
-        faster = rates.adam_parts["weights"]  # than a whole update; not everywhere
+        faster = rates.adam_parts["weights"]  # than a whole update, on most hosts
         rate = CAUTION * rates.adam * (faster if plan.deferred_moments else max(1.0, faster) if may_defer else 1.0)
         elsewhere = {*plan.resident_state, *plan.visiting_state}
         tiles = {tile: layout for tile, layout in self.tiling.layouts.items() if layout.trainable and tile not in elsewhere}
@@ -131,16 +131,16 @@ class Pace:
         return found
 
     def compute_s(self, plan: Plan) -> float:
-        """Seconds that a step's templates take by themselves."""
+        """Seconds of a step's templates alone."""
         return self._templates(plan)[1]
 
     def _templates(self, plan: Plan) -> tuple[dict[str, float], float]:
-        """Seconds of the forward of each call in the first wave, and of all templates of a step."""
+        """(seconds of the forward of each call in the first wave, seconds of all templates of a step)."""
         captured = self.durations.captured
         calls = captured.calls_for(plan.output)
         layers = [call.name for call in self.tiling.differentiated(captured.calls)]
         recomputed = len(layers) - min(plan.saved_layers, len(layers))
-        # Of what has no backward, and the prologue:
+        # For calls without a backward, and the prologue:
         runs: dict[str, tuple[str, ...]] = {call.name: ("forward",) for call in calls}
         runs |= dict.fromkeys(layers[:recomputed], ("forward", "forward_saving", "backward"))
         runs |= {block[-1]: ("forward", "recompute_backward") for block in plan.blocks(layers)}

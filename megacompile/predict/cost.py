@@ -1,10 +1,9 @@
-"""What templates hold, as functions of batch B and length T: bytes of a variant at its peak, of results and residuals.
-(What they execute is `flops.py`'s.)
+"""The memory of templates, as functions of batch B and length T: bytes of a variant at its peak, of results and residuals.
+(`flops.py` counts what they execute.)
 
-The first cost model: liveness over a variant's graph, every op's result in memory of its own (views share their base's),
-and what our own ops hold inside. Compiled code fuses, so it holds less; matrix kernels' workspaces and rounding by the
-allocator are the margin's.
-"""
+The model: liveness over a variant's graph. Every op's result has its own memory, views share that of their base, and our own
+ops hold a workspace in addition. Compiled code fuses ops and so holds less. The planner's margin covers workspaces of matrix
+kernels and rounding by the allocator. """
 from __future__ import annotations
 
 import math
@@ -24,14 +23,14 @@ from megacompile.ir.token_loop import TokenLoop, Total, token_loops, total_dtype
 from megacompile.predict.fusion import computes, fuse
 from megacompile.runtime.memory.checkpoints import ALIGNMENT
 
-#: Peaks found so far, by (batch, length): a planner asks for the same ones hundreds of times.
+#: Peaks so far, by (batch, length, fused): the planner asks for the same ones hundreds of times.
 _peaks: weakref.WeakKeyDictionary[Variant, dict[tuple[int, int, bool], int]] = weakref.WeakKeyDictionary()
-#: And sizes of outputs and residuals.
+#: Sizes of outputs and residuals so far.
 _sizes: weakref.WeakKeyDictionary[Template, dict[tuple[str | int, ...], int]] = weakref.WeakKeyDictionary()
 
 
 def at(template: Template, batch: int, length: int) -> Callable[[Any], int]:
-    """A function from a size of a graph's `meta["val"]` to its value at this batch and length."""
+    """A function that evaluates a size from a graph's `meta["val"]` at this batch and length."""
     values = dict(zip(template.symbols, (batch, length), strict=True))
     return lambda size: int(template.symbolic(size).subs(values)) if isinstance(size, torch.SymInt) else int(size)
 
@@ -45,13 +44,13 @@ def tensor_bytes(value: Any, size: Callable[[Any], int]) -> int:
 
 
 def _attention_workspace(node: fx.Node, size: Callable[[Any], int], device_type: str, backward: bool) -> int:
-    """Explicit scores [B, H, T, T] in float32, as many as are alive at once; flash kernels hold none, but for what their
-    backward on CUDA sums up in."""
+    """Bytes of explicit scores, [B, H, T, T] in float32, as many as are alive at once. Flash kernels hold no scores, but their
+    backward on CUDA has buffers that it sums up in."""
     softcap, kernel = node.args[5 + 3 * backward:7 + 3 * backward]
     query, key = (argument.meta["val"] for argument in node.args[backward:backward + 2])  # type: ignore[union-attr]
     batch, heads, length, width = map(size, query.shape)
     if kernel in ("flash", "flash_packed", "cudnn") and backward:
-        # The query's gradient grows in float32; keys' and values' have one head for each of the query's at first.
+        # The query's gradient is summed in float32; those of keys and values first have as many heads as the query.
         grouped = 0 if size(key.shape[1]) == heads else 2 * tensor_bytes(query, size)
         columns = -(-width // 32) * 32 if width <= 192 else 256
         return batch * heads * (-(-length // 128) * 128) * 4 * (columns + 1) + grouped
@@ -70,15 +69,15 @@ def _attention_workspace(node: fx.Node, size: Callable[[Any], int], device_type:
 
 
 def _masks_of_heads(segments: Sequence[Any], size: Callable[[Any], int]) -> int:
-    """How many heads have masks of pairs of their own; 0 where all share what there is."""
+    """How many heads have their own mask of pairs; 0 if there is no mask, or all heads share one."""
     given = [each.meta["val"] for each in segments if isinstance(each, fx.Node)]
     heads = max((size(mask.shape[1]) for mask in given if mask.dim() == 4), default=1)
     return heads if heads > 1 else 0
 
 
 def _cross_entropy_workspace(node: fx.Node, size: Callable[[Any], int], device_type: str) -> int:
-    """A chunk's scores and their gradient, in the weights' dtype, beside those of the chunk before; on the CPU, where the op
-    runs unfused, float32 values in between."""
+    """Bytes of a chunk's scores and their gradient, in the weights' dtype, and of the scores of the chunk before. On the CPU,
+    where the op runs unfused, also of float32 values in between."""
     hidden, weight = (argument.meta["val"] for argument in node.args[:2])  # type: ignore[union-attr]
     scale, softcap, chunk = node.args[6:9]
     assert isinstance(chunk, int)
@@ -90,8 +89,9 @@ def _cross_entropy_workspace(node: fx.Node, size: Callable[[Any], int], device_t
 
 
 def _encoder_workspace(node: fx.Node, size: Callable[[Any], int], device_type: str, backward: bool) -> int:
-    """An encoder's values of the images that it has at once, where every token is of an image: all, or those that it takes
-    together, or the largest that a sequence has room for. Of more than these, gradients grow in float32."""
+    """Bytes of an encoder's values for the images that it processes together, if every token belongs to an image: all images,
+    or as many as it takes at once, or the largest image that fits a sequence. If there are more, gradients are summed in
+    float32."""
     patches: Any = node.args[backward]
     encoder = encoder_of(node.args[4 + backward])  # type: ignore[arg-type]
     rows, length = (size(n) for n in patches.meta["val"].shape[:2])
@@ -101,7 +101,7 @@ def _encoder_workspace(node: fx.Node, size: Callable[[Any], int], device_type: s
     return at_once * encoder.held_bytes[backward] + sums
 
 
-#: What our own ops hold beside their results: (node, size, device type) -> bytes.
+#: What our own ops hold in addition to their results: (node, size, device type) -> bytes.
 WORKSPACE: dict[Any, Callable[[fx.Node, Callable[[Any], int], str], int]] = {
     torch.ops.megacompile.attention.default: partial(_attention_workspace, backward=False),
     torch.ops.megacompile.attention_backward.default: partial(_attention_workspace, backward=True),
@@ -112,8 +112,8 @@ WORKSPACE: dict[Any, Callable[[fx.Node, Callable[[Any], int], str], int]] = {
 
 
 def peak_bytes(template: Template, variant: Variant, batch: int, length: int, fused: bool = False) -> int:
-    """Most bytes that a variant's own values (its inputs aside) take at once. `fused`: it runs compiled, so that values
-    inside of fused kernels take none."""
+    """The most bytes that a variant's values take at once, without its inputs. `fused`: it runs compiled, so that values inside
+    fused kernels take no memory."""
     known = _peaks.setdefault(variant, {})
     if (batch, length, fused) not in known:
         known[batch, length, fused] = _peak_bytes(template, variant, batch, length, fused)
@@ -144,7 +144,7 @@ def _graph_peak(graph: fx.Graph, size: Callable[[Any], int], fused: bool,
         for used in node.all_input_nodes:
             base = base_of(used)
             for value in fusion.sources[base] if fusion is not None else (base,):
-                last[value] = node  # a value that is computed again keeps what it is computed from
+                last[value] = node  # a value that is computed again keeps its sources alive
     inside = {n for n in graph.nodes if fusion is not None and computes(n) and n not in fusion.stored}
     dies: dict[fx.Node, list[fx.Node]] = {}
     for value, node in last.items():
@@ -163,18 +163,18 @@ def _graph_peak(graph: fx.Graph, size: Callable[[Any], int], fused: bool,
 
 
 def _products_bytes(template: Template, variant: Variant) -> int:
-    """Twice the largest gradient that the runtime multiplies out beside a variant's results: it comes and goes among smaller
-    blocks that stay, and the holes that it leaves in the allocator's memory have no room for the next one. (Gradients of plain
-    GEMMs are added where they are made.)"""
+    """Twice the largest gradient that the runtime computes from two results of a variant. It is allocated and freed among
+    smaller blocks that stay, and the holes that it leaves in the allocator's memory are too small for the next one. (Gradients
+    of plain GEMMs are added in place.)"""
     results: Any = variant.graph.graph.output_node().args[0]
     grouped = [(template.inputs[g.input], results[g.results[0]]) for g in variant.gradients if len(g.results) == 3]
     return 2 * max((math.prod(map(int, made.shape)) * rows.meta["val"].element_size() for made, rows in grouped), default=0)
 
 
 def _hole_bytes(node: fx.Node, size: Callable[[Any], int], device_type: str) -> int:
-    """Where a layer computes in chunks, what it allocates is little more than whole-sequence values, each of them known.
-    Between those that stay, keys, values and their gradients, if smaller than queries, leave holes in the allocator's memory
-    in which nothing that comes has room: attention's backward, where such a layer's peak is."""
+    """Bytes of unusable holes in the allocator's memory during attention's backward, the peak of a layer that computes in
+    chunks. Such a layer allocates little but whole-sequence values. Among those that stay, keys, values and their gradients, if
+    smaller than queries, leave holes that no later value fits."""
     if node.target is not torch.ops.megacompile.attention_backward.default or device_type != "cuda":
         return 0
     operands = [argument.meta["val"] for argument in node.args[1:4]]  # type: ignore[union-attr]
@@ -186,19 +186,19 @@ _MAKING = ("call_function", "call_module")
 
 
 def _made_bytes(node: fx.Node, size: Callable[[Any], int]) -> int:
-    """What comes into being with a node. A loop's results are there before they are taken out of it, one by one."""
+    """Bytes that a node allocates. A loop allocates its results itself; the nodes that take them out of it allocate nothing."""
     taken_out = node.target is operator.getitem and node.args[0].op == "call_module"  # type: ignore[union-attr]
     return 0 if taken_out else tensor_bytes(node.meta.get("val"), size)
 
 
 def _left_bytes(node: fx.Node, size: Callable[[Any], int]) -> int:
-    """What goes with the last look at a node."""
+    """Bytes that are freed after the last use of a node."""
     return 0 if node.op == "call_module" else tensor_bytes(node.meta.get("val"), size)
 
 
 def _loop_workspace(loop: TokenLoop, size: Callable[[Any], int], device_type: str, fused: bool) -> int:
-    """What a loop over chunks holds beside its results: copies of its inputs' chunks, which not every layout needs, and the
-    body's values; where no GEMM accumulates in float32, a product's operands in float32 too."""
+    """Bytes that a loop over chunks holds in addition to its results: copies of its inputs' chunks, which not every layout
+    needs, and the body's values; also a product's operands in float32, where no GEMM accumulates in float32."""
     body = loop.body.graph
     _, _, *placeholders = body.find_nodes(op="placeholder")
     pieces = sum(tensor_bytes(node.meta["val"], size) for node, tokens in zip(placeholders, loop.inputs, strict=True) if tokens)
@@ -213,20 +213,20 @@ def _loop_workspace(loop: TokenLoop, size: Callable[[Any], int], device_type: st
 
 
 def result_bytes(template: Template, variant: Variant, batch: int, length: int) -> int:
-    """Bytes of everything that a variant returns."""
+    """Bytes of all results of a variant."""
     size = at(template, batch, length)
     results = variant.graph.graph.output_node().all_input_nodes
     return sum(tensor_bytes(node.meta.get("val"), size) for node in dict.fromkeys(results))
 
 
 def output_bytes(template: Template, batch: int, length: int) -> int:
-    """Bytes of a template's outputs: what a checkpoint of it takes."""
+    """Bytes of a template's outputs, which are what a checkpoint keeps."""
     return _evaluated(template, "output_bytes", batch, length)
 
 
 def checkpoint_bytes(template: Template, length: int) -> int:
-    """Bytes that a template's outputs of one sequence take in a buffer, each of them aligned; of more sequences, no more than
-    that many times as much."""
+    """Bytes that a template's outputs for one sequence take in a buffer, each of them aligned. n sequences take at most n times
+    as much."""
     return output_bytes(template, 1, length) + (template.outputs - 1) * ALIGNMENT
 
 

@@ -1,5 +1,5 @@
-"""How long each node of a program takes alone, in seconds: the work of templates and the bytes of tiles over a machine's
-rates. What lanes take from each other is the simulator's (`simulate.py`)."""
+"""How long each node of a program takes alone, in seconds: the work of templates and the bytes of tiles over a machine's rates.
+`simulate.py` adds how lanes slow each other down."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
@@ -23,14 +23,14 @@ from megacompile.predict.hardware import Hardware
 from megacompile.predict.simulate import Timeline, simulate
 from megacompile.runtime.memory.tiles import TileLayout
 
-#: (FLOPs of GEMMs, of grouped ones, bytes of GEMMs, other bytes, kernels), at one batch and length; and of each of its
-#: attention's kernels, FLOPs and those of a further key.
+#: At one batch and length: (FLOPs of GEMMs, of grouped GEMMs, bytes of GEMMs, other bytes, kernels), and for each attention
+#: kernel its FLOPs and those of one additional key.
 _Numbers = tuple[tuple[float, float, float, float, int], tuple[tuple[float, float], ...]]
-#: What stands in sizes beside sums and products: `-(-T // 8)`, say, of a layer that pads to a multiple of 8.
+#: Functions in sizes other than sums and products, such as `-(-T // 8)` in a layer that pads to a multiple of 8.
 _SIZE_FUNCTIONS = {name: getattr(size_functions, name) for name in size_functions.__all__}
 
 
-#: What the duration of each op is made of, in words (`Durations._node` in numbers); any other op takes no time of its own.
+#: The duration of each op in words; `Durations._node` computes it. All other ops take no time.
 COSTS: dict[str, str] = {
     **dict.fromkeys(sorted(TEMPLATE_OPS), "the variant's products over the GEMM rate (grouped ones over theirs), or their "
                     "bytes over memory bandwidth where that is longer; attention over its rate; other bytes over memory "
@@ -51,17 +51,17 @@ COSTS: dict[str, str] = {
 
 
 def cost_table() -> str:
-    """What ops cost, as Markdown; those of one cost in a row."""
+    """The cost of ops as a Markdown table, with ops of the same cost in one row."""
     rows = [[", ".join(f"`{op}`" for op in COSTS if COSTS[op] == cost), cost] for cost in dict.fromkeys(COSTS.values())]
     return str(tabulate(rows, ["op", "seconds"], tablefmt="github"))
 
 
 @dataclass
 class Durations:
-    """Seconds of nodes for one model on one machine. State: the work of the variants that were asked for.
+    """The seconds that nodes take, for one model on one machine. State: the work of the variants so far.
 
-    `fused`: templates run compiled. A kernel's time is that of its products, or of their operands' way through memory
-    where that is longer, plus that of its elementwise chains; and never less than launching takes."""
+    `fused`: templates run compiled. A kernel takes the time of its products, or of reading and writing their operands if that
+    is longer, plus that of its elementwise chains, and at least that of its launch."""
 
     captured: CapturedModel
     layouts: Mapping[str, TileLayout]
@@ -75,7 +75,7 @@ class Durations:
         return lambda node: self._node(program, node, plan)
 
     def simulate(self, program: Program, plan: Plan, without: Callable[[Op], bool] | None = None) -> Timeline:
-        """A few training steps of a program under its plan. Ops that are `without` take no time."""
+        """A few training steps of a program under its plan. Ops for which `without` is true take no time."""
         seconds = self.of(program, plan)
         if without is None:
             return simulate(program, seconds, self.hardware.speeds)
@@ -87,7 +87,7 @@ class Durations:
         return self._known(found, found.variant(variant, chunk, residuals))[0]
 
     def seconds(self, template: str, variant: str, batch: int, length: int, chunk: int = 0, residuals: str = "all") -> float:
-        """One run of a variant. `chunk` and `residuals`: a plan's."""
+        """Seconds of one run of a variant. `chunk` and `residuals`: those of the plan."""
         found = self.captured.templates[template]
         cut = found.variant(variant, found.chunk(batch, chunk), residuals)
         key = cut, batch, length
@@ -133,9 +133,9 @@ class Durations:
                 return tile.weight_bytes / hardware.host_copy
             case "fetch_state" | "store_state":
                 return tile.state_bytes / hardware.host_copy
-            case "accumulate":  # adding reads what is there and takes the norm: twice the traffic of a copy
+            case "accumulate":  # adding also reads the old gradients and takes the norm: twice the traffic of a copy
                 return tile.gradient_bytes * (1 if argument(node, "overwrite") else 2) / hardware.host_copy
-            case "add_to_sum":  # a copy's rate is of bytes that are read and written
+            case "add_to_sum":  # the copy rate counts bytes that are both read and written
                 passes = 1 if argument(node, "overwrite") else 2
                 return (tile.gradient_bytes + passes * self.layouts[tile.name].sum_bytes) / (2 * hardware.host_copy)
             case "norms_of_sum":
@@ -144,14 +144,14 @@ class Durations:
                 return tile.parameters / hardware.adam
             case "adam_weights" | "adam_moments":
                 return tile.parameters / (hardware.adam * hardware.adam_parts[op.removeprefix("adam_")])
-            case "adam_visiting":  # the update itself is done while the next copy begins
-                home = tile.weight_bytes + tile.state_bytes
-                return (home + tile.gradient_bytes) / hardware.link["h2d"] + home / hardware.link["d2h"]
+            case "adam_visiting":  # the update itself overlaps the next copy
+                back = tile.weight_bytes + tile.state_bytes
+                return (back + tile.gradient_bytes) / hardware.link["h2d"] + back / hardware.link["d2h"]
             case "adam_resident":  # gradients are read, weights and state read and written
                 return self._through_memory(tile.gradient_bytes + 2 * (tile.weight_bytes + tile.state_bytes))
             case "zeros":
                 return self._through_memory(4 * self.layouts[tile.name].elements)
-            case "reduce":  # FP32 is read, gradients are written, and read for their norms
+            case "reduce":  # reads FP32, writes gradients, and reads them for their norms
                 return self._through_memory(4 * self.layouts[tile.name].elements + 2 * tile.gradient_bytes)
             case "scale":
                 return self._through_memory(2 * self._held(program, operands(node, "value")[0], plan.length))

@@ -1,12 +1,12 @@
-"""What a template's variant executes, as functions of batch B and length T: FLOPs by kind, and bytes that it moves.
+"""The work of a template's variant, as functions of batch B and length T: FLOPs by kind, and bytes that it moves.
 
-    GEMMs        2 x (elements of the first matrix) x (columns of the second); gradients that leave a variant as
-                 operands are multiplied by the runtime, and count here; grouped ones, of experts, are a kind of their own
-    attention    pairs of positions that are looked at: half of all, or a window's; the backward takes 5 products to 2. By
-                 kernel, each with what a further key for each query would be
-    the rest     bytes through the device's memory, with elementwise chains fused as a compiler of kernels fuses them
+    GEMMs        2 x (elements of the first matrix) x (columns of the second). Gradients that a variant returns as two operands,
+                 which the runtime multiplies, count too. Grouped GEMMs, those of experts, are counted separately
+    attention    pairs of positions that are computed: half of all, or those in a window. The backward takes 5 products, the
+                 forward 2. Counted by kernel, each with the FLOPs of one additional key per query
+    the rest     bytes read and written in device memory, with elementwise chains fused as a kernel compiler fuses them
 
-Recomputed work counts like any other. What is fused is `fusion.py`'s to say.
+Recomputed work counts like any other. `fusion.py` decides what is fused.
 """
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _ZERO = sympy.Integer(0)
 
 
 class Attention(NamedTuple):
-    """FLOPs of all pairs that one kernel looks at, and those of one further key for each query."""
+    """FLOPs of all pairs that one kernel computes, and of one additional key for each query."""
 
     flops: sympy.Expr = _ZERO
     per_key: sympy.Expr = _ZERO
@@ -34,9 +34,9 @@ class Attention(NamedTuple):
 
 @dataclass(frozen=True)
 class Work:
-    """FLOPs and bytes in B and T. `gemm_bytes` are those of the GEMMs' operands and results, grouped ones included, which a
-    GEMM large enough hides; `bytes` those of everything else. `kernels` is how many are launched. `attention` is by kernel and
-    direction, ("cudnn", "backward")."""
+    """FLOPs and bytes in B and T. `gemm_bytes` are those of the operands and results of GEMMs, grouped ones included; a large
+    GEMM hides them. `bytes` are all others. `kernels`: how many are launched. `attention`: by kernel and direction, such as
+    ("cudnn", "backward")."""
 
     gemm_flops: sympy.Expr = _ZERO
     grouped_flops: sympy.Expr = _ZERO
@@ -50,8 +50,8 @@ class Work:
         return sum((each.flops for each in self.attention.values()), self.gemm_flops + self.grouped_flops)
 
     def repeated(self, length: sympy.Symbol, chunk: int) -> Work:
-        """For `length` positions, a chunk at a time, if this is the work of one pass over `length`."""
-        assert not self.attention, "a token's attention looks at others: no loop over chunks has any"
+        """The work for `length` positions, a chunk at a time, if this is the work of one pass over `length`."""
+        assert not self.attention, "attention reads other tokens, so a loop over chunks cannot have any"
         count = sympy.Max(1, length / chunk)
         times = {each.name: count * sympy.sympify(getattr(self, each.name)).subs(length, sympy.Min(chunk, length))
                  for each in fields(self) if each.name != "attention"}
@@ -68,8 +68,8 @@ class Work:
 
 
 def variant_work(template: Template, variant: Variant, fused: bool = True) -> Work:
-    """The work of one run of a variant, products of its gradients' operands and their accumulation included. `fused`:
-    elementwise chains run as one kernel each; else every op reads and writes memory."""
+    """The work of one run of a variant, including the products that make its gradients and their accumulation. `fused`: each
+    elementwise chain runs as one kernel; else every op reads and writes memory."""
     sizes, loops = _Sizes(template), token_loops(variant.graph)
     graph = variant.graph.graph
     total = _graph_work(graph, sizes, fused and not loops)  # ops around loops run one by one
@@ -88,7 +88,7 @@ def _graph_work(graph: fx.Graph, sizes: _Sizes, fused: bool) -> Work:
 
 
 def _loop_work(loop: TokenLoop, sizes: _Sizes, fused: bool) -> Work:
-    """A chunk's work as many times as there are chunks; what a chunk gives is written once more, to its place."""
+    """The work of a chunk times the number of chunks. Each chunk's results are also copied to their place."""
     body = loop.body.graph
     results: list[fx.Node] = list(body.output_node().args[0])  # type: ignore[arg-type]
     work = _graph_work(body, sizes, fused)
@@ -123,7 +123,7 @@ class _Sizes:
         return total
 
 
-# ---------------------------------------------------------------- kernels that are no elementwise chain
+# ---------------------------------------------------------------- kernels other than elementwise chains
 
 def _kernel_work(node: fx.Node, sizes: _Sizes) -> Work:
     match kernel_of(node):
@@ -139,7 +139,7 @@ def _kernel_work(node: fx.Node, sizes: _Sizes) -> Work:
                 return Work(attention=found, kernels=1)
             return Work(attention=found, bytes=2 * sizes.bytes(node), kernels=5)  # results are read, changed and written
         case "attention_backward":
-            # Five products to the forward's two. It runs as three kernels: a sum, the gradients, a conversion.
+            # Five products; the forward has two. It runs as three kernels: a sum, the gradients, a conversion.
             forward = _attention(node.args[1], node.args[3], node.args[7], sizes)
             backward = Attention(*(sympy.Rational(5, 2) * flops for flops in forward))
             return Work(attention={(str(node.args[9]), "backward"): backward}, kernels=3)
@@ -149,7 +149,7 @@ def _kernel_work(node: fx.Node, sizes: _Sizes) -> Work:
 
 
 def _attention(query: Any, value: Any, window: Any, sizes: _Sizes) -> Attention:
-    """Products with keys and with values, for pairs that a causal mask (of `window` positions, 0: all) lets through."""
+    """Products with keys and values for the pairs that a causal mask allows (`window`: number of positions; 0: all)."""
     batch, heads, length, width = sizes.shape(query)
     seen = sympy.Min(window, length) if window else length
     pairs = seen * (2 * length - seen) / 2
@@ -158,7 +158,7 @@ def _attention(query: Any, value: Any, window: Any, sizes: _Sizes) -> Attention:
 
 
 def _linear_cross_entropy(node: fx.Node, sizes: _Sizes) -> Work:
-    """Scores, the hidden states' gradient and, if needed, the weight's: a chunk of tokens at a time."""
+    """Scores, the gradient of hidden states and, if the weight is trained, that of the weight, a chunk of tokens at a time."""
     hidden, weight, chunk, trained = node.args[0], node.args[1], node.args[8], bool(node.args[9])
     tokens, (vocabulary, _) = sizes.shape(hidden)[0], sizes.shape(weight)
     width = tensor_of(hidden).element_size()
@@ -168,17 +168,17 @@ def _linear_cross_entropy(node: fx.Node, sizes: _Sizes) -> Work:
     products = 3 if trained else 2
     return Work(
         gemm_flops=products * 2 * tokens * sizes.count(weight), gemm_bytes=chunks * per_chunk + products * scores,
-        bytes=3 * scores,  # scores are read twice, for the maximum and for the gradient that takes their place
+        bytes=3 * scores,  # read for the maximum, read for the gradient, overwritten by it
         kernels=4)
 
 
 def _grouped_product(flops: sympy.Expr, moved: sympy.Expr, sizes: _Sizes) -> Work:
-    """Rows that are another piece's are skipped."""
+    """A grouped product, which skips the rows of other pieces."""
     return Work(grouped_flops=flops * sympy.Rational(sizes.template.share), gemm_bytes=moved, kernels=1)
 
 
 def _accumulation(results: Sequence[fx.Node], sizes: _Sizes) -> Work:
-    """A parameter's gradient into its FP32 accumulator: added, or multiplied out there."""
+    """The work of adding a parameter's gradient, or the product that makes it, to its FP32 accumulator."""
     match results:
         case [value]:
             return Work(bytes=sizes.bytes(value) + 8 * sizes.count(value), kernels=1)
@@ -201,9 +201,9 @@ def _unfused_rest(graph: fx.Graph, sizes: _Sizes) -> Work:
 
 
 def _fused_rest(graph: fx.Graph, sizes: _Sizes) -> Work:
-    """A fused kernel reads what lies outside of its stage once, and writes what is read outside."""
+    """A fused kernel reads each value from outside of its stage once, and writes the values that are read outside of it."""
     fusion = fuse(graph)
-    # What a stage makes itself is in registers, or in a cache.
+    # Values that a stage makes itself are in registers or in a cache.
     fetched = {at: {s for s in found if s not in fusion.stored or fusion.stage[s] != at} for at, found in fusion.reads.items()}
     written = {s for s in fusion.stored if s in fusion.read_by_kernels or any(s in found for found in fetched.values())}
     moved = sizes.bytes(*written) + sum((sizes.bytes(*found) for found in fetched.values()), _ZERO)

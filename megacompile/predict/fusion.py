@@ -1,9 +1,8 @@
-"""What a compiler of kernels fuses in a template's graph: which values ever exist in memory, and what they are made from.
+"""What a kernel compiler fuses in a template's graph: which values exist in memory, and which values they are computed from.
 
-Stages lie between kernels of their own (matrix products, attention): what a stage computes is one fused kernel. Cheap values
-are computed again by whoever reads them; a value is *stored* if a reduction makes it, a kernel of its own reads it, or it is
-a result.
-"""
+Matrix products and attention are separate kernels. The ops between them form stages, each of which is one fused kernel. Cheap
+values are computed again wherever they are read. A value is *stored* if a reduction makes it, if a separate kernel reads it, or
+if it is a result. """
 from __future__ import annotations
 
 import operator
@@ -25,14 +24,15 @@ _REDUCTIONS = frozenset({aten.sum, aten.mean, aten.amax, aten.amin, aten.var_mea
                          aten._log_softmax, aten.cumsum, aten.sort, aten.topk})
 #: Ops that read as many elements of their first input as they write, whatever its size.
 _GATHERS = frozenset({aten.embedding, aten.index_select, aten.gather, aten.index})
-#: A value that can be computed again from at most so many others is not worth a trip through memory.
+#: A value that can be computed from at most this many others is computed again, not stored.
 _INLINED_READS = 4
 
 
 @dataclass
 class Fusion:
-    """Of one graph: the values that are stored; for each value the stored ones that it is computed from (itself, if it is
-    stored or a kernel's); its stage; what each stage reads; and the memory that kernels of their own read."""
+    """The fusion of one graph. `stored`: the stored values. `sources`: for each value the stored values that it is computed
+    from (itself, if it is stored or the result of a separate kernel). `stage`: its stage. `reads`: the values that each stage
+    reads. `read_by_kernels`: the values that separate kernels read."""
 
     stored: set[fx.Node] = field(default_factory=set)
     sources: dict[fx.Node, set[fx.Node]] = field(default_factory=dict)
@@ -61,8 +61,8 @@ def fuse(graph: fx.Graph) -> Fusion:
 
 
 def kernel_of(node: fx.Node) -> str | None:
-    """Name of a kernel of its own; None for what a compiler fuses, and for what is no computation. (Loops over chunks of tokens
-    are no part of a fused graph: whoever looks at one looks into their bodies.)"""
+    """The name of a separate kernel; None for ops that a compiler fuses, and for nodes that compute nothing. (A fused graph has
+    no loops over chunks of tokens: callers look at the loops' bodies instead.)"""
     if node.op != "call_function":
         return None
     if node.target in GEMMS:
@@ -77,13 +77,13 @@ def tensor_of(node: Any) -> Tensor:
 
 
 def computes(node: fx.Node) -> bool:
-    """Whether a node makes new memory by an op that is no kernel of its own."""
+    """Whether a node allocates its result and its op is not a separate kernel."""
     return (node.op == "call_function" and isinstance(node.meta.get("val"), Tensor) and base_of(node) is node
             and node.target is not operator.getitem and kernel_of(node) is None)
 
 
 def inputs(node: fx.Node) -> Iterator[fx.Node]:
-    """The memory that a node reads; a gather reads the rows that it picks, which count as its result."""
+    """The values that a node reads. The rows that a gather reads count as its result, not as an input."""
     for used in node.all_input_nodes:
         gathered = _is(node, _GATHERS) and used is node.args[0]
         if isinstance(used.meta.get("val"), Tensor) and not gathered:

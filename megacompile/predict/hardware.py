@@ -1,4 +1,4 @@
-"""What a machine can do: rates that `calibrate` measured there, or that a profile shipped with the package states.
+"""The rates of a machine, measured there by `calibrate` or given by a profile that is shipped with the package.
 
     Hardware.find("h200")       a profile of `megacompile/profiles/`, or a JSON file
     Hardware.here(device)       what `megacompile calibrate` left in the user's cache; else the profile of this GPU
@@ -32,7 +32,7 @@ _rate = schema.finite(least=0)
 _size = schema.whole(0, 2**63 - 1)
 _both_ways = schema.record(dict.fromkeys(("forward", "backward"), _rate))
 _lanes = schema.text(rf"({'|'.join(Lane)})( ({'|'.join(Lane)}))*", "lanes")
-#: What a file of rates holds; `Hardware` itself sees to it that they are positive.
+#: The contents of a file of rates; `Hardware` itself checks that rates are positive.
 _PROFILE = schema.record({
     "name": schema.text(), "cores": schema.whole(1, 2**20), "device_type": schema.one_of(("cuda", "cpu")),
     "source": schema.text(), "gemm_flops": schema.table(schema.text(), _rate), "attention_efficiency": _both_ways,
@@ -50,24 +50,29 @@ class Hardware:
     """Rates of one machine, each measured alone and at its sustained clock.
 
     Attributes:
-        name: of the device; `cores` that the host's kernels use.
+        name: name of the device.
+        cores: how many cores the host's kernels use.
         device_type: "cuda" or "cpu".
         source: where the numbers are from: "measured", with versions, or "nominal", from data sheets.
-        gemm_flops: FLOP/s of large matrix products by dtype ("bfloat16", "float32"), on random data: power is the limit.
-        grouped_efficiency: FLOP/s of grouped products, as experts have them, over the GEMMs'.
-        attention_efficiency: causal attention's FLOP/s (half of the square counts) over the GEMMs', "forward" and "backward",
-            of long sequences; flash_efficiency: of the flash kernel, which windows keep where `fused_attention` is another
-            (empty: it is not); attention_overhead: further keys for each query that it takes as long as, blocks that a
-            mask leaves a part of. (An H200 had 190 and 370.)
+        gemm_flops: FLOP/s of large matrix products by dtype ("bfloat16", "float32"), on random data, which draw the most power.
+        grouped_efficiency: FLOP/s of grouped products (those of experts) over that of GEMMs.
+        attention_efficiency: FLOP/s of causal attention on long sequences (half of the square counts) over that of GEMMs,
+            "forward" and "backward", for the kernel `fused_attention`.
+        flash_efficiency: the same for the flash kernel, which attention with windows uses even if `fused_attention` is another
+            kernel; empty if it is the flash kernel.
+        attention_overhead: time of the blocks that a mask hides in part, as a number of additional keys per query. (190 and 370
+            on an H200.)
         memory_bandwidth: bytes/s of an elementwise kernel on the device, reads and writes together.
         launch_s: seconds between two small kernels.
         link: bytes/s of "h2d" and "d2h" copies from and to pinned memory.
-        host_copy: bytes/s copied in host memory (each is read and written).
-        adam: parameters/s of the host's fused AdamW; adam_parts: of its "weights" alone, and its "moments", over that. (Each
-            moves 18 bytes of 26; a Xeon had 1.3 and 1.66.)
-        beside: for sets of lanes that are busy together ("d2h h2d"), what is left of each lane's rate, 0 to 1.
-        device_memory: bytes of the device; host_memory: bytes of the host.
-        fused_attention: the kernel of templates there, "flash" or "cudnn"; `attention_efficiency` is this kernel's.
+        host_copy: bytes/s copied in host memory (each byte is read and written).
+        adam: parameters/s of the host's fused AdamW.
+        adam_parts: the rates of updating its "weights" alone and its "moments" alone, over `adam`. (Each moves 18 bytes of 26;
+            1.3 and 1.66 on a Xeon.)
+        beside: for sets of lanes that are busy together ("d2h h2d"), the share of each lane's rate that remains, 0 to 1.
+        device_memory: bytes of the device.
+        host_memory: bytes of the host.
+        fused_attention: the attention kernel of templates on this machine, "flash" or "cudnn".
     """
 
     name: str
@@ -99,13 +104,13 @@ class Hardware:
                                    "megacompile calibrate")
 
     def attention_share(self, kernel: str, way: str) -> float:
-        """Of the GEMMs' FLOP/s, what an attention kernel has, "forward" or "backward"."""
+        """FLOP/s of an attention kernel over that of GEMMs. `way`: "forward" or "backward"."""
         own = kernel.startswith("flash") and self.flash_efficiency
         return (own or self.attention_efficiency)[way]
 
     def speeds(self, busy: Collection[Lane]) -> dict[Lane, float]:
-        """What is left of the rate of each of the lanes that are busy at the same time. A set that was not measured is as
-        slow as the slowest of its subsets: more work beside it makes nothing faster."""
+        """The share of each lane's rate that remains while all of `busy` work. A set that was not measured is as slow as the
+        slowest of its measured subsets, since more work beside a lane does not make it faster."""
         return {lane: min((lanes[lane] for together, lanes in self._beside if lane in lanes and together <= set(busy)),
                           default=1.0) for lane in busy}
 
@@ -115,7 +120,7 @@ class Hardware:
                 for together, lanes in self.beside.items()]
 
     def table(self) -> str:
-        """A row for each rate, in units for people."""
+        """A row for each rate, in readable units."""
         rows = [(f"GEMM {dtype}", f"{rate / 1e12:.3g} TFLOPS") for dtype, rate in self.gemm_flops.items()]
         rows += [("grouped products", f"{self.grouped_efficiency:.0%} of GEMM")]
         for kernel, shares in (("attention", self.attention_efficiency), ("flash attention", self.flash_efficiency)):
@@ -132,9 +137,9 @@ class Hardware:
     # ---------------------------------------------------------------- finding and keeping
     @classmethod
     def find(cls, name: str | Path) -> Hardware:
-        """A profile by name ("rtx4090", "RTX 4090", "4090", "A100-80GB"), or a JSON file. Raises `ArgumentError`, naming the
-        profiles there are, or those that a name may stand for."""
-        if os.path.isfile(name):  # unlike Path.is_file, no error for a name that no file can have
+        """A profile by name ("rtx4090", "RTX 4090", "4090", "A100-80GB"), or a JSON file. Raises `ArgumentError` with the names
+        of all profiles, or of those that an ambiguous name may mean."""
+        if os.path.isfile(name):  # unlike Path.is_file, this does not raise for an invalid file name
             return cls.load(Path(name))
         known = {path.stem: path for path in sorted(PROFILES.glob("*.json"))}
         short, size = _plain(str(name), known)
@@ -153,7 +158,7 @@ class Hardware:
 
     @classmethod
     def here(cls, device: str | torch.device | None = None) -> Hardware:
-        """This machine with this device. Raises `MegacompileError` if it was never measured and is no known GPU."""
+        """This machine with this device. Raises `MegacompileError` if it was not measured and is not a known GPU."""
         path = cache_path(device)
         if path.is_file():
             return cls.load(path)
@@ -166,7 +171,7 @@ class Hardware:
 
     @classmethod
     def known(cls, device: str | torch.device | None = None) -> Hardware | None:
-        """As `here`; None for a machine of which nothing is known."""
+        """As `here`, but None for a machine without known rates."""
         try:
             return cls.here(device)
         except MegacompileError:
@@ -174,7 +179,7 @@ class Hardware:
 
     @classmethod
     def load(cls, path: Path) -> Hardware:
-        """Raises `MegacompileError` for a file that cannot be read, or does not say what a profile says."""
+        """The rates in a file. Raises `MegacompileError` for a file that cannot be read or is not a profile."""
         try:
             found = json.loads(read_regular(path))
             _PROFILE(found, "profile")
@@ -186,7 +191,7 @@ class Hardware:
                                    f"{error}") from error
 
     def save(self, path: Path) -> None:
-        """As a JSON file. Raises `ArgumentError` where it cannot be written."""
+        """Writes a JSON file. Raises `ArgumentError` if it cannot be written."""
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             replace_file(path, [json.dumps(dataclasses.asdict(self), indent=1).encode() + b"\n"])
@@ -194,13 +199,13 @@ class Hardware:
             raise ArgumentError(f"{path} cannot be written ({error.strerror}): give another file") from error
 
 
-#: What names of cards have beside the card's own.
+#: Words in the names of cards other than the card's own name.
 _MAKERS = re.compile(r"nvidia|geforce|tesla|sxm\d?|pcie|hbm\d?e?")
 
 
 def _plain(name: str, known: Collection[str]) -> tuple[str, int | None]:
-    """A name without case, separators, maker and kind of socket; and the memory that it says, in GB: "NVIDIA A100-SXM4-80GB" is
-    "a100" with 80."""
+    """(the name in lower case, without separators, maker and socket; the GB of memory that it states, or None): ("a100", 80)
+    for "NVIDIA A100-SXM4-80GB"."""
     plain = _MAKERS.sub("", re.sub(r"[^a-z0-9]", "", name.lower()))
     for stem in known:
         for part in _parts(stem):
@@ -210,7 +215,7 @@ def _plain(name: str, known: Collection[str]) -> tuple[str, int | None]:
 
 
 def _parts(stem: str) -> list[str]:
-    """A profile's name, and what of it people say alone: its letters, its number."""
+    """A profile's name, and its letters and its number, which people also use alone."""
     return [stem, *(part for part in re.split(r"(?<=[a-z])(?=\d)", stem) if part != stem)]
 
 
@@ -223,6 +228,6 @@ def device_name(device: str | torch.device | None = None) -> tuple[str, str]:
 
 
 def cache_path(device: str | torch.device | None = None) -> Path:
-    """Where the rates of this machine, with these versions, are kept."""
+    """The file with the rates of this machine under these versions."""
     versions: list[Any] = [*device_name(device), len(os.sched_getaffinity(0)), __version__, torch.__version__]
     return cache_directory() / "hardware" / (re.sub(r"[^A-Za-z0-9.]+", "-", "-".join(map(str, versions))) + ".json")

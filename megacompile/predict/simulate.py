@@ -1,10 +1,9 @@
-"""Runs a program without running it: when each instruction starts and ends, how long a step takes, and what binds.
+"""Simulates a program: when each instruction starts and ends, how long a step takes, and which lane binds.
 
-A discrete-event simulation with the executor's own rules. Each lane takes its instructions in program order; `wait` holds a
-lane until an event has fired; `enter` finds the events that earlier sections left. Lanes that are busy at the same time may
-slow each other down (both directions of a link, the optimizer beside copies): an instruction has an amount of work, in
-seconds alone, and a speed that changes whenever some lane starts or stops.
-"""
+A discrete-event simulation with the executor's rules. Each lane takes its instructions in program order; `wait` holds a lane
+until an event has fired; `enter` finds the events that earlier sections left. Lanes that are busy at the same time may slow
+each other down (both directions of a link, the optimizer beside copies). So an instruction has an amount of work, the seconds
+that it takes alone, and a speed that changes whenever a lane starts or stops. """
 from __future__ import annotations
 
 import functools
@@ -17,28 +16,29 @@ from torch import fx
 from megacompile.ir.program import Access, Lane, Program, argument, lane_of, nodes, op_of, operands
 from megacompile.runtime.run import CarriedEvents
 
-#: When the caller's loop goes on: after a backward, once gradients are home; after a whole step, once it has the loss.
+#: The lanes that the caller's loop waits for: after a backward all, until gradients are in host memory; after a whole step only
+#: compute, for the loss.
 _WAITS_FOR = {"backward": tuple(Lane), "backward_accumulate": tuple(Lane), "train_step": (Lane.COMPUTE,)}
-#: After a backward that updates, and leaves no gradients to read, once it has been computed.
+#: The same for a backward that updates on arrival and leaves no gradients to read: the loop waits only for compute.
 _WAITS_ON_ARRIVAL = {**_WAITS_FOR, "backward": (Lane.COMPUTE,)}
 
-#: Ops of a lane that take no time of their own.
+#: Ops that run in a lane and take no time.
 _TIMELESS = ("record", "release", "wait")
 
 Speeds = Callable[[frozenset[Lane]], Mapping[Lane, float]]
 
 
 def alone(busy: Collection[Lane]) -> Mapping[Lane, float]:
-    """The speeds of lanes that take nothing from each other."""
+    """The speeds of lanes that do not slow each other down."""
     return dict.fromkeys(busy, 1.0)
 
 
 @dataclass(eq=False)
 class Item:
-    """One instruction of one run of a section. Times are in seconds since the simulation, or the recording, began.
+    """One instruction of one run of a section. Times are in seconds since the beginning of the simulation, or the recording.
 
-    `seconds` is how long it takes alone (recorded: how long it took); `behind`, of a wait: the last instruction that its
-    event covers; `cause` what it waited for last."""
+    `seconds`: how long it takes alone (recorded: how long it took). `behind`: for a wait, the last instruction that its event
+    covers. `cause`: the instruction that it waited for last."""
 
     step: int
     section: str
@@ -58,10 +58,11 @@ class StepTimes:
     """How the seconds of a step are spent.
 
     Attributes:
-        step_s: from step to step.
-        busy_s: for which each lane works meanwhile.
-        critical_s: by lane, along the chain of what waited for one another: what would have to be faster for the step to be.
-            They add up to the step.
+        step_s: seconds of a step.
+        busy_s: seconds of a step in which each lane works.
+        critical_s: seconds by lane along the critical path, the chain of instructions that waited for one another. A step is
+        only
+            faster if these are. They add up to `step_s`.
     """
 
     step_s: float
@@ -69,16 +70,17 @@ class StepTimes:
     critical_s: Mapping[Lane, float]
 
     def occupancy(self, lane: Lane) -> float:
-        """For which part of the step a lane works, 0 to 1."""
+        """The share of a step in which a lane works, 0 to 1."""
         return self.busy_s[lane] / self.step_s if self.step_s else 0.0
 
     @property
     def binds(self) -> Lane:
-        """The lane that most of the critical chain is in."""
+        """The lane with the largest part of the critical path."""
         return max(self.critical_s, key=lambda lane: self.critical_s[lane])
 
     def table(self) -> str:
-        """A row for each lane that works: seconds busy in a step, their part of it, and seconds on the critical chain."""
+        """A row for each lane that works: its busy seconds in a step, their share of it, and its seconds on the critical
+        path."""
         rows = [(str(lane), busy, f"{self.occupancy(lane):.1%}", self.critical_s[lane])
                 for lane, busy in self.busy_s.items() if busy]
         title = f"step: {self.step_s:.3f} s"
@@ -87,8 +89,7 @@ class StepTimes:
 
 @dataclass(frozen=True)
 class Timeline(StepTimes):
-    """A run, simulated or recorded; what it says of a step it says of the last: the first steps have no update before them to
-    wait for.
+    """A simulated or recorded run. Its step times are those of the last step, since the first ones have no update to wait for.
 
     Attributes:
         items: instructions in the order of their start.
@@ -110,15 +111,15 @@ class Timeline(StepTimes):
 
     @property
     def window(self) -> tuple[float, float]:
-        """When the last step begins and ends: from the end of one last computation to the next."""
+        """When the last step begins and ends: from the end of the last computation of the step before it to that of its own."""
         return _window(self.steps_s)
 
     def chain(self) -> Iterator[Item]:
-        """The instructions of the last step that waited for one another, from its end backwards."""
+        """The critical path of the last step, from its end backwards."""
         return _chain(self.items, self.window)
 
     def without_items(self) -> StepTimes:
-        """Items hold their programs: thousands of objects, that nobody should keep for long."""
+        """The step times alone. Items refer to their programs, thousands of objects that should not be kept for long."""
         return StepTimes(self.step_s, self.busy_s, self.critical_s)
 
 
@@ -146,9 +147,9 @@ def step_of(program: Program) -> tuple[str, ...]:
 
 def simulate(program: Program, seconds: Callable[[fx.Node], float], speeds: Speeds = alone,
              sections: Sequence[str] | None = None, steps: int = 3) -> Timeline:
-    """Runs `sections` of a synchronized program (None: those of a training step) `steps` times over.
+    """Simulates `steps` runs of `sections` of a synchronized program (None: those of a training step).
 
-    `seconds(node)` is how long an instruction takes alone; `speeds(busy lanes)` what is left of each one's speed."""
+    `seconds(node)`: how long an instruction takes alone. `speeds(busy lanes)`: the share of each lane's speed that remains."""
     issue = _Issue(program, seconds)
     for step in range(steps):
         for section in step_of(program) if sections is None else sections:
@@ -160,8 +161,8 @@ def simulate(program: Program, seconds: Callable[[fx.Node], float], speeds: Spee
 
 @dataclass
 class _Issue:
-    """Instructions by lane, in the order in which they are submitted. State: the events that sections carry, and what the
-    caller waits for before it submits more."""
+    """Instructions by lane, in the order in which they are submitted. State: the events that sections carry, and the
+    instructions that the caller waits for before it submits more."""
 
     program: Program
     seconds: Callable[[fx.Node], float]
@@ -179,7 +180,7 @@ class _Issue:
                 events[node] = self.carried.enter(argument(node, "place"), Access(argument(node, "access")),
                                                   Lane(argument(node, "lane")))
             elif op == "record":
-                assert lane is not None and lane in begun, f"{node.name} records nothing"
+                assert lane is not None and lane in begun, f"{node.name} has nothing to record"
                 events[node] = self.lanes[lane][-1]
             elif op == "leave":
                 (recorded,) = operands(node, "event")
@@ -199,7 +200,7 @@ class _Issue:
             self.barrier = [self.lanes[lane][-1] for lane in waits_for[name] if lane in self.lanes]
 
     def _instructions(self, name: str) -> list[tuple[fx.Node, str, Lane | None, float]]:
-        """Node, op, lane and seconds alone of a section, which are the same in each step."""
+        """(node, op, lane, seconds alone) of each node of a section, which are the same in every step."""
         if name not in self.instructions:
             found = ((node, op_of(node).name, lane_of(node)) for node in nodes(self.program.section(name)))
             self.instructions[name] = [(node, op, lane, self.seconds(node) if lane is not None and op not in _TIMELESS else 0.0)
@@ -208,7 +209,7 @@ class _Issue:
 
 
 def run_lanes(lanes: Mapping[Lane, Sequence[Item]], speeds: Speeds) -> list[Item]:
-    """Gives every item its times; returns them in the order of their start."""
+    """Sets the times of all items; returns these in the order of their start."""
     speeds = functools.cache(speeds)
     heads = dict.fromkeys(lanes, 0)
     working: dict[Lane, Item] = {}
@@ -217,7 +218,7 @@ def run_lanes(lanes: Mapping[Lane, Sequence[Item]], speeds: Speeds) -> list[Item
     now = 0.0
 
     def start() -> None:
-        """Starts what can start now; what takes no time is done at once, which may let more start."""
+        """Starts all items that can start now. Items that take no time finish at once, which may let more start."""
         changed = True
         while changed:
             changed = False

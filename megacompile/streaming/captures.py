@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import nn
@@ -35,7 +36,8 @@ from megacompile.weights.tiling import Tiling
 
 @dataclass(frozen=True)
 class Served:
-    """What serves the batches of one capture key."""
+    """What serves the batches of one capture key. `planner`: with what is known of the capture; `Shapes.planner_for` adds what
+    other models take and what earlier plans fixed."""
 
     captured: CapturedModel
     planner: Planner
@@ -53,7 +55,7 @@ class Served:
 
 
 class ModelCaptures:
-    """State: what serves each capture key so far."""
+    """State: what serves each capture key so far, under the options of now (`plan_with`)."""
 
     def __init__(self, model: nn.Module, captured: CapturedModel, tiling: Tiling, config: StreamConfig, backend: Backend,
                  host_bytes: int) -> None:
@@ -62,15 +64,28 @@ class ModelCaptures:
         compiling = config.compile if config.compile is not None else backend.device.type == "cuda"
         budget = device_budget(config, backend.free_bytes())
         planner = Planner(captured, tiling, config, budget, parse_bytes(config.pinned_memory), *margins(backend.device.type),
-                          fused=compiling, host_bytes=host_bytes, output=captured.main_output, keeping=True)
-        planner.pace = pace_of(captured, tiling, Hardware.known(backend.device), compiling, config.passes)
+                          fused=compiling, host_bytes=host_bytes, output=captured.main_output, keeping=True,
+                          pace=pace_of(captured, tiling, Hardware.known(backend.device), compiling, config.passes))
         binder = Binder(captured, tiling, backend.device, compiling, compiling and config.dynamic is not False,
                         config.micro_batch_size)
-        self.first = Served(captured, planner, binder)
         self.adapters = AdapterStates(model)
         self.repacking = Repacking(self, config.repack)
-        self._known = {PLAIN: self.first}
+        self._known = {PLAIN: Served(captured, planner, binder)}
         self._reads_masks: dict[CaptureKey, bool] = {}
+
+    @property
+    def first(self) -> Served:
+        """What serves plain batches."""
+        return self._known[PLAIN]
+
+    @property
+    def config(self) -> StreamConfig:
+        """The options that plans are made under now."""
+        return self.first.planner.config
+
+    def plan_with(self, **known: Any) -> None:
+        """Changes what the planners of all captures know (fields of `Planner`): plans are made with it from now on."""
+        self._known = {key: replace(served, planner=replace(served.planner, **known)) for key, served in self._known.items()}
 
     def __iter__(self) -> Iterator[Served]:
         return iter(self._known.values())

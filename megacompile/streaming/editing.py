@@ -147,7 +147,7 @@ def _computed(graph: fx.Graph) -> Counter[tuple[str, str, int]]:
 
 def _estimate(program: Program, shapes: Shapes, shape: Shape, plan: Plan) -> Estimate:
     """The plan's estimate, with the program's own slots. Raises `InsufficientMemoryError` if it exceeds the device's budget."""
-    planner = shapes.captures.serve(shape.capture_key).planner
+    planner = shapes.planner_for(shape.capture_key)
     planned = planner.estimate(plan, shape.training)
     estimate = replace(planned, slots=max(planned.slots, _slot_bytes(program, on_host=False)))
     if estimate.total + planner.margin_bytes > planner.device_bytes:
@@ -159,7 +159,7 @@ def _estimate(program: Program, shapes: Shapes, shape: Shape, plan: Plan) -> Est
 
 def _check_host(program: Program, unedited: Program, shapes: Shapes, shape: Shape) -> None:
     """Raises `InsufficientMemoryError` if the program's slabs exceed the plan's by more than the host has left."""
-    planner = shapes.captures.serve(shape.capture_key).planner
+    planner = shapes.planner_for(shape.capture_key)
     more = _slot_bytes(program, on_host=True) - _slot_bytes(unedited, on_host=True)
     if more > planner.host_room:
         raise InsufficientMemoryError(

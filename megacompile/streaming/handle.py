@@ -291,7 +291,7 @@ class Handle:
             compiled_variants=sum(served.binder.variants for served in streamed.captures),
             variants_of_any_rows=sum(served.binder.variants_of_any_rows for served in streamed.captures),
             micro_batch_shapes=sum(len(served.binder.sizes) for served in streamed.captures),
-            plan_searches=streamed.planner.answers["searched"], plans_from_cache=streamed.planner.answers["kept"],
+            plan_searches=streamed.shapes.answers["searched"], plans_from_cache=streamed.shapes.answers["kept"],
             **streamed.step.tokens.stats(),
             capture_s=sum(served.captured.seconds for served in streamed.captures),
             compiled=streamed.binder.inductor.compiled, compiled_from_cache=streamed.binder.inductor.from_cache,
@@ -325,7 +325,7 @@ class Handle:
         served = streamed.captures.serve(shape.shape.capture_key)
         pace = pace_of(served.captured, streamed.tiling, self._hardware(hardware), streamed.binder.compiling,
                        streamed.planner.config.passes)
-        planner = replace(served.planner, pace=pace, output=shape.plan.output)
+        planner = replace(streamed.shapes.planner_for(shape.shape.capture_key), pace=pace, output=shape.plan.output)
         layout, refusal = None, ""
         if batch is not None:
             given = self._looked_at(batch, training=True)

@@ -41,5 +41,4 @@ def replan(streamed: Streamed, **options: Any) -> None:
     streamed.shapes.note_budget()
     budget = device_budget(config, streamed.backend.free_bytes())
     streamed.config = config
-    for served in streamed.captures:
-        served.planner.config, served.planner.budget_bytes, served.planner.stateful = config, budget, None
+    streamed.captures.plan_with(config=config, budget_bytes=budget)

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -12,7 +13,7 @@ from megacompile.errors import UnsupportedError
 from megacompile.frontend.templates.heads import LOGITS
 from megacompile.frontend.templates.hidden_states import ALL
 from megacompile.ir.lowering import model_program
-from megacompile.ir.plan import Plan, Shape
+from megacompile.ir.plan import PLAIN, CaptureKey, Plan, Shape
 from megacompile.ir.program import Program, Slot, places, slot_family
 from megacompile.passes.manager import Compiled, compile_program
 from megacompile.planning.memory import Estimate
@@ -68,21 +69,33 @@ class CompiledShape:
 
 
 class Shapes:
-    """State: the compiled shapes, the one used last at the end; at most `limit` of them beside those that are kept; and
-    `planned`, the most device memory that any of them takes.
+    """State: the compiled shapes, the one used last at the end; at most `limit` of them beside those that are kept;
+    `planned`, the most device memory that any of them takes; `stateful`, the tiles that the plans made so far update on the
+    device, None before the first one; and `answers`, how many plans were "searched", and how many "kept" on disk.
 
     The default budget of device memory is what was free when the model was streamed; a plan within it leaves other models
     what they have planned. One that was given (`device_memory`) is the user's to divide."""
 
     def __init__(self, captures: ModelCaptures, limit: int = MAX_SHAPES) -> None:
         self.captures, self.tiling, self.limit = captures, captures.tiling, limit
-        self.captured, self.planner, self.binder = captures.first.captured, captures.first.planner, captures.first.binder
+        self.captured, self.binder = captures.first.captured, captures.first.binder
         self.table: dict[Shape, CompiledShape] = {}
         self.packed = PackedPlans(balanced=self.binder.symbolic_rows)
         self.planned = self.slot_bytes = 0
+        self.stateful: tuple[str, ...] | None = None
+        self.answers = Counter[str]()
         self.note_budget()
-        self.planner.taken_bytes = self._planned_by_others
         _live.add(self)
+
+    @property
+    def planner(self) -> Planner:
+        """The planner of plain batches."""
+        return self.planner_for(PLAIN)
+
+    def planner_for(self, key: CaptureKey) -> Planner:
+        """The planner of a capture, with what other models take now and what earlier plans fixed. Captures share one device, so
+        what one capture's plan fixed holds for the others."""
+        return replace(self.captures.serve(key).planner, taken_bytes=self._planned_by_others(), stateful=self.stateful)
 
     def note_budget(self) -> None:
         """The default budget is taken now, of what is free beside the slots of other models."""
@@ -93,7 +106,7 @@ class Shapes:
 
     def _planned_by_others(self) -> int:
         """Less the slots that were there when the budget was taken, so that it does not have them."""
-        if self.planner.config.device_memory is not None:
+        if self.captures.config.device_memory is not None:
             return 0
         return sum(s.planned - self._not_free.get(s, 0) for s in self._others())
 
@@ -102,6 +115,7 @@ class Shapes:
         self.table.clear()
         self.packed.clear()
         self.planned = self.slot_bytes = 0
+        self.stateful = None
 
     def close(self) -> None:
         """Leaves the device's memory to other models."""
@@ -164,23 +178,25 @@ class Shapes:
                              differentiable=shape.training and shape.output != "loss", hidden_states=shape.output == ALL)
 
     def _compile(self, shape: Shape) -> CompiledShape:
-        planner = self.captures.serve(shape.capture_key).planner
+        planner = self.planner_for(shape.capture_key)
         with under_way(f"planning {shape.batch} x {shape.length}"):
             return self._planned(shape, planner)
 
     def _planned(self, shape: Shape, planner: Planner) -> CompiledShape:
-        planner.stateful = self.planner.stateful  # one device for all captures
         packed = shape.packed and planner.splits(shape.output)
         if packed and shape.training:
-            plan = self.packed.choose(planner, shape)
+            choice = self.packed.choose(planner, shape)
         else:
-            plan = planner.choose(shape.batch, shape.length, shape.training, shape.update, shape.whole_step, shape.output)
-            plan = self.packed.in_few_sizes(plan) if packed and planner.config.micro_batch_size is None else plan
-        self.planner.stateful = planner.stateful
+            choice = planner.choose(shape.batch, shape.length, shape.training, shape.update, shape.whole_step, shape.output)
+        self.stateful = choice.stateful
+        self.answers.update(choice.answers)
+        plan = choice.plan
+        if packed and not shape.training and planner.config.micro_batch_size is None:
+            plan = self.packed.in_few_sizes(plan)
         if shape.lean:
-            plan = replace(plan, saved_layers=self.planner.config.saved_layers or 0)
+            plan = replace(plan, saved_layers=planner.config.saved_layers or 0)
         model = self.model_program(shape, plan)
-        compiled = compile_program(model, plan, self.planner.config.passes)
+        compiled = compile_program(model, plan, planner.config.passes)
         check_agreement(compiled.program, [s.program for s in self.table.values()])
         estimate = planner.estimate(plan, shape.training)
         self._note(estimate)

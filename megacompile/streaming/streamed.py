@@ -17,6 +17,7 @@ from megacompile.frontend.templates.hidden_states import ALL
 from megacompile.inputs.batch import BatchArguments
 from megacompile.ir.program import Lane
 from megacompile.planning.config import StreamConfig
+from megacompile.planning.planner import Planner
 from megacompile.runtime.backends.lanes import Backend
 from megacompile.runtime.executor import Executor
 from megacompile.runtime.kernels import Batch
@@ -67,7 +68,7 @@ class Streamed:
         self.constants.add(captured.calls)
         self.writes = ForeignWrites(model, self.parameters, tiling, store, self.gradients)
         self.captures = ModelCaptures(model, captured, tiling, config, backend, store.room(parse_bytes(config.host_memory)))
-        self.planner, self.binder = self.captures.first.planner, self.captures.first.binder
+        self.binder = self.captures.first.binder
         self.shapes = Shapes(self.captures)
         self.step = StepState()
         executor = ReferenceExecutor(backend) if config.reference else Executor(backend, stall_timeout_s=config.stall_timeout)
@@ -83,6 +84,11 @@ class Streamed:
     @property
     def closed(self) -> bool:
         return not self._give_back.alive
+
+    @property
+    def planner(self) -> Planner:
+        """The planner of plain batches, with what is known now."""
+        return self.shapes.planner
 
     @property
     def executor(self) -> Executor | ReferenceExecutor:

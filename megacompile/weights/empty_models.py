@@ -1,4 +1,4 @@
-"""Models whose weights may still be nowhere, on the meta device: other parameters in their place, and adapters on them."""
+"""Models whose weights may not be loaded yet (on the meta device): replacing their parameters, and putting adapters on them."""
 from __future__ import annotations
 
 import copy
@@ -12,16 +12,17 @@ from megacompile.errors import ArgumentError, UnsupportedError
 
 
 def put_adapter(model: Any, adapter: Any) -> Any:
-    """PEFT's wrapper, with an adapter of this configuration, around a model whose weights may still be nowhere (on the meta
-    device). The adapter has its first values, on the CPU, in the dtype of the layers that it is put on.
+    """The model in PEFT's wrapper, with an adapter of this configuration. The model's weights may be on the meta device. The
+    adapter has its initial values, on the CPU, in the dtype of the layers that it is put on.
 
-    Raises `UnsupportedError` for an adapter whose first values are made from the weights; `ArgumentError` for one that PEFT
-    cannot put on this model, such as one for layers that it does not have."""
+    Raises `UnsupportedError` for an adapter whose initial values depend on the weights, and `ArgumentError` for one that PEFT
+    cannot put on this model, such as one for layers that the model does not have."""
     from peft import get_peft_model
 
     _refuse_values_from_weights(adapter)
     empty = {id(p): p for p in model.parameters() if p.is_meta}
-    # PEFT puts an adapter where the weights are. These have shape, dtype and device of weights, and no memory.
+    # PEFT puts an adapter on the device of the weights. Stand-ins have the shape and dtype of weights, on the CPU without
+    # memory.
     stand_ins = {key: nn.Parameter(torch.zeros((), dtype=p.dtype).expand(p.shape), p.requires_grad) for key, p in empty.items()}
     replace_parameters(model, stand_ins)
     try:
@@ -36,7 +37,7 @@ def put_adapter(model: Any, adapter: Any) -> Any:
 
 
 def replace_parameters(model: nn.Module, made: Mapping[int, nn.Parameter]) -> None:
-    """Puts other parameters in the place of some of a model's, which are given by their `id`. Tied ones stay tied."""
+    """Replaces parameters of a model, given by their `id`. Tied parameters stay tied."""
     for module in model.modules():
         for name, held in module._parameters.items():
             if held is not None and id(held) in made:

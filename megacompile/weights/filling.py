@@ -1,6 +1,6 @@
-"""Stored tensors -> tiles, without a second copy of the model: parts of files are read where they are to stay, by some threads.
+"""Stored tensors -> tiles, without a second copy of the model: threads read parts of files directly into tiles.
 
-Beside the tiles there is one block a thread, and only where a dtype has to be changed on the way.
+Each thread has one block of memory in addition, and only where the dtype changes.
 """
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ from megacompile.runtime.memory.tiles import HostTile
 from megacompile.weights.tiling import Tiling, place
 from megacompile.weights.weight_files import DTYPES, StoredTensor, WeightReader
 
-#: Elements that are read at a time: with all readers, less than a gigabyte beside the tiles.
+#: Elements that a thread reads at a time. All threads together take less than a gigabyte in addition to the tiles.
 BLOCK_ELEMENTS = 1 << 22
-#: More requests at a time than one core makes: disks and network file systems are fast only with many.
+#: Number of reading threads. Disks and network file systems are fast only with many requests at a time.
 READERS = max(4, min(16, os.cpu_count() or 1))
 
 
 @dataclass(frozen=True)
 class Part:
-    """Elements of a stored tensor from `start` on, and where they go: 1-D, `weights` and, in a bf16 tile, `remainder`."""
+    """Elements of a stored tensor from `start` on, and the 1-D memory that they are read into: `weights`, and in a bf16 tile
+    also `remainder`."""
 
     source: StoredTensor
     start: int
@@ -44,10 +45,11 @@ class Part:
 
 def fill(model: nn.Module, tiling: Tiling, sources: Mapping[str, StoredTensor], reader: WeightReader,
          block: int = BLOCK_ELEMENTS) -> Store:
-    """Makes the tiles of a model whose parameters are on the meta device, reads them, and puts parameters over them into the
-    model. `sources`: by a parameter's first name, or a buffer's; parameters without one have values, and are copied.
+    """Allocates the tiles of a model whose parameters are on the meta device, reads their values, and puts parameters over the
+    tiles into the model. `sources`: stored tensors by the first name of a parameter, or the name of a buffer. Parameters
+    without one must have values, which are copied.
 
-    Raises `CheckpointError` for a file that cannot be read, and leaves the model as it was."""
+    Raises `CheckpointError` for a file that cannot be read; the model is then unchanged."""
     with ThreadPoolExecutor(READERS, "megacompile-read") as pool:
         store = tiling.store(dict(zip(tiling.host, pool.map(HostTile.allocate, tiling.host.values()), strict=True)))
         made: dict[int, nn.Parameter] = {}
@@ -58,13 +60,13 @@ def fill(model: nn.Module, tiling: Tiling, sources: Mapping[str, StoredTensor], 
             if name in sources:
                 parts.extend(_parts(sources[name], weights, remainder, block))
             else:
-                assert not parameter.is_meta, f"nothing is known of the values of {name}"
+                assert not parameter.is_meta, f"{name} has no values"
                 place(parameter.detach().flatten(), weights, remainder)
         for name, buffer in model.named_buffers():
             if name in sources:
                 assert buffer.is_contiguous(), f"buffer {name} is not contiguous"
                 parts.extend(_parts(sources[name], buffer.view(-1), None, block))
-        parts.sort(key=lambda part: (part.source.file, part.source.offset, part.start))  # as a disk likes it
+        parts.sort(key=lambda part: (part.source.file, part.source.offset, part.start))  # sequential reads are faster
         try:
             for done in [pool.submit(part.read, reader) for part in parts]:
                 done.result()
@@ -73,13 +75,14 @@ def fill(model: nn.Module, tiling: Tiling, sources: Mapping[str, StoredTensor], 
             raise
     for module in model.modules():
         for name, held in module._parameters.items():
-            if held is not None:  # tied parameters are one object, and stay one
+            if held is not None:  # tied parameters stay one object
                 module._parameters[name] = made[id(held)]
     return store
 
 
 def _home(name: str, parameter: nn.Parameter, tiling: Tiling, store: Store) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(the parameter's tensor, its elements and their remainder, 1-D): in its tile, or on its own if no call reads it."""
+    """(the parameter's tensor, its elements, their remainder; the last two 1-D): in its tile, or in its own memory if no call
+    reads it."""
     if name not in tiling.position:
         value = torch.empty(parameter.shape, dtype=parameter.dtype)
         return value, value.view(-1), None

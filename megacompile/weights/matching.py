@@ -1,8 +1,7 @@
-"""Which stored tensor is which parameter: names as transformers' own loader renames them, then shapes, dtypes and ties.
+"""Which stored tensor is which parameter: by name, as transformers' loader renames tensors, then by shape, dtype and ties.
 
-A rename is a change of name alone (an old layout's names, a base model's prefix). Where a checkpoint needs arithmetic (experts
-stored one by one and used as one tensor), the match says so, and transformers' loader has to do it.
-"""
+A rename changes only the name (an old layout's names, a base model's prefix). Where a checkpoint needs arithmetic (experts
+stored one by one and used as one tensor), the match says so, and transformers' loader has to load it. """
 from __future__ import annotations
 
 import re
@@ -15,16 +14,18 @@ from torch import nn
 from megacompile.errors import CheckpointError
 from megacompile.weights.weight_files import DTYPES, FLOATS, StoredTensor, WeightReader
 
-#: Lines of a list that an error shows.
+#: The most lines of a list that an error shows.
 _SHOWN = 12
 _COMPARED_ELEMENTS = 1 << 24
 
 
 @dataclass(frozen=True)
 class Match:
-    """`sources`: for each parameter (by the first of its names) and persistent buffer, the tensor it is read from. `missing`:
-    those that have none; `unused`: stored tensors that are none of the model's; `wrong`: sentences about tensors that cannot be
-    what their name says; `converted`: stored tensors that need more than another name."""
+    """Where a model's values are stored.
+
+    `sources`: the stored tensor of each parameter (by its first name) and persistent buffer. `missing`: parameters and buffers
+    without one. `unused`: stored tensors that the model does not have. `wrong`: sentences about tensors that do not fit their
+    name. `converted`: stored tensors that need more than a rename."""
 
     sources: Mapping[str, StoredTensor]
     missing: tuple[str, ...] = ()
@@ -33,14 +34,14 @@ class Match:
     converted: tuple[str, ...] = ()
 
     def text(self) -> str:
-        """What does not match, a line each; empty if all does."""
+        """A line for everything that does not match; empty if all matches."""
         lines = [*self.wrong, *(f"{name} is in no file" for name in self.missing),
-                 *(f"{name} is stored, and is nothing of the model" for name in self.unused)]
+                 *(f"{name} is stored, and the model does not have it" for name in self.unused)]
         shown = lines if len(lines) <= _SHOWN else [*lines[:_SHOWN], f"and {len(lines) - _SHOWN} more"]
         return "\n".join(f"  {line}" for line in shown)
 
     def check(self, where: object, model: nn.Module, strict: bool) -> None:
-        """Raises `CheckpointError` with the list of what does not match; without `strict` only for what is `wrong`."""
+        """Raises `CheckpointError` with the list of mismatches; without `strict` only if some are `wrong`."""
         if self.wrong or (strict and (self.missing or self.unused)):
             counts = {"do not fit": self.wrong, "are missing": self.missing, "are not used": self.unused}
             said = ", ".join(f"{len(names)} {what}" for what, names in counts.items() if names)
@@ -51,8 +52,8 @@ class Match:
 
 
 def match(model: Any, stored: Mapping[str, StoredTensor], reader: WeightReader) -> Match:
-    """Finds for each parameter and persistent buffer of a transformers model what it is read from. `reader` has the files open:
-    copies of tied parameters are compared, and must be equal. Values of parameters are not looked at."""
+    """Finds the stored tensor of each parameter and persistent buffer of a transformers model. The current values of parameters
+    are not read. `reader` has the files open: stored copies of tied parameters are compared and must be equal."""
     state: dict[str, Any] = model.state_dict(keep_vars=True)
     parameters = {id(p): name for name, p in model.named_parameters()}  # the first name of each
     names, converted = _model_names(model, stored, state)
@@ -68,11 +69,11 @@ def match(model: Any, stored: Mapping[str, StoredTensor], reader: WeightReader) 
         if found.shape != tuple(tensor.shape):
             wrong.append(f"{origin} has shape {list(found.shape)}, and {name} has {list(tensor.shape)}")
         elif found.dtype not in FLOATS if tensor.is_floating_point() else DTYPES.get(found.dtype) != tensor.dtype:
-            wrong.append(f"{origin} is stored as {found.dtype}, of which no {tensor.dtype} of {name} can be made (quantised "
+            wrong.append(f"{origin} is stored as {found.dtype}, which cannot become {name} in {tensor.dtype} (quantized "
                          "weights are not trained)")
         elif first in sources and not reader.equal(sources[first], found, _COMPARED_ELEMENTS):
             wrong.append(f"{sources[first].name} and {origin} differ, and the config ties them: set tie_word_embeddings=False "
-                         "in it if they are meant to")
+                         "in it if they should differ")
         else:
             sources.setdefault(first, found)
     wanted = {parameters.get(id(tensor), name): name for name, tensor in state.items()}
@@ -84,7 +85,7 @@ def match(model: Any, stored: Mapping[str, StoredTensor], reader: WeightReader) 
 
 
 def _model_names(model: Any, stored: Iterable[str], state: Mapping[str, Any]) -> tuple[dict[str, str], list[str]]:
-    """(the model's name of each stored tensor, as transformers' loader has it; those that it would convert)."""
+    """(the model's name for each stored tensor, as in transformers' loader; the tensors that the loader would convert)."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
@@ -105,8 +106,8 @@ def _model_names(model: Any, stored: Iterable[str], state: Mapping[str, Any]) ->
 
 
 def _without_leftovers(model: Any, unused: Iterable[str]) -> list[str]:
-    """Without what older versions stored and models compute today: buffers that are not persistent, and what the model's class
-    says may be left over."""
+    """The unused names, without tensors that only older versions stored: buffers that are no longer persistent, and names that
+    the model's class allows."""
     patterns = _patterns(getattr(model, "_keys_to_ignore_on_load_unexpected", None))
     computed = {_last_words(name) for name, _ in model.named_buffers()}
     return [name for name in unused if _last_words(name) not in computed and not _any(patterns, name)]

@@ -1,4 +1,4 @@
-"""Random weights of a new model, drawn once and by all cores. They depend on the seed, and not on the number of threads."""
+"""Random weights of a new model, drawn by all cores. They depend on the seed, not on the number of threads."""
 from __future__ import annotations
 
 import os
@@ -13,14 +13,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megacompile.weights.empty_models import replace_parameters
 
-#: Elements that are drawn in one go, by a generator of their own.
+#: Elements of a block, which has its own generator.
 BLOCK = 1 << 20
 _DRAWS = (torch.ops.aten.normal_.default, torch.ops.aten.uniform_.default)
 
 
 def fill_randomly(model: Any, threads: int | None = None) -> None:
-    """Gives parameters on the meta device memory on the CPU, and the values that a new model of transformers has. All others,
-    and buffers, keep theirs. The seed comes from the global random number generator."""
+    """Allocates parameters on the meta device on the CPU and initializes them as transformers initializes a new model. Other
+    parameters and buffers keep their values. The seed comes from the global random number generator."""
     made = {id(p): nn.Parameter(torch.empty_like(p, device="cpu"), p.requires_grad) for p in model.parameters() if p.is_meta}
     for module in model.modules():
         if any(id(held) in made for held in module._parameters.values()):
@@ -37,7 +37,7 @@ def _drawn_in_blocks(threads: int) -> Iterator[None]:
 
 
 class _Blocks(TorchDispatchMode):
-    """Within, a large tensor on the CPU is drawn block by block. State: how many tensors have been drawn."""
+    """While it is active, tensors on the CPU are drawn block by block. State: how many tensors have been drawn."""
 
     def __init__(self, pool: ThreadPoolExecutor) -> None:
         super().__init__()

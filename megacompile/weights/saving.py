@@ -1,10 +1,11 @@
-"""Saving a checkpoint so that its folder always has a whole one: the new one is written beside, then both change places.
+"""Saves a checkpoint so that its folder always holds a complete one: the new one is written in a working folder beside it, and
+then the two folders are exchanged.
 
-Folders of the user's in it, such as checkpoints of a run, cannot be in both. Each moves into the new folder before the
-exchange, by changing places with a link that leads to it there: it can be reached by its own name at every moment, and is a
-plain folder again after the exchange. What a killed process has left, `.NAME.saving-...` beside and links into it, the next
-save or start of a run puts back and removes (`recover`); until then such a folder may hold a folder of the user's.
-"""
+The user's own folders in it, such as checkpoints of a run, cannot be in both. Before the exchange each of them moves into the
+working folder, by being exchanged with a link to its new location. So it can be reached by its own name at every moment, and is
+a plain folder again after the exchange. A killed process leaves a working folder, `.NAME.saving-...`, and links into it. The
+next save, or start of a run, puts folders back and removes the rest (`recover`). Until then a working folder may hold a folder
+of the user's. """
 from __future__ import annotations
 
 import contextlib
@@ -24,27 +25,27 @@ from megacompile.errors import CheckpointError
 from megacompile.system.atomic_files import sync_folder
 from megacompile.system.working_folders import WorkingFolder, abandoned
 
-#: Small enough that a shard more of host memory is no matter, where the safetensors library copies what it writes.
+#: Small enough that one shard of additional host memory does not matter: the safetensors library may copy what it writes.
 MAX_SHARD_SIZE = "5GB"
 _SHARD = re.compile(r"-\d{5}-of-\d{5}")
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
 
 
 def save_whole(save: Callable[..., Any], directory: str | os.PathLike[str], **options: Any) -> Any:
-    """`save(directory, **options)`, the `save_pretrained` of a transformers model, whose files come into being all at once.
-    What else lies in the directory stays; shards of an older checkpoint go."""
+    """Runs `save(directory, **options)`, the `save_pretrained` of a transformers model, so that all files appear at once. Other
+    files in the directory stay; shards of an older checkpoint are removed."""
     if not options.get("is_main_process", True):
         return save(directory, **options)
     if options.get("push_to_hub"):
-        options.setdefault("repo_id", Path(directory).resolve().name)  # not that of the folder that is written
+        options.setdefault("repo_id", Path(directory).resolve().name)  # not the name of the working folder
     with replacing(Path(directory)) as folder:
         return save(str(folder), **{"max_shard_size": MAX_SHARD_SIZE, **options})
 
 
 @contextlib.contextmanager
 def replacing(directory: Path) -> Iterator[Path]:
-    """A new folder, whose files are those of `directory` once the block has ended, on disk and all at once. Where it raises,
-    `directory` is as it was. Raises `CheckpointError` for what the system refuses."""
+    """A new folder whose files are in `directory` once the block has ended: on disk, and all at once. If the block raises,
+    `directory` is unchanged. Raises `CheckpointError` if the system refuses an operation."""
     target, working = directory.resolve(), None
     try:
         if target.exists() and not target.is_dir():
@@ -65,7 +66,7 @@ def replacing(directory: Path) -> Iterator[Path]:
 
 
 def recover(directory: Path) -> None:
-    """Puts back folders of `directory` that a killed save has taken along, and removes what it has left. Raises
+    """Puts back the folders of `directory` that a killed save had moved, and removes what else it left. Raises
     `CheckpointError`."""
     target = directory.resolve()
     try:
@@ -83,8 +84,8 @@ def _prefix(target: Path) -> str:
 
 
 def _place(target: Path) -> Path:
-    """Where a working folder is made: beside the target, with which it can then change places; inside it where that is
-    impossible, for a mount point, a parent that may not be written and the working directory of this process."""
+    """Where the working folder is made: beside the target, so that the two can be exchanged. Inside the target if that is
+    impossible: for a mount point, a parent without write permission, and the working directory of this process."""
     inside = target.exists() and (not os.access(target.parent, os.W_OK)
                                   or target.stat().st_dev != target.parent.stat().st_dev
                                   or _working_directory().is_relative_to(target))
@@ -94,7 +95,7 @@ def _place(target: Path) -> Path:
 def _working_directory() -> Path:
     try:
         return Path.cwd()
-    except FileNotFoundError:  # it was removed
+    except FileNotFoundError:  # the working directory was removed
         return Path("/")
 
 
@@ -114,13 +115,14 @@ def _publish(folder: Path, target: Path) -> None:
 
 
 def _weights_name(name: str) -> str:
-    """What shards, the single file and the index of the same weights have in common."""
+    """The part of the name that the shards, the single file and the index of the same weights share."""
     return _SHARD.sub("", name).removesuffix(".index.json")
 
 
 def _change_places(folder: Path, target: Path, kept: Collection[str]) -> bool:
-    """Makes the folder the target in one step, with what is `kept` of the target; False, and nothing has changed, where the
-    system cannot: on file systems without links or exchange, and for a folder that another file system is mounted on."""
+    """Exchanges the folder and the target in one step, and moves what is `kept` of the target into the new one. Returns False,
+    and changes nothing, where the system cannot: on file systems without links or exchange, and for a folder that is a mount
+    point."""
     try:
         shutil.copymode(target, folder)
         for name in kept:
@@ -140,31 +142,31 @@ def _change_places(folder: Path, target: Path, kept: Collection[str]) -> bool:
 
 
 def _way(folder: Path, name: str) -> Path:
-    """From the target to what is in a working folder beside it."""
+    """The relative path from the target to a file in the working folder beside it."""
     return Path("..", folder.name, name)
 
 
 def _exchange(one: Path, other: Path) -> None:
-    """Two names change places in one step. Raises `OSError` where the system cannot."""
+    """Exchanges two names in one step. Raises `OSError` where the system cannot."""
     library = ctypes.CDLL(None, use_errno=True)
     if not hasattr(library, "renameat2"):
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
-    sys.audit("os.rename", one, other, -1, -1)  # as Python's own calls tell it
+    sys.audit("os.rename", one, other, -1, -1)  # as Python's own calls report it
     if library.renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) != 0:
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code), str(one), None, str(other))
 
 
 def _take_back(folder: Path, target: Path) -> None:
-    """Folders of the target that are in a working folder, where links lead to them, come home. Raises `OSError`."""
+    """Moves folders of the target back from a working folder that links in the target lead to. Raises `OSError`."""
     for path in target.iterdir() if folder.parent != target and target.is_dir() else ():
         if path.is_symlink() and path.readlink() == _way(folder, path.name) and (folder / path.name).is_dir():
             _exchange(folder / path.name, path)
 
 
 def _replace_files(folder: Path, target: Path, new: Collection[str], old: Collection[str]) -> None:
-    """File by file, where that is all the system can do. The index goes first and comes last: a folder seen in between has
-    none, and is refused, rather than shards of two checkpoints."""
+    """Replaces file by file, where the system cannot exchange folders. The index is removed first and added last: a folder that
+    is read in between has no index and is refused, rather than read as shards of two checkpoints."""
     is_index = re.compile(r"\.index\.json$").search
     for name in (*new, *old):
         if is_index(name):
@@ -187,7 +189,8 @@ def _to_disk(folder: Path) -> None:
 
 
 def _give_back(folder: Path, target: Path) -> None:
-    """Removes what is left of a working folder, parts of a new checkpoint or the old one, but no folders."""
+    """Removes the files of a working folder, parts of a new checkpoint or the old one, and then the folder; keeps folders in
+    it."""
     with contextlib.suppress(OSError):
         _take_back(folder, target)
         for path in folder.iterdir():

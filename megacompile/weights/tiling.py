@@ -1,11 +1,11 @@
-"""Parameters -> tiles: which parameter lies in which tile, and moving a model's weights there.
+"""Parameters -> tiles: which tile holds which parameter, and moving a model's weights into tiles.
 
-A parameter belongs to the tile of the one call that reads it. One that several calls read (tied weights) belongs to a tile
-with all of them as readers, so that it has one gradient and one update. What is frozen lies in a tile apart from what is
-trained, which alone has gradients and optimizer state; and so does what has another dtype.
+A parameter belongs to the tile of the one call that reads it. A parameter that several calls read (tied weights) belongs to a
+tile that all of them read, so that it has one gradient and one update. Frozen parameters have their own tiles, since only
+trained ones have gradients and optimizer state; so do parameters of another dtype.
 
-Experts that several calls divide among them lie in one host tile, of which each call streams its part (`tile_part.py`).
-"""
+Experts that several calls divide among them are in one host tile, of which each call streams its part
+(`runtime/memory/tile_part.py`). """
 from __future__ import annotations
 
 import math
@@ -29,21 +29,22 @@ from megacompile.runtime.optimizer.adam import split_fp32
 from megacompile.sizes import format_bytes
 from megacompile.system.host_memory import available_host_bytes, give_back_freed_memory
 
-#: What training needs beside tiles: the interpreter, PyTorch, a batch.
+#: Host memory that training needs in addition to tiles: the interpreter, PyTorch, a batch.
 HOST_MARGIN_BYTES = 1 << 30
 
 
-#: A tile, and a number in it.
+#: (tile, index of the parameter in it).
 Place = tuple[str, int]
-#: Whether it trains, and its dtype: parameters of one kind share a tile.
+#: (whether a parameter trains, its dtype): parameters of one kind share a tile.
 Kind = tuple[bool, torch.dtype]
 
 
 @dataclass(frozen=True)
 class Tiling:
-    """The tiles of a model: `layouts`, as they are streamed, and `host`, as they lie in host memory. `tiles_of` gives each
-    call's tiles, its own first; `position` each parameter's place in host memory, `places` where it is streamed, which of
-    experts in pieces are several. `read_at`: where a call finds what it reads, by the name that the call has for it."""
+    """The tiles of a model: `layouts` as they are streamed, `host` as they are in host memory.
+
+    `tiles_of`: the tiles of each call, its own first. `position`: each parameter's place in host memory. `places`: where it is
+    streamed, several places for experts in pieces. `read_at`: where a call finds a value, by the call's name for it."""
 
     layouts: Mapping[str, TileLayout]
     host: Mapping[str, TileLayout]
@@ -55,7 +56,8 @@ class Tiling:
     @classmethod
     def of(cls, model: nn.Module, calls: Sequence[Call], dtype: torch.dtype | None,
            rows: Mapping[str, Rows] = MappingProxyType({})) -> Tiling:
-        """`dtype`: of all parameters; None: each its own. `rows`: what calls read that is a share of a parameter."""
+        """The tiling of a model. `dtype`: that of all parameters; None: each has its own. `rows`: names that calls read which
+        are shares of a parameter."""
         readers: dict[str, list[str]] = {}
         for call in calls:
             for source in call.sources:
@@ -74,7 +76,7 @@ class Tiling:
         parts: dict[str, list[str]] = {}
         for name in shared:
             parts.setdefault(groups[tuple(readers[name])], []).append(name)
-        # What a piece reads beside its experts (a norm of what the experts give) is no part of a host tile.
+        # Other parameters that a piece reads (a norm after the experts) are not part of the experts' host tile.
         whole = {f"{tile}.rest" if tile in parts else tile: names for tile, names in whole.items()}
 
         def kind(name: str) -> Kind:
@@ -86,8 +88,8 @@ class Tiling:
             return tuple(parameters[name].shape) if share is None else (
                 share.stop - share.first, *parameters[share.parameter].shape[1:])
 
-        own, at_home, streamed = (_tiles(members, kind, shape) for members in (whole, experts, parts))
-        host = {tile: _layout(tile, names, kind, shape) for tile, names in (own | at_home).items()}
+        own, on_host, streamed = (_tiles(members, kind, shape) for members in (whole, experts, parts))
+        host = {tile: _layout(tile, names, kind, shape) for tile, names in (own | on_host).items()}
         position = {s.name: (tile, i) for tile, layout in host.items() for i, s in enumerate(layout.slices)}
         layouts = {tile: host[tile] if tile in own else _part(_layout(tile, names, kind, shape), shared, host, position)
                    for tile, names in (own | streamed).items()}
@@ -105,37 +107,37 @@ class Tiling:
 
     @property
     def trains(self) -> bool:
-        """Whether anything is trained at all."""
+        """Whether any parameter is trained."""
         return any(layout.trainable for layout in self.layouts.values())
 
     def _first_trained(self, calls: Sequence[Call]) -> int:
-        """The number of the first call that trains anything."""
+        """The index of the first call that trains a parameter."""
         return next((i for i, call in enumerate(calls) if any(self.layouts[t].trainable for t in self.tiles_of[call.name])),
                     len(calls))
 
     def differentiated(self, calls: Sequence[Call]) -> list[Call]:
-        """The layers that a backward goes through: those below the first call that trains anything have none."""
+        """The layers that have a backward: those from the first call on that trains a parameter."""
         return list(calls[max(1, self._first_trained(calls)):-1])
 
     def operations(self, calls: Sequence[Call]) -> int:
-        """FLOPs that a token's step takes by its products with parameters, recomputation not counted: 2 a parameter forward, 2
-        for the gradient of what is multiplied where there is a backward, 2 for the parameter's own where it is trained."""
+        """FLOPs per token of a step's products with parameters, without recomputation. Per parameter: 2 for the forward, 2 for
+        the gradient of the other operand if there is a backward, 2 for the parameter's own gradient if it is trained."""
         reached = {tile for call in calls[self._first_trained(calls):] for tile in self.tiles_of[call.name]}
-        border = self.border(calls)  # tied to the head, an embedding is no product
+        boundary = self.boundary(calls)  # an embedding tied to the head does not add a product
         return sum(layout.parameters * (6 if layout.trainable else 4 if tile in reached else 2)
-                   * (1 if tile in border else self.runs(calls, tile)) for tile, layout in self.layouts.items())
+                   * (1 if tile in boundary else self.runs(calls, tile)) for tile, layout in self.layouts.items())
 
     def runs(self, calls: Sequence[Call], tile: str) -> int:
-        """How many layers' calls read a tile."""
+        """How many calls of layers read a tile."""
         return sum(tile in self.tiles_of[call.name] for call in calls[1:-1])
 
-    def border(self, calls: Sequence[Call]) -> set[str]:
+    def boundary(self, calls: Sequence[Call]) -> set[str]:
         """The tiles that the prologue or the epilogue reads."""
         return {tile for call in (calls[0], calls[-1]) for tile in self.tiles_of[call.name]}
 
     def ranked(self, calls: Sequence[Call]) -> list[list[TileLayout]]:
-        """The tiles of layers alone, by their ranks (see `slot_ranks`): those of one rank take turns in slots."""
-        ranks = slot_ranks([self.tiles_of[call.name] for call in calls[1:-1]], self.border(calls),
+        """The tiles that only layers read, by rank (see `slot_ranks`). Tiles of one rank take turns in slots."""
+        ranks = slot_ranks([self.tiles_of[call.name] for call in calls[1:-1]], self.boundary(calls),
                            lambda tile: self.layouts[tile].weight_bytes)
         return [[self.layouts[tile] for tile, rank in ranks.items() if rank == each] for each in sorted(set(ranks.values()))]
 
@@ -150,18 +152,18 @@ class Tiling:
         return sum(self.host_parts().values())
 
     def store(self, tiles: Mapping[str, HostTile]) -> Store:
-        """Of host tiles that were made, with what is streamed of them."""
+        """A store of these host tiles and of the parts of them that are streamed."""
         return Store(dict(tiles), {name: TilePart.of(layout, tiles[layout.home]) for name, layout in self.layouts.items()
                                    if layout.home})
 
     def tiles(self) -> dict[str, Tile]:
-        """As schedules see them."""
+        """The tiles as schedules see them."""
         return {name: Tile(name, layout.parameters, layout.weight_bytes, layout.gradient_bytes, layout.trainable,
                            layout.state_bytes)
                 for name, layout in self.layouts.items()}
 
     def call_specs(self, calls: Sequence[Call], templates: Mapping[str, Template], length: int) -> tuple[CallSpec, ...]:
-        """As schedules of sequences of `length` tokens see them."""
+        """The calls as schedules for sequences of `length` tokens see them."""
         layers = {call.template for call in calls[1:-1]}
         handed_on = {name: cost.checkpoint_bytes(templates[name], length) for name in layers}
         roles = {calls[0].name: "prologue", calls[-1].name: "epilogue"}
@@ -170,8 +172,8 @@ class Tiling:
 
 
 def _groups(calls: Sequence[Call], readers: Sequence[tuple[str, ...]]) -> dict[tuple[str, ...], str]:
-    """Of the calls that read a parameter together: the name of the tile that they share. That of a layer is its own, however
-    often it runs; what only some of its runs read lies apart."""
+    """The name of the tile that each group of calls shares. `readers`: for each parameter, the calls that read it. A layer's
+    tile has the layer's name, even if it runs several times; parameters that only some of its runs read are in a tile apart."""
     runs: dict[str, list[str]] = {}
     for call in calls:
         runs.setdefault(call.again or call.name, []).append(call.name)
@@ -190,7 +192,8 @@ def _groups(calls: Sequence[Call], readers: Sequence[tuple[str, ...]]) -> dict[t
 
 def _tiles(members: Mapping[str, Sequence[str]], kind: Callable[[str], Kind],
            shape: Callable[[str], tuple[int, ...]]) -> dict[str, list[str]]:
-    """What lies in each tile, of groups of parameters: those of one kind, the kind of the most elements first."""
+    """The parameters in each tile. `members`: groups of parameters. Each kind in a group has its own tile, the kind with the
+    most elements first."""
     tiles: dict[str, list[str]] = {}
     for group, names in members.items():
         kinds: dict[Kind, list[str]] = {}
@@ -209,7 +212,7 @@ def _layout(tile: str, names: Sequence[str], kind: Callable[[str], Kind],
 
 def _part(layout: TileLayout, shares: Mapping[str, Rows], host: Mapping[str, TileLayout],
           position: Mapping[str, Place]) -> TileLayout:
-    """The layout of shares of parameters as that of a part of their host tile."""
+    """The layout of shares of parameters, as part of their host tile."""
     home, origins, slices = "", [], []
     for s in layout.slices:
         share = shares[s.name]
@@ -220,8 +223,8 @@ def _part(layout: TileLayout, shares: Mapping[str, Rows], host: Mapping[str, Til
 
 
 def _names(group: str, kinds: Sequence[Kind]) -> list[str]:
-    """Of the tiles that hold a group's (trained, dtype) kinds of parameters: the group's own where there is one kind, else
-    "layers.3" of what is trained, "layers.3.frozen", and "layers.3.float32" of another dtype than that of most elements."""
+    """The names of the tiles of a group's kinds of parameters: the group's own name if there is one kind. Otherwise "layers.3"
+    for trained parameters, "layers.3.frozen", and "layers.3.float32" for another dtype than that of most elements."""
     names = []
     for trained, dtype in kinds:
         alike = [other for also, other in kinds if also == trained]
@@ -231,21 +234,21 @@ def _names(group: str, kinds: Sequence[Kind]) -> list[str]:
 
 
 def _weightless(template: Template) -> tuple[str, ...]:
-    """Variants that read no parameter: what they run on need not be fetched."""
+    """The variants that read no parameter, so that no weights need to be fetched for them."""
     parameters = {i for i, x in enumerate(template.inputs) if x.role.kind == "parameter"}
     names = [n for n in template.variant_names if n != "backward"]
     return tuple(n for n in names if not parameters & set(template.variant(n).reads))
 
 
 def check_host_memory(tiling: Tiling, budget: int | None = None) -> None:
-    """Raises `InsufficientMemoryError` before anything is allocated. Where weights are now is not known to be given back
-    in time (a model may share its storage), so the whole of the tiles must fit beside it. `budget`: bytes to stay within; None:
-    all that there are."""
+    """Raises `InsufficientMemoryError`, before anything is allocated, if the tiles do not fit. They must fit beside the model's
+    current weights, whose memory may not be freed in time (it may be shared). `budget`: bytes to stay within; None: all that is
+    available."""
     require_host_memory(tiling.host_bytes(), budget)
 
 
 def require_host_memory(needed: int, budget: int | None = None) -> None:
-    """Raises `InsufficientMemoryError` unless that many bytes are available, and what training needs beside them."""
+    """Raises `InsufficientMemoryError` unless `needed` bytes are available, and `HOST_MARGIN_BYTES` in addition."""
     needed, available = needed + HOST_MARGIN_BYTES, available_host_bytes()
     available = min(available, budget or available)
     if needed > available:
@@ -255,7 +258,7 @@ def require_host_memory(needed: int, budget: int | None = None) -> None:
 
 
 def check_device_memory(tiling: Tiling, budget: int) -> None:
-    """Raises `InsufficientMemoryError` if that many bytes of device memory do not even hold the weights of one layer."""
+    """Raises `InsufficientMemoryError` if `budget` bytes of device memory do not hold the weights of one layer."""
     largest = max(sum(tiling.layouts[tile].weight_bytes for tile in tiles) for tiles in tiling.tiles_of.values())
     if largest > budget:
         raise InsufficientMemoryError(
@@ -264,8 +267,8 @@ def check_device_memory(tiling: Tiling, budget: int) -> None:
 
 
 def build_store(model: nn.Module, tiling: Tiling) -> Store:
-    """Moves the model's parameters into tiles, one tile at a time, and points the parameters there: no second copy of the
-    model ever exists. A bf16 tile made from fp32 weights keeps their exact remainder."""
+    """Moves the model's parameters into tiles, one tile at a time, and points the parameters there, so that no second copy of
+    the model ever exists. A bf16 tile made from fp32 weights keeps their exact remainder."""
     tiles: dict[str, HostTile] = {}
     parameters = dict(model.named_parameters())
     for name, layout in tiling.host.items():
@@ -281,8 +284,8 @@ def build_store(model: nn.Module, tiling: Tiling) -> Store:
 
 
 def move_rest(model: nn.Module, tiling: Tiling) -> None:
-    """Moves to the host what lies in no tile, buffers and parameters that no call reads: after `close()` the model is one on
-    the CPU, whatever device it came from."""
+    """Moves to the host what is in no tile: buffers, and parameters that no call reads. So after `close()` the whole model is
+    on the CPU."""
     for name, parameter in model.named_parameters():
         if name not in tiling.position and parameter.device.type != "cpu":
             parameter.data = parameter.data.cpu()
@@ -293,8 +296,8 @@ def move_rest(model: nn.Module, tiling: Tiling) -> None:
 
 
 def place(value: Tensor, weights: Tensor, remainder: Tensor | None, threads: int | None = None) -> None:
-    """Writes values, 1-D of any floating dtype, into as many elements of a tile. What bf16 cannot hold of them goes to the
-    remainder, with `threads` (None: all cores)."""
+    """Writes values, 1-D of any floating dtype, into as many elements of a tile. The bits that bf16 cannot hold go to the
+    remainder, computed by `threads` threads (None: all cores)."""
     if remainder is not None and value.dtype != torch.bfloat16:
         high, low = split_fp32(value.detach().cpu().float().contiguous(), threads)
         weights.copy_(high)
@@ -304,13 +307,13 @@ def place(value: Tensor, weights: Tensor, remainder: Tensor | None, threads: int
 
 
 def point_parameters(tile: HostTile, parameters: Mapping[str, nn.Parameter]) -> None:
-    """Each parameter becomes a CPU tensor over its part of the tile; the `Parameter` objects stay the same."""
+    """Points each parameter at its part of the tile, on the CPU. The `Parameter` objects stay the same."""
     for i, s in enumerate(tile.layout.slices):
         parameters[s.name].data = tile.parameter_view(tile.weights, i)
 
 
 def named_gradients(store: Store) -> Iterator[tuple[str, Tensor]]:
-    """A view per trainable parameter over its tile's gradients."""
+    """(name, view over its tile's gradients) of each trainable parameter."""
     for tile in store.tiles.values():
         if tile.gradients is not None:
             for i, s in enumerate(tile.layout.slices):

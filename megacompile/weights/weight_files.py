@@ -1,7 +1,7 @@
-"""Weights on disk: which files a checkpoint has, what is in them, and reading it into memory that is there already.
+"""Weights on disk: the files of a checkpoint, the tensors in them, and reading these into existing memory.
 
-Only safetensors are read: a pickle runs code. Files are read and not mapped, since pages of a mapped file count as this
-process's memory, and a copy through a mapping takes a page fault every 4 KiB.
+Only safetensors are read, since a pickle runs code. Files are read, not mapped: pages of a mapped file count as this process's
+memory, and a copy through a mapping takes a page fault every 4 KiB.
 """
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-#: What is fetched of a model on the hub. Names are bare, and so is what an index may name.
+#: The files that are fetched of a model on the hub. Names have no folder, and an index may only name such files.
 FILE_PATTERNS = (CONFIG_FILE, GENERATION_FILE, WEIGHTS_FILE, INDEX_FILE, "model-*.safetensors")
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
-#: The format's words for dtypes that weights are made from. Others (int8, float8) mean nothing without their scales.
+#: The format's names of dtypes that weights may have. Others (int8, float8) mean nothing without their scales.
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-#: Those that are read at all: buffers may hold integers.
+#: All dtypes that are read: buffers may hold integers.
 DTYPES = {**FLOATS, "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
           "BOOL": torch.bool}
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where a tensor lies: `offset` in bytes from the file's begin. `dtype` is the format's word for it ("BF16")."""
+    """Where a tensor is stored. `offset`: bytes from the beginning of the file. `dtype`: the format's name of it ("BF16")."""
 
     name: str
     file: Path
@@ -46,7 +46,7 @@ class StoredTensor:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a checkpoint, from its index or the one file that it has. Raises `CheckpointError`."""
+    """The safetensors files of a checkpoint: those that its index names, or its single file. Raises `CheckpointError`."""
     index = folder / INDEX_FILE
     if not index.exists():
         if (folder / WEIGHTS_FILE).exists():
@@ -54,8 +54,8 @@ def weight_files(folder: Path) -> list[Path]:
         pickles = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
         found = f"only {pickles[0]}, a pickle, which can run code when it is read" if pickles else "none"
         raise CheckpointError(
-            f"{folder} should hold weights as {WEIGHTS_FILE} or {INDEX_FILE} and has {found}: convert them once, where you "
-            "trust them, with AutoModelForCausalLM.from_pretrained(...).save_pretrained(folder)")
+            f"{folder} should have weights in {WEIGHTS_FILE} or {INDEX_FILE} and has {found}: if you trust the files, convert "
+            "them once with AutoModelForCausalLM.from_pretrained(...).save_pretrained(folder)")
     try:
         names = sorted(set(json.loads(read_regular(index))["weight_map"].values()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -71,8 +71,8 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def stored_tensors(files: list[Path]) -> dict[str, StoredTensor]:
-    """All tensors of these files by name. Reads their headers only. Raises `CheckpointError` for a damaged or truncated file,
-    and for a name that two files have."""
+    """All tensors of these files by name. Reads only headers. Raises `CheckpointError` for a damaged or truncated file, and for
+    a name that two files have."""
     found: dict[str, StoredTensor] = {}
     for file in files:
         for stored in _header(file):
@@ -86,7 +86,7 @@ def stored_tensors(files: list[Path]) -> dict[str, StoredTensor]:
 def _header(file: Path) -> Iterator[StoredTensor]:
     try:
         with open(open_regular(file), "rb") as stream:
-            with safe_open(file, framework="pt"):  # proves the header: sizes, offsets, the file's end
+            with safe_open(file, framework="pt"):  # checks the header: sizes, offsets, the end of the file
                 pass
             length = int.from_bytes(stream.read(8), "little")
             entries = json.loads(stream.read(length))
@@ -99,7 +99,7 @@ def _header(file: Path) -> Iterator[StoredTensor]:
 
 
 class WeightReader:
-    """Reads from many places of a few files, from any thread. State: the open files."""
+    """Reads parts of a few files from any thread. State: the open files."""
 
     def __init__(self) -> None:
         self._descriptors: dict[Path, int] = {}
@@ -118,9 +118,9 @@ class WeightReader:
                 self._descriptors[file] = open_regular(file)
 
     def read(self, stored: StoredTensor, start: int, out: Tensor) -> None:
-        """Elements from `start` on, as many as `out` has: 1-D, contiguous, on the CPU, of the dtype that is stored.
+        """Reads elements from `start` on into all of `out`, which is 1-D, contiguous, on the CPU and of the stored dtype.
 
-        Raises `CheckpointError` where the file ends first: it has changed since its header was read."""
+        Raises `CheckpointError` if the file ends too early, since it has changed after its header was read."""
         memory = out.view(torch.uint8).numpy().data
         position = stored.offset + start * out.element_size()
         while memory:

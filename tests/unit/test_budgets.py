@@ -68,10 +68,10 @@ def test_a_schedule_leaves_other_models_on_the_device_what_they_have_planned(mon
     first(**tiny_models.batch())
     second = megacompile.stream(tiny_models.build(), device="cpu")
     found, given = (planned(device="cpu", **more) for more in ({}, {"device_memory": "2MiB"}))
-    assert found.planner.taken_bytes() == second.megacompile.streamed.planner.taken_bytes() > 0
+    assert found.planner.taken_bytes == second.megacompile.streamed.planner.taken_bytes > 0
     assert found.plan == second.megacompile.compiled(tiny_models.batch(rows=2, length=8)).plan
-    assert (given.planner.taken_bytes(), given.planner.device_bytes) == (0, 2 * 2**20)
-    assert planned(hardware="rtx3090").planner.taken_bytes() == 0, "another machine"
+    assert (given.planner.taken_bytes, given.planner.device_bytes) == (0, 2 * 2**20)
+    assert planned(hardware="rtx3090").planner.taken_bytes == 0, "another machine"
     for model in (first, second):
         model.megacompile.close()
 
@@ -113,8 +113,8 @@ def large() -> Any:
 
 
 @pytest.mark.parametrize(("memory", "said"), [
-    ("128GiB", "even frozen, with adapters, it takes 132.42 GiB; a model of up to 9.74 G parameters fits whole"),
-    ("192GiB", "frozen, with adapters that train (LoRA), it takes 132.42 GiB and theirs; the last 6 of 80 layers can train")])
+    ("128GiB", "even frozen, with adapters, it takes 132.42 GiB; a model of up to 9.74 G parameters fits in bfloat16"),
+    ("192GiB", "frozen, with adapters that train (LoRA), it takes 132.42 GiB plus the adapters; the last 6 of 80 layers")])
 def test_a_refusal_for_the_host_says_what_is_needed_in_all_and_what_would_fit(memory: str, said: str, large: Any) -> None:
     begin = time.perf_counter()
     with pytest.raises(InsufficientMemoryError, match=r"takes 920.92 GiB of host memory \(70.6 G para") as caught:

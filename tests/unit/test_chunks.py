@@ -21,7 +21,7 @@ from megacompile.frontend.templates.template import BATCH, LENGTH
 from megacompile.ir.token_loop import TokenLoop, Tokens, Total, token_loops
 from megacompile.passes import TEMPLATE_PIPELINE
 from megacompile.passes.template import Target
-from megacompile.planning import planner
+from megacompile.planning import search_space
 from megacompile.planning.config import StreamConfig
 from megacompile.planning.planner import Planner
 from megacompile.predict import cost
@@ -280,7 +280,7 @@ def test_the_peak_of_a_chunked_layer_does_not_grow_with_its_width() -> None:
 
 def test_chunks_are_the_last_resort(analysis: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the budget: only where no whole micro-batch fits, and then the largest chunk that does."""
-    monkeypatch.setattr(planner, "LEAST_CHUNK", 128)
+    monkeypatch.setattr(search_space, "LEAST_CHUNK", 128)
     batch, length = 4, 2048
     config = StreamConfig.of(device="cpu", host_checkpoints=False)
     free = Planner(*analysis, config, 2**50, margin_bytes=0)

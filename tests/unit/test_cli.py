@@ -453,7 +453,7 @@ def test_a_folded_program_is_refused_with_what_to_do(config: Path) -> None:
                     r"`megacompile inspect --no-fold` or `program.text\(\)` prints it\n", result.stderr)
 
 
-@pytest.mark.parametrize(("given", "message"), [("", "no program; expected"), ("\0", "a program begins otherwise")])
+@pytest.mark.parametrize(("given", "message"), [("", "no program; expected"), ("\0", "not the beginning of a program")])
 def test_standard_input_that_is_no_program_is_refused(given: str, message: str) -> None:
     result = CliRunner().invoke(cli.app, ["verify", "-"], input=given)
     assert result.exit_code == 1 and message in result.stderr

@@ -173,7 +173,7 @@ def test_what_has_no_experts_is_not_divided() -> None:
 
     plain = tiny_models.build()
     assert expert_pieces(plain, None, StreamConfig.of(device="cpu"), 1) == 1
-    with pytest.raises(UnsupportedError, match="expert_pieces=2 divides experts, and Qwen2ForCausalLM has no layer"):
+    with pytest.raises(UnsupportedError, match="expert_pieces=2 divides experts, and Qwen2ForCausalLM has none"):
         megacompile.stream(plain, device="cpu", expert_pieces=2)
 
 

@@ -17,7 +17,8 @@ import megacompile
 from megacompile.errors import ArgumentError, InsufficientMemoryError, MegacompileError
 from megacompile.ir.program import Lane
 from megacompile.planning.explain import candidates
-from megacompile.planning.planner import MOST_SEQUENCES, WORTH
+from megacompile.planning.planner import WORTH
+from megacompile.planning.search_space import MOST_SEQUENCES
 from megacompile.predict import hardware as module
 from megacompile.predict.hardware import PROFILES, Hardware, cache_path
 from megacompile.predict.simulate import Item
@@ -368,7 +369,7 @@ def test_the_largest_batch_fits_and_one_sequence_more_does_not(planned: Schedule
     planner = dataclasses.replace(planned.planner, budget_bytes=room, pace=None, stateful=None)
     largest = planner.largest_batch(LENGTH)
     assert largest > 8
-    assert planner.fits(dataclasses.replace(planner, stateful=None).choose(largest, LENGTH))
+    assert planner.fits(dataclasses.replace(planner, stateful=None).choose(largest, LENGTH).plan)
     with pytest.raises(MegacompileError, match=f"a batch of {largest + 1} x {LENGTH} needs"):
         planner.choose(largest + 1, LENGTH)
 

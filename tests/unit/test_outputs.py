@@ -278,7 +278,7 @@ def test_updates_on_arrival_train_by_losses_of_logits(model: Any, native: Any) -
 def test_memory_of_outputs_is_counted(model: Any) -> None:
     """Logits, and the gradient that comes for them, are in no plan of a loss."""
     planner = model.megacompile.streamed.planner
-    plans = (planner.choose(8, 512, output=output) for output in ("loss", "logits"))
+    plans = (planner.choose(8, 512, output=output).plan for output in ("loss", "logits"))
     loss, logits = (planner.estimate(plan).total for plan in plans)
     assert logits - loss > 8 * 512 * V * 4
 

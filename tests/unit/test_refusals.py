@@ -310,13 +310,13 @@ def test_autocast_to_the_dtype_of_the_model_is_allowed(bf16_model: Any) -> None:
 
 
 def test_a_batch_for_which_a_micro_batch_does_not_fit_is_refused(untouched: Any) -> None:
-    planner = untouched.megacompile.streamed.planner
-    budget, planner.budget_bytes = planner.budget_bytes, planner.taken_bytes() + 4096
+    planner, captures = untouched.megacompile.streamed.planner, untouched.megacompile.streamed.captures
+    captures.plan_with(budget_bytes=planner.taken_bytes + 4096)
     try:
         with pytest.raises(InsufficientMemoryError, match=r"a batch of 6 x 40 needs .* of device .*are available"):
             untouched(**batch(1, rows=6, length=40))
     finally:
-        planner.budget_bytes = budget
+        captures.plan_with(budget_bytes=planner.budget_bytes)
 
 
 class Bounded(Model):

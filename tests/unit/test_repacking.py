@@ -17,6 +17,7 @@ import megacompile
 from megacompile.inputs.packed_layout import LENGTH, Span, lay_out, spans_of
 from megacompile.ir.plan import Plan, Shape
 from megacompile.planning.packed_plans import PackedPlans, derived
+from megacompile.planning.planner import Choice
 
 LONGEST = 23
 
@@ -220,21 +221,27 @@ def test_plans_are_searched_once_for_steps_of_like_size(model: Any) -> None:
 class Planner:
     """Plans whose every choice depends on the number of rows; those that fit have few of them in a wave."""
 
+    stateful = None
+
     def resident_state(self) -> tuple[str, ...]:
         return ()
 
     def fits(self, plan: Plan) -> bool:
         return plan.batch < 40 or plan.checkpoint_interval > 4
 
-    def choose(self, batch: int, length: int, *_: Any) -> Plan:
-        return Plan(batch, length, (8,) * (batch // 8), checkpoint_interval=batch // 8)
+    def choose(self, batch: int, length: int, *_: Any) -> Choice:
+        return Choice(Plan(batch, length, (8,) * (batch // 8), checkpoint_interval=batch // 8))
+
+    def after(self, choice: Choice) -> Planner:
+        return self
 
 
 def test_the_plan_of_a_step_is_the_same_whatever_steps_came_before() -> None:
     """So a run that is resumed has the bits of one that was not interrupted."""
     def plans(rows: list[int]) -> dict[int, Plan]:
         packed, planner = PackedPlans(), Planner()
-        return {each: packed.choose(planner, shape_of(each, whole_step=True)) for each in rows}  # type: ignore[arg-type]
+        return {each: packed.choose(planner, shape_of(each, whole_step=True)).plan  # type: ignore[arg-type]
+                for each in rows}
 
     upwards = plans([*range(1, 60)])
     assert upwards == plans([*range(59, 0, -1)]) == plans([33, 3, 8, *range(1, 60)])

@@ -133,13 +133,13 @@ def test_between_a_forward_and_the_end_of_its_step_plans_stay(shared: Shared) ->
 
 def test_what_other_models_have_planned_counts_for_the_default_budget_alone(shared: Shared) -> None:
     other, trained = (megacompile.stream(shared.native(), device="cpu") for _ in range(2))
-    planner = other.megacompile.streamed.planner
-    before = planner.taken_bytes()  # by models of other tests
+    streamed = other.megacompile.streamed
+    before = streamed.planner.taken_bytes  # by models of other tests
     train_step(trained, megacompile.AdamW(trained.parameters()))
     other.megacompile.replan(device_memory="1GiB")
-    assert (planner.taken_bytes(), planner.device_bytes) == (0, 1 << 30)
+    assert (streamed.planner.taken_bytes, streamed.planner.device_bytes) == (0, 1 << 30)
     other.megacompile.replan(device_memory=None)
     estimate = trained.megacompile.compiled().estimate
-    assert planner.taken_bytes() - before == estimate.total - estimate.slots > 0
+    assert streamed.planner.taken_bytes - before == estimate.total - estimate.slots > 0
     trained.megacompile.close()
     other.megacompile.close()

@@ -45,8 +45,8 @@ class Replanned:
         model = self.shared.fresh()
         streamed = model.megacompile.streamed
         streamed.evict()
-        planner = streamed.planner
-        planner.config, planner.pinned_bytes, planner.stateful = config, parse_bytes(config.pinned_memory), None
+        streamed.captures.plan_with(config=config, pinned_bytes=parse_bytes(config.pinned_memory))
+        streamed.shapes.stateful = None
         streamed.shapes.table.clear()
         streamed.store.drop_sums()
         return model
@@ -259,7 +259,7 @@ def test_each_wave_goes_home_once_and_its_accumulators_end(make_schedule: Schedu
 
 @pytest.mark.parametrize(("changes", "message"), [
     ({"waves": 1}, "between waves, and there is one wave"),
-    ({"resident": ("a",), "resident_state": ("a",)}, "has its gradients added up there")], ids=str)
+    ({"resident": ("a",), "resident_state": ("a",)}, "resident_state and host_sums name the same tile")], ids=str)
 def test_a_plan_that_cannot_be_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(MegacompileError, match=message):
         Plan(2, 8, **{"micro_batches": (1, 1), "waves": 2, "host_sums": ("a",), **changes})
@@ -318,7 +318,7 @@ def test_waves_whose_accumulators_do_not_fit_keep_more_residuals_with_sums_on_th
     assert whole.saved_layers == DEPTH and not whole.host_sums
     lean = planner(analysis, waves=4, host_sums="all")
     budget = lean.estimate(replace(whole, host_sums=lean._sums())).total
-    found = planner(analysis, budget, waves=4)._step_plans(32, LENGTH, "step")
+    found = planner(analysis, budget, waves=4).step_plans(32, LENGTH, "step")
     best = max(found, key=lambda plan: plan.saved_layers)
     assert best.saved_layers == DEPTH and best.host_sums
     assert max((plan.saved_layers for plan in found if not plan.host_sums), default=0) < DEPTH
@@ -335,7 +335,7 @@ def test_no_plan_takes_more_of_the_host_than_there_is(analysis: Any) -> None:
     for layers in (0, 1, 3, 100):
         room = planner(analysis, budget, waves=4, host_bytes=tiles + layers * layer)
         assert room.host_room == layers * layer
-        plans = room._step_plans(32, LENGTH, "step")
+        plans = room.step_plans(32, LENGTH, "step")
         assert all(sum(host_parts(captured, tiling, plan).values()) <= room.host_room for plan in plans)
         summed.append(max(len(plan.host_sums) for plan in plans))
     assert summed == sorted(summed) and summed[0] == 0 < summed[-1]
@@ -365,4 +365,4 @@ def test_where_the_update_is_fast_a_step_is_planned_with_sums_on_the_host() -> N
     (row,) = [line for line in found.explain().splitlines() if line.startswith("->")]
     assert str(len(found.plan.host_sums)) in row.split()[6]
     full = replace(found.planner, host_bytes=found.tiling.host_bytes() + HOST_MARGIN_BYTES)
-    assert not full.choose(16, 2048, whole_step=True).host_sums
+    assert not full.choose(16, 2048, whole_step=True).plan.host_sums

@@ -561,12 +561,12 @@ def test_the_default_bound_on_shapes_is_documented() -> None:
 
 def test_a_second_forward_that_does_not_fit_is_refused_until_the_first_is_done(model: Any) -> None:
     streamed = model.megacompile.streamed
-    budget = streamed.planner.budget_bytes
+    budget, others = streamed.planner.budget_bytes, streamed.planner.taken_bytes
     first = model(**batch(1)).loss
     held = sum(lease.device_bytes for lease in streamed.open_forwards())
     needed = streamed.shapes.latest.estimate.total
     try:
-        streamed.planner.budget_bytes = streamed.planner.taken_bytes() + needed + held - 1
+        streamed.captures.plan_with(budget_bytes=others + needed + held - 1)
         with pytest.raises(InsufficientMemoryError, match=r"run backward .* before the next forward"):
             model(**batch(2))
         first.backward()  # the refused forward has disturbed nothing
@@ -576,27 +576,27 @@ def test_a_second_forward_that_does_not_fit_is_refused_until_the_first_is_done(m
         del second  # a loss that is dropped gives its memory back
         model(**batch(2)).loss.backward()
     finally:
-        streamed.planner.budget_bytes = budget
+        streamed.captures.plan_with(budget_bytes=budget)
 
 
 def test_a_second_forward_keeps_no_residuals_where_they_do_not_fit(model: Any, native: Any) -> None:
     """Memory that is left over is spent on residuals; two forwards before a backward must not need it."""
     streamed = model.megacompile.streamed
-    planner, config = streamed.planner, streamed.config
+    planner, captures, config = streamed.planner, streamed.captures, streamed.config
     budget, shape = planner.budget_bytes, {"rows": 3, "length": 11}  # a shape of its own: compiled for this budget
     try:
-        planner.config = replace(config, saved_layers=3)
+        captures.plan_with(config=replace(config, saved_layers=3))
         kept = model.megacompile.compiled(batch(1, **shape))
-        planner.config = config
+        captures.plan_with(config=config)
         assert kept.plan.saved_layers == 3
-        planner.budget_bytes = planner.taken_bytes() + kept.estimate.total
+        captures.plan_with(budget_bytes=planner.taken_bytes + kept.estimate.total)
         first = model(**batch(1, **shape)).loss
         held = sum(lease.device_bytes for lease in streamed.open_forwards())
-        planner.budget_bytes = planner.taken_bytes() + kept.estimate.total + held - 1
+        captures.plan_with(budget_bytes=planner.taken_bytes + kept.estimate.total + held - 1)
         second = model(**batch(2, **shape)).loss
         assert sorted(lease.shape.plan.saved_layers for lease in streamed.open_forwards()) == [0, 3]
     finally:
-        planner.budget_bytes, planner.config = budget, config
+        captures.plan_with(budget_bytes=budget, config=config)
     for seed, loss in ((1, first), (2, second)):
         loss.backward()
         native(**batch(seed, **shape)).loss.backward()

@@ -12,9 +12,8 @@ from tiny_models import batch
 
 import megacompile
 from megacompile.errors import LaneError, MegacompileError, TornError, UnsupportedError
-from megacompile.ir.plan import Plan
 from megacompile.ir.program import argument, find, op_of
-from megacompile.planning.planner import Planner
+from megacompile.planning.planner import Choice, Planner
 
 STEPS = 3
 
@@ -75,10 +74,11 @@ def test_the_order_of_updates_on_arrival_changes_no_bit(options: dict[str, Any],
                                                         ) -> None:
     choose = Planner.choose
 
-    def lowest_first(planner: Planner, *arguments: Any, **keywords: Any) -> Plan:
-        plan = choose(planner, *arguments, **keywords)
+    def lowest_first(planner: Planner, *arguments: Any, **keywords: Any) -> Choice:
+        choice = choose(planner, *arguments, **keywords)
         tiles = tuple(planner.tiling.layouts)
-        return replace(plan, update_order=(*tiles[1:3], tiles[0], *tiles[3:])) if plan.update == "arrival" else plan
+        order = (*tiles[1:3], tiles[0], *tiles[3:]) if choice.plan.update == "arrival" else ()
+        return replace(choice, plan=replace(choice.plan, update_order=order))
 
     monkeypatch.setattr(Planner, "choose", lowest_first)
     ours, theirs = weights(True, None, "backward", **options), loop(None, False)
