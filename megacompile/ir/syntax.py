@@ -158,8 +158,8 @@ class Source:
         value: Token | tuple[Token, ...] | None = token or self._take("string") or self._take("number")
         if value is None and self._take("(") is not None:
             value = self._tuple()
-        behind = self._next
-        ends = behind.kind in (",", ")") or (value is not None and behind.line > _line(value)) or behind.kind == "end"
+        after = self._next
+        ends = after.kind in (",", ")") or (value is not None and after.line > _line(value)) or after.kind == "end"
         return value if ends else None
 
     def _tuple(self) -> tuple[Token, ...] | None:

@@ -164,7 +164,7 @@ def _table(found: Sequence[Candidate], chosen: Plan, operations: int, layers: Se
         sizes = (plan.checkpoint_interval, f"{plan.micro_batches[0]}{chunked}", plan.waves,
                  kept_residuals(plan.saved_layers, plan.residuals), len(plan.from_host(layers)), len(plan.host_sums),
                  f"{len(plan.resident_state)}{f' + {len(plan.visiting_state)} visit' if plan.visiting_state else ''}",
-                 "behind weights" if plan.deferred_moments else "",
+                 "after weights" if plan.deferred_moments else "",
                  f"{each.device_bytes / 2**30:.1f}", f"{each.host_bytes / 2**30:.1f}")
         if times is None:
             rows.append(("", *sizes, "does not fit", "", "", "", ""))

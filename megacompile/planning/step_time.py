@@ -140,8 +140,9 @@ class Pace:
         calls = captured.calls_for(plan.output)
         layers = [call.name for call in self.tiling.differentiated(captured.calls)]
         recomputed = len(layers) - min(plan.saved_layers, len(layers))
-        # For calls without a backward, and the prologue:
-        runs: dict[str, tuple[str, ...]] = {call.name: ("forward",) for call in calls}
+        runs: dict[str, tuple[str, ...]] = {call.name: ("forward",) for call in calls}  # a call without a backward
+        if any(self.tiling.layouts[tile].trainable for tile in self.tiling.tiles_of[calls[0].name]):
+            runs[calls[0].name] = ("forward", "recompute_backward")
         runs |= dict.fromkeys(layers[:recomputed], ("forward", "forward_saving", "backward"))
         runs |= {block[-1]: ("forward", "recompute_backward") for block in plan.blocks(layers)}
         runs |= dict.fromkeys(layers[recomputed:], ("forward_saving", "backward"))

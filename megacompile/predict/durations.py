@@ -161,7 +161,7 @@ class Durations:
         return max(count / self.hardware.memory_bandwidth, self.hardware.launch_s)
 
     def _held(self, program: Program, value: fx.Node, length: int) -> int:
-        """Bytes of the accumulators, or of the gradient of a micro-batch's hidden states, behind a lease."""
+        """Bytes of the accumulators, or of the gradient of a micro-batch's hidden states, that a lease keeps."""
         tile, key = argument(value, "tile"), str(argument(value, "key"))
         tile = tile or key.removeprefix("accumulators ")
         if tile in self.layouts:

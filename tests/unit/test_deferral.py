@@ -173,7 +173,7 @@ def test_moments_are_deferred_where_a_step_waits_for_the_host_and_can_hide_them(
     seconds = {deferred: pace.cautious_s(dataclasses.replace(chosen.plan, deferred_moments=deferred), whole_step)
                for deferred in (True, False)}
     assert seconds[True] < 0.95 * seconds[False]
-    assert "behind weights" in chosen.explain()
+    assert "after weights" in chosen.explain()
 
 
 @pytest.mark.parametrize(("speed", "options"), [

@@ -1,0 +1,81 @@
+"""The planner's estimates, which never build a program, against the programs that the passes make of random plans."""
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from plans import plan_of, schedules
+from test_memory import LENGTH, Loops, slots_stated
+from torch import nn
+
+import megacompile
+from megacompile.ir.ops import TEMPLATE_OPS
+from megacompile.ir.plan import Plan
+from megacompile.ir.program import Program, argument, find, op_of, slot_family
+from megacompile.planning.memory import host_parts, slot_bytes
+from megacompile.planning.planner import Planner
+
+
+def decoder(frozen_layers: int = 0) -> nn.Module:
+    from transformers import AutoModelForCausalLM, Qwen2Config
+
+    config = Qwen2Config(vocab_size=64, hidden_size=16, intermediate_size=24, num_hidden_layers=4, num_attention_heads=2,
+                         num_key_value_heads=1, max_position_embeddings=64)
+    model: nn.Module = AutoModelForCausalLM.from_config(config, attn_implementation="eager").train()
+    frozen: list[Any] = [model.model.embed_tokens, *model.model.layers[:frozen_layers]] if frozen_layers else []  # type: ignore[union-attr, index]
+    for module in frozen:
+        module.requires_grad_(False)
+    return model
+
+
+@pytest.fixture(scope="module", params=["decoder", "frozen below", "layers that run twice"])
+def planner(request: pytest.FixtureRequest) -> Planner:
+    with torch.device("meta"):
+        model = Loops() if request.param == "layers that run twice" else decoder(2 if request.param == "frozen below" else 0)
+    return megacompile.schedule(model, batch=1, length=LENGTH, hardware="h200").planner
+
+
+def of_this_model(planner: Planner, schedule: dict[str, Any]) -> Plan:
+    """A drawn plan with the tiles of this model in the place of those that it names."""
+    layouts = planner.tiling.layouts
+    named = {f"layers.{i}": tile for i, tile in enumerate(t for t in layouts if "logue" not in t)}
+    tiles = {}
+    for key in ("resident", "resident_state", "visiting_state", "update_order", "host_sums"):
+        there = dict.fromkeys(tile for each in schedule[key] if (tile := named.get(each, each)) in layouts)
+        tiles[key] = tuple(tile for tile in there if key == "resident" or layouts[tile].trainable)
+    return replace(plan_of(schedule), output="logits" if schedule["outputs"] else "loss", **tiles)
+
+
+def templates_s(planner: Planner, program: Program, plan: Plan) -> float:
+    """Seconds of all templates that the program runs."""
+    assert planner.pace is not None
+    runs = Counter((argument(n, "template"), op_of(n).name, program.micro_batches[argument(n, "mb")])
+                   for graph in program.sections.values() for n in find(graph, *TEMPLATE_OPS))
+    return sum(count * planner.pace.durations.seconds(template, op, rows, plan.length, plan.token_chunk, plan.residuals)
+               for (template, op, rows), count in runs.items())
+
+
+def test_estimates_are_those_of_the_program(planner: Planner) -> None:
+    """Templates run as often as counted, slots and host memory take what is estimated, and no step is faster than its bound."""
+    @settings(max_examples=12, deadline=None, derandomize=True, database=None, phases=[Phase.generate],
+              suppress_health_check=list(HealthCheck))
+    @given(schedules(layers=4, often=False))
+    def of_any_plan(schedule: dict[str, Any]) -> None:
+        plan, whole_step, pace = of_this_model(planner, schedule), schedule["whole_step"], planner.pace
+        assert pace is not None
+        program = pace.program(plan, whole_step)
+        assert math.isclose(pace.compute_s(plan), templates_s(planner, program, plan)), plan
+        assert pace.at_least(plan, may_defer=False) <= pace.cautious_s(plan, whole_step) * (1 + 1e-9), plan
+        assert sum(slots_stated(program)) <= slot_bytes(planner.captured, planner.tiling, plan)
+        stated = host_parts(planner.captured, planner.tiling, plan)
+        stashed = sum(slot.bytes for name, slot in program.slots.items() if slot_family(name) == "H")
+        assert stated["checkpoints"] == stashed, plan
+        summed = {argument(n, "tile") for graph in program.sections.values() for n in find(graph, "add_to_sum")}
+        assert stated["sums"] == sum(planner.tiling.layouts[tile].sum_bytes for tile in summed), plan
+
+    of_any_plan()
