@@ -7,7 +7,8 @@
 Two lines are alike if they differ only in numbers: those in names, and the positions of the nodes that they use. A group of
 lines repeats if each of these numbers advances by a constant step from one group to the next. So values from far above fold as
 well as values of the group. The numbers of slots and events may differ in any way, since each family of slots takes turns at
-its own rate: a folded group shows the numbers of its first repetition. """
+its own rate: a folded group shows the numbers of its first repetition.
+"""
 from __future__ import annotations
 
 import re

@@ -14,7 +14,8 @@
 The parser knows a closed list of calls and never executes any of the text. It refuses what the printer would not write: unknown
 words, wrong kinds of arguments, undefined or redefined names, trailing text. A text that is meant to run again declares after
 its opening what it was made for: `program.shape(...)` and `program.plan(...)` (`editing.py`). `docs/schedule-language.md` has
-the grammar. """
+the grammar.
+"""
 from __future__ import annotations
 
 import json

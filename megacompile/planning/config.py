@@ -61,8 +61,7 @@ class StreamConfig:
             in pinned host memory; True: all; False: none; None: none, unless the batch does not fit otherwise.
         resident: names of tiles (or one name, or "all") whose weights stay on the device.
         resident_state: names of tiles (or one name, or "all") that stay on the device with their optimizer state and are
-        updated
-            there; None: as many as fit and as make a step faster.
+            updated there; None: as many as fit and as make a step faster.
         visiting_state: names of tiles (or one name, or "all" others) that are copied to the device for their update, with their
             optimizer state, and back; None: as many as make a step faster that waits for the host's updates. Only with updates
             at the end of a step.

@@ -5,7 +5,8 @@ does not search.
 
 KEY is a digest of the question that the search answers (`plan_questions.py`) and of our source code. A plan is a few kilobytes
 of choices; programs are made from it and verified as from a new plan. `free` is the memory that the search found free where the
-user gave no budget. That is never the same twice, so a plan is reused where about as much memory is free. """
+user gave no budget. That is never the same twice, so a plan is reused where about as much memory is free.
+"""
 from __future__ import annotations
 
 import contextlib

@@ -3,7 +3,8 @@
 A search simulates dozens of programs and takes seconds, while steps of packed rows differ only in their number of
 micro-batches. So a plan is searched for micro-batches with full kernels, and a step with another number of rows takes all its
 other choices. The last rows form micro-batches of powers of two, so that kernels are compiled for few sizes. Where kernels
-serve any number of rows, all micro-batches have about the same size instead. """
+serve any number of rows, all micro-batches have about the same size instead.
+"""
 from __future__ import annotations
 
 import math

@@ -5,6 +5,7 @@ to layers that keep residuals (all, or only attention's results) and to tiles th
 """
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -12,8 +13,8 @@ from typing import Self
 
 from megacompile.errors import InsufficientMemoryError, NoFittingPlanError
 from megacompile.ir.plan import Plan
+from megacompile.ir.program import Lane
 from megacompile.planning import kept_plans
-from megacompile.planning.device_update_plan import fastest_device_updates
 from megacompile.planning.plan_questions import free_memory, question
 from megacompile.planning.remedies import explained
 from megacompile.planning.search_space import SearchSpace
@@ -114,7 +115,7 @@ class Planner(SearchSpace):
         for variant in others:
             if pace.cautious_s(variant, whole_step) * WORTH < pace.cautious_s(best, whole_step):
                 best = variant
-        return fastest_device_updates(self._with_device_updates(best), pace, whole_step, WORTH)
+        return fastest_device_updates(self._with_device_updates(best), pace, whole_step)
 
     def _with_device_updates(self, plan: Plan) -> list[Plan]:
         """The plan, and variants of it in which the first tile that the host updates visits the device, the first two tiles,
@@ -158,3 +159,24 @@ class Planner(SearchSpace):
             return [0]
         trained = len(self.trained())
         return sorted({0, 1, trained, *range(2, trained, max(1, trained // 12))})
+
+
+def fastest_device_updates(plans: Sequence[Plan], pace: Pace, whole_step: bool) -> Plan:
+    """The fastest of `plans`, each of which lets one tile more visit than the plan before it. The first plan, if no other is
+    faster by a factor of `WORTH`, or if the host's updates delay its step by less than that.
+
+    The host's updates are bound by its memory bandwidth, which copies use too: a visit moves about as many bytes as an update
+    on the host. So visits gain most where the link is idle, and nothing where the host keeps up. All visits come before the
+    next forward's weights, which are copied in the same lane. Only a simulation says how many visits are best."""
+    if len(plans) == 1:
+        return plans[0]
+    times = pace.times(plans[0], whole_step)
+    if times.critical_s[Lane.CPU] * WORTH <= (WORTH - 1) * times.step_s:
+        return plans[0]
+
+    def seconds(count: int) -> float:
+        return pace.cautious_s(plans[count], whole_step)
+
+    # Seconds fall up to the best count and rise after it.
+    best = bisect_left(range(len(plans) - 1), True, key=lambda count: seconds(count + 1) >= seconds(count))
+    return plans[best] if seconds(best) * WORTH < seconds(0) else plans[0]

@@ -5,7 +5,8 @@ K keeps fewer checkpoints, but also the residuals of K - 1 layers of one micro-b
 necessary wait in host memory. Where not even a micro-batch of one sequence fits, its tokens are computed in chunks, as large as
 fit, with checkpoints on the device or else on the host; only attention needs all tokens at once. As the last resort gradients
 get one slot, which costs little (a backward computes while the slot is copied to the host), and then weights too, which costs
-more (no layer's weights arrive while another layer computes). """
+more (no layer's weights arrive while another layer computes).
+"""
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
@@ -15,7 +16,6 @@ from itertools import accumulate
 from typing import Self
 
 from megacompile.ir.plan import FULL_TOKENS, Plan, split
-from megacompile.planning.device_update_plan import named_device_updates
 from megacompile.planning.memory_budget import MemoryBudget
 from megacompile.planning.step_time import Pace
 
@@ -283,4 +283,8 @@ class SearchSpace(MemoryBudget):
         return tuple(tile for tile in self.trained() if named == "all" or tile in named)
 
     def _visiting(self, update: str) -> tuple[str, ...]:
-        return named_device_updates(self.config, self.trained(), self.resident_state(), update)
+        """The tiles that visit the device for their update, of those that the user has named, in the order of the next forward.
+        Only with updates at the end of a step."""
+        named = self.config.visiting_state or ()
+        on_host = [tile for tile in self.trained() if tile not in self.resident_state()] if update == "step" else []
+        return tuple(tile for tile in on_host if named == "all" or tile in named)

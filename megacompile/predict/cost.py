@@ -3,7 +3,8 @@
 
 The model: liveness over a variant's graph. Every op's result has its own memory, views share that of their base, and our own
 ops hold a workspace in addition. Compiled code fuses ops and so holds less. The planner's margin covers workspaces of matrix
-kernels and rounding by the allocator. """
+kernels and rounding by the allocator.
+"""
 from __future__ import annotations
 
 import math

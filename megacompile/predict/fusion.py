@@ -2,7 +2,8 @@
 
 Matrix products and attention are separate kernels. The ops between them form stages, each of which is one fused kernel. Cheap
 values are computed again wherever they are read. A value is *stored* if a reduction makes it, if a separate kernel reads it, or
-if it is a result. """
+if it is a result.
+"""
 from __future__ import annotations
 
 import operator

@@ -3,7 +3,8 @@
 A discrete-event simulation with the executor's rules. Each lane takes its instructions in program order; `wait` holds a lane
 until an event has fired; `enter` finds the events that earlier sections left. Lanes that are busy at the same time may slow
 each other down (both directions of a link, the optimizer beside copies). So an instruction has an amount of work, the seconds
-that it takes alone, and a speed that changes whenever a lane starts or stops. """
+that it takes alone, and a speed that changes whenever a lane starts or stops.
+"""
 from __future__ import annotations
 
 import functools
@@ -60,9 +61,8 @@ class StepTimes:
     Attributes:
         step_s: seconds of a step.
         busy_s: seconds of a step in which each lane works.
-        critical_s: seconds by lane along the critical path, the chain of instructions that waited for one another. A step is
-        only
-            faster if these are. They add up to `step_s`.
+        critical_s: seconds by lane along the critical path, the chain of instructions that waited for one another. A step
+            gets faster only if these do. They add up to `step_s`.
     """
 
     step_s: float

@@ -1,7 +1,8 @@
 """Which stored tensor is which parameter: by name, as transformers' loader renames tensors, then by shape, dtype and ties.
 
 A rename changes only the name (an old layout's names, a base model's prefix). Where a checkpoint needs arithmetic (experts
-stored one by one and used as one tensor), the match says so, and transformers' loader has to load it. """
+stored one by one and used as one tensor), the match says so, and transformers' loader has to load it.
+"""
 from __future__ import annotations
 
 import re

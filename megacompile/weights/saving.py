@@ -5,7 +5,8 @@ The user's own folders in it, such as checkpoints of a run, cannot be in both. B
 working folder, by being exchanged with a link to its new location. So it can be reached by its own name at every moment, and is
 a plain folder again after the exchange. A killed process leaves a working folder, `.NAME.saving-...`, and links into it. The
 next save, or start of a run, puts folders back and removes the rest (`recover`). Until then a working folder may hold a folder
-of the user's. """
+of the user's.
+"""
 from __future__ import annotations
 
 import contextlib

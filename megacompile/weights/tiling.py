@@ -5,7 +5,8 @@ tile that all of them read, so that it has one gradient and one update. Frozen p
 trained ones have gradients and optimizer state; so do parameters of another dtype.
 
 Experts that several calls divide among them are in one host tile, of which each call streams its part
-(`runtime/memory/tile_part.py`). """
+(`runtime/memory/tile_part.py`).
+"""
 from __future__ import annotations
 
 import math

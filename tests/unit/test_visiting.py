@@ -19,7 +19,7 @@ from megacompile.errors import MegacompileError
 from megacompile.ir import program
 from megacompile.ir.plan import Plan
 from megacompile.ir.program import Lane, argument, find
-from megacompile.planning.device_update_plan import fastest_device_updates
+from megacompile.planning.planner import fastest_device_updates
 from megacompile.predict.hardware import Hardware
 from megacompile.predict.simulate import StepTimes
 from megacompile.runtime.backends.threads import ThreadBackend
@@ -200,7 +200,7 @@ def test_the_best_number_of_visits_is_found(count: int) -> None:
         pace: Any = SimpleNamespace(times=lambda plan, whole: held_up, cautious_s=lambda plan, whole, best=best: 10.0 + max(
             3 * (best - len(plan.visiting_state)), len(plan.visiting_state) - best))
         plans = [Plan(1, 1, (1,), visiting_state=tuple(f"layers.{i}" for i in range(n))) for n in range(count + 1)]
-        found = fastest_device_updates(plans, pace, True, 1.003)
+        found = fastest_device_updates(plans, pace, True)
         assert len(found.visiting_state) == best
 
 
