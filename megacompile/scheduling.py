@@ -26,7 +26,7 @@ from megacompile.planning.explain import Outlook, outlook
 from megacompile.planning.host_needs import check_host_first, host_too_small
 from megacompile.planning.memory_budget import margins
 from megacompile.planning.planner import Planner
-from megacompile.planning.step_time import pace_of
+from megacompile.planning.step_time import simulator_of
 from megacompile.predict.durations import Durations
 from megacompile.predict.hardware import Hardware
 from megacompile.predict.simulate import Timeline
@@ -89,10 +89,10 @@ class Schedule:
         """Whether it fits, how fast it would be, and what else might be chosen. `host_memory`: bytes or "256GiB"; None: what
         was planned for. Raises as `durations`."""
         planner = self.planner
-        if planner.pace is None:
+        if planner.simulator is None:
             durations = self.durations()
-            planner = replace(planner, pace=pace_of(self.captured, self.tiling, durations.hardware, durations.fused,
-                                                    planner.config.passes))
+            planner = replace(planner, simulator=simulator_of(self.captured, self.tiling, durations.hardware, durations.fused,
+                                                              planner.config.passes))
         with under_way("simulating this plan and others"):
             return outlook(planner, self.plan, parse_bytes(host_memory) or self.planner.host_bytes,
                            whole_step="train_step" in self.program().sections)
@@ -130,9 +130,9 @@ def schedule(model: nn.Module, *, batch: int, length: int, layers: Layers | None
     if tiling.host_bytes() + HOST_MARGIN_BYTES > there:
         raise host_too_small(model, find_layers(model, layers), config, tiling.host_bytes(), there)
     taken = planned_and_not_taken(device) if hardware is None and config.device_memory is None else 0
-    pace = pace_of(captured, tiling, hardware or Hardware.known(device), fused, config.passes)
+    simulator = simulator_of(captured, tiling, hardware or Hardware.known(device), fused, config.passes)
     planner = Planner(captured, tiling, config, budget, parse_bytes(config.pinned_memory), *margins(device_type), fused=fused,
-                      taken_bytes=taken, host_bytes=there, pace=pace, output=captured.main_output, keeping=True)
+                      taken_bytes=taken, host_bytes=there, simulator=simulator, output=captured.main_output, keeping=True)
     if whole_step and not captured.has_loss:
         raise UnsupportedError(f"{type(model).__name__} has no loss, and a whole step needs one: leave whole_step out, or give "
                                "loss=...")

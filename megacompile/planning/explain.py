@@ -51,13 +51,13 @@ def _candidate(planner: Planner, plan: Plan, whole_step: bool) -> Candidate:
     host_bytes = planner.tiling.host_bytes() + planner.host_parts(plan)["sums"]
     if not planner.fits(plan):
         return Candidate(plan, needed, host_bytes, None)
-    assert planner.pace is not None, "nothing is known of the machine"
+    assert planner.simulator is not None, "nothing is known of the machine"
     slabs = 0
     if not plan.pinned or plan.host_checkpoints:
-        program = planner.pace.program(plan, whole_step)
+        program = planner.simulator.program(plan, whole_step)
         used = places(program.section(section) for section in step_of(program))
         slabs = sum(slot.bytes for name, slot in program.slots.items() if name in used and place_kind(name) in _SLABS)
-    return Candidate(plan, needed, host_bytes + slabs, planner.pace.times(plan, whole_step))
+    return Candidate(plan, needed, host_bytes + slabs, planner.simulator.times(plan, whole_step))
 
 
 def _alike(plan: Plan, other: Plan) -> bool:
@@ -102,8 +102,8 @@ class Outlook:
         TFLOPS are 6 x parameters x tokens / step (4 for frozen parameters, 2 below the backward). "critical" is the share of a
         step that waits for each lane; the lane with the largest share binds."""
         plan, chosen, planner = self.plan, self.chosen, self.planner
-        assert planner.pace is not None, "nothing is known of the machine"
-        hardware = planner.pace.durations.hardware
+        assert planner.simulator is not None, "nothing is known of the machine"
+        hardware = planner.simulator.durations.hardware
         parameters = sum(layout.parameters for layout in planner.tiling.layouts.values())
         operations = planner.tiling.operations(planner.captured.calls) * plan.batch * plan.length
         trained = sum(layout.parameters for layout in planner.tiling.layouts.values() if layout.trainable)
@@ -131,9 +131,9 @@ class Outlook:
 
 def outlook(planner: Planner, chosen: Plan, host_budget: int, whole_step: bool = False) -> Outlook:
     """Simulates a plan and its alternatives. `host_budget`: bytes."""
-    assert planner.pace is not None, "nothing is known of the machine"
+    assert planner.simulator is not None, "nothing is known of the machine"
     found = candidates(planner, chosen.batch, chosen.length, chosen.update, whole_step)
-    tried = [plan for plan, whole in planner.pace.cautious if whole == whole_step and _alike(plan, chosen)]
+    tried = [plan for plan, whole in planner.simulator.cautious if whole == whole_step and _alike(plan, chosen)]
     listed = {c.plan for c in found}
     found += [_candidate(planner, plan, whole_step) for plan in dict.fromkeys([chosen, *tried]) if plan not in listed]
     found.sort(key=lambda c: c.times.step_s if c.times is not None else float("inf"))

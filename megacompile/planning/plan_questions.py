@@ -24,8 +24,8 @@ def question(space: SearchSpace, batch: int, length: int, update: str, whole_ste
     """What the search for the plan of a training step depends on, as JSON values. None where plans are not kept: if there is no
     search, if compiled code is not kept (TORCHINDUCTOR_FORCE_DISABLE_CACHES), or with the user's own passes, which may read
     anything."""
-    captured, tiling, config, pace = space.captured, space.tiling, space.config, space.pace
-    if (pace is None or not space.keep_residuals or inductor_config.force_disable_caches
+    captured, tiling, config, simulator = space.captured, space.tiling, space.config, space.simulator
+    if (simulator is None or not space.keep_residuals or inductor_config.force_disable_caches
             or config.passes != PIPELINE or config.template_passes != TEMPLATE_PIPELINE):
         return None
     calls = captured.calls_for(space.output)
@@ -33,7 +33,7 @@ def question(space: SearchSpace, batch: int, length: int, update: str, whole_ste
     return {
         "torch": torch.__version__, "batch": batch, "length": length, "update": update, "whole_step": whole_step,
         "output": space.output, "stateful": space.stateful,
-        "hardware": dataclasses.asdict(pace.durations.hardware),
+        "hardware": dataclasses.asdict(simulator.durations.hardware),
         "device_bytes": None if config.device_memory is None else space.device_bytes,
         "host_room": None if config.host_memory is None else space.host_room,
         "pinned_bytes": space.pinned_bytes, "margin_bytes": space.margin_bytes, "fused": space.fused,

@@ -18,7 +18,7 @@ from megacompile.planning import kept_plans
 from megacompile.planning.plan_questions import free_memory, question
 from megacompile.planning.remedies import explained
 from megacompile.planning.search_space import SearchSpace
-from megacompile.planning.step_time import Pace
+from megacompile.planning.step_time import StepSimulator
 
 #: By this factor a plan must be faster to replace one that computes less, since simulations are not exact.
 WORTH = 1.003
@@ -85,7 +85,7 @@ class Planner(SearchSpace):
 
     def _chosen(self, batch: int, length: int, training: bool, update: str, whole_step: bool) -> Plan:
         counts = self._state_counts(training)
-        if self.pace is None or not training or not self.keep_residuals:
+        if self.simulator is None or not training or not self.keep_residuals:
             for count in counts:  # the first that fits
                 try:
                     planner = self.with_state(count)
@@ -94,10 +94,11 @@ class Planner(SearchSpace):
                 except InsufficientMemoryError:
                     if count == counts[-1]:
                         raise
-        assert self.pace is not None, "every number of tiles was tried, and none was accepted or refused"
-        return self._fastest(batch, length, update, whole_step, counts, self.pace)
+        assert self.simulator is not None, "every number of tiles was tried, and none was accepted or refused"
+        return self._fastest(batch, length, update, whole_step, counts, self.simulator)
 
-    def _fastest(self, batch: int, length: int, update: str, whole_step: bool, counts: Sequence[int], pace: Pace) -> Plan:
+    def _fastest(self, batch: int, length: int, update: str, whole_step: bool, counts: Sequence[int],
+                 simulator: StepSimulator) -> Plan:
         """The fastest plan in simulation, on a host that is slower than its rates by `CAUTION`. Plans are simulated in the
         order of their lower bounds, until no other can be faster than the best. Among plans that are nearly as fast, the one
         that computes least wins."""
@@ -105,17 +106,17 @@ class Planner(SearchSpace):
         may_defer = self.config.deferred_moments is None
         orders: dict[Plan, list[Plan]] = {}
         fastest = float("inf")
-        for bound, plan in sorted(((pace.at_least(plan, may_defer), plan) for plan in found), key=lambda pair: pair[0]):
+        for bound, plan in sorted(((simulator.at_least(plan, may_defer), plan) for plan in found), key=lambda pair: pair[0]):
             if bound * WORTH >= fastest:
                 break
-            orders[plan] = pace.orders(plan, whole_step, may_defer)
-            fastest = min(fastest, *(pace.cautious_s(variant, whole_step) for variant in orders[plan]))
-        tried = sorted((plan for plan in found if plan in orders), key=pace.compute_s)
+            orders[plan] = simulator.orders(plan, whole_step, may_defer)
+            fastest = min(fastest, *(simulator.cautious_s(variant, whole_step) for variant in orders[plan]))
+        tried = sorted((plan for plan in found if plan in orders), key=simulator.compute_s)
         best, *others = (variant for plan in tried for variant in orders[plan])
         for variant in others:
-            if pace.cautious_s(variant, whole_step) * WORTH < pace.cautious_s(best, whole_step):
+            if simulator.cautious_s(variant, whole_step) * WORTH < simulator.cautious_s(best, whole_step):
                 best = variant
-        return fastest_device_updates(self._with_device_updates(best), pace, whole_step)
+        return fastest_device_updates(self._with_device_updates(best), simulator, whole_step)
 
     def _with_device_updates(self, plan: Plan) -> list[Plan]:
         """The plan, and variants of it in which the first tile that the host updates visits the device, the first two tiles,
@@ -155,13 +156,13 @@ class Planner(SearchSpace):
             return [0]  # the user has named them
         if self.stateful is not None:
             return list(range(len(self.stateful), -1, -1))
-        if not training or not self.keep_residuals or self.pace is None:
+        if not training or not self.keep_residuals or self.simulator is None:
             return [0]
         trained = len(self.trained())
         return sorted({0, 1, trained, *range(2, trained, max(1, trained // 12))})
 
 
-def fastest_device_updates(plans: Sequence[Plan], pace: Pace, whole_step: bool) -> Plan:
+def fastest_device_updates(plans: Sequence[Plan], simulator: StepSimulator, whole_step: bool) -> Plan:
     """The fastest of `plans`, each of which lets one tile more visit than the plan before it. The first plan, if no other is
     faster by a factor of `WORTH`, or if the host's updates delay its step by less than that.
 
@@ -170,12 +171,12 @@ def fastest_device_updates(plans: Sequence[Plan], pace: Pace, whole_step: bool) 
     next forward's weights, which are copied in the same lane. Only a simulation says how many visits are best."""
     if len(plans) == 1:
         return plans[0]
-    times = pace.times(plans[0], whole_step)
+    times = simulator.times(plans[0], whole_step)
     if times.critical_s[Lane.CPU] * WORTH <= (WORTH - 1) * times.step_s:
         return plans[0]
 
     def seconds(count: int) -> float:
-        return pace.cautious_s(plans[count], whole_step)
+        return simulator.cautious_s(plans[count], whole_step)
 
     # Seconds fall up to the best count and rise after it.
     best = bisect_left(range(len(plans) - 1), True, key=lambda count: seconds(count + 1) >= seconds(count))

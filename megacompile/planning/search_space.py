@@ -17,7 +17,7 @@ from typing import Self
 
 from megacompile.ir.plan import FULL_TOKENS, Plan, split
 from megacompile.planning.memory_budget import MemoryBudget
-from megacompile.planning.step_time import Pace
+from megacompile.planning.step_time import StepSimulator
 
 #: Fewest tokens of a chunk. Smaller chunks leave kernels empty and read all weights too often.
 LEAST_CHUNK = 2048
@@ -31,10 +31,10 @@ MOST_SEQUENCES = 1 << 14
 class SearchSpace(MemoryBudget):
     """What is known when a plan is chosen: the model, the user's options, memory, rates, and what earlier plans fixed.
 
-    `pace`: step times; None where the machine's rates are unknown, and rules of thumb decide. `stateful`: the tiles that
+    `simulator`: of steps; None where the machine's rates are unknown, and rules of thumb decide. `stateful`: the tiles that
     earlier plans update on the device; None if there is no earlier plan. `output`: that of the plans (see `Shape`)."""
 
-    pace: Pace | None = None
+    simulator: StepSimulator | None = None
     stateful: tuple[str, ...] | None = None
     output: str = "loss"
 
@@ -225,7 +225,7 @@ class SearchSpace(MemoryBudget):
         attention's results: in as many layers as then fit beside the checkpoints, and with all checkpoints on the host. Only a
         simulation can say which is fastest; without known rates the list has only the given plan."""
         config, depth = self.config, len(self.layers)
-        if (self.pace is None or config.residuals is not None or config.saved_layers is not None or not self.keep_residuals
+        if (self.simulator is None or config.residuals is not None or config.saved_layers is not None or not self.keep_residuals
                 or not self.captured.fused_attention or plan.checkpoint_interval > 1 or plan.saved_layers == depth):
             return [plan]
         kept = [self._most_residuals(replace(plan, residuals="attention"), room)]

@@ -24,15 +24,15 @@ CAUTION = 0.95
 HELD_UP = 0.01
 
 
-def pace_of(captured: CapturedModel, tiling: Tiling, hardware: Hardware | None, fused: bool,
-            passes: Sequence[Pass] = PIPELINE) -> Pace | None:
-    """Step times on `hardware`; None where the machine's rates are unknown."""
-    return None if hardware is None else Pace(Durations(captured, tiling.layouts, hardware, fused), tiling, passes)
+def simulator_of(captured: CapturedModel, tiling: Tiling, hardware: Hardware | None, fused: bool,
+                 passes: Sequence[Pass] = PIPELINE) -> StepSimulator | None:
+    """A simulator of steps on `hardware`; None where the machine's rates are unknown."""
+    return None if hardware is None else StepSimulator(Durations(captured, tiling.layouts, hardware, fused), tiling, passes)
 
 
 @dataclass
-class Pace:
-    """Step times of one model on one machine. State: the results of simulations so far, by plan and whether a step is one
+class StepSimulator:
+    """Simulates steps of one model on one machine. State: the results of simulations so far, by plan and whether a step is one
     program (`known`, and `cautious` ones), and the program that was made last."""
 
     durations: Durations

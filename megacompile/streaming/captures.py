@@ -25,7 +25,7 @@ from megacompile.planning.config import StreamConfig
 from megacompile.planning.device import device_budget
 from megacompile.planning.memory_budget import margins
 from megacompile.planning.planner import Planner
-from megacompile.planning.step_time import pace_of
+from megacompile.planning.step_time import simulator_of
 from megacompile.predict.hardware import Hardware
 from megacompile.runtime.backends.lanes import Backend
 from megacompile.sizes import parse_bytes
@@ -65,7 +65,7 @@ class ModelCaptures:
         budget = device_budget(config, backend.free_bytes())
         planner = Planner(captured, tiling, config, budget, parse_bytes(config.pinned_memory), *margins(backend.device.type),
                           fused=compiling, host_bytes=host_bytes, output=captured.main_output, keeping=True,
-                          pace=pace_of(captured, tiling, Hardware.known(backend.device), compiling, config.passes))
+                          simulator=simulator_of(captured, tiling, Hardware.known(backend.device), compiling, config.passes))
         binder = Binder(captured, tiling, backend.device, compiling, compiling and config.dynamic is not False,
                         config.micro_batch_size)
         self.adapters = AdapterStates(model)
@@ -140,9 +140,9 @@ class ModelCaptures:
                     else f"with {', '.join(key.further)}")
             raise UnsupportedError(f"{what} the model reads its weights in other layers than in training without: a streamed "
                                    "model cannot do both, leave it out")
-        pace = planner.pace and pace_of(captured, self.tiling, planner.pace.durations.hardware, binder.compiling,
-                                        planner.config.passes)
-        return Served(captured, replace(planner, captured=captured, pace=pace),
+        hardware = planner.simulator.durations.hardware if planner.simulator is not None else None
+        simulator = simulator_of(captured, self.tiling, hardware, binder.compiling, planner.config.passes)
+        return Served(captured, replace(planner, captured=captured, simulator=simulator),
                       replace(binder, captured=captured, compiled={}, for_any_rows={}))
 
     def _reads_as_planned(self, captured: CapturedModel, key: CaptureKey) -> bool:

@@ -20,7 +20,7 @@ from megacompile.inputs.repacking import Wanted
 from megacompile.ir.plan import Plan, Shape
 from megacompile.ir.program import Op, Program
 from megacompile.planning.explain import outlook
-from megacompile.planning.step_time import pace_of
+from megacompile.planning.step_time import simulator_of
 from megacompile.predict.durations import Durations
 from megacompile.predict.hardware import Hardware
 from megacompile.predict.simulate import Timeline
@@ -323,9 +323,9 @@ class Handle:
         are not, and each plan's memory, predicted speed and bottleneck. `hardware`, and errors: as in `simulate`."""
         streamed, shape = self.streamed, self._trained(batch)
         served = streamed.captures.serve(shape.shape.capture_key)
-        pace = pace_of(served.captured, streamed.tiling, self._hardware(hardware), streamed.binder.compiling,
-                       streamed.planner.config.passes)
-        planner = replace(streamed.shapes.planner_for(shape.shape.capture_key), pace=pace, output=shape.plan.output)
+        simulator = simulator_of(served.captured, streamed.tiling, self._hardware(hardware), streamed.binder.compiling,
+                                 streamed.planner.config.passes)
+        planner = replace(streamed.shapes.planner_for(shape.shape.capture_key), simulator=simulator, output=shape.plan.output)
         layout, refusal = None, ""
         if batch is not None:
             given = self._looked_at(batch, training=True)

@@ -53,10 +53,10 @@ def of_this_model(planner: Planner, schedule: dict[str, Any]) -> Plan:
 
 def templates_s(planner: Planner, program: Program, plan: Plan) -> float:
     """Seconds of all templates that the program runs."""
-    assert planner.pace is not None
+    assert planner.simulator is not None
     runs = Counter((argument(n, "template"), op_of(n).name, program.micro_batches[argument(n, "mb")])
                    for graph in program.sections.values() for n in find(graph, *TEMPLATE_OPS))
-    return sum(count * planner.pace.durations.seconds(template, op, rows, plan.length, plan.token_chunk, plan.residuals)
+    return sum(count * planner.simulator.durations.seconds(template, op, rows, plan.length, plan.token_chunk, plan.residuals)
                for (template, op, rows), count in runs.items())
 
 
@@ -66,11 +66,11 @@ def test_estimates_are_those_of_the_program(planner: Planner) -> None:
               suppress_health_check=list(HealthCheck))
     @given(schedules(layers=4, often=False))
     def of_any_plan(schedule: dict[str, Any]) -> None:
-        plan, whole_step, pace = of_this_model(planner, schedule), schedule["whole_step"], planner.pace
-        assert pace is not None
-        program = pace.program(plan, whole_step)
-        assert math.isclose(pace.compute_s(plan), templates_s(planner, program, plan)), plan
-        assert pace.at_least(plan, may_defer=False) <= pace.cautious_s(plan, whole_step) * (1 + 1e-9), plan
+        plan, whole_step, simulator = of_this_model(planner, schedule), schedule["whole_step"], planner.simulator
+        assert simulator is not None
+        program = simulator.program(plan, whole_step)
+        assert math.isclose(simulator.compute_s(plan), templates_s(planner, program, plan)), plan
+        assert simulator.at_least(plan, may_defer=False) <= simulator.cautious_s(plan, whole_step) * (1 + 1e-9), plan
         assert sum(slots_stated(program)) <= slot_bytes(planner.captured, planner.tiling, plan)
         stated = host_parts(planner.captured, planner.tiling, plan)
         stashed = sum(slot.bytes for name, slot in program.slots.items() if slot_family(name) == "H")

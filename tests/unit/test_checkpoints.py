@@ -337,8 +337,8 @@ def test_half_a_million_tokens_of_a_7b_model_fit_an_h200() -> None:
         replace(planner, config=StreamConfig(host_checkpoints=False)).plan(1, length)
     everything = replace(plan, host_checkpoints=27)
     assert planner.estimate(everything).total < 60 * 2**30
-    assert planner.pace is not None
-    assert planner.pace.timeline(everything, whole_step=False).step_s == pytest.approx(timeline.step_s, rel=0.01)
-    slots = planner.pace.program(everything, whole_step=False).slots
+    assert planner.simulator is not None
+    assert planner.simulator.timeline(everything, whole_step=False).step_s == pytest.approx(timeline.step_s, rel=0.01)
+    slots = planner.simulator.program(everything, whole_step=False).slots
     device, host = (sum(slot.bytes for name, slot in slots.items() if name[0] == letter) for letter in "CH")
     assert host == 27 * length * 3584 * 2 and device == 2 * length * 3584 * 2

@@ -168,9 +168,9 @@ def schedule(parameters_a_second: float, whole_step: bool = True, **options: Any
 def test_moments_are_deferred_where_a_step_waits_for_the_host_and_can_hide_them(whole_step: bool) -> None:
     speed = 2e8  # weights hold up the forward, and moments are done before gradients come
     chosen = schedule(speed, whole_step)
-    pace = chosen.planner.pace
-    assert chosen.plan.deferred_moments and pace is not None
-    seconds = {deferred: pace.cautious_s(dataclasses.replace(chosen.plan, deferred_moments=deferred), whole_step)
+    simulator = chosen.planner.simulator
+    assert chosen.plan.deferred_moments and simulator is not None
+    seconds = {deferred: simulator.cautious_s(dataclasses.replace(chosen.plan, deferred_moments=deferred), whole_step)
                for deferred in (True, False)}
     assert seconds[True] < 0.95 * seconds[False]
     assert "after weights" in chosen.explain()

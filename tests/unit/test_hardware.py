@@ -283,15 +283,16 @@ def test_no_plan_that_was_left_out_would_have_been_faster(rate: float, weights: 
     own = Hardware.find("h200")
     host = dataclasses.replace(own, adam=rate, adam_parts={**own.adam_parts, "weights": weights})
     found = plan(update=update, whole_step=whole_step, hardware=host, micro_batch_size=2, device_memory="516MiB")
-    planner, pace = dataclasses.replace(found.planner, stateful=None), found.planner.pace
-    assert pace is not None
-    compared = len(pace.cautious)
+    planner, simulator = dataclasses.replace(found.planner, stateful=None), found.planner.simulator
+    assert simulator is not None
+    compared = len(simulator.cautious)
     fitting = planner._with_each_state(8, LENGTH, update, whole_step, planner._state_counts(training=True))
-    every = [variant for each in fitting for variant in pace.orders(each, whole_step, may_defer=True)]
+    every = [variant for each in fitting for variant in simulator.orders(each, whole_step, may_defer=True)]
     for each in every:
-        assert pace.at_least(each, may_defer=False) <= pace.cautious_s(each, whole_step) * (1 + 1e-9)
-        assert pace.at_least(each, may_defer=True) <= pace.at_least(each, may_defer=False)
-    assert pace.cautious_s(found.plan, whole_step) <= WORTH**2 * min(pace.cautious_s(each, whole_step) for each in every)
+        assert simulator.at_least(each, may_defer=False) <= simulator.cautious_s(each, whole_step) * (1 + 1e-9)
+        assert simulator.at_least(each, may_defer=True) <= simulator.at_least(each, may_defer=False)
+    best = min(simulator.cautious_s(each, whole_step) for each in every)
+    assert simulator.cautious_s(found.plan, whole_step) <= WORTH**2 * best
     assert update == "arrival" or compared < len(every), "some were left out"
 
 
@@ -302,7 +303,7 @@ def test_plans_that_were_compared_leave_times_and_no_instructions() -> None:
         return sum(isinstance(each, Item) for each in gc.get_objects())
 
     before, found = instructions(), plan(whole_step=True)
-    assert found.planner.pace is not None and len(found.planner.pace.cautious) > 1
+    assert found.planner.simulator is not None and len(found.planner.simulator.cautious) > 1
     assert instructions() == before
 
 
@@ -316,10 +317,10 @@ def test_updates_that_fall_behind_are_ordered_by_what_the_next_forward_needs_fir
     tiles = tuple(slow.planner.tiling.layouts)
     assert sorted(slow.plan.update_order) == sorted(tiles)
     assert slow.plan.update_order.index(tiles[0]) < slow.plan.update_order.index(tiles[-2]), "the last layer's came first"
-    pace = slow.planner.pace
-    assert pace is not None
+    simulator = slow.planner.simulator
+    assert simulator is not None
     in_turn = dataclasses.replace(slow.plan, update_order=())
-    assert slow.simulate().step_s < pace.timeline(in_turn, whole_step).step_s
+    assert slow.simulate().step_s < simulator.timeline(in_turn, whole_step).step_s
 
 
 # ---- what fits -------------------------------------------------------------------------------------------------------
@@ -366,7 +367,7 @@ def test_a_plan_says_how_fast_it_is_and_which_lane_binds(planned: Schedule) -> N
 
 def test_the_largest_batch_fits_and_one_sequence_more_does_not(planned: Schedule) -> None:
     room = planned.planner.margin_bytes + (30 << 20)
-    planner = dataclasses.replace(planned.planner, budget_bytes=room, pace=None, stateful=None)
+    planner = dataclasses.replace(planned.planner, budget_bytes=room, simulator=None, stateful=None)
     largest = planner.largest_batch(LENGTH)
     assert largest > 8
     assert planner.fits(dataclasses.replace(planner, stateful=None).choose(largest, LENGTH).plan)

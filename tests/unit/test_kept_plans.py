@@ -29,7 +29,7 @@ from megacompile.passes.schedule import place
 from megacompile.planning import kept_plans, plan_questions, planner, step_time
 from megacompile.planning.config import StreamConfig
 from megacompile.planning.planner import Planner
-from megacompile.planning.step_time import pace_of
+from megacompile.planning.step_time import simulator_of
 from megacompile.predict.hardware import Hardware
 
 FREE = {"device": 100 * 2**30, "host": 2**40}
@@ -265,8 +265,8 @@ def make(analysis: Any, *, budget: int = 2**30, hardware: Hardware = GPU, host_b
          options: dict[str, Any] | None = None, **fields: Any) -> Planner:
     """As a process that has just begun makes it."""
     config = StreamConfig.of(device="cpu", **options or {})
-    pace = pace_of(*analysis, hardware, fused=True, passes=config.passes)
-    made = Planner(*analysis, config, budget, margin_bytes=0, host_bytes=host_bytes, pace=pace, keeping=True)
+    simulator = simulator_of(*analysis, hardware, fused=True, passes=config.passes)
+    made = Planner(*analysis, config, budget, margin_bytes=0, host_bytes=host_bytes, simulator=simulator, keeping=True)
     return replace(made, **fields)
 
 
@@ -366,7 +366,7 @@ def test_a_refusal_is_not_kept(analysis: Any, cache: Path) -> None:
 
 
 @pytest.mark.parametrize("planned", [
-    lambda a: make(a, keeping=False), lambda a: make(a, pace=None), lambda a: make(a, keep_residuals=False),
+    lambda a: make(a, keeping=False), lambda a: make(a, simulator=None), lambda a: make(a, keep_residuals=False),
     lambda a: make(a, options={"passes": insert_after(PIPELINE, "place", place)}),
     lambda a: make(a, options={"template_passes": TEMPLATE_PIPELINE[:-1]}),
 ], ids=["not asked to", "unknown machine", "no search", "a pass of the user's", "a template pass of the user's"])

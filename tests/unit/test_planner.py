@@ -487,15 +487,15 @@ def test_attention_s_results_alone_are_an_alternative_where_not_all_residuals_fi
         given: dict[str, Any], also: bool, whole_step: bool, analysis: Analysis) -> None:
     lean = planner(analysis, saved_layers=0).plan(8, LENGTH)
     budget = planner(analysis).estimate(replace(lean, saved_layers=3)).total
-    measured: Any = object()  # there is a pace, which alternatives are not asked for
-    tight = replace(planner(analysis, budget, micro_batch_size=8, **given), pace=measured)
+    measured: Any = object()  # there is a simulator, which is not used
+    tight = replace(planner(analysis, budget, micro_batch_size=8, **given), simulator=measured)
     found = [*tight.considered(8, LENGTH, whole_step=whole_step)]
     assert any(plan.residuals == "all" for plan in found)
     assert any(plan.residuals == "attention" for plan in found) is also
     assert all(plan.saved_layers for plan in found if plan.residuals == "attention")
     kept_on_host = [(plan, tuple(plan.from_host(tight.layers))) for plan in found if plan.residuals == "attention"]
     assert len({(plan.waves, plan.saved_layers, on_host) for plan, on_host in kept_on_host}) == len(kept_on_host), "twice"
-    unmeasured = replace(tight, pace=None).considered(8, LENGTH, whole_step=whole_step)
+    unmeasured = replace(tight, simulator=None).considered(8, LENGTH, whole_step=whole_step)
     roomy = replace(tight, budget_bytes=2**40).considered(8, LENGTH, whole_step=whole_step)
     assert {plan.residuals for plan in (*unmeasured, *roomy)} == {"all"}, "unknown, or nothing to gain"
 
@@ -503,7 +503,7 @@ def test_attention_s_results_alone_are_an_alternative_where_not_all_residuals_fi
 def test_named_tiles_are_planned_for_once(analysis: Analysis) -> None:
     measured: Any = object()
     named = planner(analysis, resident_state=("model.layers.0", "model.layers.1"))
-    assert replace(named, pace=measured, stateful=named.resident_state())._state_counts(training=True) == [0]
+    assert replace(named, simulator=measured, stateful=named.resident_state())._state_counts(training=True) == [0]
 
 
 @pytest.mark.parametrize("more", range(0, 40, 4))
@@ -512,7 +512,7 @@ def test_a_second_open_forward_fits_beside_attention_s_results(more: int, analys
     lean = planner(analysis, saved_layers=0).plan(8, LENGTH)
     budget = planner(analysis).estimate(lean).total * (100 + more) // 100
     measured: Any = object()
-    tight = replace(planner(analysis, budget, micro_batch_size=8), pace=measured)
+    tight = replace(planner(analysis, budget, micro_batch_size=8), simulator=measured)
     for plan in tight.considered(8, LENGTH):
         if plan.residuals == "attention":
             needed, second = (tight.estimate(replace(plan, saved_layers=saved)) for saved in (plan.saved_layers, 0))

@@ -91,7 +91,7 @@ def test_there_are_rows_to_hold_predictions_against() -> None:
 def test_predicted_steps_are_within_a_tenth_of_what_was_measured(measured: tuple[Schedule, list[Row]]) -> None:
     """All rows in one test: each process that has some of them would capture the model. `pytest -s` shows all of them."""
     model, rows = measured
-    assert model.planner.pace is not None
+    assert model.planner.simulator is not None
     simulated: dict[tuple[Any, ...], float] = {}
     hardware = model.durations().hardware
     durations = {fused: Durations(model.captured, model.tiling.layouts, hardware, fused) for fused in (True, False)}
@@ -100,7 +100,7 @@ def test_predicted_steps_are_within_a_tenth_of_what_was_measured(measured: tuple
         plan, whole, alone = plan_of(row), row.get("train_step", False), row.get("compute_only", False)
         key = plan, whole, alone, is_compiled(row)
         if key not in simulated:
-            program = model.planner.pace.program(plan, whole)
+            program = model.planner.simulator.program(plan, whole)
             seconds = durations[is_compiled(row)].of(program, plan)
 
             def duration(node: fx.Node, seconds: Callable[[fx.Node], float] = seconds, alone: bool = alone) -> float:

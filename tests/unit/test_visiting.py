@@ -180,11 +180,11 @@ def schedule(parameters_a_second: float, **options: Any) -> Schedule:
 
 def test_as_many_tiles_visit_as_make_a_step_faster_that_waits_for_the_host() -> None:
     slow = schedule(1e8)
-    pace, count = slow.planner.pace, len(slow.plan.visiting_state)
-    assert pace is not None and count
+    simulator, count = slow.planner.simulator, len(slow.plan.visiting_state)
+    assert simulator is not None and count
     tiles = tuple(slow.planner.tiling.layouts)
     assert slow.plan.visiting_state == tiles[:count], "those that the next forward needs first"
-    seconds = {n: pace.cautious_s(dataclasses.replace(slow.plan, visiting_state=tiles[:n]), True)
+    seconds = {n: simulator.cautious_s(dataclasses.replace(slow.plan, visiting_state=tiles[:n]), True)
                for n in (0, count - 1, count, count + 1) if n <= len(tiles)}
     assert min(seconds, key=seconds.__getitem__) == count
     assert slow.planner.estimate(slow.plan).slots > slow.planner.estimate(
@@ -197,10 +197,11 @@ def test_the_best_number_of_visits_is_found(count: int) -> None:
     """Of steps that are ever faster up to it, and ever slower beyond."""
     held_up = StepTimes(1.0, {}, {Lane.CPU: 1.0})
     for best in range(count + 1):
-        pace: Any = SimpleNamespace(times=lambda plan, whole: held_up, cautious_s=lambda plan, whole, best=best: 10.0 + max(
+        simulator: Any = SimpleNamespace(times=lambda plan, whole: held_up,
+                                         cautious_s=lambda plan, whole, best=best: 10.0 + max(
             3 * (best - len(plan.visiting_state)), len(plan.visiting_state) - best))
         plans = [Plan(1, 1, (1,), visiting_state=tuple(f"layers.{i}" for i in range(n))) for n in range(count + 1)]
-        found = fastest_device_updates(plans, pace, True)
+        found = fastest_device_updates(plans, simulator, True)
         assert len(found.visiting_state) == best
 
 
