@@ -22,6 +22,7 @@ from typing import Any
 TUTORIALS = Path(__file__).resolve().parent / "tutorials"
 _BLOCK = re.compile(r"^```(?P<kind>python|shell)\n(?P<source>.*?)^```\n(?:\n```text\n(?P<output>.*?)^```\n)?",
                     re.DOTALL | re.MULTILINE)
+_LINK = re.compile(r"\s*\(\[This\s+page\s+as\s+a\s+notebook\]\([^)]*\)\.\)")
 _FLOAT = re.compile(r"[-+]?\d+\.\d+(?:e[-+]?\d+)?")
 
 
@@ -85,7 +86,7 @@ def notebook(page: str) -> str:
     """The page as a notebook, format 4.5. The same page gives the same text."""
     made = []
     for number, cell in enumerate(c for c in cells(page) if c.source.strip()):
-        source = cell.source.strip("\n")
+        source = _LINK.sub("", cell.source).strip("\n")
         entry: dict[str, Any] = dict(id=f"cell-{number}", metadata={}, source=source.splitlines(keepends=True))
         if cell.kind == "markdown":
             made.append(dict(cell_type="markdown", **entry))
