@@ -218,7 +218,7 @@ REFUSED: dict[str, tuple[str, tuple[tuple[str, str], ...], str]] = {
     "an order of some updates": ("", (("update_order=()", 'update_order=("epilogue",)'),), "update_order names some tiles"),
     "another update": ("", (('lean=False, update="step"', 'lean=False, update="arrival"'),), 'the plan says update="step"'),
     "more images than the model takes": ("", (("images=1", "images=3"),), "this model takes none: leave images=1"),
-    "further arguments that the model does not take": ("", (("further=()", 'further=("masked",)'),), "name each once, of "),
+    "further arguments that the model does not take": ("", (("further=()", 'further=("masked",)'),), "name each once, from "),
     "a tile named twice": ("", (("resident=()", 'resident=("epilogue", "epilogue")'),), "resident names a tile twice"),
     "more slabs than any machine has": ("", (("gradient_slabs=12", f"gradient_slabs={2**40}"),), "expected at most 4,096"),
     "more slots than any machine has": ("", (("weight_slots=2", f"weight_slots={2**40}"),), "expected at most 4,096"),
