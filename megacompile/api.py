@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from megacompile.errors import MegacompileError, UnsupportedError
 from megacompile.frontend.capture import CapturedModel, capture
 from megacompile.frontend.ops.attention_kernels import fused_kernel
+from megacompile.frontend.pipeline import Watch
 from megacompile.frontend.tracing.layers import Layers
 from megacompile.passes.template import Target
 from megacompile.planning.config import StreamConfig
@@ -93,9 +94,10 @@ def make_backend(device: str | torch.device | None) -> Backend:
 
 def analyse(model: nn.Module, config: StreamConfig, device_type: str, layers: Layers | None,
             example: Mapping[str, Tensor] | None, fused_attention: str = "flash",
-            device_bytes: int | None = None) -> tuple[CapturedModel, Tiling]:
+            device_bytes: int | None = None, watch: Watch | None = None) -> tuple[CapturedModel, Tiling]:
     """Captures a model for a device and divides its parameters into tiles. Changes nothing. `fused_attention`: see `Target`;
-    `device_bytes`: the device's memory, None where experts stay whole unless the user says otherwise."""
+    `device_bytes`: the device's memory, None where experts stay whole unless the user says otherwise; `watch`: as in
+    `capture`."""
     refuse_hooks(model)
     check_unclaimed(model)
     if wrong := [key for key, value in (example or {}).items() if not isinstance(value, Tensor)]:
@@ -108,7 +110,7 @@ def analyse(model: nn.Module, config: StreamConfig, device_type: str, layers: La
     subject = model if config.dtype is None else _meta_twin(model, config.dtype)
     captured = capture(subject, layers=layers, example=example, pipeline=config.template_passes,
                        target=Target(device_type, dtype, fused_attention), loss=config.loss,
-                       expert_pieces=expert_pieces(model, layers, config, device_bytes))
+                       expert_pieces=expert_pieces(model, layers, config, device_bytes), watch=watch)
     tiling = Tiling.of(model, captured.calls, config.dtype, captured.rows)
     config.check_tiles(tiling.layouts, type(model).__name__)
     return captured, tiling

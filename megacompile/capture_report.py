@@ -1,16 +1,19 @@
-"""What a capture has found in a model, as text: the first thing to read where a model streams otherwise than expected."""
+"""What a capture found in a model, as text: the first thing to read if a model does not stream as expected."""
 from __future__ import annotations
 
+import difflib
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from tabulate import tabulate
 from torch import Tensor, nn
 
 from megacompile.api import analyse, check_module
+from megacompile.errors import MegacompileError
 from megacompile.frontend.capture import CapturedModel
 from megacompile.frontend.ops.attention_kernels import fused_kernel
+from megacompile.frontend.pipeline import Step
 from megacompile.frontend.templates.template import Call, Template
 from megacompile.frontend.tracing.adapters import forward_signature
 from megacompile.frontend.tracing.layers import Layers, stack_candidates
@@ -22,22 +25,44 @@ from megacompile.sizes import format_bytes
 from megacompile.streaming.streamed_module import StreamedModule
 from megacompile.weights.tiling import Tiling
 
+#: Of what a step changes, so many lines are shown, each cut at so many characters.
+STEP_LINES, STEP_WIDTH = 24, 160
+
 
 def explain_capture(model: nn.Module, *, layers: Layers | None = None, example: Mapping[str, Tensor] | None = None,
-                    **options: Any) -> str:
+                    show_steps: Callable[[str], None] | None = None, **options: Any) -> str:
     """What was found in a model, as text to print: its stack and those beside it, calls, templates, tiles, ties, what is
     frozen, what the loss is, and the conditions that the graphs assume.
 
-    Of a streamed model: what runs. Of any other, on the meta device too: what `stream` with these arguments would find; nothing
-    is changed, and what it would raise is raised."""
+    For a streamed model: what runs. For any other, on the meta device too: what `stream` with these arguments would find.
+    Nothing is changed. Raises what `stream` would raise. `show_steps` (such as `print`) is called after each step of the
+    capture, with the step's name and the lines of the graph that it changed; if the capture is refused, the step after the last
+    one shown has refused it. Raises `MegacompileError` if `show_steps` is given for a streamed model."""
     check_module(model)
     if isinstance(model, StreamedModule):
+        if show_steps is not None:
+            raise MegacompileError("show_steps is for a model that is not streamed yet, since its steps run only once: call "
+                                   "explain_capture before stream")
         streamed = model.megacompile.streamed
         return report(model, streamed.captured, streamed.tiling)
+
+    def show(step: Step, before: str, after: str) -> None:
+        if show_steps is not None:
+            show_steps(step_text(step, before, after))
+
     config = StreamConfig.of(**options)
     device = compute_device(config.device)
     return report(model, *analyse(model, config, device.type, layers, example, fused_kernel(device),
-                                  device_budget(config, free_device_bytes(device))))
+                                  device_budget(config, free_device_bytes(device)), watch=show_steps and show))
+
+
+def step_text(step: Step, before: str, after: str) -> str:
+    """A step's name, what it reads and makes, and how the state's text differs after it."""
+    gives = ", ".join(dict.fromkeys((*step.gives, *step.changes))) or "nothing: a check"
+    changed = [line[:STEP_WIDTH] for line in difflib.unified_diff(before.splitlines(), after.splitlines(), lineterm="", n=0)
+               if not line.startswith(("---", "+++", "@@"))]
+    more = [f"... {len(changed) - STEP_LINES} more lines"] if len(changed) > STEP_LINES else []
+    return "\n".join([f"{step.name}: {', '.join(step.reads)} -> {gives}", *(f"  {x}" for x in (*changed[:STEP_LINES], *more))])
 
 
 def report(model: nn.Module, captured: CapturedModel, tiling: Tiling) -> str:

@@ -105,7 +105,7 @@ def test_a_batch_whose_rows_read_each_other_is_not_split() -> None:
 ], ids=["weights", "whole numbers"])
 def test_other_weights_or_numbers_in_evaluation_mode_are_seen(body: Any) -> None:
     captured = capture(of(body)())
-    assert not captured.same_in_evaluation() and captured.holds(True, (1, 17))
+    assert not captured.same_in_evaluation() and captured.others.holds(True, (1, 17))
 
 
 def test_a_part_in_another_mode_is_refused_where_that_matters() -> None:

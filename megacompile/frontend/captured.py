@@ -1,0 +1,200 @@
+"""`CapturedModel`: a model as calls of templates, and what is known about it. The result of `capture`."""
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import sympy
+from torch import Tensor
+
+from megacompile.errors import UnsupportedError
+from megacompile.frontend.batches.image_positions import Places
+from megacompile.frontend.batches.pairs import of_pairs
+from megacompile.frontend.batches.patches import Patches
+from megacompile.frontend.graph.expert_pieces import Rows
+from megacompile.frontend.graph.loss import TargetCount
+from megacompile.frontend.graph.output import OutputStructure
+from megacompile.frontend.templates.heads import LOGITS, Head, Heads
+from megacompile.frontend.templates.sizes import Condition
+from megacompile.frontend.templates.template import BATCH, LENGTH, Call, Template
+from megacompile.frontend.tracing.fake_model import CAPTURE_SHAPE
+from megacompile.ir.plan import CaptureKey
+
+
+class OtherBatches(Protocol):
+    """The same model for batches that this capture does not serve."""
+
+    def holds(self, training: bool, size: tuple[int, int]) -> bool:
+        """Whether the graphs also hold in this mode and at this [batch, length] size, where they were not captured."""
+
+    def for_key(self, key: CaptureKey) -> CapturedModel:
+        """The model captured for another key. The first call with a key takes as long as the first capture."""
+
+    def only_hides(self, key: CaptureKey, name: str) -> bool:
+        """Whether the model makes nothing but bool of the batch argument `name` of a key. Does not capture; False if this
+        cannot be known without a capture."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerFacts:
+    """The layers that stream.
+
+    `stacks`: the qualified names of the lists that hold them. `layer_names`: their own names, in the order of their first
+    runs. `rows`: the parameters that are shares of the model's own, by the names that calls use.
+    """
+
+    stacks: tuple[str, ...]
+    layer_names: tuple[str, ...]
+    rows: Mapping[str, Rows]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchFacts:
+    """What the model reads from a batch, and what it computes across the batch's rows.
+
+    `batch_inputs`: the batch arguments, in the positional order of the model's forward. `labels`: those that only the loss
+    reads. `same_logits_without_labels`: a forward without labels computes the logits that were captured with them.
+    `across_rows`: the name and source line of an operation on several sequences at once, in which case batches are not split;
+    else "". `totals`: how values made of all rows of a batch are computed, for each of its micro-batches. `counts_places`: the
+    model computes with such a value of the positions in a row, which differs for longer rows.
+    `places`: where features (of images, for example) are put among tokens; each checks a batch. `patches`: encoders of images
+    of any size, whose batch arguments are aligned with tokens.
+    """
+
+    batch_inputs: tuple[str, ...]
+    labels: tuple[str, ...]
+    same_logits_without_labels: bool
+    across_rows: str
+    totals: tuple[TargetCount, ...]
+    counts_places: bool
+    places: tuple[Places, ...]
+    patches: tuple[Patches, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionFacts:
+    """The model's attention.
+
+    `fused_attention`: every layer's attention is our op. Otherwise some layer runs the model's own code, whose masks take
+    B x T x T bytes. `causal`: no token sees a later one, either by our op or because the model's attention modules say so
+    (`is_causal`). `masks_hide`: an `attention_mask` only hides tokens from attention; a custom model may also pool by it.
+    `masks_added`: the model runs transformers' eager attention, which adds masks to scores.
+    """
+
+    fused_attention: bool
+    causal: bool
+    masks_hide: bool
+    masks_added: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossFacts:
+    """The model's loss.
+
+    `has_loss`: False for a model without a head: its calls end with the call of its output ("logits"), and the caller computes
+    losses from that. `fused_loss`: the epilogue's loss never holds all logits of the micro-batch. `token_loss`: the loss is a
+    function of tokens that the user gave. `count_targets(batch on the host)`: gives a batch's loss denominator, a 0-d float32
+    tensor; None if the loss is not a sum over the "loss_denominator" input. `is_averaged`: the loss has another part besides
+    that sum, so the step's loss is the mean of the micro-batches' losses, weighted by rows.
+    """
+
+    has_loss: bool
+    fused_loss: bool
+    token_loss: bool
+    count_targets: Callable[[Mapping[str, Tensor]], Tensor] | None
+    is_averaged: bool
+
+    @property
+    def has_loss_denominator(self) -> bool:
+        """Whether the loss is a sum over the "loss_denominator" input, so that micro-batches add up."""
+        return self.count_targets is not None
+
+
+@dataclass(frozen=True, kw_only=True)
+class CapturedModel(LayerFacts, BatchFacts, AttentionFacts, LossFacts):
+    """A model as calls of templates.
+
+    `calls`: the prologue, the layers in order, the epilogue. `templates`: by the name that calls use. `key`: the batches that
+    it was captured for. `evaluating`: the modules that are in evaluation mode while the model is in the captured mode.
+    `output.rebuild(loss, logits)`: the model's own return value around these two. `heads`: what can replace the epilogue when
+    the caller differentiates; None if the model returns no logits. `conditions`: on B and T, under which the graphs hold.
+    `others`: the same model for other batches. `seconds`: how long the capture took.
+    """
+
+    calls: tuple[Call, ...]
+    templates: dict[str, Template]
+    key: CaptureKey
+    evaluating: frozenset[str]
+    output: OutputStructure
+    heads: Heads | None
+    conditions: tuple[Condition, ...]
+    others: OtherBatches
+    seconds: float
+
+    @property
+    def guards(self) -> list[str]:
+        """The conditions as text."""
+        return [str(condition.expression) for condition in self.conditions]
+
+    @functools.cached_property
+    def pair_bytes(self) -> int:
+        """Bytes that the batch's masks of pairs take for each pair of a query and a key in a sequence."""
+        read = {source.name: given for call in self.calls
+                for source, given in zip(call.sources, self.templates[call.template].inputs, strict=True)
+                if source.kind == "batch" and of_pairs(given)}
+        return sum(math.prod(map(int, x.shape[1:-2])) * x.dtype.itemsize for x in read.values() if x.dtype is not None)
+
+    @property
+    def main_output(self) -> str:
+        """The output that training starts from: "loss", or the model's output if it has no loss."""
+        return "loss" if self.has_loss else LOGITS
+
+    def calls_for(self, output: str) -> tuple[Call, ...]:
+        """The calls of a program that gives the "loss" or a head's outputs. Raises `UnsupportedError` for an unknown head."""
+        return self.calls if output == "loss" else (*self.calls[:-1], self.head(output).call)
+
+    def left_out_of(self, output: str) -> set[str]:
+        """Parameters that the model reads, but not for this output."""
+        def read(calls: Sequence[Call]) -> set[str]:
+            return {source.name for call in calls for source in call.sources if source.kind == "parameter"}
+        return read(self.calls) - read(self.calls_for(output))
+
+    def head(self, output: str) -> Head:
+        """Raises `UnsupportedError` if there is no such head."""
+        return self.require_heads().head(output)
+
+    def require_heads(self) -> Heads:
+        """Raises `UnsupportedError` for a model that returns only its loss."""
+        if self.heads is None:
+            raise UnsupportedError("the model returns its loss alone: let its forward return logits [batch, length, "
+                                   "vocabulary] as well, and they can be differentiated")
+        return self.heads
+
+    def same_in_evaluation(self) -> bool:
+        """Whether the model computes the same in evaluation mode. The first call runs the model on fakes."""
+        return self.others.holds(False, CAPTURE_SHAPE)
+
+    def for_key(self, key: CaptureKey) -> CapturedModel:
+        """The same model, captured for another key. The first call with a key takes as long as the first capture."""
+        return self.others.for_key(key)
+
+    def only_hides(self, key: CaptureKey, name: str) -> bool:
+        """Whether it is known, without capturing for `key`, that the model makes nothing but bool of its batch argument
+        `name`."""
+        return self.others.only_hides(key, name)
+
+    def check_shape(self, batch: int, length: int, output: str = "loss") -> None:
+        """Raise `UnsupportedError` if the captured graphs, including those of `output`, do not hold at this batch size and
+        length. The first check of a size of 1 runs the model on fakes."""
+        size = tuple(1 if n == 1 else captured for n, captured in zip((batch, length), CAPTURE_SHAPE, strict=True))
+        if 1 in size and not self.others.holds(not self.key.evaluating, size):  # type: ignore[arg-type]
+            raise UnsupportedError(f"at {batch} x {length} the model performs other operations than at larger sizes, which "
+                                   "were captured: remove the branch on a size of 1 from the model's forward, or avoid it")
+        for condition in (*self.conditions, *(() if output == "loss" or self.heads is None else self.heads.conditions)):
+            if condition.expression.subs({BATCH: batch, LENGTH: length}) == sympy.false:
+                raise UnsupportedError(
+                    f"a batch of {batch} x {length} breaks {condition.expression}, which the captured graph assumes"
+                    f"{condition.line}: keep batches within it, or remove the branch on sizes from the model's forward")
