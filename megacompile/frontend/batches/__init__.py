@@ -1,2 +1,2 @@
-"""Batch arguments beside tokens: masks of pairs, images, places of features."""
+"""Batch arguments besides tokens: masks of pairs, images, and where features go."""
 from __future__ import annotations

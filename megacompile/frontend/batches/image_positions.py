@@ -1,10 +1,10 @@
-"""Features that a model puts in the place of tokens, by `masked_scatter`: of images, in the places that its processor left for
-them.
+"""Features that a model puts in the place of tokens with `masked_scatter`, such as image features at the positions that the
+processor reserved.
 
-`masked_scatter` takes features in the order of all rows, so that a row's would depend on how many images the rows before it
-have. Here each row has as many images as any other, those that a batch lacks made up, and takes its features from the first of
-its own (`_place_by_rows`). The model's own check is of whole batches, and on a device it is no error that anybody could catch:
-rows are checked on the host instead, before anything runs.
+`masked_scatter` takes features in the order of all rows, so the features of a row would depend on how many images earlier rows
+have. Here every row has the same number of images (missing ones are made up), and takes its features from the first of its own
+images (`_place_by_rows`). The model's own check looks at whole batches, and on a device its failure is not an error that a
+caller can catch. So rows are checked on the host, before anything runs.
 """
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ _SCATTERS = ("masked_scatter", torch.masked_scatter)
 
 @dataclasses.dataclass(frozen=True)
 class Places:
-    """`count`: the places of each row, float32 [batch]; `features`: how many an image has; `images`: the batch arguments that
-    they are of, or () where every row must have those of one image."""
+    """`count`: counts the reserved positions of each row, float32 [batch]. `features`: how many an image has. `images`: the
+    batch arguments that the features come from, or () if every row must have the positions of exactly one image."""
 
     count: TargetCount
     features: int
     images: tuple[str, ...]
 
     def numbers(self, name: str, batch: Mapping[str, Tensor]) -> list[int]:
-        """How many images each row has places for. Raises `UnsupportedError` for a row whose places are not those of whole
-        images or, without `images`, of one."""
+        """How many images each row has positions for. Raises `UnsupportedError` for a row whose positions are not those of
+        whole images or, without `images`, of one image."""
         counted = self.count({source.name: batch[source.name].cpu() for source in self.count.sources})
         fits = counted % self.features == 0 if self.images else counted == self.features
         for row in (~fits).nonzero().flatten().tolist():

@@ -1,4 +1,4 @@
-"""Is a mask read as true and false alone? A plain run on fakes tells that in a small part of the time of a capture."""
+"""Whether a mask is only read as true and false. A plain run on fakes answers this in a small part of a capture's time."""
 from __future__ import annotations
 
 import warnings
@@ -32,8 +32,8 @@ class _Uses(TorchDispatchMode):
 
 
 def only_hides(model: nn.Module, batch: Mapping[str, Any], options: Mapping[str, Any], name: str) -> bool:
-    """Whether `model(**batch, **options)`, all of them fakes, makes nothing but bool of the batch argument `name`. False where
-    that cannot be known: of ops without effect, and where the model does not run on fakes."""
+    """Whether `model(**batch, **options)`, all fakes, makes nothing but bool of the batch argument `name`. False if this
+    cannot be known: an op has no effect on fakes, or the model does not run on them."""
     uses = _Uses(batch[name])
     try:
         with torch.inference_mode(False), torch.enable_grad(), warnings.catch_warnings(), as_traced(model), uses:

@@ -1,7 +1,8 @@
-"""Masks of pairs: batch arguments that say which keys each query of a sequence sees, other than by causality and padding.
+"""Masks of pairs: batch arguments that say which keys each query of a sequence sees, besides causality and padding.
 
-They are bool (True: seen) or floats (added to scores), [B, T, T] or [B, n, T, T], n 1 or the number of heads: both their last
-dimensions count the batch's tokens. Models of transformers hand such an `attention_mask` to every layer as it is.
+They are bool (True: seen) or floats (added to scores), of shape [B, T, T] or [B, n, T, T], where n is 1 or the number of
+heads. Both of their last dimensions count the batch's tokens. Models of transformers pass such an `attention_mask` to every
+layer unchanged.
 """
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ _NO_MASKS = frozenset(modality.patches for modality in MODALITIES)
 
 
 def is_pairs(value: Tensor, tokens: torch.Size) -> bool:
-    """Whether a tensor has the form of a mask of pairs in a batch of `tokens`, [B, T]; or of 1 sequence in place of B."""
+    """Whether a tensor has the shape and dtype of a mask of pairs in a batch of `tokens`, [B, T]. The mask may have 1 sequence
+    instead of B."""
     return _is_square(value) and value.shape[-1] == tokens[1] and value.shape[0] in (1, tokens[0])
 
 
@@ -29,7 +31,7 @@ def _is_square(value: Tensor) -> bool:
 
 
 def tokens_of(batch: Mapping[str, Tensor]) -> torch.Size:
-    """The shape of a batch's first argument that is no mask of pairs, whose sizes B and T those of the others are."""
+    """The shape of the batch's first argument that is not a mask of pairs; its sizes B and T are the batch's."""
     first = next(iter(batch.values()))
     other = next((value for value in batch.values() if not _is_square(value)), first).shape
     return other if len(other) > 1 and is_pairs(first, other) else first.shape
@@ -48,9 +50,10 @@ def of_pairs(expected: TemplateInput | None) -> bool:
     return expected is not None and len(expected.shape) > 2 and expected.shape[-2:] == (LENGTH, LENGTH)
 
 
-# ---------------------------------------------------------------- how a form says them
+# ---------------------------------------------------------------- descriptions in a CaptureKey
 def described(name: str, value: Tensor) -> str:
-    """How a form says a further argument: by its name; of a mask of pairs, with what it is: "mask: bool [B, 1, T, T]"."""
+    """How a `CaptureKey` names an additional argument: by its name; for a mask of pairs also its dtype and shape: "mask: bool
+    [B, 1, T, T]"."""
     if value.dim() == 2:
         return name
     sizes = ", ".join(["B", *map(str, value.shape[1:-2]), "T", "T"])
@@ -58,22 +61,22 @@ def described(name: str, value: Tensor) -> str:
 
 
 def masks_of(example: Mapping[str, Tensor] | None) -> list[str]:
-    """The masks of pairs that every batch has, as a form would say them."""
+    """The masks of pairs that every batch has, described as in a `CaptureKey`."""
     return [described(name, example[name]) for name in pairs_of(example)] if example else []
 
 
 def argument(further: str) -> str:
-    """The name of a further argument."""
+    """The name in the description of an additional argument."""
     return further.partition(":")[0]
 
 
 def masks_in(further: Collection[str]) -> dict[str, str]:
-    """Those of a form's further arguments that are masks of pairs: their names, and what they are, "bool [B, 1, T, T]"."""
+    """The masks of pairs among a key's additional arguments: name -> what follows it, "bool [B, 1, T, T]"."""
     return {argument(each): each.partition(": ")[2] for each in further if each != argument(each)}
 
 
 def example_of(further: str, tokens: torch.Size) -> Tensor:
-    """A further argument on the meta device: int64 [B, T], or the mask of pairs that it is described as."""
+    """An additional argument on the meta device: int64 [B, T], or the mask of pairs that it is described as."""
     found = re.fullmatch(r".+: (\w+) \[B, (?:(\d+), )?T, T\]", further)
     if found is None:
         return torch.empty(tokens[:2], dtype=torch.long, device="meta")
@@ -82,7 +85,7 @@ def example_of(further: str, tokens: torch.Size) -> Tensor:
 
 
 def refuse_added(name: str, key: str) -> None:
-    """Raises `UnsupportedError` for a bool mask that eager attention would take for numbers."""
+    """Raises `UnsupportedError` for a bool mask that eager attention would add to scores as numbers."""
     raise UnsupportedError(f"{name}: {key} is bool, and eager attention adds it to scores as 0 and 1, which hides nothing: "
                            "pass floats, 0 where a query sees a key and -inf where not, or make the model with "
                            'attn_implementation="sdpa", where it has that')

@@ -21,9 +21,9 @@ _SIDE = 4
 
 
 def survey(encoder: PatchEncoder, name: str) -> int:
-    """The width of a feature of an encoder of the model called `name`; `encoder` is told its levels, and what it holds. Raises
-    `UnsupportedError` if it draws random numbers or counts batches, `CaptureError` if it does not run, or gives other features
-    than one for each `per_feature` patches."""
+    """Runs `encoder`, of the model called `name`, on fakes. Returns the width of a feature, and stores in `encoder` its levels
+    and the bytes that it holds. Raises `UnsupportedError` if it draws random numbers or counts batches, `CaptureError` if it
+    does not run, or does not give one feature for each `per_feature` patches."""
     if any(getattr(module, "track_running_stats", False) for module in encoder.modules()):
         raise UnsupportedError(f"the encoder of {name} keeps running statistics of batches, which its backward would count "
                                "twice: stream it for text alone, without images in the example")

@@ -24,8 +24,8 @@ from megacompile.frontend.tracing.fake_model import fake_twin
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Patches:
-    """Of one modality, in a captured model. `dtype`: of the encoder; `places`: where a batch has places for
-    features, float32 [batch, length]; None until it is captured."""
+    """The encoder of one modality in a captured model. `dtype`: the encoder's; `places`: counts where a batch has positions
+    for features, float32 [batch, length]; None until it is captured."""
 
     modality: Modality
     encoder: PatchEncoder
@@ -36,8 +36,8 @@ class Patches:
 
 @dataclasses.dataclass(frozen=True)
 class Encoded:
-    """What stands for the output of a model's encoder: features at their places, [B * T, width], for the decoder's input and
-    for further levels of it."""
+    """Replaces the output of a model's encoder: features at their positions, [B * T, width], for the decoder's input and for
+    additional levels of the decoder."""
 
     pooler_output: tuple[Tensor, ...]
     deepstack_features: list[tuple[Tensor, ...]]
@@ -46,8 +46,8 @@ class Encoded:
 def install_encoders(
     model: nn.Module, example: Mapping[str, Tensor] | None,
 ) -> tuple[tuple[Patches, ...], Mapping[str, Tensor] | None]:
-    """Lets a twin take the patches and sizes that are in its example aligned with tokens, by an op for each encoder; and the
-    example as graphs take it. Raises `CaptureError` where the model does not say what is needed."""
+    """Lets a twin take the patches and sizes in its example aligned with tokens, through an op for each encoder; returns the
+    encoders, and the example as graphs take it. Raises `CaptureError` if the model lacks what this needs."""
     said = [m for m in MODALITIES if {m.patches, m.sizes} <= (example or {}).keys()]
     if example is None or not said:
         return (), example
@@ -83,7 +83,7 @@ def _found(model: Any, modality: Modality, patches: Tensor) -> tuple[nn.Module, 
 
 
 def _encoder(owner: Any, method: str, patch: tuple[int, ...], per_feature: int) -> PatchEncoder:
-    """Of all that `owner` holds beside its decoder."""
+    """A copy of everything that `owner` holds except its decoder."""
     module: Any = fake_twin(owner, FakeTensorMode(allow_non_fake_inputs=True))
     decoder = module.get_decoder()
     for name, child in list(module.named_modules()):
@@ -97,7 +97,7 @@ def _encoder(owner: Any, method: str, patch: tuple[int, ...], per_feature: int) 
 
 
 def _redirect(owner: nn.Module, patches: Patches, width: int) -> None:
-    """Lets `owner` have features by the op, aligned with tokens."""
+    """Lets `owner` get features from the op, aligned with tokens."""
     encoder = patches.encoder
 
     def features(self: nn.Module, given: Tensor, sizes: Tensor, **_: Any) -> Encoded:
@@ -109,22 +109,22 @@ def _redirect(owner: nn.Module, patches: Patches, width: int) -> None:
     owner.__class__ = _of_class(type(owner), {patches.modality.method: features})
 
 
-#: A method of decoders that add further levels of features to the output of their first layers: at some positions.
+#: Decoders with this method add more levels of features to the outputs of their first layers, at some positions.
 _ADDING = "_deepstack_process"
 
 
 def _added(self: nn.Module, hidden_states: Tensor, visual_pos_masks: Tensor, visual_embeds: Tensor) -> Tensor:
-    """Of features that are aligned with tokens, zeros at all other positions."""
+    """For features that are aligned with tokens, with zeros at all other positions."""
     return hidden_states + visual_embeds.view_as(hidden_states).to(hidden_states.dtype)
 
 
 def _of_class(cls: type[nn.Module], methods: dict[str, Any]) -> type[nn.Module]:
-    """A subclass with other methods, that goes by the same name."""
+    """A subclass with other methods and the same name."""
     return type(cls.__name__, (cls,), {**methods, "__module__": cls.__module__})
 
 
 def _aligned_example(example: Mapping[str, Tensor], found: Collection[Patches]) -> dict[str, Tensor]:
-    """What models have for images, for tokens; without what some batches have alone."""
+    """The example with image arguments aligned with tokens, and without arguments that only some batches have."""
     has_positions = any(each.has_positions for each in found)
     apart = {"attention_mask", *aligned(example), *((*MAKING_POSITIONS, "position_ids") if has_positions else ())}
     made = {name: tensor for name, tensor in example.items() if name not in apart}
@@ -138,8 +138,8 @@ def _aligned_example(example: Mapping[str, Tensor], found: Collection[Patches]) 
 
 
 def model_arguments(batch: Mapping[str, Tensor], each: int) -> dict[str, Tensor]:
-    """The batch as the model takes it: `each` images of every sequence in a row, and positions [axes, B, T], with those of the
-    text before them where rows hold several sequences."""
+    """The batch as the model takes it: the `each` images of every sequence in a row, and positions [axes, B, T], preceded by
+    the text's positions if rows hold several sequences."""
     given = images_in_a_row(batch, each)
     if POSITIONS in given:
         positions = given.pop(POSITIONS).permute(2, 0, 1)
@@ -149,7 +149,8 @@ def model_arguments(batch: Mapping[str, Tensor], each: int) -> dict[str, Tensor]
 
 
 def with_places(found: Collection[Patches], places: Mapping[int, TargetCount], name: str) -> tuple[Patches, ...]:
-    """`found` with the places of each encoder's features, by its number. Raises `CaptureError` where there are none."""
+    """`found` with the positions of each encoder's features, by the encoder's number. Raises `CaptureError` if an encoder has
+    none."""
     for each in found:
         if each.encoder.number not in places:
             raise CaptureError(f"{name} puts features of {each.modality.patches} in no places of its tokens by masked_scatter: "
@@ -158,7 +159,7 @@ def with_places(found: Collection[Patches], places: Mapping[int, TargetCount], n
 
 
 def refuse_adapters(found: Collection[Patches], name: str) -> None:
-    """Raises `UnsupportedError` where an encoder has adapters: of its copy, which runs, nobody switches them off."""
+    """Raises `UnsupportedError` if an encoder has adapters: its copy is what runs, and nothing switches them off there."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     if any(isinstance(module, BaseTunerLayer) for each in found for module in each.encoder.modules()):

@@ -1,8 +1,8 @@
-"""Rows that a model takes apart and puts together again: `torch.cat(list(features))`, with one tensor for each image.
+"""Rows that a model takes apart and joins again: `torch.cat(list(features))`, with one tensor for each image.
 
-The list has as many items as there were images, so that a graph of it holds for one number of them. Images are therefore traced
-as a number of their own, and where the graph does nothing with the items but to join them, `join_rows` writes that without a
-list: then the graph holds for as many images as a batch has rows.
+The list has as many items as there are images, so its graph holds for only that number of images. Images are therefore traced
+with a number of their own. If the graph only joins the items, `join_rows` rewrites this without a list, and the graph holds
+for as many images as a batch has rows.
 """
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from megacompile.frontend.batches.pairs import pairs_of
 from megacompile.frontend.tracing.foreign_errors import TRACING_ERRORS
 from megacompile.frontend.tracing.model_graph import INVOKE, ModelGraph
 
-#: Of images, where their number is traced apart from that of sequences: a graph that has it as a constant is refused.
+#: The number of images when it is traced apart from the number of sequences. A graph that has it as a constant is refused.
 TRACED_ROWS = 7
 
 
@@ -33,7 +33,7 @@ def fixes_rows(graph: ModelGraph) -> bool:
 
 
 def images_of(batch: Mapping[str, Tensor]) -> set[str]:
-    """The batch arguments that may be images, one tensor of a size each."""
+    """The batch arguments that may be images, with one tensor of a fixed size each."""
     return {name for name, tensor in batch.items() if is_images(tensor)} - aligned(batch) - pairs_of(batch)
 
 
@@ -44,14 +44,14 @@ def traced_apart(batch: Mapping[str, Tensor], fakes: FakeTensorMode) -> dict[str
 
 
 def images_in_a_row(batch: Mapping[str, Tensor], each: int) -> dict[str, Tensor]:
-    """The batch as a model takes it, whose arguments have `each` images for every sequence: [batch, each, ...] if several."""
+    """The batch as a model takes it. If there are several images a sequence (`each`), the arguments have [batch, each, ...]."""
     several = images_of(batch) if each > 1 else set()
     return {name: tensor.flatten(0, 1) if name in several else tensor for name, tensor in batch.items()}
 
 
 def join_rows(graph: ModelGraph, images: Collection[str], each: int) -> bool:
-    """Lets a graph whose batch arguments `images` were traced with `TRACED_ROWS` rows, of `each` images, hold for as many as
-    the batch has. False, and the graph is of no use, if it does not: somewhere the items are used for themselves."""
+    """Lets a graph whose batch arguments `images` were traced with `TRACED_ROWS` rows, of `each` images, hold for as many rows
+    as the batch has. Returns False if it cannot, because some items are used individually; the graph is useless then."""
     for node in list(graph.graph.graph.nodes):
         if (rows := _all_rows(node, TRACED_ROWS * each)) is not None:
             with graph.graph.graph.inserting_before(node):
@@ -67,7 +67,8 @@ def join_rows(graph: ModelGraph, images: Collection[str], each: int) -> bool:
 
 
 def _forget_number(graph: ModelGraph, images: Collection[str], traced: Collection[int]) -> bool:
-    """Drops what was assumed of the number of images when their list was made: that it is one `traced`. False if more was."""
+    """Drops the assumption that the number of images is one of `traced`, which making the list added. False if more was
+    assumed."""
     numbers = {symbol for n, s in graph.sources.items() if s.kind == "batch" and s.name in images
                for symbol in n.meta["example_value"].shape[0].node._expr.free_symbols}
     assumed = [guard for guard in graph.shape_env.guards if numbers & guard.expr.free_symbols]
@@ -78,7 +79,7 @@ def _forget_number(graph: ModelGraph, images: Collection[str], traced: Collectio
 
 
 def _all_rows(node: fx.Node, count: int) -> fx.Node | None:
-    """The tensor [`count`, n, ...] of which `node` joins all rows, each of which nobody else reads."""
+    """The tensor [`count`, n, ...] whose rows `node` joins, if nothing else reads any of the rows."""
     if node.target not in (torch.cat, torch.concat) or {*node.args[1:], *node.kwargs.values()} - {0}:
         return None
     items: Any = node.args[0]
@@ -91,8 +92,8 @@ def _all_rows(node: fx.Node, count: int) -> fx.Node | None:
 
 
 def _propagate(graph: ModelGraph, images: Collection[str], traced: Collection[int]) -> bool:
-    """Gives `images` the batch's rows, and all that is made of them its shape then. False where that cannot be, or a number
-    that was `traced` is in the graph."""
+    """Gives `images` the batch's rows, and everything computed from them the resulting shapes. False if that fails, or if a
+    `traced` number is in the graph."""
     first = next(n.meta["example_value"] for n, s in graph.sources.items() if s.kind == "batch" and s.name not in images)
     changed: set[fx.Node] = set()
     with graph.fakes, torch.enable_grad(), enable_python_dispatcher():
@@ -131,6 +132,5 @@ def _computed(node: fx.Node) -> Any:
 
 
 def _alike(a: Any, b: Any) -> bool:
-    """Whether two tensors have the same shape, as it is written: to compare the numbers would be to assume something of
-    them."""
+    """Whether two tensors have the same shape as it is written. Comparing the numbers would add guards."""
     return isinstance(a, Tensor) and isinstance(b, Tensor) and str((a.shape, a.stride())) == str((b.shape, b.stride()))

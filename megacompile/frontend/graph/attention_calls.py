@@ -1,5 +1,5 @@
-"""A model's attention: what its modules say of it; in its graph, calls of our op, and the model's own under a mask of pairs,
-which become ours."""
+"""Attention in a model's graph: calls of our op, and the model's own attention under a mask of pairs, which is replaced by our
+op; and what the model's modules declare about it."""
 from __future__ import annotations
 
 import operator
@@ -16,14 +16,14 @@ _ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
 
 def is_eager(model: Any, stack: LayerStack) -> bool:
-    """Whether layers of a model of transformers have eager attention, by the configs that they read."""
+    """Whether layers of a model of transformers run eager attention, by the configs that they read."""
     configs = [module.config for layer in stack.layers for module in layer.modules() if hasattr(module, "config")]
     return any(getattr(config, "_attn_implementation", None) == "eager" for config in configs or [model.config])
 
 
 def says_causal(stack: LayerStack) -> bool:
-    """Whether layers of every list have modules that say whether they are causal, as those of transformers do, and all say
-    yes. Their config may say otherwise for all of them (`is_causal=False`)."""
+    """Whether every list has layers whose modules declare `is_causal`, as those of transformers do, and all of them declare
+    True. A config can override all of them (`is_causal=False`)."""
     layers = dict(zip(stack.names, stack.layers, strict=True))
     said = {path: [module.is_causal and getattr(getattr(module, "config", None), "is_causal", None) is not False
                    for name, layer in layers.items() if name.startswith(f"{path}.")
@@ -36,7 +36,7 @@ def all_layers_call_attention(model: ModelGraph) -> bool:
 
 
 def masks_pairs(model: ModelGraph) -> bool:
-    """Whether a layer's attention reads a mask of every pair, under which tokens may see later ones."""
+    """Whether some layer's attention reads a mask of every pair, under which tokens may see later ones."""
     given = [_example(argument) for region in _regions(model) for call in _attentions(region)
              for argument in call.args[7:] if isinstance(argument, fx.Node)]
     return any(mask.dtype == torch.bool for mask in given)
@@ -52,8 +52,9 @@ def _regions(model: ModelGraph) -> list[fx.GraphModule]:
 
 
 def adopt_masked_attention(model: ModelGraph) -> None:
-    """Lets our op, which holds no scores where the device has a kernel for it, stand for each `scaled_dot_product_attention`
-    whose mask is bool [B, 1 or H, T, T], without dropout, in layers and around them. Masks that are added stay the model's."""
+    """Replaces each `scaled_dot_product_attention` without dropout whose mask is bool [B, 1 or H, T, T] by our op, in layers
+    and around them. Our op holds no scores if the device has a kernel for it. Float masks are left to the model's own
+    attention."""
     for module in (model.graph, *_regions(model)):
         for node in list(module.graph.nodes):
             if node.target is F.scaled_dot_product_attention:

@@ -1,10 +1,10 @@
-"""Experts in pieces: a module of very many experts as several modules of some of them, whose outputs are added up.
+"""Experts in pieces: a module of very many experts becomes several modules of some of them, whose outputs are added.
 
-A piece is what transformers' expert parallelism gives one of its ranks: the experts `first` to `first + count`, and for each
-token the numbers of those among them that it is sent to; what it sends elsewhere is left out (number `count`), by zeros, never
-by products with zero. Pieces run one after the other, so that only one of them need be on the device.
+A piece is what transformers' expert parallelism gives one of its ranks: experts `first` to `first + count`, and for each token
+the numbers of those of its experts that are in the piece. Tokens sent elsewhere are left out (number `count`) by zeros, never
+by products with zero. Pieces run one after the other, so that only one of them needs to be on the device.
 
-`first` is a tensor that goes from piece to piece: a constant would make each piece another graph.
+`first` is a tensor that is passed from piece to piece: a constant would make each piece a different graph.
 """
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from megacompile.frontend.tracing.layers import LayerStack
 
 @dataclass(frozen=True)
 class Rows:
-    """A piece's share of a parameter of all experts: `parameter`, its name in the model; experts `first` to `stop`."""
+    """A piece's share of a parameter of all experts. `parameter`: its name in the model; the share is experts `first` to
+    `stop`."""
 
     parameter: str
     first: int
@@ -33,12 +34,12 @@ border = torch.library.custom_op("megacompile::piece_border", lambda value: valu
                                  schema="(Tensor value) -> Tensor")
 border.register_fake(torch.empty_like)
 border.register_autograd(lambda _, gradient: gradient)
-#: In a model's graph: where each piece begins, and where the last one ends. `pieces.py` cuts there, and takes it out.
+#: Marks in a model's graph where each piece begins and where the last one ends. `pieces.py` cuts there and removes it.
 BORDER = torch.ops.megacompile.piece_border
 
 
 class ExpertPieces(nn.Module):
-    """Stands in the place of a module of experts, for whoever captures the model."""
+    """Replaces a module of experts in a model that is captured."""
 
     def __init__(self, experts: nn.Module, counts: Sequence[int]) -> None:
         super().__init__()
@@ -46,7 +47,7 @@ class ExpertPieces(nn.Module):
         self.pieces = nn.ModuleList(_piece(experts, first, stop) for first, stop in bounds)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """hidden_states [N, hidden]; numbers of experts, int64 [N, k], and their weights; returns [N, hidden]."""
+        """hidden_states [N, hidden]; numbers of experts, int64 [N, k], and their weights [N, k]; returns [N, hidden]."""
         from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
         run = ALL_EXPERTS_FUNCTIONS["grouped_mm"]
@@ -73,8 +74,9 @@ def _piece(experts: nn.Module, first: int, stop: int) -> nn.Module:
 
 
 def divisible(experts: nn.Module) -> bool:
-    """Whether a module is of experts that transformers can run apart: each parameter is one tensor [experts, ...], its own.
-    Their modules say how a weight lies; whether other numbers of experts come in (`_is_expert_parallel`), recent ones only."""
+    """Whether a module consists of experts that transformers can run apart: each of its parameters is one tensor [experts,
+    ...] of its own. Such modules declare a weight's layout (`is_transposed`); only recent ones declare whether tokens may be
+    sent to other experts (`_is_expert_parallel`)."""
     own = [p for p in experts._parameters.values() if p is not None]
     return (hasattr(experts, "is_transposed") and hasattr(experts, "num_experts") and bool(own)
             and all(p.dim() > 1 and p.shape[0] == experts.num_experts for p in own)
@@ -82,21 +84,22 @@ def divisible(experts: nn.Module) -> bool:
 
 
 def experts_in(stack: LayerStack) -> Iterator[tuple[str, nn.Module]]:
-    """The modules of experts in a stack's layers, one a layer, by qualified name; those aside that an adapter has as its
-    `base_layer`, whose parameters it reads itself."""
+    """The modules of experts in a stack's layers, one for each layer, by qualified name. Modules that an adapter holds as its
+    `base_layer` are left out: the adapter reads their parameters itself."""
     for layer, module in zip(stack.names, stack.layers, strict=True):
         inside = [(f"{layer}.{name}", found) for name, found in module.named_modules() if divisible(found)]
         yield from inside if len(inside) == 1 and not inside[0][0].endswith("base_layer") else ()
 
 
 def counts_of(experts: int, pieces: int) -> list[int]:
-    """Experts of each piece, the first ones one more where it does not divide; at most one piece an expert."""
+    """The number of experts in each piece, at most one piece for each expert. If it does not divide, the first pieces have one
+    more."""
     whole, rest = divmod(experts, min(pieces, experts))
     return [whole + (i < rest) for i in range(min(pieces, experts))]
 
 
 def split_experts(model: nn.Module, stack: LayerStack, pieces: int) -> None:
-    """Puts `pieces` pieces in the place of each module of experts, of a model that is one's own to change."""
+    """Replaces each module of experts by `pieces` pieces. Changes `model`."""
     for name, experts in list(experts_in(stack)) if pieces > 1 else ():
         number: Any = experts.num_experts
         parent, _, attribute = name.rpartition(".")

@@ -1,8 +1,9 @@
-"""What of a model's graph needs a gradient, where calls of layers share a region or run under `torch.no_grad()`.
+"""Which values of a model's graph need a gradient if layer calls share a region or run under `torch.no_grad()`.
 
-Dynamo takes one region for all calls that compute the same, also where inputs or weights need other gradients, or in another
-grad mode. And each call is differentiated alone, in a grad mode of its own. So what is made without a gradient is detached
-behind the call that makes it, to which zeros come back; and the graph is run again on fakes to see what needs one.
+Dynamo shares one region among all calls that compute the same, even if their inputs or weights need different gradients, or
+they run in different grad modes. Each call is differentiated alone, in its own grad mode. So values made without a gradient
+are detached after the call that makes them, and zeros come back to it; then the graph is run again on fakes to see which
+values need a gradient.
 """
 from __future__ import annotations
 
@@ -24,9 +25,10 @@ _SWITCH = torch._C._set_grad_enabled
 
 
 def follow_gradients(model: ModelGraph) -> None:
-    """Lets every value of `model` say whether it needs a gradient in the model as it is written.
+    """Marks for every value of `model` whether it needs a gradient in the model as it is written.
 
-    Raises `CaptureError` where a value is changed in place under `torch.no_grad()`, of which no detached copy would tell."""
+    Raises `CaptureError` if a value is changed in place under `torch.no_grad()`: a detached copy would not see the change.
+    """
     graph = model.graph.graph
     without = set(_without_gradient(model))
     if _depend_on_layers(without):
@@ -57,7 +59,7 @@ def _without_gradient(model: ModelGraph) -> Iterator[fx.Node]:
 
 
 def _depend_on_layers(found: set[fx.Node]) -> bool:
-    """Whether layers are among these, or what is made of their outputs; but for what is made behind the last."""
+    """Whether any of these is a layer's call, or made of layers' outputs, except for values made after the last layer."""
     if not found:
         return False
     nodes = list(next(iter(found)).graph.nodes)
@@ -70,7 +72,7 @@ def _depend_on_layers(found: set[fx.Node]) -> bool:
 
 
 def _is_of_another(model: ModelGraph, call: fx.Node) -> bool:
-    """Whether a call takes a region that was traced for inputs of which others need gradients."""
+    """Whether a call uses a region that was traced for inputs that need other gradients."""
     region: fx.GraphModule = getattr(model.graph, str(call.args[0].target))  # type: ignore[union-attr]
     inputs = zip(region.graph.find_nodes(op="placeholder"), call.args[2:], strict=True)
     return any(_needs(inside) is not _needs(given) for inside, given in inputs if isinstance(given, fx.Node))
@@ -81,7 +83,7 @@ def _needs(node: fx.Node) -> bool:
 
 
 def _run_again(model: ModelGraph) -> None:
-    """Runs the graph on fakes of plain sizes, which make no guards, and says of each value whether it needs a gradient."""
+    """Runs the graph on fakes of plain sizes, which add no guards, and marks for each value whether it needs a gradient."""
     graph = model.graph.graph
     for part in model.graph.modules():
         if isinstance(part, fx.GraphModule):

@@ -28,8 +28,8 @@ _OF_ELEMENTS = frozenset({F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss,
 
 @dataclasses.dataclass(frozen=True)
 class TargetCount:
-    """Counts the target tokens of a batch on the host: called with {name: tensor}, returns a 0-d float32 tensor (or what else
-    was asked to be counted, in its `dtype`)."""
+    """Counts the target tokens of a batch on the host: called with {name: tensor}, it returns a 0-d float32 tensor. It can
+    also compute other values of the batch, in its `dtype`."""
 
     graph: fx.GraphModule
     sources: tuple[Source, ...]
@@ -45,10 +45,10 @@ class TargetCount:
 def normalise_loss(model: ModelGraph, loss: fx.Node) -> TargetCount | None:
     """Rewrite `model` so that `loss` is a cross entropy's sum over the loss denominator, a new last placeholder.
 
-    Recognised: a mean over target tokens or over elements of targets, and a sum divided by something computed from the
-    batch alone; all may be cast, and multiplied or divided by numbers, afterwards. Where such a loss and others are added up,
-    the others, which are no sums over tokens (an auxiliary loss of routers), are weighted with the micro-batch's share of the
-    batch. Returns how to count, or None, with the graph unchanged.
+    Recognized: a mean over target tokens or over elements of targets, and a sum divided by something computed from the batch
+    alone. Each may be cast afterwards, and multiplied or divided by numbers. If such a loss is added to others that are not
+    sums over tokens (an auxiliary loss of routers), these are weighted with the micro-batch's share of the batch. Returns how
+    to count targets, or None with the graph unchanged.
     """
     node = loss
     others: list[tuple[fx.Node, fx.Node]] = []
@@ -61,7 +61,7 @@ def normalise_loss(model: ModelGraph, loss: fx.Node) -> TargetCount | None:
 
 
 def is_averaged(model: ModelGraph) -> bool:
-    """Whether a part of the loss is the mean over micro-batches of what each of them has."""
+    """Whether a part of the loss is the mean of the micro-batches' values."""
     return SHARE in model.sources.values()
 
 
@@ -76,7 +76,7 @@ def _normalise(model: ModelGraph, node: fx.Node) -> TargetCount | None:
 
 
 def _addend(node: fx.Node, others: list[tuple[fx.Node, fx.Node]]) -> fx.Node | None:
-    """The addend that a cross entropy is part of, if `node` adds two values; the other one joins `others`, with `node`."""
+    """If `node` adds two values, the one that contains a cross entropy; the other one is appended to `others`, with `node`."""
     if node.target not in (operator.add, operator.iadd, torch.add) or len(node.args) != 2 or len(node.all_input_nodes) != 2:
         return None
     found = [each for each in node.all_input_nodes if _holds_targets(each)]
@@ -87,7 +87,7 @@ def _addend(node: fx.Node, others: list[tuple[fx.Node, fx.Node]]) -> fx.Node | N
 
 
 def _holds_targets(node: fx.Node) -> bool:
-    """Whether a loss of targets is, perhaps scaled, one of the values that `node` adds up."""
+    """Whether one of the values that `node` adds up is a loss over targets, possibly scaled."""
     while (scaled := _scaled(node)) is not None:
         node = scaled
     if node.target in (operator.add, operator.iadd, torch.add):
@@ -97,7 +97,7 @@ def _holds_targets(node: fx.Node) -> bool:
 
 
 def _weigh(model: ModelGraph, others: Sequence[tuple[fx.Node, fx.Node]]) -> None:
-    """Lets each sum read its other addend times the micro-batch's share."""
+    """Multiplies the other addend of each sum by the micro-batch's share."""
     share = _scalar(model, "share", SHARE) if others else None
     for other, total in others:
         with model.graph.graph.inserting_before(total):
@@ -108,7 +108,7 @@ def _weigh(model: ModelGraph, others: Sequence[tuple[fx.Node, fx.Node]]) -> None
 
 
 def _normalise_elements(model: ModelGraph, node: fx.Node) -> TargetCount | None:
-    """A mean over the elements of targets, as many in every row: mse_loss and the like."""
+    """A mean over the elements of targets (`mse_loss` and the like), with the same number of elements in every row."""
     bound = inspect.signature(node.target).bind(*node.args, **node.kwargs)  # type: ignore[arg-type]
     bound.apply_defaults()
     given = bound.arguments
@@ -125,7 +125,7 @@ def _normalise_elements(model: ModelGraph, node: fx.Node) -> TargetCount | None:
 
 
 def _divided(model: ModelGraph, loss: fx.Node, total: fx.Node) -> None:
-    """Lets whoever reads `loss` read `total` over the loss denominator."""
+    """Replaces `loss` by `total` over the loss denominator for all its readers."""
     loss_denominator = _scalar(model, "loss_denominator", DENOMINATOR)
     with model.graph.graph.inserting_after(total):
         mean = model.graph.graph.call_function(operator.truediv, (total, loss_denominator))
@@ -135,7 +135,7 @@ def _divided(model: ModelGraph, loss: fx.Node, total: fx.Node) -> None:
 
 
 def _scaled(node: fx.Node) -> fx.Node | None:
-    """What a node casts, or multiplies with a number: sums over micro-batches go through it unchanged."""
+    """What a node casts, or multiplies by a number; sums over micro-batches commute with this."""
     if node.op == "call_method" and node.target in ("to", "float"):
         return node.args[0]  # type: ignore[return-value]
     if node.target not in (operator.mul, operator.truediv, torch.mul, torch.div) or len(node.all_input_nodes) != 1:
@@ -206,8 +206,8 @@ def _scalar(model: ModelGraph, name: str, source: Source) -> fx.Node:
 def count_batch(model: ModelGraph, counted: fx.Node, finish: Any, dtype: torch.dtype = torch.float32) -> TargetCount | None:
     """`finish(graph, counted)` as a function of the batch, in this dtype; None if `counted` is computed from anything else.
 
-    All nodes computed from the batch alone come along, in order, in-place ops among them (labels[mask] = -100); what
-    the count does not need falls away once the graph is functional.
+    All nodes computed from the batch alone come along in order, including in-place ops (labels[mask] = -100). Those that the
+    count does not need are dropped once the graph is functional.
     """
     batch_only = {n for n, s in model.sources.items() if s.kind in ("batch", "size")}
     nodes = []

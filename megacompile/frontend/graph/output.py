@@ -1,4 +1,4 @@
-"""What a model returns, taken apart into loss and logits once, and rebuilt around new ones in every step."""
+"""What a model returns: taken apart into loss and logits once, and rebuilt around new ones in every step."""
 from __future__ import annotations
 
 import dataclasses
@@ -20,8 +20,8 @@ _PARTS = frozenset({*_OF_ROUTERS, "image_hidden_states"})
 class OutputStructure:
     """How a model packs its loss and logits: `cls` is Tensor, tuple, list, or a mapping class built from keywords.
 
-    `fields` are (key or position, "loss" | "logits" | "part" | "") in the model's own order; a part of what these are made of
-    is not given back.
+    `fields` are (key or position, "loss" | "logits" | "part" | "") in the model's own order. A "part" is an ingredient of the
+    loss or logits, and is not returned.
     """
 
     cls: type
@@ -37,12 +37,12 @@ class OutputStructure:
 
     @property
     def records_routers(self) -> bool:
-        """Whether routers' logits were asked for when the model was captured."""
+        """Whether router logits were requested when the model was captured."""
         return any(role == "part" and key in _OF_ROUTERS for key, role in self.fields)
 
     def rebuild(self, loss: Tensor | None, logits: Tensor | None, **further: Any) -> Any:
-        """The model's return value around `loss` and `logits`; what it returned as None stays None. `further` fields are of a
-        mapping class alone."""
+        """The model's return value around `loss` and `logits`; fields that it returned as None stay None. Only a mapping class
+        takes `further` fields."""
         values = {key: {"loss": loss, "logits": logits}.get(role) for key, role in self.fields}
         if issubclass(self.cls, Tensor):
             return loss if loss is not None else logits

@@ -4,8 +4,8 @@
     model.layers.3.mlp.experts.pieces.0   experts 0 to 31
     model.layers.3.mlp.experts.pieces.1   experts 32 to 63, and the rest of the layer
 
-What a piece reads of earlier ones is handed from section to section. What the layer computes behind its experts without them
-(shared experts) goes to the front; what it computes of their output belongs to the last piece.
+What a piece reads from earlier ones is handed from section to section. What the layer computes after its experts without
+reading them (shared experts) moves to the front; what it computes from their output belongs to the last piece.
 """
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ _WHOLE = "keep the experts whole (expert_pieces=1)"
 
 
 def in_pieces(section: Section, rows: Mapping[str, Rows], sizes: Mapping[sympy.Symbol, Source]) -> list[Section]:
-    """The sections that `section` is cut into: itself, where its experts are not in pieces. `sizes`: where those of a batch
-    come from. Raises `CaptureError` where they cannot be run apart: one would change another's value in place."""
+    """The sections that `section` is cut into; only itself if its experts are not in pieces. `sizes`: the source of each of a
+    batch's sizes. Raises `CaptureError` if pieces cannot run apart, because one would change another's value in place."""
     graph = section.graph.graph
     borders = [n for n in graph.nodes if n.target in (BORDER, BORDER.default)]
     if not borders:
@@ -72,7 +72,7 @@ class _Cut:
                 stage[node] = now
             elif node not in stage and node.all_input_nodes:
                 stage[node] = self.last if any(stage.get(n, 0) for n in node.all_input_nodes) or writes(node) else 0
-        for node in reversed(self.nodes):  # constants behind the pieces: where they are read
+        for node in reversed(self.nodes):  # constants after the pieces: where they are read
             stage.setdefault(node, min((stage[user] for user in node.users if user in stage), default=self.last))
         for node in self.nodes:
             if node not in self.sources and writes(node) and stage[node.all_input_nodes[0]] != stage[node]:

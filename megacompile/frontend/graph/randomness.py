@@ -1,12 +1,12 @@
-"""Dropout that is a function of counters: the same masks in a forward and in its recompute, under any plan.
+"""Dropout as a function of counters: the same masks in a forward and in its recompute, under any plan.
 
-`draw_functionally` replaces every dropout of a model's graph by one that reads an input, `random`, and nothing else: int64 [5],
+`draw_functionally` replaces every dropout of a model's graph by one that only reads an input, `random`: int64 [5],
 
     seed of the step, number of the call, first row of the micro-batch, its rows, rows of the whole batch
 
-so that an element's fate depends on the seed, on where in the model it is dropped, and on its place in the whole batch. It is
-the same for every split into micro-batches, and nothing has to be kept for the backward. Bits are those of SplitMix64 at a
-counter; native PyTorch draws others, of the same distribution.
+Whether an element is dropped depends on the seed, on where in the model it is dropped, and on its place in the whole batch. It
+is the same for every split into micro-batches, and nothing is kept for the backward. The bits are those of SplitMix64 at a
+counter; native PyTorch draws other bits from the same distribution.
 """
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ _GOLDEN, _FIRST, _SECOND = (n - (1 << 64) for n in (0x9E3779B97F4A7C15, 0xBF5847
 
 
 def _mixed(bits: Tensor) -> Tensor:
-    """SplitMix64's finaliser of int64."""
+    """SplitMix64's finalizer for int64."""
     for shift, factor in ((30, _FIRST), (27, _SECOND)):
         bits = (bits ^ _shifted(bits, shift)) * factor
     return bits ^ _shifted(bits, 31)
 
 
 def _shifted(bits: Tensor, shift: int) -> Tensor:
-    """To the right, zeros coming from the left."""
+    """Shifts right and fills with zeros."""
     return torch.bitwise_right_shift(bits, shift) & ((1 << (64 - shift)) - 1)
 
 
 def kept(shape: Sequence[Any], random: Tensor, p: float, site: int, batch_dim: int | None) -> Tensor:
-    """Which elements of a tensor of `shape` stay, each with probability 1 - p: bool. `site` tells the draws of one call apart;
-    `batch_dim` counts rows (None: the tensor has none, and is the same for all)."""
+    """Which elements of a tensor of `shape` stay, each with probability 1 - p: bool. `site` distinguishes the draws of one
+    call; `batch_dim` is the dimension that counts rows (None: there is none, and the mask is the same for all rows)."""
     seed, call, first, rows, every = random.unbind(0)
     index = torch.zeros((), dtype=torch.int64, device=random.device)
     for dim, size in enumerate(shape):
@@ -78,8 +78,8 @@ def attention_with_dropout(
 
 
 def draw_functionally(model: ModelGraph) -> None:
-    """Let every active dropout of `model`, in its layers and around them, read `random`, a new placeholder. What else draws
-    random numbers stays as it is."""
+    """Let every active dropout of `model`, in its layers and around them, read `random`, a new placeholder. Other ops that
+    draw random numbers stay as they are."""
     calls = model.graph.graph.find_nodes(op="call_function", target=INVOKE)
     regions = {str(call.args[0].target): getattr(model.graph, str(call.args[0].target)) for call in calls}  # type: ignore[union-attr]
     drawing = {name for name, region in regions.items() if _replace(model, region.graph, lambda g: _placeholder(model, g))}
@@ -113,7 +113,7 @@ def _placeholder(model: ModelGraph, graph: fx.Graph) -> fx.Node:
 
 
 def _replace(model: ModelGraph, graph: fx.Graph, make: Any) -> list[fx.Node]:
-    """Replaces the dropouts of a graph; the placeholder that they read, made by `make`, if there are any."""
+    """Replaces the dropouts of a graph; returns the placeholder that they read, made by `make`, if there are any dropouts."""
     made: list[fx.Node] = []
     for node in list(graph.nodes):
         given = _arguments(node)
@@ -152,7 +152,7 @@ def _arguments(node: fx.Node) -> dict[str, Any] | None:
 
 
 def _batch_dim(model: ModelGraph, value: Tensor) -> int | None:
-    """The dimension that counts rows: B, or a multiple."""
+    """The dimension whose size is B or a multiple of it."""
     batch = next(n.meta["example_value"] for n, s in model.sources.items() if s.kind == "batch").shape[0]
     if not isinstance(batch, torch.SymInt):
         return 0

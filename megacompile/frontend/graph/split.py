@@ -1,4 +1,5 @@
-"""The model graph, cut at its layers: a prologue, one section for each layer call, an epilogue; and their equality."""
+"""The model graph, cut at its layers: a prologue, one section for each layer call, an epilogue; and when two sections are
+equal."""
 from __future__ import annotations
 
 import dataclasses
@@ -22,10 +23,10 @@ NUMBERS = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
 
 @dataclasses.dataclass
 class Section:
-    """A piece of the model graph (Dynamo level). `sources[i]` feeds placeholder i; `carried[i]` says whether the next
-    call reads result i, `has_gradient[i]` whether a gradient comes back for it. `layer`: that it is a part of, if it is one;
-    `share`: of what that layer's experts compute, on average. `visit`: 1 on its first run, 2 on its second; `own_names`:
-    what the layer itself calls its parameters and buffers, by their names in the model."""
+    """A piece of the model graph (Dynamo level). `sources[i]` feeds placeholder i; `carried[i]` says whether the next call
+    reads result i; `has_gradient[i]` whether a gradient comes back for it. `layer`: the layer that it is a part of, if it is a
+    part; `share`: its average share of what that layer's experts compute. `visit`: 1 on the layer's first run, 2 on its
+    second; `own_names`: the layer's own names of its parameters and buffers, by their names in the model."""
 
     name: str
     graph: fx.GraphModule
@@ -39,7 +40,7 @@ class Section:
 
     @property
     def call_name(self) -> str:
-        """What the call of it is named: the layer, of a later run of it "layers.3@2"."""
+        """The name of its call: the layer's name; on a later run "layers.3@2"."""
         return self.name if self.visit == 1 else f"{self.name}@{self.visit}"
 
 
@@ -106,8 +107,8 @@ def split_at_layers(model: ModelGraph, module: nn.Module, stack: LayerStack, res
 
 
 def _members(body: Sequence[fx.Node], calls: Sequence[fx.Node]) -> tuple[list[list[fx.Node]], dict[fx.Node, int]]:
-    """The nodes outside of layers that each call takes along, by stage (0 is the prologue, also of nodes between layers that
-    read none; then the layers; then the epilogue), and the stage that makes each value."""
+    """The nodes outside of layers that each call takes along, by stage, and the stage that makes each value. Stage 0 is the
+    prologue, which also takes nodes between layers that read no layer's output; then come the layers, then the epilogue."""
     members: list[list[fx.Node]] = [[] for _ in range(len(calls) + 2)]
     made_by: dict[fx.Node, int] = {}
     stage = 1
@@ -125,7 +126,7 @@ def _members(body: Sequence[fx.Node], calls: Sequence[fx.Node]) -> tuple[list[li
 
 
 def _move(members: list[list[fx.Node]], made_by: dict[fx.Node, int], moved: Mapping[fx.Node, int]) -> None:
-    """Takes nodes out of the epilogue, to the ends of earlier calls."""
+    """Moves nodes from the epilogue to the ends of earlier calls."""
     members[-1] = [node for node in members[-1] if node not in moved]
     for node, stage in moved.items():
         made_by[node] = stage
@@ -136,8 +137,8 @@ def _layer_section(
     call: LayerCall, model: ModelGraph, around: Sequence[fx.Node], passing: Sequence[fx.Node],
     results: Sequence[fx.Node], source_of: Callable[[fx.Node], Source],
 ) -> Section:
-    """The region that `call` invokes with the nodes `around` it, before and behind, in one graph that returns `results`:
-    outputs of either, or values `passing` through."""
+    """The region that `call` invokes together with the nodes `around` it, before and after, in one graph that returns
+    `results`: outputs of either, or values `passing` through."""
     passed_on = [n for n in results if n in passing]
     graph, copies, sources = _copied(model, around, passed_on, source_of, call.node)
     modules: dict[str, Any] = {n.target: getattr(model.graph, n.target, None) for n in graph.find_nodes(op="get_attr")}
@@ -154,7 +155,7 @@ def _region(model: ModelGraph, call: fx.Node) -> fx.GraphModule:
 
 
 def _inlined(model: ModelGraph, call: fx.Node, graph: fx.Graph, copies: dict[fx.Node, fx.Node]) -> dict[fx.Node, Any]:
-    """Copies the region that `call` invokes to the end of `graph`; the call's results there."""
+    """Copies the region that `call` invokes to the end of `graph`; returns the call's results there."""
     region = _region(model, call)
     inner: dict[fx.Node, Any] = {}
     for node in region.graph.nodes:
@@ -189,8 +190,8 @@ def _copied(
     model: ModelGraph, nodes: Sequence[fx.Node], results: Sequence[Any], source_of: Callable[[fx.Node], Source],
     call: fx.Node | None = None,
 ) -> tuple[fx.Graph, dict[fx.Node, fx.Node], list[Source]]:
-    """A graph that computes `nodes`, and the region that `call` invokes among them, and has `results`, those that are nodes;
-    the copies; the sources of its placeholders."""
+    """A graph that computes `nodes`, including the region that `call` invokes, and contains `results`; the copies; the sources
+    of its placeholders."""
     outside, along = _outside(model, nodes, results, call)
     inside = set(nodes)
     graph, copies = fx.Graph(), {}
@@ -207,8 +208,7 @@ def _copied(
 
 def _outside(model: ModelGraph, nodes: Sequence[fx.Node], results: Sequence[Any],
              call: fx.Node | None = None) -> tuple[dict[fx.Node, None], set[fx.Node]]:
-    """What `nodes`, `results` and the arguments of `call` read that is made elsewhere, in order; and what is copied along with
-    them."""
+    """What `nodes`, `results` and the arguments of `call` read that is made elsewhere, in order; and what is copied along."""
     inside = {*nodes, *((call, *call.users) if call is not None else ())}
     arguments = call.args[2:] if call is not None else ()
     pending = [*(a for n in nodes for a in n.all_input_nodes), *(n for n in (*arguments, *results) if isinstance(n, fx.Node))]
@@ -227,8 +227,8 @@ def _outside(model: ModelGraph, nodes: Sequence[fx.Node], results: Sequence[Any]
 
 
 def _goes_along(model: ModelGraph, node: fx.Node) -> bool:
-    """Arithmetic on sizes, since no call hands an int to another, and views of weights (a transposed one that Dynamo took out
-    of a layer), since a call reads its weights itself."""
+    """Whether a node is copied into each section that reads it: arithmetic on sizes, since no call hands an int to another;
+    and views of weights (such as a transpose that Dynamo moved out of a layer), since a call reads its weights itself."""
     if node in model.sources:
         return False
     value = node.meta.get("example_value")
@@ -240,8 +240,8 @@ def _goes_along(model: ModelGraph, node: fx.Node) -> bool:
 
 
 def owned(graph: fx.Graph, results: Sequence[fx.Node]) -> tuple[fx.Node, ...]:
-    """The results, those that view other memory cloned: AOT refuses outputs that alias, and the view's base may be gone
-    by the time the next call reads it."""
+    """The results, with views of other memory cloned: AOT refuses outputs that alias, and the view's base may be gone by the
+    time the next call reads it."""
     owned = []
     for node in results:
         value = node.meta["example_value"]
@@ -256,8 +256,8 @@ def owned(graph: fx.Graph, results: Sequence[fx.Node]) -> tuple[fx.Node, ...]:
 def _carried_from_prologue(
     outer: Sequence[fx.Node], calls: Sequence[fx.Node], last_read: dict[fx.Node, int]
 ) -> list[fx.Node]:
-    """The prologue's results that play the part of "the previous layer's output" for the first layer: those that need a
-    gradient, and those of the first layer's output's shape that nothing later reads (below frozen embeddings)."""
+    """The prologue's results that serve as "the previous layer's output" for the first layer: those that need a gradient, and
+    those of the shape of the first layer's output that nothing later reads (below frozen embeddings)."""
     shapes = [tuple(u.meta["example_value"].shape) for u in calls[0].users]
     return [n for n in outer if needs_gradient(n) or (
         n in calls[0].args[2:] and last_read[n] == 1 and tuple(n.meta["example_value"].shape) in shapes)]

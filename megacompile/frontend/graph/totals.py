@@ -62,7 +62,7 @@ def _possible(epilogue: Sequence[fx.Node], made_by: Mapping[fx.Node, int], sourc
 
 
 def writes(node: fx.Node) -> bool:
-    """Whether a node changes its first input in place."""
+    """Whether a node changes a value in place that may come from another call: any value that is not a constant."""
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     in_place = name.startswith("i") and hasattr(operator, name[1:]) and getattr(operator, name, None) is node.target
     return in_place or name == "setitem" or (name.endswith("_") and not name.endswith("__"))
