@@ -14,7 +14,7 @@ from torch import Tensor, fx
 
 from megacompile.frontend.templates.template import Source
 
-#: What changes how the nodes behind it are computed: nothing may be taken from there.
+#: Ops that change how the nodes after them are computed: nothing may be moved out from there.
 MODES = ("_set_grad_enabled", "_enter_autocast", "_exit_autocast", "_enter_inference_mode")
 _FROM_ANYWHERE = ("batch", "size")
 
@@ -62,24 +62,24 @@ def _possible(epilogue: Sequence[fx.Node], made_by: Mapping[fx.Node, int], sourc
 
 
 def writes(node: fx.Node) -> bool:
-    """Whether a node changes a value in place that may come from another call: any value that is not a constant."""
+    """Whether a node changes its first input in place."""
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     in_place = name.startswith("i") and hasattr(operator, name[1:]) and getattr(operator, name, None) is node.target
     return in_place or name == "setitem" or (name.endswith("_") and not name.endswith("__"))
 
 
 def _is_changed(node: fx.Node) -> bool:
-    """Whether somebody else reads a value that is changed in place: all of them would have to go along."""
+    """Whether a value is changed in place and has other readers: all of them would have to move along."""
     return len(node.users) > 1 and any(writes(user) and user.args[0] is node for user in node.users)
 
 
 def _changes_another(node: fx.Node) -> bool:
-    """Whether a node changes a value in place that may come from another call: any that is no constant."""
+    """Whether a node changes a value in place that may come from another call: any value that is not a constant."""
     return writes(node) and bool(node.all_input_nodes[0].all_input_nodes)
 
 
 def _needed_by_totals(possible: Mapping[fx.Node, int], stages: Collection[int]) -> dict[fx.Node, int]:
-    """Totals of these stages with all that they are made of."""
+    """The totals of these stages with everything that they are made of."""
     return _with_inputs([n for n, stage in possible.items() if stage in stages and _is_total(n)], possible)
 
 

@@ -18,7 +18,7 @@ from megacompile.frontend.batches.pairs import argument, masks_in
 from megacompile.frontend.ops import attention_kernels as kernels
 from megacompile.frontend.ops import segmented_attention as segmented
 
-# Arguments of transformers' attention functions that change nothing here: caches and further outputs are off.
+# Arguments of transformers' attention functions that change nothing here: caches and additional outputs are off.
 _HARMLESS = {
     "position_ids", "cache_position", "use_cache", "past_key_values", "output_attentions", "output_hidden_states",
     "output_router_logits", "return_dict", "is_causal", "layer_idx", "num_items_in_batch",
@@ -34,13 +34,13 @@ def _attention(
 ) -> tuple[Tensor, Tensor]:
     """Causal attention with grouped queries.
 
-    query [B, H, T, D]; key, value [B, Hkv, T, D], H a multiple of Hkv. `window`: how many positions, its own among
-    them, a query sees (0: all before it). `softcap`: scores become softcap * tanh(scores / softcap) (0: none). `segments`,
-    int32 [B, T], says which sequence of its row each position belongs to: queries see their own alone. Keys below 0 are absent,
-    padding, and queries there see all that are present. Or bool [B, 1 or H, T, T], which keys each query sees, later ones too:
-    then `window` is 0. A query that sees nothing gives zeros. `sinks` [H]: a further score of each query, of a key without a
-    value.
-    Returns the output [B, H, T, D], in memory [B, T, H, D], and the logsumexp of the scores, float32 [B, H, T].
+    query [B, H, T, D]; key, value [B, Hkv, T, D], H a multiple of Hkv. `window`: how many positions a query sees, including
+    its own (0: all before it). `softcap`: scores become softcap * tanh(scores / softcap) (0: none). `segments`, int32 [B, T]:
+    the sequence of its row that each position belongs to; queries see only their own sequence. Keys below 0 are absent
+    (padding), and queries there see all keys that are present. Instead of int32, `segments` may be bool [B, 1 or H, T, T]: the
+    keys that each query sees, including later ones; then `window` is 0. A query that sees nothing gives zeros. `sinks` [H]: an
+    additional score of each query, for a key without a value. Returns the output [B, H, T, D], in memory [B, T, H, D], and the
+    logsumexp of the scores, float32 [B, H, T].
     """
     if segments is not None:
         out, logsumexp = segmented.FORWARD[kernel](query, key, value, segments, scale, window, softcap)

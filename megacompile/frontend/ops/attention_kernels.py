@@ -1,7 +1,7 @@
-"""The kernels behind `megacompile::attention`: one forward and one backward by name.
+"""The kernels that `megacompile::attention` runs: one forward and one backward by name.
 
-Every kernel returns outputs and gradients in memory [B, T, heads, D], seen as [B, heads, T, D]: the projection that
-follows then reads them without a copy, and the fake implementation can state strides that hold for all kernels.
+Every kernel returns outputs and gradients in memory [B, T, heads, D], seen as [B, heads, T, D]. The projection that follows
+then reads them without a copy, and the fake implementation can state strides that hold for all kernels.
 """
 from __future__ import annotations
 

@@ -26,13 +26,14 @@ PATCHES_AT_ONCE = 8192
 
 
 class PatchEncoder(nn.Module):
-    """What an encoder computes, as a function of its weights. State: `module`, a copy without data, whose method `method` gives
+    """What an encoder computes, as a function of its weights. State: `module`, a copy without data; its method `method` gives
     the features of images.
 
-    `trained`, `fixed`: the names of the tensors that it reads there, in the order of the op's arguments; `patch`: a patch's
-    shape; `per_feature`: patches that one feature is made of. `number` stands for it in graphs, which cannot hold a module. A
-    survey finds `levels`, how many features a place gets, and `held_bytes`, for each patch, by a forward and by a backward,
-    results aside."""
+    `trained`, `fixed`: the names of the tensors that it reads, in the order of the op's arguments; `patch`: a patch's shape;
+    `per_feature`: how many patches one feature is made of. `number` identifies the encoder in graphs, which cannot hold a
+    module. A survey finds `levels`, how many features a position gets, and `held_bytes`, the bytes that a forward and a
+    backward hold for each patch, without results.
+    """
 
     def __init__(self, module: nn.Module, method: str, patch: tuple[int, ...], per_feature: int) -> None:
         super().__init__()

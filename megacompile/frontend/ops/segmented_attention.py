@@ -1,7 +1,7 @@
-"""The kernels behind `megacompile::attention` where rows hold padding or several sequences (its `segments`).
+"""The kernels that `megacompile::attention` runs if rows hold padding or several sequences (its `segments`).
 
-They lay out results as those of `attention_kernels` do. On CUDA no kernel holds scores: packed rows run as the sequences that
-they are made of, and padding is a mask that exists for one layer at a time.
+Their results have the layout of those of `attention_kernels`. On CUDA no kernel holds scores: packed rows run as the sequences
+that they consist of, and padding is a mask that exists for one layer at a time.
 """
 from __future__ import annotations
 

@@ -29,8 +29,8 @@ _OVER = dict.fromkeys(REDUCING, 1) | {aten.linalg_vector_norm: 2, aten.prod: 1}
 
 
 def across_rows(template: Template, section: Section) -> str:
-    """Where `section`, of which `template` was made, computes with several rows at once: its name, and the line; "" if it is
-    not known to."""
+    """The name and source line of an operation of `section` on several rows at once, read from its `template`; "" if none is
+    known."""
     layout = Layout(template.renaming)
     for node, computed in _computing(template.forward_graph(), template):
         if _mixes(node, computed, layout, layout.batch) and not _ends_in_number(node):
@@ -57,7 +57,7 @@ def _computing(graph: fx.Graph, template: Template) -> Iterator[tuple[fx.Node, C
     for node in graph.nodes:
         if node.op != "call_function" or computed.isdisjoint(node.all_input_nodes):
             continue
-        if any(value.is_floating_point() for value in tensors(node)):  # numbers of experts, say, are no values of rows
+        if any(value.is_floating_point() for value in tensors(node)):  # numbers of experts, for example, are not values of rows
             computed.add(node)
         yield node, computed
 

@@ -1,4 +1,4 @@
-"""A section of the model graph -> a `Template`: passes of level "model", the joint graph, its inputs described."""
+"""A section of the model graph -> a `Template`: passes of level "model", then the joint graph, with its inputs described."""
 from __future__ import annotations
 
 import contextlib
@@ -22,7 +22,7 @@ from megacompile.frontend.templates.template import TargetLike, Template, Templa
 from megacompile.frontend.tracing.foreign_errors import TRACING_ERRORS, raise_foreign
 from megacompile.frontend.tracing.rounded_sizes import rounded_sizes
 
-#: Losses of each token, as ops that are known to treat each token alone.
+#: Decompositions of losses into ops that are known to treat each token alone.
 LOSSES_OF_TOKENS = get_decompositions([torch.ops.aten.nll_loss_forward, torch.ops.aten.nll_loss_backward])
 Renaming = dict[sympy.Symbol, sympy.Symbol]  # the graph's symbols -> B and T
 
@@ -31,10 +31,11 @@ def build_template(
     name: str, section: Section, fakes: FakeTensorMode, renaming: Renaming, target: TargetLike,
     pipeline: Sequence[TemplatePass], head: bool = False, tokens_at_once: int = 0,
 ) -> Template:
-    """The template of `section`; the epilogue's, whose first result is the loss, has the epilogue's variants, and a `head`'s
-    is differentiated by whoever gets its results.
+    """The template of `section`. The epilogue's, whose first result is the loss, has the epilogue's variants. A `head`'s
+    results are differentiated by the caller.
 
-    Raises `UnsupportedError` for random ops, `CaptureError` for what cannot be differentiated or reads on the host.
+    Raises `UnsupportedError` for random ops, `CaptureError` for code that cannot be differentiated or reads values on the
+    host.
     """
     epilogue = section.name == "epilogue"
     refuse_unknown_sizes(section.graph, section.name)
@@ -86,7 +87,7 @@ def _run_model_passes(
 
 
 def with_results(section: Section, positions: Sequence[int]) -> Section:
-    """A section with some of its results alone; what only the others need stays, in-place ops included, until AOT."""
+    """A section with only some of its results. What only the others need stays until AOT, including in-place ops."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     (results,) = (section.graph.graph.output_node().args)
@@ -99,8 +100,8 @@ def with_results(section: Section, positions: Sequence[int]) -> Section:
 
 @contextlib.contextmanager
 def _portable_attention(target: TargetLike) -> Iterator[None]:
-    """Within, a model's own `scaled_dot_product_attention` that no pass mapped onto our op is traced as plain aten ops
-    where it will run elsewhere: on fakes, which are on the CPU, it would become the CPU's kernel."""
+    """Within, a model's own `scaled_dot_product_attention` that no pass mapped onto our op is traced as plain aten ops if it
+    will not run on the CPU. Fakes are on the CPU, so it would otherwise become the CPU's kernel."""
     if target.device_type == "cpu":
         yield
     else:

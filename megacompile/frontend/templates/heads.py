@@ -1,13 +1,14 @@
-"""Heads: what a model's epilogue gives in the place of its loss, to be differentiated by whoever called the model.
+"""Heads: what a model's epilogue can return instead of its loss, to be differentiated by the caller.
 
     logits                           [B, T, V], as the model computes them
-    last_hidden_state                [B, T, H], of which the logits would be made
-    hidden_states                    logits, and the last hidden state beside them: of programs that return those of all layers
-    a function's values of tokens    of the logits of some tokens, [N, V], and of further tensors that have a row for each of
-                                     these tokens: values of [N, ...], returned as [B, T, ...]
+    last_hidden_state                [B, T, H], the input of the product that makes logits
+    hidden_states                    logits and the last hidden state, for programs that return the states of all layers
+    a function's values of tokens    from the logits of some tokens, [N, V], and other tensors with a row for each of these
+                                     tokens: values of [N, ...], returned as [B, T, ...]
 
-A head is a template like a layer's, made of the same section of the model as the epilogue, at its first use. A function is
-traced with it, and both run a chunk of tokens at a time, forward and backward, so that all logits never exist at once.
+A head is a template like a layer's, made from the same section of the model as the epilogue, at its first use. A function is
+traced together with it, and both run a chunk of tokens at a time, forward and backward, so that all logits never exist at
+once.
 """
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ from megacompile.frontend.templates.token_functions import CHUNK_TOKENS, Describ
 from megacompile.frontend.tracing.model_graph import ModelGraph
 
 LOGITS = "logits"
-#: Functions of one model: each is traced and compiled.
+#: Limit of functions for one model: each is traced and compiled.
 MOST_FUNCTIONS = 32
 _OF_TOKENS = "of tokens: "
 
@@ -41,7 +42,7 @@ class BuildTemplate(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Head:
-    """`call` stands in the place of the epilogue's; `has_gradient`, of each of its outputs; `structure`, of what a function
+    """`call` replaces the epilogue's call; `has_gradient`: one bool for each of its outputs; `structure`: of what a function
     returns (None: logits)."""
 
     call: Call
@@ -50,7 +51,8 @@ class Head:
 
 
 def batch_name(tensor: str) -> str:
-    """Under which name a batch has a tensor that a function takes: the model may have an argument of the same name."""
+    """The name under which a batch has a tensor that a function takes. It differs from the tensor's own, since the model may
+    have an argument of the same name."""
     return f"{_OF_TOKENS}{tensor}"
 
 
@@ -60,7 +62,8 @@ def of_tokens(name: str) -> bool:
 
 
 class Heads:
-    """Of one captured model. State: those built so far, by name; and the names of functions, by what they take."""
+    """The heads of one captured model. State: the heads built so far, by name; and the names of functions, by what they take.
+    """
 
     def __init__(self, model: ModelGraph, to_logits: Section, hidden: HiddenStates, build: BuildTemplate,
                  templates: dict[str, Template], renaming: Renaming) -> None:
@@ -73,11 +76,11 @@ class Heads:
 
     @property
     def conditions(self) -> tuple[Condition, ...]:
-        """Under which the heads hold, beside those of the model: a function may look at sizes."""
+        """The conditions under which the heads hold, besides the model's own: a function may depend on sizes."""
         return conditions(self._model.shape_env.guards[self._known_guards:], self._renaming)
 
     def head(self, name: str) -> Head:
-        """Raises `UnsupportedError` for one that there is not."""
+        """Raises `UnsupportedError` for an unknown head."""
         if name in self._own and name not in self._heads:
             self._add(name, self._own[name](), 0)
         if name not in self._heads:
@@ -88,7 +91,8 @@ class Heads:
     def of_function(self, function: Callable[..., Any], described: Described) -> str:
         """The name of the head that a function makes. Traced at its first use with tensors of these names and shapes.
 
-        Raises `UnsupportedError` for a function that cannot be traced, or returns something else than rows for tokens."""
+        Raises `UnsupportedError` for a function that cannot be traced, or returns something else than rows for tokens.
+        """
         key = function, described
         if key not in self._functions:
             if len(self._functions) >= MOST_FUNCTIONS:
@@ -105,6 +109,6 @@ class Heads:
 
     def _add(self, name: str, section: Section, tokens_at_once: int, structure: pytree.TreeSpec | None = None) -> None:
         section = dataclasses.replace(section, name=name)
-        with torch.inference_mode(False), torch.enable_grad():  # whoever asks first may want none
+        with torch.inference_mode(False), torch.enable_grad():  # the first caller may have switched gradients off
             self._templates[name] = self._build(name, section, head=True, tokens_at_once=tokens_at_once)
         self._heads[name] = Head(Call("epilogue", name, tuple(section.sources)), tuple(section.has_gradient), structure)

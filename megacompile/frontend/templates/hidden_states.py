@@ -1,7 +1,8 @@
-"""Hidden states: what goes into the first layer, what each layer hands on, and what goes into the model's output embeddings.
+"""Hidden states: the input of the first layer, each layer's output, and the input of the model's output embeddings.
 
-Where they are is read off the structure: a call's first output, and the input of the product that makes logits. That these are
-what the model itself means by `output_hidden_states` is found out by asking it: once, on fakes, when they are first wanted.
+Their positions are read from the structure: a call's first output, and the input of the product that makes logits. Whether
+these are what the model itself means by `output_hidden_states` is checked once, by running it on fakes, when they are first
+requested.
 """
 from __future__ import annotations
 
@@ -17,15 +18,15 @@ from megacompile.errors import UnsupportedError
 from megacompile.frontend.graph.split import Section, needs_gradient, owned
 from megacompile.frontend.tracing.foreign_errors import TRACING_ERRORS
 
-#: Outputs of programs: the last hidden state alone; and beside the logits, with those of all layers.
+#: Outputs of programs: only the last hidden state; and those of all layers, with the logits.
 LAST, ALL = "last_hidden_state", "hidden_states"
 _PRODUCTS = (F.linear, torch._C._nn.linear)
 
 
 @dataclasses.dataclass(frozen=True)
 class HiddenStates:
-    """Of one captured model. `sections`: prologue and layers; `to_logits`: the epilogue that returns logits alone, or of a
-    model without a head its last hidden states; `twin`, `batch`: its fakes."""
+    """The hidden states of one captured model. `sections`: prologue and layers; `to_logits`: the epilogue that only returns
+    logits, or the last hidden states if the model has no head; `twin`, `batch`: the model's fakes."""
 
     name: str
     twin: nn.Module
@@ -34,18 +35,18 @@ class HiddenStates:
     to_logits: Section
 
     def last(self) -> Section:
-        """The epilogue that returns the last hidden states, [B, T, H]. Raises `UnsupportedError` where they are not known."""
+        """The epilogue that returns the last hidden states, [B, T, H]. Raises `UnsupportedError` if they cannot be found."""
         return _with_results(self.to_logits, [self._last()])
 
     def beside_logits(self) -> Section:
-        """The epilogue that returns logits and, of a model with a head, the last hidden states. Raises `UnsupportedError` where
+        """The epilogue that returns logits and, if the model has a head, the last hidden states. Raises `UnsupportedError` if
         the model means others than are found here."""
         self._check()
         (logits,) = self.to_logits.graph.graph.output_node().all_input_nodes
         return self.to_logits if self._head() is None else _with_results(self.to_logits, [logits, self._last()])
 
     def _head(self) -> Any:
-        """The module that makes logits of the last hidden states; None of a model without."""
+        """The module that makes logits from the last hidden states; None if the model has none."""
         find: Any = getattr(self.twin, "get_output_embeddings", None)  # torch's own modules have none
         return None if find is None else find()
 
@@ -73,8 +74,8 @@ class HiddenStates:
                                    "read them of the model before it is streamed")
 
     def _are_meant(self) -> bool:
-        """Runs the twin on fakes: whether it returns the very tensors that go into its first layer, come out of all but the
-        last, and go into its head."""
+        """Runs the twin on fakes: whether it returns exactly the tensors that enter its first layer, leave all layers but the
+        last, and enter its head."""
         given: list[Tensor] = []
         made: list[Tensor] = []
         read: list[Tensor] = []
@@ -104,7 +105,7 @@ def _first(returned: Any) -> Any:
 
 
 def _same_memory(a: Tensor, b: Tensor) -> bool:
-    """Of fakes: whether they are views of one storage, alike. (A slice of all positions is another tensor.)"""
+    """Whether two fakes are the same view of one storage. (A slice of all positions is a different tensor.)"""
     return (a.untyped_storage()._cdata == b.untyped_storage()._cdata and a.shape == b.shape and a.stride() == b.stride()
             and a.storage_offset() == b.storage_offset())
 

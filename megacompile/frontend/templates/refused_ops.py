@@ -36,8 +36,8 @@ def refuse_ops(joint: fx.GraphModule, section: Section) -> None:
 
 
 def refuse_unknown_sizes(graph: fx.GraphModule, name: str) -> None:
-    """Raise `CaptureError` if a Dynamo-level graph makes a tensor whose size depends on values (boolean indices do): what it
-    costs could not be known beforehand. Says which module of `name` does, and the line."""
+    """Raise `CaptureError` if a Dynamo-level graph makes a tensor whose size depends on values (boolean indices do): its cost
+    could not be known in advance. Names the module of `name` that does so, and the line."""
     for node in graph.graph.nodes:
         if _unknown_size(node) and not any(map(_unknown_size, node.all_input_nodes)):
             raise CaptureError(

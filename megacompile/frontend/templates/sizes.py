@@ -1,4 +1,5 @@
-"""What a captured graph assumes of a batch: the symbols of its sizes, and conditions on them with the lines that made them."""
+"""What a captured graph assumes of a batch: the symbols of its sizes, and conditions on them with the source lines that caused
+them."""
 from __future__ import annotations
 
 import dataclasses
@@ -18,7 +19,7 @@ from megacompile.frontend.tracing.model_graph import ModelGraph
 
 @dataclasses.dataclass(frozen=True)
 class Condition:
-    """A sympy condition on B and T, and " at file:line (code)" of the model's code that asks for it, or ""."""
+    """A sympy condition on B and T, and " at file:line (code)" of the model's code that requires it, or ""."""
 
     expression: Any
     line: str = dataclasses.field(default="", compare=False)
@@ -27,7 +28,7 @@ class Condition:
 def batch_symbols(graph: ModelGraph, name: str) -> Renaming:
     """The graph's symbols of batch and length -> B and T.
 
-    Raises `CaptureError`, with the line of the model, if a dimension was silently specialised to the captured size.
+    Raises `CaptureError`, with the line of the model, if a dimension was silently specialized to the captured size.
     """
     examples = (n.meta["example_value"] for n, s in graph.sources.items() if s.kind == "batch")
     example = next(value for value in examples if value.dim() >= 2 and not value.is_floating_point()
@@ -52,12 +53,12 @@ def batch_symbols(graph: ModelGraph, name: str) -> Renaming:
 
 
 def conditions(guards: Iterable[Any], renaming: Renaming) -> tuple[Condition, ...]:
-    """Those of a `ShapeEnv`'s guards that say something, each once."""
+    """The guards of a `ShapeEnv` that are not trivially true or false, each once."""
     found = (Condition(guard.expr.xreplace(renaming), _line(guard.sloc)) for guard in guards)
     return tuple(c for c in dict.fromkeys(found) if c.expression not in (sympy.true, sympy.false))
 
 
 def _line(place: Any) -> str:
-    """From what torch writes of a line: "code  # path:line in function"."""
+    """Parses torch's description of a line: "code # path:line in function"."""
     found = re.match(r"(.*?)\s*# (\S+:\d+) in ", getattr(place, "maybe_user_loc", None) or "")
     return f" at {found[2]} ({found[1]})" if found and "megacompile/frontend/" not in found[2] else ""

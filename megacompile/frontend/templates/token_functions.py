@@ -1,7 +1,7 @@
-"""Functions of tokens: traced behind a model's logits, as a head of its own or in the place of its loss.
+"""Functions of tokens: traced after a model's logits, as a head of its own or instead of its loss.
 
-A function gets logits [N, V] of some tokens, and rows of further tensors for the same tokens, and returns values with a row
-for each. What the model computes in sequences, [B, T, ...], it sees as B * T tokens; `chunk_tokens` then runs both a chunk at a
+A function gets logits [N, V] of some tokens, and rows of other tensors for the same tokens, and returns values with a row for
+each. It sees what the model computes in sequences, [B, T, ...], as B * T tokens; `chunk_tokens` then runs both a chunk at a
 time.
 """
 from __future__ import annotations
@@ -26,21 +26,21 @@ from megacompile.frontend.tracing.foreign_errors import TRACING_ERRORS
 from megacompile.frontend.tracing.model_graph import ModelGraph
 from megacompile.ir.tokenwise import across_tokens
 
-#: Tokens of which logits exist at a time. (As of the fused loss.)
+#: For how many tokens logits exist at a time, as in the fused loss.
 CHUNK_TOKENS = 2048
 
-#: By name: the dtype of a tensor that a function takes beside logits, and its shape behind [B, T].
+#: Tensors that a function takes besides logits: name, dtype, and shape after [B, T].
 Described = tuple[tuple[str, torch.dtype, tuple[int, ...]], ...]
 
 
 def described(tensors: Mapping[str, Tensor]) -> Described:
-    """What a function takes beside logits: tensors [B, T, ...]."""
+    """The tensors [B, T, ...] that a function takes besides logits, described."""
     return tuple((name, tensor.dtype, tuple(tensor.shape[2:])) for name, tensor in sorted(tensors.items()))
 
 
 def taken_by_loss(function: Callable[..., Any], example: Mapping[str, Tensor]) -> Described:
-    """What a loss takes beside logits: its parameters behind the first, as in `example`; else `labels` are int64 and all else
-    float32, of [B, T]."""
+    """What a loss takes besides logits: its parameters after the first, as in `example`. Those that are not in it are [B, T]:
+    `labels` are int64, all others float32."""
     names = list(inspect.signature(function).parameters)[1:]
     return tuple((name, example[name].dtype, tuple(example[name].shape[2:])) if name in example else
                  (name, torch.int64 if name == "labels" else torch.float32, ()) for name in names)
@@ -53,11 +53,12 @@ def name_of(function: Callable[..., Any]) -> str:
 
 def with_function(model: ModelGraph, renaming: Renaming, section: Section, name: str, function: Callable[..., Any],
                   described: Described, in_batch: Callable[[str], str] = str) -> tuple[Section, pytree.TreeSpec]:
-    """A section that computes logits -> one that computes what a function makes of them, and the structure of that. `in_batch`:
-    how a batch names what the function takes.
+    """A section that computes logits -> one that computes a function's values of them, and the structure of these values.
+    `in_batch`: the name in a batch of a tensor that the function takes.
 
     Raises `UnsupportedError` for a function that cannot be traced, returns something else than rows for tokens, or computes a
-    token's from others: micro-batches and chunks would each see some of them."""
+    token's value from other tokens: micro-batches and chunks would each see only some of them.
+    """
     module = with_results(section, [0]).graph
     graph, output = module.graph, module.graph.output_node()
     (logits,) = output.all_input_nodes
@@ -94,9 +95,11 @@ def _check_alone(model: ModelGraph, renaming: Renaming, name: str, module: fx.Gr
 
 def with_loss(model: ModelGraph, renaming: Renaming, logits: Section, function: Callable[..., Any],
               described: Described) -> Section:
-    """The epilogue whose loss is the sum of a function's values of tokens over the loss denominator; and its logits.
+    """The epilogue that returns the sum of a function's values of tokens over the loss denominator, and the logits.
 
-    Raises `UnsupportedError` as `with_function`, and for a function that does not return one differentiable value a token."""
+    Raises `UnsupportedError` as `with_function` does, and for a function that does not return one differentiable value a
+    token.
+    """
     name = name_of(function)
     section, _ = with_function(model, renaming, logits, name, function, described)
     graph, output = section.graph.graph, section.graph.graph.output_node()
@@ -126,7 +129,7 @@ def _placeholder(model: ModelGraph, graph: fx.Graph, name: str, shape: Sequence[
 
 
 def _trial(model: ModelGraph, name: str, tokenwise: _OfTokens, arguments: Sequence[fx.Node]) -> Sequence[Tensor]:
-    """What the function gives for fakes."""
+    """The function's result for fakes."""
     try:
         unwanted = model.shape_env.ignore_fresh_unbacked_symbols()  # of a function that reads values, and fails
         with torch.inference_mode(False), torch.enable_grad(), model.fakes, unwanted:

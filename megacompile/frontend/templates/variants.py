@@ -1,7 +1,7 @@
 """Running variants: as the fx graph itself, or compiled by inductor, for one concrete shape or for any number of rows.
 
-Of a variant that runs a chunk of tokens at a time, the loops' bodies are compiled, one kernel for all chunks and one for a
-last one that is shorter; the few ops around them, attention and views, run one by one.
+If a variant runs a chunk of tokens at a time, the loops' bodies are compiled: one kernel for all chunks, and one for a shorter
+last chunk. The few ops around the loops, attention and views, run one by one.
 """
 from __future__ import annotations
 

@@ -14,8 +14,8 @@ _READER = "dequantize_module_weight"
 
 @contextlib.contextmanager
 def traceable_adapters() -> Iterator[None]:
-    """Within, PEFT reads a layer's weight as it is. Before DoRA reads one, it asks for the module of its class, to find
-    quantised ones, which Dynamo cannot follow; a streamed model has none."""
+    """Within, PEFT reads a layer's weight directly. Before DoRA reads a weight, it imports the module of the layer's class to
+    find quantized layers, which Dynamo cannot follow; a streamed model has no quantized layers."""
     readers = {key: module for key, module in sys.modules.items() if key.startswith("peft.") and _READER in vars(module)}
     originals = {key: getattr(module, _READER) for key, module in readers.items()}
     for module in readers.values():
@@ -28,7 +28,8 @@ def traceable_adapters() -> Iterator[None]:
 
 
 def forward_signature(model: nn.Module) -> inspect.Signature:
-    """Of a model's `forward`; of the model inside where PEFT's wrapper takes anything and passes it on."""
+    """The signature of a model's `forward`. If PEFT's wrapper takes any arguments and passes them on, the signature of the
+    model inside."""
     signature = inspect.signature(model.forward)
     passes_on = all(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in signature.parameters.values())
     if passes_on and hasattr(model, "get_base_model"):
@@ -37,7 +38,7 @@ def forward_signature(model: nn.Module) -> inspect.Signature:
 
 
 def switch_off_adapters(model: nn.Module) -> None:
-    """As PEFT's `disable_adapter` does it."""
+    """Switches adapters off as PEFT's `disable_adapter` does."""
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper
 

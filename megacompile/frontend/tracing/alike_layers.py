@@ -2,11 +2,11 @@
 
 Dynamo may trace every layer of a stack (torch before 2.13 always does), and takes a fifth of a second for each. A plain run on
 fakes (`modes.py`) shows much sooner which layers are alike: they are built alike, have the same attributes, and call the same
-functions with the same constants. What they read is the same too: their own weights, results of the layer before them, and
-results from before the first layer.
+functions with the same constants. They also read the same: their own weights, results of the layer before them, and results
+from before the first layer.
 
-The layers at the front are traced, until each kind is among them. All layers are traced where a layer runs twice, shares
-weights, or reads results of an earlier layer than the one before it, and where the model computes between layers.
+Layers are traced from the front until each kind is among them. All layers are traced if a layer runs twice, shares weights, or
+reads results of an earlier layer than the one before it, or if the model computes between layers.
 """
 from __future__ import annotations
 
@@ -51,7 +51,8 @@ class _Run:
         return tuple((each.operation, each.read) for each in self.said[:self.stretches[0].start])
 
     def layer(self, position: int) -> tuple[Hashable, ...] | None:
-        """What a layer called, without a trace of its position; None if it reads results of an earlier layer than the last."""
+        """What a layer called, independent of the layer's position; None if it reads results of a layer before the previous
+        one."""
         here = self.stretches[position]
         ahead = self.stretches[position - 1] if position else None
         return self._relative(here.start, here.end, ahead, f"{self.names[position]}.")
@@ -84,8 +85,8 @@ class _Run:
 
 @dataclasses.dataclass(frozen=True)
 class Shortened:
-    """`repeats`: the names of the layers that were removed from a model, each with the name of a layer that it is like. `said`:
-    what the whole model called. A second call, without these layers, called the same."""
+    """`repeats`: the names of the layers that were removed from a model, each with the name of a layer that it is like.
+    `said`: what the whole model called. A second run without these layers called the same."""
 
     repeats: Mapping[str, str]
     said: tuple[Said, ...]
@@ -93,7 +94,7 @@ class Shortened:
 
 def shorten(model: nn.Module, batch: Mapping[str, Any], options: Mapping[str, Any], stack: LayerStack) -> Shortened | None:
     """Removes layers from `model`, a fake twin with this `stack`, that are like layers which stay. None if all stay. `batch`:
-    fakes. To be called within the mode of the fakes."""
+    fakes. Call it within the mode of the fakes."""
     holder: Any = model.get_submodule(stack.paths[0])
     if len(stack.paths) > 1 or len(holder) != len(stack.layers) or len(stack.layers) < 3:
         return None
@@ -141,7 +142,8 @@ def _run(model: nn.Module, batch: Mapping[str, Any], options: Mapping[str, Any],
 
 
 def _likenesses(run: _Run, stack: LayerStack) -> list[int]:
-    """For each layer, the first that it is like, which may be itself. Layer 0 is like no other: no layer made its input."""
+    """For each layer, the first layer that it is like, which may be itself. Layer 0 is unlike all others: no layer made its
+    input."""
     known: dict[Hashable, list[int]] = {}
     like = []
     for position, layer in enumerate(stack.layers):
@@ -191,7 +193,7 @@ def _same(one: Any, two: Any, distance: int) -> bool:
 # ---------------------------------------------------------------- the calls of the removed layers
 
 def with_repeats(sections: Sequence[Section], repeats: Mapping[str, str]) -> list[Section]:
-    """The sections of the whole model, of those of a shortened one: prologue, layers, epilogue."""
+    """The sections of the whole model (prologue, layers, epilogue), made from those of a shortened one."""
     if not repeats:
         return list(sections)
     own: dict[str, list[Section]] = {}

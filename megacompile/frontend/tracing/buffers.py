@@ -12,10 +12,11 @@ _COPIES = ("copy_", torch.Tensor.copy_, torch.ops.aten.copy_.default)
 
 
 def own_rewritten_buffers(graph: fx.Graph, sources: Mapping[fx.Node, Source]) -> None:
-    """Lets whoever reads such a buffer read what was written, in `graph`: a call of a template changes none of its inputs.
+    """Replaces, in `graph`, every read of a buffer that the forward rewrites by the value that was written: a call of a
+    template changes none of its inputs.
 
-    The first to use the buffer must copy over the whole of it. So no earlier value can matter, to this forward or the next, and
-    the model's own buffer may stay as it is. Buffers that are read first (running means) are left as they are, and refused.
+    The first use of the buffer must overwrite all of it. Then no earlier value can matter to this forward or the next, and the
+    model's own buffer stays unchanged. Buffers that are read first (running means) are left as they are, and refused later.
     """
     order = {node: position for position, node in enumerate(graph.nodes)}
     for buffer in [node for node, source in sources.items() if source.kind == "buffer" and node.users]:

@@ -21,7 +21,7 @@ from megacompile.frontend.tracing.adapters import forward_signature
 from megacompile.frontend.tracing.layers import Layers, encoders, find_layers
 from megacompile.frontend.tracing.recorders import remove_hooks_for_gradients
 
-CAPTURE_SHAPE = (3, 17)  # batch, length. 0 and 1 would be specialised, and equal sizes could share one symbol.
+CAPTURE_SHAPE = (3, 17)  # batch, length. 0 and 1 would be specialized, and equal sizes could share one symbol.
 
 
 def is_transformers_model(model: nn.Module) -> bool:
@@ -33,8 +33,8 @@ def fake_twin(model: nn.Module, fakes: FakeTensorMode, attention: str | None = N
               layers: Layers | None = None) -> nn.Module:
     """A copy of `model` in training mode (or not) with fake parameters and buffers of the same shapes, strides and dtypes.
 
-    A transformers model is switched to the `attention` implementation, one of ours; encoders beside its stack of `layers` keep
-    theirs, which is not causal. Ties between parameters survive.
+    A transformers model is switched to the `attention` implementation, one of ours. Encoders outside its stack of `layers`
+    keep theirs, which is not causal. Ties between parameters survive.
     """
     memo: dict[int, object] = {}
     with fakes:
@@ -79,11 +79,12 @@ def fake_batch(
 ) -> dict[str, torch.Tensor]:
     """Fake batch inputs of [batch, length] `size`, in the positional order of the model's `forward`.
 
-    `example` gives their names and dtypes; without it, int64 `input_ids` and, if there is such a parameter, `labels`. `further`
-    ones beside it are int64, or masks of pairs as they are described (see `pairs.py`). Floats of several dimensions are
-    `images` for each sequence: [batch, images, ...] if several. Masks of pairs come last: sizes are read off what is first.
-    Raises `CaptureError` if the model's forward does not take them, needs more, or an input is neither a [batch, length, ...]
-    integer tensor of the same shape as the first, nor one value a row ([batch], or floats [batch, ...]), nor a mask of pairs.
+    `example` gives their names and dtypes. Without it they are int64 `input_ids` and, if there is such a parameter, `labels`.
+    The `further` inputs are int64, or masks of pairs as they are described (see `pairs.py`). Floats of several dimensions are
+    `images` for each sequence: [batch, images, ...] if several. Masks of pairs come last: sizes are read from the first input.
+    Raises `CaptureError` if the model's forward does not take the inputs or needs more, or if an input is not an integer
+    tensor [batch, length, ...] of the first input's shape, one value a row ([batch], or floats [batch, ...]), or a mask of
+    pairs.
     """
     parameters = forward_signature(model).parameters
     name = type(model).__name__
@@ -133,14 +134,14 @@ def _fake_shape(tensor: torch.Tensor, tokens: torch.Size, size: tuple[int, int],
 
 
 def of_rows(tensor: torch.Tensor, tokens: torch.Size) -> bool:
-    """Whether a batch argument has values for rows and not for tokens: [batch], or floats of another shape than `tokens`."""
+    """Whether a batch argument has values for rows instead of tokens: [batch], or floats of another shape than `tokens`."""
     if not tensor.dim() or (tensor.shape[0] != tokens[0] and not is_images(tensor)) or tensor.is_complex():
         return False
     return tensor.dim() == 1 or (tensor.is_floating_point() and tensor.shape[:2] != tokens[:2])
 
 
 def _labels(model: nn.Module) -> torch.Tensor:
-    """Labels as transformers has them: one for each token, or in classifiers of sequences for each row."""
+    """Labels as transformers has them: one for each token; for classifiers of sequences, one for each row."""
     config: Any = getattr(model, "config", None)
     if not type(model).__name__.endswith("ForSequenceClassification") or not is_transformers_model(model):
         return torch.empty(CAPTURE_SHAPE, dtype=torch.long, device="meta")

@@ -15,8 +15,9 @@ from megacompile.frontend.tracing.model_graph import INVOKE, ModelGraph
 
 @dataclass(frozen=True)
 class LayerCall:
-    """`node` runs `layer` (its qualified name), for the `visit`-th time in a forward. `own_names`: what the layer itself calls
-    the parameters and buffers that lie in it, by the names that they have in the model (of what layers share, another's)."""
+    """`node` runs `layer` (its qualified name); `visit` is 1 on the layer's first run in a forward, 2 on its second.
+    `own_names`: the layer's own names of the parameters and buffers in it, by their names in the model; shared ones have the
+    name in another layer."""
 
     node: fx.Node
     layer: str
@@ -25,10 +26,11 @@ class LayerCall:
 
 
 def layer_calls(model: ModelGraph, module: nn.Module, stack: LayerStack) -> list[LayerCall]:
-    """The calls of a graph, in its order. `module`: what was traced.
+    """The layer calls of a graph, in its order. `module`: what was traced.
 
-    A call is told by the weights that it reads. Modules of a layer's class that are in no list are layers where they are
-    called. Raises `CaptureError` where a layer is not called, or a call reads no weights at all."""
+    A call is identified by the weights that it reads. Modules of a layer's class that are in no list count as layers if they
+    are called. Raises `CaptureError` if a layer is not called, or a call reads no weights.
+    """
     nodes = [node for node in model.graph.graph.nodes if node.target is INVOKE]
     if not nodes and any("checkpoint" in str(node.target) for node in model.graph.graph.nodes):
         raise CaptureError(f"the layers of {stack} are called through torch.utils.checkpoint: call them as they are, "
@@ -55,7 +57,7 @@ def layer_calls(model: ModelGraph, module: nn.Module, stack: LayerStack) -> list
 
 
 def _names_in_layers(module: nn.Module, stack: LayerStack) -> dict[str, dict[str, str]]:
-    """By layer: the names of its parameters and buffers in the model, and in the layer."""
+    """For each layer: its parameters' and buffers' names in the model -> their names in the layer."""
     origin = {id(tensor): name for name, tensor in (*module.named_buffers(), *module.named_parameters())}
     classes = {type(layer) for layer in stack.layers}
     layers = dict(zip(stack.names, stack.layers, strict=True))
@@ -69,8 +71,8 @@ def _names_in_layers(module: nn.Module, stack: LayerStack) -> dict[str, dict[str
 
 
 def check_chain(body: Sequence[fx.Node], calls: Sequence[LayerCall]) -> None:
-    """Raises `CaptureError` where a call does not depend on what the call before it makes: lists of embeddings or heads, and
-    encoders beside each other, are called once each as well."""
+    """Raises `CaptureError` if a call does not depend on what the call before it makes. Lists of embeddings or heads, and
+    parallel encoders, are called once each as well, but form no chain."""
     for before, call in pairwise(calls):
         reached = {before.node}
         for node in body[body.index(before.node) + 1:body.index(call.node) + 1]:
@@ -81,7 +83,7 @@ def check_chain(body: Sequence[fx.Node], calls: Sequence[LayerCall]) -> None:
 
 
 def source_line(node: fx.Node) -> str:
-    """The user's source line that made `node`, as a continuation line of an error."""
+    """The user's source line that made `node`, as a continuation line of an error; "" if it is unknown."""
     frames = [f.strip() for f in (node.meta.get("stack_trace") or "").splitlines()]
     frames = [f for f in frames if f.strip("^~ ")]
     places = [i for i, f in enumerate(frames) if f.startswith('File "') and "/torch/" not in f]

@@ -1,8 +1,8 @@
-"""Which modules are the decoder layers: the stack whose weights stream, and how Dynamo is told about it.
+"""Which modules are the decoder layers: the stack whose weights stream, and how Dynamo learns about it.
 
-A stack is the items of one list or of several: named by the user, registered for a model class, or found (the `nn.ModuleList`,
-or `nn.Sequential` of one class, that holds the most parameters, and its like beside it). Which of them run when, and that calls
-form a chain, is seen on the captured graph, in `layer_calls.py` and `split.py`.
+A stack is the items of one list or of several. The user names them, a model class registers them, or they are found: the
+`nn.ModuleList` (or `nn.Sequential` of one class) with the most parameters, and similar lists next to it. When each layer runs,
+and that calls form a chain, is read from the captured graph in `layer_calls.py` and `split.py`.
 """
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ Layers = str | Sequence[str]
 
 @dataclasses.dataclass(frozen=True)
 class LayerStack:
-    """The decoder layers of a model, list by list, with their qualified names ("model.layers.0", ...). `paths`: those of the
-    lists. `found`: nobody has named them."""
+    """The decoder layers of a model, list by list, with their qualified names ("model.layers.0", ...). `paths`: the names of
+    the lists. `found`: the lists were found, not named."""
 
     paths: tuple[str, ...]
     names: tuple[str, ...]
@@ -71,8 +71,9 @@ def layer_stack(*layers: str) -> Callable[[type[M]], type[M]]:
 
 
 def find_layers(model: nn.Module, layers: Layers | None = None) -> LayerStack:
-    """The lists named by `layers`, else those registered for the model's class, else the list of most parameters (of those in
-    the decoder, where the model says which of its parts that is: an encoder beside it may be the larger one), with its like.
+    """The lists named by `layers`; else those registered for the model's class; else the list with the most parameters, and
+    similar lists next to it. If the model says which of its parts is the decoder, only lists in it count: an encoder may be
+    larger.
 
     Raises `CaptureError`, naming the candidates, if there is no such list or it is empty.
     """
@@ -99,7 +100,7 @@ def find_layers(model: nn.Module, layers: Layers | None = None) -> LayerStack:
 
 
 def largest_of(model: nn.Module, stack: LayerStack) -> str:
-    """Of the lists of a stack, the one with the most parameters."""
+    """The list with the most parameters among those of a stack."""
     return max(stack.paths, key=lambda path: sum(p.numel() for p in model.get_submodule(path).parameters()))
 
 
@@ -124,7 +125,7 @@ def _list_at(model: nn.Module, path: str, candidates: Collection[str]) -> nn.Mod
 
 
 def _lists_in(path: str, stack: nn.Module) -> list[str]:
-    """A list of layers; of a list of such lists (stages), each of them."""
+    """The list itself if its items are layers; the inner lists if it is a list of lists (stages)."""
     items = {name: item for name, item in stack._modules.items() if item is not None}
     if not all(isinstance(item, nn.ModuleList) for item in items.values()):
         return [path]
@@ -133,8 +134,9 @@ def _lists_in(path: str, stack: nn.Module) -> list[str]:
 
 
 def _with_its_like(model: nn.Module, candidates: Mapping[str, int]) -> tuple[str, ...]:
-    """The list of most parameters, and those beside it that are worth streaming too: of the same module, or of one of the same
-    class beside that, and no smaller than one of its layers. Encoders of images or sounds are modules of their own classes."""
+    """The list with the most parameters, and similar ones that are worth streaming too: in the same module, or in a sibling
+    module of the same class, and no smaller than one layer of the largest list. Encoders of images or sounds are modules of
+    other classes."""
     # Nested lists (experts inside a layer) hold fewer parameters than the list around them; ties go to the outer.
     largest = max(candidates, key=candidates.__getitem__)
     held = candidates[largest] / max(1, len(model.get_submodule(largest)._modules))
@@ -151,7 +153,7 @@ def _with_its_like(model: nn.Module, candidates: Mapping[str, int]) -> tuple[str
 
 
 def _of_decoder(model: nn.Module, candidates: Mapping[str, int]) -> dict[str, int]:
-    """Those of the candidates that are parts of the decoder that models of transformers name."""
+    """The candidates inside the decoder, if the model names its decoder as models of transformers do."""
     if not hasattr(model, "get_decoder"):
         return {}
     inside = {id(module) for module in model.get_decoder().modules()}  # type: ignore[operator]
@@ -159,7 +161,7 @@ def _of_decoder(model: nn.Module, candidates: Mapping[str, int]) -> dict[str, in
 
 
 def encoders(model: nn.Module, stack: LayerStack) -> list[Any]:
-    """The models of transformers that a model has beside its stack: what encodes images, say."""
+    """The models of transformers that a model contains outside of its stack, such as image encoders."""
     layers = {id(layer) for layer in stack.layers}
     within = {id(module) for layer in stack.layers for module in layer.modules()}
     return [m for m in model.modules() if hasattr(m, "set_attn_implementation") and id(m) not in within
@@ -187,9 +189,9 @@ def share_weights(stack: LayerStack) -> bool:
 
 @contextlib.contextmanager
 def layers_as_regions(stack: LayerStack, each_call: bool = False) -> Iterator[None]:
-    """Within, Dynamo turns each call of a decoder layer into an `invoke_subgraph` node. `each_call`: it traces every call for
-    itself. Of a layer that runs again, or has another's weights, it has seen much before, and what it then checks before it
-    takes the region for a third is not all that the region depends on."""
+    """Within, Dynamo turns each call of a decoder layer into an `invoke_subgraph` node. `each_call`: it traces every call
+    separately. When a layer runs again or shares another's weights, Dynamo has cached much about it, and its check before
+    reusing the region does not cover everything that the region depends on."""
     # Dynamo refuses what models tell their loggers (gpt2, that it has no loss type).
     settings: dict[str, object] = {"ignore_logging_functions": {
         getattr(logging.Logger, name) for name in _LOGGING if hasattr(logging.Logger, name)}}

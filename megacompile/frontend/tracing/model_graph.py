@@ -43,12 +43,11 @@ INVOKE = torch.ops.higher_order.invoke_subgraph
 class ModelGraph:
     """What Dynamo saw of a model.
 
-    `graph`: calls of torch functions and `invoke_subgraph`s; placeholders hold fakes in `meta["example_value"]`.
-    `sources`: where each placeholder, and each node that reads a batch input's size, comes from.
-    `returned`: what the model returned, rebuilt around the fakes of the graph's results.
-    `changes_state`: the forward changed Python objects that outlive it.
-    `fakes`: the fake mode that the `example_value`s belong to. Dynamo traces in modes of its own, and AOT refuses to
-    trace under any other.
+    `graph`: calls of torch functions and `invoke_subgraph`s; placeholders hold fakes in `meta["example_value"]`. `sources`:
+    the origin of each placeholder, and of each node that reads a batch input's size. `returned`: what the model returned,
+    rebuilt around the fakes of the graph's results. `changes_state`: the forward changed Python objects that outlive it.
+    `fakes`: the fake mode of the `example_value`s. Dynamo traces in modes of its own, and AOT refuses to trace under any
+    other.
     """
 
     graph: fx.GraphModule
@@ -71,8 +70,8 @@ def capture_model_graph(
     model: nn.Module, batch: Mapping[str, Tensor], stack: LayerStack, fakes: FakeTensorMode, options: dict[str, Any],
     taken: Callable[[dict[str, Tensor]], dict[str, Tensor]] = dict, each_call: bool = False,
 ) -> ModelGraph:
-    """Trace `model(**taken(batch), **options)` with the batch size, and the length where a batch input has it, dynamic and
-    equal among inputs. `each_call`: no call of a layer takes what was traced for another (see `layers_as_regions`).
+    """Trace `model(**taken(batch), **options)`. The batch size is dynamic and equal among inputs, and so is the length, for
+    the inputs that have it. `each_call`: no call of a layer reuses what was traced for another (see `layers_as_regions`).
 
     Raises `CaptureError` with Dynamo's reason and the line of the model that caused it.
     """
@@ -84,7 +83,7 @@ def capture_model_graph(
     tied = [tensor.shape[0] == tensors[0].shape[0] for tensor in tensors]  # images may be traced apart
     for tensor, dynamic in zip(tensors, dimensions, strict=True):
         for dimension, _ in dynamic:
-            if tensor.shape[dimension] > 1:  # a size of 1 is a constant to Dynamo, whatever it is told
+            if tensor.shape[dimension] > 1:  # Dynamo makes a size of 1 constant, even if it is marked dynamic
                 torch._dynamo.mark_dynamic(tensor, dimension)
 
     def step(*inputs: Tensor) -> Any:
@@ -126,15 +125,15 @@ def capture_model_graph(
 
 
 def _with_own_globals(function: Any) -> Any:
-    """The same function with a dictionary of globals of its own. Dynamo adds to them what it makes, the graph among it, which
-    would stay in this module for ever."""
+    """The same function with its own dictionary of globals. Dynamo adds the graph and other objects to a function's globals,
+    and they would stay in this module forever."""
     return types.FunctionType(function.__code__, dict(function.__globals__), function.__name__, function.__defaults__,
                               function.__closure__)
 
 
 @contextlib.contextmanager
 def unchecked_distributions() -> Iterator[None]:
-    """Within, `torch.distributions` do not look at the values of their parameters, which fakes do not have."""
+    """Within, `torch.distributions` do not check their parameters' values, which fakes do not have."""
     checked = Distribution._validate_args
     Distribution.set_default_validate_args(False)
     try:
@@ -145,16 +144,16 @@ def unchecked_distributions() -> Iterator[None]:
 
 @contextlib.contextmanager
 def unchecked_values() -> Iterator[None]:
-    """Within, models of transformers leave out their own checks of values, which a template does not have in any case: of
-    places and images, which are checked on the host. Torch 2.11 makes a number of such a check that stops its trace."""
+    """Within, models of transformers skip their own checks of values, which a template does not contain in any case; positions
+    and images are checked on the host. Torch 2.11 turns such a check into a number that stops its trace."""
     with mock.patch.dict(os.environ, TRANSFORMERS_DISABLE_TORCH_CHECK="1"):
         yield
 
 
 @contextlib.contextmanager
 def sizes_unread_by_messages() -> Iterator[None]:
-    """Within, a message about sizes is written with their symbols. Dynamo would write the traced numbers, and so make a
-    constant of the number of images, of which models say how many features they have even where nothing is wrong."""
+    """Within, a message about sizes is written with their symbols. Dynamo would write the traced numbers, and so turn the
+    number of images into a constant: models format a message with the number of features even if nothing is wrong."""
     written = LazySymNodeFormatString.__repr__
 
     def with_symbols(self: Any) -> str:

@@ -50,16 +50,16 @@ def alike(some: Sequence[Said], others: Sequence[Said], exact: bool) -> bool:
 
 def torch_calls(model: nn.Module, batch: Mapping[str, Tensor], options: Mapping[str, Any],
                 said: list[Said] | None = None) -> tuple[Said, ...] | None:
-    """What `model(**batch, **options)` calls that makes tensors, in order, as `operations` says it. `model` and `batch` are
-    fakes. `said`: a list to which each call is added as it is made. None where they cannot be known: the model does not run
-    on fakes, or calls what may look at sizes unseen."""
+    """The calls in `model(**batch, **options)` that make tensors, in order, described as by `operations`. `model` and `batch`
+    are fakes. `said`: a list to which each call is added as it is made. None if the calls cannot be known: the model does not
+    run on fakes, or calls a function that may look at sizes unseen."""
     named = itertools.chain(model.named_parameters(), model.named_buffers(), batch.items())
     found = _Calls(_Labels({id(tensor): (tensor, name) for name, tensor in named}), [] if said is None else said)
     with torch.inference_mode(False), torch.enable_grad(), warnings.catch_warnings(), as_traced(model), found:
         warnings.simplefilter("ignore")
         try:
             model(**batch, **options)
-        except TRACING_ERRORS:  # a branch on values, say: whether the model can be traced there, its trace says
+        except TRACING_ERRORS:  # such as a branch on values: the trace shows whether the model can be traced
             return None
     return tuple(found.said) if found.all_seen else None
 
@@ -140,7 +140,7 @@ def _said(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], read: Seq
 
 
 def operation_number(label: str) -> int | None:
-    """The number of the call, of those that `torch_calls` gives, that made what is read under this label; None of a weight or
+    """The number of the call, among those that `torch_calls` gives, that made the value with this label; None for a weight or
     an input."""
     return int(label[1:].partition(".")[0]) if label.startswith("%") else None
 
@@ -167,6 +167,6 @@ def _is_idle_dropout(node: fx.Node) -> bool:
 
 
 def _is_idle(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Dropout with p = 0 says in its arguments whether it trains, and does nothing either way."""
+    """Dropout with p = 0 has its mode among its arguments, and does nothing in either mode."""
     p = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
     return isinstance(p, int | float) and p == 0

@@ -1,9 +1,9 @@
-"""Which branches a model takes where it asks who runs it: those that a trace and a plain run on fakes have in common.
+"""Which branches a model takes when it asks how it is run: the same in a trace and in a plain run on fakes.
 
-Dynamo says of itself that it exports. transformers then leaves out kernels and shortcuts that hold for some values alone, which
-is right for a graph of any batch. But a model's own code avoids with it what other formats than ours lack: layers with a gated
-delta rule invert a triangular matrix by 63 steps of Python, where native PyTorch calls a solver. Their graph has many times the
-operations, and takes as much longer to trace, to differentiate and to run.
+Dynamo reports that it exports. transformers then leaves out kernels and shortcuts that only hold for some values, which is
+right for a graph of any batch. But a model's own code also avoids ops that other export formats lack: layers with a gated
+delta rule invert a triangular matrix in 63 steps of Python, where native PyTorch calls a solver. Their graph has many times
+the operations, and takes accordingly longer to trace, to differentiate and to run.
 """
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _ASKS = "is_torchdynamo_exporting"
 
 @contextlib.contextmanager
 def native_branches(model: nn.Module) -> Iterator[None]:
-    """Within, the code of the modules of `model` is told that it is not exported, as natively. What it calls of transformers,
-    masks and kernels among it, asks for itself."""
+    """Within, the code of `model`'s modules sees that it is not exported, as in a native run. Functions of transformers that
+    it calls, such as masks and kernels, make their own query."""
     own = {type(module).__module__ for module in model.modules()}
     with contextlib.ExitStack() as patches:
         for name in own:
@@ -33,7 +33,7 @@ def native_branches(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def as_traced(model: nn.Module) -> Iterator[None]:
-    """Within, `model` takes the branches in a plain run that it takes in a trace."""
+    """Within, `model` takes the same branches in a plain run as in a trace."""
     with native_branches(model), mock.patch.multiple(torch.compiler, _is_compiling_flag=True, _is_exporting_flag=True):
         yield
 

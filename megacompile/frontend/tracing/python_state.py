@@ -1,4 +1,4 @@
-"""Python objects that a forward changes: a graph has what they were when it was made."""
+"""Python objects that a forward changes: a graph contains their state from when it was made."""
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -11,8 +11,8 @@ from megacompile.frontend.tracing.modes import torch_calls
 
 
 def refuse_changing_state(model: nn.Module, batch: Mapping[str, Tensor], options: Mapping[str, Any]) -> None:
-    """Raises `CaptureError` if `model`, a fake twin, computes something else when it is called a second time: by a counter of
-    its calls, say. What it only writes down (a layer's output, an auxiliary loss) changes nothing."""
+    """Raises `CaptureError` if `model`, a fake twin, computes something else when it is called a second time, for example
+    because it counts its calls. State that it only writes (a layer's output, an auxiliary loss) is fine."""
     first = torch_calls(model, batch, options)
     before = _plain_attributes(model)
     second = torch_calls(model, batch, options)

@@ -1,5 +1,5 @@
-"""Hooks of models of transformers: those that collect values (routers' logits, an encoder's hidden states), and those that
-let embeddings' outputs require a gradient."""
+"""Forward hooks of models of transformers: those that collect values (router logits, an encoder's hidden states), and those
+that make embeddings' outputs require a gradient."""
 from __future__ import annotations
 
 import functools
@@ -15,9 +15,9 @@ ROUTERS = "router_logits"
 
 
 def install_recorders(model: nn.Module, stack: LayerStack) -> None:
-    """Puts the hooks into the modules of a model that will collect something: encoders, and a decoder that is to add its
-    routers' auxiliary loss (`config.output_router_logits`). transformers would do so in the first forward, under a lock, which
-    Dynamo cannot follow."""
+    """Installs the collecting hooks in the modules of a model that will collect something: encoders, and a decoder that adds
+    its routers' auxiliary loss (`config.output_router_logits`). transformers would install them in the first forward, under a
+    lock, which Dynamo cannot follow."""
     beside = {id(module) for module in encoders(model, stack)}
     for module in model.modules():  # from the outside in, as forwards go
         routers = getattr(getattr(module, "config", None), f"output_{ROUTERS}", False) is True
@@ -32,7 +32,7 @@ def install_recorders(model: nn.Module, stack: LayerStack) -> None:
 
 
 def remove_hooks_for_gradients(model: nn.Module) -> None:
-    """Removes the hooks by which embeddings' outputs require a gradient."""
+    """Removes the hooks that make embeddings' outputs require a gradient."""
     for module in model.modules():
         for key in [key for key, hook in module._forward_hooks.items() if asks_for_gradients(hook)]:
             del module._forward_hooks[key]
@@ -61,6 +61,6 @@ def _records_routers(hook: Any) -> bool:
 
 
 def _record_copies(hook: Callable[..., None], module: nn.Module, args: Any, output: Any) -> None:
-    """Calls `hook` with copies. Dynamo records no value that shares memory with another one of the layer's, and a router's
-    `logits.float()` in float32 is the tensor `logits`."""
+    """Calls `hook` with copies. Dynamo does not record a value that shares memory with another value of the layer, and in
+    float32 a router's `logits.float()` is the tensor `logits` itself."""
     hook(module, args, pytree.tree_map_only(Tensor, Tensor.clone, output))

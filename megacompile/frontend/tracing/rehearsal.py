@@ -1,7 +1,8 @@
-"""A plain run of a model on fakes before it is traced, in a small part of the time: it tells which trace would be of no use.
+"""A plain run of a model on fakes before it is traced. It takes a small part of a trace's time, and shows which traces would
+be useless.
 
-A model whose layers do not all call our attention is traced with its own. One whose layers run more than once is traced with
-each call apart (see `trace.py`). Without this run, both would be known at the end of a first trace.
+A model whose layers do not all call our attention is traced with its own. If layers run more than once, each call is traced
+separately (see `trace.py`). Without this run, both would only be known at the end of a first trace.
 """
 from __future__ import annotations
 
@@ -23,15 +24,15 @@ from megacompile.frontend.tracing.native_branches import as_traced
 
 @dataclasses.dataclass(frozen=True)
 class Rehearsal:
-    """What a run has shown. `without_attention`: a layer ran that did not call our attention, or our attention refused what it
-    was given; `again`: a layer ran more than once. Both are False where the run does not tell."""
+    """What a run has shown. `without_attention`: a layer ran without calling our attention, or our attention refused its
+    arguments; `again`: a layer ran more than once. Both are False if the run cannot tell."""
 
     without_attention: bool = False
     again: bool = False
 
 
 class _AttentionCalls(TorchDispatchMode):
-    """State: how many calls of our attention there were."""
+    """State: the number of calls of our attention."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +45,7 @@ class _AttentionCalls(TorchDispatchMode):
 
 
 def rehearse(model: nn.Module, batch: Mapping[str, Any], options: Mapping[str, Any], stack: LayerStack) -> Rehearsal:
-    """Runs `model(**batch, **options)`. `model`, whose `stack` it is, and `batch` are fakes."""
+    """Runs `model(**batch, **options)`, all fakes; `stack` is the model's."""
     calls, before, visits = _AttentionCalls(), Counter[nn.Module](), Counter[nn.Module]()
     idle: set[nn.Module] = set()
 
@@ -64,7 +65,7 @@ def rehearse(model: nn.Module, batch: Mapping[str, Any], options: Mapping[str, A
             model(**batch, **options)
     except (UnsupportedError, CaptureError):
         return Rehearsal(without_attention=True)
-    except TRACING_ERRORS:  # a branch on values, say: whether the model can be traced, its trace says
+    except TRACING_ERRORS:  # such as a branch on values: the trace shows whether the model can be traced
         return Rehearsal()
     finally:
         for handle in handles:

@@ -1,9 +1,9 @@
-"""Lengths that are padded to a multiple of a block, as the multiple that they are.
+"""Lengths padded to a multiple of a block, written as that multiple.
 
-Models with linear attention pad a row to whole chunks: `pad = (c - T % c) % c`. Symbolic sizes take that literally. Then the
-reshape to chunks of c positions makes a dimension of (T + pad) // ((T + pad) // c), each further size is a longer expression,
-and each question about them takes longer: a layer of Qwen3-Next had 400 conditions on sizes, and now has two. With
-pad = c * ceil(T / c) - T, which is the same number, T + pad is c * ceil(T / c), and the dimension is c.
+Models with linear attention pad a row to whole chunks: `pad = (c - T % c) % c`. Symbolic sizes keep this literally. Then the
+reshape to chunks of c positions makes a dimension of (T + pad) // ((T + pad) // c), each later size is a longer expression,
+and each question about them takes longer: a layer of Qwen3-Next had 400 conditions on sizes, and now has two. With pad = c *
+ceil(T / c) - T, the same number, T + pad is c * ceil(T / c), and the dimension is c.
 """
 from __future__ import annotations
 

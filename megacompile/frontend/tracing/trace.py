@@ -1,4 +1,5 @@
-"""A model -> its graph, traced on fakes: with our attention if its layers call it, each call apart where layers run again."""
+"""A model -> its graph, traced on fakes: with our attention if its layers call it, and with each call traced separately if
+layers run again."""
 from __future__ import annotations
 
 import functools
@@ -27,8 +28,8 @@ from megacompile.ir.plan import CaptureKey
 
 
 class Traced(NamedTuple):
-    """A model's graph, its fake twin, the fake batch, and which attention it has: ours (its name), or its own (None).
-    `shortened`: which layers are neither in the twin nor in the graph, if any."""
+    """A model's graph, its fake twin, the fake batch, and its attention: the name of ours, or None for the model's own.
+    `shortened`: the layers that are missing from the twin and the graph, if any."""
 
     graph: ModelGraph
     twin: nn.Module
@@ -38,7 +39,7 @@ class Traced(NamedTuple):
 
     @property
     def repeats(self) -> Mapping[str, str]:
-        """Layers that were not traced, by name, each with the layer whose calls theirs are copies of."""
+        """The layers that were not traced, by name, each with the layer whose calls are copied for it."""
         return {} if self.shortened is None else self.shortened.repeats
 
 
@@ -48,9 +49,9 @@ def trace(
 ) -> Traced:
     """A trace of the model, with our attention if its layers call it; with all of its layers if `whole`.
 
-    A transformers model that asks for a mask but has attention code of its own would get none, and silently see the
-    future: such a model is captured again with the attention implementation it came with. `images_apart`: images are traced as
-    a number of their own (see `rows.py`).
+    A transformers model that asks for a mask but has its own attention code would get no mask, and silently see the future. So
+    it is captured again with the attention implementation it came with. `images_apart`: the number of images is a size of its
+    own (see `rows.py`).
     """
     ours = our_attention(model, example, key)
     shown = _rehearsed(model, layers, example, key, size, ours)
@@ -72,7 +73,7 @@ def trace(
 
 
 def our_attention(model: nn.Module, example: Mapping[str, Tensor] | None, key: CaptureKey) -> str | None:
-    """The name of our attention for batches of a form; None where the model has its own."""
+    """The name of our attention for batches of a key; None if the model keeps its own."""
     if not is_transformers_model(model):
         return None
     asked = (*key.further, *masks_of(example))
@@ -92,7 +93,7 @@ def _traced(
     model: nn.Module, layers: tuple[str, ...], example: Mapping[str, Tensor] | None, key: CaptureKey, size: tuple[int, int],
     attention: str | None, images_apart: bool, each_call: bool = False, whole: bool = False,
 ) -> Traced:
-    """A trace with this attention. Where layers run more than once, or share weights, each call was traced for itself."""
+    """A trace with this attention. If layers run more than once, or share weights, each call is traced separately."""
     fakes, twin, batch, options = subject(model, layers, example, key, size, attention)
     if images_apart:
         batch |= traced_apart(batch, fakes)
@@ -115,7 +116,7 @@ def subject(
     model: nn.Module, layers: tuple[str, ...], example: Mapping[str, Tensor] | None, key: CaptureKey, size: tuple[int, int],
     attention: str | None,
 ) -> tuple[FakeTensorMode, nn.Module, dict[str, Tensor], dict[str, Any]]:
-    """What a trace runs: the fakes' mode, the twin, its batch and further arguments."""
+    """What a trace runs: the fakes' mode, the twin, its batch and its other arguments."""
     fakes = FakeTensorMode(shape_env=ShapeEnv())
     twin = fake_twin(model, fakes, attention, training=not key.evaluating, layers=layers)
     if key.without_adapters:

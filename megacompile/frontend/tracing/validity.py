@@ -1,4 +1,4 @@
-"""In which other modes, and at which other sizes, a capture holds: where the model computes the same there (`modes.py`)."""
+"""In which other modes, and at which other sizes, a capture holds: those where the model computes the same (`modes.py`)."""
 from __future__ import annotations
 
 import contextlib
@@ -18,8 +18,8 @@ from megacompile.system.under_way import under_way
 
 
 class Validity:
-    """Where a capture holds. `found`: its trace of `model`, with `layers`, for an `example` and a `key`; `images_apart`:
-    the number of images is a size of its own. State: `unlike`, traces that differ, by their own key."""
+    """Where a capture holds. `found`: its trace of `model`, with `layers`, for an `example` and a `key`; `images_apart`: the
+    number of images is a size of its own. State: `unlike`, traces that differ, by their own key."""
 
     def __init__(self, model: nn.Module, layers: tuple[str, ...], example: Mapping[str, Tensor] | None, key: CaptureKey,
                  found: Traced, images_apart: bool) -> None:
@@ -61,6 +61,7 @@ class Validity:
 
 @contextlib.contextmanager
 def recording() -> Iterator[None]:
-    """Within, gradients are recorded, whatever the batch is computed under that needs another trace first."""
+    """Within, gradients are recorded, whatever mode the caller is in: a batch may need another trace in the middle of
+    evaluation."""
     with torch.inference_mode(False), torch.enable_grad():
         yield
