@@ -151,7 +151,7 @@ def run_steps(steps: Sequence[Step], state: CaptureState, watch: Watch | None = 
 
 
 # ---------------------------------------------------------------- the state as text
-#: A parameter's or buffer's name in a graph of Dynamo's; statements that only free values; lines that say nothing of the model.
+#: Dynamo's name of a parameter or buffer; statements that only free values; lines that show nothing of the model.
 _WEIGHT = re.compile(r"\b[lL]_model_((?:modules|parameters|buffers)_\w+)_\b")
 _FREED = re.compile(r";\s+\w+(?: = \w+)* = None(?=\s|$)")
 _FRAME = re.compile(r"\s*(?:def forward|_fn_args = |.*_dynamo_bytecode_flatten|(\S+) = \1$|\w+ = L_\w+$)")

@@ -51,9 +51,9 @@ class Places:
 
 
 def places_of(graph: ModelGraph, name: str, images: Collection[str], each: int) -> tuple[Places, ...]:
-    """Every `masked_scatter` of a model whose batch arguments `images` have `each` images for every row. Features of images are
-    put in by rows from now on. Raises `UnsupportedError` where the number of features is not the same for all rows, or the
-    places are not to be read off the batch."""
+    """Where every `masked_scatter` of a model puts features; `images` are batch arguments with `each` images for every row.
+    Rewrites the graph so that each row takes its own images' features. Raises `UnsupportedError` if the number of features
+    differs among rows, or the positions cannot be computed from the batch."""
     scatters = [n for n in graph.graph.graph.nodes if n.target in _SCATTERS]
     return tuple(_place(graph, node, name, images, each) for node in scatters)
 
@@ -98,14 +98,15 @@ def _read(graph: ModelGraph, node: fx.Node) -> set[str]:
     return {graph.sources[n].name for n in seen if n in graph.sources and graph.sources[n].kind == "batch"}
 
 
-#: What hands on features as they are, one for each token; the last gives them the shape of tokens, which nobody else could.
+#: Ops that pass features on unchanged, one for each token. Only the last gives them the shape of tokens.
 _PASSING = ("flatten", "split", "to", operator.getitem, torch.cat, "view_as")
 
 
 def take_aligned(graph: ModelGraph, name: str) -> dict[int, TargetCount]:
-    """Features of encoders of patches, which their ops have where they belong, are taken from there from now on. For each
-    encoder, by number: where a batch has places for its features, float32 [batch, length], 1 at each. Raises `UnsupportedError`
-    where the batch's arguments do not say, or more is made of the features than to put them there."""
+    """Rewrites the graph to take features of patch encoders from their ops' outputs, which have them at the right positions
+    already. Returns, by the encoder's number, how a batch's positions for its features are computed: float32 [batch, length],
+    1 at each. Raises `UnsupportedError` if the batch's arguments do not determine them, or the features are used for more than
+    being placed."""
     found: dict[int, TargetCount] = {}
     encoded = torch.ops.megacompile.encode_patches
     for encoder in [node for node in graph.graph.graph.nodes if node.target is encoded]:
@@ -127,7 +128,7 @@ def take_aligned(graph: ModelGraph, name: str) -> dict[int, TargetCount]:
 
 
 def _readers(features: fx.Node) -> list[fx.Node]:
-    """What reads features that are handed on as they are, but for what adds them to tokens."""
+    """The nodes that read features which are passed on unchanged, except those that add them to tokens."""
     readers = []
     for user in features.users:
         if user.target not in _PASSING or (user.target is torch.cat and len(user.all_input_nodes) > 1):
@@ -155,7 +156,7 @@ def _calls_before(graph: ModelGraph, node: fx.Node) -> Iterator[Callable[..., fx
 
 def _place_by_rows(graph: ModelGraph, node: fx.Node, tokens: fx.Node, mask: fx.Node, features: fx.Node, elements: int,
                    width: int) -> None:
-    """Writes `node` such that the n-th place of a row has the n-th of the row's own features, `elements` in all."""
+    """Rewrites `node` so that the n-th position of a row gets the n-th of the row's own features, `elements` in all."""
     with _calls_before(graph, node) as call:
         rank = call("sub", call("cumsum", call("long", call("squeeze", mask, -1)), 1), 1)
         first = call("mul", call("unsqueeze", call(torch.arange, call("size", mask, 0)), 1), elements // width)

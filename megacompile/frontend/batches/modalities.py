@@ -1,4 +1,4 @@
-"""How models of transformers name the arguments that say images or videos, and which may be images."""
+"""How models of transformers name the arguments for images or videos, and which arguments may be images."""
 from __future__ import annotations
 
 import dataclasses
@@ -9,8 +9,8 @@ from torch import Tensor
 
 @dataclasses.dataclass(frozen=True)
 class Modality:
-    """How models of transformers say images or videos. `patches`, `sizes`: arguments of the forward; `method`: makes features
-    of them."""
+    """One kind of input besides text. `patches`, `sizes`: arguments of the forward; `method`: the model's method that makes
+    features of them."""
 
     patches: str
     sizes: str
@@ -19,7 +19,7 @@ class Modality:
 
 MODALITIES = (Modality("pixel_values", "image_grid_thw", "get_image_features"),
               Modality("pixel_values_videos", "video_grid_thw", "get_video_features"))
-#: Positions of several axes, int64 [B, T, 3], where the model makes them of sizes; and what else it makes them of.
+#: Positions of several axes, int64 [B, T, 3], if the model computes them from sizes; and the other arguments that it uses.
 POSITIONS = "mrope_positions"
 MAKING_POSITIONS = ("mm_token_type_ids", "second_per_grid_ts")
 
@@ -31,6 +31,6 @@ def is_images(argument: Tensor) -> bool:
 
 
 def aligned(batch: Collection[str]) -> set[str]:
-    """The names of arguments that are aligned with tokens, of a batch (or an example) of a model with such encoders."""
+    """The names of arguments aligned with tokens, in a batch (or an example) of a model with such encoders."""
     found = {name for m in MODALITIES if {m.patches, m.sizes} <= set(batch) for name in (m.patches, m.sizes)}
     return found | {POSITIONS} if found else found

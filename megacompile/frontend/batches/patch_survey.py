@@ -1,4 +1,4 @@
-"""What an encoder of patches gives and holds, found by running it on fakes: an op of a graph does not say."""
+"""What an encoder of patches returns and holds, found by running it on fakes: an op in a graph does not show it."""
 from __future__ import annotations
 
 import math
@@ -16,7 +16,7 @@ from megacompile.frontend.ops.patch_encoder import PatchEncoder
 from megacompile.frontend.templates.refused_ops import draws
 from megacompile.frontend.tracing.foreign_errors import TRACING_ERRORS
 
-#: Features along each side of the image that is looked at.
+#: Features along each side of the image that the survey uses.
 _SIDE = 4
 
 
@@ -34,7 +34,7 @@ def survey(encoder: PatchEncoder, name: str) -> int:
     with some.fake_mode:
         patches = torch.empty(side**2, *encoder.patch, dtype=some.dtype)
     forward, backward = _Watch(weights), _Watch(weights)
-    # Outside of the fakes' mode, so that what is computed of sizes alone has values.
+    # Outside of the fakes' mode, so that values computed only from sizes are real.
     with torch.inference_mode(False):
         try:
             with torch.no_grad(), forward:
@@ -59,8 +59,8 @@ def survey(encoder: PatchEncoder, name: str) -> int:
 
 
 class _Watch(TorchDispatchMode):
-    """State: the bytes of all tensors `held` that were made within, the `most` at once, and an op that draws. What has the
-    shape of one of the `weights` is taken for its gradient, and not counted: it is a result."""
+    """State: the bytes of all tensors made within that are `held`, the `most` at once, and an op that draws random numbers. A
+    tensor with the shape of one of the `weights` is taken for its gradient, and not counted: it is a result."""
 
     def __init__(self, weights: Sequence[Tensor]) -> None:
         super().__init__()

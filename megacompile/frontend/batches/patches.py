@@ -1,6 +1,5 @@
-"""Images of any size, as models of transformers take them whose arguments are patches [patches of all images, n] and sizes
-[images, 3]: in the graphs both are aligned with tokens (`patch_encoder.py`), as are the positions that the model makes of them.
-"""
+"""Images of any size: models of transformers take them as patches [patches of all images, n] and sizes [images, 3]. In the
+graphs both are aligned with tokens (`patch_encoder.py`), and so are the positions that the model computes from them."""
 from __future__ import annotations
 
 import dataclasses
@@ -56,7 +55,7 @@ def install_encoders(
         raise CaptureError(f"{type(model).__name__} adds features of images and videos to its first layers by positions that "
                            f"depend on values: have {' or '.join(m.patches for m in said)} in the example, not both")
     found = [_found(model, modality, example[modality.patches]) for modality in said]
-    for owner, width, patches in found:  # once all are copied: one method may call the other
+    for owner, width, patches in found:  # after all are copied: one method may call another
         _redirect(owner, patches, width)
     for module in adding:
         module.__class__ = _of_class(type(module), {_ADDING: _added})

@@ -109,7 +109,7 @@ def _propagate(graph: ModelGraph, images: Collection[str], traced: Collection[in
                     return False
                 try:
                     after = _computed(node)
-                except TRACING_ERRORS:  # of an op given sizes that do not fit
+                except TRACING_ERRORS:  # an op got sizes that do not fit
                     return False
                 if not _alike(before, after):
                     node.meta["example_value"] = after

@@ -1,2 +1,2 @@
-"""What is done to the graph of a model: adopted, rewritten, cut into prologue, layers and epilogue."""
+"""What is done to a model's graph: attention adopted, values rewritten, cut into prologue, layers and epilogue."""
 from __future__ import annotations

@@ -68,7 +68,7 @@ def _adopt(model: ModelGraph, graph: fx.Graph, node: fx.Node) -> None:
     if mask is None or given.get("dropout_p", 0.0) != 0.0 or given.get("is_causal", False):
         return
     query, key, value, seen = (_example(given[name]) for name in _ARGUMENTS[:4])
-    shapes = [tuple(map(str, x.shape)) for x in (query, key, value, seen)]  # as they are written: nothing is assumed of sizes
+    shapes = [tuple(map(str, x.shape)) for x in (query, key, value, seen)]  # as text: comparing symbols would add guards
     if any(len(shape) != 4 for shape in shapes) or shapes[1] != shapes[2] or seen.dtype != torch.bool:
         return
     batch, heads, length, width = shapes[0]

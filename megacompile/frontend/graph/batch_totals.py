@@ -1,7 +1,7 @@
-"""What a model makes of all rows of a batch at once, out of its arguments alone: the largest position, which decides on the
-frequencies of LongRoPE, or the first row of a mask.
+"""Values that a model computes from all rows of a batch's arguments: the largest position, which decides the frequencies of
+LongRoPE, or the first row of a mask.
 
-A micro-batch would have another value. So the value is computed from the whole batch on the host, like the number of target
+A micro-batch would give another value. So the value is computed from the whole batch on the host, like the number of target
 tokens, and is an input of the calls that read it.
 """
 from __future__ import annotations
@@ -24,8 +24,9 @@ Symbols = Collection[sympy.Symbol]
 
 
 def take_totals(model: ModelGraph) -> tuple[tuple[TargetCount, ...], str]:
-    """Rewrites `model` so that totals of a batch are placeholders, whose sources are "total" and their number. How each is
-    computed; and where one is made that the host cannot compute of the batch alone, or "": `model` is as it was then."""
+    """Rewrites `model` so that totals of a batch are placeholders, with the source "total" and a number. Returns how each is
+    computed, and "". If the host cannot compute one from the batch alone, returns () and the line that makes it, with `model`
+    unchanged."""
     rows = _symbols(model, 0)
     derived = {node for node, source in model.sources.items() if source.kind == "batch" and _has(node, rows)}
     totals = [node for node in _made(model, derived, rows) if _matters(node, rows)]
@@ -43,13 +44,14 @@ def take_totals(model: ModelGraph) -> tuple[tuple[TargetCount, ...], str]:
         with model.fakes:
             given.meta["example_value"] = torch.empty(value.shape, dtype=value.dtype, device=value.device)
         model.sources[given] = Source("total", index=number)
-        node.replace_all_uses_with(given)  # it stays: its argument is one that the model reads
+        node.replace_all_uses_with(given)  # the node stays, so that the model still reads its argument
     model.graph.recompile()
     return tuple(count for _, count in found), ""
 
 
 def counts_places(model: ModelGraph) -> bool:
-    """Whether a model computes with a number made of the places of a row: of longer rows, padding among them, it is another."""
+    """Whether a model computes with a number made of the positions of a row, which would differ for a longer row, including
+    padding."""
     places = _symbols(model, 1)
     weights = {node for node, source in model.sources.items() if source.kind in ("parameter", "buffer")}
     derived = {node for node in model.graph.graph.nodes if node not in weights and _has(node, places)}
@@ -58,8 +60,8 @@ def counts_places(model: ModelGraph) -> bool:
 
 
 def _made(model: ModelGraph, derived: set[fx.Node], symbols: Symbols) -> Iterator[fx.Node]:
-    """The first values made of `derived` ones, and of no weight, whose sizes do not have `symbols`. Adds what is made on the
-    way to `derived`."""
+    """The first values made from `derived` ones, and from no weight, whose sizes do not contain `symbols`. Adds the values in
+    between to `derived`."""
     trained = {node for node, source in model.sources.items() if source.kind == "parameter"}
     for node in model.graph.graph.nodes:
         if node.op == "output" or not trained.isdisjoint(node.all_input_nodes):
@@ -73,12 +75,12 @@ def _made(model: ModelGraph, derived: set[fx.Node], symbols: Symbols) -> Iterato
 
 
 def _makes_constants(node: fx.Node) -> bool:
-    """Whether a node reads of a value its size, dtype and device alone: new_ones, zeros_like."""
+    """Whether a node only reads a value's size, dtype and device: new_ones, zeros_like."""
     return _name(node).startswith("new_") or _name(node).endswith("_like")
 
 
 def _matters(node: fx.Node, symbols: Symbols) -> bool:
-    """Whether values of tokens are made of it: totals that end in a number are the loss's business."""
+    """Whether values of tokens are computed from it. Totals that only end in a number are handled with the loss."""
     pending, seen = [node], {node}
     while pending:
         each = pending.pop()

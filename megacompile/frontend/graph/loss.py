@@ -1,8 +1,8 @@
 """The loss as a sum over target tokens, divided by a denominator that is an input.
 
-The mean over a micro-batch is not the mean over the batch. The epilogue therefore computes `sum / loss_denominator`. The
-denominator is an input: the whole batch's number of target tokens, which `TargetCount` reads off the labels with the
-model's own shift and ignore_index, or the user's `num_items_in_batch`.
+The mean over a micro-batch is not the mean over the batch. So the epilogue computes `sum / loss_denominator`. The denominator
+is an input: the whole batch's number of target tokens, which `TargetCount` computes from the labels with the model's own shift
+and ignore_index, or the user's `num_items_in_batch`.
 """
 from __future__ import annotations
 

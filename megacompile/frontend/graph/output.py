@@ -12,7 +12,7 @@ from megacompile.errors import UnsupportedError
 from megacompile.frontend.tracing.model_graph import ModelGraph
 
 _OF_ROUTERS = ("aux_loss", "router_logits")
-#: What models of transformers give back of what loss and logits are made of.
+#: Outputs of models of transformers that are ingredients of the loss or the logits.
 _PARTS = frozenset({*_OF_ROUTERS, "image_hidden_states"})
 
 
@@ -96,7 +96,7 @@ def output_structure(model: ModelGraph, name: str, other_loss: bool = False) -> 
 
 
 def _whole_batch_makes(model: ModelGraph, position: int | None, trained: bool) -> bool:
-    """Whether a result is what the model is for: labels that nothing reads would be a loss that was forgotten."""
+    """Whether a result is computed from all of the batch. If nothing reads the labels, the loss was probably forgotten."""
     if position is None or model.results[position].meta["example_value"].requires_grad != trained:
         return False
     return all(any(user not in model.sources for user in node.users)  # not its sizes alone

@@ -54,7 +54,7 @@ class _Cut:
         self.stage = self._stages()
         numbers = {n: n.meta["example_value"] for n in self.nodes
                    if n not in self.sources and isinstance(n.meta.get("example_value"), NUMBERS)}
-        # No call hands a number to another: sizes are read off the batch, and what is computed of them is computed anew.
+        # No call passes a number to another: sizes are read from the batch, and arithmetic on them is repeated.
         self.sizes = {n: sizes[value.node.expr] for n, value in numbers.items()
                       if isinstance(value, torch.SymInt) and value.node.expr in sizes}
         self.along = numbers.keys() - self.sizes.keys()
@@ -101,7 +101,7 @@ class _Cut:
         return dict.fromkeys(n for n in self.nodes if n in found)
 
     def _is_handed(self, node: fx.Node) -> bool:
-        """Whether a value of an earlier stage comes from the call before: what others feed, every call may read."""
+        """Whether a value of an earlier stage comes from the call before. Every call may read other inputs directly."""
         return node not in self.sizes and (node not in self.sources or self.sources[node].kind == "carried")
 
     def _handed_on(self, stage: int) -> list[fx.Node]:
@@ -149,7 +149,7 @@ class _Cut:
                                    share=self._share(own) if own else Fraction(1))
 
     def _share(self, name: str) -> Fraction:
-        """Of a layer's experts, those of the piece that has this parameter."""
+        """The share of a layer's experts that the piece with this parameter has."""
         rows = self.rows[name]
         experts = max(each.stop for each in self.rows.values() if each.parameter == rows.parameter)
         return Fraction(rows.stop - rows.first, experts)

@@ -23,7 +23,7 @@ from megacompile.frontend.templates.template import Source
 from megacompile.frontend.tracing.model_graph import ModelGraph
 
 RANDOM = Source("random")
-#: More than any call draws.
+#: An upper bound on the draws of one call.
 _SITES = 1 << 20
 _GOLDEN, _FIRST, _SECOND = (n - (1 << 64) for n in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
@@ -97,7 +97,7 @@ def draw_functionally(model: ModelGraph) -> None:
 
 
 def number_draws(section: Section) -> None:
-    """Let no two draws of a call be the same."""
+    """Gives each draw of a call its own number (`site`)."""
     draws = [n for n in section.graph.graph.nodes if n.target in (dropout, attention_with_dropout)]
     for site, node in enumerate(draws):
         node.kwargs = {**node.kwargs, "site": site}
@@ -137,7 +137,7 @@ _SDPA = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
 
 def _arguments(node: fx.Node) -> dict[str, Any] | None:
-    """The arguments of an active dropout by name; None for any other node, and where it changes its input in place."""
+    """The arguments of an active dropout by name; None for any other node, and for a dropout in place."""
     if node.op != "call_function":
         return None
     if node.target is F.dropout:

@@ -163,7 +163,7 @@ def _inlined(model: ModelGraph, call: fx.Node, graph: fx.Graph, copies: dict[fx.
             argument = call.args[2 + len(inner)]
             inner[node] = copies[argument] if isinstance(argument, fx.Node) else argument
             if isinstance(inner[node], fx.Node) and inner[node].op == "placeholder" and needs_gradient(inner[node]) is (
-                    needs_gradient(node)):  # else the region is another call's
+                    needs_gradient(node)):  # else the region was traced for another call
                 inner[node].meta = dict(node.meta)
             continue
         if node.op == "output":
@@ -276,7 +276,7 @@ def structural_key(section: Section) -> str:
             described = value
             if isinstance(value, Tensor):
                 described = tuple(value.shape), value.stride(), value.dtype, value.requires_grad
-            # Which output of an earlier call feeds it is the call's business.
+            # Which output of an earlier call feeds it belongs to the call, not to the graph.
             which = "" if source.kind in ("carried", "shared", "random") else f"{role.name} {role.index}"
             lines.append(f"{role.kind} {which} {described}")
         elif node.op == "get_attr":

@@ -21,10 +21,11 @@ _FROM_ANYWHERE = ("batch", "size")
 
 def made_in_layers(epilogue: Sequence[fx.Node], made_by: Mapping[fx.Node, int], sources: Mapping[fx.Node, Source],
                    results: Collection[fx.Node], layers: int) -> dict[fx.Node, int]:
-    """The nodes of the epilogue, in program order, that earlier calls are to compute, and the call that does (0 is the
-    prologue). `made_by`: the call that makes each value as the model is written; the epilogue is call `layers` + 1.
+    """The nodes of the epilogue, in program order, that earlier calls are to compute, and the call that computes each (0 is
+    the prologue). `made_by`: the call that makes each value as the model is written; the epilogue is call `layers` + 1.
 
-    The last layer makes what the one before it makes, so that one template serves both, and leaves the rest."""
+    The last layer computes the same totals as the one before it, so that one template serves both; the rest stays.
+    """
     if any(getattr(node.target, "__name__", "") in MODES for node in epilogue):
         return {}
     possible = _possible(epilogue, made_by, sources, results, layers)
@@ -34,7 +35,7 @@ def made_in_layers(epilogue: Sequence[fx.Node], made_by: Mapping[fx.Node, int], 
     same = [b for a, b in zip(pattern, last, strict=False) if (a.op, a.target) == (b.op, b.target)]
     if pattern and same == last[:len(pattern)]:
         early |= _with_inputs(same, possible)
-    for node in early:  # a constant is made where it is read, since what one call makes no other may change
+    for node in early:  # a constant is made where it is read: no call may change what another made
         readers = {early[user] for user in node.users if user in early}
         if not node.all_input_nodes and len(readers) == 1:
             early[node] = readers.pop()
@@ -43,7 +44,7 @@ def made_in_layers(epilogue: Sequence[fx.Node], made_by: Mapping[fx.Node, int], 
 
 def _possible(epilogue: Sequence[fx.Node], made_by: Mapping[fx.Node, int], sources: Mapping[fx.Node, Source],
               results: Collection[fx.Node], layers: int) -> dict[fx.Node, int]:
-    """The nodes that read no weight and nothing that must stay, and after which call all they read is there."""
+    """The nodes that read no weight and nothing that must stay, and the call after which everything that they read exists."""
     stages: dict[fx.Node, int] = {}
 
     def stage(node: fx.Node) -> int | None:

@@ -1,7 +1,7 @@
-"""Causal attention as one op of our own, so that a template names no device's kernel, and its face to transformers.
+"""Causal attention as one op of our own, so that a template names no device's kernel; and its interface to transformers.
 
-`megacompile::attention` stands in every graph. Which kernel serves it is its last argument, set by the `attention` pass
-for the device that will run; "neutral" runs as "math". The kernels are in `attention_kernels.py`.
+`megacompile::attention` is in every graph. Its last argument names the kernel, set by the `attention` pass for the target
+device; "neutral" runs as "math". The kernels are in `attention_kernels.py`.
 """
 from __future__ import annotations
 
@@ -64,8 +64,9 @@ def _attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value, each in memory [B, T, heads, D].
 
-    Sinks are in `out` and `logsumexp`: weights are exp(score - logsumexp), and the sum over a row of weights x their gradients
-    is grad_out . out, since what has no value adds nothing to either."""
+    Sinks are contained in `out` and `logsumexp`: weights are exp(score - logsumexp), and the sum over a row of weights x their
+    gradients is grad_out . out, since a key without a value adds nothing to either.
+    """
     if segments is not None:
         return segmented.BACKWARD[kernel](grad_out, query, key, value, out, logsumexp, segments, scale, window, softcap)
     return kernels.BACKWARD[kernel](grad_out, query, key, value, out, logsumexp, scale, window, softcap)
@@ -107,7 +108,8 @@ def _differentiate(ctx: Any, grad_out: Tensor, _: Tensor | None) -> tuple[Tensor
 
 
 def _sinks_gradient(grad_out: Tensor, out: Tensor, logsumexp: Tensor, sinks: Tensor) -> Tensor:
-    """Ops of the graph, that compilers fuse. A weight w without a value has the gradient -w (grad_out . out) in its score."""
+    """The gradient of the sinks, as ops of the graph that compilers can fuse. A weight w without a value has the gradient -w
+    (grad_out . out) in its score."""
     weights = torch.exp(sinks.float()[:, None] - logsumexp)
     return -(weights * (grad_out.float() * out.float()).sum(-1)).sum((0, 2)).to(sinks.dtype)
 
@@ -120,8 +122,8 @@ def transformers_attention(
     scaling: float | None = None, sliding_window: int | None = None, softcap: float | None = None,
     s_aux: Tensor | None = None, *, form: str = "causal", **options: Any,
 ) -> tuple[Tensor, None]:
-    """For `AttentionInterface`. `form`: a key of `FORMS`; "causal" takes no mask, the others the segments that
-    `transformers_mask` has made, and all of them its mask of every pair. `s_aux`: sinks [H].
+    """For `AttentionInterface`. `form`: a key of `FORMS`. "causal" takes no mask; the others take the segments that
+    `transformers_mask` has made; all of them take its mask of every pair. `s_aux`: sinks [H].
 
     Returns the output as [B, T, H, D], and no attention weights. Raises `UnsupportedError` for what the op cannot do.
     """
@@ -149,14 +151,14 @@ def transformers_attention(
         if option is not None and name not in _HARMLESS:
             raise UnsupportedError(f"attention argument {name} of {type(module).__name__} is not supported")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    # No fused kernel takes values of another width than keys (latent attention has them): zeros change neither scores nor sums.
+    # No fused kernel takes values wider or narrower than keys (latent attention has them). Zeros change neither scores nor sums.
     values, width = value.shape[-1], max(query.shape[-1], value.shape[-1])
     query, key, value = (_widened(x, width) for x in (query, key, value))
     window = 0 if of_pairs else int(sliding_window or 0)
     kernel = "packed" if form == "packed" and not of_pairs else "neutral"
     out, _ = torch.ops.megacompile.attention(
         query, key, value, float(scale), window, float(softcap or 0.0), kernel, segments, s_aux)
-    if form == "padded_eager" and s_aux is None:  # where there is a sink, a query that sees nothing sees that, and gives zeros
+    if form == "padded_eager" and s_aux is None:  # with a sink, a query that sees no key sees the sink, and gives zeros
         assert segments is not None
         heads = query.shape[1]
         means = _means(query, kernels.expand_groups(key, heads), kernels.expand_groups(value, heads), scale)
@@ -167,7 +169,7 @@ def transformers_attention(
 
 
 def _fits(mask: Tensor | None, query: Tensor) -> bool:
-    """Whether a mask says of each pair of the query's positions, for all of its heads at once or for each, what is seen."""
+    """Whether a mask covers each pair of the query's positions, for all of its heads at once or for each head."""
     batch, heads, length, _ = query.shape
     return mask is not None and mask.dim() == 4 and mask.shape[1] in (1, heads) and (
         mask.shape[0], *mask.shape[2:]) == (batch, length, length)
@@ -184,8 +186,8 @@ def _blind(segments: Tensor, window: int) -> Tensor:
 
 
 def _means(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    """What eager attention gives a query that sees nothing, [B, H, T, D]: all its scores are the same huge negative number, so
-    that every weight is 1 / T; but scores have their gradients, which the product that is added and taken away again brings."""
+    """What eager attention gives a query that sees nothing, [B, H, T, D]. All its scores are the same huge negative number, so
+    every weight is 1 / T. Its scores still get gradients, through the product that is added and subtracted again."""
     products = ((key - key.mean(2, keepdim=True)) * (scale / key.shape[2])).transpose(2, 3) @ value.detach()
     scores = query @ products
     return value.mean(2, keepdim=True) + (scores - scores.detach())
@@ -199,11 +201,11 @@ def transformers_mask(
     *_: Any, attention_mask: Tensor | None = None, local_size: int | None = None, use_vmap: bool = False, config: Any = None,
     mask_function: Any = None, batch_size: int = 0, q_length: int = 0, device: Any = None, form: str = "causal", **__: Any,
 ) -> Tensor | None:
-    """For `AttentionMaskInterface`: no mask, since the op knows causality and windows itself; or segments, int32 [B, T]; or,
-    where something is laid over the causal mask (images whose tokens see each other both ways, chunks), bool [B, 1, T, T].
+    """For `AttentionMaskInterface`. Returns no mask, since the op handles causality and windows itself; or segments, int32 [B,
+    T]; or, if the model adds to the causal mask (images whose tokens see each other both ways, chunks), bool [B, 1, T, T].
 
-    transformers' own mask functions cannot look at data under tracing and always build bool [B, 1, T, T]; and an
-    attention function *without* a mask function gets None too, and drops padding silently.
+    transformers' own mask functions cannot look at data under tracing and always build bool [B, 1, T, T]; and an attention
+    function *without* a mask function gets None too, and drops padding silently.
     """
     if form == "pairs" or (attention_mask is not None) != form.startswith("padded"):
         raise UnsupportedError("a padding mask reached a captured model: pass batches without attention_mask")
@@ -215,16 +217,17 @@ def transformers_mask(
         return torch.where(attention_mask.bool(), 0, -1).to(torch.int32)
     if form == "causal":
         return None
-    # Where a position does not see the one before it, a sequence begins: whatever rule transformers finds them by.
+    # A sequence begins at a position that does not see the one before it, by whichever rule transformers uses.
     rows, positions = torch.arange(batch_size, device=device)[:, None], torch.arange(q_length, device=device)[None]
     follows = mask_function(rows, 0, positions[:, 1:], positions[:, :-1])
-    begins = (~follows).expand(batch_size, -1)  # a rule that reads no position_ids gives one row for all
+    begins = (~follows).expand(batch_size, -1)  # a rule that does not read position_ids gives one row for all
     return F.pad(begins.cumsum(1), (1, 0)).to(torch.int32)
 
 
 def _every_pair(mask_function: Any, attention_mask: Tensor | None, batch: int, length: int, device: Any) -> Tensor:
-    """Which keys each query sees, bool [B, 1, T, T]. transformers asks `mask_function` for one pair at a time under vmap, which
-    Dynamo does not trace; here for all at once: one that does not compute elementwise gives another shape, which is refused."""
+    """Which keys each query sees, bool [B, 1, T, T]. transformers calls `mask_function` for one pair at a time under vmap,
+    which Dynamo does not trace. Here it is called for all pairs at once; a function that is not elementwise gives another
+    shape, and is refused."""
     rows, positions = torch.arange(batch, device=device), torch.arange(length, device=device)
     seen = mask_function(rows[:, None, None, None], rows[:1], positions[:, None], positions)
     if attention_mask is not None:
@@ -234,28 +237,28 @@ def _every_pair(mask_function: Any, attention_mask: Tensor | None, batch: int, l
 
 #: (dimensions, dtype) of segments.
 _SEGMENTS = 2, torch.int32
-#: What rows hold -> the attention implementation that a model is captured with. Under "pairs", transformers makes no mask: the
-#: batch's is every layer's, windows or not. A query that sees nothing, padding on the left,
-#: gives zeros in transformers' "sdpa", and the mean of all values in its "eager".
+#: What rows hold -> the attention implementation that a model is captured with. Under "pairs", transformers makes no mask:
+#: every layer uses the batch's, with or without a window. A query that sees nothing (padding on the left) gives zeros in
+#: transformers' "sdpa", and the mean of all values in its "eager".
 FORMS = {"causal": "megacompile", "packed": "megacompile_packed", "padded": "megacompile_padded",
          "padded_eager": "megacompile_padded_eager", "pairs": "megacompile_pairs"}
 
 
 def implementation_for(further: Collection[str], own: str | None) -> str | None:
-    """The attention implementation for batches with `further` arguments (see `pairs.py`), of a model whose `own` is "sdpa",
-    "eager", ...; None where the meaning of an argument is the model's to say: of a mask that is added to scores, too."""
+    """The attention implementation for batches with `further` arguments (see `pairs.py`), for a model whose `own` is "sdpa",
+    "eager", ...; None if only the model knows an argument's meaning, such as that of a mask that is added to scores."""
     names, masks = {argument(each) for each in further}, masks_in(further)
     if not names <= {"attention_mask", "position_ids", "token_type_ids"}:
         return None
     if masks:
         return FORMS["pairs"] if masks.get("attention_mask", "").startswith("bool") else None
-    if "attention_mask" in names:  # then transformers looks for no sequences within a row
+    if "attention_mask" in names:  # then transformers does not look for sequences within a row
         return FORMS["padded_eager" if own == "eager" else "padded"]
     return FORMS["packed" if "position_ids" in names else "causal"]
 
 
 def register_with_transformers() -> None:
-    """Make `set_attn_implementation` know the implementations of `FORMS`. May be called again."""
+    """Make `set_attn_implementation` accept the implementations of `FORMS`. May be called again."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     for form, implementation in FORMS.items():

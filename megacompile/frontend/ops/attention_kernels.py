@@ -32,8 +32,8 @@ def sum_groups(x: Tensor, heads: int) -> Tensor:
 
 
 def add_sinks(out: Tensor, logsumexp: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention without sinks [H] -> with them: a further term of every softmax's sum. Changes `out` in place; its memory is a
-    kernel's result."""
+    """Adds sinks [H], an additional term of every softmax's sum, to the result of attention without them. Changes `out` in
+    place, which is a kernel's result."""
     with_sinks = torch.logaddexp(logsumexp, sinks.float()[:, None])
     return out.mul_(torch.exp(logsumexp - with_sinks)[..., None]), with_sinks
 
@@ -174,9 +174,9 @@ def cudnn_backward(
 
 
 def fused_kernel(device: torch.device) -> str:
-    """The kernel for causal attention without extras, in half precision, on `device`: "cudnn" at compute capability 9 and 10,
-    where PyTorch's flash kernel, made for 8.0, reaches half to two thirds of its speed; elsewhere "flash". cuDNN's backward
-    adds in no fixed order where sequences are long, so deterministic algorithms have "flash" too."""
+    """The kernel for causal attention without extras, in half precision, on `device`. At compute capability 9 and 10 it is
+    "cudnn": PyTorch's flash kernel, made for 8.0, reaches half to two thirds of its speed there. Elsewhere it is "flash".
+    cuDNN's backward adds in no fixed order for long sequences, so deterministic algorithms use "flash" too."""
     if device.type != "cuda" or not torch.cuda.is_available() or not torch.backends.cudnn.is_available():
         return "flash"
     capable = torch.cuda.get_device_capability(device)[0] in (9, 10) and torch.backends.cudnn.version() >= 91000

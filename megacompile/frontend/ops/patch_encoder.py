@@ -1,12 +1,12 @@
-"""An encoder of image patches as one op: the module as it is, run on the images that some rows have.
+"""An encoder of image patches as one op: the module itself, run on the images of some rows.
 
 Encoders whose images differ in size (Qwen-VL's) loop over the sizes in Python: windows, lengths, tables of rotations. No graph
-of theirs holds for other images. So a template's graph has one node, `megacompile::encode_patches`, whose inputs are the
-patches, the images' sizes and the encoder's weights; what runs is the module's own code. Nothing is kept for the backward,
-which runs the module again, as a layer's does.
+of such an encoder holds for other images. So a template's graph has one node, `megacompile::encode_patches`, whose inputs are
+the patches, the images' sizes and the encoder's weights; it runs the module's own code. Nothing is kept for the backward,
+which runs the module again, as a layer's backward does.
 
-Patches and sizes are aligned with tokens: the place that an image's feature takes in a row holds the patches which that feature
-is made of. Then rows can be split like all others, and no size but the batch's and the length is in a graph.
+Patches and sizes are aligned with tokens: the position of an image's feature in a row holds the patches that the feature is
+made of. Then rows can be split like all others, and a graph contains no sizes other than the batch's and the length.
 """
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-#: Images are encoded several at a time, as many as have so many patches; one that has more alone.
+#: Images are encoded in groups of at most this many patches in all; an image with more is a group of its own.
 PATCHES_AT_ONCE = 8192
 
 
@@ -46,7 +46,7 @@ class PatchEncoder(nn.Module):
         _encoders[self.number] = self
 
     def tensors(self, model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
-        """The tensors of `model`, which has what `module` has, that are `trained` and `fixed`."""
+        """The tensors of `model` named by `trained` and by `fixed`. `model` has the same tensors as `module`."""
         return [_held(model, name) for name in self.trained], [_held(model, name) for name in self.fixed]
 
     def features(self, patches: Tensor, sizes: Tensor, trained: Sequence[Tensor], fixed: Sequence[Tensor]) -> Tensor:
@@ -56,7 +56,8 @@ class PatchEncoder(nn.Module):
 
     def gradients(self, gradient: Tensor, patches: Tensor, sizes: Tensor, trained: Sequence[Tensor],
                   fixed: Sequence[Tensor]) -> list[Tensor]:
-        """Of the `trained` tensors, given that of the features: the encoder runs again, its blocks recomputed."""
+        """The gradients of the `trained` tensors, from that of the features. The encoder runs again, and its blocks are
+        recomputed."""
         leaves = [tensor.detach().requires_grad_() for tensor in trained]
         return self._run(leaves, fixed, patches, sizes, (gradient, leaves))  # type: ignore[no-any-return]
 
@@ -86,12 +87,12 @@ class PatchEncoder(nn.Module):
 
     @property
     def elements(self) -> int:
-        """Of the patches of one feature."""
+        """Elements of the patches of one feature."""
         return self.per_feature * math.prod(self.patch)
 
     def groups(self, sizes: Tensor) -> Iterator[tuple[slice, list[int]]]:
-        """Images that are encoded at once, of `sizes` [features, 3], each image's at all of its features: which features, and
-        the first feature of each image."""
+        """Groups of images that are encoded at once. `sizes` [features, 3] has each image's size at all of its features.
+        Yields the indices of the features, and the first feature of each image."""
         rows: list[list[int]] = sizes.tolist()
         begin, first, firsts = 0, 0, list[int]()
         while first < len(rows):
@@ -106,7 +107,7 @@ class PatchEncoder(nn.Module):
 
 
 def _held(model: Any, name: str) -> Tensor:
-    """Dynamo follows this in less time than it takes to list all that a model holds."""
+    """A holder of the module: Dynamo follows this in less time than it takes to list everything that a model holds."""
     for part in name.split(".")[1:]:
         model = getattr(model, part)
     return model  # type: ignore[no-any-return]
@@ -123,7 +124,7 @@ def encoder_of(number: int) -> PatchEncoder:
 
 @contextmanager
 def _differentiating() -> Iterator[None]:
-    """Autograd as outside of an op: within one, torch leaves it out."""
+    """Enables autograd, which torch disables within an op."""
     below = (torch._C.DispatchKey.AutogradFunctionality, torch._C.DispatchKey.ADInplaceOrView)
     with (torch._C._SetExcludeDispatchKeyGuard(below[0], False), torch._C._SetExcludeDispatchKeyGuard(below[1], False),
           torch.enable_grad()):
@@ -131,10 +132,11 @@ def _differentiating() -> Iterator[None]:
 
 
 def _encode(patches: Tensor, sizes: Tensor, trained: list[Tensor], fixed: list[Tensor], encoder: int, width: int) -> Tensor:
-    """The features of rows' images at their places, zeros elsewhere: [B, T, width], in the dtype of the patches.
+    """The features of rows' images at their positions, zeros elsewhere: [B, T, width], in the dtype of the patches.
 
-    patches [B, T, n]: at each place of a feature the patches that it is made of; sizes, int64 [B, T, 3]: there, the image's
-    (time, height, width) in patches, and zeros elsewhere. `trained`, `fixed`: what the encoder of that number reads."""
+    patches [B, T, n]: at each position of a feature, the patches that it is made of; sizes, int64 [B, T, 3]: there, the
+    image's (time, height, width) in patches, and zeros elsewhere. `trained`, `fixed`: the tensors that the encoder reads.
+    """
     there, found = sizes[..., 0] > 0, _encoders[encoder]
     given, of_places = patches[there], sizes[there]
     result = patches.new_zeros((*patches.shape[:2], width))

@@ -60,7 +60,7 @@ def _sequences(segments: Tensor, batch: int) -> list[tuple[int, slice]]:
 def _each_forward(
     query: Tensor, key: Tensor, value: Tensor, segments: Tensor, scale: float, window: int, softcap: float, *, kernel: str
 ) -> tuple[Tensor, Tensor]:
-    """Each sequence by itself: no scores of two sequences are computed."""
+    """Runs each sequence separately: no scores between two sequences are computed."""
     batch, heads, length, width = query.shape
     out = query.new_empty(batch, length, heads, width).transpose(1, 2)
     logsumexp = query.new_empty((batch, heads, length), dtype=torch.float32)
@@ -89,14 +89,14 @@ def _each_backward(
 
 
 # ------------------------------------------------------------------ flash attention on CUDA, sequence by sequence
-#: Where the sequences of a batch begin, by its segments. Every layer reads the same tensor, and the host waits for the device
-#: to count them; so once a micro-batch.
+#: The starts of a batch's sequences, by its segments. The host waits for the device to count them. Every layer reads the same
+#: tensor, so this happens once a micro-batch.
 _bounds: Any = WeakTensorKeyDictionary()
 
 
 def sequence_bounds(segments: Tensor) -> tuple[Tensor, int]:
     """The first position of each sequence among all B x T positions, with B x T at the end, int32 [sequences + 1]; and the
-    length of the longest. Rows are one behind the other; segments of different rows are different sequences."""
+    length of the longest sequence. Rows follow each other; segments of different rows are different sequences."""
     if segments not in _bounds:
         begins = torch.ones_like(segments, dtype=torch.bool)
         begins[:, 1:] = segments[:, 1:] != segments[:, :-1]
@@ -145,7 +145,8 @@ def flash_packed_backward(
 # ------------------------------------------------------------------ memory-efficient attention on CUDA, with a mask
 def _bias(query: Tensor, segments: Tensor) -> tuple[Tensor, Tensor]:
     """0 for keys that are seen and -inf for others, [B, H, T, T] expanded from [B, 1, T, T]; and which queries see nothing,
-    bool [B, 1 or H, T, 1]: they see all here, since the kernel gives no number otherwise, and their output is of no account."""
+    bool [B, 1 or H, T, 1]. Such queries see all keys here, since the kernel would return no number otherwise; their output is
+    not used."""
     batch, heads, length, _ = query.shape
     seen = visible(length, query.device, 0, segments)
     blind = ~seen.any(-1, keepdim=True)
@@ -172,7 +173,7 @@ def efficient_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     heads, groups, length = query.shape[1], key.shape[1], query.shape[2]
     bias, blind = _bias(query, segments)
-    # The kernel's own logsumexp has rows of a multiple of 32, inf at their ends: of queries that do not exist, weights are 0.
+    # The kernel's logsumexp has rows padded to a multiple of 32 with inf, so that queries that do not exist get weights of 0.
     logsumexp = torch.nn.functional.pad(logsumexp, (0, -length % 32), value=float("inf"))
     no_dropout_state = torch.empty((), dtype=torch.int64, device=query.device)  # read only where dropout > 0
     grad_query, grad_key, grad_value, _ = aten._scaled_dot_product_efficient_attention_backward(

@@ -1,8 +1,9 @@
-"""Where a model computes with several sequences of a batch at once: the mean of a batch, scores of every row with every other.
+"""Finds where a model computes with several sequences of a batch at once: the mean of a batch, scores of every row with every
+other.
 
-Of each half of a batch such a model computes something else than of the whole, so that its batches are not split. Looked for
-are ops that are known to do so, on values computed from weights; totals that end in a number are the loss's business. Routed
-experts gather and sort tokens of all rows, and give each token what it would get alone: they are none of these ops.
+Such a model computes something else for each half of a batch than for the whole, so its batches are not split. The search is
+for ops that are known to do so, on values computed from weights; totals that only end in a number are handled with the loss.
+Routed experts gather and sort tokens of all rows, but give each token what it would get alone: they are not among these ops.
 """
 from __future__ import annotations
 
@@ -20,11 +21,11 @@ from megacompile.ir.tokenwise import MIXING, REDUCING, Layout, is_gemm, packet, 
 
 aten = torch.ops.aten
 
-#: Give each place of a dimension something that depends on the others, or leave some out.
+#: Ops that compute each position of a dimension from the others, or leave some out.
 _ALONG = {op: MIXING[op] for op in (
     aten.slice, aten.select, aten._softmax, aten._log_softmax, aten.cumsum, aten.topk, aten.sort)} | {
     aten.flip: (1, None), aten.roll: (2, None), aten.cumprod: (1, None), aten.logcumsumexp: (1, None)}
-#: Reduce the dimensions that are their argument of this number.
+#: Ops that reduce dimensions: which argument names the dimensions.
 _OVER = dict.fromkeys(REDUCING, 1) | {aten.linalg_vector_norm: 2, aten.prod: 1}
 
 
@@ -40,7 +41,7 @@ def across_rows(template: Template, section: Section) -> str:
 
 def across_tokens(template: Template) -> bool:
     """Whether a template computes with several tokens of a row at once other than by our attention, which knows where a
-    sequence begins: by a convolution, a scan, a shift. So does, as far as this can tell, an op that nothing is known of."""
+    sequence begins: by a convolution, a scan, a shift. Unknown ops count as such."""
     layout = Layout(template.renaming)
     for node, computed in _computing(template.forward_graph(), template):
         if getattr(node.target, "namespace", "") == "megacompile":
@@ -63,8 +64,8 @@ def _computing(graph: fx.Graph, template: Template) -> Iterator[tuple[fx.Node, C
 
 
 def _shifts(node: fx.Node, computed: Collection[fx.Node], layout: Layout) -> bool:
-    """Whether an op that has no business with rows mixes or moves tokens: convolutions, padding, concatenation along a row; or
-    is not an op of PyTorch's own."""
+    """Whether an op mixes or moves tokens within a row: convolutions, padding, concatenation along a row; or is not one of
+    PyTorch's own ops."""
     op = packet(node)
     values = [value for each in node.all_input_nodes if each in computed for value in tensors(each)]
     if op in (aten.convolution, aten.constant_pad_nd, aten.unfold, aten.im2col, aten.tril, aten.triu):
@@ -111,7 +112,7 @@ def _counts(value: Tensor, dim: int, layout: Layout, symbol: sympy.Symbol) -> bo
 
 
 def _ends_in_number(node: fx.Node) -> bool:
-    """Whether nothing but single numbers is made of a node's value: a loss, or a part of one."""
+    """Whether only single numbers are computed from a node's value: a loss, or a part of one."""
     pending, seen = [node], set[fx.Node]()
     while pending:
         each = pending.pop()
@@ -123,8 +124,8 @@ def _ends_in_number(node: fx.Node) -> bool:
 
 
 def _line(section: Section, node: fx.Node, layout: Layout) -> str:
-    """The source line of the node that `node` was made of: the graphs of AOT know no lines. It has the same shape and, if one
-    has, the same name."""
+    """The source line of the Dynamo node that `node` was made of, since AOT's graphs have no lines. It has the same shape and,
+    if it has a name, the same name."""
     shapes = {tuple(map(layout.size, value.shape)) for value in tensors(node)}
     alike = [each for each in section.graph.graph.nodes if each.op in ("call_function", "call_method") and source_line(each)
              and shapes.intersection(tuple(map(layout.size, value.shape)) for value in _values(each))]

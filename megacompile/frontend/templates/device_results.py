@@ -1,5 +1,5 @@
-"""What a device's kernels give in other dtypes or shapes than the CPU's, on which graphs are traced: statistics of
-normalisations, values that only the CPU's backward wants."""
+"""Results that a device's kernels return in other dtypes or shapes than the CPU's kernels, on which graphs are traced:
+statistics of normalizations, and values that only the CPU's backward needs."""
 from __future__ import annotations
 
 from typing import Any
@@ -12,16 +12,16 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 aten = torch.ops.aten
 
 _DIFFERING = {
-    # Of bf16 values the CPU keeps means and deviations in bf16, CUDA in float32.
+    # For bf16 values the CPU keeps means and deviations in bf16, CUDA in float32.
     aten.native_layer_norm.default, aten._native_batch_norm_legit.no_stats, aten._native_batch_norm_legit_functional.default,
-    # The CPU keeps exponentials for the backward; CUDA computes them again, and gives a tensor of no elements.
+    # The CPU keeps exponentials for the backward; CUDA computes them again, and returns an empty tensor.
     aten.log_sigmoid_forward.default,
 }
 
 
 def correct_results(module: fx.GraphModule, fakes: FakeTensorMode, device_type: str) -> None:
-    """Gives `meta["val"]` of nodes the dtypes and shapes that they have on `device_type`. Compiled code reads what it is handed
-    as what was promised: bits of float32 as bf16, otherwise."""
+    """Gives `meta["val"]` of nodes the dtypes and shapes that they have on `device_type`. Compiled code trusts the promised
+    dtype: it would read the bits of float32 as bf16."""
     if device_type == "cpu":
         return
     changed: set[fx.Node] = set()
@@ -45,12 +45,12 @@ def _evaluated(node: fx.Node, fakes: FakeTensorMode, device: torch.device) -> An
 
 
 def _on(value: Any, fakes: FakeTensorMode, device: torch.device) -> Any:
-    """Tensors of the same form on a device, which need not be there: nothing is copied."""
+    """Fakes of the same shapes on a device, which need not exist: nothing is copied."""
     with fakes:
         return tree_map_only(
             Tensor, lambda x: torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device), value)
 
 
 def _forms(value: Any) -> list[tuple[torch.dtype, str] | None]:
-    """Dtypes and shapes. Sizes as text: to compare symbols would decide what they are."""
+    """Dtypes and shapes. Sizes are compared as text: comparing symbols would add guards."""
     return [(each.dtype, str(tuple(each.shape))) if isinstance(each, Tensor) else None for each in tree_leaves(value)]

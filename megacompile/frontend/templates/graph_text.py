@@ -10,13 +10,13 @@ from torch import fx
 from megacompile.frontend.ops.patch_encoder import encoder_of
 from megacompile.frontend.templates.joint import JointGraph
 
-#: Where calls of encoders of patches have the number of their encoder.
+#: Which argument of an encoder call is the encoder's number.
 _NUMBERED = {torch.ops.megacompile.encode_patches.default: 4, torch.ops.megacompile.encode_patches_backward.default: 5}
 
 
 def lines_of(joint: JointGraph, symbolic: Callable[[int | torch.SymInt], Any]) -> Iterator[str]:
-    """A line for each node, with shapes, strides and dtypes of its values as `symbolic` has sizes; at the end what is read of
-    the graph."""
+    """A line for each node, with the shapes, strides and dtypes of its values; `symbolic` writes sizes. At the end, what the
+    graph reads."""
     for node in joint.graph.graph.nodes:
         yield repr((node.op, node.name, _target(node.target), _arguments(node), dict(node.kwargs),
                     _value(node.meta.get("val"), symbolic)))

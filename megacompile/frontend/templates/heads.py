@@ -35,7 +35,7 @@ _OF_TOKENS = "of tokens: "
 
 
 class BuildTemplate(Protocol):
-    """`build_template`, for the model at hand."""
+    """`build_template` with the model's own arguments filled in."""
 
     def __call__(self, name: str, section: Section, *, head: bool, tokens_at_once: int) -> Template: ...
 
@@ -57,7 +57,7 @@ def batch_name(tensor: str) -> str:
 
 
 def of_tokens(name: str) -> bool:
-    """Whether a batch's tensor of this name is one that a function takes."""
+    """Whether a name in a batch is that of a tensor that a function takes."""
     return name.startswith(_OF_TOKENS)
 
 

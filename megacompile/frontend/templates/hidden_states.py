@@ -55,7 +55,7 @@ class HiddenStates:
         (logits,) = self.to_logits.graph.graph.output_node().all_input_nodes
         if head is None:
             return logits
-        names = {id(parameter): name for name, parameter in self.twin.named_parameters()}  # tied ones: by their first
+        names = {id(parameter): name for name, parameter in self.twin.named_parameters()}  # tied ones under their first name
         placeholders = self.to_logits.graph.graph.find_nodes(op="placeholder")
         weights = [node for node, source in zip(placeholders, self.to_logits.sources, strict=True)
                    if source.kind == "parameter" and source.name == names.get(id(getattr(head, "weight", None)))]
@@ -79,7 +79,7 @@ class HiddenStates:
         given: list[Tensor] = []
         made: list[Tensor] = []
         read: list[Tensor] = []
-        calls = [section.name for section in self.sections[1:]]  # a layer that runs more than once more than once
+        calls = [section.name for section in self.sections[1:]]  # a layer is listed as often as it runs
         layers = {name: self.twin.get_submodule(name) for name in calls}
         head = self._head()
         hooks = [layers[calls[0]].register_forward_pre_hook(lambda _, args: given.append(args[0])),
@@ -90,7 +90,7 @@ class HiddenStates:
             with fakes, torch.no_grad():
                 returned = self.twin(**{key: torch.zeros(x.shape, dtype=x.dtype) for key, x in self.batch.items()},
                                      output_hidden_states=True)
-        except TRACING_ERRORS:  # of a model that knows no such argument
+        except TRACING_ERRORS:  # the model has no such argument
             return False
         finally:
             for hook in hooks:

@@ -1,4 +1,5 @@
-"""A section's joint forward and backward graph (AOT), what its backward needs saved, and cutting variants from it."""
+"""A section's joint forward and backward graph (AOT), the values that its backward needs saved, and how variants are cut from
+it."""
 from __future__ import annotations
 
 import dataclasses
@@ -39,7 +40,8 @@ class JointGraph:
     residuals: list[fx.Node]
 
     def attention_results(self) -> list[fx.Node]:
-        """Those of our attention in the forward: where `forward_saving` keeps no more, everything else is computed again."""
+        """The results of our attention in the forward. If `forward_saving` only keeps these, everything else is computed
+        again."""
         attention = torch.ops.megacompile.attention.default
         return [n for n in self.graph.graph.find_nodes(op="call_function", target=operator.getitem)
                 if n.args[0].target is attention]
@@ -53,7 +55,7 @@ def example_values(graph: fx.GraphModule) -> list[Any]:
 def forward_graph(
     graph: fx.GraphModule, fakes: FakeTensorMode, decompositions: dict[Any, Any] | None = None,
 ) -> JointGraph:
-    """The forward alone, functional, of a Dynamo-level section."""
+    """Only the forward of a Dynamo-level section, made functional."""
     with fakes, torch.no_grad():
         traced: Any = aot_export_joint_simple(
             graph, tuple(example_values(graph)), trace_joint=False, decompositions=decompositions)
@@ -64,8 +66,8 @@ def joint_graph(
     graph: fx.GraphModule, fakes: FakeTensorMode, has_gradient: Sequence[bool], partition: bool,
     awaited: Sequence[int] = (), decompositions: dict[Any, Any] | None = None, device_type: str = "cpu",
 ) -> JointGraph:
-    """Forward and backward of a Dynamo-level section, for a device of this type; residuals are chosen if `partition`. The
-    inputs `awaited` that require a gradient have one, zero where they are read but not differentiated."""
+    """Forward and backward of a Dynamo-level section, for a device of this type; residuals are chosen if `partition`. Each of
+    the `awaited` inputs that requires a gradient gets one: zero if it is read but not differentiated."""
     examples = example_values(graph)
     if not any(has_gradient):
         alone = forward_graph(graph, fakes)
@@ -86,8 +88,8 @@ def joint_graph(
     assert len(tangents) == sum(has_gradient), f"{len(tangents)} tangents for outputs {has_gradient}"
     results = _results(joint)
     outputs, gradients = results[: len(has_gradient)], results[len(has_gradient):]
-    # Min-cut saves t(W), a view of a weight slot that holds another layer's weights by then. A view of an input is no
-    # residual: the backward takes the input of the moment and views it again.
+    # Min-cut saves t(W), a view of a weight slot that holds another layer's weights by then. A view of an input is not a
+    # residual: the backward views the input that it gets.
     residuals = [n for n in joint.graph.nodes if n.name in saved and base_of(n).op != "placeholder"]
     for position in awaited:
         if gradients[position] is None and examples[position].requires_grad:
@@ -122,9 +124,9 @@ def base_of(node: fx.Node) -> fx.Node:
 def cut_graph(joint: fx.GraphModule, inputs: Sequence[fx.Node], results: Sequence[fx.Node]) -> fx.GraphModule:
     """The part of `joint` that computes `results` from `inputs`; every input stays a placeholder, in order.
 
-    Copying what the results reach back to is the dead-code elimination: fx's own takes attention, which has a dropout
-    argument, for impure, and would keep the forward's in a backward that does not read it. No result shares memory with
-    an input: one that would is cloned.
+    Copying only what the results depend on is the dead-code elimination. fx's own treats attention, which has a dropout
+    argument, as impure, and would keep the forward's attention in a backward that does not read it. No result shares memory
+    with an input: one that would is cloned.
     """
     given, needed, stack = set(inputs), set(), list(results)
     while stack:
@@ -174,14 +176,15 @@ def replace_unit_tangent(module: fx.GraphModule, tangents: int) -> None:
 
 
 def tolerate_strides(module: fx.GraphModule) -> None:
-    """Let every view copy where it must: some kernels give other strides than their fakes said (softplus' backward does)."""
+    """Lets every view copy if it must: some kernels return other strides than their fakes promised (softplus' backward does).
+    """
     for node in module.graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
         node.target = torch.ops.aten.reshape.default
     module.recompile()
 
 
 def retarget(module: fx.GraphModule, device_type: str) -> None:
-    """Let tensors that the graph creates, and its constants, be on `device_type`: it was traced on the CPU."""
+    """Moves the tensors that the graph creates, and its constants, to `device_type`: the graph was traced on the CPU."""
     if device_type == "cpu":
         return
     device = torch.device(device_type)

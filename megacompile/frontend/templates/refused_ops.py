@@ -1,4 +1,4 @@
-"""Ops that a template must not hold: random ones, since a recompute would draw other numbers than the forward did, and
+"""Ops that a template must not contain: random ones, since a recompute would draw other numbers than the forward did, and
 reads of device values by the host, which would stall every layer."""
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megacompile.frontend.graph.split import Section
 from megacompile.frontend.tracing.layer_calls import source_line
 
 _RANDOM = ("dropout", "rand", "bernoulli", "normal", "multinomial", "exponential", "rrelu", "uniform")
-#: Give a tensor of the same memory, which autograd does not take for a view.
+#: Ops that return a tensor of the same memory which autograd does not treat as a view.
 _SAME_MEMORY = ("detach", "detach_", "_get_data_attr")
 
 
@@ -52,7 +52,8 @@ def _unknown_size(node: fx.Node) -> bool:
 
 
 def draws(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call of an aten op draws; attention ops are tagged for their dropout argument even where it is 0."""
+    """Whether a call of an aten op draws random numbers. Attention ops are tagged as random for their dropout argument even if
+    it is 0."""
     if not isinstance(op, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in op.tags:
         return False
     arguments = [a.name for a in op._schema.arguments]
@@ -64,7 +65,7 @@ def draws(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 
 
 def _culprit(section: Section, named: Callable[[str], bool]) -> tuple[str, str]:
-    """The module whose call of a function so `named` the section holds, and its source line."""
+    """The module in the section whose call of a function has this name, and its source line."""
     for node in section.graph.graph.nodes:
         inactive = "dropout" in _name(node) and 0.0 in (*node.args[1:2], node.kwargs.get("p"))
         if node.op in ("call_function", "call_method") and named(_name(node)) and not inactive:

@@ -1,5 +1,5 @@
-"""What attention's segments are made of. Some models leave position_ids out of what they say to their masks: their attention
-runs across the sequences of a packed row, as it does natively."""
+"""Which inputs attention's segments are computed from. Some models do not pass position_ids to their mask functions: their
+attention runs across the sequences of a packed row, as it does natively."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
@@ -13,8 +13,8 @@ _SEGMENTS = 7  # which argument of the op
 
 
 def calls_blind_to(name: str, calls: Sequence[Call], templates: Mapping[str, Template]) -> list[str]:
-    """The calls with an attention whose segments do not depend on the batch argument `name`. `calls`: all calls of a model. The
-    prologue comes first; later calls share its results."""
+    """The calls with an attention whose segments do not depend on the batch argument `name`. `calls`: all calls of a model.
+    The prologue comes first; later calls share its results."""
     prologue = calls[0]
     results = templates[prologue.template].forward_graph().output_node().args[0]
     assert isinstance(results, Sequence)

@@ -1,7 +1,7 @@
 """A number of rows that is a symbol: kernels of packed rows are compiled once, for any number of rows from 2 on.
 
-Sizes of such rows are expressions of the symbol. Its environment notes what the graph's ops, and inductor after them, assume of
-it; code is used for no number of rows that breaks one of these conditions.
+Sizes of such rows are expressions of the symbol. Its environment records what the graph's ops, and then inductor, assume of
+it. Code is not used for a number of rows that breaks one of these conditions.
 """
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class SymbolicRows:
 
     @property
     def is_fixed(self) -> bool:
-        """Whether something has asked for the number itself, so that what was traced or compiled holds for the hint alone."""
+        """Whether something asked for the number itself, so that the traced or compiled code only holds for the hint."""
         return bool(self._environment.simplify(self._symbol) != self._symbol)
 
     def written(self, size: int | torch.SymInt) -> Size:
@@ -51,7 +51,7 @@ class SymbolicRows:
         return size.node.expr.xreplace({self._symbol: BATCH}) if isinstance(size, torch.SymInt) else size
 
     def conditions(self) -> tuple[sympy.Basic, ...]:
-        """What is assumed so far, in B."""
+        """What is assumed of B so far."""
         return tuple(guard.expr.xreplace({self._symbol: BATCH}) for guard in self._environment.guards)
 
 
@@ -67,7 +67,7 @@ class CodeForAnyRows:
     _made: dict[int, Runnable] = field(default_factory=dict)
 
     def of(self, rows: int) -> Runnable | None:
-        """The code for this number of rows, at least 2; None where it does not hold."""
+        """The code for this number of rows, at least 2; None if it does not hold there."""
         known = {BATCH: sympy.Integer(rows)}
         if rows not in self._made:
             if not all(condition.xreplace(known) == sympy.true for condition in self.conditions):

@@ -1,17 +1,16 @@
-"""Templates: one graph for all layers that are equal, whose weights are inputs, cut into variants on demand.
+"""Templates: one graph for all equal layers, whose weights are inputs, cut into variants on demand.
 
-A template's variants are all cut out of one joint forward and backward graph:
+A template's variants are all cut from one joint forward and backward graph:
 
     forward             inputs                       -> outputs
     forward_saving      inputs                       -> outputs, residuals
     backward            inputs, residuals, tangents  -> gradients
     recompute_backward  inputs, tangents             -> gradients
 
-Residuals are "all" that the backward needs, or the results of "attention": then it computes the rest again from the inputs.
-
-The epilogue's are `loss` (inputs -> loss, gradients for a unit loss), `evaluate` (inputs -> loss, logits) and `outputs`
-(inputs -> logits); a head's, whose outputs the caller differentiates, `outputs` and `recompute_backward`. Everything is
-positional, and to run another layer is to pass other tensors.
+Residuals are "all" that the backward needs, or only the results of "attention"; the backward then computes the rest again from
+the inputs. The epilogue's variants are `loss` (inputs -> loss, gradients for a unit loss), `evaluate` (inputs -> loss, logits)
+and `outputs` (inputs -> logits). A head, whose outputs the caller differentiates, has `outputs` and `recompute_backward`.
+Everything is positional: running another layer means passing other tensors.
 """
 from __future__ import annotations
 
@@ -63,8 +62,8 @@ class Source:
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """One use of a template: the prologue, each layer ("model.layers.3"), the epilogue; sources in input order. `again`: the
-    call that was the first of its layer, where this one ("model.layers.3@2") is a later."""
+    """One use of a template: the prologue, each layer ("model.layers.3"), the epilogue; sources in input order. `again`: for a
+    later run of a layer ("model.layers.3@2"), the call that was its first."""
 
     name: str
     template: str
@@ -116,8 +115,8 @@ class TemplatePass(Protocol):
 
 
 def run_template_pass(template_pass: TemplatePass, graph: fx.GraphModule, target: TargetLike) -> fx.GraphModule:
-    """What a pass makes of a graph. Raises `MegacompileError`, naming the pass, if that takes or gives something else than
-    before, or is no graph; whatever the pass itself raises has its name as a note."""
+    """The graph that a pass returns. Raises `MegacompileError`, naming the pass, if the result is not a graph, or has other
+    inputs or results than before. Errors of the pass itself get its name as a note."""
     try:
         made = template_pass.run(graph, target)
         if isinstance(made, fx.GraphModule):
@@ -140,7 +139,7 @@ def _inputs(graph: fx.GraphModule) -> int:
 
 
 def _results(graph: fx.GraphModule) -> int:
-    """Without gradients, of which passes may make several results."""
+    """The results without gradients, which passes may split into several results."""
     (results,) = graph.graph.output_node().args
     return len(results) - sum(len(leaving) for _, leaving in graph.meta.get("gradients", ()))  # type: ignore[arg-type]
 
@@ -167,11 +166,10 @@ class Variant:
 class Template:
     """One joint graph and the variants cut from it.
 
-    Attributes: `name`; `inputs`; `outputs`, how many; `carried_outputs` and `has_gradient`, a bool for each output;
-    `symbols`, (B, T); `variant_names`; `stages`, the graph as Python text after each pass, by name; `tokens_at_once`, the
-    most tokens of which values are to exist at a time, whatever the plan says; 0: as the plan says; `share`: of what a layer's
-    experts compute, that of those which it runs.
-    Thread-compatible: cut variants before sharing a template between threads.
+    Attributes: `name`; `inputs`; `outputs`, how many; `carried_outputs` and `has_gradient`, a bool for each output; `symbols`,
+    (B, T); `variant_names`; `stages`, the graph as Python text after each pass, by name; `tokens_at_once`, the most tokens
+    whose values may exist at a time, overriding the plan (0: as the plan says); `share`, the part of a layer's experts that it
+    runs, as a fraction of what they compute. Thread-compatible: cut variants before sharing a template between threads.
     """
 
     def __init__(
@@ -203,13 +201,13 @@ class Template:
 
     @property
     def device_type(self) -> str:
-        """Of the device that the template was lowered to."""
+        """The type of the device that the template was lowered to."""
         return self._target.device_type
 
     def variant(self, name: str, chunk: int = 0, residuals: str = "all") -> Variant:
-        """The variant called `name`, cut and lowered at its first use. `chunk`: positions of a sequence at a time, where that
-        is possible (`CHUNKED`, or with no residuals but attention's); 0 for all at once. `residuals`: those that are kept.
-        Raises `CaptureError` if there is none."""
+        """The variant called `name`, cut and lowered at its first use. `chunk`: how many positions of a sequence it runs at a
+        time, for variants that can (`CHUNKED`, or with no residuals but attention's); 0 for all at once. `residuals`: which
+        ones are kept. Raises `CaptureError` if there is no such variant."""
         if name not in self._recipes:
             raise CaptureError(f"template {self.name} has no variant {name}: it has {', '.join(self._recipes)}")
         kept = residuals if name in KEEPING else "all"
@@ -219,7 +217,7 @@ class Template:
         return self._variants[key]
 
     def chunk(self, rows: int, planned: int) -> int:
-        """Positions at a time of a micro-batch of `rows` sequences, where the plan says `planned`; 0: all at once."""
+        """How many positions run at a time in a micro-batch of `rows` sequences if the plan says `planned`; 0: all at once."""
         limit = max(1, self.tokens_at_once // rows) if self.tokens_at_once else 0
         return min(planned, limit) if planned and limit else planned or limit
 
@@ -229,7 +227,7 @@ class Template:
         return self._renaming
 
     def forward_graph(self) -> fx.Graph:
-        """What it computes, without gradients, before passes on variants: of an epilogue, loss and logits."""
+        """The forward without gradients, before passes on variants; an epilogue's gives loss and logits."""
         source = self._inference or self._joint
         return cut_graph(source.graph, source.inputs, source.outputs).graph
 
@@ -248,7 +246,7 @@ class Template:
         return expression.xreplace(self._renaming)
 
     def bytes_of(self, value: Any) -> sympy.Expr:
-        """Bytes of a tensor of `meta["val"]`, in B and T; a number takes none."""
+        """Bytes of a tensor in `meta["val"]`, in B and T; 0 for a number."""
         return self.symbolic(value.numel()) * value.element_size() if isinstance(value, Tensor) else sympy.Integer(0)
 
     def residual_bytes(self, residuals: str = "all") -> sympy.Expr:
@@ -257,7 +255,7 @@ class Template:
         return sum((self.bytes_of(n.meta["val"]) for n in memory), sympy.Integer(0))
 
     def output_values(self) -> list[Any]:
-        """The fakes of what it returns, the epilogue's loss and logits."""
+        """The fakes of the outputs; an epilogue's are loss and logits."""
         return [n.meta["val"] for n in (self._inference or self._joint).outputs]
 
     def output_bytes(self) -> sympy.Expr:

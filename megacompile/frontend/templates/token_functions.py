@@ -131,7 +131,7 @@ def _placeholder(model: ModelGraph, graph: fx.Graph, name: str, shape: Sequence[
 def _trial(model: ModelGraph, name: str, tokenwise: _OfTokens, arguments: Sequence[fx.Node]) -> Sequence[Tensor]:
     """The function's result for fakes."""
     try:
-        unwanted = model.shape_env.ignore_fresh_unbacked_symbols()  # of a function that reads values, and fails
+        unwanted = model.shape_env.ignore_fresh_unbacked_symbols()  # left by a function that reads values, and fails
         with torch.inference_mode(False), torch.enable_grad(), model.fakes, unwanted:
             return tokenwise(*(node.meta["example_value"] for node in arguments))
     except UnsupportedError:
@@ -142,8 +142,9 @@ def _trial(model: ModelGraph, name: str, tokenwise: _OfTokens, arguments: Sequen
 
 
 class _OfTokens:
-    """A function of tokens as one of sequences: logits and each tensor, [B, T, ...], go in as [B * T, ...], and what comes
-    back is [B, T, ...]. State: the structure of what it returned last. (fx prints the names that functions have.)"""
+    """A function of tokens, wrapped as a function of sequences: logits and each tensor go in as [B, T, ...], the function sees
+    [B * T, ...], and its results come back as [B, T, ...]. State: the structure of its last result. (fx prints the names that
+    functions have.)"""
 
     __module__ = __name__
 

@@ -33,12 +33,12 @@ _UNCOMPILED = "stream(model, compile=False) runs it op by op"
 
 def compile_variant(variant: Variant, example_args: Sequence[Tensor | int | None], mode: str = "eager",
                     inductor: Inductor | None = None) -> Runnable:
-    """A function of the variant's positional arguments that returns its flat results as a tuple.
+    """The variant as a function of its positional arguments that returns its flat results as a tuple.
 
-    mode "eager": the graph op by op, for any shape, the same bits in every run on the CPU. "inductor": compiled for the
-    shapes, strides, dtypes and device of `example_args`, none of which is kept. Arguments that the variant does not
-    read may be None, in `example_args` too. The result may be called from any thread. `inductor` counts what it does.
-    Raises `UnsupportedError` for another mode.
+    mode "eager": the graph op by op, for any shape, with the same bits in every run on the CPU. "inductor": compiled for the
+    shapes, strides, dtypes and device of `example_args`, none of which is kept. Arguments that the variant does not read may
+    be None, also in `example_args`. The result may be called from any thread. `inductor` counts compilations. Raises
+    `UnsupportedError` for another mode.
     """
     if mode == "eager":
         return variant.graph.forward
@@ -52,8 +52,8 @@ def compile_variant(variant: Variant, example_args: Sequence[Tensor | int | None
 
 def compile_for_any_rows(variant: Variant, example_args: Sequence[Tensor | int | torch.SymInt | None], rows: SymbolicRows,
                          inductor: Inductor) -> CodeForAnyRows | None:
-    """`compile_variant` by inductor for examples that have `rows` rows. None where the variant, or inductor's code of it, holds
-    for one number of rows only, or where it runs a chunk of tokens at a time."""
+    """`compile_variant` by inductor, for any number of rows; the examples have `rows` rows. None if the variant or inductor's
+    code only holds for one number of rows, or if it runs a chunk of tokens at a time."""
     if token_loops(variant.graph):
         return None
     traced = _specialise(variant.graph, variant.reads, [example_args[i] for i in variant.reads], rows)
@@ -61,7 +61,7 @@ def compile_for_any_rows(variant: Variant, example_args: Sequence[Tensor | int |
         return None
     try:
         compiled = _compile_traced(traced, inductor)
-    except CompilationError:  # sizes that are symbols ask more of inductor; one that is a number may still compile
+    except CompilationError:  # symbolic sizes are harder for inductor; with a number it may still compile
         return None
     if rows.is_fixed:
         return None
@@ -82,25 +82,26 @@ def _compile_traced(traced: _Traced, inductor: Inductor) -> Callable[..., Any]:
         return inductor.compile(traced.graph, traced.examples)
     except (MegacompileError, MemoryError, TimeoutError, torch.OutOfMemoryError):
         raise
-    except Exception as reason:  # whatever a compiler raises that meets what it does not know, or that is not there
+    except Exception as reason:  # anything that a compiler raises for code that it does not know, or when it is missing
         raise CompilationError(f"inductor cannot compile a layer ({named_line(reason)}): {_UNCOMPILED}, or see what this "
                                "machine lacks with megacompile doctor") from reason
 
 
 def _runnable(positions: tuple[int, ...], dtypes: tuple[torch.dtype, ...], compiled: Callable[..., Any],
               strides: Sequence[tuple[int, ...]]) -> Runnable:
-    """`compiled`, which takes the arguments at `positions`, in these dtypes and strides, as a function of all arguments."""
+    """`compiled`, which only takes the arguments at `positions`, in these dtypes and strides, as a function of all arguments.
+    """
 
     def run(*args: Tensor | int | None) -> tuple[Any, ...]:
         given: list[Any] = [args[i] for i in positions]
-        # Compiled code looks at sizes and strides, and takes bits for what they are not.
+        # Compiled code checks sizes and strides, but not dtypes: it would misread the bits.
         assert tuple(value.dtype for value in given) == dtypes, f"compiled for {dtypes}, given {[v.dtype for v in given]}"
-        # What another graph has made may be laid out as its compiler liked: views of larger results, or expanded ones.
+        # The results of another graph have the layout that its compiler chose: views of larger results, or expanded ones.
         given = [value if value.stride() == stride else _laid_out(value, stride)
                  for value, stride in zip(given, strides, strict=True)]
         try:
             return tuple(compiled(*given))
-        except AssertionError as reason:  # a kernel gives what inductor did not expect of it
+        except AssertionError as reason:  # a kernel returned another layout than inductor expected
             if _is_ours(reason):
                 raise
             raise CompilationError(
@@ -110,7 +111,7 @@ def _runnable(positions: tuple[int, ...], dtypes: tuple[torch.dtype, ...], compi
 
 
 def _is_ours(error: AssertionError) -> bool:
-    """Whether it was an op of ours, called by compiled code, that asserted something."""
+    """Whether the failed assertion came from an op of ours that compiled code called."""
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     return str(frame.f_globals["__name__"]).partition(".")[0] == __package__.partition(".")[0]
 
@@ -138,7 +139,7 @@ def _compile_loops(variant: Variant, example_args: Sequence[Tensor | int | None]
 
 def _compile_body(variant: Variant, loop: TokenLoop, batch: int, length: int, count: int, device: torch.device,
                   inductor: Inductor) -> Runnable:
-    """The body of a loop for chunks of `count` positions. Numbers that it computes with are those of all tokens."""
+    """The body of a loop, compiled for chunks of `count` positions. Numbers in it are computed for all tokens."""
     symbols: dict[sympy.Symbol, sympy.Symbol] = variant.graph.meta["symbols"]
 
     def size(value: Any, positions: int) -> Any:
@@ -193,7 +194,7 @@ def _specialise(variant: fx.GraphModule, reads: Sequence[int], live: Sequence[Te
     with fakes:  # only shapes, strides, dtypes and devices matter: examples may be fakes themselves
         examples = [torch.empty_strided(value.shape, _without_overlap(value), dtype=value.dtype, device=value.device)
                     for value in live if isinstance(value, Tensor)]
-    # An input of its own: what inductor's cache keeps of the conditions on a symbol is those on such inputs.
+    # An input of its own: inductor's cache only keeps conditions on symbols that are inputs.
     number = [] if rows is None else [rows.count]
 
     def function(*given: Any) -> tuple[Any, ...]:
@@ -208,12 +209,12 @@ def _specialise(variant: fx.GraphModule, reads: Sequence[int], live: Sequence[Te
     dispatching = contextlib.nullcontext() if rows is None else enable_python_dispatcher()
     with fakes, torch.no_grad(), dispatching:
         specialised = make_fx(function, tracing_mode="real")(*number, *examples)
-    tolerate_strides(specialised)  # inductor's decompositions lay out other than the ops do
+    tolerate_strides(specialised)  # inductor's decompositions use other layouts than the ops do
     return _Traced(specialised, [*number, *examples], tuple(reads[i] for i in tensors))
 
 
 def _without_overlap(value: Tensor) -> Sequence[int]:
-    """The strides of an example; of an expanded one, those of a copy, so that it can be given as either."""
+    """The strides of an example. For an expanded one, the strides of a copy, so that both can be passed."""
     if not any(size > 1 and stride == 0 for size, stride in zip(value.shape, value.stride(), strict=True)):
         return value.stride()
     return [math.prod(value.shape[dim + 1:]) for dim in range(value.dim())]

@@ -1,4 +1,4 @@
-"""PEFT's adapters: what Dynamo must not see of them, and what their wrapper hides."""
+"""PEFT's adapters: hiding from Dynamo what it cannot follow, and reading through PEFT's wrapper."""
 from __future__ import annotations
 
 import contextlib

@@ -116,7 +116,8 @@ def shorten(model: nn.Module, batch: Mapping[str, Any], options: Mapping[str, An
 
 
 def _run(model: nn.Module, batch: Mapping[str, Any], options: Mapping[str, Any], stack: LayerStack) -> _Run | None:
-    """One call of the model. None if its layers do not run once each, one right after the other, or if calls were not seen."""
+    """One call of the model. None if its layers do not run once each, one right after the other, or if some calls were not
+    seen."""
     said: list[Said] = []
     entered: list[tuple[nn.Module, int, tuple[bool, ...]]] = []
     ends: list[int] = []

@@ -1,4 +1,4 @@
-"""Buffers that a forward writes before it reads them (the frequencies of LongRoPE): values of the forward, not its state."""
+"""Buffers that a forward writes before it reads them (the frequencies of LongRoPE) are values of the forward, not its state."""
 from __future__ import annotations
 
 from collections.abc import Mapping

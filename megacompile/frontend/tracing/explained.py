@@ -1,4 +1,5 @@
-"""Dynamo's exceptions in our words: one line of cause and remedy, with the module and the line of the model; its own follow."""
+"""Translates Dynamo's exceptions: one line of cause and remedy, with the module and the line of the model, then Dynamo's own
+text."""
 from __future__ import annotations
 
 import inspect
@@ -14,7 +15,7 @@ from megacompile.errors import CaptureError, MegacompileError, UnsupportedError
 from megacompile.frontend.tracing.options import config_name
 
 FIXED_SIZES_REMEDY = "compute with the sizes of the inputs, not with constants"
-#: What Dynamo's texts have where Python reads a value of a tensor. Fakes of several modes meet where
+#: Phrases in Dynamo's texts if Python reads a value of a tensor. Fakes of several modes meet where
 #: `.tolist()` gives sizes.
 _READS_VALUES = ("data-dependent", "DataDependent", "Mixing fake modes", "_local_scalar_dense")
 
@@ -31,7 +32,7 @@ class Line(NamedTuple):
 
 
 def explained(model: nn.Module, reason: Exception) -> MegacompileError:
-    """What to raise for an exception of Dynamo's."""
+    """The error to raise for an exception of Dynamo's."""
     text = str(reason)
     refused = re.search(r"UnsupportedError\((['\"])(.+?)\1\)", text)  # raised by our attention function, in a layer
     if refused:
@@ -72,8 +73,8 @@ def explained(model: nn.Module, reason: Exception) -> MegacompileError:
 
 
 def user_line(reason: Exception, lines: list[str], ones_own: bool = False) -> Line | None:
-    """The line of the innermost frame that is neither torch's nor ours (nor of transformers, if `ones_own`), if Dynamo gives
-    one."""
+    """The line of the innermost frame outside of torch and megacompile (and outside of transformers, if `ones_own`), if Dynamo
+    reports one."""
     frames = [Line(frame.filename, frame.lineno, frame.line) for frame in getattr(reason, "real_stack", None) or ()]
     for line, code in itertools.pairwise(lines):
         if line.startswith('File "'):
@@ -108,6 +109,6 @@ def _has_line(cls: type, line: Line) -> bool:
         return False
     try:
         code, first = inspect.getsourcelines(cls)
-    except (OSError, TypeError):  # a class that was made while the program ran has no source
+    except (OSError, TypeError):  # a class made at run time has no source
         return False
     return first <= line.number < first + len(code)

@@ -54,12 +54,12 @@ def fake_twin(model: nn.Module, fakes: FakeTensorMode, attention: str | None = N
     module: Any
     if is_transformers_model(twin):
         for module in twin.modules():
-            if hasattr(getattr(module, "config", None), "use_cache"):  # of a model inside of another as well
+            if hasattr(getattr(module, "config", None), "use_cache"):  # also of a model inside another
                 module.config.use_cache = False
             if getattr(module, "gradient_checkpointing", False):
                 module.gradient_checkpointing = False  # recomputation is the plan's choice
             if getattr(module, "use_associative_scan", False):
-                module.use_associative_scan = False  # which no native run does
+                module.use_associative_scan = False  # native runs never use it
         if attention is not None:
             register_with_transformers()
             kept = [(m, m.config._attn_implementation) for m in encoders(twin, find_layers(twin, layers))]

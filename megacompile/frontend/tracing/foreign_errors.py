@@ -1,4 +1,4 @@
-"""What tracing raises when it meets code that it cannot trace, and what only happens to be raised meanwhile."""
+"""Which errors mean that code cannot be traced, and which are unrelated errors that happen during a trace."""
 from __future__ import annotations
 
 #: Classes of Dynamo's, AOT's and the fakes' errors (all of which are RuntimeErrors, ValueErrors or failed assertions), and of
@@ -10,7 +10,7 @@ _FOREIGN = (MemoryError, OSError)
 
 
 def raise_foreign(error: BaseException) -> None:
-    """Raises the memory or system error that a tracing error was made of, if there is one: Dynamo wraps what it meets."""
+    """Raises the memory or system error that caused a tracing error, if there is one: Dynamo wraps every error."""
     seen: BaseException | None = error
     while seen is not None:
         if isinstance(seen, _FOREIGN):

@@ -45,7 +45,7 @@ def layer_calls(model: ModelGraph, module: nn.Module, stack: LayerStack) -> list
         if not most:
             raise CaptureError(f"a layer of {stack} is called that has no parameters, so that calls cannot be told apart: name "
                                'the list of layers whose weights are to stream with layers="path.to.layers"')
-        # Of layers with the same weights, the one that has run least often: what one module is called for, or several.
+        # Among layers with the same weights, the one that has run least often.
         layer = min((name for name, share in shares.items() if share == most), key=visits.__getitem__)
         visits[layer] += 1
         calls.append(LayerCall(node, layer, visits[layer], names[layer]))

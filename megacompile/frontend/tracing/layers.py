@@ -25,7 +25,7 @@ from megacompile.errors import CaptureError
 
 M = TypeVar("M", bound=nn.Module)
 
-# `warning_once` and `info_once` are transformers'.
+# transformers adds `warning_once` and `info_once`.
 _LOGGING = ("debug", "info", "warning", "error", "warning_once", "info_once")
 # Where a model class keeps its layers, for the classes whose stack is not the list with the most parameters. It is
 # the one piece of module state in the frontend: registration is a declaration about a class, made at import time.
@@ -90,7 +90,7 @@ def find_layers(model: nn.Module, layers: Layers | None = None) -> LayerStack:
     for path, other in itertools.permutations(paths, 2):
         if path.startswith(f"{other}."):
             raise CaptureError(f'layers=: "{path}" lies inside of "{other}", whose items are layers whole: name one of both')
-    items: dict[int, tuple[str, nn.Module]] = {}  # a module that is several items is one layer, of several calls
+    items: dict[int, tuple[str, nn.Module]] = {}  # a module that is several items is one layer with several calls
     for path in paths:
         for name, layer in model.get_submodule(path)._modules.items():
             if layer is not None:
@@ -192,7 +192,7 @@ def layers_as_regions(stack: LayerStack, each_call: bool = False) -> Iterator[No
     """Within, Dynamo turns each call of a decoder layer into an `invoke_subgraph` node. `each_call`: it traces every call
     separately. When a layer runs again or shares another's weights, Dynamo has cached much about it, and its check before
     reusing the region does not cover everything that the region depends on."""
-    # Dynamo refuses what models tell their loggers (gpt2, that it has no loss type).
+    # Dynamo refuses calls of loggers, which models make (gpt2 logs that it has no loss type).
     settings: dict[str, object] = {"ignore_logging_functions": {
         getattr(logging.Logger, name) for name in _LOGGING if hasattr(logging.Logger, name)}}
     # torch 2.13 inlines regions that are called once (2.11 has no such setting): a layer unlike all others, and any
@@ -200,7 +200,7 @@ def layers_as_regions(stack: LayerStack, each_call: bool = False) -> Iterator[No
     if hasattr(torch._dynamo.config, "inline_single_use_invoke_subgraph"):
         settings["inline_single_use_invoke_subgraph"] = False
     classes = {type(layer) for layer in stack.layers}
-    # A forward that is inherited is patched on the subclass, so that the base class keeps its own.
+    # An inherited forward is patched on the subclass, so that the base class keeps its own.
     inherited = {cls for cls in classes if "forward" not in cls.__dict__}
     originals = {cls: cls.forward for cls in classes}
     numbers = itertools.count()
@@ -209,7 +209,7 @@ def layers_as_regions(stack: LayerStack, each_call: bool = False) -> Iterator[No
         for cls, forward in originals.items():
             cls.forward = _region(forward, next(numbers))  # type: ignore[method-assign]
         try:
-            # Dynamo logs its settings where this ends, with these undone: torch 2.11 cannot write a set of functions as JSON.
+            # Restored before Dynamo logs its settings: torch 2.11 cannot write a set of functions as JSON.
             with get_metrics_context(), torch._dynamo.config.patch(settings):  # type: ignore[arg-type]
                 yield
         finally:
@@ -222,7 +222,7 @@ def layers_as_regions(stack: LayerStack, each_call: bool = False) -> Iterator[No
 
 @contextlib.contextmanager
 def _without_reuse() -> Iterator[None]:
-    """Within, Dynamo takes no region for another call. (Torch 2.11 never does.)"""
+    """Within, Dynamo reuses no region for another call. (Torch 2.11 never does.)"""
     regions = getattr(torch._dynamo.variables, "invoke_subgraph", None)
     with (mock.patch.object(regions, "is_reuse_eligible", return_value=False)
           if hasattr(regions, "is_reuse_eligible") else contextlib.nullcontext()):
@@ -231,7 +231,7 @@ def _without_reuse() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _of_classes(classes: Mapping[nn.Module, type[nn.Module]]) -> Iterator[None]:
-    """Within, modules are of these classes."""
+    """Within, the modules have these classes."""
     before = {module: type(module) for module in classes}
     for module, cls in classes.items():
         module.__class__ = cls
@@ -243,19 +243,21 @@ def _of_classes(classes: Mapping[nn.Module, type[nn.Module]]) -> Iterator[None]:
 
 
 def _parts_as_they_are(stack: LayerStack) -> dict[nn.Module, type[nn.Module]]:
-    """Classes for parts of layers whose class is a layer's, with the forward that it has now: a part is no region of its own
-    (zamba2's shared block hands on to a Mamba layer), since what it computes would be hidden from all that looks at the
-    layer's graph."""
+    """Classes, with the current forward, for parts of layers that have the class of a layer. A part is not made a region
+    (zamba2's shared block calls a Mamba layer), since its operations would be hidden from everything that reads the layer's
+    graph."""
     plain = {cls: _with_forward(cls, cls.forward) for cls in {type(layer) for layer in stack.layers}}
     return {part: plain[type(part)] for layer in stack.layers for part in layer.modules()
             if type(part) in plain and part not in stack.layers}
 
 
 def _built_differently(stack: LayerStack, numbers: Iterator[int]) -> dict[nn.Module, type[nn.Module]]:
-    """Classes for layers of one class that are not built alike, with forwards of their own. Torch 2.13 traces a region once,
-    and takes what it has for each later call whose guards hold; but a module that computes nothing (`nn.Identity` in place of
-    the first layer's norm) leaves no guard, and the norms of all other layers would be left out. It looks for regions by
-    code."""
+    """Classes with forwards of their own for layers of one class that are built differently.
+
+    Torch 2.13 traces a region once, and reuses it for each later call whose guards hold. But a module that computes nothing
+    (`nn.Identity` in place of the first layer's norm) leaves no guard, and the norms of all other layers would be left out.
+    Dynamo looks regions up by code.
+    """
     groups: dict[type[nn.Module], dict[Hashable, list[nn.Module]]] = {}
     for layer in stack.layers:
         groups.setdefault(type(layer), {}).setdefault(build_of(layer), []).append(layer)
@@ -273,7 +275,7 @@ def _with_forward(cls: type[nn.Module], forward: Any) -> type[nn.Module]:
 
 
 def build_of(layer: nn.Module) -> Hashable:
-    """The same for layers that are made of the same modules with the same parameters and buffers."""
+    """A value that is equal for layers made of the same modules with the same parameters and buffers."""
     tensors = itertools.chain(layer.named_parameters(), layer.named_buffers())
     return (tuple((name, type(module)) for name, module in layer.named_modules()),
             tuple((name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors))
@@ -287,15 +289,15 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def _apart(value: Any, given: list[Tensor]) -> Any:
-    """Nested tuples, with copies of those tensors that were given."""
+    """Nested tuples in which the given tensors are replaced by copies."""
     if type(value) is tuple:
         return tuple([_apart(each, given) for each in value])
     return value.clone() if isinstance(value, Tensor) and any([value is g for g in given]) else value  # noqa: C419
 
 
 def _region(forward: Any, number: int) -> Any:
-    """A region that computes `forward`, with code that no other has, and returns tensors that are none of its arguments: a
-    region may not, and layers do hand on what they were given (an earlier layer's choice of keys)."""
+    """A region that computes `forward`, with code of its own, and returns tensors that are not its arguments. Dynamo forbids a
+    region to return an argument, but layers do pass arguments on (an earlier layer's choice of keys)."""
 
     def own(*args: Any, **kwargs: Any) -> Any:
         results = forward(*args, **kwargs)

@@ -77,7 +77,7 @@ def capture_model_graph(
     """
     names, tensors = tuple(batch), tuple(batch.values())
     pairs = pairs_of(batch)
-    # Of each input: its dimensions that are the batch size or the length, and which of the first input's they are.
+    # For each input: its dimensions that are the batch size or the length, and the dimension of the first input that they equal.
     dimensions = [((0, 0), (tensor.dim() - 2, 1), (tensor.dim() - 1, 1)) if name in pairs else
                   ((0, 0), (1, 1)) if tensor.shape[:2] == tensors[0].shape[:2] else ((0, 0),) for name, tensor in batch.items()]
     tied = [tensor.shape[0] == tensors[0].shape[0] for tensor in tensors]  # images may be traced apart
@@ -88,7 +88,7 @@ def capture_model_graph(
 
     def step(*inputs: Tensor) -> Any:
         for other, dynamic in itertools.compress(zip(inputs, dimensions, strict=True), tied):
-            for dimension, of_first in dynamic:  # each marked one has a symbol of its own: say that they are equal
+            for dimension, of_first in dynamic:  # each marked dimension gets its own symbol: assert that they are equal
                 torch._check(other.shape[dimension] == inputs[0].shape[of_first])
         return model(**taken(dict(zip(names, inputs, strict=True))), **options)
 
@@ -167,7 +167,7 @@ def sizes_unread_by_messages() -> Iterator[None]:
 
 
 def _name_squeezed(module: fx.GraphModule) -> None:
-    """Lets every `squeeze()` name the dimensions that it takes away: a micro-batch of one row keeps its rows."""
+    """Makes every `squeeze()` name the dimensions that it removes, so that a micro-batch of one row keeps its row dimension."""
     for node in module.graph.nodes:
         if node.target in ("squeeze", torch.squeeze) and len(node.args) == 1 and not node.kwargs:
             shape = node.args[0].meta["example_value"].shape
@@ -176,8 +176,8 @@ def _name_squeezed(module: fx.GraphModule) -> None:
 
 
 def _read_sizes(module: fx.GraphModule) -> None:
-    """Reads a size where Dynamo reads a stride that is the same number: a mask that is expanded has other strides once it is
-    handed from call to call."""
+    """Reads a size wherever Dynamo reads a stride of the same value: an expanded mask has other strides once it is passed from
+    call to call."""
     known: dict[Any, tuple[fx.Node, int]] = {}
     for node in module.graph.find_nodes(op="placeholder"):
         value: Any = node.meta.get("example_value")
@@ -200,7 +200,7 @@ def _sources(
     origin |= {id(t): Source("batch", n) for n, t in batch.items()}
     placeholders = graph.graph.find_nodes(op="placeholder")
     examples = [(n, n.meta["example_value"], value) for n, value in zip(placeholders, flat, strict=True)]
-    # All batch inputs have the same sizes. They are read off the first, which is there when labels are not.
+    # All batch inputs have the same sizes. They are read from the first, which is there even without labels.
     first = next(iter(batch))
     sizes = {
         str(size): Source("size", first if dimension < 2 else origin[id(value)].name, dimension)
@@ -208,10 +208,10 @@ def _sources(
         for dimension, size in enumerate(example.shape)
     }
     sources: dict[fx.Node, Source] = {}
-    for node, example, value in examples:  # torch 2.11 has sizes among the placeholders, 2.13 has not
+    for node, example, value in examples:  # torch 2.11 has sizes among the placeholders, 2.13 does not
         source = origin.get(id(value)) if isinstance(value, Tensor) else sizes.get(str(example))
         if source is None:
-            # Such a tensor is a fake by now, whose data nobody could supply later.
+            # Such a tensor is a fake by now, and its data could not be supplied later.
             raise CaptureError(
                 f"{_attribute_of(model, value, node)} is neither a parameter nor a buffer: register it with "
                 "register_buffer, so that it can move to the device"
@@ -219,15 +219,15 @@ def _sources(
         sources[node] = source
     for node in graph.graph.find_nodes(op="call_function", target=torch.ops.aten.sym_size.int):
         source = sources.get(node.args[0])  # type: ignore[arg-type]
-        if source is not None and source.kind == "batch":  # read off the batch, not passed on from the prologue
+        if source is not None and source.kind == "batch":  # read from the batch, not passed on from the prologue
             dimension: int = node.args[1]  # type: ignore[assignment]
             sources[node] = Source("size", first if dimension < 2 else source.name, dimension)
     return sources
 
 
 def _count_outside(graph: fx.GraphModule, sources: dict[fx.Node, Source]) -> None:
-    """Numbers that a layer hands out (how many rows its router saw) are computed anew, from the sizes of the batch: no call
-    hands a number to another."""
+    """Computes numbers that a layer returns (how many rows its router saw) from the sizes of the batch: no call passes a
+    number to another."""
     sizes = {n.meta["example_value"].node.expr: n for n, s in sources.items() if s.kind == "size"}
     for node in list(graph.graph.nodes):
         value = node.meta.get("example_value")

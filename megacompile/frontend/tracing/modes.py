@@ -1,11 +1,10 @@
-"""Does a captured graph hold where it was not captured: in evaluation mode, for one sequence, for one token?
+"""Whether a captured graph also holds where it was not captured: in evaluation mode, for one sequence, for one token.
 
-Models are captured in training mode at sizes of at least 2. A branch on `self.training` leaves no trace in the graph, and
-one on a size of 1 leaves no guard, since symbolic sizes are taken to be 2 or more. So before such a call is first served,
-the model runs again in that mode or at that size, on fakes, and must perform the same operations.
-
-There are two ways to know them. `torch_calls` are what a plain run on fakes calls, in a tenth of the time of a trace;
-`operations` are what a trace has. Equal calls settle the question; where they differ, or cannot be known, traces are compared.
+Models are captured in training mode at sizes of at least 2. A branch on `self.training` leaves no trace in the graph, and a
+branch on a size of 1 leaves no guard, since symbolic sizes are assumed to be 2 or more. So before such a call is first served,
+the model runs again in that mode or at that size, on fakes, and must perform the same operations. There are two ways to know
+them: `torch_calls` come from a plain run on fakes, in a tenth of the time of a trace; `operations` come from a trace. Equal
+calls settle the question. If they differ, or cannot be known, traces are compared.
 """
 from __future__ import annotations
 
@@ -25,17 +24,17 @@ from megacompile.frontend.tracing.foreign_errors import TRACING_ERRORS
 from megacompile.frontend.tracing.model_graph import ModelGraph
 from megacompile.frontend.tracing.native_branches import as_traced
 
-#: Broadcasting changes no value, and models leave it out where there is one sequence.
+#: Broadcasting changes no value, and models skip it for a single sequence.
 _BROADCASTS = frozenset({"expand", "expand_as", "broadcast_to", "contiguous"})
-#: Functions of torch that are written in Python, and in which no branch is on a size: what others call is not seen.
+#: Functions of torch written in Python that have no branch on a size. What other such functions call is not seen.
 _WITHOUT_BRANCHES = frozenset({
     "dropout", "embedding", "layer_norm", "rms_norm", "softmax", "log_softmax", "relu", "silu", "cross_entropy", "split",
     "unflatten", "pad", "einsum", "__rsub__", "__rpow__", "__pow__", "__floordiv__"})
 
 
 class Said(NamedTuple):
-    """An operation, with what it reads and its constants. `exact`: with whole numbers too, which sizes are among. `operation`
-    and `read`: that in two parts, what it is with all constants, and what it reads."""
+    """An operation, with what it reads and its constants. `exact`: includes whole numbers, some of which are sizes.
+    `operation` and `read`: the same in two parts, the operation with all constants, and what it reads."""
 
     text: str
     exact: str
@@ -44,7 +43,7 @@ class Said(NamedTuple):
 
 
 def alike(some: Sequence[Said], others: Sequence[Said], exact: bool) -> bool:
-    """Whether these are the same operations, in order; with the same whole numbers only if `exact`."""
+    """Whether these are the same operations in the same order; with the same whole numbers only if `exact`."""
     return [each[exact] for each in some] == [each[exact] for each in others]
 
 
@@ -65,8 +64,8 @@ def torch_calls(model: nn.Module, batch: Mapping[str, Tensor], options: Mapping[
 
 
 class _Labels:
-    """Names of values: of weights and inputs their own, of others which operation made them. Values that were seen stay alive,
-    so that none takes another's place. State: by identity, the value and its name."""
+    """Names of values: weights and inputs have their own; others are named after the operation that made them. Values stay
+    alive once seen, so that no other takes their identity. State: the value and its name, by identity."""
 
     def __init__(self, known: dict[int, tuple[Any, str]]) -> None:
         self.known = known
@@ -79,7 +78,7 @@ class _Labels:
 
 
 class _Calls(TorchFunctionMode):
-    """State: what was `said` of the calls so far, and whether all of them were seen."""
+    """State: the calls so far (`said`), and whether all calls were seen."""
 
     def __init__(self, labels: _Labels, said: list[Said]) -> None:
         super().__init__()
@@ -104,7 +103,7 @@ class _Calls(TorchFunctionMode):
 
 
 def operations(graph: ModelGraph) -> tuple[Said, ...]:
-    """Every operation on tensors, in order; what it reads, weights and inputs by name, others by the operation that made
+    """Every operation on tensors, in order, with what it reads: weights and inputs by name, others by the operation that made
     them."""
     said: list[Said] = []
     _say(graph.graph, {node: source.name for node, source in graph.sources.items() if source.kind != "size"}, said)
@@ -112,12 +111,12 @@ def operations(graph: ModelGraph) -> tuple[Said, ...]:
 
 
 def _say(module: fx.GraphModule, labels: dict[fx.Node, str], said: list[Said]) -> None:
-    """Appends the operations of a graph, whose inputs have `labels`."""
+    """Appends the operations of a graph whose inputs have these `labels`."""
     for node in module.graph.nodes:
         read = [labels[used] for used in node.all_input_nodes if used in labels]
         nested = [getattr(module, str(n.target), None) for n in node.all_input_nodes if n.op == "get_attr"]
         if graphs := [each for each in nested if isinstance(each, fx.GraphModule)]:
-            for each in graphs:  # in place of the call: whether equal layers share a region is Dynamo's choice
+            for each in graphs:  # replaces the call: Dynamo decides whether equal layers share a region
                 given = [a for a in _leaves(node.args) if not isinstance(a, str) and getattr(a, "op", "") != "get_attr"]
                 inputs = zip(each.graph.find_nodes(op="placeholder"), given, strict=False)
                 known = {n: labels[a] for n, a in inputs if isinstance(a, fx.Node) and a in labels}

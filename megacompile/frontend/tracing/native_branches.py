@@ -15,7 +15,7 @@ from unittest import mock
 import torch
 from torch import nn
 
-#: What a module of a model calls to ask whether it is exported.
+#: The function that a model's module calls to ask whether it is exported.
 _ASKS = "is_torchdynamo_exporting"
 
 

@@ -1,4 +1,4 @@
-"""Options of a model's config under which no graph of it can be captured: refused by name, before anything is traced."""
+"""Options of a model's config that make it impossible to capture a graph: refused by name, before anything is traced."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
@@ -11,7 +11,7 @@ from megacompile.frontend.tracing.layers import LayerStack
 
 
 class Untraceable(NamedTuple):
-    """`read(module)`: the option's name in the module and its value, or None where it is off; `cause` and `remedy` go into the
+    """`read(module)`: the option's name in the module and its value, or None if it is off; `cause` and `remedy` go into the
     message."""
 
     read: Callable[[nn.Module], tuple[str, Any] | None]
@@ -42,7 +42,7 @@ def _dynamic(module: nn.Module) -> tuple[str, Any] | None:
 
 
 def _eager_experts(module: nn.Module) -> tuple[str, Any] | None:
-    """Of a module that transformers has grouped implementations of, told by what its decorator adds."""
+    """For a module with grouped implementations in transformers, recognized by what its decorator adds."""
     chosen = getattr(getattr(module, "config", None), "_experts_implementation", None)
     return ("experts_implementation", chosen) if chosen == "eager" and hasattr(module, "is_transposed") else None
 
@@ -65,8 +65,8 @@ OPTIONS = (
 
 
 def refuse_options(model: nn.Module, stack: LayerStack) -> None:
-    """Raises `UnsupportedError` for the first of `OPTIONS` that is on, in the layers of a stack or around them. Encoders beside
-    the stack may have what they like: a model that trains on text does not run them."""
+    """Raises `UnsupportedError` for the first of `OPTIONS` that is on, in the layers of a stack or around them. Encoders
+    outside the stack may have such options: a model that trains on text does not run them."""
     for path, module in _around_and_within(model, stack):
         for option in OPTIONS:
             if (found := option.read(module)) is not None:
@@ -79,7 +79,7 @@ def refuse_options(model: nn.Module, stack: LayerStack) -> None:
 
 
 def config_name(model: nn.Module, module: nn.Module, attribute: str, value: Any) -> str:
-    """What the config calls an option that a module keeps as `attribute`: `layerdrop` may be its `decoder_layerdrop`."""
+    """The config's name for an option that a module stores as `attribute`: `layerdrop` may come from `decoder_layerdrop`."""
     for config in (getattr(each, "config", None) for each in (module, model)):
         held = vars(config).items() if config is not None else ()
         fields = [key.lstrip("_") for key, each in held if key.endswith(attribute) and each == value]
@@ -89,7 +89,8 @@ def config_name(model: nn.Module, module: nn.Module, attribute: str, value: Any)
 
 
 def _around_and_within(model: nn.Module, stack: LayerStack) -> Iterator[tuple[str, nn.Module]]:
-    """The modules that layers lie in or consist of, and what lies directly beside them: rotary tables, embeddings."""
+    """The modules that contain the layers or are inside them, and the modules directly next to the layers: rotary tables,
+    embeddings."""
     above = {""} | {name[:i] for name in stack.names for i, letter in enumerate(name) if letter == "."}
     layers = tuple(f"{name}." for name in stack.names)
     for path, module in model.named_modules():

@@ -19,7 +19,7 @@ def install_recorders(model: nn.Module, stack: LayerStack) -> None:
     its routers' auxiliary loss (`config.output_router_logits`). transformers would install them in the first forward, under a
     lock, which Dynamo cannot follow."""
     beside = {id(module) for module in encoders(model, stack)}
-    for module in model.modules():  # from the outside in, as forwards go
+    for module in model.modules():  # from the outside in, as forwards run
         routers = getattr(getattr(module, "config", None), f"output_{ROUTERS}", False) is True
         if (routers or id(module) in beside) and _collects(module):
             from transformers.utils.output_capturing import maybe_install_capturing_hooks
@@ -39,9 +39,9 @@ def remove_hooks_for_gradients(model: nn.Module) -> None:
 
 
 def asks_for_gradients(hook: Any) -> bool:
-    """Whether a forward hook is the one that `enable_input_require_grads` of transformers or PEFT installs, and with it
-    `gradient_checkpointing_enable`. torch.utils.checkpoint needs it above frozen embeddings; the recomputation of streamed
-    layers does not, and no gradient of a parameter depends on it."""
+    """Whether a forward hook is the one that `enable_input_require_grads` of transformers or PEFT installs, as
+    `gradient_checkpointing_enable` does. torch.utils.checkpoint needs it above frozen embeddings. The recomputation of
+    streamed layers does not, and no gradient of a parameter depends on it."""
     return "make_inputs_require_grad" in getattr(hook, "__qualname__", "")
 
 
@@ -56,7 +56,7 @@ def _collects(module: nn.Module) -> bool:
 
 
 def _records_routers(hook: Any) -> bool:
-    """Whether a forward hook is transformers' own that collects router logits: it holds their name."""
+    """Whether a forward hook is transformers' own that collects router logits, recognized by their name in its closure."""
     return any(cell.cell_contents == ROUTERS for cell in getattr(hook, "__closure__", None) or ())
 
 

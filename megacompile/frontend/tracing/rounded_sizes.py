@@ -34,7 +34,8 @@ def rounded_sizes() -> Iterator[None]:
 
 
 def padding(expression: sympy.Expr) -> sympy.Expr:
-    """c * ceil(x / c) - x for (c - x % c) % c and -x % c, where c is a positive number and x a size; anything else as it is."""
+    """Rewrites (c - x % c) % c and -x % c as c * ceil(x / c) - x, where c is a positive number and x a size. Anything else is
+    returned unchanged."""
     if not isinstance(expression, Mod | PythonMod):
         return expression
     missing, block = expression.args

@@ -59,7 +59,7 @@ def trace(
         try:
             found = _traced(model, layers, example, key, size, attention, images_apart, shown.again, whole)
         except (UnsupportedError, CaptureError):
-            if attention is not None:  # biases, a mask that layers index: what our op lacks, the model's own has
+            if attention is not None:  # such as biases, or a mask that layers index: the model's own attention supports them
                 continue
             raise
         graph, batch = found.graph, found.batch

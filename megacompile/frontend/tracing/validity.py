@@ -55,7 +55,7 @@ class Validity:
         return same
 
     def _operations(self, key: CaptureKey, size: tuple[int, int]) -> tuple[Said, ...]:
-        """With all layers."""
+        """The operations of a trace with all layers."""
         return operations(trace(self.model, self.layers, self.example, key, size, self.images_apart, whole=True).graph)
 
 
