@@ -151,7 +151,7 @@ def transformers_attention(
         if option is not None and name not in _HARMLESS:
             raise UnsupportedError(f"attention argument {name} of {type(module).__name__} is not supported")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    # No fused kernel takes values wider or narrower than keys (latent attention has them). Zeros change neither scores nor sums.
+    # Fused kernels need values as wide as keys (in latent attention they differ). Zeros change neither scores nor sums.
     values, width = value.shape[-1], max(query.shape[-1], value.shape[-1])
     query, key, value = (_widened(x, width) for x in (query, key, value))
     window = 0 if of_pairs else int(sliding_window or 0)

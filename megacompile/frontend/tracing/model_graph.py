@@ -77,7 +77,7 @@ def capture_model_graph(
     """
     names, tensors = tuple(batch), tuple(batch.values())
     pairs = pairs_of(batch)
-    # For each input: its dimensions that are the batch size or the length, and the dimension of the first input that they equal.
+    # For each input: its dimensions that are the batch size or the length, and which dimension of the first input they equal.
     dimensions = [((0, 0), (tensor.dim() - 2, 1), (tensor.dim() - 1, 1)) if name in pairs else
                   ((0, 0), (1, 1)) if tensor.shape[:2] == tensors[0].shape[:2] else ((0, 0),) for name, tensor in batch.items()]
     tied = [tensor.shape[0] == tensors[0].shape[0] for tensor in tensors]  # images may be traced apart
