@@ -6,9 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megacompile.frontend.batches.image_positions import Places, places_of, take_aligned
 from megacompile.frontend.batches.pairs import argument, masks_in, masks_of, pairs_of, refuse_added
@@ -50,6 +48,7 @@ from megacompile.frontend.tracing.trace import Traced, subject, trace
 from megacompile.frontend.tracing.validity import Validity
 from megacompile.ir.plan import CaptureKey
 from megacompile.system.under_way import at
+from megacompile.torch_compat.core import FakeTensorMode, pytree
 
 Example = Mapping[str, Tensor] | None
 Loss = Callable[..., Any] | None

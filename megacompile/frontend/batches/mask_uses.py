@@ -6,13 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megacompile.errors import CaptureError, UnsupportedError
 from megacompile.frontend.tracing.foreign_errors import TRACING_ERRORS
 from megacompile.frontend.tracing.native_branches import as_traced
+from megacompile.torch_compat.core import TorchDispatchMode, pytree
 
 
 class _Uses(TorchDispatchMode):

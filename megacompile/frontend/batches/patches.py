@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from megacompile.errors import CaptureError, UnsupportedError
@@ -19,6 +18,7 @@ from megacompile.frontend.batches.rows import images_in_a_row
 from megacompile.frontend.graph.loss import TargetCount
 from megacompile.frontend.ops.patch_encoder import PatchEncoder
 from megacompile.frontend.tracing.fake_model import fake_twin
+from megacompile.torch_compat.core import FakeTensorMode
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

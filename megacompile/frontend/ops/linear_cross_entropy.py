@@ -13,12 +13,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from megacompile.codegen.inductor import Inductor
 from megacompile.ir.token_loop import accumulate_product
+from megacompile.torch_compat.core import FakeTensorMode, make_fx
+from megacompile.torch_compat.symbols import ShapeEnv
 
 
 def _linear_cross_entropy(

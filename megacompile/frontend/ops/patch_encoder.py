@@ -21,6 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megacompile.torch_compat.core import DispatchKey, SetExcludeDispatchKeyGuard
+
 #: Images are encoded in groups of at most this many patches in all; an image with more is a group of its own.
 PATCHES_AT_ONCE = 8192
 
@@ -125,8 +127,8 @@ def encoder_of(number: int) -> PatchEncoder:
 @contextmanager
 def _differentiating() -> Iterator[None]:
     """Enables autograd, which torch disables within an op."""
-    below = (torch._C.DispatchKey.AutogradFunctionality, torch._C.DispatchKey.ADInplaceOrView)
-    with (torch._C._SetExcludeDispatchKeyGuard(below[0], False), torch._C._SetExcludeDispatchKeyGuard(below[1], False),
+    below = (DispatchKey.AutogradFunctionality, DispatchKey.ADInplaceOrView)
+    with (SetExcludeDispatchKeyGuard(below[0], False), SetExcludeDispatchKeyGuard(below[1], False),
           torch.enable_grad()):
         yield
 

@@ -9,8 +9,6 @@ from typing import Any
 import sympy
 import torch
 from torch import Tensor, fx
-from torch._decomp import get_decompositions
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megacompile.errors import CaptureError, MegacompileError, first_line
@@ -21,6 +19,7 @@ from megacompile.frontend.templates.refused_ops import line_of_mutation, refuse_
 from megacompile.frontend.templates.template import TargetLike, Template, TemplateInput, TemplatePass, run_template_pass
 from megacompile.frontend.tracing.foreign_errors import TRACING_ERRORS, raise_foreign
 from megacompile.frontend.tracing.rounded_sizes import rounded_sizes
+from megacompile.torch_compat.core import FakeTensorMode, get_decompositions
 
 #: Decompositions of losses into ops that are known to treat each token alone.
 LOSSES_OF_TOKENS = get_decompositions([torch.ops.aten.nll_loss_forward, torch.ops.aten.nll_loss_backward])

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+
+from megacompile.torch_compat.core import FakeTensorMode, pytree
 
 aten = torch.ops.aten
 
@@ -47,10 +47,10 @@ def _evaluated(node: fx.Node, fakes: FakeTensorMode, device: torch.device) -> An
 def _on(value: Any, fakes: FakeTensorMode, device: torch.device) -> Any:
     """Fakes of the same shapes on a device, which need not exist: nothing is copied."""
     with fakes:
-        return tree_map_only(
+        return pytree.tree_map_only(
             Tensor, lambda x: torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device), value)
 
 
 def _forms(value: Any) -> list[tuple[torch.dtype, str] | None]:
     """Dtypes and shapes. Sizes are compared as text: comparing symbols would add guards."""
-    return [(each.dtype, str(tuple(each.shape))) if isinstance(each, Tensor) else None for each in tree_leaves(value)]
+    return [(each.dtype, str(tuple(each.shape))) if isinstance(each, Tensor) else None for each in pytree.tree_leaves(value)]

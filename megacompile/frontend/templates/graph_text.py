@@ -9,6 +9,7 @@ from torch import fx
 
 from megacompile.frontend.ops.patch_encoder import encoder_of
 from megacompile.frontend.templates.joint import JointGraph
+from megacompile.torch_compat.core import OpOverload
 
 #: Which argument of an encoder call is the encoder's number.
 _NUMBERED = {torch.ops.megacompile.encode_patches.default: 4, torch.ops.megacompile.encode_patches_backward.default: 5}
@@ -24,7 +25,7 @@ def lines_of(joint: JointGraph, symbolic: Callable[[int | torch.SymInt], Any]) -
 
 
 def _target(target: Any) -> str:
-    if isinstance(target, str | torch._ops.OpOverload):
+    if isinstance(target, str | OpOverload):
         return str(target)
     return f"{target.__module__}.{target.__qualname__}"  # the text of a function has its address
 

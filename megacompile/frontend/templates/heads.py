@@ -17,7 +17,6 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
-import torch.utils._pytree as pytree
 
 from megacompile.errors import UnsupportedError
 from megacompile.frontend.graph.split import Section
@@ -27,6 +26,7 @@ from megacompile.frontend.templates.sizes import Condition, conditions
 from megacompile.frontend.templates.template import Call, Template
 from megacompile.frontend.templates.token_functions import CHUNK_TOKENS, Described, name_of, with_function
 from megacompile.frontend.tracing.model_graph import ModelGraph
+from megacompile.torch_compat.core import pytree
 
 LOGITS = "logits"
 #: Limit of functions for one model: each is traced and compiled.

@@ -17,10 +17,11 @@ from torch import Tensor, fx, nn
 from megacompile.errors import UnsupportedError
 from megacompile.frontend.graph.split import Section, needs_gradient, owned
 from megacompile.frontend.tracing.foreign_errors import TRACING_ERRORS
+from megacompile.torch_compat.core import builtin_linear
 
 #: Outputs of programs: only the last hidden state; and those of all layers, with the logits.
 LAST, ALL = "last_hidden_state", "hidden_states"
-_PRODUCTS = (F.linear, torch._C._nn.linear)
+_PRODUCTS = (F.linear, builtin_linear)
 
 
 @dataclasses.dataclass(frozen=True)

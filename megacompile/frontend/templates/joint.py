@@ -8,13 +8,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch._functorch.config
 from torch import Tensor, fx
-from torch._functorch.aot_autograd import aot_export_joint_simple
-from torch._functorch.partitioners import min_cut_rematerialization_partition
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megacompile.frontend.templates.device_results import correct_results
+from megacompile.torch_compat import aot
+from megacompile.torch_compat.aot import aot_export_joint_simple, min_cut_rematerialization_partition
+from megacompile.torch_compat.core import FakeTensorMode
 
 # A lean cut: with these bans of the partitioner off, cheap elementwise chains are recomputed instead of saved.
 _LEAN = {
@@ -79,7 +78,7 @@ def joint_graph(
     correct_results(joint, fakes, device_type)
     saved: set[str] = set()
     if partition:
-        with fakes, torch._functorch.config.patch(_LEAN):
+        with fakes, aot.config.patch(_LEAN):
             # This also merges common subexpressions of `joint`, in place: take no node before this line.
             _, backward = min_cut_rematerialization_partition(joint, examples, num_fwd_outputs=len(has_gradient))
         saved = {n.name for n in backward.graph.find_nodes(op="placeholder")}

@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from megacompile.errors import CaptureError, UnsupportedError
 from megacompile.frontend.graph.split import Section
 from megacompile.frontend.tracing.layer_calls import source_line
+from megacompile.torch_compat.core import OpOverload
+from megacompile.torch_compat.symbols import free_unbacked_symbols
 
 _RANDOM = ("dropout", "rand", "bernoulli", "normal", "multinomial", "exponential", "rrelu", "uniform")
 #: Ops that return a tensor of the same memory which autograd does not treat as a view.
@@ -54,7 +55,7 @@ def _unknown_size(node: fx.Node) -> bool:
 def draws(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether a call of an aten op draws random numbers. Attention ops are tagged as random for their dropout argument even if
     it is 0."""
-    if not isinstance(op, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in op.tags:
+    if not isinstance(op, OpOverload) or torch.Tag.nondeterministic_seeded not in op.tags:
         return False
     arguments = [a.name for a in op._schema.arguments]
     if "dropout_p" in arguments:

@@ -12,11 +12,11 @@ from typing import Any, TypeAlias
 
 import sympy
 import torch
-from torch._dynamo.source import ConstantSource
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from megacompile.frontend.templates.template import BATCH
+from megacompile.torch_compat.core import FakeTensorMode
+from megacompile.torch_compat.dynamo import ConstantSource
+from megacompile.torch_compat.symbols import DimDynamic, ShapeEnv
 
 #: A size, or a stride: a number, or an expression of the symbol.
 Size: TypeAlias = int | sympy.Expr

@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor, fx
 
 from megacompile.errors import UnsupportedError, first_line
@@ -25,6 +24,7 @@ from megacompile.frontend.templates.template import Source
 from megacompile.frontend.tracing.foreign_errors import TRACING_ERRORS
 from megacompile.frontend.tracing.model_graph import ModelGraph
 from megacompile.ir.tokenwise import across_tokens
+from megacompile.torch_compat.core import pytree
 
 #: For how many tokens logits exist at a time, as in the fused loss.
 CHUNK_TOKENS = 2048

@@ -16,10 +16,6 @@ from typing import Any
 import sympy
 import torch
 from torch import Tensor, fx
-from torch._dispatch.python import enable_python_dispatcher
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from megacompile.codegen.inductor import Inductor
 from megacompile.errors import CompilationError, MegacompileError, UnsupportedError, named_line
@@ -27,6 +23,8 @@ from megacompile.frontend.templates.joint import tolerate_strides
 from megacompile.frontend.templates.symbolic_rows import CodeForAnyRows, Runnable, SymbolicRows
 from megacompile.frontend.templates.template import BATCH, Variant
 from megacompile.ir.token_loop import TokenLoop, token_loops
+from megacompile.torch_compat.core import FakeTensorMode, enable_python_dispatcher, make_fx
+from megacompile.torch_compat.symbols import ShapeEnv
 
 _UNCOMPILED = "stream(model, compile=False) runs it op by op"
 

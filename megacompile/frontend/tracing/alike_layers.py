@@ -17,13 +17,13 @@ import itertools
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
-import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from megacompile.frontend.graph.split import Section
 from megacompile.frontend.templates.template import Source
 from megacompile.frontend.tracing.layers import LayerStack, build_of
 from megacompile.frontend.tracing.modes import Said, operation_number, torch_calls
+from megacompile.torch_compat.core import pytree
 
 #: Where nn.Module keeps what `build_of` compares.
 _COMPARED = frozenset({"_parameters", "_buffers", "_modules"})

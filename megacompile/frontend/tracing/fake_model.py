@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megacompile.errors import CaptureError
 from megacompile.frontend.batches.modalities import aligned, is_images
@@ -20,6 +19,7 @@ from megacompile.frontend.ops.attention import register_with_transformers
 from megacompile.frontend.tracing.adapters import forward_signature
 from megacompile.frontend.tracing.layers import Layers, encoders, find_layers
 from megacompile.frontend.tracing.recorders import remove_hooks_for_gradients
+from megacompile.torch_compat.core import FakeTensorMode
 
 CAPTURE_SHAPE = (3, 17)  # batch, length. 0 and 1 would be specialized, and equal sizes could share one symbol.
 

@@ -17,11 +17,11 @@ from typing import Any, TypeVar
 from unittest import mock
 
 import torch
-import torch._dynamo
 from torch import Tensor, nn
-from torch._dynamo.utils import get_metrics_context
 
 from megacompile.errors import CaptureError
+from megacompile.torch_compat import dynamo
+from megacompile.torch_compat.dynamo import get_metrics_context
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -197,7 +197,7 @@ def layers_as_regions(stack: LayerStack, each_call: bool = False) -> Iterator[No
         getattr(logging.Logger, name) for name in _LOGGING if hasattr(logging.Logger, name)}}
     # torch 2.13 inlines regions that are called once (2.11 has no such setting): a layer unlike all others, and any
     # one-layer stack, would dissolve into the outer graph.
-    if hasattr(torch._dynamo.config, "inline_single_use_invoke_subgraph"):
+    if hasattr(dynamo.config, "inline_single_use_invoke_subgraph"):
         settings["inline_single_use_invoke_subgraph"] = False
     classes = {type(layer) for layer in stack.layers}
     # An inherited forward is patched on the subclass, so that the base class keeps its own.
@@ -210,7 +210,7 @@ def layers_as_regions(stack: LayerStack, each_call: bool = False) -> Iterator[No
             cls.forward = _region(forward, next(numbers))  # type: ignore[method-assign]
         try:
             # Restored before Dynamo logs its settings: torch 2.11 cannot write a set of functions as JSON.
-            with get_metrics_context(), torch._dynamo.config.patch(settings):  # type: ignore[arg-type]
+            with get_metrics_context(), dynamo.config.patch(settings):  # type: ignore[arg-type]
                 yield
         finally:
             for cls, forward in originals.items():
@@ -223,7 +223,7 @@ def layers_as_regions(stack: LayerStack, each_call: bool = False) -> Iterator[No
 @contextlib.contextmanager
 def _without_reuse() -> Iterator[None]:
     """Within, Dynamo reuses no region for another call. (Torch 2.11 never does.)"""
-    regions = getattr(torch._dynamo.variables, "invoke_subgraph", None)
+    regions = dynamo.regions()
     with (mock.patch.object(regions, "is_reuse_eligible", return_value=False)
           if hasattr(regions, "is_reuse_eligible") else contextlib.nullcontext()):
         yield

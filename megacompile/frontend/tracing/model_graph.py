@@ -14,15 +14,8 @@ from typing import Any
 from unittest import mock
 
 import torch
-import torch._dynamo
 from torch import Tensor, fx, nn
-from torch._dynamo.functional_export import dynamo_graph_capture_for_export
-from torch._dynamo.variables.lazy import LazySymNodeFormatString
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributions import Distribution
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.utils._sympy.interp import sympy_interp
-from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 from megacompile.errors import CaptureError, MegacompileError
 from megacompile.frontend.batches.pairs import pairs_of
@@ -35,6 +28,10 @@ from megacompile.frontend.tracing.layers import LayerStack, layers_as_regions
 from megacompile.frontend.tracing.native_branches import native_branches
 from megacompile.frontend.tracing.rounded_sizes import rounded_sizes
 from megacompile.frontend.tracing.trace_caches import release_tracked_fakes
+from megacompile.torch_compat import dynamo
+from megacompile.torch_compat.core import FakeTensorMode, torch_check
+from megacompile.torch_compat.dynamo import LazySymNodeFormatString, dynamo_graph_capture_for_export
+from megacompile.torch_compat.symbols import PythonReferenceAnalysis, ShapeEnv, sympy_interp
 
 INVOKE = torch.ops.higher_order.invoke_subgraph
 
@@ -84,18 +81,18 @@ def capture_model_graph(
     for tensor, dynamic in zip(tensors, dimensions, strict=True):
         for dimension, _ in dynamic:
             if tensor.shape[dimension] > 1:  # Dynamo makes a size of 1 constant, even if it is marked dynamic
-                torch._dynamo.mark_dynamic(tensor, dimension)
+                dynamo.mark_dynamic(tensor, dimension)
 
     def step(*inputs: Tensor) -> Any:
         for other, dynamic in itertools.compress(zip(inputs, dimensions, strict=True), tied):
             for dimension, of_first in dynamic:  # each marked dimension gets its own symbol: assert that they are equal
-                torch._check(other.shape[dimension] == inputs[0].shape[of_first])
+                torch_check(other.shape[dimension] == inputs[0].shape[of_first])
         return model(**taken(dict(zip(names, inputs, strict=True))), **options)
 
-    torch._dynamo.reset()
+    dynamo.reset()
     with (fakes, warnings.catch_warnings(record=True) as warned, traceable_adapters(), unchecked_distributions(),
           unchecked_values(), sizes_unread_by_messages(), rounded_sizes(), native_branches(model),
-          torch._dynamo.config.patch(fake_tensor_cache_enabled=False), layers_as_regions(stack, each_call)):
+          dynamo.config.patch(fake_tensor_cache_enabled=False), layers_as_regions(stack, each_call)):
         warnings.simplefilter("always")
         try:
             graph = dynamo_graph_capture_for_export(_with_own_globals(step))(*tensors)

@@ -12,8 +12,9 @@ import sys
 from collections.abc import Iterator
 from unittest import mock
 
-import torch
 from torch import nn
+
+from megacompile.torch_compat.core import reported_as_export
 
 #: The function that a model's module calls to ask whether it is exported.
 _ASKS = "is_torchdynamo_exporting"
@@ -34,7 +35,7 @@ def native_branches(model: nn.Module) -> Iterator[None]:
 @contextlib.contextmanager
 def as_traced(model: nn.Module) -> Iterator[None]:
     """Within, `model` takes the same branches in a plain run as in a trace."""
-    with native_branches(model), mock.patch.multiple(torch.compiler, _is_compiling_flag=True, _is_exporting_flag=True):
+    with native_branches(model), reported_as_export():
         yield
 
 

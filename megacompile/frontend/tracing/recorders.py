@@ -7,9 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from megacompile.frontend.tracing.layers import LayerStack, encoders
+from megacompile.torch_compat.core import pytree
 
 ROUTERS = "router_logits"
 

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import sympy
-from torch.fx.experimental.sym_node import SymNode
-from torch.utils._sympy.functions import FloorDiv, Mod, PythonMod
+
+from megacompile.torch_compat.symbols import FloorDiv, Mod, PythonMod, SymNode
 
 
 @contextlib.contextmanager

@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from megacompile.errors import CaptureError, UnsupportedError
 from megacompile.frontend.batches.pairs import masks_of
@@ -25,6 +23,8 @@ from megacompile.frontend.tracing.model_graph import ModelGraph, capture_model_g
 from megacompile.frontend.tracing.recorders import install_recorders
 from megacompile.frontend.tracing.rehearsal import Rehearsal, rehearse
 from megacompile.ir.plan import CaptureKey
+from megacompile.torch_compat.core import FakeTensorMode
+from megacompile.torch_compat.symbols import ShapeEnv
 
 
 class Traced(NamedTuple):

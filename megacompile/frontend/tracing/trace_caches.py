@@ -5,8 +5,8 @@ import gc
 import linecache
 from types import FunctionType
 
-from torch.fx import graph_module
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from megacompile.torch_compat.core import generated_code
+from megacompile.torch_compat.symbols import ShapeEnv
 
 
 def forget_symbols() -> None:
@@ -27,7 +27,7 @@ def forget_generated_code() -> None:
     """Drops the source lines of every graph module that no longer exists. torch.fx keeps one text for each `recompile()`, to
     show it in stack traces, and never drops one."""
     alive = {function.__code__.co_filename for function in gc.get_objects() if type(function) is FunctionType}
-    kept = graph_module._loader.eval_cache
+    kept = generated_code()
     for name in [name for name in kept if name not in alive]:
         kept.pop(name, None)
         linecache.cache.pop(name, None)

@@ -1,0 +1,69 @@
+"""Private parts of PyTorch that `import torch` loads in any case: engine, dispatcher, fake tensors, generated code."""
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch._decomp import get_decompositions  # writes losses as ops that are known to treat each token alone
+from torch._dispatch.python import enable_python_dispatcher  # runs ops with symbolic sizes outside of a trace
+from torch._guards import TracingContext, tracing  # what inductor asks for the fakes of the graph that it compiles
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # tensors without data: captures run on them
+from torch.fx import graph_module
+from torch.fx.experimental.proxy_tensor import make_fx  # traces ops on fakes: variants for concrete sizes
+from torch.utils import _pytree as pytree  # flattens what models and functions return
+from torch.utils._python_dispatch import TorchDispatchMode  # sees every op of a plain run on fakes
+
+__all__ = [
+    "DispatchKey", "FakeTensor", "FakeTensorMode", "OpOverload", "SetExcludeDispatchKeyGuard", "TorchDispatchMode",
+    "TracingContext", "builtin_linear", "clear_cublas_workspaces", "enable_python_dispatcher", "foreach_norm", "generated_code",
+    "get_decompositions", "graph_is_kept", "grouped_mm", "make_fx", "node_will_run", "parse_to", "pytree",
+    "reported_as_export", "set_allocator_settings", "set_grad_enabled", "sleep_on_device", "torch_check", "tracing",
+]
+
+#: States that two sizes are equal, inside of code that is traced.
+torch_check = torch._check
+#: The product of each group of rows with its own matrix, for experts.
+grouped_mm = torch._grouped_mm
+#: Norms of many tensors in one kernel, for clipping.
+foreach_norm = torch._foreach_norm
+#: The class of the ops in a traced graph: their tags tell which draw random numbers, their schemas which change inputs.
+OpOverload = torch._ops.OpOverload
+#: The function that `F.linear` is in a graph of Dynamo's, and the one that switches gradients on and off there.
+builtin_linear: Any = torch._C._nn.linear
+set_grad_enabled: Any = torch._C._set_grad_enabled
+#: Reads the arguments of `Module.to` as PyTorch does.
+parse_to: Any = torch._C._nn._parse_to
+#: Whether the current backward was called with retain_graph, and whether it will run a node. Both only within a backward.
+graph_is_kept: Any = torch._C._autograd._get_current_graph_task_keep_graph
+node_will_run: Any = torch._C._will_engine_execute_node
+#: Let an op differentiate in its own implementation, where autograd is switched off.
+DispatchKey: Any = torch._C.DispatchKey
+SetExcludeDispatchKeyGuard: Any = torch._C._SetExcludeDispatchKeyGuard
+
+
+def reported_as_export() -> AbstractContextManager[Any]:
+    """Within, PyTorch reports that it compiles and exports, so that models take the branches of a trace in a plain run."""
+    return mock.patch.multiple(torch.compiler, _is_compiling_flag=True, _is_exporting_flag=True)
+
+
+def generated_code() -> dict[str, Any]:
+    """The sources of all graph modules by file name, which torch.fx keeps and never drops."""
+    return graph_module._loader.eval_cache
+
+
+# CUDA builds only.
+def set_allocator_settings(settings: str) -> None:
+    """Sets PyTorch's CUDA allocator up as PYTORCH_CUDA_ALLOC_CONF would, before the first allocation."""
+    torch.cuda.memory._set_allocator_settings(settings)
+
+
+def clear_cublas_workspaces() -> None:
+    """Frees cuBLAS's workspaces, which would split the next plan's memory."""
+    torch._C._cuda_clearCublasWorkspaces()
+
+
+def sleep_on_device(cycles: int) -> None:
+    """Keeps the current stream busy, to test that lanes wait for it."""
+    torch.cuda._sleep(cycles)

@@ -1,0 +1,16 @@
+"""Private parts of PyTorch for sizes that are symbols. Importing it imports sympy."""
+from __future__ import annotations
+
+from torch.fx.experimental.sym_node import SymNode  # arithmetic on sizes: paddings are rewritten as multiples
+from torch.fx.experimental.symbolic_shapes import (
+    DimDynamic,  # marks the number of rows as a symbol
+    ShapeEnv,  # the symbols of a trace, and its guards on them
+    free_unbacked_symbols,  # finds sizes that depend on values
+)
+from torch.utils._sympy import functions as size_functions  # the functions in expressions of sizes
+from torch.utils._sympy.functions import FloorDiv, Mod, PythonMod  # those that paddings consist of
+from torch.utils._sympy.interp import sympy_interp  # computes an expression of sizes by ops of a graph
+from torch.utils._sympy.reference import PythonReferenceAnalysis  # which ops these are
+
+__all__ = ["DimDynamic", "FloorDiv", "Mod", "PythonMod", "PythonReferenceAnalysis", "ShapeEnv", "SymNode",
+           "free_unbacked_symbols", "size_functions", "sympy_interp"]
