@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megacompile.runtime.memory.arena import Accumulators, Weights
+from megacompile.torch_compat.core import grouped_mm
 
 
 @dataclass(frozen=True)
@@ -130,5 +131,5 @@ def grouped_product(rows: Tensor, others: Tensor, ends: Tensor) -> Tensor:
     """[groups, K, N]: for each group of rows the product of the transpose of its rows [.., K] and its others [.., N]; `ends`:
     int32 [groups]."""
     # Each row in one piece: where a group begins inside one, its address is not what kernels ask for.
-    product: Tensor = torch._grouped_mm(rows.contiguous().t(), others.contiguous(), offs=ends)
+    product: Tensor = grouped_mm(rows.contiguous().t(), others.contiguous(), offs=ends)
     return product

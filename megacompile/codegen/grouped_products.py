@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import torch
 from torch import fx
-from torch._inductor import inductor_prims
+
+from megacompile.torch_compat.inductor import inductor_prims
 
 
 def keep_operands(graph: fx.Graph) -> None:

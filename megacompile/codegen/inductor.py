@@ -20,15 +20,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._inductor
 from torch import Tensor, fx
-from torch._dynamo.utils import counters
-from torch._guards import TracingContext, tracing
-from torch._subclasses.fake_tensor import FakeTensor
 
 from megacompile.codegen.cache import CacheError, cache_directory, processor_name
 from megacompile.codegen.grouped_products import keep_operands
 from megacompile.codegen.seal import discard, sealed
+from megacompile.torch_compat import inductor
+from megacompile.torch_compat.core import FakeTensor, TracingContext, tracing
+from megacompile.torch_compat.dynamo import counters
 
 #: Where inductor and Triton keep their caches. Inductor sets both itself, for the rest of the process.
 _VARIABLES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
@@ -81,7 +80,7 @@ def _compile(graph: fx.GraphModule, examples: Sequence[Tensor | torch.SymInt],
         hits, others = _lookups()
         graph = copy.deepcopy(graph)  # inductor changes the graph that it gets
         keep_operands(graph.graph)
-        function: Any = torch._inductor.compile(graph, [*examples])
+        function: Any = inductor.compile(graph, [*examples])
         hits_now, others_now = _lookups()
         if folder is not None:
             sealed(folder).seal()
@@ -141,6 +140,7 @@ def _next(folder: Path) -> Path:
 def _versions() -> str:
     package = Path(__file__).parents[1]
     digest = hashlib.sha256(f"{torch.__version__} {processor_name()}".encode())
-    for path in (package / "ir" / "token_loop.py", *sorted((package / "frontend").rglob("*.py"))):
+    for path in (package / "ir" / "token_loop.py", *sorted((package / "frontend").rglob("*.py")),
+                 *sorted((package / "torch_compat").rglob("*.py"))):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:32]

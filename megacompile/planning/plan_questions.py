@@ -9,11 +9,11 @@ import dataclasses
 from typing import Any
 
 import torch
-from torch._inductor import config as inductor_config
 
 from megacompile.passes import PIPELINE, TEMPLATE_PIPELINE
 from megacompile.planning.config import StreamConfig
 from megacompile.planning.search_space import SearchSpace
+from megacompile.torch_compat.inductor import config as inductor_config
 
 #: Options that change no plan, or whose effects are in a question (graphs, budgets, passes).
 ELSEWHERE = frozenset({"device", "device_memory", "pinned_memory", "host_memory", "dtype", "compile", "dynamic",

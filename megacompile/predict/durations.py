@@ -10,7 +10,6 @@ import sympy
 import torch
 from tabulate import tabulate
 from torch import fx
-from torch.utils._sympy import functions as size_functions
 
 from megacompile.frontend.capture import CapturedModel
 from megacompile.frontend.templates.template import BATCH, LENGTH, Template, Variant
@@ -22,6 +21,7 @@ from megacompile.predict.flops import Work, variant_work
 from megacompile.predict.hardware import Hardware
 from megacompile.predict.simulate import Timeline, simulate
 from megacompile.runtime.memory.tiles import TileLayout
+from megacompile.torch_compat.symbols import size_functions
 
 #: At one batch and length: (FLOPs of GEMMs, of grouped GEMMs, bytes of GEMMs, other bytes, kernels), and for each attention
 #: kernel its FLOPs and those of one additional key.

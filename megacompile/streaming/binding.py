@@ -7,7 +7,6 @@ from typing import Any
 
 import sympy
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megacompile.codegen.inductor import Inductor
 from megacompile.frontend.capture import CapturedModel
@@ -20,6 +19,7 @@ from megacompile.ir.plan import FULL_TOKENS, Plan
 from megacompile.ir.program import Program, argument, nodes, op_of
 from megacompile.runtime.kernels import Input, Kernel, ParameterGradient
 from megacompile.system.under_way import at, under_way
+from megacompile.torch_compat.core import FakeTensorMode
 from megacompile.weights.tiling import Tiling
 
 

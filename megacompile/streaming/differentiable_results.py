@@ -16,6 +16,7 @@ from megacompile.errors import LeaseError, UnsupportedError
 from megacompile.frontend.tracing.recorders import asks_for_gradients
 from megacompile.streaming.open_forward import OpenForward
 from megacompile.streaming.streamed import Streamed
+from megacompile.torch_compat.core import graph_is_kept, node_will_run
 
 _MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -38,10 +39,10 @@ class StreamedResults(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise LeaseError("create_graph=True (double backward) is not supported, since a streamed backward builds no graph: "
                              "leave it out")
-        if torch._C._autograd._get_current_graph_task_keep_graph():
+        if graph_is_kept():
             raise LeaseError("retain_graph=True is not supported, since the backward frees activations as it runs: "
                              "run the forward once for each backward")
-        if not torch._C._will_engine_execute_node(ctx.anchor):
+        if not node_will_run(ctx.anchor):
             raise LeaseError("gradients of single parameters are not supported (torch.autograd.grad, backward(inputs=...)): "
                              "a streamed backward computes all of them; call loss.backward() and read .grad")
         streamed: Streamed = ctx.streamed

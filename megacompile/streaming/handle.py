@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from megacompile.errors import MegacompileError, UnsupportedError
@@ -34,6 +33,7 @@ from megacompile.streaming.shapes import CompiledShape
 from megacompile.streaming.streamed import Streamed
 from megacompile.streaming.streamed_module import StreamedModule, original_class
 from megacompile.streaming.turns import in_turn
+from megacompile.torch_compat.core import pytree
 
 
 class Handle:

@@ -13,6 +13,7 @@ from torch import nn
 from megacompile.errors import UnsupportedError
 from megacompile.streaming.adapters import base_calls_streamed
 from megacompile.streaming.streamed import Streamed
+from megacompile.torch_compat.core import parse_to
 from megacompile.weights.saving import save_whole
 
 
@@ -49,7 +50,7 @@ class StreamedModule(nn.Module):
         raise UnsupportedError("a streamed model's weights cannot be moved or cast: model.megacompile.close() first")
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
-        device, dtype, _, _ = torch._C._nn._parse_to(*args, **kwargs)
+        device, dtype, _, _ = parse_to(*args, **kwargs)
         here = self.megacompile.streamed.backend.device
         if dtype is not None and any(p.dtype != dtype for p in self.megacompile.streamed.parameters.values()):
             raise UnsupportedError(f"a streamed model cannot be cast to {dtype}: close() it first, or give dtype= to stream()")

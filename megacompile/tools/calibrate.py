@@ -26,6 +26,7 @@ from megacompile.runtime.optimizer import adam
 from megacompile.system import control_groups
 from megacompile.system.host_memory import PAGE, available_host_bytes, host_memory
 from megacompile.system.progress import Say, nothing
+from megacompile.torch_compat.core import grouped_mm
 
 #: Long enough for a GPU to come down to the clock that its power allows.
 SUSTAINED_S = 3.0
@@ -142,7 +143,7 @@ class _Compute:
 
         def products() -> None:
             for a, b in ((hidden, weights.transpose(1, 2)), (grad, weights), (grad.t(), hidden)):
-                torch._grouped_mm(a, b, offs=ends)
+                grouped_mm(a, b, offs=ends)
 
         return _rate(products, 6.0 * grad.numel() * wide, SHORT_S * self.scale, self.backend.synchronize)
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from megacompile.torch_compat.core import TorchDispatchMode
 from megacompile.weights.empty_models import replace_parameters
 
 #: Elements of a block, which has its own generator.

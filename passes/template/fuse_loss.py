@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from megacompile.passes.template import Target, copy_graph
+from megacompile.torch_compat.core import builtin_linear
 
 name = "fuse_loss"
 level = "model"
@@ -83,7 +84,7 @@ def _walk(node: fx.Node, user: fx.Node) -> _Chain | None:
     chain = _Chain(node, [])
     multiplied, capped = 1.0, False  # by how much since the tanh, or since the loss
     while list(node.users) == [user]:
-        if node.target in (F.linear, torch._C._nn.linear):
+        if node.target in (F.linear, builtin_linear):
             chain.head = node
             chain.scale *= multiplied * (chain.softcap if capped else 1.0)
             return chain if _linear(node) else None

@@ -20,12 +20,13 @@ from megacompile.ir.program import Lane
 from megacompile.runtime.backends.clock import Clock, CudaClock
 from megacompile.runtime.optimizer import device_adam
 from megacompile.runtime.optimizer.adam import AdamSegment
+from megacompile.torch_compat.core import clear_cublas_workspaces, foreach_norm, set_allocator_settings, sleep_on_device
 
 
 def expandable_segments() -> None:
     """Before the first CUDA allocation, unless the user has set the allocator up."""
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ and "PYTORCH_ALLOC_CONF" not in os.environ:
-        torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+        set_allocator_settings("expandable_segments:True")
 
 
 def free_bytes(device: torch.device) -> int:
@@ -107,7 +108,7 @@ class CudaBackend:
             self.streams[lane].synchronize()
 
     def norms(self, views: Sequence[Tensor], out: Tensor) -> None:
-        torch.stack(torch._foreach_norm(list(views), 2, dtype=torch.float32), out=out)
+        torch.stack(foreach_norm(list(views), 2, dtype=torch.float32), out=out)
 
     def adamw(self, weights: Tensor, remainder: Tensor | None, gradient: Tensor, m: Tensor, v: Tensor,
               segments: Sequence[AdamSegment], gradient_scale: float, judged: tuple[Tensor, Tensor] | None = None,
@@ -148,7 +149,7 @@ class CudaBackend:
             return
         stream = torch.cuda.ExternalStream(self.streams[lane].ptr, device=self.device)
         with torch.cuda.stream(stream):
-            torch.cuda._sleep(int(seconds * 1.5e9))  # cycles, at about the clock of a current device
+            sleep_on_device(int(seconds * 1.5e9))  # cycles, at about the clock of a current device
 
     def enter(self, tensors: list[Tensor]) -> None:
         self.compute.wait_stream(torch.cuda.current_stream(self.device))
@@ -171,7 +172,7 @@ class CudaBackend:
     def trim(self) -> None:
         # A workspace of cuBLAS stays where the first product has put it, amid the slots and activations of that plan. The next
         # plan's would have to go around it, and leave holes that count as reserved.
-        torch._C._cuda_clearCublasWorkspaces()
+        clear_cublas_workspaces()
         with torch.cuda.device(self.device):
             torch.cuda.empty_cache()
 
