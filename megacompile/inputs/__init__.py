@@ -1,2 +1,2 @@
-"""What a user passes to a streamed model, and the batch that it becomes."""
+"""Reads what a user passes to a streamed model into the batch that a program runs on."""
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The batches of one optimizer step -> one batch, so that weights are streamed once for all of them."""
+"""Joins the batches of one optimizer step into one batch, so that weights are streamed once for all of them."""
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
@@ -13,13 +13,13 @@ from megacompile.losses import IGNORED
 
 
 def join(batches: Sequence[Mapping[str, Any]], labels: Collection[str], causal: bool) -> dict[str, Any] | None:
-    """The rows of all batches in their order: tensors [sum of rows, longest length, ...]. Shorter ones are padded on the right,
-    `labels` with -100, all else with 0: no loss changes where no token sees what follows it (`causal`), or an attention mask
-    says what is padding.
+    """The rows of all batches in order: tensors [sum of rows, longest length, ...]. Shorter rows are padded on the right,
+    `labels` with -100, other arguments with 0. This changes no loss if no token sees later tokens (`causal`), or if an
+    attention mask marks the padding.
 
-    None where arguments differ between batches, or are anything but integer tensors [rows, length, ...]; where padding would be
-    seen; and for masks of pairs, which are joined if all are of one length: what a mask would have to say of padding is the
-    model's business."""
+    None if the batches have different arguments, if an argument is not an integer tensor [rows, length, ...], or if the model
+    would see the padding. Masks of pairs of tokens are joined only if all have the same length, since only the model knows
+    what such a mask must hold for padding."""
     if len(batches) == 1:
         return dict(batches[0])
     keys = batches[0].keys()

@@ -1,4 +1,4 @@
-"""What reading a batch needs to know of a streamed model: its captures, one for each form of batch."""
+"""Protocols for a streamed model's captures, one for each kind of batch: what reading a batch needs to know of the model."""
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from megacompile.ir.plan import CaptureKey
 
 
 class Capture(Protocol):
-    """The capture that serves one form of batch."""
+    """The capture that serves one kind of batch."""
 
     @property
     def captured(self) -> CapturedModel: ...
@@ -23,11 +23,12 @@ class Capture(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Where its kernels run."""
+        """The device that its kernels run on."""
 
 
 class Captures(Protocol):
-    """All captures of a model. `first`: that of plain batches; `parameters`: names of the parameters of the model's forward."""
+    """All captures of a model. `first`: the capture for plain batches; `parameters`: the parameter names of the model's
+    forward."""
 
     @property
     def first(self) -> Capture: ...
@@ -36,13 +37,14 @@ class Captures(Protocol):
     def parameters(self) -> frozenset[str]: ...
 
     def capture_key(self, further: tuple[str, ...], training: bool, images: int = 1) -> CaptureKey:
-        """The form of a batch with `further` arguments and `images` for each sequence."""
+        """The key of a batch with `further` arguments, beside those of plain batches, and `images` for each sequence."""
 
     def serve(self, key: CaptureKey) -> Capture:
-        """The capture that serves a key. The first call with a key traces the model."""
+        """The capture for a key. The first call with a key traces the model."""
 
     def reads_masks(self, key: CaptureKey) -> bool:
-        """Whether our attention serves batches of the key."""
+        """Whether our attention reads the masks of pairs of this key's batches in every layer."""
 
     def check_modes(self, captured: CapturedModel) -> None:
-        """Raises `UnsupportedError` if modules inside the model are in another mode than in the capture."""
+        """Raises `UnsupportedError` if a module inside the model was in another mode (training or evaluation) when it was
+        captured."""

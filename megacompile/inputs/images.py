@@ -1,8 +1,8 @@
-"""Images of a batch, in the order of their places among tokens -> as many for every sequence, so that rows can be split.
+"""Gives every sequence of a batch the same number of images, so that the batch can be split by rows.
 
-Sequences with fewer images than others have some of the batch's repeated, which nobody reads: each place takes its features
-from the images of its own row. The number is the largest of any row, rounded up to a power of two, since each has graphs of its
-own.
+The caller passes images in the order of their placeholders among the tokens. The common number is the largest number in any
+row, rounded up to a power of two, since each number needs its own graphs. Sequences with fewer images are filled up with
+repeated ones. These are never read: each placeholder takes its features from the images of its own row.
 """
 from __future__ import annotations
 
@@ -18,36 +18,37 @@ from megacompile.frontend.templates.template import TemplateInput
 
 
 def arrange_images(name: str, captured: CapturedModel, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The batch arguments with images [batch, ...], or [batch, most, ...] where a sequence has several.
+    """The batch arguments with images [batch, ...], or [batch, most, ...] if a sequence has several images.
 
-    `captured`: of plain batches. Raises `UnsupportedError` where places and images are not as many."""
+    `captured`: the capture for plain batches. Raises `UnsupportedError` if the number of images differs from the number of
+    their placeholders."""
     numbers: dict[str, list[int]] = {}
     for places in captured.places:
         numbers |= dict.fromkeys(places.images, places.numbers(name, inputs))
     largest = max((max(each) for each in numbers.values()), default=1)
     most = 1 << max(largest - 1, 0).bit_length()
     if most > 1 and (others := images_of(inputs) - numbers.keys()):
-        raise UnsupportedError(f"{name}: {', '.join(sorted(others))} has one value for each sequence, of which some have "
-                               "several images: give every sequence one image at most")
+        raise UnsupportedError(f"{name}: {', '.join(sorted(others))} has one value for each sequence, but some sequences have "
+                               "several images: give every sequence at most one image")
     return {key: _by_rows(name, key, tensor, numbers[key], most) if key in numbers else tensor
             for key, tensor in inputs.items()}
 
 
 def _by_rows(name: str, key: str, images: Tensor, numbers: list[int], most: int) -> Tensor:
     if len(images) != sum(numbers):
-        raise UnsupportedError(f"{name}: {key} has {len(images)} images, and the batch's sequences have places for "
-                               f"{sum(numbers)}: give each image its places among input_ids, and leave none over")
+        raise UnsupportedError(f"{name}: {key} has {len(images)} images, but the batch's sequences have places for "
+                               f"{sum(numbers)}: put the placeholders of every image into input_ids, and no others")
     if not len(images):
-        images = images.new_zeros((1, *images.shape[1:]))  # nobody reads it
+        images = images.new_zeros((1, *images.shape[1:]))  # never read
     chosen = torch.zeros(len(numbers), most, dtype=torch.long)
     for row, number in enumerate(numbers):
         chosen[row, :number] = torch.arange(number) + sum(numbers[:row])
-    if sum(numbers) < chosen.numel():  # else they are in order
+    if sum(numbers) < chosen.numel():  # otherwise they are already in order
         images = images[chosen.flatten().to(images.device)]
     return images.unflatten(0, chosen.shape) if most > 1 else images
 
 
 def images_of_each(types: Mapping[str, TemplateInput], inputs: Mapping[str, Tensor]) -> int:
-    """How many images every sequence of arranged inputs has. `types`: of plain batches."""
+    """The number of images of every sequence, in the result of `arrange_images`. `types`: those of plain batches."""
     return max((tensor.shape[1] for key, tensor in inputs.items() if key in types and tensor.dim() > len(types[key].shape)),
                default=1)

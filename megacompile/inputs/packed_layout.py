@@ -1,7 +1,7 @@
-"""Rows of uneven length -> rows of one length that several sequences share, and back.
+"""Rearranges rows of uneven length into packed rows of one length, which several sequences share, and back.
 
-A batch whose rows are padded to the longest one computes mostly padding, and each step has a new length to compile for. Here
-the sequences of such a batch share rows of one fixed length, as sequences that do not see each other:
+A batch that is padded to its longest row computes mostly padding, and each step may have a new length to compile for. Packing
+puts the sequences of such a batch into rows of one fixed length; sequences in one row do not see each other:
 
     batch [4, 7]          packed [2, 8]         positions
     a a a . . . .         c c c c c c d d       0 1 2 3 4 5 0 1
@@ -9,8 +9,8 @@ the sequences of such a batch share rows of one fixed length, as sequences that 
     c c c c c c .
     d d . . . . .
 
-The layout is a function of the batch alone: nothing is remembered from step to step, so a resumed run lays out what the
-interrupted one would have. Which batches may be packed, `repacking.py` decides.
+The layout depends only on the batch, and no state is kept between steps, so a resumed run packs every batch as the interrupted
+run would have. `repacking.py` decides which batches are packed.
 """
 from __future__ import annotations
 
@@ -25,20 +25,21 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-#: A flag for each place of a batch, [rows, length]. NumPy computes with it on the caller's thread: a PyTorch op on so many
-#: elements waits for a team of threads, whose cores the last step's update occupies.
+#: A flag for each position of a batch, [rows, length]. NumPy computes with it on the caller's thread. A PyTorch op on this many
+#: elements would wait for a thread pool whose cores are busy with the last step's update.
 BoolArray = npt.NDArray[np.bool_]
 
-#: Tokens of a packed row, unless a sequence is longer or the whole batch is shorter. Attention never crosses sequences, so
-#: longer rows compute nothing more; they only leave less room unused at their ends.
+#: Length of a packed row in tokens, unless a sequence is longer or the whole batch is shorter. Attention never crosses
+#: sequences, so longer rows add no work; they only waste less space at their ends.
 LENGTH = 2048
-#: Tokens of the shortest row.
+#: Length of the shortest packed row in tokens.
 _SHORTEST = 64
 
 
 @dataclass(frozen=True)
 class Span:
-    """One sequence: the places `start` to `stop` of a row of the batch; `position`, that of its first token."""
+    """One sequence: columns `start` (inclusive) to `stop` (exclusive) of a row of the batch. `position`: the position ID of
+    its first token."""
 
     row: int
     start: int
@@ -51,16 +52,17 @@ class Span:
 
     @property
     def end(self) -> int:
-        """The position that a next token would have."""
+        """The position ID that the next token would have."""
         return self.position + self.tokens
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the tokens of a batch of `size` (rows, length) lie once they are packed.
+    """Where the tokens of a batch of `size` (rows, length) are after packing.
 
-    `source`: int64 [packed rows, packed length], which of the batch's places, counted row by row, each token is from; -1 where
-    there is none. `positions`: int64, of the same shape. `begins`: bool, the first token of each sequence."""
+    `source`: int64 [packed rows, packed length], the flat index in the original batch that each token comes from, -1 for
+    empty slots. `positions`: int64 of the same shape, position IDs. `begins`: bool of the same shape, True at the first token
+    of each sequence."""
 
     size: tuple[int, int]
     source: Tensor
@@ -69,7 +71,7 @@ class Layout:
 
     @cached_property
     def _source(self) -> npt.NDArray[np.int64]:
-        """`source` as an array, with some place of the batch where there is no token (`_empty`)."""
+        """`source` as an array, with 0 in empty slots (`_empty`)."""
         return np.maximum(self.source.numpy(), 0)
 
     @cached_property
@@ -78,12 +80,13 @@ class Layout:
 
     @cached_property
     def filled(self) -> Tensor:
-        """Which places hold a token: indices of the packed places, counted row by row, int64 [tokens]."""
+        """Flat indices of the packed slots that hold a token, int64 [tokens]."""
         return (self.source.flatten() >= 0).nonzero().squeeze(1)
 
     def pack(self, tensor: Tensor, filling: int = 0) -> Tensor:
-        """The values of a batch's tokens, [rows, length, ...], in packed places; `filling` where there is no token."""
-        if tensor.is_cpu and not tensor.is_floating_point():  # ids and labels, of every batch
+        """The values [rows, length, ...] of a batch's tokens, packed: [packed rows, packed length, ...], with `filling` in
+        empty slots."""
+        if tensor.is_cpu and not tensor.is_floating_point():  # ids and labels: every batch takes this path
             packed = tensor.flatten(0, 1).numpy()[self._source]
             packed[self._empty] = filling
             return torch.from_numpy(packed)
@@ -93,14 +96,15 @@ class Layout:
         return values
 
     def pack_targets(self, labels: Tensor, ignored: int) -> Tensor:
-        """Labels in packed places. That of a sequence's first token is `ignored`: the token before it is of another one."""
+        """Labels, packed. The label of a sequence's first token becomes `ignored`, since the token before it belongs to another
+        sequence."""
         packed = self.pack(labels, ignored)
         packed.masked_fill_(self.begins.to(packed.device), ignored)
         return packed
 
     def unpack(self, packed: Tensor) -> Tensor:
-        """Values of packed tokens, [packed rows, packed length, ...], in the batch's places, zeros in those without a token.
-        Differentiable."""
+        """The values [packed rows, packed length, ...] of packed tokens, in the original layout [rows, length, ...], with zeros
+        for padding. Differentiable."""
         flat = packed.flatten(0, 1)
         filled = self.filled.to(flat.device)
         places = self.source.flatten()[self.filled].to(flat.device)
@@ -109,16 +113,17 @@ class Layout:
 
 
 def array_of(tensor: Tensor) -> npt.NDArray[Any]:
-    """The values of a tensor as a NumPy array on the host, which shares its memory where it can."""
+    """The values of a tensor as a NumPy array on the host. Shares the tensor's memory if possible."""
     here = tensor.detach().cpu()
     return (here.float() if here.dtype == torch.bfloat16 else here).numpy()
 
 
 def spans_of(present: BoolArray, positions: Tensor | None, sequences: bool) -> list[Span] | None:
-    """The sequences of a batch, by rows. `present`: bool [rows, length], which places hold a token; `positions`: int64, of the
-    same shape (None: counted from 0 in each row); `sequences`: a row has a new one wherever positions do not go on.
+    """The sequences of a batch, row by row. `present`: bool [rows, length], True where there is a token. `positions`: int64 of
+    the same shape, position IDs (None: 0, 1, 2, ... in each row). `sequences`: a new sequence starts wherever the position IDs
+    are not consecutive.
 
-    None where a row's tokens are not next to each other, or where the positions of a sequence do not go on."""
+    None if a row's tokens are not contiguous, or, without `sequences`, if its position IDs are not consecutive."""
     counted = np.broadcast_to(np.arange(present.shape[1]), present.shape) if positions is None else array_of(positions)
     follows = present[:, 1:] & present[:, :-1]
     starts = present.copy()
@@ -138,20 +143,24 @@ def spans_of(present: BoolArray, positions: Tensor | None, sequences: bool) -> l
 
 
 def lay_out(spans: Sequence[Span], size: tuple[int, int], least: int = LENGTH) -> Layout:
-    """Packs the sequences of a batch of `size`, at least one: best fit, the longest first. Rows have `least` tokens, a power of
-    two; more, the next power of two, where a sequence is longer, and less where all tokens together are fewer."""
+    """Packs the sequences of a batch of `size` (at least one sequence) by best fit, longest first.
+
+    Packed rows have `least` tokens, a power of two. If a sequence is longer, they have the next power of two; if the whole
+    batch has fewer tokens, they are shorter."""
     longest, tokens = max(span.tokens for span in spans), sum(span.tokens for span in spans)
     length = max(power_of_two(longest), min(least, power_of_two(max(tokens, _SHORTEST))))
     rows = _best_fit(spans, length)
     count = len(rows)
-    unused = torch.arange(length) % longest  # sequences of their own, whose positions real ones have too
+    unused = torch.arange(length) % longest  # separate sequences, with position IDs that also occur in real ones
     source, positions = torch.full((count, length), -1), unused.repeat(count, 1)
     begins = torch.zeros((count, length), dtype=torch.bool)
     for number, row in enumerate(rows):
         at, end = 0, None
         for span in row:
-            if end == span.position:  # it would seem to go on with the sequence before: a place without a token between them,
-                positions[number, at] = end  # which goes on with that one, and whose position comes twice
+            # A sequence whose first position ID follows the last one of the sequence before would look like its continuation.
+            # An empty slot between them, which continues the first sequence, repeats the position ID and so separates them.
+            if end == span.position:
+                positions[number, at] = end
                 at += 1
             stop = at + span.tokens
             first = span.row * size[1] + span.start
@@ -164,10 +173,10 @@ def lay_out(spans: Sequence[Span], size: tuple[int, int], least: int = LENGTH) -
 
 
 def _best_fit(spans: Sequence[Span], length: int) -> list[list[Span]]:
-    """Rows of sequences, each in the fullest row that has room, the longest first. A place is kept free in front of each that
-    might seem to go on with another."""
+    """Rows of sequences: each sequence, longest first, goes into the fullest row that has room. A slot is reserved in front of
+    every sequence that might look like the continuation of another."""
     rows: list[list[Span]] = []
-    room: list[tuple[int, int]] = []  # (places left, row), sorted
+    room: list[tuple[int, int]] = []  # (slots left, row), sorted
     ends = {span.end for span in spans}
     for span in sorted(spans, key=lambda s: (-s.tokens, s.row, s.start)):
         needed = span.tokens + (span.position in ends)
@@ -183,5 +192,5 @@ def _best_fit(spans: Sequence[Span], length: int) -> list[list[Span]]:
 
 
 def power_of_two(number: int) -> int:
-    """The least that is not below."""
+    """The smallest power of two that is at least `number`."""
     return 1 << (number - 1).bit_length()

@@ -1,5 +1,6 @@
-"""What the rows of a batch hold beside one sequence each: padding, several sequences. Which arguments say so, and which of them
-must reach the model: a batch that says nothing new runs on the graphs of plain batches.
+"""Reads the arguments that describe padding and packed rows (masks, position IDs, sequence bounds).
+
+Only those that change what is computed are passed to the model; a batch without any runs on the graphs of plain batches.
 """
 from __future__ import annotations
 
@@ -15,18 +16,17 @@ from megacompile.inputs.packed_layout import array_of
 from megacompile.inputs.pairs import read_attention_mask, read_mask
 from megacompile.losses import IGNORED
 
-#: What kernels for packed rows are given beside positions, and say nothing else.
+#: Arguments for kernels of packed rows that repeat what position IDs already say.
 _BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k")
 _LONGEST = ("max_length_q", "max_length_k")
 
 
 def further_arguments(name: str, captured: CapturedModel, given: Mapping[str, Any], inputs: Mapping[str, Tensor],
                       known: Collection[str]) -> dict[str, Tensor]:
-    """Those of the arguments `given`, none of which is a batch argument of the plain graphs, that change what is computed:
-    int64 [batch, length], or masks of pairs (see `pairs.py`). `inputs`: the plain ones; `known`: the parameters of the model's
-    forward.
+    """The arguments among `given` that change what is computed: int64 [batch, length], or masks of pairs (see `pairs.py`).
 
-    Raises `UnsupportedError` for an argument that cannot be honoured."""
+    `given`: the arguments that plain batches do not have; `inputs`: those that they have; `known`: the parameter names of the
+    model's forward. Raises `UnsupportedError` for an argument that cannot be honoured."""
     first = next(iter(inputs.values()))
     rest = dict(given)
     further: dict[str, Tensor] = {}
@@ -48,13 +48,14 @@ def further_arguments(name: str, captured: CapturedModel, given: Mapping[str, An
         if not isinstance(mask, Tensor) or mask.shape != first.shape[:2]:
             what = f"of shape {list(mask.shape)}" if isinstance(mask, Tensor) else f"that is a {type(mask).__name__}"
             rows, length = first.shape[:2]
-            of_pairs = f", or one of every pair of tokens, {[rows, 1, length, length]}" if takes_pairs else ""
-            raise UnsupportedError(f"{name}: an attention_mask {what} cannot be honoured yet: pass a tensor of {[rows, length]}"
-                                   f"{of_pairs}, or none")
-        # Beside positions that start again, transformers takes any mask to say that rows hold one sequence.
-        # A loss of the user's own may count what is labelled -100, and an auxiliary one does unless the mask tells it.
+            of_pairs = f", or a mask of pairs of tokens {[rows, 1, length, length]}" if takes_pairs else ""
+            raise UnsupportedError(f"{name}: an attention_mask {what} cannot be honoured yet: pass a tensor of shape "
+                                   f"{[rows, length]}{of_pairs}, or none")
+        # With other arguments, such as position IDs that restart within a row, the mask must stay: given any mask, transformers
+        # assumes one sequence in each row. Some losses need it too: a user's own may count tokens labelled -100, and an
+        # auxiliary loss counts padding unless the mask hides it.
         labels = () if captured.token_loss or captured.is_averaged else captured.labels
-        # A model without such a parameter sees padding anyway.
+        # A model without such a parameter sees the padding anyway.
         right = (captured.causal and captured.masks_hide) or "attention_mask" not in known
         if further or not _changes_nothing(mask, [inputs[key] for key in labels if key in inputs] if right else []):
             further["attention_mask"] = (mask != 0).long()
@@ -67,7 +68,7 @@ def _refused(name: str, captured: CapturedModel, key: str) -> UnsupportedError:
 
 
 def _rows(name: str, captured: CapturedModel, key: str, value: Any, first: Tensor) -> Tensor:
-    """The value as int64 [batch, length], one row expanded to all. Raises `UnsupportedError` for anything else."""
+    """The value as int64 [batch, length]; a single row is expanded to all. Raises `UnsupportedError` for other values."""
     size = first.shape[:2]
     if (not isinstance(value, Tensor) or value.is_floating_point() or value.is_complex()
             or value.shape not in (size, (1, size[1]))):
@@ -76,8 +77,8 @@ def _rows(name: str, captured: CapturedModel, key: str, value: Any, first: Tenso
 
 
 def _changes_nothing(mask: Tensor, labels: Collection[Tensor]) -> bool:
-    """Whether a mask can be left out: it hides nothing; or padding on the right whose `labels` are -100, since no real token of
-    a causal model sees it and no loss counts it."""
+    """Whether a mask can be left out: it hides nothing, or only padding on the right whose `labels` are all -100. In a causal
+    model no real token sees such padding, and the loss does not count it."""
     present = array_of(mask) != 0
     if present.all():
         return True
@@ -87,8 +88,8 @@ def _changes_nothing(mask: Tensor, labels: Collection[Tensor]) -> bool:
 
 
 def _check_bounds(name: str, captured: CapturedModel, rest: dict[str, Any], positions: Tensor | None) -> None:
-    """Takes out of `rest` what says once more where the sequences of packed rows begin. Raises `UnsupportedError` if it says
-    something else than the positions do, or where the model may do something of its own with it."""
+    """Removes from `rest` the arguments that repeat where the sequences of packed rows begin. Raises `UnsupportedError` if they
+    contradict the position IDs, or if the model may use them for something else."""
     said = {key: rest.pop(key) for key in (*_BOUNDS, *_LONGEST) if key in rest}
     sequences = rest.get("seq_idx")
     if sequences is not None and captured.fused_attention:
@@ -113,5 +114,5 @@ def _check_bounds(name: str, captured: CapturedModel, rest: dict[str, Any], posi
         changes[:, 1:] = numbers[:, 1:] != numbers[:, :-1]
         agree &= torch.equal(changes, begins)
     if not agree:
-        raise UnsupportedError(f"{name}: {names} and position_ids say different things of where sequences begin: let positions "
-                               "start again at 0 with each sequence")
+        raise UnsupportedError(f"{name}: {names} and position_ids disagree about where sequences begin: restart position_ids "
+                               "at 0 with each sequence")

@@ -1,8 +1,8 @@
-"""Masks of pairs that a batch gives -> as graphs take them: bool or floats, [B, T, T] or [B, n, T, T]. Honoured or refused.
+"""Reads masks of pairs of tokens from a batch: bool or floats, [B, T, T] or [B, n, T, T]. They are honoured or refused.
 
-Models of transformers take an `attention_mask` of four dimensions as it is, for every layer, windows or not. Floats are added
-to scores, and explicit scores are what the model's own code would make of them; so what floats hide and nothing more is read as
-bool, which our attention has kernels for.
+Models from transformers pass a four-dimensional `attention_mask` to every layer unchanged, with or without a sliding window.
+Float masks are added to attention scores, which forces the model's own attention code. A float mask that only hides tokens is
+therefore read as bool, which our attention has kernels for.
 """
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from megacompile.frontend.batches.pairs import is_pairs, refuse_added
 from megacompile.frontend.capture import CapturedModel
 from megacompile.frontend.templates.template import TemplateInput
 
-#: Whatever finite number a score is, the sum with this is so far below any other score that its weight is 0. Models write the
-#: smallest number of bfloat16 or float32 for what is hidden.
+#: Mask values at or below this hide a token: added to any finite score, they give a weight of 0. Models use the most negative
+#: number of bfloat16 or float32.
 _HIDDEN = -1e30
 
 
 def read_mask(name: str, key: str, value: Tensor, tokens: torch.Size, shared: bool = False) -> Tensor:
-    """A mask of pairs for a batch of `tokens`, [B, T], contiguous. `shared`: it may be one for all sequences.
+    """A mask of pairs for a batch of `tokens` (B, T), contiguous. `shared`: one mask may serve all sequences.
 
-    Raises `UnsupportedError` where it has another shape or dtype, or is to have a gradient."""
+    Raises `UnsupportedError` for another shape or dtype, or if the mask requires a gradient."""
     rows, length = tokens[:2]
     masks = value.dtype == torch.bool or value.is_floating_point()
     if not (masks and is_pairs(value, tokens) and (shared or value.shape[0] == rows)):
         pairs = f"{length}, {length}]"
         raise UnsupportedError(f"{name}: {key} must be bool (True where a query sees a key) or floats (added to scores) of "
-                               f"[{rows}, 1, {pairs}, or of [{rows}, heads, {pairs} for each head, not {value.dtype} of shape "
-                               f"{list(value.shape)}")
+                               f"shape [{rows}, 1, {pairs}, or [{rows}, heads, {pairs} for each head, not {value.dtype} of "
+                               f"shape {list(value.shape)}")
     if value.requires_grad:
         raise UnsupportedError(f"{name}: {key} requires a gradient, which a streamed model does not compute: pass "
                                f"{key}.detach()")
@@ -39,10 +39,10 @@ def read_mask(name: str, key: str, value: Tensor, tokens: torch.Size, shared: bo
 
 
 def read_attention_mask(name: str, captured: CapturedModel, mask: Tensor, tokens: torch.Size) -> Tensor:
-    """A model's `attention_mask` of four dimensions; `captured`: of plain batches.
+    """A four-dimensional `attention_mask`. `captured`: the capture for plain batches.
 
-    Raises `UnsupportedError` as `read_mask`, and for one that the model would not take as a mask: bool that is added to scores,
-    floats of 0 and 1."""
+    Raises `UnsupportedError` as `read_mask` does, and for a mask that would hide nothing: bool where the model adds masks to
+    scores, or floats of 0 and 1."""
     if captured.masks_added and mask.dtype == torch.bool:
         refuse_added(name, "attention_mask")
     if captured.masks_hide and mask.is_floating_point() and bool(((mask == 0) | (mask == 1)).all()) and bool(mask.any()):
@@ -54,10 +54,10 @@ def read_attention_mask(name: str, captured: CapturedModel, mask: Tensor, tokens
 
 def hidden_as_bool(further: Mapping[str, Tensor], captured: CapturedModel,
                    reads_bool: Callable[[Mapping[str, Tensor]], bool]) -> dict[str, Tensor]:
-    """A batch's further arguments, with a bool mask in the place of one that is added to scores of a model of transformers,
-    where that has the very same effect and our attention reads it (`reads_bool`). `captured`: of plain batches."""
+    """The arguments `further` of a batch, with a float `attention_mask` replaced by a bool one if this has exactly the same
+    effect and our attention reads it (`reads_bool`). `captured`: the capture for plain batches."""
     mask = further.get("attention_mask")
-    # What keeps plain batches from our attention, biases say, keeps these; but not that all of a sequence is seen.
+    # A causal model whose plain batches cannot use our attention (because of biases, for example) cannot use it here either.
     ours = captured.masks_hide and (captured.fused_attention or not captured.causal)
     if mask is None or not mask.is_floating_point() or not ours:
         return dict(further)
@@ -67,10 +67,10 @@ def hidden_as_bool(further: Mapping[str, Tensor], captured: CapturedModel,
 
 
 def _seen(mask: Tensor, added: bool) -> Tensor | None:
-    """The bool mask that has the very effect of one that is added to scores, if there is one. `added`: by eager attention.
+    """The bool mask with exactly the same effect as a float one, or None. `added`: eager attention adds the mask to scores.
 
-    A query that sees nothing is like a bool mask's only where all of it is -inf, and attention is not eager, which makes NaN of
-    that. Of finite numbers, all of them huge, attention makes the mean of all values."""
+    A query that sees nothing needs care. If all its values are -inf, a bool mask does the same, except that eager attention
+    gives NaN. If all its values are finite but huge, attention gives the mean of all values, which no bool mask does."""
     seen = mask == 0
     if not bool((seen | (mask <= _HIDDEN)).all()):
         return None
@@ -82,7 +82,8 @@ def _seen(mask: Tensor, added: bool) -> Tensor | None:
 
 def read_typed_mask(name: str, key: str, value: object, tokens: tuple[int, ...], expected: TemplateInput,
                     captured: CapturedModel) -> Tensor:
-    """A mask that every batch has, as the captured one was. Raises `UnsupportedError` as `read_mask`, and for another kind."""
+    """A mask that every batch has, in the captured dtype. Raises `UnsupportedError` as `read_mask` does, and for a mask of
+    another dtype or shape than the captured one."""
     dtype, middle = expected.dtype, tuple(map(int, expected.shape[1:-2]))
     if isinstance(value, Tensor) and value.shape[1:-2] == middle and dtype is not None and (
             value.is_floating_point() == dtype.is_floating_point and torch.promote_types(value.dtype, dtype) == dtype):
@@ -90,5 +91,5 @@ def read_typed_mask(name: str, key: str, value: object, tokens: tuple[int, ...],
         return read_attention_mask(name, captured, mask, size) if key == "attention_mask" else read_mask(name, key, mask, size)
     sizes = [tokens[0], *middle, tokens[1], tokens[1]]
     what = f"{value.dtype} of shape {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
-    raise UnsupportedError(f"{name}: {key} must be {dtype} of {sizes}, as in the example that the model was streamed with, not "
-                           f"{what}")
+    raise UnsupportedError(f"{name}: {key} must be {dtype} of shape {sizes}, as in the example that the model was streamed "
+                           f"with, not {what}")

@@ -1,7 +1,8 @@
-"""Images of any size in a batch, in the order of their places among tokens -> aligned with tokens, so that rows can be split.
+"""Aligns images of any size with the tokens of a batch, so that the batch can be split by rows.
 
-At the place of a feature are the patches that it is made of, and the size of its image; elsewhere zeros. The positions that a
-model makes of sizes, in Python loops, are made here, by the model's own code, on the host.
+The caller passes the patches of all images in the order of their placeholders among the tokens. In the aligned tensors each
+placeholder token holds the patches of its feature and the size of its image; all other tokens hold zeros. Position IDs that a
+model computes from image sizes in Python loops are computed here, on the host, by the model's own code.
 """
 from __future__ import annotations
 
@@ -19,16 +20,17 @@ from megacompile.frontend.capture import CapturedModel
 
 
 def align_patches(model: nn.Module, captured: CapturedModel, given: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """The arguments of a model whose batches have images of any size, as its graphs take them; those of other models as they
-    are. `captured`: of plain batches. Patches are then on `device`: the link carries those that there are, not text's zeros.
-    Raises `UnsupportedError` where images and their places do not fit."""
+    """The arguments of a batch, with images of any size aligned with its tokens; unchanged if the model takes no such images.
+
+    `captured`: the capture for plain batches. The aligned patches are on `device`, so that only real patches cross the link,
+    not the zeros of text tokens. Raises `UnsupportedError` if images and their placeholders do not match."""
     made = dict(given)
     tokens = made.get(captured.batch_inputs[0])
     name = type(model).__name__
     for modality in MODALITIES:
         if (given.get(modality.sizes) is not None and modality.sizes not in captured.batch_inputs
                 and hasattr(model, modality.method)):
-            raise UnsupportedError(f"{name} was streamed without {modality.patches}, and takes none now: name "
+            raise UnsupportedError(f"{name} was streamed without {modality.patches} and cannot take it now: include "
                                    f"{modality.patches} and {modality.sizes} in stream(model, example=...)")
     if not captured.patches or not isinstance(tokens, Tensor) or tokens.dim() != 2:
         return made
@@ -49,24 +51,24 @@ def _aligned(name: str, found: Patches, given: Mapping[str, Any], tokens: Tensor
     if (not isinstance(patches, Tensor) or not isinstance(sizes, Tensor) or patches.shape[1:] != shape or sizes.dim() != 2
             or sizes.shape[1] != 3):
         raise UnsupportedError(f"{name}: {found.modality.patches} must be a tensor [patches of all images, "
-                               f"{', '.join(map(str, shape))}] and {found.modality.sizes} one [images, 3], as the model's "
-                               "processor makes them")
+                               f"{', '.join(map(str, shape))}] and {found.modality.sizes} a tensor [images, 3]: pass both as "
+                               "the model's processor makes them")
     sizes = sizes.cpu().long()
     patches_of = sizes.prod(1)
     features, places = patches_of // per_feature, there.sum(1)
     if int(patches_of.sum()) != len(patches) or bool((patches_of % per_feature).any()):
-        raise UnsupportedError(f"{name}: {found.modality.patches} has {len(patches)} patches, and {found.modality.sizes} says "
-                               f"{int(patches_of.sum())}: give each image all of its patches")
+        raise UnsupportedError(f"{name}: {found.modality.patches} has {len(patches)} patches, but {found.modality.sizes} calls "
+                               f"for {int(patches_of.sum())}: pass all patches of every image")
     ends = {0, *features.cumsum(0).tolist()}
     for row, end in enumerate(places.cumsum(0).tolist()):
         if end not in ends:
-            raise UnsupportedError(f"{name}: sequence {row} of the batch has {int(places[row])} places for features, which are "
-                                   f"not those of whole images of {found.modality.sizes}: give each image its places among "
-                                   "input_ids, all in one sequence")
+            raise UnsupportedError(f"{name}: sequence {row} of the batch has {int(places[row])} places for features, which do "
+                                   f"not match whole images of {found.modality.sizes}: put all placeholders of an image into "
+                                   "one sequence of input_ids")
     if int(places.sum()) != int(features.sum()):
-        raise UnsupportedError(f"{name}: {found.modality.sizes} says {int(features.sum())} features, and the batch's sequences "
-                               f"have places for {int(places.sum())}: give each image its places among input_ids, and leave "
-                               "none over")
+        raise UnsupportedError(f"{name}: {found.modality.sizes} calls for {int(features.sum())} features, but the batch's "
+                               f"sequences have places for {int(places.sum())}: put the placeholders of every image into "
+                               "input_ids, and no others")
     of_tokens = torch.zeros((*tokens.shape, found.encoder.elements), dtype=found.dtype, device=device)
     of_tokens[there.to(device)] = patches.to(device, found.dtype).reshape(-1, found.encoder.elements)
     spread = torch.zeros((*tokens.shape, 3), dtype=torch.long)
@@ -75,11 +77,11 @@ def _aligned(name: str, found: Patches, given: Mapping[str, Any], tokens: Tensor
 
 
 def _positions(model: nn.Module, name: str, tokens: Tensor, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The positions of every axis, int64 [B, T, 3]; and those of the text, where rows hold several sequences."""
+    """The position IDs of the three axes, int64 [B, T, 3]; also those of the text, if rows hold several sequences."""
     said, mask = given.get("position_ids"), given.get("attention_mask")
     if said is None and isinstance(mask, Tensor) and mask.dim() > 2:
-        raise UnsupportedError(f"{name} makes positions of an attention_mask [batch, length] alone: pass position_ids beside "
-                               "one of every pair of tokens")
+        raise UnsupportedError(f"{name} makes positions only from an attention_mask [batch, length]: pass position_ids with a "
+                               "mask of pairs of tokens")
     if said is None:
         said = _made_by_model(model, given)
     if said is None:
@@ -87,14 +89,16 @@ def _positions(model: nn.Module, name: str, tokens: Tensor, given: Mapping[str, 
     if isinstance(said, Tensor) and said.shape in (tokens.shape, (1, tokens.shape[1])):
         said = said.expand(3, *tokens.shape)
     if not isinstance(said, Tensor) or said.shape[1:] != tokens.shape or said.shape[0] not in (3, 4):
-        raise UnsupportedError(f"{name}: position_ids must be a tensor [3, {tokens.shape[0]}, {tokens.shape[1]}], or [4, ...] "
-                               "with the text's before those of time, height and width, or leave them out")
+        raise UnsupportedError(f"{name}: position_ids must be a tensor [3, {tokens.shape[0]}, {tokens.shape[1]}] for time, "
+                               "height and width, or [4, ...] with those of the text first: pass one of these, or leave them "
+                               "out")
     text = {"position_ids": said[0]} if len(said) == 4 else {}
     return {POSITIONS: said[-3:].permute(1, 2, 0).long()} | text
 
 
 def _made_by_model(model: nn.Module, given: Mapping[str, Any]) -> Tensor | None:
-    """By the model's own code, of arguments on the host; None where that leaves it to the decoder, which counts from 0."""
+    """Position IDs computed by the model's own code from arguments on the host. None if the model leaves them to its decoder,
+    which counts from 0."""
     owner: Any = next(m for m in model.modules() if hasattr(type(m), "compute_3d_position_ids"))
     known = inspect.signature(owner.compute_3d_position_ids).parameters
     arguments = {key: value.cpu() if isinstance(value, Tensor) else value for key in known

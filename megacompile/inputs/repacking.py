@@ -1,8 +1,8 @@
-"""Which batches of uneven rows are packed into rows of one length, and what the model is given then.
+"""Decides which batches of uneven rows are packed into rows of one length, and packs them.
 
-A batch is packed if that changes nothing but where its tokens lie: the model is causal, only attention lets tokens meet, and
-attention reads where sequences begin. What cannot be packed is computed as it came, padding and all: `obstacle` and `unread`
-say why of a model, and `pack` of a batch.
+A batch is packed only if that changes no result: the model is causal, tokens interact only in attention, and attention reads
+where sequences begin. Other batches are computed as they are, including their padding. `obstacle` and `unread` give the reason
+for a model, `pack` for a batch.
 """
 from __future__ import annotations
 
@@ -27,25 +27,26 @@ from megacompile.losses import IGNORED
 
 _MASK, _POSITIONS = "attention_mask", "position_ids"
 
-#: PyTorch runs an op on so many elements on the caller's thread alone (at::internal::GRAIN_SIZE). For more it waits for a team
-#: of threads, whose cores the last step's update occupies.
+#: PyTorch runs an op on at most this many elements on the caller's thread (at::internal::GRAIN_SIZE). A larger op waits for a
+#: thread pool whose cores are busy with the last step's update.
 _SERIAL_ELEMENTS = 32768
 
 
 class Wanted(enum.Enum):
-    """What a caller reads of what a batch gives."""
+    """Which results of a batch the caller reads."""
 
-    #: The loss alone: tokens after the last target of a row need not be computed.
+    #: Only the loss: tokens after the last target of a row need not be computed.
     LOSS = enum.auto()
-    #: Values of tokens, and not of padding.
+    #: Values of tokens, but not of padding.
     TOKENS = enum.auto()
-    #: Values of every place.
+    #: Values of every position.
     ALL = enum.auto()
 
 
 class Repacking:
-    """Of one streamed model. State: which forms of packed batches its attention reads, and whether its positions are counted
-    from a row's first place, each asked when the first batch needs to know."""
+    """Packs the batches of one streamed model. State: for each capture key, why attention does not read its packed batches
+    (`_unread`), and whether the model counts positions from the start of a row (`_counted`). Both are found out when the first
+    batch needs to know."""
 
     def __init__(self, captures: Captures, option: bool | int) -> None:
         self.captures = captures
@@ -56,35 +57,38 @@ class Repacking:
 
     def pack(self, inputs: Mapping[str, Tensor], present: BoolArray, mask: Tensor | None, further: Mapping[str, Tensor],
              training: bool, wanted: Wanted) -> tuple[dict[str, Tensor], Layout] | str:
-        """The arguments of a packed batch, positions among them, and where its tokens lie; or why it is computed as it
-        is. `inputs`: the arguments of plain batches; `present`: which of their places hold a token (`present_tokens`); `mask`:
-        the batch's attention mask; `further`: the arguments that change what is computed."""
+        """The arguments of the packed batch, including position IDs, and its layout; or the reason why it is not packed.
+
+        `inputs`: the arguments that plain batches have; `present`: which positions hold a token (`present_tokens`); `mask`: the
+        batch's attention mask; `further`: the other arguments that change what is computed."""
         if not self.enabled or self.obstacle:
             return self.known_refusal
         if others := set(further) - {_MASK, _POSITIONS}:
-            return f"what {', '.join(sorted(others))} says of the rows may not hold of packed ones"
+            return f"{', '.join(sorted(others))} may not be valid for packed rows"
         size = next(iter(inputs.values())).shape[:2]
         rows, length = size
         labels = [inputs[name] for name in self.captures.first.captured.labels if name in inputs]
         positions = further[_POSITIONS].cpu() if _POSITIONS in further else None
         if mask is not None and mask.dim() != 2:
-            return "its attention_mask is of pairs of tokens"
+            return "its attention_mask is a mask of pairs of tokens"
         if present.all() and (positions is None or power_of_two(length) == length):
             return "no row has padding"
         spans = spans_of(present, positions, sequences=mask is None)
         if not spans:
-            return "its attention_mask has holes, or its position_ids do not go on" if present.any() else "it has no token"
+            return ("its attention_mask has holes, or its position_ids are not consecutive" if present.any() else
+                    "it has no token")
         layout = lay_out(spans, (rows, length), self.least)
         packed_rows, packed_length = layout.source.shape
         if packed_length == length and packed_rows >= rows:
-            return "packed, it would have as many rows, as long as these"
+            return "packing would leave as many rows of the same length"
         packed = self._packed(inputs, layout)
         if self._targets(packed) != self._targets(inputs):
             return "padding on the left predicts a target"
         if unread := self.unread(self.captures.capture_key((_POSITIONS,), training)):  # late, since it may capture the model
             return unread
         if any(not present[span.row, 0] for span in spans):
-            if wanted == Wanted.ALL and not labels:  # what predicts a row's first token is padding, and its values may be read
+            # The padding before a row's first token predicts that token, so the caller may read its values.
+            if wanted == Wanted.ALL and not labels:
                 return "it is padded on the left, and values of padding may be read"
             if positions is None and not self._positions_are_counted(training):
                 return "it is padded on the left, and the model counts positions by the mask"
@@ -96,8 +100,8 @@ class Repacking:
                 for name, tensor in inputs.items()}
 
     def _targets(self, inputs: Mapping[str, Tensor]) -> float:
-        """How many targets the loss of a batch counts. In left padding some are lost: what predicts a row's first token is
-        padding there, which sees nothing."""
+        """The number of targets that the loss of a batch counts. Packing loses some if the padding is on the left: a row's
+        first token is then predicted by padding."""
         captured = self.captures.first.captured
         if captured.count_targets is None or not set(captured.labels) <= inputs.keys():
             return 0.0
@@ -108,39 +112,41 @@ class Repacking:
 
     @cached_property
     def obstacle(self) -> str:
-        """Why the model's batches cannot be packed; "" if they can, as far as is known without capturing it once more."""
+        """Why the model's batches cannot be packed; "" if nothing is known against it without another capture."""
         return obstacle(self.captures.first.captured, self.captures.first.types, self.captures.parameters)
 
     @property
     def known_refusal(self) -> str:
-        """As `refusal`, as far as is known without capturing the model once more."""
+        """Like `refusal`, as far as is known without another capture."""
         if not self.enabled:
             return "the model was streamed with repack=False"
         return self.obstacle or next(filter(None, self._unread.values()), "")
 
     def refusal(self, training: bool) -> str:
-        """Why no padded batch of the model is packed; "" if they are. The first time may capture the model with positions."""
+        """Why no padded batch of the model is packed; "" if they are packed. The first call may capture the model with position
+        IDs."""
         return self.known_refusal or self.unread(self.captures.capture_key((_POSITIONS,), training))
 
     def outlook(self, shape: Shape, layout: Layout | None = None, refusal: str = "") -> str:
-        """How the rows of a training batch are packed, or why they are not, as a line. `shape`: what runs; of a batch at hand,
-        its `layout`, or the `refusal` to pack it."""
+        """A line that says how the rows of a training batch are packed, or why they are not. `shape`: the shape that runs. For
+        a given batch, `layout` is its layout if it was packed, and `refusal` the reason if it was not."""
         size = f"{shape.batch} x {shape.length}"
         if layout is not None:
             rows, length = layout.size
             tokens = layout.filled.numel()
-            return (f"rows: {rows} x {length} with {tokens:,} tokens, packed into {size}, which they fill to "
-                    f"{tokens / layout.source.numel():.0%}")
+            return (f"rows: {rows} x {length} with {tokens:,} tokens, packed into {size} "
+                    f"({tokens / layout.source.numel():.0%} full)")
         if refusal:
             return f"rows: {size}, not packed: {refusal}"
         if shape.further == (_POSITIONS,):
             return f"rows: packed into {size}"
         why = self.known_refusal
-        return f"rows: {size}; padded ones are " + (f"not packed: {why}" if why else f"packed, into rows of {self.least}")
+        return f"rows: {size}; padded rows are " + (f"not packed: {why}" if why else f"packed into rows of {self.least}")
 
     def reads_padding(self, training: bool) -> bool:
-        """Whether a mask of padding on the right, whose labels are ignored, may change what is computed. No token of a causal
-        model sees such padding; others may, unless they take no mask. The first time may capture the model with one."""
+        """Whether a mask for padding on the right may change what is computed, if the labels of the padding are ignored. No
+        token of a causal model sees such padding; tokens of another model may, unless it takes no mask. The first call may
+        capture the model with a mask."""
         if self.captures.first.captured.causal:
             return False
         try:
@@ -150,8 +156,8 @@ class Repacking:
         return True
 
     def unread(self, key: CaptureKey) -> str:
-        """Why attention does not read where the sequences of a packed batch begin; "" if it does. The first time may capture
-        the model in this key."""
+        """Why attention does not read where the sequences of a packed batch begin; "" if it does. The first call may capture
+        the model with this key."""
         if key not in self._unread:
             try:
                 packed = self.captures.serve(key).captured
@@ -159,13 +165,14 @@ class Repacking:
                 blind = calls_blind_to(_POSITIONS, packed.calls, packed.templates) if fused else _mixing(packed)
                 self._unread[key] = (
                     f"attention does not read position_ids{_named(blind)}" if blind or not fused else
-                    "the model computes with a number made of all positions of a batch" if packed.totals else "")
+                    "the model uses a number computed from all positions of a batch" if packed.totals else "")
             except (CaptureError, UnsupportedError) as error:
                 self._unread[key] = f"the model cannot be captured with position_ids: {first_line(error)}"
         return self._unread[key]
 
     def _positions_are_counted(self, training: bool) -> bool:
-        """Whether positions are counted from a row's first place, padding or not; some models count tokens by the mask."""
+        """Whether the model counts positions from the start of a row, including padding. Some models count only tokens that the
+        mask shows."""
         key = self.captures.capture_key((_MASK,), training)
         if key not in self._counted:
             try:
@@ -177,8 +184,11 @@ class Repacking:
 
 
 def obstacle(captured: CapturedModel, types: Mapping[str, TemplateInput], parameters: Collection[str]) -> str:
-    """Why batches of a model cannot be packed, with the inputs or the calls that it is for; "" if they can, as far as its
-    `captured` graphs for plain batches show. `types`: of its batch arguments; `parameters`: of its forward."""
+    """Why batches of a model cannot be packed, with the names of the inputs or calls that prevent it; "" if its graphs for
+    plain batches show no reason.
+
+    `captured`: the capture for plain batches; `types`: those of its batch arguments; `parameters`: the parameter names of the
+    model's forward."""
     return next(_obstacles(captured, types, parameters), "")
 
 
@@ -188,23 +198,24 @@ def _obstacles(captured: CapturedModel, types: Mapping[str, TemplateInput], para
     if images or captured.places or captured.patches:
         yield f"the model takes images{_named(sorted(images) or of_rows)}"
     if of_rows:
-        yield f"values of some arguments are of rows, and not of tokens{_named(of_rows)}"
+        yield f"some arguments have values for rows instead of tokens{_named(of_rows)}"
     if not captured.masks_hide or _POSITIONS not in parameters:
-        yield "the model's forward takes no attention_mask and position_ids as models of transformers do"
+        yield "the model's forward does not take attention_mask and position_ids as models from transformers do"
     if not captured.causal or not captured.fused_attention:
         yield f"not all layers are causal attention that streaming has kernels for{_named(_mixing(captured))}"
     if captured.has_loss and (not captured.has_loss_denominator or captured.is_averaged):
         yield "the loss is not a sum over target tokens"
     if captured.token_loss:
-        yield "the loss is a function of all tokens, padding among them"
+        yield "the loss is a function of all tokens, including padding"
     if captured.across_rows:
         yield f"the model computes with several rows at once, in {captured.across_rows}"
     if mixing := _mixing(captured):
-        yield f"tokens meet outside of attention, in a convolution or a recurrence, say{_named(mixing)}"
+        yield f"tokens interact outside of attention, for example in a convolution or a recurrence{_named(mixing)}"
 
 
 def _mixing(captured: CapturedModel) -> list[str]:
-    """The calls in which tokens meet otherwise than by our attention; those without any attention, if there are some."""
+    """The calls in which tokens interact other than through our attention; only those without any attention, if there are
+    some."""
     mixing = [call for call in captured.calls[:-1] if across_tokens(captured.templates[call.template])]
     bare = [call for call in mixing if not any("attention" in str(node.target) for node in
                                                captured.templates[call.template].forward_graph().nodes)]
@@ -216,8 +227,8 @@ def _named(names: Sequence[str]) -> str:
 
 
 def present_tokens(inputs: Mapping[str, Tensor], mask: Tensor | None, labels: Sequence[str], wanted: Wanted) -> BoolArray:
-    """Which places of a batch hold a token, [rows, length]: those that its mask does not hide; without a mask, where nothing
-    but the loss is wanted, those up to the last target of their row."""
+    """Which positions of a batch hold a token, bool [rows, length]: those that its mask does not hide. Without a mask, if only
+    the loss is wanted: those up to the last target of their row."""
     size = next(iter(inputs.values())).shape[:2]
     if mask is not None and mask.shape == size:
         return array_of(mask) != 0  # type: ignore[no-any-return]
@@ -228,13 +239,13 @@ def present_tokens(inputs: Mapping[str, Tensor], mask: Tensor | None, labels: Se
 
 
 def _until_last_target(labels: Sequence[Tensor]) -> BoolArray:
-    """Which places come before the last target of their row, or are it, [rows, length]."""
+    """Positions up to and including the last target of their row, bool [rows, length]."""
     counts: BoolArray = np.logical_or.reduce([array_of(each) != IGNORED for each in labels])
     return np.logical_or.accumulate(counts[:, ::-1], axis=1)[:, ::-1]
 
 
 def _only_hides(captured: CapturedModel) -> bool:
-    """Whether the mask is read as true and false alone, by nothing that counts."""
+    """Whether the mask is only read as true and false, and never counted."""
     for call in captured.calls:
         for at, source in enumerate(call.sources):
             if source.kind == "batch" and source.name == _MASK:

@@ -1,4 +1,4 @@
-"""How many of the tokens that training computes are the user's, and how many are padding."""
+"""Counts the tokens that training computes, and how many of them are not padding."""
 from __future__ import annotations
 
 import time
@@ -8,21 +8,22 @@ from megacompile.runtime.kernels import Batch
 
 
 class TokenCounts:
-    """State: the tokens of all training steps so far, and of the last one. Useful are those that no mask hides (without a mask:
-    up to the last target of a row); computed are all places of the rows that ran, packed or not."""
+    """State: token counts of all training steps so far, and of the last step. Useful tokens are those that no mask hides
+    (without a mask: those up to the last target of a row). Computed tokens are all positions of the rows that ran, packed or
+    not."""
 
     def __init__(self) -> None:
         self.useful = self.computed = self.step_useful = self.step_computed = 0
 
     def end_step(self, batches: Sequence[Batch]) -> None:
-        """A step has begun its update, with gradients of `batches`."""
+        """Counts a step when its update begins. `batches`: those that its gradients come from."""
         self.step_useful = sum(batch.useful_tokens for batch in batches)
         self.step_computed = sum(batch.computed_tokens for batch in batches)
         self.useful += self.step_useful
         self.computed += self.step_computed
 
     def stats(self) -> dict[str, int | float]:
-        """Counts, and shares from 0 to 1 (1 before the first step)."""
+        """Counts, and efficiencies from 0 to 1 (1 before the first step)."""
         return dict(
             useful_tokens=self.useful, computed_tokens=self.computed, packing_efficiency=_share(self.useful, self.computed),
             step_useful_tokens=self.step_useful, step_computed_tokens=self.step_computed,
@@ -30,21 +31,21 @@ class TokenCounts:
 
 
 class TokenRate:
-    """Tokens a second, without padding. State: the counts and the time that the next rate is measured from."""
+    """Tokens per second, without padding. State: the counts and the time at the start of the current measurement."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
         self._last: tuple[float, int, int] | None = None
 
     def begin(self, counts: TokenCounts) -> None:
-        """Measures from here on, unless it does already. `counts`: of the streamed model."""
+        """Starts measuring, unless it has started already. `counts`: those of the streamed model."""
         self._last = self._last or self._now(counts)
 
     def end(self) -> None:
         self._last = None
 
     def since(self, counts: TokenCounts) -> dict[str, float]:
-        """`tokens_per_second` and `padding_share` since it was last asked, or began; nothing if no step was."""
+        """`tokens_per_second` and `padding_share` since the last call, or since `begin`; empty if no step ran."""
         last, self._last = self._last, self._now(counts)
         if last is None:
             return {}

@@ -190,7 +190,7 @@ def test_rows_that_cannot_be_packed_have_few_widths_which_is_said(
     tokenizer.save_pretrained(tmp_path / "model")
     result = command("train", tmp_path / "model", "--data", uneven, *FLAGS, "--steps", 4, "--batch", 3)
     assert result.exit_code == 0, result.output
-    assert "rows are padded, and not packed: the model computes with a number made of all positions of a batch" in (
+    assert "rows are padded, and not packed: the model uses a number computed from all positions of a batch" in (
         " ".join(result.output.split()))
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "model", attn_implementation="eager")
     found = re.search(r"step 1/4 .*?loss (\d+\.\d+)", result.output)

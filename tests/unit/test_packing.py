@@ -83,7 +83,7 @@ def test_bounds_that_say_what_positions_say_are_left_out_and_others_refused(mode
         assert torch.equal(found, expected)
         for wrong in ({"cu_seq_lens_q": torch.tensor([0, 5, 13])}, {"max_length_q": 8},
                       {"seq_idx": torch.zeros(1, 13, dtype=torch.int32)}):
-            with pytest.raises(UnsupportedError, match="say different things of where sequences begin"):
+            with pytest.raises(UnsupportedError, match="disagree about where sequences begin"):
                 model(**given, **wrong)
 
 

@@ -291,7 +291,7 @@ def test_a_mask_that_some_batches_have_has_a_capture_of_its_own(own: Any) -> Non
 
 def test_a_mask_of_another_kind_than_the_examples_is_refused(own: Any) -> None:
     model, _ = own(seen(2, 6))
-    kind = r"mask must be torch\.bool of \[5, 1, 13, 13\], as in the example that the model was streamed with, not "
+    kind = r"mask must be torch\.bool of shape \[5, 1, 13, 13\], as in the example that the model was streamed with, not "
     one, short = (re.escape(f"not torch.bool of shape {sizes}") for sizes in ([1, 1, 13, 13], [5, 1, 12, 12]))
     for mask, message in ((seen(1), one), (seen(length=12), short), (seen().float(), kind + r"torch\.float32"),
                           (seen(heads=4), kind), (None, "mask must be given"), ([1], kind + "a list")):

@@ -107,17 +107,17 @@ def test_images_of_any_size_train_as_they_do_natively(monkeypatch: pytest.Monkey
     taken = cost.peak_bytes(prologue, prologue.variant("recompute_backward"), 2, 50)
     assert taken > 50 * MERGE**2 * backward, "every token may be of an image"
 
-    with pytest.raises(UnsupportedError, match="pass position_ids beside one of every pair of tokens"):
+    with pytest.raises(UnsupportedError, match="pass position_ids with a mask of pairs of tokens"):
         model(**given, attention_mask=torch.ones(5, 1, 23, 23, dtype=torch.bool))
     cut = {**given, "input_ids": given["input_ids"].clone()}
     cut["input_ids"][3, 2] = 5
     few = {**given, "image_grid_thw": given["image_grid_thw"][:-1]}
     for other, message in (
-            (cut, "sequence 3 of the batch has 3 places for features, which are not those of whole images"),
-            (few, "pixel_values has 144 patches, and image_grid_thw says 120: give each image all of its patches"),
+            (cut, "sequence 3 of the batch has 3 places for features, which do not match whole images"),
+            (few, "pixel_values has 144 patches, but image_grid_thw calls for 120: pass all patches of every image"),
             ({**few, "pixel_values": given["pixel_values"][:120]}, "sequence 4 of the batch has 8 places"),
             ({**pictured(23, [(1, 1, 2)]), **{name: given[name] for name in ("pixel_values", "image_grid_thw")}},
-             "image_grid_thw says 36 features, and the batch's sequences have places for 2"),
+             "image_grid_thw calls for 36 features, but the batch's sequences have places for 2"),
             ({**given, "pixel_values": torch.zeros(144, 8)}, r"pixel_values must be a tensor \[patches of all images, 24\]"),
             ({**given, "position_ids": positions[:2]}, r"position_ids must be a tensor \[3, 5, 23\]")):
         with pytest.raises(UnsupportedError, match=message):
@@ -326,6 +326,6 @@ def test_adapters_of_an_encoder_cannot_be_switched_off() -> None:
 def test_a_model_streamed_for_text_says_how_it_takes_images() -> None:
     model = megacompile.stream(build(), device="cpu")
     model.get_image_features = None  # as models with a tower have it
-    with pytest.raises(UnsupportedError, match="was streamed without pixel_values, and takes none now: name pixel_values and"):
+    with pytest.raises(UnsupportedError, match="was streamed without pixel_values and cannot take it now: include"):
         model(**pictured(19, *EXAMPLE))
     model.megacompile.close()

@@ -268,7 +268,7 @@ CALL_REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     "pairs as 0 and 1": ({"attention_mask": torch.ones(2, 1, 4, 4).tril()}, "holds 0 and 1 as floats, .*: pass floats, 0"),
     "pairs as bool": ({"attention_mask": torch.ones(2, 1, 4, 4).bool()}, "is bool, and eager attention adds .*: pass floats"),
     "pairs as integers": ({"attention_mask": IDS[:, None, :, None].expand(2, 1, 4, 4)},
-                          r"must be bool .* of \[2, 1, 4, 4\], .* not torch\.int64"),
+                          r"must be bool .* of shape \[2, 1, 4, 4\], .* not torch\.int64"),
     "pairs of another length": ({"attention_mask": torch.zeros(2, 1, 4, 5)}, r"not torch\.float32 of shape \[2, 1, 4, 5\]"),
     "pairs with a gradient": ({"attention_mask": torch.zeros(2, 1, 4, 4, requires_grad=True)},
                               r"attention_mask requires a gradient, which .*: pass attention_mask\.detach\(\)"),
