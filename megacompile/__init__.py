@@ -1,6 +1,6 @@
 """megacompile: train decoder models whose weights, gradients and optimizer state live in host memory.
 
-Importing the package imports nothing else of it. Names and modules are loaded when they are first asked for (PEP 562).
+Importing the package imports almost none of its modules. Names and modules are loaded on first access (PEP 562).
 """
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 _checkout = pathlib.Path(__file__).resolve().parent.parent
 if (_checkout / "pyproject.toml").exists() and (_checkout / "passes").is_dir():
-    # Run from a checkout: `megacompile.passes` and `megacompile.runtime` are the folders beside this one. Installed
-    # wheels have them inside the package already.
+    # In a checkout, `megacompile.passes` and `megacompile.runtime` are folders next to this one. In an installed wheel they
+    # are inside the package.
     __path__.append(str(_checkout))
 
 from megacompile.errors import MegacompileError  # noqa: E402  (after the path is complete)
@@ -21,7 +21,7 @@ from megacompile.version import __version__  # noqa: E402, F401  (public)
 __all__ = ["AdamW", "CheckpointWriter", "MegacompileError", "explain_capture", "from_pretrained", "latest_checkpoint",
            "layer_stack", "load_checkpoint", "register_layers", "save_checkpoint", "schedule", "stream"]
 
-#: Where each public name comes from. `TYPE_CHECKING` below says the same to type checkers; a test compares the two.
+#: The module of each public name. The imports under `TYPE_CHECKING` below tell type checkers the same; a test compares both.
 _MODULE_OF = {
     "AdamW": "megacompile.streaming.optim",
     "CheckpointWriter": "megacompile.checkpoint",
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from megacompile.streaming.optim import AdamW
 else:
     def __getattr__(name: str) -> Any:
-        """A public name, or a module of the package, when it is first asked for."""
+        """Imports a public name or a module of the package on first access."""
         if name in _MODULE_OF:
             found = getattr(importlib.import_module(_MODULE_OF[name]), name)
         elif not name.startswith("_") and importlib.util.find_spec(f"{__name__}.{name}") is not None:

@@ -1,4 +1,4 @@
-"""`python -m megacompile` is the command `megacompile`."""
+"""`python -m megacompile` runs the command `megacompile`."""
 from __future__ import annotations
 
 from megacompile.cli import app

@@ -1,4 +1,4 @@
-"""`stream(model)`: the same model, streamed."""
+"""`stream(model)` turns a model into a streamed model, in place."""
 from __future__ import annotations
 
 import copy
@@ -37,31 +37,34 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def stream(model: M, *, layers: Layers | None = None, example: Mapping[str, Tensor] | None = None, **options: Any) -> M:
-    """Moves a model's weights into host tiles and trains it layer by layer from there. Returns the same object.
+    """Moves a model's weights into host tiles, from which it trains layer by layer. Returns the same object.
 
     Args:
-        model: a causal language model of transformers, or any decoder `nn.Module` whose forward returns its loss;
-            or one without a head (`AutoModel`), whose output losses are made of.
-        layers: qualified name of the `nn.ModuleList` of layers, or of several, where they are not found.
-        example: batch arguments, integer tensors [batch, length] or values for rows, [batch] or floats [batch, n], where they
-            are not `input_ids` and, where the model takes them, `labels`; of a model that is to take images, a batch with some.
+        model: a causal language model from transformers; any decoder `nn.Module` whose forward returns its loss; or a model
+            without a head (`AutoModel`), from whose output the caller computes a loss.
+        layers: qualified name of the `nn.ModuleList` of layers, or several names. Needed only if they are not found.
+        example: a batch with the arguments that the model takes, if these are not `input_ids` and, for a model that takes
+            them, `labels`: integer tensors [batch, length], or one value for each row, [batch] or floats [batch, n]. For a
+            model that shall take images, a batch with images.
         options: the fields of `StreamConfig`.
 
-    Raises, before anything of the model has changed: `CaptureError`, `UnsupportedError`, `InsufficientMemoryError`,
+    Raises, before the model has changed: `CaptureError`, `UnsupportedError`, `InsufficientMemoryError`,
     `DeviceUnavailableError`, and `MegacompileError` for an option out of range.
     """
     check_module(model)
     if getattr(model, "megacompile", None) is not None:
-        raise MegacompileError("the model is streamed already: model.megacompile.close() first to stream it with other options")
+        raise MegacompileError("the model is streamed already: call model.megacompile.close() before streaming it with other "
+                               "options")
     if any(p.is_meta for p in model.parameters()):
-        raise UnsupportedError("the model is on the meta device and has no weights to train: load them first, or use "
-                               "megacompile.schedule(model, ...) to look at its schedule")
+        raise UnsupportedError("the model is on the meta device and has no weights to train: load them first, or call "
+                               "megacompile.schedule(model, ...) to inspect its schedule")
     return attach(model, build_store, StreamConfig.of(**options), layers, example)
 
 
 def attach(model: M, fill: Callable[[nn.Module, Tiling], Store], config: StreamConfig, layers: Layers | None,
            example: Mapping[str, Tensor] | None) -> M:
-    """`stream`, of a model whose weights may yet be nowhere: `fill` makes the tiles and points the model's parameters there."""
+    """Like `stream`, for a model whose weights may not be loaded yet. `fill` creates the tiles and makes the model's parameters
+    views of them."""
     backend = make_backend(config.device)
     there = available_host_bytes()
     check_host_first(model, layers, config, min(there, parse_bytes(config.host_memory) or there))
@@ -81,7 +84,7 @@ def attach(model: M, fill: Callable[[nn.Module, Tiling], Store], config: StreamC
 
 
 def check_module(model: Any) -> None:
-    """Raises `MegacompileError` for what is no model."""
+    """Raises `MegacompileError` if `model` is not a `torch.nn.Module`."""
     if not isinstance(model, nn.Module):
         what = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
         raise MegacompileError(f"a model must be a torch.nn.Module, not {what}: build or load the model first")
@@ -95,8 +98,8 @@ def make_backend(device: str | torch.device | None) -> Backend:
 def analyse(model: nn.Module, config: StreamConfig, device_type: str, layers: Layers | None,
             example: Mapping[str, Tensor] | None, fused_attention: str = "flash",
             device_bytes: int | None = None, watch: Watch | None = None) -> tuple[CapturedModel, Tiling]:
-    """Captures a model for a device and divides its parameters into tiles. Changes nothing. `fused_attention`: see `Target`;
-    `device_bytes`: the device's memory, None where experts stay whole unless the user says otherwise; `watch`: as in
+    """Captures a model for a device and divides its parameters into tiles, without changing it. `fused_attention`: see
+    `Target`. `device_bytes`: the device's memory; with None, experts are split only if the user asks for it. `watch`: as in
     `capture`."""
     refuse_hooks(model)
     check_unclaimed(model)
@@ -105,9 +108,10 @@ def analyse(model: nn.Module, config: StreamConfig, device_type: str, layers: La
                                f"{type((example or {})[wrong[0]]).__name__}")
     dtypes = {config.dtype or p.dtype for p in model.parameters()}
     if not dtypes <= {torch.float32, torch.bfloat16}:
-        raise UnsupportedError(f"parameters are {', '.join(sorted(map(str, dtypes)))}: megacompile trains float32 and bfloat16")
+        raise UnsupportedError(f"parameters are {', '.join(sorted(map(str, dtypes)))}: megacompile trains float32 and "
+                               "bfloat16; cast the model to one of them")
     dtype = torch.bfloat16 if torch.bfloat16 in dtypes else torch.float32
-    subject = model if config.dtype is None else _meta_twin(model, config.dtype)
+    subject = model if config.dtype is None else _meta_copy(model, config.dtype)
     captured = capture(subject, layers=layers, example=example, pipeline=config.template_passes,
                        target=Target(device_type, dtype, fused_attention), loss=config.loss,
                        expert_pieces=expert_pieces(model, layers, config, device_bytes), watch=watch)
@@ -116,8 +120,9 @@ def analyse(model: nn.Module, config: StreamConfig, device_type: str, layers: La
     return captured, tiling
 
 
-def _meta_twin(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """The model without data, its parameters in another dtype. Buffers keep theirs: rotary frequencies are fp32 on purpose."""
+def _meta_copy(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """A copy of the model whose parameters have `dtype` and are on the meta device. Buffers keep their dtype: rotary
+    frequencies are fp32 on purpose."""
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
         memo[id(parameter)] = nn.Parameter(torch.empty_like(parameter, dtype=dtype, device="meta"), parameter.requires_grad)

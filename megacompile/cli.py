@@ -1,9 +1,9 @@
 """The command line: `megacompile train`, `inspect`, `verify`, `plan`, `calibrate`, `doctor` and `bench`.
 
-Exit codes: 0 done; 1 refused, the reason on stderr; 2 wrong arguments; 130 stopped by Ctrl-C, 143 by SIGTERM (and saved,
-if asked).
+Exit codes: 0 success; 1 failure, with the reason on stderr; 2 wrong arguments; 130 stopped by Ctrl-C, 143 by SIGTERM (after
+saving, if --output was given).
 
-What a command needs to run it imports itself: torch takes seconds, which --help need not.
+Each command imports what it needs when it runs, so that --help does not wait seconds for torch.
 """
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from megacompile.errors import ArgumentError, MegacompileError
 from megacompile.finetuning.refused import spelled
-from megacompile.finetuning.settings import Settings, read_defaults
+from megacompile.finetuning.settings import DATA_PANEL, Settings, read_defaults
 from megacompile.limits import check_number
 from megacompile.tools.lora import Lora
 from megacompile.tools.options import Device, Knobs, Model, Planning, with_options
@@ -28,17 +28,19 @@ EXIT_FAILED = 1
 EXIT_ARGUMENT = 2
 EXIT_INTERRUPTED = 130
 
+_SHOW_PANEL = "What to show"
+
 
 class _Commands(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """With the options of a command as people spell them: --max_length is --max-length. Raises `ArgumentError` for options
-        that other trainers have."""
+        """Accepts underscores in options: --max_length means --max-length. Raises `ArgumentError` for options of other trainers
+        that this command does not have."""
         return super().resolve_command(ctx, [args[0], *spelled(args[1:])])
 
     def invoke(self, ctx: Any) -> Any:
-        """Ends on an error of ours with its message alone, all lines of it: where each lane stood, or a dump's folder, come
-        after the first. Ctrl-C ends on one line too, outside of a training loop, which handles it itself. Any other exception
-        is a fault and keeps its traceback."""
+        """Prints errors of megacompile without a traceback, but with all lines of the message: details, such as what each lane
+        was doing, follow the first line. Ctrl-C also prints one line; the training loop handles it itself. Any other exception
+        is a bug and keeps its traceback."""
         try:
             return super().invoke(ctx)
         except ArgumentError as error:
@@ -56,7 +58,7 @@ class _Commands(TyperGroup):
 
 class _Command(TyperCommand):
     def invoke(self, ctx: Any) -> Any:
-        """Raises `ArgumentError` for a number that no option takes, on the command line or in a file."""
+        """Raises `ArgumentError` if the command line or a file has a number that no option accepts, such as nan."""
         for parameter in self.params:
             given = ctx.params.get(parameter.name)
             for value in given if isinstance(given, list | tuple) else (given,):
@@ -64,7 +66,7 @@ class _Command(TyperCommand):
         return super().invoke(ctx)
 
 
-app = typer.Typer(cls=_Commands, help="Train decoder models whose weights live in host memory.", no_args_is_help=True,
+app = typer.Typer(cls=_Commands, help="Train language models whose weights stay in host memory.", no_args_is_help=True,
                   add_completion=False, pretty_exceptions_enable=False)
 
 
@@ -72,11 +74,11 @@ _command = functools.partial(app.command, cls=_Command)
 
 
 def _terminal() -> bool:
-    """Whether a person reads what is printed, and no program does."""
+    """Whether the output goes to a terminal, and not to a file or a program."""
     return sys.stdout.isatty()
 
 
-class Form(enum.StrEnum):
+class OutputFormat(enum.StrEnum):
     PYTHON = "python"
     TABLE = "table"
     JSON = "json"
@@ -92,22 +94,25 @@ def version(show: Annotated[bool, typer.Option("--version", help="Print the vers
 @_command()
 @with_options
 def train(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="A model directory, a config (directory or JSON file: random "
-                                                               "weights), or an id of the Hugging Face hub.")],
+    model: Annotated[str, typer.Argument(
+        metavar="MODEL", help="A model directory, a model id on the Hugging Face Hub, or a config (directory or JSON file) to "
+                              "start from random weights.")],
     data: Annotated[list[str], typer.Option(
-        "--data", "--dataset", "--dataset-name", help="A text file, a file of rows (.jsonl, .json, .csv, .parquet), a folder "
-                                                      "of these, or a Hugging Face data set. Repeat for more.")],
+        "--data", "--dataset", "--dataset-name", rich_help_panel=DATA_PANEL,
+        help="A text file, a file of rows (.jsonl, .json, .csv, .parquet), a folder of such files, or a data set id on the "
+             "Hugging Face Hub. Repeat for more.")],
     settings: Settings,
     lora: Lora,
     knobs: Knobs,
     config: Annotated[Path | None, typer.Option(exists=True, dir_okay=False, is_eager=True, callback=read_defaults,
-                                                help="A YAML file with these options. Flags override it.")] = None,
+                                                help="YAML file with options. The command line overrides it.")] = None,
 ) -> None:
-    """Train a model on texts or on conversations, streamed from host memory.
+    """Train a model on texts or conversations, with weights streamed from host memory.
 
-    Columns tell the format of rows: Alpaca (instruction, input, output), ShareGPT (conversations), messages, or text.
-    Conversations go through the tokenizer's chat template, and the loss counts what the assistant says. Texts are packed into
-    sequences of --length tokens. Ctrl-C or SIGTERM finishes the step, saves and stops; --resume latest continues.
+    The columns of the rows determine their format: Alpaca (instruction, input, output), ShareGPT (conversations), messages, or
+    text. Conversations are formatted by the tokenizer's chat template, and only the assistant's tokens count for the loss.
+    Texts are packed into sequences of --length tokens. Ctrl-C or SIGTERM finishes the current step, saves and stops; --resume
+    latest continues.
     """
     from rich.console import Console
 
@@ -124,30 +129,41 @@ def inspect(
     planning: Planning,
     lora: Lora,
     knobs: Knobs,
-    stage: Annotated[str | None, typer.Option(help="Show the program after this pass. Default: after the last one.")] = None,
-    section: Annotated[str | None, typer.Option(help="Show only this section, such as forward, backward or update.")] = None,
-    layers: Annotated[str | None, typer.Option(metavar="FIRST:END", help="Show only instructions of these layers, "
-                                                                         "counted from 0.")] = None,
-    diff: Annotated[str | None, typer.Option(metavar="STAGE..STAGE", help="Show the difference between two "
-                                                                          "stages.")] = None,
-    form: Annotated[Form, typer.Option(help="Output format.")] = Form.PYTHON,
+    stage: Annotated[str | None, typer.Option(
+        rich_help_panel=_SHOW_PANEL, help="Show the program after this pass.", show_default="the last pass")] = None,
+    section: Annotated[str | None, typer.Option(
+        rich_help_panel=_SHOW_PANEL, help="Show only this section, such as forward, backward or update.",
+        show_default="all")] = None,
+    layers: Annotated[str | None, typer.Option(
+        rich_help_panel=_SHOW_PANEL, metavar="FIRST:END",
+        help="Show only the instructions of these layers, counted from 0, END excluded.", show_default="all")] = None,
+    diff: Annotated[str | None, typer.Option(
+        rich_help_panel=_SHOW_PANEL, metavar="STAGE..STAGE", help="Show the difference between two stages.")] = None,
+    output_format: Annotated[OutputFormat, typer.Option(
+        "--format", "--form", rich_help_panel=_SHOW_PANEL, help="Output format.")] = OutputFormat.PYTHON,
     fold: Annotated[bool | None, typer.Option(
-        "--fold/--no-fold", help="Fold lines that repeat for each layer. Default: a whole program is folded on a terminal "
-                                 "only, so that verify can read files and pipes.")] = None,
-    template: Annotated[str | None, typer.Option(help="Show the graphs of this template instead. With --stage: after that "
-                                                      "pass.")] = None,
-    log: Annotated[bool, typer.Option("--log", help="Show op counts before and after each pass instead.")] = False,
-    trace: Annotated[Path | None, typer.Option(dir_okay=False, help="Simulate some steps and write a Perfetto trace (JSON) "
-                                                                    "here. Prints nothing.")] = None,
-    picture: Annotated[Path | None, typer.Option(dir_okay=False, help="Simulate a step and draw it here (.svg or .png). "
-                                                                      "Prints nothing.")] = None,
+        "--fold/--no-fold", rich_help_panel=_SHOW_PANEL,
+        help="Show lines that repeat for each layer only once. verify cannot read folded programs.",
+        show_default="a whole program is folded only on a terminal")] = None,
+    template: Annotated[str | None, typer.Option(
+        rich_help_panel=_SHOW_PANEL,
+        help="Show the graphs of this template instead of the program. With --stage: after that pass.")] = None,
+    log: Annotated[bool, typer.Option(
+        "--log", rich_help_panel=_SHOW_PANEL,
+        help="Show what each pass did, and the op counts before and after it, instead of the program.")] = False,
+    trace: Annotated[Path | None, typer.Option(
+        dir_okay=False, rich_help_panel=_SHOW_PANEL,
+        help="Simulate some steps, write a Perfetto trace (JSON) to this file, and print nothing.")] = None,
+    picture: Annotated[Path | None, typer.Option(
+        dir_okay=False, rich_help_panel=_SHOW_PANEL,
+        help="Simulate a step, draw it to this file (.svg, .png or .pdf), and print nothing.")] = None,
 ) -> None:
     """Show what a model compiles to: stages, schedule, templates, timelines. Loads no weights and needs no GPU."""
     from megacompile import inspection, timeline
     from megacompile import picture as pictures
     inspection.check_options([name for name, value in {
         "--trace": trace, "--picture": picture, "--log": log, "--template": template, "--diff": diff, "--stage": stage,
-        "--section": section, "--layers": layers, "--form": form is not Form.PYTHON}.items() if value])
+        "--section": section, "--layers": layers, "--format": output_format is not OutputFormat.PYTHON}.items() if value])
     if picture is not None:
         pictures.check(picture)
     if fold is None:
@@ -164,7 +180,7 @@ def inspect(
         print(inspection.pass_log(compiled.log, stages))
     elif template is not None:
         chosen = inspection.choose(compiled.templates, template, "template")
-        print(inspection.template(chosen, stage, form.value, compiled.plan.token_chunk))
+        print(inspection.template(chosen, stage, output_format.value, compiled.plan.token_chunk))
     else:
         last = compiled.program()
         among = inspection.layer_range(layers, last) if layers is not None else None
@@ -173,17 +189,18 @@ def inspect(
             return
         program = inspection.choose(stages, stage, "stage") if stage is not None else last
         shown = inspection.select(program, section, among)
-        if form is Form.PYTHON:
+        if output_format is OutputFormat.PYTHON:
             print(f"# {compiled.title()}\n# stages: {', '.join(stages)}\n# templates: {', '.join(compiled.templates)}")
-        print(inspection.render(program, shown, form.value, fold))
+        print(inspection.render(program, shown, output_format.value, fold))
 
 
 @_command()
 def verify(
     program_file: Annotated[Path, typer.Argument(metavar="PROGRAM_FILE",
-                                                 help="A program as text, from inspect or edited. - reads standard input.")],
+                                                 help="A program as text, from inspect or edited by hand. - reads standard "
+                                                      "input.")],
 ) -> None:
-    """Prove a program safe, or show where it is not: exit code 0 or 1. Runs nothing, and needs no model."""
+    """Prove that a program is safe, or show where it is not (exit code 1). Runs nothing and needs no model."""
     from tabulate import tabulate
 
     from megacompile.ir.text import parse
@@ -192,10 +209,10 @@ def verify(
     piped = str(program_file) == "-"
     named = "standard input" if piped else program_file
     if not piped and (not program_file.exists() or program_file.is_dir()):
-        raise ArgumentError(f"there is no file {program_file}: give a program's text, or - for standard input")
+        raise ArgumentError(f"there is no file {program_file}: give a file with a program's text, or - for standard input")
     program = parse(source_text(sys.stdin if piped else program_file))
     verdicts, error = judge(program)
-    words = {True: "holds", False: "BROKEN", None: "not asked"}
+    words = {True: "holds", False: "BROKEN", None: "not checked"}
     print(f"{named}: stage {program.stage}, sections {', '.join(program.sections) or 'none'}\n")
     print(tabulate([(v.rule, words[v.holds], v.why) for v in verdicts], ["rule", "", ""], tablefmt="simple"))
     if error is not None:
@@ -211,9 +228,9 @@ def plan(
     lora: Lora,
     knobs: Knobs,
 ) -> None:
-    """Predict whether a model fits, how fast a step is, and what limits it, for the chosen plan and its alternatives.
+    """Predict whether a model fits in memory, how long a step takes, and what limits it, for the chosen plan and alternatives.
 
-    Loads no weights, trains nothing, and needs no GPU to plan for one. Exit code 1 if the model does not fit.
+    Loads no weights, trains nothing, and can plan for a GPU without having one. Exit code 1 if the model does not fit.
     """
     found = planning.schedule(model, knobs, lora).outlook()
     print(found.text())
@@ -224,13 +241,14 @@ def plan(
 @_command()
 def calibrate(
     device: Device = None,
-    output: Annotated[Path | None, typer.Option(dir_okay=False, help="Write the rates here instead, to plan for this "
-                                                                     "machine on another one.")] = None,
-    scale: Annotated[float, typer.Option(min=0.01, max=1000.0, help="Measuring time, as a multiple of the default.")] = 1.0,
+    output: Annotated[Path | None, typer.Option(
+        dir_okay=False, help="Write the rates to this file, for example to plan for this machine on another one.",
+        show_default="a file in the cache folder, which plan and train read")] = None,
+    scale: Annotated[float, typer.Option(min=0.01, max=1000.0, help="Measuring time as a multiple of the usual time.")] = 1.0,
 ) -> None:
-    """Measure this machine's rates, once, for plan.
+    """Measure how fast this machine computes and copies, so that plans fit it. Once for each machine is enough.
 
-    Takes a minute or two. Run nothing else meanwhile: it would spoil the measurement."""
+    Takes a minute or two. Run nothing else at the same time, which would falsify the rates."""
     from megacompile.predict.hardware import cache_path
     from megacompile.system.progress import Progress
     from megacompile.tools.calibrate import measure
@@ -244,7 +262,7 @@ def calibrate(
 
 @_command()
 def doctor() -> None:
-    """Check what this machine has for training, and say how to fix what is missing. Exit code 1 if training cannot work."""
+    """Check whether this machine can train, and say how to fix what is missing. Exit code 1 if training is not possible."""
     from megacompile.system.progress import Progress
     from megacompile.tools.doctor import devices, examine, report
     with Progress() as say:
@@ -256,16 +274,19 @@ def doctor() -> None:
 
 @_command()
 def bench(
-    name: Annotated[str, typer.Argument(metavar="TABLE", help="gates, depth, ablation, budgets, batch, context, kinds, width, "
-                                                              "rows, large or whole.")],
-    output: Annotated[Path, typer.Option(dir_okay=False, help="File of rows. New rows are added to it.")] = Path("bench.jsonl"),
-    shape: Annotated[str | None, typer.Option(help="Shape of the model for rows that name none, such as tiny.")] = None,
-    limit_minutes: Annotated[float | None, typer.Option(min=0.0, help="Time limit. The same command continues later. "
-                                                                      "0: only print the existing rows.")] = None,
+    name: Annotated[str, typer.Argument(metavar="TABLE", help="The table to measure: gates, depth, ablation, budgets, batch, "
+                                                              "context, kinds, width, rows, large or whole.")],
+    output: Annotated[Path, typer.Option(
+        dir_okay=False, help="File with the measured rows (JSON lines). New rows are appended.")] = Path("bench.jsonl"),
+    shape: Annotated[str | None, typer.Option(
+        help="Model shape for rows that do not name one, such as tiny.", show_default="the table's")] = None,
+    limit_minutes: Annotated[float | None, typer.Option(
+        min=0.0, help="Time limit in minutes. Run the same command again to continue. 0: only print the existing rows.",
+        show_default="none")] = None,
     retry: Annotated[bool, typer.Option("--retry", help="Measure failed rows again.")] = False,
-    plot: Annotated[Path | None, typer.Option(dir_okay=False, help="Draw the table here (SVG).")] = None,
+    plot: Annotated[Path | None, typer.Option(dir_okay=False, help="Also draw the table to this SVG file.")] = None,
 ) -> None:
-    """Measure the rows of a table that a file does not have yet, and print the table."""
+    """Measure the missing rows of a benchmark table, and print the table."""
     from megacompile import inspection
     from megacompile import picture as pictures
     from megacompile.bench import plots, rows
@@ -281,7 +302,7 @@ def bench(
     try:
         run(table, output, limit_s=None if limit_minutes is None else 60 * limit_minutes, retry=retry)
     except KeyboardInterrupt:
-        print(f"stopped by Ctrl-C: the rows that are done are in {output}", file=sys.stderr)
+        print(f"stopped by Ctrl-C: the finished rows are in {output}", file=sys.stderr)
         raise typer.Exit(EXIT_INTERRUPTED) from None
     print(markdown(table, rows.read(output)))
     if plot is not None:

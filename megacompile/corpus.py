@@ -1,4 +1,4 @@
-"""Text files -> token ids. Without a tokenizer the bytes themselves are the tokens."""
+"""Reads text files into token ids. Without a tokenizer, each byte is a token."""
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -13,13 +13,13 @@ from megacompile.loading import HUB_ID
 from megacompile.system.regular_files import read_regular, refuse_irregular
 
 _BYTE_VALUES = 256
-#: How compressed files begin. None of them is UTF-8 to its end.
+#: First bytes of compressed files. Such files are not valid UTF-8.
 _COMPRESSED = {b"\x1f\x8b": "gzip", b"PK\x03\x04": "zip", b"\x28\xb5\x2f\xfd": "zstd", b"\xfd7zXZ\0": "xz", b"BZh": "bzip2"}
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
 
 class Tokenizer(Protocol):
-    """Text to token ids and back."""
+    """Converts text to token ids and back."""
 
     def encode(self, text: bytes) -> Tensor:
         """Token ids, 1-D, of any integer dtype."""
@@ -29,10 +29,10 @@ class Tokenizer(Protocol):
 
 
 class ByteTokenizer:
-    """A byte is a token: 256 ids, no merges, nothing to load."""
+    """Each byte is a token: 256 ids, no merges, nothing to load."""
 
     def encode(self, text: bytes) -> Tensor:
-        # An empty buffer is an error to `frombuffer`. The copy in `bytearray` is what makes the tensor writable.
+        # `frombuffer` raises for an empty buffer. The copy in `bytearray` makes the tensor writable.
         return torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else torch.empty(0, dtype=torch.uint8)
 
     def decode(self, tokens: Tensor) -> str:
@@ -40,24 +40,24 @@ class ByteTokenizer:
 
 
 class PretrainedTokenizer:
-    """A tokenizer of transformers, from a model's folder or by an id of the Hugging Face hub, with no special tokens added.
-    `pretrained`: the tokenizer itself.
+    """A tokenizer from transformers, read from a model's folder or from the Hugging Face Hub. It adds no special tokens.
+    `pretrained`: the tokenizer object of transformers.
 
-    Raises ArgumentError if there is no such folder, MegacompileError if it cannot be read."""
+    Raises `ArgumentError` if there is no such folder, `MegacompileError` if the tokenizer cannot be read."""
 
     def __init__(self, source: str | Path) -> None:
         if not Path(source).exists() and not HUB_ID.fullmatch(str(source)):
-            raise ArgumentError(f"there is no tokenizer {str(source)!r} here: give a folder that has one, or an id of the "
-                                "Hugging Face hub")
+            raise ArgumentError(f"there is no tokenizer {str(source)!r}: give a folder that contains one, or an id on the "
+                                "Hugging Face Hub")
         if Path(source).exists():
             refuse_irregular(Path(source))
         from transformers import AutoTokenizer  # slow to import, and not needed for bytes
 
         try:
             self.pretrained: Any = AutoTokenizer.from_pretrained(source, local_files_only=Path(source).exists())
-        except Exception as error:  # whatever the files make transformers raise
-            raise MegacompileError(f"{source} holds a tokenizer that transformers cannot read: fix its files, or remove "
-                                   f"them to train on bytes\n{type(error).__name__}: {error}") from error
+        except Exception as error:  # transformers may raise anything on damaged files
+            raise MegacompileError(f"transformers cannot read the tokenizer in {source}: fix its files, or remove them to "
+                                   f"train on bytes\n{type(error).__name__}: {error}") from error
 
     def encode(self, text: bytes) -> Tensor:
         decoded = text.decode("utf-8", errors="replace")
@@ -69,7 +69,8 @@ class PretrainedTokenizer:
 
 
 def load_tokenizer(source: str | Path) -> ByteTokenizer | PretrainedTokenizer:
-    """The tokenizer of a model's folder, bytes where it has none; or of the Hugging Face hub, if there is no such file."""
+    """The tokenizer in a model's folder, or bytes if the folder has none. If `source` does not exist here, the tokenizer of
+    that name on the Hugging Face Hub."""
     path = Path(source)
     if not path.exists() or any((path / name).exists() for name in _TOKENIZER_FILES):
         return PretrainedTokenizer(source)
@@ -77,9 +78,9 @@ def load_tokenizer(source: str | Path) -> ByteTokenizer | PretrainedTokenizer:
 
 
 def read_text(files: Sequence[Path], tokenizer: Tokenizer) -> Tensor:
-    """The tokens of all files, 1-D, of any integer dtype; each is encoded by itself, in the order given.
+    """The tokens of all files, 1-D, of any integer dtype. Files are encoded one by one, in the given order.
 
-    Raises MegacompileError if a file cannot be read, is empty or is not text: UTF-8 without NUL."""
+    Raises `MegacompileError` if a file cannot be read, is empty, or is not text (UTF-8 without NUL bytes)."""
     parts = []
     for file in files:
         try:
@@ -88,14 +89,14 @@ def read_text(files: Sequence[Path], tokenizer: Tokenizer) -> Tensor:
             raise MegacompileError(f"{file} cannot be read ({error.strerror}): give readable text files") from error
         if not data:
             raise MegacompileError(f"{file} is empty: give text, or leave it out")
-        if why := _no_text(data):
+        if why := _why_not_text(data):
             raise MegacompileError(f"{file} is not text: {why}")
         parts.append(tokenizer.encode(data))
     return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
 
 
-def _no_text(data: bytes) -> str | None:
-    """Why some bytes are no text, and what to do; None if they are."""
+def _why_not_text(data: bytes) -> str | None:
+    """Why the bytes are not text, and how to fix that; None if they are text."""
     place = data.find(0)
     if place < 0:
         try:
@@ -106,14 +107,15 @@ def _no_text(data: bytes) -> str | None:
     if kind := next((kind for begin, kind in _COMPRESSED.items() if data.startswith(begin)), None):
         return f"it is compressed ({kind}): unpack it"
     line = data.count(b"\n", 0, place) + 1
-    return f"byte 0x{data[place]:02x} at {place} (line {line}) is not of a text in UTF-8: convert it, with iconv for example"
+    return (f"byte 0x{data[place]:02x} at {place} (line {line}) is not valid in UTF-8 text: convert the file, for example with "
+            "iconv")
 
 
 def check_vocabulary(tokens: Tensor, tokenizer: Tokenizer, vocabulary_size: int) -> None:
-    """Raises MegacompileError if a token does not exist in the model's vocabulary."""
+    """Raises `MegacompileError` if a token is not in the model's vocabulary."""
     if isinstance(tokenizer, ByteTokenizer) and vocabulary_size < _BYTE_VALUES:
         raise MegacompileError(
-            f"a vocabulary of {vocabulary_size} does not hold the {_BYTE_VALUES} byte values: use a model "
+            f"a vocabulary of {vocabulary_size} is too small for the {_BYTE_VALUES} byte values: use a model "
             f"directory with a tokenizer, or a config with vocab_size >= {_BYTE_VALUES}")
     if tokens.numel() and int(tokens.max()) >= vocabulary_size:
         raise MegacompileError(

@@ -14,13 +14,14 @@ from megacompile.trainers.reference_model import loaded_as
 
 
 class DPOTrainer(trainer.Trainer, trl.DPOTrainer):
-    """`trl.DPOTrainer` for a policy that is streamed. The reference model is streamed too: that which is given
-    (`ref_model`), or a frozen copy of the policy as it is now. With `precompute_ref_log_probs=True` it is the policy before
-    training, run once over the data, which takes no second copy of the weights. With a `peft_config` the streamed model is
-    closed, gets the adapter, and is streamed again as it was (`trainer.model` is that); the reference is the same without
-    the adapter.
+    """`trl.DPOTrainer` for a streamed policy. The reference model is streamed too.
 
-    Raises `UnsupportedError` for router losses, `sync_ref_model`, and where TRL would copy an adapter; and what
+    The reference is the given `ref_model`, or a frozen copy of the policy at this moment. With `precompute_ref_log_probs=True`
+    the policy itself runs once over the data before training, which needs no second copy of the weights. With a
+    `peft_config`, the streamed model is closed, wrapped with the adapter, and streamed again with the same options
+    (`trainer.model`); the reference is then the same model without the adapter.
+
+    Raises `UnsupportedError` for router losses, for `sync_ref_model`, and if TRL would copy an adapter; also what
     `reference_of` raises."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -1,21 +1,21 @@
-"""Every exception that megacompile raises on purpose. First line of a message: the cause, then the remedy.
+"""Every exception that megacompile raises on purpose. The first line of a message gives the cause, then the remedy.
 
-`MegacompileError` and its children are for users; a failed `assert` is a fault of ours. Errors about a program show
-the program around the fault (`verify.py`), errors about a model name the module.
+`MegacompileError` and its subclasses report problems that a user can fix; a failed `assert` is a bug in megacompile. Errors
+about a program show the program around the fault; errors about a model name the module.
 """
 from __future__ import annotations
 
 from collections.abc import Collection
 from pathlib import Path
 
-#: Characters of a message. What was given, and is repeated in it, may be larger.
+#: Maximum length of a message in characters. A value that a message quotes may be longer and is shortened.
 LONGEST_MESSAGE = 10_000
-#: Characters of something that was given, where a message repeats it.
+#: Maximum length in characters of a value that a message quotes.
 _LONGEST_PIECE = 200
 
 
 def shortened(text: str, longest: int = _LONGEST_PIECE) -> str:
-    """A text, or its beginning and its end with what lies between left out."""
+    """The text; if it has more than `longest` characters, its beginning and end around the number of characters."""
     if len(text) <= longest:
         return text
     gap, tail = f" ... ({len(text):,} characters) ... ", longest // 6
@@ -23,32 +23,32 @@ def shortened(text: str, longest: int = _LONGEST_PIECE) -> str:
 
 
 def listed(names: Collection[str], most: int = 20) -> str:
-    """Names for a message: all, or the first of many."""
+    """Names for a message, separated by commas: the first `most`, and the number of the rest."""
     some = [shortened(name) for _, name in zip(range(most), names, strict=False)]
     rest = len(names) - len(some)
     return ", ".join([*some, *([f"and {rest:,} more"] if rest else [])])
 
 
 def first_line(error: BaseException) -> str:
-    """Of an error's text; of one without, its type's name."""
+    """The first line of an error's message, or the name of its type if it has no message."""
     return next(iter(str(error).splitlines()), "") or type(error).__name__
 
 
 def named_line(error: BaseException) -> str:
-    """The type's name and the first line: "KeyError: 'x'"."""
+    """The error's type and the first line of its message: "KeyError: 'x'"."""
     return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}".rstrip(": ")
 
 
 class MegacompileError(ValueError):
-    """Base of all errors that megacompile raises on purpose. Its text has at most `LONGEST_MESSAGE` characters."""
+    """Base class of all errors that megacompile raises on purpose. Its message has at most `LONGEST_MESSAGE` characters."""
 
     def __init__(self, message: str = "") -> None:
         super().__init__(shortened(str(message), LONGEST_MESSAGE))
 
 
 class ArgumentError(MegacompileError):
-    """A name that stands for nothing (a stage, a layer range, hardware, a model); the message says which do. The command line
-    exits with 2."""
+    """An unknown name (of a stage, a layer range, hardware, a model). The message lists the known ones. The command line exits
+    with code 2."""
 
 
 class CaptureError(MegacompileError):
@@ -60,16 +60,16 @@ class UnsupportedError(MegacompileError):
 
 
 class CompilationError(MegacompileError):
-    """Inductor cannot compile a layer, or what it made does not run. Uncompiled the model streams all the same."""
+    """Inductor cannot compile a layer, or the compiled code does not run. The model can still be streamed uncompiled."""
 
 
 class InsufficientMemoryError(MegacompileError):
-    """Host or device memory does not hold what the plan needs; the message gives bytes needed and available."""
+    """The plan needs more host or device memory than there is. The message gives the bytes needed and available."""
 
 
 class NoFittingPlanError(InsufficientMemoryError):
-    """No plan fits. Attributes: `need`, the bytes of device memory that the plan which needs least would take; `cause`, the
-    message without its `remedy`."""
+    """No plan fits. Attributes: `need`, the device memory in bytes that the smallest plan would take; `cause`, the message
+    without its `remedy`."""
 
     def __init__(self, cause: str, remedy: str, need: int) -> None:
         super().__init__(f"{cause}: {remedy}")
@@ -77,7 +77,7 @@ class NoFittingPlanError(InsufficientMemoryError):
 
 
 class DeviceUnavailableError(MegacompileError):
-    """A device was asked for (CUDA, CuPy) that this machine does not have."""
+    """The requested device (CUDA, CuPy) is not available on this machine."""
 
 
 class LeaseError(MegacompileError):
@@ -85,28 +85,28 @@ class LeaseError(MegacompileError):
 
 
 class ProgramError(MegacompileError):
-    """A program that does not parse or does not verify. Shows the program around the fault."""
+    """A program that does not parse or does not verify. The message shows the program around the fault."""
 
 
 class HazardError(ProgramError):
-    """Two accesses to one place are not ordered, or a place is overwritten while its value is alive."""
+    """Two accesses to one place are not ordered, or a place is overwritten while its value is still needed."""
 
 
 class LaneError(MegacompileError, RuntimeError):
-    """An instruction failed in a lane. `__cause__` is the original exception; the text shows the program around it."""
+    """An instruction failed in a lane. `__cause__` is the original exception; the message shows the program around it."""
 
 
 class StallError(LaneError):
-    """No lane has moved for too long. The text has the instruction at which each one stands."""
+    """No lane made progress for too long. The message gives the instruction that each lane is waiting at."""
 
 
 class DeviceMemoryError(InsufficientMemoryError, LaneError):
-    """The device ran out of memory in the middle of a step, which was given up."""
+    """The device ran out of memory in the middle of a step. The step was abandoned."""
 
 
 class NonFiniteError(LaneError):
-    """The gradients of a step are not finite. Attributes: `step`, the number that it would have had; `loss` and `norm`;
-    `tiles`, those whose gradients are not finite; `folder`, where it was dumped, or None."""
+    """The gradients of a step are not finite. Attributes: `step`, the number that the step would have had; `loss` and `norm`;
+    `tiles`, the names of the tiles whose gradients are not finite; `folder`, where the step was dumped, or None."""
 
     def __init__(self, message: str, step: int, loss: float, norm: float, tiles: tuple[str, ...],
                  folder: Path | None = None) -> None:
@@ -115,9 +115,9 @@ class NonFiniteError(LaneError):
 
 
 class CheckpointError(MegacompileError):
-    """A checkpoint, of weights or of a run, that cannot be read or written, is damaged or does not belong to the model; the
-    message names the file and the reason."""
+    """A checkpoint (of weights or of a run) cannot be read or written, is damaged, or does not belong to the model. The message
+    names the file and the reason."""
 
 
 class TornError(MegacompileError):
-    """An update stopped half-way: complete it, or load a checkpoint, before training or saving goes on."""
+    """An update stopped halfway. Complete it or load a checkpoint before training or saving again."""

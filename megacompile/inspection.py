@@ -1,4 +1,4 @@
-"""What people look at of a program: a section, some layers, or what changed between stages, as Python, table or JSON.
+"""Selects and prints parts of a program: a section, some layers, or what changed between stages, as Python, table or JSON.
 
     shown = select(program, section="forward", layers=layer_range("0:2", program))
     print(render(program, shown, "table"))
@@ -25,27 +25,27 @@ from megacompile.ir import folding, listing, text
 from megacompile.ir.counts import op_counts
 from megacompile.ir.program import Access, Program, accesses, argument, lane_of, nodes, op_of, operands
 
-#: The nodes that are shown of each section, in program order.
+#: The nodes to show for each section, in program order.
 Shown = Mapping[str, Sequence[fx.Node]]
 T = TypeVar("T")
 
 
-#: What may be shown instead of a program, and the options that choose from it.
+#: Options that show something other than a program, and the options that may be combined with them.
 _INSTEAD: Mapping[str, Sequence[str]] = {
-    "--trace": ("--picture",), "--picture": ("--trace",), "--log": (), "--template": ("--stage", "--form"),
+    "--trace": ("--picture",), "--picture": ("--trace",), "--log": (), "--template": ("--stage", "--format"),
     "--diff": ("--section", "--layers")}
 
 
 def check_options(given: Collection[str]) -> None:
-    """Raises `ArgumentError` for two options, by name, of which one would be passed over."""
+    """Raises `ArgumentError` if one of the given options would have no effect next to another."""
     for option in given:
         for other in given if option in _INSTEAD else ():
             if other != option and other not in _INSTEAD[option]:
-                raise ArgumentError(f"{option} and {other} do not go together: leave one of them out")
+                raise ArgumentError(f"{option} and {other} cannot be combined: leave one of them out")
 
 
 def choose(choices: Mapping[str, T], name: str, what: str) -> T:
-    """Raises `ArgumentError`, naming the choices."""
+    """The choice with this name. Raises `ArgumentError`, which lists the choices, if there is none."""
     if name not in choices:
         raise ArgumentError(f"there is no {what} {name!r}: choose one of {', '.join(choices)}")
     return choices[name]
@@ -54,9 +54,10 @@ def choose(choices: Mapping[str, T], name: str, what: str) -> T:
 # ---------------------------------------------------------------- which nodes
 
 def layer_range(written: str, program: Program) -> list[str]:
-    """"1:3" -> the calls of the second and third layer; either bound may be absent, and one number is one layer.
+    """The calls of a range of layers: "1:3" gives those of the second and third layer. Either bound may be left out; a single
+    number means one layer.
 
-    Raises `ArgumentError` for what is no range, or holds none of the program's layers."""
+    Raises `ArgumentError` if `written` is not a range, or if it contains none of the program's layers."""
     layers = [call.name for call in program.calls if call.role == "layer"]
     match = re.fullmatch(r"(\d*)(:?)(\d*)", written)
     if match is not None and (match[1] or match[2]):
@@ -69,7 +70,8 @@ def layer_range(written: str, program: Program) -> list[str]:
 
 
 def select(program: Program, section: str | None = None, layers: Collection[str] | None = None) -> Shown:
-    """The nodes of one section (None: all), or of those what is about these layers. Raises `ArgumentError`."""
+    """The nodes of one section (None: of all), restricted to those about `layers` if given. Raises `ArgumentError` for an
+    unknown section."""
     if section is not None:
         choose(program.sections, section, "section")
     names = program.sections if section is None else (section,)
@@ -86,10 +88,10 @@ def _about(program: Program, graph: fx.Graph, layers: Collection[str] | None) ->
 
 
 def _subjects(listed: Sequence[fx.Node]) -> dict[fx.Node, frozenset[str]]:
-    """The calls and tiles that each node is about. A wait is about what its lane does next, a value from an earlier section
-    about its users, and what is done with a value or event about what made that."""
+    """The names of the calls and tiles that each node is about. A wait is about the next instruction of its lane. A value from
+    an earlier section is about its users. A node that uses a value or event is also about the node that produced it."""
     found: dict[fx.Node, frozenset[str]] = {}
-    ahead: dict[Any, frozenset[str]] = {}  # by lane: the next instruction's
+    ahead: dict[Any, frozenset[str]] = {}  # by lane: the names of its next instruction
     for node in reversed(listed):
         op, lane = op_of(node).name, lane_of(node)
         named = frozenset(argument(node, name) for name in ("call", "tile")) - {None}
@@ -107,7 +109,7 @@ def _subjects(listed: Sequence[fx.Node]) -> dict[fx.Node, frozenset[str]]:
     return found
 
 
-# ---------------------------------------------------------------- in which form
+# ---------------------------------------------------------------- output formats
 
 def _python(program: Program, shown: Shown, fold: bool) -> str:
     sections = [(folding.fold_section if fold else text.print_section)(name, listed) for name, listed in shown.items()]
@@ -121,8 +123,9 @@ def _table(program: Program, shown: Shown, fold: bool) -> str:
 
 
 def _json(program: Program, shown: Shown, fold: bool) -> str:
-    """An object: `stage`, `micro_batches`, `tiles`, `calls`, `slots`, and `sections`, of each its nodes in program order. A
-    node has its `name`, `op`, `lane` (or null), `arguments` (other nodes by name) and the places that it reads and writes."""
+    """An object with `stage`, `micro_batches`, `tiles`, `calls`, `slots` and `sections`. Each section is the list of its nodes
+    in program order. A node has `name`, `op`, `lane` (or null), `arguments` (other nodes by name), and the places that it
+    `reads` and `writes`."""
     return json.dumps({
         "stage": program.stage, "micro_batches": program.micro_batches,
         **{kind: [asdict(one) for one in declared] for kind, declared in (
@@ -139,29 +142,30 @@ def _node(node: fx.Node) -> dict[str, Any]:
             "writes": [place for place, access in touched if access == Access.WRITE]}
 
 
-_FORMS: dict[str, Callable[[Program, Shown, bool], str]] = {"python": _python, "table": _table, "json": _json}
+_FORMATS: dict[str, Callable[[Program, Shown, bool], str]] = {"python": _python, "table": _table, "json": _json}
 
 
-def render(program: Program, shown: Shown, form: str = "python", fold: bool = True) -> str:
-    """Python, after the declarations if everything is shown; a table, a row for each node; or a JSON object (`_json`). Only
-    Python folds."""
-    return _FORMS[form](program, shown, fold)
+def render(program: Program, shown: Shown, output_format: str = "python", fold: bool = True) -> str:
+    """The nodes as Python text (with the program's declarations if everything is shown), as a table with a row for each node,
+    or as a JSON object (`_json`). `fold` affects only Python."""
+    return _FORMATS[output_format](program, shown, fold)
 
 
 # ---------------------------------------------------------------- what passes did
 
 def stage_range(written: str, stages: Mapping[str, Program]) -> tuple[Program, Program]:
-    """"prefetch..place" -> those two stages. Raises `ArgumentError`."""
+    """The two stages that "prefetch..place" names. Raises `ArgumentError` if there are no such stages."""
     before, dots, after = written.partition("..")
     if not dots:
-        raise ArgumentError(f"{written!r} does not name two stages: write them as in prefetch..place, of {', '.join(stages)}")
+        raise ArgumentError(f"{written!r} does not name two stages: write two of {', '.join(stages)}, for example "
+                            "prefetch..place")
     return choose(stages, before, "stage"), choose(stages, after, "stage")
 
 
 def difference(before: Program, after: Program, section: str | None = None, layers: Collection[str] | None = None,
                fold: bool = True, context: int = 1) -> str:
-    """What came, and what went, from one stage to another, as lines that begin with + and -; runs that repeat from layer to
-    layer once, with `fold`. `context`: unchanged lines shown beside them."""
+    """The nodes that one stage adds to another and removes from it, as lines that begin with + and -. With `fold`, runs that
+    repeat for each layer are shown once. `context`: the number of unchanged lines to show around them."""
     old_head, new_head = (text.print_program(program.evolve(sections={}, stage=after.stage)).splitlines()
                           for program in (before, after))
     declared = [line for line in difflib.unified_diff(old_head, new_head, lineterm="", n=0) if not line.startswith("@@")]
@@ -179,7 +183,7 @@ def difference(before: Program, after: Program, section: str | None = None, laye
 
 
 def _changes(old: Sequence[fx.Node], new: Sequence[fx.Node], context: int) -> tuple[list[fx.Node], list[str]]:
-    """The nodes of a difference, and the mark of each."""
+    """The nodes of a difference, and the mark of each: "+", "-" or " "."""
     listed: list[fx.Node] = []
     marks: list[str] = []
     matcher = difflib.SequenceMatcher(a=[*map(text.print_node, old)], b=[*map(text.print_node, new)], autojunk=False)
@@ -195,7 +199,7 @@ def _changes(old: Sequence[fx.Node], new: Sequence[fx.Node], context: int) -> tu
 
 
 def pass_log(log: Sequence[str], stages: Mapping[str, Program]) -> str:
-    """What each pass said, then how many of each op there are before and after it: a column for each stage."""
+    """The log line of each pass, then a table with the number of each op: a row for each op, a column for each stage."""
     counts = {name: op_counts(program) for name, program in stages.items()}
     ops = dict.fromkeys(op for each in counts.values() for op in each)
     rows = [[op, *(each.get(op, "") for each in counts.values())] for op in ops]
@@ -205,29 +209,32 @@ def pass_log(log: Sequence[str], stages: Mapping[str, Program]) -> str:
 
 # ---------------------------------------------------------------- templates
 
-def template(shown: Template, stage: str | None = None, form: str = "python", chunk: int = 0) -> str:
-    """A template's variants, with shapes and dtypes in its symbols for B and T; or, as Python, one stage of it: "attention",
-    say, or "forward.chunk_tokens"; "chunk_tokens" is that of every variant. `chunk` as in a plan. Raises `ArgumentError`."""
+def template(shown: Template, stage: str | None = None, output_format: str = "python", chunk: int = 0) -> str:
+    """A template's variants with dtypes and shapes in terms of B and T; or, with `stage`, one stage of it as Python.
+
+    `stage`: such as "attention" or "forward.chunk_tokens"; "chunk_tokens" gives this stage of every variant. `chunk`:
+    `token_chunk` of a plan. Raises `ArgumentError` for an unknown stage, or for a stage in a format other than Python."""
     variants = {name: shown.variant(name, chunk) for name in shown.variant_names}
     if stage is not None:
-        if form != "python":
-            raise ArgumentError(f"a template's stages are kept as Python: leave out --form {form}, or --stage for its variants")
+        if output_format != "python":
+            raise ArgumentError(f"a template's stages exist only as Python: leave out --format {output_format}, or leave out "
+                                "--stage to show its variants")
         stages = {key: code for key, code in shown.stages.items() if key == stage or key.endswith(f".{stage}")}
         if not stages:
             choose(shown.stages, stage, f"stage of template {shown.name}")
         return "\n".join(f"# {shown.name}: {key}{code.rstrip()}\n" for key, code in stages.items())
-    if form == "python":
+    if output_format == "python":
         graphs = (f"# {name}\n{_readable(variant.graph)}" for name, variant in variants.items())
         return "\n\n".join([f"# template {shown.name}: residuals take {shown.residual_bytes()} bytes", *graphs])
     rows = {name: [_template_row(shown, node) for node in variant.graph.graph.nodes] for name, variant in variants.items()}
-    if form == "json":
+    if output_format == "json":
         return json.dumps({"template": shown.name, "variants": rows}, indent=1)
     tables = {name: tabulate(each, "keys", tablefmt="simple", disable_numparse=True) for name, each in rows.items()}
     return "\n\n".join(f"{name}\n{each}" for name, each in tables.items())
 
 
 def _readable(graph: fx.GraphModule) -> str:
-    """A graph's code with shapes, in B and T."""
+    """A graph's code, with shapes in terms of B and T."""
     code = graph.print_readable(print_output=False).strip().replace("        # No stacktrace found for following nodes\n", "")
     for symbol, name in graph.meta["symbols"].items():
         code = re.sub(rf"\b{symbol}\b", str(name), code)

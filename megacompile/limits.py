@@ -1,5 +1,7 @@
-"""The largest numbers that a user, or a program's text, may give. What is larger is a mistake, and would take all memory or
-all day before it fails."""
+"""Upper limits for numbers in options and in the text of programs.
+
+A larger number is a mistake, which would otherwise use up all memory, or hours, before it fails.
+"""
 from __future__ import annotations
 
 import math
@@ -8,15 +10,15 @@ from typing import Any
 
 from megacompile.errors import ArgumentError, MegacompileError, shortened
 
-#: A name has fewer characters.
+#: A name must have fewer characters.
 LONGEST_NAME = 1024
-#: Any other number: bytes, parameters.
+#: Limit for all other numbers, such as bytes and parameters.
 LARGEST_NUMBER = 2**63 - 1
-#: Characters of a program: one of a thousand layers and a hundred micro-batches has a tenth as many.
+#: Limit for the characters of a program. A program for 1,000 layers and 100 micro-batches has a tenth as many.
 LONGEST_TEXT = 1 << 29
 
 _SEQUENCES, _TOKENS, _LAYERS = 1 << 20, 1 << 24, 1 << 16
-#: A program has some nodes for each call and each micro-batch: as many as these take minutes to compile.
+#: A program has several nodes for each call and micro-batch; this many take minutes to compile.
 MOST_MICRO_BATCHES = 1 << 14
 _BUFFERS = 1 << 12
 LARGEST: Mapping[str, int] = {
@@ -28,7 +30,7 @@ LARGEST: Mapping[str, int] = {
 
 
 def check_whole(name: str, value: Any, least: int = 1) -> None:
-    """Raises `MegacompileError` unless the value of a name in `LARGEST` is a whole number from `least` to what is there."""
+    """Raises `MegacompileError` unless `value` is a whole number from `least` to `LARGEST[name]`."""
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= LARGEST[name]:
         most = f" and at most {LARGEST[name]:,}" if isinstance(value, int) and value > least else ""
         raise MegacompileError(f"{name} must be a whole number of at least {least}{most}, "
@@ -36,8 +38,7 @@ def check_whole(name: str, value: Any, least: int = 1) -> None:
 
 
 def check_number(option: str, value: Any) -> None:
-    """Raises `ArgumentError` for a value of a command's option that is a number without a meaning: not finite, or larger than
-    any that is counted."""
+    """Raises `ArgumentError` if the value of a command-line option is not finite, or is larger than `LARGEST_NUMBER`."""
     if isinstance(value, float) and not math.isfinite(value):
         raise ArgumentError(f"{option} cannot be {value}: give a finite number")
     if isinstance(value, int) and abs(value) > LARGEST_NUMBER:
@@ -45,14 +46,14 @@ def check_number(option: str, value: Any) -> None:
 
 
 def _shown(value: Any) -> str:
-    """Python does not print numbers of 5,000 digits."""
+    """The value for a message. Very large integers are described, since Python refuses to print 5,000 digits."""
     if isinstance(value, int) and value.bit_length() > 128:
         return f"a number of {value.bit_length():,} bits"
     return shortened(repr(value), 80)
 
 
 def check_micro_batches(count: int) -> None:
-    """Raises `MegacompileError` for more micro-batches than a program takes."""
+    """Raises `MegacompileError` if there are more micro-batches than a program may have."""
     if count > MOST_MICRO_BATCHES:
-        raise MegacompileError(f"{count:,} micro-batches are more than the {MOST_MICRO_BATCHES:,} that a program takes: use "
-                               "larger micro-batches, or smaller batches whose gradients add up")
+        raise MegacompileError(f"{count:,} micro-batches are more than the {MOST_MICRO_BATCHES:,} that a program may have: use "
+                               "larger micro-batches, or accumulate the gradients of smaller batches")

@@ -1,4 +1,4 @@
-"""`from_pretrained`: a streamed model straight from a checkpoint's files, without the model beside its tiles."""
+"""`from_pretrained` reads a checkpoint's files directly into the tiles of a streamed model, without a second copy in memory."""
 from __future__ import annotations
 
 import contextlib
@@ -36,46 +36,48 @@ from megacompile.weights.weight_files import (
 )
 
 HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
-#: Host memory that training takes a parameter, in bytes.
+#: Host memory that training takes for each parameter, in bytes.
 _BYTES_A_PARAMETER = {torch.bfloat16: 14, torch.float32: 16}
 
 
 def from_pretrained(source: str | Path, *, dtype: torch.dtype | None = None, config: Any = None, revision: str | None = None,
                     strict: bool = True, layers: Layers | None = None, example: Mapping[str, Tensor] | None = None,
                     adapter: Any = None, **options: Any) -> Any:
-    """A causal language model of transformers, streamed: what `stream(AutoModelForCausalLM.from_pretrained(source))` gives, in
-    evaluation mode like that, but read from the files into tiles, so that host memory never holds more than training needs. Or
-    a model of images and text (`AutoModelForImageTextToText`); give an `example` with images if it is to take some.
+    """A streamed causal language model from transformers, in evaluation mode.
+
+    The result equals `stream(AutoModelForCausalLM.from_pretrained(source))`, but weights are read from the files directly into
+    tiles, so that host memory never holds more than training needs. The model may also be one for images and text
+    (`AutoModelForImageTextToText`); pass an `example` with images if it shall take images.
 
     Args:
-        source: a folder with a config and safetensors, or an id of the Hugging Face hub.
-        dtype: of the weights, float32 or bfloat16; None: the config's, else the widest that is stored. Weights that are stored
-            wider than bfloat16 keep their exact value in the FP32 master.
-        config: a config of transformers instead of the checkpoint's own.
-        revision: of the hub's repository.
-        strict: every parameter must be in the files, and everything in the files must be used. False: parameters that are
-            missing get the random values of a new model, and a warning lists both.
+        source: a folder with a config and safetensors files, or an id on the Hugging Face Hub.
+        dtype: dtype of the weights, float32 or bfloat16. None: that of the config, or else the widest dtype in the files.
+            Weights stored with more precision than bfloat16 keep their exact values in the FP32 master.
+        config: a config from transformers to use instead of the checkpoint's own.
+        revision: revision of the repository on the Hub.
+        strict: every parameter must be in the files, and every tensor in the files must be used. False: missing parameters
+            are initialized randomly, as in a new model, and a warning lists missing and unused tensors.
         layers, example, options: as for `stream`.
-        adapter: a `peft.LoraConfig`. The result is PEFT's model, with an adapter in the dtype of the weights, and host memory
-            holds no gradients and no optimizer state of the weights, which are frozen.
+        adapter: a `peft.LoraConfig`. The result is then a PEFT model with an adapter in the dtype of the weights. The weights
+            are frozen and take no host memory for gradients and optimizer state.
 
-    Raises `CheckpointError` for files that cannot be read or do not fit the model, with the list of what does not;
-    `InsufficientMemoryError`, before weights are fetched or read, with the bytes that training takes; `ArgumentError` where
-    there is no such checkpoint; and what `stream` raises.
+    Raises `CheckpointError` if files cannot be read or do not fit the model, with a list of the mismatches;
+    `InsufficientMemoryError` before weights are fetched or read, with the bytes that training takes; `ArgumentError` if there
+    is no such checkpoint; and what `stream` raises.
     """
     stream_config = StreamConfig.of(**options)
     folder, commit = _find(source, revision)
     config = config if config is not None else _config(folder)
     if getattr(config, "quantization_config", None):
-        raise UnsupportedError(f"{source} is quantised, and quantised weights are not trained: give the checkpoint that it was "
-                               "made from")
+        raise UnsupportedError(f"{source} is quantized, and quantized weights cannot be trained: give the checkpoint that it "
+                               "was quantized from")
     known = dtype or config.dtype
     model = _empty_model(source, config, known or torch.bfloat16)
-    config._name_or_path = model.name_or_path = str(source)  # an adapter's files name the model by it
+    config._name_or_path = model.name_or_path = str(source)  # the files of an adapter refer to the model by this name
     if adapter is None:
         require_host_memory(_training_bytes(model))
     else:
-        require_host_memory(sum(p.nbytes for p in model.parameters()))  # what an adapter adds is little, and counted later
+        require_host_memory(sum(p.nbytes for p in model.parameters()))  # the adapter adds little, and is counted later
     if commit is not None:
         folder = _fetch(str(source), commit, FILE_PATTERNS)
     files = weight_files(folder)
@@ -90,7 +92,7 @@ def from_pretrained(source: str | Path, *, dtype: torch.dtype | None = None, con
                             **options)
         found.check(source, model, strict)
         if problems := found.text():
-            warnings.warn(f"{source} is not all of {type(model).__name__}, or more:\n{problems}", stacklevel=2)
+            warnings.warn(f"{source} does not match {type(model).__name__} exactly:\n{problems}", stacklevel=2)
         _initialise(model, found.missing)
         _keep_precise(model, parameters=dtype is None)
         _read_generation_config(model, folder)
@@ -102,9 +104,9 @@ def from_pretrained(source: str | Path, *, dtype: torch.dtype | None = None, con
         return attach(model, filled, stream_config, layers, example)
 
 
-# -------------------------------------------------------------------- where it is
+# -------------------------------------------------------------------- finding the files
 def _find(source: str | Path, revision: str | None) -> tuple[Path, str | None]:
-    """(a folder with the config, the commit that the weights are yet to be fetched of or None if they are there)."""
+    """A folder with the config, and the commit on the Hub to fetch the weights from (None if they are in the folder)."""
     folder = Path(source)
     if folder.is_dir():
         if not (folder / CONFIG_FILE).exists():
@@ -112,23 +114,23 @@ def _find(source: str | Path, revision: str | None) -> tuple[Path, str | None]:
         refuse_irregular(folder)
         return folder, None
     if folder.exists() or not HUB_ID.fullmatch(str(source)):
-        raise ArgumentError(f"{str(source)!r} is not a checkpoint folder: give one with {CONFIG_FILE} and safetensors, or an "
-                            "id of the Hugging Face hub (owner/name)")
+        raise ArgumentError(f"{str(source)!r} is not a checkpoint folder: give a folder with {CONFIG_FILE} and safetensors "
+                            "files, or an id on the Hugging Face Hub (owner/name)")
     snapshot = _fetch(str(source), revision, (CONFIG_FILE, GENERATION_FILE))
     return snapshot, snapshot.name
 
 
 def _fetch(name: str, revision: str | None, patterns: Sequence[str]) -> Path:
-    """The hub's files of one commit in the local cache. Raises `ArgumentError`."""
+    """Downloads the files of one commit into the local cache of the Hub. Raises `ArgumentError` if that fails."""
     from huggingface_hub import snapshot_download
 
     try:
         folder = Path(snapshot_download(name, revision=revision, allow_patterns=list(patterns)))
-    except Exception as error:  # of the network, of the hub, of an id that is none: there are many
-        raise ArgumentError(f"there is no folder {name!r} here, and the Hugging Face hub gave no such model: check the id, the "
+    except Exception as error:  # the network, the Hub or a wrong id: there are many types
+        raise ArgumentError(f"there is no folder {name!r}, and the Hugging Face Hub returned no such model: check the id, the "
                             f"revision, the network and HF_TOKEN\n{type(error).__name__}: {error}") from error
     if not (folder / CONFIG_FILE).exists():
-        raise ArgumentError(f"{name} on the Hugging Face hub has no {CONFIG_FILE}: give a model of transformers")
+        raise ArgumentError(f"{name} on the Hugging Face Hub has no {CONFIG_FILE}: give a model for transformers")
     return folder
 
 
@@ -137,8 +139,8 @@ def _config(folder: Path) -> Any:
 
     try:
         return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # whatever the file makes transformers raise
-        raise CheckpointError(f"{folder / CONFIG_FILE} is not a config that transformers can read: fix it, or give config=\n"
+    except Exception as error:  # transformers may raise anything on a damaged file
+        raise CheckpointError(f"transformers cannot read the config {folder / CONFIG_FILE}: fix it, or pass config=...\n"
                               f"{type(error).__name__}: {error}") from error
 
 
@@ -148,15 +150,15 @@ def _read_generation_config(model: Any, folder: Path) -> None:
     if (folder / GENERATION_FILE).exists() and model.can_generate():
         try:
             model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
-        except Exception as error:  # whatever the file makes transformers raise
-            raise CheckpointError(f"{folder / GENERATION_FILE} cannot be read: mend or remove it\n{error}") from error
+        except Exception as error:  # transformers may raise anything on a damaged file
+            raise CheckpointError(f"{folder / GENERATION_FILE} cannot be read: fix or remove it\n{error}") from error
 
 
 # -------------------------------------------------------------------- a model without weights
 @contextlib.contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """Modules that this thread makes have parameters without data. Buffers (rotary frequencies) have their values: the meta
-    device as a default would take those too."""
+    """In this context, modules that this thread creates have their parameters on the meta device. Buffers, such as rotary
+    frequencies, keep their values; they would lose them if meta were the default device."""
     here = threading.get_ident()
 
     def to_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
@@ -174,21 +176,22 @@ def parameters_on_meta() -> Iterator[None]:
 def _empty_model(source: str | Path, config: Any, dtype: torch.dtype) -> Any:
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    # A decoder with a tower beside it has a class of its own there, unless it is a causal language model as well.
+    # A decoder with an image encoder has its class in this mapping. Some are listed as causal language models as well.
     towered = type(config) in AutoModelForImageTextToText._model_mapping
     towered = towered and type(config) not in AutoModelForCausalLM._model_mapping
     kind = AutoModelForImageTextToText if towered else AutoModelForCausalLM
     try:
         with parameters_on_meta():
             return kind.from_config(config, dtype=dtype, trust_remote_code=False)
-    except Exception as error:  # whatever the config makes transformers raise
-        raise CheckpointError(f"transformers makes no causal language model of {source}, a {type(config).__name__}: give the "
-                              f"config of one, or load it yourself and stream() it\n{type(error).__name__}: {error}") from error
+    except Exception as error:  # transformers may raise anything on a wrong config
+        raise CheckpointError(f"transformers cannot build a causal language model from the {type(config).__name__} of "
+                              f"{source}: give the config of such a model, or load the model yourself and stream() it\n"
+                              f"{type(error).__name__}: {error}") from error
 
 
 def _keep_precise(model: Any, parameters: bool) -> None:
-    """Makes float32 what the model's class wants in float32 whatever the dtype: buffers, and unless a dtype was asked for
-    `parameters`, on the meta device (a tile cannot hold both dtypes: `stream` says so)."""
+    """Converts to float32 the tensors that the model's class keeps in float32 in any dtype: buffers, and with `parameters` also
+    parameters on the meta device. (A tile cannot hold both dtypes; `stream` refuses that.)"""
     kept = [re.compile(rf"(^|\.){pattern}($|\.)") for pattern in getattr(model, "_keep_in_fp32_modules_strict", None) or ()]
     for path, module in model.named_modules():
         for name, buffer in module._buffers.items():
@@ -200,13 +203,13 @@ def _keep_precise(model: Any, parameters: bool) -> None:
 
 
 def _widest(stored: Any) -> torch.dtype:
-    """bfloat16 if all floating tensors are stored in it, else float32."""
+    """bfloat16 if all floating-point tensors are stored in it, otherwise float32."""
     found = {DTYPES[tensor.dtype] for tensor in stored if tensor.dtype in DTYPES}
     return torch.bfloat16 if {d for d in found if d.is_floating_point} == {torch.bfloat16} else torch.float32
 
 
 def _initialise(model: Any, missing: Sequence[str]) -> None:
-    """Gives parameters that are in no file the values that a new model would have. Those on the meta device stay there."""
+    """Initializes the `missing` parameters as in a new model. Other parameters stay on the meta device."""
     parameters = dict(model.named_parameters())
     made = {id(parameters[name]): nn.Parameter(torch.empty_like(parameters[name], device="cpu"), parameters[name].requires_grad)
             for name in missing if name in parameters}
@@ -224,7 +227,7 @@ def _training_bytes(model: nn.Module) -> int:
 
 
 def _adapted(model: Any, adapter: Any, sources: Mapping[str, StoredTensor]) -> tuple[Any, dict[str, StoredTensor]]:
-    """(PEFT's model around a model, what is read for it by the names that it has there)."""
+    """The PEFT model around a model, and the stored tensors by their names in it."""
     plain = {id(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     adapted = put_adapter(model, adapter)
     named = {plain.get(id(tensor)): name for name, tensor in (*adapted.named_parameters(), *adapted.named_buffers())}
@@ -233,19 +236,19 @@ def _adapted(model: Any, adapter: Any, sources: Mapping[str, StoredTensor]) -> t
 
 # -------------------------------------------------------------------- checkpoints in another layout
 def _convert(folder: Path, config: Any, found: Match, empty: Any, strict: bool, adapter: Any, **options: Any) -> Any:
-    """The model through transformers' own loader, which knows how a checkpoint in another layout is converted."""
+    """Streams the model after loading it with transformers, which can convert checkpoints in other layouts."""
     from transformers import AutoModelForCausalLM
 
     parameters = list(empty.parameters())
     weights = sum(p.nbytes for p in parameters)
     require_host_memory(weights + (_training_bytes(empty) if adapter is None else weights))
-    warnings.warn(f"{found.converted[0]} and {len(found.converted) - 1} more are stored in a layout that has to be converted: "
-                  f"transformers loads the model first, which takes {format_bytes(weights)} more of host memory meanwhile",
+    warnings.warn(f"{found.converted[0]} and {len(found.converted) - 1} more are stored in a layout that must be converted: "
+                  f"transformers loads the model first, which temporarily takes {format_bytes(weights)} more host memory",
                   stacklevel=3)
     model, info = AutoModelForCausalLM.from_pretrained(
         folder, config=config, dtype=parameters[0].dtype, local_files_only=True, use_safetensors=True,
         output_loading_info=True)
-    wrong = [f"{name} has shape {list(a)}, and the model's has {list(b)}" for name, a, b in sorted(info["mismatched_keys"])]
+    wrong = [f"{name} has shape {list(a)}, but {list(b)} in the model" for name, a, b in sorted(info["mismatched_keys"])]
     Match({}, tuple(sorted(info["missing_keys"])), tuple(sorted(info["unexpected_keys"])), tuple(wrong)).check(
         folder, model, strict)
     return stream(model if adapter is None else put_adapter(model, adapter), **options)

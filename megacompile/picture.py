@@ -1,10 +1,10 @@
-"""Pictures of a step: a row for each lane, instructions coloured by what they are for; several timelines on one time axis.
+"""Draws steps: a row for each lane, instructions colored by purpose, several timelines on one time axis.
 
     save({"simulated": compiled.simulate(), "measured": recording.timeline()}, Path("step.svg"), title="...")
 
-Layers alternate in lightness and are numbered where there is room ("in" and "out" are what comes before and after them); white
-marks part their micro-batches. A line under an instruction says that the step waits for
-it: faster copies are no use where the line runs under compute. Needs matplotlib.
+Layers alternate in lightness and are numbered where there is room ("in" and "out" are the prologue and the epilogue); white
+marks separate micro-batches. A black line under an instruction means that the step waits for it: where the line runs under
+compute, faster copies would not help. Needs matplotlib.
 """
 from __future__ import annotations
 
@@ -25,19 +25,20 @@ COLOURS = {
     "gradients summed": "#8a8a8a", "gradients to the host": "#52a9c9", "clip": "#333333",
     "checkpoints to the host and back": "#b0c4de", "update": "#cfae3c",
     "optimizer state moved": "#a8825e", "updated weights to the host": "#6fbfa5"}
-assert set(COLOURS) == set(KINDS.values()), "a kind of instruction without a colour"
+assert set(COLOURS) == set(KINDS.values()), "every kind of instruction needs a color"
 
 FORMATS = (".svg", ".png", ".pdf")
 _WIDTH_IN, _ROW_IN, _PIXELS = 12.0, 0.36, 1000.0
-#: Heights of rows, of one: most of what there is to see is in compute.
+#: Heights of rows other than 1. The compute lane has the most to show.
 _HEIGHT = {Lane.COMPUTE: 1.5}
 _GAP = 0.28
 
 
 def check(path: Path) -> None:
-    """Raises `ArgumentError` for a file of no format that is drawn, `MegacompileError` where there is nothing to draw with."""
+    """Raises `ArgumentError` for a file suffix that is not in `FORMATS`, `MegacompileError` if matplotlib is missing."""
     if path.suffix not in FORMATS:
-        raise ArgumentError(f"a picture is no {path.suffix or 'file without a suffix'}: name it .svg or .png")
+        raise ArgumentError(f"a picture cannot be written as {path.suffix or 'a file without a suffix'}: give a file name that "
+                            f"ends in {', '.join(FORMATS)}")
     check_matplotlib()
 
 
@@ -45,22 +46,22 @@ def check_matplotlib() -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
-        raise MegacompileError("pictures need matplotlib: pip install matplotlib") from error
+        raise MegacompileError("drawing needs matplotlib: pip install matplotlib") from error
 
 
 @dataclass(frozen=True)
 class Bar:
-    """What is drawn as one: an instruction, or several of one layer that are too short to tell apart. Seconds from the
-    step's begin."""
+    """One rectangle: an instruction, or several of one layer that are too short to draw separately. Times are in seconds from
+    the start of the step."""
 
     begin: float
     end: float
     kind: str
-    subject: str  # the layer's number, or which border
+    subject: str  # the layer's number, "in" or "out"
 
 
 def _bars(timeline: Timeline, lane: Lane, too_short_s: float) -> Iterator[Bar]:
-    """Those of the last step, in order."""
+    """The bars of a lane in the last step, in order."""
     origin, until = timeline.window
     last: Bar | None = None
     for item in timeline.items:
@@ -81,7 +82,7 @@ def _bars(timeline: Timeline, lane: Lane, too_short_s: float) -> Iterator[Bar]:
 
 
 def _runs(bars: Iterable[Bar]) -> Iterator[list[Bar]]:
-    """A layer's micro-batches, one after the other without a pause."""
+    """Groups bars that follow each other without a gap and belong to one layer: its micro-batches."""
     run: list[Bar] = []
     for bar in bars:
         if run and (run[-1].end, run[-1].kind, run[-1].subject) != (bar.begin, bar.kind, bar.subject):
@@ -93,14 +94,15 @@ def _runs(bars: Iterable[Bar]) -> Iterator[list[Bar]]:
 
 
 def _subject(item: Item) -> str:
-    """"3" of "model.layers.3"; "in" and "out" of the prologue and the epilogue."""
+    """"3" for "model.layers.3", "in" for the prologue, "out" for the epilogue."""
     name = str(argument(item.node, "call") or argument(item.node, "tile") or "")
     number = re.search(r"(\d+)$", name)
     return number[1] if number else {"prologue": "in", "epilogue": "out"}.get(name, name)
 
 
 def draw(timelines: Mapping[str, Timeline], title: str = "") -> Any:
-    """The last step of each timeline below the other, as a matplotlib `Figure`. Raises `MegacompileError` without it."""
+    """The last step of each timeline, one below the other, as a matplotlib `Figure`. Raises `MegacompileError` without
+    matplotlib."""
     check_matplotlib()
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
@@ -137,7 +139,7 @@ def _draw_panel(axes: Any, timeline: Timeline, lanes: list[Lane], longest: float
     for lane in lanes:
         height = _HEIGHT.get(lane, 1.0)
         bars = list(_bars(timeline, lane, pixel))
-        # Nothing is so thin that it vanishes between pixels.
+        # Bars have a minimum width, so that none vanishes between pixels.
         axes.broken_barh([(bar.begin * scale, max(bar.end - bar.begin, 1.2 * pixel) * scale) for bar in bars], (top, height),
                          facecolors=[_shade(bar) for bar in bars], linewidth=0)
         digits = {bar.kind: len(bar.subject) for bar in sorted(bars, key=lambda bar: len(bar.subject)) if bar.subject.isdigit()}
@@ -163,7 +165,7 @@ def _draw_panel(axes: Any, timeline: Timeline, lanes: list[Lane], longest: float
 
 
 def _shade(bar: Bar) -> tuple[float, float, float]:
-    """The colour of its kind, lighter for every other layer."""
+    """The color of the bar's kind, lighter for every other layer."""
     from matplotlib.colors import to_rgb
 
     red, green, blue = to_rgb(COLOURS[bar.kind])
@@ -172,7 +174,7 @@ def _shade(bar: Bar) -> tuple[float, float, float]:
 
 
 def _joined(timeline: Timeline, chain: list[Item], lane: Lane, gap: float) -> list[tuple[float, float]]:
-    """Stretches of a lane that the step waits for, in seconds from its begin."""
+    """The intervals in which the step waits for a lane, in seconds from its start. Gaps shorter than `gap` are closed."""
     origin, until = timeline.window
     found: list[tuple[float, float]] = []
     for item in sorted((item for item in chain if item.lane == lane), key=lambda item: item.start_s):
@@ -185,7 +187,7 @@ def _joined(timeline: Timeline, chain: list[Item], lane: Lane, gap: float) -> li
 
 
 def _draw_sections(axes: Any, timeline: Timeline, scale: float) -> None:
-    """Above the lanes: which section computes when."""
+    """Marks above the lanes when each section computes."""
     origin, until = timeline.window
     computed = [i for i in timeline.items if i.lane == Lane.COMPUTE and kind_of(i) is not None and i.end_s > origin]
     for section in dict.fromkeys(item.section for item in computed):
@@ -197,12 +199,12 @@ def _draw_sections(axes: Any, timeline: Timeline, scale: float) -> None:
 
 
 def save(timelines: Mapping[str, Timeline], path: Path, title: str = "") -> None:
-    """Draws timelines in the format of the path's suffix. Raises as `check`, and `ArgumentError` where nothing can be
-    written."""
+    """Draws timelines into a file; its suffix selects the format. Raises what `check` raises, and `ArgumentError` if the file
+    cannot be written."""
     check(path)
     from matplotlib import rc_context
 
-    with rc_context({"svg.hashsalt": "megacompile"}):  # the same picture, the same bytes
+    with rc_context({"svg.hashsalt": "megacompile"}):  # equal pictures get equal bytes
         figure = draw(timelines, title)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)

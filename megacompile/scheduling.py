@@ -1,4 +1,4 @@
-"""`schedule(model, batch=, length=)`: what `stream` would run, without weights, memory or a device."""
+"""`schedule(model, batch=, length=)` plans what `stream` would run, without weights, memory or a device."""
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -39,8 +39,8 @@ from megacompile.weights.tiling import HOST_MARGIN_BYTES, Tiling
 
 @dataclass(frozen=True)
 class Schedule:
-    """A model's schedule for one batch shape. `stages`: the program after each pass; `log`: what each pass did;
-    `hardware`: where it is meant to run, None for this machine."""
+    """A model's schedule for one batch shape. `stages`: the program after each pass; `log`: what each pass did; `hardware`: the
+    machine that it was planned for, None for this machine."""
 
     captured: CapturedModel
     tiling: Tiling
@@ -52,7 +52,7 @@ class Schedule:
     hardware: Hardware | None = None
 
     def program(self, stage: str | None = None) -> Program:
-        """As the pass of that name left it; the last one's without."""
+        """The program after the pass `stage`; by default after the last pass."""
         return self.stages[stage if stage is not None else list(self.stages)[-1]]
 
     @property
@@ -60,18 +60,18 @@ class Schedule:
         return self.captured.templates
 
     def durations(self) -> Durations:
-        """How long each node takes alone. Raises `MegacompileError` where neither `hardware` was given nor this machine
-        has been measured."""
+        """Estimates how long each node takes by itself. Raises `MegacompileError` if no `hardware` was given and this machine
+        has not been calibrated."""
         compiled = self.planner.config.compile
         return Durations(self.captured, self.tiling.layouts, self.hardware or Hardware.here(self.device),
                          fused=compiled if compiled is not None else self.device.type == "cuda")
 
     def simulate(self) -> Timeline:
-        """A few training steps, predicted: when each instruction runs, how long a step takes, and what binds."""
+        """Predicts a few training steps: when each instruction runs, how long a step takes, and what limits it."""
         return self.durations().simulate(self.program(), self.plan)
 
     def title(self) -> str:
-        """What was planned, in one line."""
+        """A line that describes the plan."""
         plan, parameters = self.plan, sum(layout.parameters for layout in self.tiling.layouts.values())
         where = self.hardware.name if self.hardware is not None else f"this machine's {self.device.type}"
         chosen = {"K": plan.checkpoint_interval, "micro-batch": plan.micro_batches[0], "waves": plan.waves,
@@ -82,18 +82,18 @@ class Schedule:
                 f"tokens, {shown}, {where}")
 
     def explain(self) -> str:
-        """The plan and those it was chosen from, as text: needs, predicted times and what binds."""
+        """The plan and its alternatives as text: memory needs, predicted times, and what limits them."""
         return self.outlook().text()
 
     def outlook(self, host_memory: int | float | str | None = None) -> Outlook:
-        """Whether it fits, how fast it would be, and what else might be chosen. `host_memory`: bytes or "256GiB"; None: what
-        was planned for. Raises as `durations`."""
+        """Whether the plan fits, how fast it would be, and its alternatives. `host_memory`: bytes or text such as "256GiB";
+        None: the amount that was planned for. Raises what `durations` raises."""
         planner = self.planner
         if planner.simulator is None:
             durations = self.durations()
             planner = replace(planner, simulator=simulator_of(self.captured, self.tiling, durations.hardware, durations.fused,
                                                               planner.config.passes))
-        with under_way("simulating this plan and others"):
+        with under_way("simulating this plan and its alternatives"):
             return outlook(planner, self.plan, parse_bytes(host_memory) or self.planner.host_bytes,
                            whole_step="train_step" in self.program().sections)
 
@@ -101,13 +101,13 @@ class Schedule:
 def schedule(model: nn.Module, *, batch: int, length: int, layers: Layers | None = None,
              example: Mapping[str, Tensor] | None = None, update: str = "step", whole_step: bool = False,
              hardware: str | Path | Hardware | None = None, **options: Any) -> Schedule:
-    """The schedule of a training step of `batch` sequences of `length` tokens. `model` may be on the meta device; nothing of
-    it is changed. Options as for `stream`; a schedule for device="cuda" needs no CUDA. Raises what `stream` raises.
+    """The schedule of a training step for `batch` sequences of `length` tokens. `model` may be on the meta device; it is not
+    changed. Options as for `stream`; a schedule for device="cuda" does not need CUDA. Raises what `stream` raises.
 
-    The step is a loop's (forward, backward and step) or, with `whole_step`, `train_step`'s one program; the `update` is at its
-    end ("step") or in the backward, as gradients arrive ("arrival"). `hardware` is a machine to plan for, whose device and
-    memory are taken unless options name others: a profile ("h200", "a100", "rtx3090"), a file that `megacompile calibrate` has
-    written, or rates of your own."""
+    By default the schedule is for a training loop (forward, backward and step); with `whole_step` it is the single program of
+    `train_step`. `update` says when tiles are updated: at the end of the step ("step"), or in the backward as gradients arrive
+    ("arrival"). `hardware` is a machine to plan for: a profile ("h200", "a100", "rtx3090"), a file that `megacompile
+    calibrate` has written, or a `Hardware`. Its device and memory are used unless options override them."""
     check_module(model)
     if update not in UPDATES:
         raise MegacompileError(f"update must be {' or '.join(map(repr, UPDATES))}, not {update!r}")
@@ -124,8 +124,8 @@ def schedule(model: nn.Module, *, batch: int, length: int, layers: Layers | None
     captured, tiling = analyse(model, config, device_type, layers, example,
                                hardware.fused_attention if hardware is not None else fused_kernel(device), budget)
     if not tiling.trains:
-        raise UnsupportedError(f"no parameter of {type(model).__name__} is trained, so that there is no training step to plan: "
-                               "leave some requires_grad=True")
+        raise UnsupportedError(f"no parameter of {type(model).__name__} is trained, so there is no training step to plan: set "
+                               "requires_grad=True for some")
     fused = config.compile if config.compile is not None else device_type == "cuda"
     if tiling.host_bytes() + HOST_MARGIN_BYTES > there:
         raise host_too_small(model, find_layers(model, layers), config, tiling.host_bytes(), there)
@@ -134,7 +134,7 @@ def schedule(model: nn.Module, *, batch: int, length: int, layers: Layers | None
     planner = Planner(captured, tiling, config, budget, parse_bytes(config.pinned_memory), *margins(device_type), fused=fused,
                       taken_bytes=taken, host_bytes=there, simulator=simulator, output=captured.main_output, keeping=True)
     if whole_step and not captured.has_loss:
-        raise UnsupportedError(f"{type(model).__name__} has no loss, and a whole step needs one: leave whole_step out, or give "
+        raise UnsupportedError(f"{type(model).__name__} has no loss, which a whole step needs: leave whole_step out, or pass "
                                "loss=...")
     with under_way(f"planning {batch} x {length}"):
         choice = planner.choose(batch, length, update=update, whole_step=whole_step, output=captured.main_output)

@@ -1,5 +1,7 @@
-"""Rules that values from a file must keep, put together from small ones. A rule takes a value and what it is called, and raises
-`SchemaError` with both and with what the value must be."""
+"""Composable rules that check values read from a file.
+
+A rule takes a value and its name. It raises `SchemaError` with the name, the value, and what the value must be.
+"""
 from __future__ import annotations
 
 import math
@@ -15,19 +17,19 @@ _SHOWN = 60  # characters of a value in a message
 
 
 class SchemaError(ValueError):
-    """A value that breaks a rule."""
+    """A value violates a rule."""
 
 
 def must(accepts: Callable[[Any], bool], what: str) -> Rule:
-    """A rule from a question; `what` completes "must be"."""
+    """A rule from a predicate. `what` completes the phrase "must be ..."."""
     def rule(value: Any, name: str) -> None:
         if not accepts(value):
-            raise SchemaError(f"{name} is {_shown(value)}, and must be {what}")
+            raise SchemaError(f"{name} is {_shown(value)}, but must be {what}")
     return rule
 
 
 def _shown(value: Any) -> str:
-    """A short form, whatever the value is: a number of a million digits cannot even be printed."""
+    """A short description of any value. (Python cannot even print a number of a million digits.)"""
     if type(value) is int and value.bit_length() > 64:
         return f"a number of {value.bit_length()} bits"
     if value is None or type(value) in (bool, int, float):
@@ -38,11 +40,11 @@ def _shown(value: Any) -> str:
 
 
 def anything(value: Any, name: str) -> None:
-    """The rule that every value keeps."""
+    """The rule that accepts every value."""
 
 
 def whole(least: int, most: int) -> Rule:
-    """`True` is no number here, though Python says so."""
+    """An integer in this range. `True` and `False` are not accepted, although they are integers in Python."""
     return must(lambda value: type(value) is int and least <= value <= most, f"a whole number from {least} to {most}")
 
 
@@ -84,7 +86,7 @@ def sequence(of: Rule, *, kind: type[list[Any] | tuple[Any, ...]] = list, length
 
 
 def distinct(rule: Rule) -> Rule:
-    """A sequence of which no item comes twice."""
+    """A sequence that keeps `rule` and has no repeated items."""
     unique = must(lambda value: len(set(value)) == len(value), "without repetitions")
 
     def checked(value: Any, name: str) -> None:
@@ -103,7 +105,8 @@ def table(key: Rule, of: Rule) -> Rule:
 
 
 def record(fields: Mapping[str, Rule], optional: Mapping[str, Rule] | None = None, others: Rule | None = None) -> Rule:
-    """A dict with all of these keys, and perhaps with the `optional` ones; with more only if they keep the rule `others`."""
+    """A dict with all keys of `fields`, and possibly those of `optional`. Values of other keys must keep the rule `others`;
+    without it, other keys are refused."""
     known = {**fields, **(optional or {})}
 
     def rule(value: Any, name: str) -> None:
@@ -112,7 +115,7 @@ def record(fields: Mapping[str, Rule], optional: Mapping[str, Rule] | None = Non
             raise SchemaError(f"{name} has no {min(missing)}")
         for key, item in value.items():
             if key not in known and others is None:
-                raise SchemaError(f"{name} has {_shown(key)}, which it must not have")
+                raise SchemaError(f"{name} has an unknown key {_shown(key)}")
             known.get(key, others or anything)(item, f"{name}[{key!r}]")
     return rule
 
@@ -125,8 +128,8 @@ _number = must(lambda value: type(value) in (int, float) and (abs(value) < 2**63
 
 
 def like(now: Any, known: Mapping[str, Rule], complete: bool) -> Rule:
-    """The rule for what takes the place of a value that is there `now`: the same types, lengths and names. None may become
-    anything. `known`: rules for names, at any depth; `complete`: no name may be missing."""
+    """The rule for a value that replaces `now`: it must have the same types, lengths and keys. If `now` is None, any value is
+    accepted. `known`: rules for keys, at any depth. `complete`: all keys of `now` must be present."""
     def rule(value: Any, name: str) -> None:
         if now is None:
             return

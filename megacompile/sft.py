@@ -19,16 +19,19 @@ from megacompile.trainers.trainer_arguments import check_model
 
 
 class SFTTrainer(trainer.Trainer, trl.SFTTrainer):
-    """`trl.SFTTrainer` for a model that is streamed. With `loss_type="nll"` the loss is the model's own, the mean negative
-    log-likelihood of a step's tokens, which is what TRL computes from log-probabilities: a step is one program. `num_tokens` is
-    logged; `entropy` and `mean_token_accuracy`, which would take a second pass, are not. Other losses are TRL's, and all is.
+    """`trl.SFTTrainer` for a streamed model.
 
-    With a `peft_config` the streamed model is closed, gets the adapter, and is streamed again as it was: `trainer.model` is
-    that.
+    With `loss_type="nll"` the loss is computed by the model itself: the mean negative log-likelihood of a step's tokens, the
+    same value that TRL computes from log-probabilities. A step then runs as one program. It logs `num_tokens`, but not
+    `entropy` and `mean_token_accuracy`, which would need a second pass. Other losses are computed by TRL's code, which logs
+    all of these.
 
-    A model may be a name, as for TRL: it is loaded with `model_init_kwargs`, and streamed (`load_named`).
+    With a `peft_config`, the streamed model is closed, wrapped with the adapter, and streamed again with the same options
+    (`trainer.model`).
 
-    Raises `UnsupportedError` for router losses other than those that the model was streamed with."""
+    The model may be a name, as in TRL: it is then loaded with `model_init_kwargs` and streamed (`load_named`).
+
+    Raises `UnsupportedError` for a router loss other than the one that the model was streamed with."""
 
     def __init__(self, model: Any, args: Any = None, *more: Any, peft_config: Any = None, **kwargs: Any) -> None:
         coefficients: list[float] = []
@@ -53,9 +56,9 @@ class SFTTrainer(trainer.Trainer, trl.SFTTrainer):
         wanted = self.router_aux_loss_coef if self.aux_loss_enabled else 0.0
         if wanted != streamed_with or (wanted and not self.losses_are_models):
             raise UnsupportedError(
-                f"the model was streamed with a router's auxiliary loss of weight {streamed_with}, and {wanted} is asked for: "
-                "set config.output_router_logits and config.router_aux_loss_coef before stream(), or give router_aux_loss_coef="
-                f"{streamed_with}{'' if self.losses_are_models else '; of losses other than nll, TRL needs 0'}")
+                f"the model was streamed with a router auxiliary loss of weight {streamed_with}, but {wanted} was requested: "
+                "set config.output_router_logits and config.router_aux_loss_coef before stream(), or pass "
+                f"router_aux_loss_coef={streamed_with}{'' if self.losses_are_models else ' (losses other than nll need 0)'}")
 
     @property
     def losses_are_models(self) -> bool:
@@ -83,6 +86,6 @@ class SFTTrainer(trainer.Trainer, trl.SFTTrainer):
 
 
 def _router_coefficient(model: Any) -> float:
-    """The weight of the routers' auxiliary loss in the loss that a streamed model was captured with."""
+    """The weight of the router auxiliary loss that a streamed model was captured with; 0 without one."""
     config = model.config.get_text_config()
     return float(config.router_aux_loss_coef) if check_model(model).captured.output.records_routers else 0.0

@@ -1,4 +1,4 @@
-"""Amounts of memory as people write and read them."""
+"""Parses and formats amounts of memory, such as "24GiB"."""
 from __future__ import annotations
 
 import re
@@ -11,11 +11,11 @@ _UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,
 
 
 def parse_bytes(size: int | float | str | None) -> int | None:
-    """"24GiB" -> bytes. Raises `MegacompileError` for anything else, for less than one byte, and for more than any machine
-    has."""
+    """Bytes from a number or from text with a unit, such as "24GiB"; None for None. Raises `MegacompileError` for other values,
+    and for amounts below 1 byte or above `LARGEST_NUMBER`."""
     if size is None:
         return None
-    written = str(min(size, LARGEST_NUMBER + 1) if isinstance(size, int) else size)  # Python prints no number of 5,000 digits
+    written = str(min(size, LARGEST_NUMBER + 1) if isinstance(size, int) else size)  # Python refuses to print 5,000 digits
     match = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([A-Za-z]*)\s*", written)
     count = float(match[1]) * _UNITS.get(match[2].upper(), 0) if match is not None else 0
     if not 1 <= count <= LARGEST_NUMBER:
@@ -25,7 +25,7 @@ def parse_bytes(size: int | float | str | None) -> int | None:
 
 
 def format_bytes(count: int) -> str:
-    """Bytes for people: 1536 -> "1.50 KiB"."""
+    """A readable amount: 1536 -> "1.50 KiB"."""
     size, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB"]
     while abs(size) >= 1024 and len(units) > 1:
         size, units = size / 1024, units[1:]

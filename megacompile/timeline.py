@@ -1,9 +1,9 @@
-"""Timelines for people, simulated or recorded: traces for Perfetto, and what pictures (`picture.py`) show of them.
+"""Writes simulated or recorded timelines as traces for Perfetto, and classifies instructions for pictures (`picture.py`).
 
     save_trace({"simulated": compiled.simulate(), "measured": recording.timeline()}, Path("step.json"))
 
-In a trace each timeline is a process and each lane a thread, with the same names in both; an arrow leads from the
-instruction that an event covers to the first one behind a wait for it. Open it at https://ui.perfetto.dev or
+In a trace each timeline is a process and each lane is a thread, with the same names in both. An arrow leads from the
+instruction that an event covers to the first instruction after a wait for it. Open the file at https://ui.perfetto.dev or
 chrome://tracing.
 """
 from __future__ import annotations
@@ -20,9 +20,9 @@ from megacompile.ir.listing import describe
 from megacompile.ir.program import Lane, op_of, place_of
 from megacompile.predict.simulate import Item, Timeline
 
-#: The lanes from top to bottom, as weights go there and gradients come back.
+#: The lanes from top to bottom, in the order in which weights and gradients pass through them.
 LANES = (Lane.PACK, Lane.H2D, Lane.COMPUTE, Lane.D2H, Lane.CPU)
-#: What an instruction is for, by op. Ops that are not here order or keep values and take no time worth showing.
+#: The purpose of an instruction, by op. Ops that are not listed only order or keep values and take no significant time.
 KINDS: dict[str, str] = {
     "pack": "weights to the device", "prefetch": "weights to the device",
     "forward": "forward", "forward_saving": "forward, residuals kept", "evaluate": "forward", "outputs": "forward",
@@ -37,27 +37,28 @@ KINDS: dict[str, str] = {
     "adam_visiting": "update",
     "fetch_state": "optimizer state moved", "store_state": "optimizer state moved", "fetch_gradients": "optimizer state moved",
     "offload_weights": "updated weights to the host"}
-#: Ops that are no work.
+#: Ops that do no work.
 MARKS = frozenset({"record", "wait", "enter", "leave", "release", "lease", "leased", "result", "resident", "resident_state",
                    "resident_gradients", "stashed", "output_gradient"})
 
 
 def kind_of(item: Item) -> str | None:
-    """None: it is not shown."""
+    """The purpose of an instruction, or None if it is not shown."""
     return KINDS.get(op_of(item.node).name)
 
 
 @dataclass(frozen=True)
 class Arrow:
-    """An event between two lanes: `source` is done before `target` begins."""
+    """An event between two lanes: `source` ends before `target` begins."""
 
     source: Item
     target: Item
 
 
 def arrows(timeline: Timeline) -> Iterator[Arrow]:
-    """One for each pair of instructions that an event orders: from what it covers (or what that lane showed last before, if
-    that is no work) to the first work behind the wait."""
+    """An arrow for each pair of instructions that an event orders. It starts at the instruction that the event covers, or at
+    the last shown instruction before it in that lane if it does no work. It ends at the first instruction that does work
+    after the wait."""
     shown_last: dict[Lane, Item] = {}
     source_of: dict[Item, Item | None] = {}
     for item in timeline.items:
@@ -76,7 +77,8 @@ def arrows(timeline: Timeline) -> Iterator[Arrow]:
 
 
 def trace(timelines: Mapping[str, Timeline]) -> dict[str, Any]:
-    """A Chrome trace of timelines by name, times in microseconds. Their last steps begin at the same moment."""
+    """A Chrome trace of named timelines, with times in microseconds. The timelines are shifted so that their last steps begin
+    at the same time."""
     latest = max((timeline.window[0] for timeline in timelines.values()), default=0.0)
     events: list[dict[str, Any]] = []
     number = itertools.count(1)
@@ -90,7 +92,7 @@ def trace(timelines: Mapping[str, Timeline]) -> dict[str, Any]:
                    for item in timeline.items if kind_of(item) is not None]
         for arrow in arrows(timeline):
             flow = {"name": "event", "cat": "event", "id": next(number)}
-            # Inside of the source: where it ends the next instruction begins.
+            # The arrow starts inside of the source, since the next instruction begins where the source ends.
             leaves = arrow.source.start_s + 0.999 * (arrow.source.end_s - arrow.source.start_s)
             arrives = max(leaves, arrow.target.start_s)
             events.append({"ph": "s", **flow, **_at(process, arrow.source, leaves + shift)})
@@ -112,7 +114,7 @@ def _details(item: Item) -> dict[str, Any]:
 
 
 def save_trace(timelines: Mapping[str, Timeline], path: Path) -> None:
-    """Writes a trace. Raises `ArgumentError` where nothing can be written."""
+    """Writes a trace. Raises `ArgumentError` if the file cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(trace(timelines)), encoding="utf-8")

@@ -1,6 +1,6 @@
-"""The loop behind `megacompile train`: load a model, train it on batches, show how it goes, stop where asked.
+"""The training loop of `megacompile train`: loads a model, trains it on batches, reports progress, stops on request.
 
-A streamed model takes whole steps (`train_step`); the loop takes any other model whose forward gives a loss, too, and any
+A streamed model runs whole steps (`train_step`). The loop also trains any other model whose forward returns a loss, with any
 optimizer, by forward, backward, step and zero_grad.
 """
 from __future__ import annotations
@@ -30,14 +30,15 @@ _WEIGHT_FILES = ("*.safetensors", "*.bin")
 
 
 def load_model(source: str | Path, *, dtype: torch.dtype | None = None, meta: bool = False) -> Any:
-    """A causal language model of transformers from a local directory or config file.
+    """A causal language model from transformers, from a local directory or config file.
 
-    A directory with weights is loaded; a directory or JSON file with a config alone gives random weights. `meta` gives
-    the model without any weights, for looking at its schedule; then the id of a model of the Hugging Face hub ("owner/name")
-    will do too. `dtype` None: the one that config or weights name.
-    Raises ArgumentError if there is no such model, MegacompileError if transformers cannot make one of it.
+    A directory with weights is loaded; a directory or JSON file with only a config gives random weights. With `meta` the model
+    has no weights, which is enough to inspect its schedule; `source` may then also be an id on the Hugging Face Hub
+    ("owner/name"). `dtype`: None for that of the config or of the weights.
+
+    Raises `ArgumentError` if there is no such model, `MegacompileError` if transformers cannot load it.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM  # seconds to import; only what needs a model pays
+    from transformers import AutoConfig, AutoModelForCausalLM  # slow to import
 
     from megacompile.loading import parameters_on_meta
     from megacompile.weights.random_weights import fill_randomly
@@ -46,7 +47,7 @@ def load_model(source: str | Path, *, dtype: torch.dtype | None = None, meta: bo
     remote = not source.exists()
     if remote and not (meta and _HUB_ID.fullmatch(name)):
         raise ArgumentError(f"there is no model {name!r} here: give a model directory, a config.json"
-                            + (", or an id of the Hugging Face hub (owner/name)" if meta else ""))
+                            + (", or an id on the Hugging Face Hub (owner/name)" if meta else ""))
     if source.exists():
         refuse_irregular(source)
     try:
@@ -61,56 +62,57 @@ def load_model(source: str | Path, *, dtype: torch.dtype | None = None, meta: bo
             model = AutoModelForCausalLM.from_config(config, dtype=dtype)
         fill_randomly(model)
         return model
-    except Exception as error:  # whatever the files make transformers raise: a division by zero, a torn safetensors
+    except Exception as error:  # transformers may raise anything: a division by zero, an error about a torn safetensors file
         if remote and isinstance(error, OSError):
-            raise ArgumentError(f"there is no model {name!r} here, and the Hugging Face hub gave no config of it: give a model "
-                                "directory or a config.json, or check the id and the network") from error
-        raise MegacompileError(f"{name} holds no causal language model that transformers reads: give a model "
-                               f"directory or its config.json\n{type(error).__name__}: {error}") from error
+            raise ArgumentError(f"there is no model {name!r} here, and the Hugging Face Hub returned no config for it: give a "
+                                "model directory or a config.json, or check the id and the network") from error
+        raise MegacompileError(f"transformers cannot load a causal language model from {name}: give a model directory or its "
+                               f"config.json\n{type(error).__name__}: {error}") from error
 
 
 def has_weights(source: str | Path) -> bool:
-    """Whether a model's weights are pretrained: a config alone has none. What is not here is on the hub."""
+    """Whether a model has pretrained weights, and not only a config. A model that is not here is assumed to be on the Hub."""
     source = Path(source)
     return not source.exists() or (source.is_dir() and any(any(source.glob(pattern)) for pattern in _WEIGHT_FILES))
 
 
 def check_length(config: Any, length: int) -> None:
-    """Raises MegacompileError if a model with this configuration has no positions for `length` tokens."""
+    """Raises `MegacompileError` if a model with this config has fewer than `length` positions."""
     positions = getattr(config, "max_position_embeddings", None)
     if positions is not None and length > positions > 0:
-        raise MegacompileError(f"a sequence of {length} tokens is longer than the {positions} positions of the model: give a "
-                               "smaller --length, or a model whose config has a larger max_position_embeddings")
+        raise MegacompileError(f"a sequence of {length} tokens is longer than the {positions} positions of the model: use a "
+                               "smaller --length, or a model with a larger max_position_embeddings")
 
 
 def parameter_count(model: nn.Module) -> int:
-    """Parameters of a model, tied ones counted once."""
+    """The number of parameters of a model. Tied ones count once."""
     return sum(parameter.numel() for parameter in model.parameters())
 
 
 def warmup_then_decay(optimizer: torch.optim.Optimizer, steps: int, warmup: int, decay: Decay = Decay.LINEAR,
                       final: float = 0.1) -> torch.optim.lr_scheduler.LambdaLR:
-    """The learning rate rises linearly over the first `warmup` steps, then falls to the share `final` of it at the last."""
+    """A schedule that raises the learning rate linearly over the first `warmup` steps, then lowers it to the fraction `final`
+    of the peak at the last step."""
 
     def factor(step: int) -> float:
         if step < warmup:
             return (step + 1) / warmup
-        progress = min(1.0, (step - warmup) / max(1, steps - 1 - warmup))  # the schedule is asked once too often
+        progress = min(1.0, (step - warmup) / max(1, steps - 1 - warmup))  # PyTorch also asks for the step after the last one
         return final + (1.0 - final) * decay.height(progress)
 
     return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
 
 
 def _unknown() -> None:
-    """The norm of gradients that nobody measured."""
+    """The norm of gradients that was not measured: None."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """What one step did. `loss` is in nats a token, `lr` the learning rate that it had, `rate` in tokens a second without
-    padding, `padding` its share of what was computed, `tflops` is 6 x parameters x `rate` (recomputation and padding not
-    counted), `seconds` how long it took. `norm` gives the norm of all gradients before clipping, without a wait: None until
-    the update has begun, and where it is never known."""
+    """The results of one step. `loss`: nats per token. `lr`: learning rate of the step. `rate`: tokens per second without
+    padding. `padding`: fraction of computed tokens that are padding. `tflops`: 6 x parameters x `rate`, without recomputation
+    and padding. `seconds`: duration. `norm` returns the norm of all gradients before clipping, without waiting: None until the
+    update has begun, or if it is never known."""
 
     number: int
     loss: float
@@ -125,14 +127,16 @@ class Step:
 
 
 def _write_at_once(text: str) -> None:
-    """To stderr, past all buffers: a print within a print would repeat what the outer one has begun, or fail."""
+    """Writes to stderr without a buffer. A signal handler may interrupt a print; a nested print would repeat its text or
+    fail."""
     os.write(2, f"{text}\n".encode())
 
 
 class Interruption:
-    """While entered, a first Ctrl-C or SIGTERM asks for a stop at the next step boundary; a second one is a KeyboardInterrupt.
+    """A context in which a first Ctrl-C or SIGTERM requests a stop at the next step boundary, and a second one raises
+    `KeyboardInterrupt`.
 
-    `signal`: the one that asked, None if none did. `announce` may be called in the midst of any other print."""
+    `signal`: the first signal, or None. `announce` is called in the signal handler, possibly during another print."""
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -160,17 +164,17 @@ class Interruption:
         if self.asked:
             raise KeyboardInterrupt
         self.signal = signal.Signals(signum)
-        self._announce(f"{self.name}: stopping after this step (once more to stop at once)")
+        self._announce(f"{self.name}: stopping after this step (repeat to stop immediately)")
 
 
 def train(model: Any, optimizer: torch.optim.Optimizer, batches: Iterator[Mapping[str, Tensor]], steps: int, *, done: int = 0,
           schedule: torch.optim.lr_scheduler.LRScheduler | None = None,
           on_step: Callable[[Step], None] = lambda _: None, stop: Callable[[], bool] = lambda: False) -> list[float]:
-    """Trains until `steps` steps are done, of which `done` were before, or until `stop()`, asked between steps; returns the
-    loss of each step taken. `on_step` is called between steps too: it may evaluate and save.
+    """Trains until `steps` steps are done in all, of which `done` were done before, or until `stop()` returns True. Returns the
+    loss of each step taken. `stop` and `on_step` are called between steps; `on_step` may evaluate and save.
 
-    Raises MegacompileError when a loss is not finite: an optimizer that does not look at gradients, as `megacompile.AdamW`
-    does, has made one bad update.
+    Raises `MegacompileError` if a loss is not finite. `megacompile.AdamW` checks gradients before it updates; another optimizer
+    has by then applied one bad update.
     """
     parameters, losses = parameter_count(model), []
     for number in range(done + 1, steps + 1):
@@ -181,7 +185,7 @@ def train(model: Any, optimizer: torch.optim.Optimizer, batches: Iterator[Mappin
         found = _step(model, optimizer, batch)
         if schedule is not None:
             schedule.step()
-        loss = float(found)  # waits for the device, not for the update, which runs beside the next step
+        loss = float(found)  # waits for the device, not for the update, which overlaps the next step
         if not math.isfinite(loss):
             raise MegacompileError(
                 f"the loss of step {number} is {loss}: lower the learning rate or clip the gradients")
@@ -197,10 +201,10 @@ def train(model: Any, optimizer: torch.optim.Optimizer, batches: Iterator[Mappin
 
 
 def _step(model: Any, optimizer: torch.optim.Optimizer, batch: Mapping[str, Tensor]) -> Tensor:
-    """One step; its loss."""
+    """Runs one step and returns its loss."""
     if hasattr(model, "megacompile"):
         loss = model.megacompile.train_step(batch, optimizer)
-        optimizer.step()  # there is nothing left to do, but schedulers want to see it
+        optimizer.step()  # does nothing, but learning rate schedulers expect the call
         return loss
     output = model(**batch)
     output.loss.backward()
@@ -210,7 +214,7 @@ def _step(model: Any, optimizer: torch.optim.Optimizer, batch: Mapping[str, Tens
 
 
 def _tokens(model: Any, batch: Mapping[str, Tensor]) -> tuple[int, int]:
-    """Tokens of the last step: those without padding, and those that were computed."""
+    """(tokens without padding, computed tokens) of the last step."""
     if hasattr(model, "megacompile"):
         stats = model.megacompile.stats
         return stats["step_useful_tokens"], stats["step_computed_tokens"]
@@ -220,8 +224,7 @@ def _tokens(model: Any, batch: Mapping[str, Tensor]) -> tuple[int, int]:
 
 @torch.no_grad()
 def evaluate(model: Any, batches: Iterable[Mapping[str, Tensor]]) -> float:
-    """The mean loss of all labels that are predicted, nats a token, batches without any left out; leaves the model in the mode
-    that it was in."""
+    """The mean loss over all predicted labels in nats per token. Skips batches without labels. Restores the model's mode."""
     training, total, count = model.training, 0.0, 0
     model.eval()
     for batch in batches:
@@ -233,11 +236,11 @@ def evaluate(model: Any, batches: Iterable[Mapping[str, Tensor]]) -> float:
 
 
 def memory(model: Any) -> tuple[int, int]:
-    """(device bytes, host bytes) of a streamed model: the device's peak, what the host holds. Of a plain model: where
-    its parameters are."""
+    """(device bytes, host bytes). For a streamed model: the device's peak, and what the host holds. For a plain model: the
+    bytes of its parameters on each."""
     handle = getattr(model, "megacompile", None)
     if handle is not None:
-        stats = handle.stats  # slots are a floor: not every device counts its peak
+        stats = handle.stats  # not every device counts its peak; it is at least the size of the slots
         return max(stats["peak_device_bytes"], stats["slot_bytes"]), stats["host_bytes"]
     held = sum(p.nbytes for p in model.parameters())
     on_device = sum(p.nbytes for p in model.parameters() if p.device.type != "cpu")

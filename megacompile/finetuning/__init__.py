@@ -1,18 +1,19 @@
-"""Fine-tuning in one command, `megacompile train`. Read in the order in which data passes through:
+"""Fine-tuning with one command, `megacompile train`. The modules, in the order in which data passes through them:
 
-    files.py     JSON, JSON lines, CSV, Parquet, data sets -> rows, each a dict with its number
-    formats.py   a row -> the messages of a conversation, or a text
-    chat.py      a conversation -> token ids, and which of them are learnt
-    rows.py      the sequences that a model is trained on, and batches of them in an order that only a seed decides
-    packing.py   texts, or conversations, that share sequences
-    data.py      all of this: what --data names -> rows
-    settings.py  what a run is asked for, in flags or in a YAML file
-    recipe.py    the numbers that decide what is learned, and their defaults for each kind of run
-    refused.py   options of other trainers that are refused, with what to use instead
-    saves.py     checkpoints, beside training and at the end
-    progress.py  what is measured of each step, and how it is shown
-    reports.py   what is written of a run: log.jsonl, loss.svg
-    trackers.py  TensorBoard, W&B and MLflow, which get the same
+    files.py     reads rows from JSON, JSON lines, CSV, Parquet and data sets
+    formats.py   converts a row into the messages of a conversation, or a text
+    chat.py      converts a conversation into token ids and marks those that are learned
+    rows.py      the sequences that a model is trained on, and their order, which depends only on a seed
+    packing.py   puts several texts or conversations into one sequence
+    data.py      all of these together: from the arguments of --data to rows
+    settings.py  the settings of a run, from options or a YAML file
+    refused.py   options of other trainers that are refused, with the reason and the replacement
+    saves.py     checkpoints during training and at its end
+    progress.py  measures each step and shows progress
+    reports.py   the files of a run: log.jsonl, loss.svg
+    trackers.py  sends the same values to TensorBoard, W&B and MLflow
     run.py       the run itself
+
+The hyperparameters and their defaults for each kind of run are in `megacompile/tools/recipe.py`.
 """
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A conversation -> token ids, and which of them are learnt: the assistant's, as the chat template marks or shows them."""
+"""Converts a conversation into token ids and determines which of them are learned: the assistant's."""
 from __future__ import annotations
 
 import re
@@ -10,7 +10,7 @@ from typing import Any
 from megacompile.errors import MegacompileError
 from megacompile.finetuning.formats import Message
 
-#: Of tokenizers without a template. It is saved with the tokenizer, so that whoever generates prompts as it was trained.
+#: For tokenizers without a template. It is saved with the tokenizer, so that generation uses the prompts of training.
 PLAIN_TEMPLATE = """\
 {%- for message in messages -%}
 {%- if message.role == 'assistant' -%}{{ '### Assistant:\\n' + message.content + eos_token + '\\n\\n' }}
@@ -25,16 +25,16 @@ _MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 @dataclass(frozen=True)
 class Encoded:
-    """`tokens`: ids; `learnt`: of each, whether the model learns to say it."""
+    """`tokens`: token ids; `learnt`: for each token, whether it counts for the loss."""
 
     tokens: list[int]
     learnt: list[bool]
 
 
 class ChatEncoder:
-    """Encodes conversations by a tokenizer's chat template; gives the tokenizer `PLAIN_TEMPLATE` if it has none.
+    """Encodes conversations with a tokenizer's chat template. Gives the tokenizer `PLAIN_TEMPLATE` if it has none.
 
-    Raises `MegacompileError` if it has no end-of-sequence token either."""
+    Raises `MegacompileError` if the tokenizer has neither a template nor an end-of-sequence token."""
 
     def __init__(self, tokenizer: Any) -> None:
         if tokenizer.chat_template is None:
@@ -43,15 +43,16 @@ class ChatEncoder:
                                        "chat_template or its eos_token, and save it again")
             tokenizer.chat_template = PLAIN_TEMPLATE
         self._tokenizer = tokenizer
-        # Marks are characters, which only fast tokenizers can find again.
+        # Marks are character positions, which only fast tokenizers can map to tokens.
         self._marked = tokenizer.is_fast and bool(_MARKER.search(tokenizer.get_chat_template()))
 
     def encode(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> list[Encoded]:
-        """One sequence in which all answers are learnt; or several, where what a template makes of an answer changes once more
-        follows (where it leaves out earlier thoughts): then each answer is learnt behind what the model would be given for it.
+        """One sequence in which all answers are learned. Some templates render an answer differently once another message
+        follows, for example without its reasoning; then there are several sequences, and each answer is learned after the
+        prompt that the model would get for it.
 
-        `tools` are what the template may tell the model of. Raises `MegacompileError` for a conversation that the template
-        refuses, or of which it says only a part, or whose answers cannot be told from prompts."""
+        `tools`: the tools that the template may describe to the model. Raises `MegacompileError` if the template refuses the
+        conversation or leaves out a part of it, or if answers cannot be separated from prompts."""
         self._check_heard(messages, tools)
         if self._marked:
             return [self._by_marks(messages, tools)]
@@ -60,7 +61,7 @@ class ChatEncoder:
             if message["role"] != "assistant":
                 continue
             if number == 0:
-                raise MegacompileError("the first message is the assistant's: an answer needs something before it")
+                raise MegacompileError("the first message is the assistant's: put a message of the user before it")
             last, answer = found[-1] if found else Encoded([], []), self._answer(messages[:number + 1], tools)
             if found and answer.tokens[:len(last.tokens)] == last.tokens:
                 answer.learnt[:len(last.learnt)] = last.learnt
@@ -69,15 +70,15 @@ class ChatEncoder:
         return found
 
     def _check_heard(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> None:
-        """Raises `MegacompileError` where the template says nothing of tools, or of calls of them."""
+        """Raises `MegacompileError` if the template ignores tools or tool calls that the conversation has."""
         if not tools and not any("tool_calls" in message for message in messages):
             return
         silent = [{key: value for key, value in message.items() if key != "tool_calls"} for message in messages]
         said = self._text(messages, tools)
         if tools and said == self._text(messages, None):
-            raise MegacompileError("the chat template says nothing of tools: take a tokenizer whose template does")
+            raise MegacompileError("the chat template ignores tools: use a tokenizer whose template supports them")
         if silent != list(messages) and said == self._text(silent, tools):
-            raise MegacompileError("the chat template says nothing of tool calls: take a tokenizer whose template does")
+            raise MegacompileError("the chat template ignores tool calls: use a tokenizer whose template supports them")
 
     def _text(self, messages: Sequence[Message], tools: Sequence[Any] | None, **options: Any) -> str:
         with _refusals():
@@ -92,29 +93,30 @@ class ChatEncoder:
                 conversations=[list(messages)], tools=tools, chat_template=tokenizer.get_chat_template(),
                 return_assistant_tokens_mask=True, **tokenizer.special_tokens_map)
         found = tokenizer(text, add_special_tokens=False, verbose=False, return_offsets_mapping=True)
-        # Not the tokenizer's own mask: it runs on to the end of the text where a mark ends in a space that offsets leave out.
+        # The tokenizer's own mask is wrong if a mark ends in a space that offsets leave out: it then extends to the end of the
+        # text.
         learnt = [any(first < end and max(last, first + 1) > start for start, end in marks)
                   for first, last in found["offset_mapping"]]
         if not any(learnt):
-            raise MegacompileError("the chat template marks nothing of it as generated: fix its {% generation %} blocks")
+            raise MegacompileError("the chat template marks no text as generated: fix its {% generation %} blocks")
         return Encoded(list(found["input_ids"]), learnt)
 
     def _answer(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> Encoded:
-        """Messages of which the last is learnt. The prompt has the very tokens that it would have in generation."""
+        """Encodes messages of which the last one is learned. The prompt has exactly the tokens that it has in generation."""
         prompt, text = self._text(messages[:-1], tools, add_generation_prompt=True), self._text(messages, tools)
         if not text.startswith(prompt):
-            raise MegacompileError("the chat template does not begin an answered conversation with its prompt, so that answers "
-                                   "cannot be told: mark them in it with {% generation %}")
+            raise MegacompileError("the chat template does not begin an answered conversation with its prompt, so answers "
+                                   "cannot be located: mark them in the template with {% generation %}")
         start, tokens = self._tokens(prompt), self._tokens(text)
-        if tokens[:len(start)] != start:  # a token would reach over the border
+        if tokens[:len(start)] != start:  # a token spans the boundary
             apart = start + self._tokens(text[len(prompt):])
             if self._tokenizer.decode(apart) != self._tokenizer.decode(tokens):
-                raise MegacompileError("the tokenizer joins prompt and answer, so that answers cannot be told: mark them in "
-                                       "the chat template with {% generation %}")
+                raise MegacompileError("the tokenizer merges the prompt with the answer, so answers cannot be located: mark "
+                                       "them in the chat template with {% generation %}")
             tokens = apart
         end = self._tokenizer.eos_token_id
         ends = [place for place in range(len(start), len(tokens)) if tokens[place] == end]
-        learnt_until = ends[-1] + 1 if ends else len(tokens)  # nothing is generated behind the end
+        learnt_until = ends[-1] + 1 if ends else len(tokens)  # nothing is generated after the end token
         return Encoded(tokens, [len(start) <= place < learnt_until for place in range(len(tokens))])
 
     def _tokens(self, text: str) -> list[int]:
@@ -127,5 +129,5 @@ def _refusals() -> Iterator[None]:
 
     try:
         yield
-    except (jinja2.TemplateError, TypeError) as error:  # what a template raises, and what it cannot do with the values
-        raise MegacompileError(f"the chat template refuses it ({error})") from error
+    except (jinja2.TemplateError, TypeError) as error:  # raised by the template, or by an operation on unsuitable values
+        raise MegacompileError(f"the chat template refuses the conversation ({error})") from error

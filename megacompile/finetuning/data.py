@@ -1,4 +1,4 @@
-"""What `--data` names -> the rows that a model is trained on."""
+"""Reads the sources of `--data` into the rows that a model is trained on."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
@@ -19,21 +19,22 @@ Say = Callable[[str], None]
 
 
 def check_sources(sources: Sequence[str], format: Format | None) -> None:
-    """Raises `ArgumentError` for what is not there, and for sources that do not go together."""
+    """Raises `ArgumentError` for a source that does not exist, and for sources that cannot be combined."""
     texts = [source for source in sources if is_text(source)]
     if texts and len(texts) < len(sources):
-        raise ArgumentError("text files and rows cannot be trained on together: give one kind of --data")
+        raise ArgumentError("text files and files of rows cannot be combined: give only one kind of --data")
     if texts and format is not None:
-        raise ArgumentError(f"--format {format} is of rows, and {texts[0]} is a text: name it .jsonl, .json, .csv or .parquet")
+        raise ArgumentError(f"--format {format} is for rows, but {texts[0]} is a text file: leave --format out, or rename the "
+                            "file to .jsonl, .json, .csv or .parquet")
 
 
 def read(sources: Sequence[str], tokenizer: ByteTokenizer | PretrainedTokenizer, format: Format | None, length: int,
          packed: bool, vocabulary_size: int, say: Say, too_long: TooLong = TooLong.TRUNCATE) -> Rows:
-    """Of sources that were checked. Texts are packed into sequences of `length`; conversations are one each, or
-    `packed`. Those that are longer are truncated or dropped, which is said.
+    """Reads sources that were checked. Texts are packed into sequences of `length` tokens. Each conversation is one sequence,
+    unless they are `packed`. Longer conversations are truncated or dropped, with a warning through `say`.
 
-    Raises `MegacompileError` for rows that are none, with file, number and reason; `ArgumentError` for formats that do not go
-    together, or a tokenizer that is missing."""
+    Raises `MegacompileError` for invalid rows, with file, row number and reason; `ArgumentError` for formats that cannot be
+    combined, or if a tokenizer is missing."""
     if is_text(sources[0]):
         rows = pack(read_text([Path(source) for source in sources], tokenizer), length)
     else:
@@ -45,10 +46,10 @@ def read(sources: Sequence[str], tokenizer: ByteTokenizer | PretrainedTokenizer,
 def _of_rows(sources: Sequence[str], tokenizer: Any, format: Format | None, length: int, packed: bool,
              say: Say, too_long: TooLong) -> Rows:
     if isinstance(tokenizer, ByteTokenizer):
-        raise ArgumentError("rows need a tokenizer with a token that ends them, and this model has none: give --tokenizer")
+        raise ArgumentError("rows need a tokenizer with an end token, which this model does not have: give --tokenizer")
     formats = [format or _detected(source) for source in sources]
     if len({each is Format.TEXT for each in formats}) > 1:
-        raise ArgumentError("texts and conversations cannot be trained on together: give one kind of --data, or --format")
+        raise ArgumentError("texts and conversations cannot be combined: give only one kind of --data, or --format")
     if formats[0] is Format.TEXT:
         return pack(join(_texts(sources, tokenizer.pretrained), _end_of(tokenizer.pretrained)), length)
     found = _fitted(Rows.of(_conversations(sources, formats, ChatEncoder(tokenizer.pretrained))), length, too_long, say)
@@ -56,7 +57,7 @@ def _of_rows(sources: Sequence[str], tokenizer: Any, format: Format | None, leng
 
 
 def _fitted(rows: Rows, length: int, too_long: TooLong, say: Say) -> Rows:
-    """Rows of `length` tokens at most. Raises `MegacompileError` where none is left."""
+    """Rows of at most `length` tokens. Raises `MegacompileError` if none is left."""
     longer = rows.lengths > length
     count = int(longer.sum())
     if not count:
@@ -65,27 +66,27 @@ def _fitted(rows: Rows, length: int, too_long: TooLong, say: Say) -> Rows:
     kept = ~longer if too_long is TooLong.DROP else ~longer | cut.learning()
     dropped = len(rows) - int(kept.sum())
     what = f"{count:,} of {len(rows):,} conversations ({count / len(rows):.1%}) are longer than {length:,} tokens"
-    remedy = f"--length {int(rows.lengths.max()):,} keeps all of every one".replace(",", "")
+    remedy = f"--length {int(rows.lengths.max()):,} keeps all of them whole".replace(",", "")
     if dropped == len(rows):
-        raise MegacompileError(f"{what}, and nothing to learn is left of any: {remedy}")
+        raise MegacompileError(f"{what}, and nothing is left to learn: {remedy}")
     if too_long is TooLong.DROP:
-        say(f"warning: {what}, and DROPPED: {remedy}")
+        say(f"warning: {what}, and are DROPPED: {remedy}")
     else:
         lost = int((rows.lengths - cut.lengths)[kept].sum())
         gone = f", and {dropped:,} whose answers begin later are DROPPED" if dropped else ""
-        say(f"warning: {what}, and TRUNCATED ({lost:,} tokens are cut off{gone}): {remedy}, --too-long drop leaves them out")
+        say(f"warning: {what}, and are TRUNCATED ({lost:,} tokens are cut off{gone}): {remedy}; --too-long drop drops them")
     return cut.select(kept)
 
 
 def _detected(source: str) -> Format:
-    """By the first row."""
+    """The format of a source, detected from its first row."""
     row = next(read_rows(source))
     with placed(source):
         return detect(row)
 
 
 def _numbered(sources: Sequence[str]) -> Iterator[tuple[int, str, int, Row]]:
-    """(which source, its name, which row of it from 1, the row)."""
+    """(index of the source, its name, row number in it from 1, the row) for all rows."""
     for which, source in enumerate(sources):
         for number, row in enumerate(read_rows(source), start=1):
             yield which, source, number, row
@@ -102,10 +103,11 @@ def _texts(sources: Sequence[str], tokenizer: Any) -> Iterator[list[int]]:
     for _, source, number, row in _numbered(sources):
         with placed(source, number):
             text = text_of(row)
-        yield list(tokenizer(text, verbose=False)["input_ids"])  # with the special tokens that it begins texts with
+        yield list(tokenizer(text, verbose=False)["input_ids"])  # with special tokens at the start, if the tokenizer adds any
 
 
 def _end_of(tokenizer: Any) -> int:
     if tokenizer.eos_token_id is None:
-        raise MegacompileError("the tokenizer has no end-of-sequence token to join texts by: set eos_token, and save it again")
+        raise MegacompileError("the tokenizer has no end-of-sequence token, which separates texts: set eos_token and save it "
+                               "again")
     return int(tokenizer.eos_token_id)

@@ -1,5 +1,7 @@
-"""Files of data -> rows. Read strictly, and one after another: a row that is not a row is refused with its place, and no copy
-of the data is left in a cache."""
+"""Reads rows from data files.
+
+Files are read strictly, row by row: an invalid row is refused with its file and number, and no copy of the data is cached.
+"""
 from __future__ import annotations
 
 import csv
@@ -17,14 +19,14 @@ from megacompile.finetuning.formats import Row
 from megacompile.finetuning.strict_json import utf8
 from megacompile.system.regular_files import open_regular, refuse_irregular
 
-#: Of a CSV file; Python's own limit is 128 KiB.
+#: Maximum size of a field in a CSV file, in characters. Python's own limit is 128 Ki.
 _LARGEST_FIELD = 1 << 30
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 
 @contextmanager
 def placed(file: str | Path, row: int | None = None) -> Iterator[None]:
-    """Puts the file, and the row's number from 1, before an error's reason."""
+    """Prefixes the message of a `MegacompileError` with the file and the row number, counted from 1."""
     try:
         yield
     except MegacompileError as error:
@@ -32,12 +34,12 @@ def placed(file: str | Path, row: int | None = None) -> Iterator[None]:
 
 
 def is_text(source: str) -> bool:
-    """Whether something is a text, and not read row by row. Raises `ArgumentError` if it is nothing that there is, or no file
-    that can be read more than once."""
+    """Whether a source is a text file rather than rows. Raises `ArgumentError` if it does not exist, or if it is a file that
+    can be read only once, such as a pipe."""
     path = Path(source)
     if not path.exists() and (_kind(path) in _READERS or not _HUB_ID.fullmatch(source)):
-        raise ArgumentError(f"there is no file or folder {source!r}: give data that is there, or the id of a data set of the "
-                            "Hugging Face hub (owner/name)")
+        raise ArgumentError(f"there is no file or folder {source!r}: give existing data, or the id of a data set on the "
+                            "Hugging Face Hub (owner/name)")
     if path.exists():
         refuse_irregular(path)
     return path.is_file() and _kind(path) not in _READERS
@@ -48,17 +50,17 @@ def _kind(path: Path) -> str:
 
 
 def read_rows(source: str) -> Iterator[Row]:
-    """The rows of a file (.jsonl, .json, .csv, .parquet), of a folder of such, or of the training split of a data set of the
-    Hugging Face hub; the last two by the `datasets` library.
+    """The rows of a file (.jsonl, .json, .csv, .parquet), of a folder of such files, or of the training split of a data set on
+    the Hugging Face Hub. Folders and data sets are read by the `datasets` library.
 
-    Raises `MegacompileError` for what cannot be read, with the reason and, where a row is to blame, its number; and for what
-    holds no row."""
+    Raises `MegacompileError` if the source cannot be read, with the reason and the row number if there is one, or if it has no
+    rows."""
     path, empty = Path(source), True
     for row in _refusing(path, _READERS[_kind(path)](path)) if path.is_file() else _dataset(source):
         empty = False
         yield row
     if empty:
-        raise MegacompileError(f"{source} holds no row: give data that does, or leave it out")
+        raise MegacompileError(f"{source} has no rows: give data that has some, or leave it out")
 
 
 def _refusing(path: Path, rows: Iterator[Any]) -> Iterator[Row]:
@@ -69,16 +71,17 @@ def _refusing(path: Path, rows: Iterator[Any]) -> Iterator[Row]:
             return
         except MegacompileError:
             raise
-        except (OSError, ValueError, csv.Error) as error:  # of decoding: text, JSON, CSV, Arrow
+        except (OSError, ValueError, csv.Error) as error:  # from decoding text, JSON, CSV or Arrow
             reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-            raise MegacompileError(f"{path}, row {number} cannot be read ({reason}): mend or remove it") from error
+            raise MegacompileError(f"{path}, row {number} cannot be read ({reason}): fix or remove it") from error
         if not isinstance(row, dict):
-            raise MegacompileError(f"{path}, row {number}: is a {type(row).__name__}, not an object with columns")
+            raise MegacompileError(f"{path}, row {number} is a {type(row).__name__}, not an object with columns: fix or remove "
+                                   "it")
         yield row
 
 
 def _opened(path: Path, newline: str | None = None) -> TextIO:
-    """A text in which bytes that are not UTF-8 are still to be found: each row is looked at as it is read."""
+    """Opens a text file. Bytes that are not UTF-8 are kept as surrogates, so that `utf8` can report them row by row."""
     return open(open_regular(path), encoding="utf-8-sig", errors="surrogateescape", newline=newline)
 
 
@@ -88,7 +91,7 @@ def _json_lines(path: Path) -> Iterator[Any]:
 
 
 def _json(path: Path) -> Iterator[Any]:
-    """An array of objects; or, as many files of this name are, an object a line."""
+    """Rows of an array of objects. Many .json files have an object on each line instead, which is accepted too."""
     with _opened(path) as file:
         if file.read(4096).lstrip().startswith("["):
             file.seek(0)
@@ -125,10 +128,10 @@ def _parquet(path: Path) -> Iterator[Row]:
             for batch in file.iter_batches():
                 try:
                     rows = iter(batch.to_pylist())
-                except UnicodeDecodeError:  # in which row?
+                except UnicodeDecodeError:  # decode row by row to find which one
                     rows = (batch.slice(row, 1).to_pylist()[0] for row in range(batch.num_rows))
                 yield from rows
-        except pyarrow.ArrowException as error:  # not all of them are ValueErrors
+        except pyarrow.ArrowException as error:  # not every ArrowException is a ValueError
             raise ValueError(str(error)) from error
 
 
@@ -142,14 +145,14 @@ def _dataset(source: str) -> Iterator[Row]:
     try:
         rows = iter(datasets.load_dataset(source, split="train", streaming=True))
         yield from rows
-    except Exception as error:  # of the network, of the hub, of files of every kind
-        raise MegacompileError(f"{source} is not a data set with a training split that can be read: check its name, its files "
-                               f"and the network\n{type(error).__name__}: {error}") from error
+    except Exception as error:  # the network, the Hub or the files: there are many types
+        raise MegacompileError(f"cannot read the training split of data set {source}: check its name, its files and the "
+                               f"network\n{type(error).__name__}: {error}") from error
 
 
 @contextmanager
 def needs_train_extra(what: str) -> Iterator[None]:
-    """Around the import of a library that only some runs need."""
+    """A context for importing a library that only some runs need. Turns `ImportError` into `MegacompileError`."""
     try:
         yield
     except ImportError as error:

@@ -1,4 +1,7 @@
-"""The folder of a run belongs to one process at a time: two would spoil each other's log, and remove checkpoints."""
+"""Creates and locks the folder of a run.
+
+Only one process at a time may use it: two would corrupt each other's log and remove each other's checkpoints.
+"""
 from __future__ import annotations
 
 import contextlib
@@ -12,7 +15,7 @@ from megacompile.system.linux import fcntl
 
 
 def check_writable(folder: Path) -> None:
-    """Raises `MegacompileError` if a folder could not be made, or nothing could be written in it. Makes nothing that lasts."""
+    """Raises `MegacompileError` if the folder cannot be created or written to. Leaves nothing behind."""
     there = next(each for each in (folder, *folder.absolute().parents) if each.exists())
     try:
         with tempfile.TemporaryFile(dir=there):
@@ -24,9 +27,9 @@ def check_writable(folder: Path) -> None:
 
 @contextlib.contextmanager
 def made(folder: Path) -> Iterator[None]:
-    """Makes a folder with its parents. Where the block raises, those that were made and are still empty go again.
+    """Creates a folder with its parents. If the block raises, removes those that were created and are still empty.
 
-    Raises `MegacompileError` if nothing can be written there."""
+    Raises `MegacompileError` if the folder cannot be written to."""
     check_writable(folder)
     new = [each for each in (folder, *folder.absolute().parents) if not each.exists()]
     folder.mkdir(parents=True, exist_ok=True)
@@ -41,15 +44,15 @@ def made(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def held(folder: Path) -> Iterator[None]:
-    """Holds a folder that is there as long as the context, or the process, lasts. Raises `ArgumentError` if another process
-    does. A file system without locks cannot tell."""
+    """Locks an existing folder until the context or the process ends. Raises `ArgumentError` if another process has locked it.
+    On a file system without locks, does nothing."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ArgumentError(f"another run is writing to {folder}: wait for its end, or give another --output") from None
-        except OSError:  # no locks here
+        except OSError:  # the file system has no locks
             pass
         yield
     finally:

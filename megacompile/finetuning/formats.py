@@ -1,4 +1,4 @@
-"""A row of a data set -> the messages of a conversation, or a text. What does not fit is refused with the reason."""
+"""Converts a row of a data set into the messages of a conversation, or a text. Invalid rows are refused with the reason."""
 from __future__ import annotations
 
 import enum
@@ -9,20 +9,20 @@ from megacompile.errors import MegacompileError
 from megacompile.finetuning.tools import call_of, with_arguments
 
 Row = Mapping[str, Any]
-#: `{"role", "content"}`, and whatever else a chat template may read.
+#: A message: `role`, `content`, and other keys that a chat template may read.
 Message = dict[str, Any]
 
-#: Who speaks, in the words of ShareGPT and in those of chat templates.
+#: Maps the speakers of ShareGPT to the roles of chat templates.
 ROLES = {"human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant", "assistant": "assistant",
          "system": "system", "tool": "tool", "observation": "tool", "function_response": "tool", "tool_response": "tool"}
-#: ShareGPT's speaker whose words are JSON of calls.
+#: ShareGPT's speaker for function calls, whose text is JSON.
 _CALLS = "function_call"
-#: Columns of what a conversation is about, which text alone cannot say: a row that has something there is refused.
+#: Columns that cannot be expressed as text. A row in which one of them is not empty is refused.
 _UNHEARD = ("history", "images", "image", "videos", "audios", "documents")
 
 
 class Format(enum.StrEnum):
-    """How a data set is written down. The first whose columns are all there is taken, unless it is told."""
+    """The format of a data set. By default the first format whose columns all exist."""
 
     MESSAGES = "messages"
     SHAREGPT = "sharegpt"
@@ -31,7 +31,7 @@ class Format(enum.StrEnum):
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Those that it cannot do without."""
+        """The columns that the format requires."""
         return _COLUMNS[self]
 
 
@@ -40,16 +40,16 @@ _COLUMNS = {Format.MESSAGES: ("messages",), Format.SHAREGPT: ("conversations",),
 
 
 def detect(columns: Iterable[str]) -> Format:
-    """The format that these columns are of; other columns are not read. Conversations go before texts: some data sets have
-    both, where the text is the conversation again. Raises `MegacompileError` where none fits, or two kinds of conversation."""
+    """The format with these columns; additional columns are ignored. Conversations take precedence over texts, since some data
+    sets repeat the conversation as a text. Raises `MegacompileError` if no format fits, or two formats of conversations."""
     there = set(columns)
     fitting = [each for each in Format if there.issuperset(each.columns)]
     chats = [each for each in fitting if each is not Format.TEXT]
     if len(chats) > 1:
-        raise MegacompileError(f"the columns fit {' and '.join(chats)}: say which with --format")
+        raise MegacompileError(f"the columns fit {' and '.join(chats)}: choose one with --format")
     if not fitting:
         known = "; ".join(f"{each} ({', '.join(each.columns)})" for each in Format)
-        raise MegacompileError(f"the columns {', '.join(sorted(there)) or '(none)'} fit no format: rename them to those of "
+        raise MegacompileError(f"the columns {', '.join(sorted(there)) or '(none)'} fit no format: rename them to match one of "
                                f"{known}")
     return fitting[0]
 
@@ -59,17 +59,17 @@ def text_of(row: Row) -> str:
 
 
 def messages_of(row: Row, format: Format) -> list[Message]:
-    """The messages of a conversation, at least one of them by the assistant; a column `system` goes before them. Raises
-    `MegacompileError` with the reason."""
+    """The messages of a conversation, at least one of them by the assistant. A column `system` becomes the first message.
+    Raises `MegacompileError` with the reason if the row is invalid."""
     if lost := next((column for column in _UNHEARD if row.get(column) not in (None, "", [], {})), None):
-        raise MegacompileError(f"{lost} is not empty, and would be lost: write it into messages, or leave the column out")
+        raise MegacompileError(f"{lost} is not empty, but would be ignored: put it into messages, or leave the column out")
     messages = _READERS[format](row)
     if row.get("system"):
         if messages[0]["role"] == "system":
-            raise MegacompileError("both the column system and the first message are the system's: leave one out")
+            raise MegacompileError("there is both a column system and a first message by the system: leave one out")
         messages.insert(0, {"role": "system", "content": _string(row, "system")})
     if not any(message["role"] == "assistant" for message in messages):
-        raise MegacompileError("no message is the assistant's, so that there is nothing to learn")
+        raise MegacompileError("no message is by the assistant, so there is nothing to learn: add one, or remove the row")
     return messages
 
 
@@ -89,7 +89,7 @@ def _sharegpt(row: Row) -> list[Message]:
                 messages.append(call_of(_string(each, "value")))
                 continue
             if speaker not in ROLES:
-                raise MegacompileError(f"from is {speaker!r}, which is none of {', '.join((*ROLES, _CALLS))}")
+                raise MegacompileError(f"from is {speaker!r}, but must be one of {', '.join((*ROLES, _CALLS))}")
             messages.append({"role": ROLES[speaker], "content": _string(each, "value")})
         except MegacompileError as error:
             raise MegacompileError(f"message {number}: {error}") from error
@@ -102,12 +102,12 @@ def _messages(row: Row) -> list[Message]:
         try:
             named: Message = {"role": _string(each, "role")}
             calls = each.get("tool_calls")
-            if calls:  # then there may be nothing said
+            if calls:  # then content may be missing
                 named["tool_calls"] = [with_arguments(call) for call in _list(each, "tool_calls")]
             named["content"] = "" if calls and each.get("content") is None else _string(each, "content")
         except MegacompileError as error:
             raise MegacompileError(f"message {number}: {error}") from error
-        # Parquet has every key in every message. What else there is, the chat template may read.
+        # In Parquet every message has every key, so empty ones are left out. The chat template may read the others.
         messages.append({key: value for key, value in each.items() if value not in (None, [])} | named)
     return messages
 

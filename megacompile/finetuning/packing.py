@@ -1,7 +1,7 @@
-"""Several documents in one sequence, so that little is padding.
+"""Puts several documents into one sequence, to reduce padding.
 
-Texts are joined by the end token and cut: tokens of one text see those of the text before it, as is usual where a model learns
-to continue text. Conversations are packed whole and do not see each other: their positions begin anew.
+Texts are joined with the end token and cut into sequences. Tokens of a text see those of the text before it, as is usual in
+pretraining. Conversations are packed whole and do not see each other: their positions restart at 0.
 """
 from __future__ import annotations
 
@@ -17,26 +17,25 @@ from megacompile.finetuning.rows import Rows
 
 
 def pack(tokens: Tensor, length: int) -> Rows:
-    """Cuts one run of tokens, 1-D, into sequences of `length`; what is left at the end, less than one, goes.
+    """Cuts tokens, 1-D, into sequences of `length`. Drops an incomplete sequence at the end.
 
-    Raises `MegacompileError` if that is all there is."""
+    Raises `MegacompileError` if there is not a single complete sequence."""
     count = tokens.numel() // length
     if count == 0:
-        raise MegacompileError(f"the data holds {tokens.numel()} tokens, fewer than one sequence of {length}: give more text "
-                               "or a smaller --length")
+        raise MegacompileError(f"the data has {tokens.numel()} tokens, fewer than one sequence of {length}: give more text or "
+                               "a smaller --length")
     starts = torch.arange(count) * length
     return Rows(tokens, torch.stack([starts, starts + length], dim=1))
 
 
 def join(documents: Iterable[list[int]], end: int) -> Tensor:
-    """The documents in their order, int32, each with the token `end` behind it."""
+    """The documents in order, 1-D int32, with the token `end` after each."""
     parts = [torch.tensor(each if each[-1:] == [end] else [*each, end], dtype=torch.int32) for each in documents]
     return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int32)
 
 
 def together(rows: Rows, length: int) -> Rows:
-    """Conversations, none longer than `length`, in sequences of at most `length`: the longest first, each where the least room
-    is left that is enough."""
+    """Packs conversations of at most `length` tokens into sequences of at most `length` by best fit, longest first."""
     lengths = rows.lengths.tolist()
     members = _fitted(lengths, length)
     order = torch.tensor([row for each in members for row in each], dtype=torch.int64)
@@ -53,10 +52,10 @@ def together(rows: Rows, length: int) -> Rows:
 
 
 def _fitted(sizes: Sequence[int], room: int) -> list[list[int]]:
-    """Numbers of what fits together into `room`."""
+    """Groups of indices whose sizes fit together into `room`."""
     members: list[list[int]] = []
     with_space: defaultdict[int, list[int]] = defaultdict(list)
-    spaces: list[int] = []  # the keys of those that are not empty, in order
+    spaces: list[int] = []  # the keys of `with_space` with a non-empty list, sorted
     for number in sorted(range(len(sizes)), key=lambda each: -sizes[each]):
         place = bisect_left(spaces, sizes[number])
         if place == len(spaces):

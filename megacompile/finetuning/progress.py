@@ -1,4 +1,4 @@
-"""How a run goes: what is measured of each step, and how it is shown."""
+"""Progress of a run: derives running values from each step and shows them."""
 from __future__ import annotations
 
 import time
@@ -14,14 +14,14 @@ from megacompile.sizes import format_bytes
 from megacompile.system.under_way import shown_by
 from megacompile.training import Step
 
-#: Losses that the running mean is of, and steps that the time left is estimated from.
+#: Number of steps for the running mean of the loss and for the estimate of the remaining time.
 WINDOW = 100
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A step within its run. `epoch`: how often each row has been seen; `mean_loss`: of the last `WINDOW` steps;
-    `seconds_left`: None until there are two steps to estimate it from."""
+    """A step and its place in the run. `epoch`: passes over the data so far; `mean_loss`: mean over the last `WINDOW` steps;
+    `seconds_left`: None until two steps are done, which the estimate needs."""
 
     step: Step
     epoch: float
@@ -55,8 +55,9 @@ def format_seconds(seconds: float) -> str:
 
 
 class Course:
-    """State: the last losses, and when the last steps ended. `steps` of `batch` rows each, of `rows` in all; `losses`: of steps
-    that were trained before, in their order."""
+    """Makes entries from steps. State: the last losses, and the times when the last steps ended.
+
+    `steps`: number of steps; `batch`: rows per step; `rows`: rows in the data; `losses`: of earlier steps, in order."""
 
     def __init__(self, steps: int, batch: int, rows: int, losses: Iterable[float] = (),
                  clock: Callable[[], float] = time.monotonic) -> None:
@@ -67,16 +68,17 @@ class Course:
     def __call__(self, step: Step) -> Entry:
         self._losses.append(step.loss)
         self._ends.append(self._clock())
-        taken = self._ends[-1] - self._ends[0]  # with evaluations and saves, and without the first step, which compiles
+        taken = self._ends[-1] - self._ends[0]  # includes evaluations and saves, but not the first step, which compiles
         left = (self._steps - step.number) * taken / (len(self._ends) - 1) if len(self._ends) > 1 else None
         return Entry(step, step.number * self._batch / self._rows, sum(self._losses) / len(self._losses), left)
 
 
 class OneStepLate:
-    """Hands on each entry when the next one comes, with the norm of its gradients: it is known when its update has begun, and
-    nothing waits for that. State: the last entry.
+    """Passes on each entry, with the norm of its gradients, when the next entry arrives. By then the norm is usually known
+    without waiting, because the update has begun. State: the last entry.
 
-    `flush` hands on the last one at once, with its norm if that is known: after an evaluation, a save or the end, it is."""
+    `flush` passes on the last entry immediately, with its norm if that is known, as it is after an evaluation, after a save and
+    at the end."""
 
     def __init__(self, hand_on: Callable[[Entry], None]) -> None:
         self._hand_on, self._last = hand_on, None
@@ -94,7 +96,7 @@ class OneStepLate:
 
 
 class ProgressDisplay:
-    """A live bar on a terminal; and a line every `interval` steps, which is all that a log file gets."""
+    """Shows a live bar on a terminal, and prints a line every `interval` steps. A log file gets only the lines."""
 
     def __init__(self, console: Console, steps: int, interval: int, done: int = 0) -> None:
         self._console, self._steps, self._interval, self._first = console, steps, interval, done + 1
@@ -116,17 +118,17 @@ class ProgressDisplay:
         self._progress.stop()
 
     def _under_way(self, line: str) -> None:
-        """What the step is waiting for, in the place of the last step."""
+        """Shows what the step is waiting for instead of the last step's values."""
         self._progress.update(self._task, description=line or self._latest)
 
     def __call__(self, entry: Entry) -> None:
-        """At once: the bar."""
+        """Updates the bar."""
         step = entry.step
         self._latest = f"loss {step.loss:.4f}  mean {entry.mean_loss:.4f}  {_rate(step)}"
         self._progress.update(self._task, completed=step.number, description=self._latest)
 
     def line(self, entry: Entry) -> None:
-        """When all is known of a step."""
+        """Prints the line of a step, once all of its values are known."""
         number = entry.step.number
         if number in (self._first, self._steps) or number % self._interval == 0:
-            self._console.print(entry.line(self._steps), highlight=False, soft_wrap=True)  # a log file has no width
+            self._console.print(entry.line(self._steps), highlight=False, soft_wrap=True)  # no wrapping in a log file

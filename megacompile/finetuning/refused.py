@@ -1,30 +1,30 @@
-"""Options of other trainers that there are not here, and what to do instead."""
+"""Options of other trainers that `megacompile train` does not have, with the reason and what to use instead."""
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from megacompile.errors import ArgumentError
 
-_QUANTIZED = ("quantized weights are not trained: weights stream from host memory in bfloat16, so the GPU need not hold them; "
-              "leave it out, and give --lora where host memory is short")
-_PLACED = "one process trains with one GPU, and weights and optimizer state are in host memory already: leave it out"
-_RECOMPUTED = "the plan chooses what is recomputed: leave it out, or set --checkpoint-interval and --saved-layers"
+_QUANTIZED = ("quantized weights cannot be trained: weights stream from host memory in bfloat16, so they need not fit on the "
+              "GPU; leave it out, and give --lora if host memory is short")
+_PLACED = "one process trains on one GPU, and weights and optimizer state are in host memory already: leave it out"
+_RECOMPUTED = "the plan chooses what to recompute: leave it out, or set --checkpoint-interval and --saved-layers"
 _ATTENTION = "the attention kernel is chosen for the device and the dtype: leave it out"
 _COMPILED = "layers are compiled already: leave it out"
 _COUNTED = "intervals are counted in steps: give --save-interval, --eval-interval or --log-interval"
 _FIRST = "the model is the first argument: megacompile train MODEL --data FILE"
 _ADAPTER = "give --lora, with --lora-rank, --lora-alpha, --lora-targets and --lora-dropout"
-_PEFT = "give peft.get_peft_model's model to megacompile.stream in a script: the command has plain LoRA alone"
-_HUB = "nothing is uploaded: use `hf upload` on OUTPUT/model afterwards"
+_PEFT = "this command supports only plain LoRA: stream a model from peft.get_peft_model in a script, with megacompile.stream"
+_HUB = "nothing is uploaded: run `hf upload` on OUTPUT/model afterwards"
 _MEMORY = "give --device-memory and --host-memory"
-_EVALUATION = "--eval-share keeps a share of the rows for evaluation"
+_EVALUATION = "give --eval-share, which holds out a fraction of the rows for evaluation"
 
-#: By the option's name as a key of a YAML file has it.
+#: By option name, spelled as a key of a YAML file.
 REFUSED: dict[str, str] = {
     **dict.fromkeys(("load_in_4bit", "load_in_8bit", "quantization", "quantization_bit", "quantization_config",
                      "bnb_4bit_quant_type", "use_qlora", "qlora"), _QUANTIZED),
-    "fp16": "float16 is not trained: give --bf16 (weights in bfloat16, masters in float32)",
-    "tf32": "precision is that of the weights: give --dtype bfloat16 or float32",
+    "fp16": "float16 cannot be trained: give --bf16 (weights in bfloat16, masters in float32)",
+    "tf32": "the precision is that of the weights: give --dtype bfloat16 or float32",
     **dict.fromkeys(("deepspeed", "fsdp", "fsdp_config", "local_rank", "num_gpus", "num_processes", "tensor_parallel_size",
                      "ddp_timeout", "device_map", "cpu_offload", "offload"), _PLACED),
     **dict.fromkeys(("gradient_checkpointing", "gradient_checkpointing_kwargs", "activation_checkpointing",
@@ -41,26 +41,27 @@ REFUSED: dict[str, str] = {
     **dict.fromkeys(("val_set_size", "val_size", "test_size", "eval_dataset"), _EVALUATION),
     "optim": "the optimizer is AdamW, with float32 masters and moments in host memory: leave it out",
     "optimizer": "the optimizer is AdamW, with float32 masters and moments in host memory: leave it out",
-    "per_device_eval_batch_size": "--batch is of evaluations too: leave it out",
-    "neftune_noise_alpha": "noise on embeddings is not there: leave it out",
+    "per_device_eval_batch_size": "--batch is used for evaluations too: leave it out",
+    "neftune_noise_alpha": "noise on embeddings is not supported: leave it out",
     "trust_remote_code": "code that comes with a model is not run: leave it out, or stream() the model in a script",
     "tensorboard": "give --report-to tensorboard",
-    "group_by_length": "batches are padded to the longest row's power of two below --length: leave it out, or give --pack",
-    "dataset_text_field": "texts are in the column `text`: rename yours, or give --format",
-    "do_train": "train trains: leave it out",
-    "completion_only_loss": "only what the assistant says is learned: leave it out",
-    "assistant_only_loss": "only what the assistant says is learned: leave it out",
-    "train_on_inputs": "only what the assistant says is learned: leave it out",
+    "group_by_length": "batches are packed, or padded to one of a few lengths, without grouping: leave it out, or give --pack",
+    "dataset_text_field": "texts are read from the column `text`: rename your column, or give --format",
+    "do_train": "this command always trains: leave it out",
+    "completion_only_loss": "only the assistant's messages are learned: leave it out",
+    "assistant_only_loss": "only the assistant's messages are learned: leave it out",
+    "train_on_inputs": "only the assistant's messages are learned: leave it out",
 }
 
 
 def key_of(option: str) -> str:
-    """"--max-length" -> "max_length"."""
+    """The YAML key of an option: "--max-length" becomes "max_length"."""
     return option.lstrip("-").replace("-", "_")
 
 
 def spelled(words: Sequence[str]) -> list[str]:
-    """Words of a command line, with options spelled by hyphens alone. Raises `ArgumentError` for one that is in `REFUSED`."""
+    """The words of a command line, with underscores in options replaced by hyphens. Raises `ArgumentError` for an option in
+    `REFUSED`."""
     found = []
     for word in words:
         option, sign, value = word.partition("=")

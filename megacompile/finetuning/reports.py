@@ -1,4 +1,4 @@
-"""What is written of a run: a line of JSON for each step, the same to trackers, and at the end the curve."""
+"""Writes the log of a run (a JSON line for each step), sends the same values to trackers, and draws the loss curve."""
 from __future__ import annotations
 
 import json
@@ -18,10 +18,11 @@ LOG, CURVE = "log.jsonl", "loss.svg"
 
 
 class Reports:
-    """Of a run in `folder`, or nowhere. State: the open files. Raises `MegacompileError` where nothing can be written; a log
-    that cannot be written any more is said, and ends no training.
+    """The log of a run in `folder` (None: no file). State: the open file. Raises `MegacompileError` if the log cannot be
+    opened. If it cannot be written later, the reason is printed and training continues.
 
-    `done`: steps that were trained before; what an interrupted run has logged of later ones goes, since they come again."""
+    `done`: number of steps trained before. Entries of later steps, which an interrupted run has logged, are removed, since
+    these steps run again."""
 
     def __init__(self, folder: Path | None, done: int, trackers: Trackers | None = None,
                  say: Callable[[str], None] = print) -> None:
@@ -30,9 +31,9 @@ class Reports:
             return
         try:
             replace_file(folder / LOG, _kept(folder / LOG, done) if done else [])
-            self._log = (folder / LOG).open("a", encoding="utf-8", buffering=1)  # by lines: a kill loses none
+            self._log = (folder / LOG).open("a", encoding="utf-8", buffering=1)  # line by line: a killed process loses none
         except OSError as error:
-            raise MegacompileError(f"{folder / LOG} cannot be written ({error.strerror}): give an --output that can") from error
+            raise MegacompileError(f"{folder / LOG} cannot be written ({error.strerror}): give a writable --output") from error
 
     def step(self, entry: Entry) -> None:
         step = entry.step
@@ -50,7 +51,8 @@ class Reports:
             try:
                 self._log.write(json.dumps({"step": number, **values, "time": time.time()}) + "\n")
             except OSError as error:
-                self._say(f"{self._log.name} ends at step {number} ({error.strerror}): training goes on")
+                self._say(f"{self._log.name} cannot be written after step {number} ({error.strerror}): training continues "
+                          "without it")
                 self._log = None
         self._trackers.log(number, values)
 
@@ -63,12 +65,12 @@ class Reports:
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:
-    """The entries of a log; lines that are none, such as one that a kill has cut off, are left out. Raises `OSError`."""
+    """The entries of a log. Skips other lines, such as one that was cut off when the process was killed. Raises `OSError`."""
     return [entry for _, entry in _lines(path) if entry is not None]
 
 
 def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
-    """Each line of a log, without its end, and its entry. Raises `OSError`."""
+    """Each line of a log without its newline, and its entry (None if it is not one). Raises `OSError`."""
     for line in read_regular(path).split(b"\n") if path.exists() else []:
         try:
             found = json.loads(line)
@@ -78,8 +80,8 @@ def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
 
 
 def _kept(path: Path, done: int) -> list[bytes]:
-    """The lines that a run goes on with after `done` steps: all but entries of later steps and what follows the last end of a
-    line. What is no entry of ours is somebody's note."""
+    """The lines of a log to keep when a run is resumed after `done` steps: all except entries of later steps and an incomplete
+    last line. Lines that are not entries are kept, since they may be the user's notes."""
     lines = list(_lines(path))
     if lines and lines[-1][1] is None:
         lines.pop()
@@ -87,15 +89,15 @@ def _kept(path: Path, done: int) -> list[bytes]:
 
 
 def draw_curve(folder: Path) -> str | None:
-    """Draws the losses that a run's log has. Why it could not, or None."""
+    """Draws the losses in a run's log. Returns the reason if that fails, otherwise None."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        return "for want of matplotlib: pip install matplotlib"
+        return "matplotlib is not installed (pip install matplotlib)"
     try:
         entries = read_log(folder / LOG)
     except OSError as error:
-        return f"since {folder / LOG} cannot be read: {error.strerror}"
+        return f"{folder / LOG} cannot be read ({error.strerror})"
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
     for key, name, style in (("loss", "training", "-"), ("eval_loss", "evaluation", "o-")):
@@ -103,11 +105,11 @@ def draw_curve(folder: Path) -> str | None:
         if points:
             axes.plot(*zip(*points, strict=True), style, label=name, linewidth=1, markersize=4)
     axes.set_xlabel("step")
-    axes.set_ylabel("loss, nats a token")
+    axes.set_ylabel("loss, nats per token")
     if entries:
         axes.legend()
     try:
         figure.savefig(folder / CURVE)
     except OSError as error:
-        return f"since {folder / CURVE} cannot be written: {error.strerror}"
+        return f"{folder / CURVE} cannot be written ({error.strerror})"
     return None

@@ -1,4 +1,4 @@
-"""The sequences that a model is trained on, and batches of them in an order that only a seed decides."""
+"""The sequences that a model is trained on, and batches of them in an order that depends only on a seed."""
 from __future__ import annotations
 
 import hashlib
@@ -15,9 +15,9 @@ from megacompile.errors import MegacompileError
 from megacompile.finetuning.chat import Encoded
 from megacompile.losses import IGNORED
 
-#: Rows that cannot be packed are padded to so many widths at most: each is a program of its own.
+#: Maximum number of widths that rows are padded to if they cannot be packed. Each width needs a program of its own.
 _WIDTHS = 8
-#: Of the length that batches are padded to, where rows are shorter than they may be.
+#: If all rows are shorter than the maximum length, batches are padded to a multiple of this number of tokens.
 _LENGTH_STEP = 64
 
 Batch = dict[str, Tensor]
@@ -25,9 +25,10 @@ Batch = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Rows:
-    """`tokens`: of all sequences, 1-D, of any integer dtype; `spans`: int64 [rows, 2], where in them each begins and ends;
-    `learnt`: bool as `tokens`, or None for all; `begins`: bool as `tokens`, where a conversation begins, if a sequence has
-    several that must not see each other."""
+    """A set of sequences. `tokens`: the tokens of all sequences, 1-D, any integer dtype. `spans`: int64 [rows, 2], where each
+    sequence begins and ends in `tokens`. `learnt`: bool of the same shape as `tokens`, which tokens count for the loss, or None
+    for all. `begins`: bool of the same shape, where a conversation begins, if sequences have several conversations that must
+    not see each other; otherwise None."""
 
     tokens: Tensor
     spans: Tensor
@@ -50,16 +51,16 @@ class Rows:
 
     @property
     def lengths(self) -> Tensor:
-        """int64 [rows]."""
+        """The number of tokens of each row, int64 [rows]."""
         return self.spans[:, 1] - self.spans[:, 0]
 
     def truncated(self, length: int) -> Rows:
-        """The same rows, each without what is beyond `length` tokens; in the same memory."""
+        """The same rows, cut off after `length` tokens. Shares memory."""
         ends = torch.minimum(self.spans[:, 1], self.spans[:, 0] + length)
         return replace(self, spans=torch.stack([self.spans[:, 0], ends], dim=1))
 
     def learning(self) -> Tensor:
-        """bool [rows]: which have a token that is learned."""
+        """Which rows have a token that is learned, bool [rows]."""
         if self.learnt is None:
             return self.lengths > 0
         before = torch.cat([torch.zeros(1, dtype=torch.int64), self.learnt.cumsum(0)])
@@ -72,18 +73,18 @@ class Rows:
         return tokens, tokens if self.learnt is None else tokens.where(self.learnt[where], IGNORED)
 
     def positions(self, index: int) -> Tensor:
-        """int64, as `row`: each token's place in its conversation."""
+        """The position of each token of a sequence in its conversation, int64, 1-D."""
         assert self.begins is not None, "a sequence is one conversation"
         begins = self.begins[slice(*self.spans[index].tolist())]
         places = torch.arange(begins.numel())
         return places - places.where(begins, 0).cummax(0).values
 
     def select(self, which: Tensor) -> Rows:
-        """Some rows, by a mask or by their numbers in the order given; in the same memory."""
+        """Some of the rows, selected by a mask or by indices. Shares memory."""
         return replace(self, spans=self.spans[which])
 
     def fingerprint(self) -> str:
-        """A hash of all that the rows are: another data set, order or tokenizer has another."""
+        """A hash of the rows. It differs for another data set, order or tokenizer."""
         found = hashlib.blake2b(digest_size=16)
         for tensor in (self.tokens, self.spans, self.learnt, self.begins):
             if tensor is not None:
@@ -92,12 +93,13 @@ class Rows:
 
 
 def split(rows: Rows, share: float, seed: int) -> tuple[Rows, Rows]:
-    """(rows to train on, `share` of all rows to evaluate on), each in their old order; at least one of each.
+    """Splits rows into (rows to train on, a fraction `share` to evaluate on). Both keep their order and have at least one row,
+    unless `share` is 0, which holds out none.
 
-    Raises `MegacompileError` where there are too few."""
+    Raises `MegacompileError` if there are too few rows."""
     count = max(1, round(len(rows) * share)) if share else 0
     if count >= len(rows):
-        raise MegacompileError(f"of {len(rows)} rows none is left to train on: give more data or a smaller --eval-share")
+        raise MegacompileError(f"--eval-share leaves none of {len(rows)} rows to train on: give more data or a smaller share")
     held = torch.zeros(len(rows), dtype=torch.bool)
     held[torch.from_numpy(_permutation(len(rows), seed, 0)[:count])] = True
     return rows.select(~held), rows.select(held)
@@ -109,10 +111,10 @@ def _permutation(count: int, seed: int, number: int) -> np.ndarray[Any, Any]:
 
 @dataclass(frozen=True)
 class Order:
-    """Which rows are in which step: every epoch has all of them, in an order of its own. Steps take `batch` rows at a time,
-    across the borders of epochs. State: none, so that a run goes on at any step.
+    """Which rows are in which step. Every epoch has all rows, in an order of its own. A step takes `batch` rows, also across
+    the boundaries of epochs. There is no state, so a run can be resumed at any step.
 
-    `epochs` None: as many as are asked for."""
+    `epochs`: None for endless."""
 
     rows: int
     batch: int
@@ -121,17 +123,17 @@ class Order:
 
     @property
     def total(self) -> int | None:
-        """Rows of all steps together."""
+        """The number of rows of all steps together, or None for endless."""
         return None if self.epochs is None else math.ceil(self.rows * self.epochs)
 
     @property
     def steps(self) -> int:
-        """Of all epochs."""
+        """The number of steps of all epochs."""
         assert self.total is not None, "endless"
         return -(-self.total // self.batch)
 
     def batches(self, done: int = 0) -> Iterator[list[int]]:
-        """The rows of each step after the first `done`; fewer than `batch` in the last step of all."""
+        """The indices of the rows of each step after the first `done` steps. The last step may have fewer than `batch`."""
         place, epoch, order = done * self.batch, -1, np.empty(0, np.int64)
         while self.total is None or place < self.total:
             end = place + self.batch if self.total is None else min(place + self.batch, self.total)
@@ -147,9 +149,9 @@ class Order:
 
 @dataclass(frozen=True)
 class Padding:
-    """What batches are padded to: to `rows` rows, and to the least of `widths` tokens that is enough, so that they have few
-    shapes. By default to the longest row, which is all that a model needs whose rows are packed. `mask`: whether an attention
-    mask says where padding is."""
+    """The sizes that batches are padded to, so that there are few shapes: to `rows` rows, and to the smallest of `widths` that
+    is large enough. By default to the longest row, which is enough for a model whose rows are packed. `mask`: whether batches
+    have an attention mask."""
 
     rows: int = 0
     widths: tuple[int, ...] = ()
@@ -157,21 +159,22 @@ class Padding:
 
     @classmethod
     def to_few_shapes(cls, rows: int, length: int, mask: bool) -> Padding:
-        """`length`, and shares of it. Steps are evenly wide: of many rows one is mostly nearly as long as any may be."""
+        """Widths up to `length` in equal steps."""
         widths = {-(-length * share // _WIDTHS) for share in range(1, _WIDTHS + 1)}
         return cls(rows, tuple(sorted(widths)), mask)
 
     def size(self, lengths: Sequence[int]) -> tuple[int, int]:
-        """Rows and tokens of the batch of rows of these lengths."""
+        """The padded size (rows, tokens) of a batch of rows with these lengths."""
         longest = max(lengths)
         return max(self.rows, len(lengths)), min((width for width in self.widths if width >= longest), default=longest)
 
 
 def collate(rows: Rows, indices: Sequence[int], padding: Padding = Padding()) -> Batch:
-    """`{"input_ids", "labels", "attention_mask"}`, int64 [batch, width]: these rows, and further ones of nothing else if
-    `padding` asks for them; padded on the right with labels of -100, which changes no loss. Where sequences have several
-    conversations, there is no mask: `position_ids` begin again with each conversation and with the padding, which keeps them
-    apart in models and kernels."""
+    """A batch of these rows: `input_ids`, `labels` and `attention_mask`, int64 [batch, width].
+
+    Rows are padded on the right with labels of -100, which changes no loss; rows that consist only of padding are added if
+    `padding` requires them. If sequences have several conversations, there are `position_ids` instead of a mask. They restart
+    at 0 with each conversation and with the padding, by which models and kernels separate them."""
     found = [rows.row(index) for index in indices]
     shape = padding.size([tokens.numel() for tokens, _ in found])
     tokens, labels = torch.zeros(shape, dtype=torch.int64), torch.full(shape, IGNORED)
@@ -191,12 +194,12 @@ def collate(rows: Rows, indices: Sequence[int], padding: Padding = Padding()) ->
 
 
 def padded_length(length: int, *rows: Rows) -> int:
-    """What batches are padded to at most: `length`, or less if no row is that long."""
+    """The maximum length that batches are padded to: `length`, or less if no row is that long."""
     longest = max((int(each.lengths.max()) for each in rows if len(each)), default=length)
     return min(length, -(-longest // _LENGTH_STEP) * _LENGTH_STEP)
 
 
 def in_turn(rows: Rows, batch: int, padding: Padding = Padding()) -> Iterator[Batch]:
-    """All rows once, in their order, `batch` at a time."""
+    """Batches of all rows, once and in order, `batch` rows at a time."""
     for start in range(0, len(rows), batch):
         yield collate(rows, range(start, min(start + batch, len(rows))), padding)

@@ -1,4 +1,4 @@
-"""`megacompile train`: data, model, loop, checkpoints and reports, put together."""
+"""`megacompile train`: reads the data, streams the model, trains it, and writes checkpoints and reports."""
 from __future__ import annotations
 
 import enum
@@ -34,17 +34,17 @@ from megacompile.tools.recipe import Kind, Recipe, block
 from megacompile.weights.empty_models import put_adapter
 from megacompile.weights.saving import recover, replacing
 
-#: In the folder of a run, beside checkpoints and reports.
+#: Names in the folder of a run, next to checkpoints and reports.
 MODEL, SETTINGS = "model", "settings.yaml"
-#: What decides the order of the data, and what a checkpoint puts back: a run goes on with what it began with.
+#: Settings that must not change when a run is resumed: they determine the order of the data, or are restored from a checkpoint.
 FIXED = ("batch", "length", "lr", "beta1", "beta2", "eps", "weight_decay")
 _PROGRESS = schema.record({"done": schema.whole(0, 2**53), "fixed": schema.table(schema.text(), schema.anything)})
 
 
 def run(source: str, data: Sequence[str], settings: Settings, lora: Lora, knobs: Knobs, console: Console) -> int:
-    """Trains, and returns the exit code: 0, or 128 and the number of the signal that has stopped it.
+    """Trains and returns the exit code: 0, or 128 plus the number of the signal that stopped the run.
 
-    What can be refused is refused before weights are loaded. Raises `MegacompileError` and its children."""
+    Checks as much as possible before it loads weights. Raises `MegacompileError` and its subclasses."""
     settings.check()
     lora.check()
     with ExitStack() as stack:
@@ -59,7 +59,7 @@ def _run(source: str, data: Sequence[str], settings: Settings, lora: Lora, knobs
     torch.manual_seed(settings.seed)
     target = settings.save or (settings.output / MODEL if settings.output else None)
     if target is None:
-        console.print("nothing will be saved: give --output, or --save for the model alone")
+        console.print("nothing will be saved: give --output, or --save to save only the model")
     start = _start(settings, console)
     began = None if start is None else _progress(start, read_extra(start))
     check_sources(data, settings.format)
@@ -76,21 +76,21 @@ def _run(source: str, data: Sequence[str], settings: Settings, lora: Lora, knobs
     steps = settings.steps or order.steps
     console.print(_outset(source, kind, outline, rows, held_out, recipe, asked, settings, lora, steps))
     if target is not None:
-        check_writable(target)  # now: what cannot be saved should not be trained first
+        check_writable(target)  # before training, which would be lost otherwise
     fixed = {name: getattr(recipe, name) for name in FIXED} | {"seed": settings.seed, "data": rows.fingerprint()}
     if lora.lora:
         fixed["lora"] = _words_of(lora)
     if start is not None and began is not None:
         _check_same_run(start, began["fixed"], fixed)
     if kind is Kind.SCRATCH:
-        console.print("drawing random weights ...")
+        console.print("initializing random weights ...")
     model = _open(source, settings, lora, knobs, longest := padded_length(recipe.length, rows, held_out)).train()
     padding = _padding(model, recipe.batch, longest, rows, console)
     optimizer = _optimizer(model, settings, recipe)
     schedule = training.warmup_then_decay(optimizer, steps, recipe.warmup_steps(steps), recipe.decay, recipe.final_lr)
-    done = 0 if start is None else _go_on(start, fixed, model, optimizer, schedule)
+    done = 0 if start is None else _resume(start, fixed, model, optimizer, schedule)
     if start is not None:
-        console.print(f"goes on after step {done}, from {start}")
+        console.print(f"resuming after step {done} from {start}")
     with ExitStack() as stack:
         stop = stack.enter_context(training.Interruption())
         saves = stack.enter_context(Saves(settings, model, optimizer, schedule, fixed, done, console.print))
@@ -99,7 +99,7 @@ def _run(source: str, data: Sequence[str], settings: Settings, lora: Lora, knobs
         before = [] if settings.output is None else [
             entry["loss"] for entry in read_log(settings.output / LOG) if "loss" in entry and entry["step"] <= done][-WINDOW:]
         reports = stack.enter_context(Reports(settings.output, done, trackers, console.print))
-        if settings.output is not None:  # what is refused has changed no file
+        if settings.output is not None:  # only now, so that a run that is refused changes no file
             _write_settings(settings.output / SETTINGS, source, data, settings, recipe, lora, knobs)
         display = stack.enter_context(ProgressDisplay(console, steps, settings.log_interval, done))
         course = Course(steps, recipe.batch, len(rows), before)
@@ -116,7 +116,7 @@ def _run(source: str, data: Sequence[str], settings: Settings, lora: Lora, knobs
             late(entry)
             display(entry)
             evaluates = bool(len(held_out)) and (step.number % settings.eval_interval == 0 or step.number == steps)
-            if evaluates or step.number % settings.save_interval == 0:  # both wait for the update, and so may this
+            if evaluates or step.number % settings.save_interval == 0:  # both wait for the update anyway
                 _ = optimizer.grad_norm
                 late.flush()
             if evaluates:
@@ -128,77 +128,80 @@ def _run(source: str, data: Sequence[str], settings: Settings, lora: Lora, knobs
         batches = (collate(rows, each, padding) for each in order.batches(done))
         trained = done + len(training.train(model, optimizer, batches, steps, done=done, schedule=schedule, on_step=on_step,
                                             stop=lambda: stop.asked))
-        _ = optimizer.grad_norm  # waits until the last step's is known
+        _ = optimizer.grad_norm  # waits for the norm of the last step
         late.flush()
         stopped = stop.asked and trained < steps
         failed: CheckpointError | None = None
         try:
             saves.last(trained)
-        except CheckpointError as error:  # for want of room, say; the model may go elsewhere
+        except CheckpointError as error:  # for example a full disk; the model may be saved on another one
             failed = error
-        if target is not None and (settings.save or not stopped):  # what goes on later has its checkpoint
+        if target is not None and (settings.save or not stopped):  # a stopped run is resumed from its checkpoint
             model.save_pretrained(target)
             if isinstance(tokenizer, PretrainedTokenizer):
                 with replacing(target) as folder:  # all of its files at once
                     tokenizer.pretrained.save_pretrained(folder)
-            what = f" (an adapter of {source})" if lora.lora else ""
+            what = f" (an adapter for {source})" if lora.lora else ""
             console.print(f"saved in {target} after {trained} steps{what}")
         if failed is not None:
             raise failed
     model.megacompile.close()
     if settings.output is not None and (reason := draw_curve(settings.output)):
-        console.print(f"no loss curve was drawn, {reason}")
+        console.print(f"the loss curve was not drawn: {reason}")
     if not stopped:
         return 0
     console.print(f"stopped by {stop.name} after {trained} of {steps} steps" + (
-        "; --resume latest goes on from there" if settings.output else "" if settings.save else
-        "; nothing saved, for want of --output"))
+        "; continue with --resume latest" if settings.output else "" if settings.save else
+        "; nothing was saved, since --output was not given"))
     assert stop.signal is not None, "stopped by nothing"
     return 128 + stop.signal
 
 
 def _start(settings: Settings, console: Console) -> Path | None:
-    """The checkpoint to go on from. Raises `ArgumentError` if there is none, or one that nobody asked for."""
+    """The checkpoint to resume from, or None. Raises `ArgumentError` if the given one does not exist, or if the output folder
+    has checkpoints but --resume was not given."""
     folder = settings.output / CHECKPOINTS if settings.output else None
     if settings.resume == "latest":
         assert folder is not None, "settings were not checked"
         latest = latest_checkpoint(folder)
         if latest is None:
-            console.print(f"there is no checkpoint in {folder} yet: starts from the beginning")
+            console.print(f"there is no checkpoint in {folder} yet: starting from the beginning")
         return latest
     if settings.resume is not None:
         given = Path(settings.resume)
         if not given.is_dir():
-            raise ArgumentError(f"there is no folder {given} to go on from: give a checkpoint, a folder of such, or latest")
+            raise ArgumentError(f"there is no folder {given} to resume from: give a checkpoint, a folder of checkpoints, or "
+                                "latest")
         return given / CHECKPOINTS if (given / CHECKPOINTS).is_dir() else given
     if folder is not None and latest_checkpoint(folder) is not None:
-        raise ArgumentError(f"{settings.output} has checkpoints of an earlier run: give --resume latest to go on with it, or "
+        raise ArgumentError(f"{settings.output} has checkpoints of an earlier run: give --resume latest to continue it, or "
                             "another --output")
     return None
 
 
 def _kind(source: str, lora: Lora) -> Kind:
-    """Raises `ArgumentError` for an adapter of random weights."""
+    """The kind of run. Raises `ArgumentError` for an adapter on random weights."""
     if training.has_weights(source):
         return Kind.LORA if lora.lora else Kind.FULL
     if lora.lora:
-        raise ArgumentError(f"--lora adapts a pretrained model, and {source} is a config alone: give a folder with weights, or "
-                            "an id of the Hugging Face hub")
+        raise ArgumentError(f"--lora adapts a pretrained model, but {source} is only a config: give a folder with weights, or "
+                            "an id on the Hugging Face Hub")
     return Kind.SCRATCH
 
 
 def _outset(source: str, kind: Kind, outline: Any, rows: Rows, held_out: Rows, recipe: Recipe, asked: frozenset[str],
             settings: Settings, lora: Lora, steps: int) -> str:
-    """What a run prints before it begins. Raises `ArgumentError` for an adapter of layers that the model does not have."""
+    """The text that a run prints before it begins. Raises `ArgumentError` for an adapter on layers that the model does not
+    have."""
     total, words = training.parameter_count(outline), recipe.words(steps, endless=settings.steps is not None)
     title, more = f"{kind} of {source}: {total:,} parameters", []
     if lora.lora:
         adapted = put_adapter(outline, lora.config())
         trained = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
-        title = f"{kind} of {source}: {trained:,} parameters train, beside {total:,} frozen ones"
+        title = f"{kind} of {source}: {trained:,} trained parameters, {total:,} frozen ones"
         more = [("adapter", _words_of(lora))]
-    data = (f"{len(rows):,} sequences, {int(rows.lengths.sum()):,} tokens, to train on, and {len(held_out):,} sequences to "
-            f"evaluate on; {steps:,} steps of {recipe.batch}")
+    data = (f"{len(rows):,} sequences ({int(rows.lengths.sum()):,} tokens) for training, {len(held_out):,} sequences for "
+            f"evaluation; {steps:,} steps of {recipe.batch} sequences")
     return block(title, words, asked, *more, ("data", data))
 
 
@@ -208,8 +211,8 @@ def _words_of(lora: Lora) -> str:
 
 
 def _open(source: str, settings: Settings, lora: Lora, knobs: Knobs, longest: int) -> Any:
-    """The streamed model: from safetensors if there are any, else from a config (random weights) or pickles. Rows are packed
-    into ones that hold the `longest`, so that all steps have one length."""
+    """The streamed model: from safetensors files if there are any, otherwise from a config (random weights) or pickles. Packed
+    rows are made long enough for the `longest` sequence, so that all steps have the same length."""
     path, dtype, adapter = Path(source), settings.weights_dtype.resolve(), lora.config()
     options = {"repack": max(packed_layout.LENGTH, packed_layout.power_of_two(longest)), **knobs.given()}
     if path.is_file() or (path.is_dir() and not any(path.glob("*.safetensors"))):
@@ -219,14 +222,14 @@ def _open(source: str, settings: Settings, lora: Lora, knobs: Knobs, longest: in
 
 
 def _padding(model: Any, batch: int, length: int, rows: Rows, console: Console) -> Padding:
-    """That of the model's batches, which says so if they cannot be packed."""
+    """How to pad batches. Prints the reason if the model's batches cannot be packed."""
     if rows.begins is None and rows.lengths.unique().numel() == 1:
         return Padding()  # nothing to pack
     repacking = model.megacompile.streamed.captures.repacking
     reason = repacking.refusal(training=True)
     if not reason:
         return Padding()
-    console.print(f"rows are padded, and not packed: {reason}")
+    console.print(f"rows are padded instead of packed: {reason}")
     return Padding.to_few_shapes(batch, length, repacking.reads_padding(training=True))
 
 
@@ -239,45 +242,45 @@ def _optimizer(model: Any, settings: Settings, recipe: Recipe) -> megacompile.Ad
                              overlap="backward" if settings.overlap else None)
 
 
-def _go_on(start: Path, fixed: Mapping[str, Any], model: Any, optimizer: Any, schedule: Any) -> int:
-    """Loads a checkpoint; the steps that were done. Raises `CheckpointError` for one of another run."""
+def _resume(start: Path, fixed: Mapping[str, Any], model: Any, optimizer: Any, schedule: Any) -> int:
+    """Loads a checkpoint and returns the number of steps that were done. Raises `CheckpointError` if it is from another run."""
     then = _progress(start, megacompile.load_checkpoint(start, model, optimizer, scheduler=schedule))
     _check_same_run(start, then["fixed"], fixed)
     return int(then["done"])
 
 
 def _progress(start: Path, extra: Any) -> dict[str, Any]:
-    """`done`, the steps that were done; `fixed`, what they were done with. Raises `CheckpointError`."""
+    """The run's data in a checkpoint: `done`, the number of steps; `fixed`, the settings that must not change. Raises
+    `CheckpointError` if the checkpoint has no such data."""
     try:
         _PROGRESS(extra, "extra")
     except schema.SchemaError as error:
-        raise CheckpointError(f"{start} was not saved by megacompile train, since it does not say how far the data was read "
-                              f"({error}): give a checkpoint of a run") from error
+        raise CheckpointError(f"{start} was not saved by megacompile train ({error}): give a checkpoint of a run") from error
     return dict(extra)
 
 
 def _check_same_run(start: Path, then: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Raises `CheckpointError`."""
-    if changed := [f"{name} ({then.get(name)} then, {value} now)" for name, value in now.items() if then.get(name) != value]:
-        raise CheckpointError(f"{start} is of a run that began otherwise: {', '.join(changed)}; go on with what it began with, "
-                              "or begin anew with the model that it has saved")
+    """Raises `CheckpointError` if settings that must not change have changed."""
+    if changed := [f"{name} (was {then.get(name)}, now {value})" for name, value in now.items() if then.get(name) != value]:
+        raise CheckpointError(f"{start} is from a run with other settings: {', '.join(changed)}; use its settings, or start a "
+                              "new run from the model that it saved")
 
 
 def _write_settings(path: Path, source: str, data: Sequence[str], settings: Settings, recipe: Recipe, lora: Lora,
                     knobs: Knobs) -> None:
-    """What was asked for and what was used by default, so that `--config` repeats it when defaults are others."""
+    """Writes all settings, including defaults, so that `--config` repeats the run even if defaults change later."""
     given = {"model": source, "data": list(data), **asdict(settings), **asdict(recipe), **asdict(lora), **asdict(knobs)}
-    for name in ("resume", "per_device_train_batch_size", "gradient_accumulation_steps",  # the last two made the batch
+    for name in ("resume", "per_device_train_batch_size", "gradient_accumulation_steps",  # the last two are in `batch`
                  *(["warmup_ratio"] if recipe.warmup is not None else [])):
         del given[name]
     try:
         replace_file(path, [yaml.safe_dump(_plain(given), sort_keys=False).encode()])
     except OSError as error:
-        raise MegacompileError(f"{path} cannot be written ({error.strerror}): give an --output that can") from error
+        raise MegacompileError(f"{path} cannot be written ({error.strerror}): give a writable --output") from error
 
 
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
-    """As YAML and trackers take them, without None."""
+    """The values in types that YAML and trackers accept, without those that are None."""
     def word(value: Any) -> Any:
         return [word(each) for each in value] if isinstance(value, list) else (
             str(value) if isinstance(value, Path | enum.Enum) else value)

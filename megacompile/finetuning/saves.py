@@ -1,4 +1,4 @@
-"""Checkpoints of a run, written beside training every so many steps, and at its end."""
+"""Checkpoints of a run, written every few steps while training continues, and at its end."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
@@ -13,10 +13,10 @@ CHECKPOINTS = "checkpoints"
 
 
 class Saves:
-    """Into OUTPUT/checkpoints; nowhere without an output. State: the last step that was saved.
+    """Saves into OUTPUT/checkpoints; does nothing without an output folder. State: the last step that was saved.
 
-    A save that fails on the way is said, and training goes on; the last one's failure is raised. `fixed`: what another run that
-    goes on must have alike."""
+    If a save fails during training, the reason is printed and training continues; if the last save fails, that is raised.
+    `fixed`: the settings that must be the same when the run is resumed."""
 
     def __init__(self, settings: Settings, model: Any, optimizer: Any, schedule: Any, fixed: Mapping[str, Any], done: int,
                  say: Callable[[str], None]) -> None:
@@ -32,7 +32,7 @@ class Saves:
                 self._say(str(error))
 
     def last(self, step: int) -> None:
-        """Returns when the last step is on the disk. Raises `CheckpointError`."""
+        """Saves the last step and returns when it is on disk. Raises `CheckpointError`."""
         if self._writer is None:
             return
         try:

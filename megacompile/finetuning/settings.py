@@ -1,4 +1,4 @@
-"""What a run is asked for: each a flag of `megacompile train`, and a key of its YAML file."""
+"""The settings of a run: each is an option of `megacompile train` and a key of its YAML file."""
 from __future__ import annotations
 
 import difflib
@@ -19,13 +19,14 @@ from megacompile.tools.decay import Decay
 from megacompile.tools.options import DType, ModelDType
 from megacompile.tools.recipe import default_length, default_words
 
-_DATA = "Data"
+DATA_PANEL = "Data"
+_DATA = DATA_PANEL
 _LEARNING = "Learning"
-_RUN = "The run"
+_RUN = "Checkpoints, evaluation and logs"
 
 
 class TooLong(enum.StrEnum):
-    """What becomes of a conversation with more tokens than a sequence may have."""
+    """What to do with a conversation that has more tokens than a sequence may have."""
 
     TRUNCATE = "truncate"
     DROP = "drop"
@@ -33,31 +34,34 @@ class TooLong(enum.StrEnum):
 
 @dataclass(frozen=True)
 class Settings:
-    """All but the model, the data, an adapter (`Lora`) and what shapes the plan (`Knobs`). A field of `Recipe` that is None is
-    left to the kind of run."""
+    """All settings except the model, the data, the adapter (`Lora`) and the plan (`Knobs`). A hyperparameter that is None gets
+    the default for the kind of run (`Recipe`)."""
 
     format: Annotated[Format | None, typer.Option(
-        rich_help_panel=_DATA, help="Row format. Default: the first format whose required columns exist.")] = None
+        rich_help_panel=_DATA, help="Row format.",
+        show_default="the first format whose required columns exist")] = None
     tokenizer: Annotated[str | None, typer.Option(
-        rich_help_panel=_DATA, help="A folder or a Hugging Face hub id. Default: the model's own tokenizer.")] = None
+        rich_help_panel=_DATA, help="Tokenizer: a folder or an id on the Hugging Face Hub.",
+        show_default="the model's own tokenizer")] = None
     batch: Annotated[int | None, typer.Option(
-        "--batch", "--batch-size", min=1, max=LARGEST["batch"], rich_help_panel=_DATA, help="Sequences per step.",
+        "--batch", "--batch-size", min=1, max=LARGEST["batch"], rich_help_panel=_DATA, help="Number of sequences per step.",
         show_default=default_words("batch"))] = None
     per_device_train_batch_size: Annotated[int | None, typer.Option(
         min=1, max=LARGEST["batch"], rich_help_panel=_DATA,
-        help="The same as in other trainers: --batch is this times --gradient-accumulation-steps. The plan chooses how many "
-             "sequences the device computes at a time.")] = None
+        help="For compatibility with other trainers: multiplied by --gradient-accumulation-steps, this gives --batch. The plan "
+             "chooses how many sequences the device computes at a time.")] = None
     gradient_accumulation_steps: Annotated[int | None, typer.Option(
-        min=1, max=LARGEST["batch"], rich_help_panel=_DATA, help="See --per-device-train-batch-size.")] = None
+        min=1, max=LARGEST["batch"], rich_help_panel=_DATA,
+        help="Factor for --per-device-train-batch-size.", show_default="1")] = None
     length: Annotated[int | None, typer.Option(
         "--length", "--max-length", "--max-seq-length", min=2, max=LARGEST["length"], rich_help_panel=_DATA,
-        help="Maximum tokens per sequence.",
+        help="Maximum number of tokens per sequence.",
         show_default=default_length())] = None
     too_long: Annotated[TooLong, typer.Option(
         rich_help_panel=_DATA, help="What to do with conversations longer than --length.")] = TooLong.TRUNCATE
     pack: Annotated[bool, typer.Option(
         "--pack", "--packing", rich_help_panel=_DATA,
-        help="Put several conversations into one sequence. They do not attend to each other.")
+        help="Put several conversations into one sequence, in which they do not attend to each other.")
     ] = False
     eval_share: Annotated[float, typer.Option(
         min=0.0, max=0.9, rich_help_panel=_DATA, help="Fraction of the rows to hold out for evaluation.")] = 0.0
@@ -65,16 +69,16 @@ class Settings:
         "--steps", "--max-steps", min=1, rich_help_panel=_LEARNING, help="Number of steps. Overrides --epochs.")] = None
     epochs: Annotated[float | None, typer.Option(
         "--epochs", "--num-train-epochs", "--num-epochs", min=0.0, rich_help_panel=_LEARNING,
-        help="Passes over the data.",
+        help="Number of passes over the data.",
         show_default=default_words("epochs"))] = None
     lr: Annotated[float | None, typer.Option(
         "--lr", "--learning-rate", min=0.0, rich_help_panel=_LEARNING, help="Peak learning rate.",
         show_default=default_words("lr"))] = None
     warmup: Annotated[int | None, typer.Option(
-        "--warmup", "--warmup-steps", min=0, rich_help_panel=_LEARNING, help="Warmup steps for the learning rate.",
-        show_default="by --warmup-ratio")] = None
+        "--warmup", "--warmup-steps", min=0, rich_help_panel=_LEARNING,
+        help="Number of steps over which the learning rate rises to its peak.", show_default="from --warmup-ratio")] = None
     warmup_ratio: Annotated[float | None, typer.Option(
-        min=0.0, max=1.0, rich_help_panel=_LEARNING, help="Warmup as a fraction of all steps.",
+        min=0.0, max=1.0, rich_help_panel=_LEARNING, help="Number of warmup steps as a fraction of all steps.",
         show_default=default_words("warmup_ratio"))] = None
     decay: Annotated[Decay | None, typer.Option(
         "--decay", "--lr-scheduler-type", rich_help_panel=_LEARNING, help="Learning rate schedule after the warmup.",
@@ -83,33 +87,36 @@ class Settings:
         min=0.0, max=1.0, rich_help_panel=_LEARNING, help="Final learning rate, as a fraction of the peak.",
         show_default=default_words("final_lr"))] = None
     weight_decay: Annotated[float | None, typer.Option(
-        min=0.0, rich_help_panel=_LEARNING, help="Weight decay of matrices. Norms and biases have none.",
+        min=0.0, rich_help_panel=_LEARNING, help="Weight decay for matrices. Norms and biases are not decayed.",
         show_default=default_words("weight_decay"))] = None
     beta1: Annotated[float | None, typer.Option(
-        "--beta1", "--adam-beta1", min=0.0, max=1.0, rich_help_panel=_LEARNING, show_default=default_words("beta1"))] = None
+        "--beta1", "--adam-beta1", min=0.0, max=1.0, rich_help_panel=_LEARNING, help="AdamW's decay rate of the first moment.",
+        show_default=default_words("beta1"))] = None
     beta2: Annotated[float | None, typer.Option(
-        "--beta2", "--adam-beta2", min=0.0, max=1.0, rich_help_panel=_LEARNING, show_default=default_words("beta2"))] = None
+        "--beta2", "--adam-beta2", min=0.0, max=1.0, rich_help_panel=_LEARNING, help="AdamW's decay rate of the second moment.",
+        show_default=default_words("beta2"))] = None
     eps: Annotated[float | None, typer.Option(
-        "--eps", "--adam-epsilon", min=0.0, rich_help_panel=_LEARNING, show_default=default_words("eps"))] = None
+        "--eps", "--adam-epsilon", min=0.0, rich_help_panel=_LEARNING, help="AdamW's term for numerical stability.",
+        show_default=default_words("eps"))] = None
     max_grad_norm: Annotated[float | None, typer.Option(
-        min=0.0, rich_help_panel=_LEARNING, help="Clip gradients to this global norm (0: no clipping).",
+        min=0.0, rich_help_panel=_LEARNING, help="Clip gradients to this global norm. 0: do not clip.",
         show_default=default_words("max_grad_norm"))] = None
     overlap: Annotated[bool, typer.Option(
         "--overlap", rich_help_panel=_LEARNING,
-        help="Update each layer when its gradients arrive. Needs --max-grad-norm 0.")] = False
+        help="Update each layer as soon as its gradients arrive. Needs --max-grad-norm 0.")] = False
     dtype: ModelDType = DType.AUTO
     bf16: Annotated[bool, typer.Option(
-        "--bf16", rich_help_panel=_LEARNING, help="The same as --dtype bfloat16. Master weights stay in FP32.")] = False
+        "--bf16", rich_help_panel=_LEARNING, help="Same as --dtype bfloat16. Master weights stay in FP32.")] = False
     seed: Annotated[int, typer.Option(
         min=0, rich_help_panel=_LEARNING, help="Seed for weight initialization, data order and the evaluation split.")] = 0
     output: Annotated[Path | None, typer.Option(
         "--output", "--output-dir", file_okay=False, rich_help_panel=_RUN,
         help="Folder for checkpoints, the log, the loss curve and the model.")] = None
     save: Annotated[Path | None, typer.Option(
-        file_okay=False, rich_help_panel=_RUN, help="Save the trained model here. Default: OUTPUT/model.")] = None
+        file_okay=False, rich_help_panel=_RUN, help="Folder for the trained model.", show_default="OUTPUT/model")] = None
     save_interval: Annotated[int, typer.Option(
         "--save-interval", "--save-steps", min=1, rich_help_panel=_RUN,
-        help="Steps between checkpoints. Training continues while they are written.")] = 500
+        help="Number of steps between checkpoints. Training continues while they are written.")] = 500
     keep: Annotated[int, typer.Option(
         "--keep", "--save-total-limit", min=1, rich_help_panel=_RUN, help="Number of checkpoints to keep.")] = 3
     resume: Annotated[str | None, typer.Option(
@@ -117,36 +124,38 @@ class Settings:
         help="Continue from the latest checkpoint in OUTPUT (from the start if there is none), or from this folder.")] = None
     eval_interval: Annotated[int, typer.Option(
         "--eval-interval", "--eval-steps", min=1, rich_help_panel=_RUN,
-        help="Steps between evaluations. The last step is always evaluated.")] = 100
+        help="Number of steps between evaluations. The last step is always evaluated.")] = 100
     log_interval: Annotated[int, typer.Option(
-        "--log-interval", "--logging-steps", min=1, rich_help_panel=_RUN, help="Steps between printed lines.")] = 10
+        "--log-interval", "--logging-steps", min=1, rich_help_panel=_RUN,
+        help="Number of steps between printed lines.")] = 10
     report_to: Annotated[list[Tracker] | None, typer.Option(
-        rich_help_panel=_RUN, help="Also send the log to this tracker. Repeat for more than one.", show_default="none")] = None
+        rich_help_panel=_RUN, help="Also send the log to this tracker. Repeat for more.", show_default="none")] = None
 
     def check(self) -> None:
-        """Raises `ArgumentError` for what does not go together, `MegacompileError` for what is not installed."""
+        """Raises `ArgumentError` for settings that contradict each other, `MegacompileError` for missing packages."""
         if self.resume == "latest" and self.output is None:
             raise ArgumentError("--resume latest needs --output, the folder of the run")
         check_trackers(self.report_to or (), self.output)
         if self.overlap and self.max_grad_norm != 0:
-            raise ArgumentError("--overlap updates before the norm of all gradients is known: give --max-grad-norm 0 with it")
+            raise ArgumentError("--overlap updates before the norm of all gradients is known: add --max-grad-norm 0")
         if not self.steps and self.epochs == 0:
-            raise ArgumentError("--epochs 0 trains nothing: give more, or --steps")
+            raise ArgumentError("--epochs 0 trains nothing: give a larger number, or --steps")
         if max(self.beta1 or 0, self.beta2 or 0) >= 1:
             raise ArgumentError("--beta1 and --beta2 must be below 1")
         if self.warmup is not None and self.warmup_ratio is not None:
-            raise ArgumentError("--warmup counts steps and --warmup-ratio is a share of all steps: give one of them")
+            raise ArgumentError("--warmup (in steps) and --warmup-ratio (a fraction of all steps) exclude each other: give one "
+                                "of them")
         if self.batch is not None and (self.per_device_train_batch_size or self.gradient_accumulation_steps):
-            raise ArgumentError("--batch is all sequences of a step, --per-device-train-batch-size times "
-                                "--gradient-accumulation-steps: give --batch, or these two")
+            raise ArgumentError("--batch is --per-device-train-batch-size times --gradient-accumulation-steps: give either "
+                                "--batch or these two")
         if self.gradient_accumulation_steps is not None and self.per_device_train_batch_size is None:
-            raise ArgumentError("--gradient-accumulation-steps is a factor of --per-device-train-batch-size, which is missing: "
-                                "give both, or their product as --batch")
+            raise ArgumentError("--gradient-accumulation-steps needs --per-device-train-batch-size: give both, or their "
+                                "product as --batch")
         if (self.per_device_train_batch_size or 1) * (self.gradient_accumulation_steps or 1) > LARGEST["batch"]:
             raise ArgumentError("--per-device-train-batch-size times --gradient-accumulation-steps is more than the "
-                                f"{LARGEST['batch']:,} sequences that a step takes: give less")
+                                f"{LARGEST['batch']:,} sequences that a step may have: give smaller numbers")
         if self.bf16 and self.dtype is DType.FLOAT32:
-            raise ArgumentError("--bf16 is --dtype bfloat16, and --dtype float32 is given: give one of them")
+            raise ArgumentError("--bf16 means --dtype bfloat16 and contradicts --dtype float32: give one of them")
 
     @property
     def weights_dtype(self) -> DType:
@@ -154,24 +163,24 @@ class Settings:
 
 
 def read_defaults(context: typer.Context, path: Path | None) -> Path | None:
-    """Makes the keys of a YAML file the defaults of a command's arguments and options, so that flags win. Callback of an eager
-    option. Values are read as words of the command line are.
+    """Callback of an eager option: makes the keys of a YAML file the defaults of a command's arguments and options, so that
+    options on the command line override them. Values are parsed as on the command line.
 
-    Raises `ArgumentError` for a file that is not YAML, a key that there is not, and a value that no word can stand for."""
+    Raises `ArgumentError` for a file that is not YAML, an unknown key, and a value of an unsuitable type."""
     if path is None:
         return None
     try:
-        text = path.read_text(encoding="utf-8")  # also from a pipe that is named here
+        text = path.read_text(encoding="utf-8")  # the path may also be a pipe
         twice = _named_twice(yaml.compose(text, Loader=yaml.SafeLoader))
         found = yaml.safe_load(text)
     except RecursionError:
-        raise ArgumentError(f"{path} is nested too deeply for settings: give keys and values, such as steps: 1000") from None
+        raise ArgumentError(f"{path} is nested too deeply: write keys and values, such as steps: 1000") from None
     except (OSError, ValueError, yaml.YAMLError) as error:
-        raise ArgumentError(f"{path} is not YAML: fix it\n{error}") from error
+        raise ArgumentError(f"Could not parse {path} as YAML: fix its syntax\n{error}") from error
     if twice is not None:
         raise ArgumentError(f"{path} has the key {twice} twice: remove one")
     if not isinstance(found, dict):
-        raise ArgumentError(f"{path} holds no keys and values, such as steps: 1000")
+        raise ArgumentError(f"{path} does not contain keys and values: write lines such as steps: 1000")
     known = {each.name: each for each in context.command.params if each.name is not None}
     known |= {key_of(option): each for each in known.values() for option in each.opts if option.startswith("--")}
     defaults = {}
@@ -181,19 +190,19 @@ def read_defaults(context: typer.Context, path: Path | None) -> Path | None:
             raise ArgumentError(f"{path} has the key {key}: {REFUSED[name]}")
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
-            raise ArgumentError(f"{path} has the key {key}, which there is not" + (f": is it {near[0]}?" if near else ""))
+            raise ArgumentError(f"{path} has the unknown key {key}: " + (f"did you mean {near[0]}?" if near else "remove it"))
         if value is not None:
             several = known[name].nargs != 1 or getattr(known[name], "multiple", False)
             meant = str(known[name].name)
             if meant in defaults:
-                raise ArgumentError(f"{path} has the key {key}, another name of {meant}, which it has too: leave one out")
+                raise ArgumentError(f"{path} has the key {key} and another name of {meant}: remove one of them")
             defaults[meant] = _words(value, several, f"{path}: {key}")
     context.default_map = {**(context.default_map or {}), **defaults}
     return path
 
 
 def _named_twice(node: yaml.Node | None) -> str | None:
-    """A key that a mapping has twice, of which YAML would take the last."""
+    """A key that a mapping has twice, if there is one. YAML itself would silently use the last value."""
     names = [str(key.value).replace("-", "_") for key, _ in node.value] if isinstance(node, yaml.MappingNode) else []
     return next((name for name in names if names.count(name) > 1), None)
 
@@ -201,7 +210,7 @@ def _named_twice(node: yaml.Node | None) -> str | None:
 def _words(value: Any, several: bool, where: str) -> str | list[str]:
     values = value if isinstance(value, list) else [value]
     if any(isinstance(each, dict | list) or each is None for each in values):
-        raise ArgumentError(f"{where} must be a number, a word or true or false" + (", or a list of them" if several else ""))
+        raise ArgumentError(f"{where} must be a number, a word, true or false" + (", or a list of these" if several else ""))
     if not several and isinstance(value, list):
-        raise ArgumentError(f"{where} is a list, and takes one value")
+        raise ArgumentError(f"{where} is a list, but takes one value")
     return [str(each) for each in values] if several else str(value)

@@ -1,4 +1,4 @@
-"""JSON that says one thing only: no name twice in an object, no half of a character, no nesting that Python cannot follow."""
+"""A strict JSON parser: refuses repeated names in an object, unpaired surrogates, and nesting too deep for Python."""
 from __future__ import annotations
 
 import json
@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from typing import Any
 
 _SPACE = re.compile(r"[ \t\n\r]*")
-#: Half of a character beyond the first 65,536, escaped. Two in a row are a character.
+#: An escaped surrogate. Two in a row encode a character beyond U+FFFF.
 _HALF = re.compile(r"\\u[dD][89abcdefABCDEF]")
 
 
 def parse(text: str) -> Any:
-    """Raises `ValueError` for what is not JSON, or not strictly so."""
+    """Parses a JSON text. Raises `ValueError` if it is not valid in this strict sense."""
     found, end = _value(text, _after_space(text, 0))
     if _after_space(text, end) < len(text):
         raise json.JSONDecodeError("Extra data", text, end)
@@ -20,7 +20,8 @@ def parse(text: str) -> Any:
 
 
 def items(text: str) -> Iterator[Any]:
-    """Those of an array, one by one: an error is in the item that was asked for. Raises `ValueError` as `parse` does."""
+    """The items of an array, parsed one by one, so that an error is raised for the item that has it. Raises `ValueError` as
+    `parse` does."""
     place = _after_space(text, _after_space(text, 0) + 1)  # after the bracket
     more = text[place:place + 1] != "]"
     while more:
@@ -37,7 +38,8 @@ def items(text: str) -> Iterator[Any]:
 
 
 def utf8(text: str) -> str:
-    """A text that was read with `errors="surrogateescape"`. Raises `ValueError` for the first byte of it that was not UTF-8."""
+    """Returns a text that was read with `errors="surrogateescape"`. Raises `ValueError` for its first byte that was not
+    UTF-8."""
     if not text.isascii():
         try:
             text.encode()
@@ -49,7 +51,7 @@ def utf8(text: str) -> str:
 
 def _after_space(text: str, place: int) -> int:
     found = _SPACE.match(text, place)
-    assert found is not None, "nothing is space enough"
+    assert found is not None, "the pattern matches an empty string"
     return found.end()
 
 
@@ -66,7 +68,7 @@ _DECODER = json.JSONDecoder(object_pairs_hook=_object)
 
 
 def _value(text: str, place: int) -> tuple[Any, int]:
-    """The value that begins at a place, and where it ends."""
+    """The value that begins at index `place`, and the index of its end."""
     try:
         found, end = _DECODER.raw_decode(text, place)
         utf8(text[place:end])
@@ -75,5 +77,5 @@ def _value(text: str, place: int) -> tuple[Any, int]:
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     except UnicodeEncodeError as error:
-        raise ValueError(f"\\u{ord(error.object[error.start]):04x} is half of a character") from None
+        raise ValueError(f"\\u{ord(error.object[error.start]):04x} is an unpaired surrogate") from None
     return found, end

@@ -1,6 +1,6 @@
-"""Tools: what a model may call (the column `tools`), and calls in messages, in the form that chat templates read.
+"""Reads tools that a model may call (the column `tools`), and tool calls in messages, as objects for chat templates.
 
-Data sets write both as JSON within JSON, templates want objects: a string would be quoted once more.
+Data sets often write both as JSON within JSON. Templates need objects, since they would quote a string again.
 """
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from megacompile.finetuning import strict_json
 
 
 def tools_of(row: Mapping[str, Any]) -> list[Any] | None:
-    """The column `tools`, as `apply_chat_template` takes it: a list of objects, or that as JSON, or a list of JSON texts. None
-    where there are none. Raises `MegacompileError` for anything else."""
+    """The column `tools` as a list of objects for `apply_chat_template`, or None if it is empty. The column may be a list of
+    objects, JSON of such a list, or a list of JSON texts. Raises `MegacompileError` for anything else."""
     found = _decoded(row.get("tools"), "tools")
     if found in (None, "", []):
         return None
@@ -24,7 +24,8 @@ def tools_of(row: Mapping[str, Any]) -> list[Any] | None:
 
 
 def call_of(text: str) -> dict[str, Any]:
-    """ShareGPT's `function_call`, JSON of a call or of several -> the assistant's message. Raises `MegacompileError`."""
+    """Converts ShareGPT's `function_call`, JSON of one call or several, to a message of the assistant. Raises
+    `MegacompileError` if it is not a call."""
     found = _decoded(text, "the function call")
     calls = found if isinstance(found, list) else [found]
     return {"role": "assistant", "content": "", "tool_calls": [with_arguments({"type": "function", "function": call})
@@ -32,7 +33,7 @@ def call_of(text: str) -> dict[str, Any]:
 
 
 def with_arguments(call: Any) -> Any:
-    """A call whose arguments are an object. Raises `MegacompileError` for what is no call."""
+    """The call with its arguments as an object. Raises `MegacompileError` if it is not a call."""
     function = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise MegacompileError("a tool call must be an object with the function's name and arguments")
@@ -46,4 +47,4 @@ def _decoded(value: Any, what: str) -> Any:
     try:
         return strict_json.parse(value)
     except ValueError as error:
-        raise MegacompileError(f"{what} is a text and no JSON ({error})") from error
+        raise MegacompileError(f"{what} is text that is not JSON ({error})") from error

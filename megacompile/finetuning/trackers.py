@@ -1,4 +1,4 @@
-"""Where a run's log goes beside its folder: the trackers of Accelerate."""
+"""Sends the log of a run to experiment trackers, by means of Accelerate."""
 from __future__ import annotations
 
 import enum
@@ -11,12 +11,12 @@ from typing import Any
 
 from megacompile.errors import ArgumentError, MegacompileError
 
-#: Of a run's project or experiment, unless the tracker's own variable of the environment says otherwise.
+#: Name of the project or experiment, unless the tracker's own environment variable sets another.
 PROJECT = "megacompile"
 
 
 class Tracker(enum.StrEnum):
-    """A service that draws curves; its package has its name."""
+    """An experiment tracker. Its package has the same name."""
 
     NONE = "none"
     TENSORBOARD = "tensorboard"
@@ -25,7 +25,7 @@ class Tracker(enum.StrEnum):
 
 
 def check_trackers(asked: Sequence[Tracker], folder: Path | None) -> None:
-    """Raises `ArgumentError` for what does not go together, `MegacompileError` for what is not installed."""
+    """Raises `ArgumentError` for settings that contradict each other, `MegacompileError` for missing packages."""
     if Tracker.NONE in asked and len(asked) > 1:
         raise ArgumentError(f"--report-to none excludes {asked[0] if asked[0] != Tracker.NONE else asked[1]}: give one of them")
     if Tracker.TENSORBOARD in asked and folder is None:
@@ -37,7 +37,8 @@ def check_trackers(asked: Sequence[Tracker], folder: Path | None) -> None:
 
 
 class Trackers:
-    """Those that were asked for. State: which still take values: one that fails is said once, and ends no training."""
+    """The trackers of a run. State: those that still accept values. If one fails, this is printed once, it gets no more values,
+    and training continues."""
 
     def __init__(self, started: Mapping[str, Any], say: Callable[[str], None] = print) -> None:
         self._started, self._say = dict(started), say
@@ -46,8 +47,8 @@ class Trackers:
         for name, tracker in list(self._started.items()):
             try:
                 tracker.log(dict(values), step=step)
-            except Exception as error:  # of the network, of a disk, of a server: there are many
-                self._say(f"{name} gets no more from step {step} on ({type(error).__name__}: {error}): training goes on")
+            except Exception as error:  # the network, a disk or a server: there are many types
+                self._say(f"{name} failed at step {step} ({type(error).__name__}: {error}): training continues without it")
                 del self._started[name]
 
     def finish(self) -> None:
@@ -55,14 +56,14 @@ class Trackers:
             try:
                 tracker.finish()
             except Exception as error:
-                self._say(f"{name} did not end well ({type(error).__name__}: {error})")
+                self._say(f"{name} failed while finishing ({type(error).__name__}: {error})")
 
 
 @contextmanager
 def started(asked: Sequence[Tracker], folder: Path | None, done: int, settings: Mapping[str, Any],
             say: Callable[[str], None]) -> Iterator[Trackers]:
-    """The trackers, told of the run's settings. `done`: steps that were trained before. Raises `MegacompileError` for one that
-    does not start, since nobody is logged in, for example."""
+    """Starts the trackers and gives them the run's settings. `done`: number of steps trained before. Raises `MegacompileError`
+    if one cannot start, for example because the user is not logged in."""
     running: dict[str, Any] = {}
     try:
         for each in asked:
@@ -87,9 +88,9 @@ def _start(which: Tracker, folder: Path | None, done: int, settings: Mapping[str
             case _:
                 tracker = LOGGER_TYPE_TO_CLASS["mlflow"](PROJECT, run_name=name)
         tracker.start()
-        if which is not Tracker.TENSORBOARD:  # which would add a folder for them
+        if which is not Tracker.TENSORBOARD:  # it would create another folder for them
             tracker.store_init_configuration(dict(settings))
         return tracker
-    except Exception as error:  # whatever its package raises
+    except Exception as error:  # its package may raise anything
         raise MegacompileError(f"--report-to {which} cannot start: check its login and its server, or leave it out\n"
                                f"{type(error).__name__}: {error}") from error

@@ -1,2 +1,2 @@
-"""What commands share: options, checks of a machine, measured rates."""
+"""Parts of the commands: shared options, checks of a machine, and measured rates."""
 from __future__ import annotations

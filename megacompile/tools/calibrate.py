@@ -1,7 +1,7 @@
-"""Measures a machine's rates: `measure(device) -> Hardware`, in about a minute where nothing else runs.
+"""Measures a machine's rates: `measure(device) -> Hardware`. Takes about a minute; nothing else should run meanwhile.
 
-Work on lanes is timed as the runtime does it: copies of pinned memory by the backend, AdamW by the host's kernel, each
-in a thread of its own, alone and then beside each other.
+The work of lanes is timed as the runtime does it: the backend copies pinned memory, the host kernel runs AdamW. Each runs in a
+thread of its own, first alone and then at the same time as others.
 """
 from __future__ import annotations
 
@@ -28,29 +28,31 @@ from megacompile.system.host_memory import PAGE, available_host_bytes, host_memo
 from megacompile.system.progress import Say, nothing
 from megacompile.torch_compat.core import grouped_mm
 
-#: Long enough for a GPU to come down to the clock that its power allows.
+#: Long enough for a GPU to settle at the clock rate that its power limit allows.
 SUSTAINED_S = 3.0
 SHORT_S = 0.6
 CALLS_IN_FLIGHT = 4
-#: 16 bytes for each of 2**27 parameters; a server's processor has caches of a few hundred megabytes.
+#: 16 bytes for each of 2**27 parameters. The caches of a server's processor have a few hundred megabytes.
 WORKING_SET_BYTES = 1 << 31
-#: That an update of a parameter reads or writes: weight, gradient, remainder and two moments, rounded up to a power of two.
+#: Bytes of state per parameter in an update: weight, gradient, remainder and two moments, rounded up to a power of two.
 ADAM_BYTES = 16
 _WORK = {Lane.H2D: "copies to the device", Lane.D2H: "copies to the host", Lane.CPU: "AdamW"}
 _TOGETHER = (("d2h", "h2d"), ("cpu", "h2d"), ("cpu", "d2h"), ("cpu", "d2h", "h2d"))
 
 
 def measure(device: str | torch.device | None = None, scale: float = 1.0, say: Say = nothing) -> Hardware:
-    """The rates of this machine with `device` (None: cuda if there is one). `scale` multiplies how long each is measured
-    and, below 1, what host memory it works on, until caches flatter the rates. `say` is told what is measured.
+    """The rates of this machine with `device` (None: cuda if there is a GPU).
 
-    Raises `DeviceUnavailableError`, and `MegacompileError` for a device of another type. Takes up to five gigabytes of host
-    memory, less where less is available, and two on a GPU."""
+    `scale` multiplies the time of each measurement. Below 1 it also reduces the host memory that is used, which makes rates
+    too high once the data fits in caches. `say` is called with the name of each measurement.
+
+    Uses up to 5 GB of host memory (less if less is available) and 2 GB on a GPU. Raises `DeviceUnavailableError`, and
+    `MegacompileError` for an unknown device type."""
     check_device(device)
     backend = make_backend(device)
     host_bytes = _working_set(scale, available_host_bytes())
     compute = _Compute(backend, scale)
-    say("reserving host memory, and building the host's kernels if they are not yet")
+    say("reserving host memory, and building the host kernels if necessary")
     activities = _activities(backend, host_bytes)
     try:
         alone = {}
@@ -59,7 +61,7 @@ def measure(device: str | torch.device | None = None, scale: float = 1.0, say: S
             alone[lane] = _together(backend, {lane: activity}, SHORT_S * scale)[lane]
         beside = {}
         for names in _TOGETHER:
-            say(f"measuring {' beside '.join(_WORK[Lane(name)] for name in names)}")
+            say(f"measuring {' with '.join(_WORK[Lane(name)] for name in names)}")
             chosen = {Lane(name): activities[Lane(name)] for name in names}
             found = _together(backend, chosen, SHORT_S * scale)
             beside[" ".join(names)] = {str(lane): min(1.0, found[lane] / alone[lane]) for lane in chosen}
@@ -77,11 +79,11 @@ def measure(device: str | torch.device | None = None, scale: float = 1.0, say: S
     grouped = compute.grouped() / gemm["bfloat16"]
     say("measuring attention")
     attention = compute.attention(gemm)
-    say("measuring memory and launches of the device")
+    say("measuring the device's memory and kernel launches")
     memory_bandwidth, launch = compute.memory_bandwidth(), compute.launch()
     say("measuring host memory")
     host_copy = _host_copy(SHORT_S * scale, host_bytes // 2)
-    say("measuring AdamW of weights alone and of moments alone")
+    say("measuring AdamW for weights only and for moments only")
     adam_parts = _adam_parts(SHORT_S * scale, host_bytes)
     return Hardware(
         name=device_name(backend.device)[1], cores=len(os.sched_getaffinity(0)), device_type=backend.device.type, source=source,
@@ -94,7 +96,8 @@ def measure(device: str | torch.device | None = None, scale: float = 1.0, say: S
 
 def _rate(call: Callable[[], object], units: float, seconds: float, synchronize: Callable[[], None],
           in_flight: int = CALLS_IN_FLIGHT) -> float:
-    """Units a second over the second half of `seconds`, where clocks have settled; a few calls are in flight at a time."""
+    """Units per second, measured in the second half of `seconds`, when clock rates have settled. `in_flight` calls are issued
+    between synchronizations."""
     passed, count = 0.0, 0
     for _ in range(2):
         begin, count = time.perf_counter(), 0
@@ -108,26 +111,28 @@ def _rate(call: Callable[[], object], units: float, seconds: float, synchronize:
 
 
 def _without_overhead(lengths: tuple[int, int], rates: tuple[float, float]) -> tuple[float, float]:
-    """Causal attention at two lengths, short and long, in any unit of work a second: the rate of endless sequences, and how
-    many keys over the length / 2 that a query sees explain both. A machine whose short sequences are no slower has none."""
+    """Fits a model of causal attention to its rates at two lengths, short and long (any unit of work per second).
+
+    Returns the rate for infinitely long sequences, and the overhead of each query in keys: on average a query costs as much
+    as `length / 2 + overhead` keys. The overhead is 0 if short sequences are not slower."""
     (short, long), (slow, fast) = lengths, rates
     keys = max(0.0, (fast - slow) / (2 * (slow / short - fast / long))) if slow * long > fast * short else 0.0
     return fast * (1 + 2 * keys / long), keys
 
 
 class _Compute:
-    """What the compute lane can do."""
+    """Measures the rates of the compute lane."""
 
     def __init__(self, backend: Backend, scale: float) -> None:
         self.backend, self.device, self.scale = backend, backend.device, scale
         self.cuda = self.device.type == "cuda"
 
     def _random(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        # Power depends on the data: zeros would flatter.
+        # A GPU's power, and so its clock rate, depends on the data: zeros would give rates that are too high.
         return torch.randn(shape, device=self.device, dtype=torch.float32).to(dtype)
 
     def gemm(self, dtype: torch.dtype) -> float:
-        """FLOP/s."""
+        """FLOP/s of a matrix product."""
         size = (8192 if dtype == torch.bfloat16 else 4096) if self.cuda else 1024
         a, b = self._random(size, size, dtype=dtype), self._random(size, size, dtype=dtype)
         out = torch.empty_like(a)
@@ -135,7 +140,7 @@ class _Compute:
         return _rate(lambda: torch.mm(a, b, out=out), 2.0 * size ** 3, seconds * self.scale, self.backend.synchronize)
 
     def grouped(self) -> float:
-        """FLOP/s of a product of experts and the two of its backward, in bf16."""
+        """FLOP/s of a grouped product of experts and the two products of its backward, in bf16."""
         experts, rows, wide, narrow = (64, 1024, 2048, 768) if self.cuda else (4, 256, 256, 128)
         hidden, weights, grad = (self._random(*shape, dtype=torch.bfloat16) for shape in (
             (experts * rows, wide), (experts, narrow, wide), (experts * rows, narrow)))
@@ -148,22 +153,22 @@ class _Compute:
         return _rate(products, 6.0 * grad.numel() * wide, SHORT_S * self.scale, self.backend.synchronize)
 
     def attention(self, gemm: Mapping[str, float]) -> dict[str, Any]:
-        """The fields of `Hardware` that say how fast causal attention is, of its kernels on this device. Their rates at two
-        lengths give the share of the GEMMs' rate that long sequences have, and the overhead of each query."""
+        """The fields of `Hardware` about causal attention on this device. The rates of a kernel at two lengths give its rate
+        for long sequences, as a fraction of the GEMM rate, and the overhead of each query."""
         fused = attention_kernels.fused_kernel(self.backend.device) if self.cuda else "flash_cpu"
         shares, overheads = self._long_attention(fused, gemm)
         return dict(attention_efficiency=shares, attention_overhead=overheads,
                     flash_efficiency=self._long_attention("flash", gemm)[0] if fused == "cudnn" else {})
 
     def _long_attention(self, kernel: str, gemm: Mapping[str, float]) -> tuple[dict[str, float], dict[str, float]]:
-        """A kernel's share for long sequences and its overhead, forward and backward."""
+        """A kernel's rate for long sequences, as a fraction of the GEMM rate, and its overhead, forward and backward."""
         lengths = (1024, 8192) if self.cuda else (128, 512)
         short, long = (self._attention(kernel, length, gemm) for length in lengths)
         found = {way: _without_overhead(lengths, (short[way], long[way])) for way in short}
         return {way: share for way, (share, _) in found.items()}, {way: keys for way, (_, keys) in found.items()}
 
     def _attention(self, kernel: str, length: int, gemm: Mapping[str, float]) -> dict[str, float]:
-        """A kernel's FLOP/s over the GEMMs' at one length, forward and backward."""
+        """A kernel's FLOP/s as a fraction of the GEMM rate at one length, forward and backward."""
         heads, width, rows = (32, 128, 16384 // length) if self.cuda else (4, 64, 512 // length)
         dtype = torch.bfloat16 if self.cuda else torch.float32
         query, key, value, grad = (self._random(rows, length, heads, width, dtype=dtype).transpose(1, 2) for _ in range(4))
@@ -180,7 +185,7 @@ class _Compute:
         return {name: found / rate for name, found in measured.items()}
 
     def memory_bandwidth(self) -> float:
-        """Bytes/s, reads and writes together."""
+        """Bytes per second, reads and writes together."""
         elements = 1 << (28 if self.cuda else 24)
         a, b = (torch.zeros(elements, device=self.device, dtype=torch.bfloat16) for _ in range(2))
         out = torch.empty_like(a)
@@ -199,7 +204,7 @@ class _Compute:
 
 @dataclass(frozen=True)
 class _Activity:
-    """Something that a lane does over and over, and how much of it a call does."""
+    """Repeatable work of a lane. `units`: the amount of work in a call."""
 
     call: Callable[[], None]
     units: float
@@ -207,20 +212,20 @@ class _Activity:
 
 
 def _working_set(scale: float, available: int) -> int:
-    """Bytes of host memory to work on: more than any processor's caches hold, or what a small machine can spare. Less for
-    less than a whole measurement, which is to be quick before all else."""
+    """Bytes of host memory to work on: more than fits in any processor's caches, or what a small machine can spare. Smaller for
+    a shortened measurement (`scale` below 1), whose purpose is to be quick."""
     return int(min(WORKING_SET_BYTES, available // 8) * min(1.0, scale)) // PAGE * PAGE
 
 
 def _activities(backend: Backend, host_bytes: int) -> dict[Lane, _Activity]:
-    """Copies in bytes, AdamW in parameters."""
+    """The work of each lane; units are bytes for copies and parameters for AdamW."""
     return {Lane.H2D: _copying(backend, Lane.H2D), Lane.D2H: _copying(backend, Lane.D2H),
             Lane.CPU: _updating(host_bytes // ADAM_BYTES)}
 
 
 def _copying(backend: Backend, lane: Lane, size: int = 1 << 28) -> _Activity:
     host, device = host_memory(size), backend.memory(size)
-    host.fill_(1)  # pages exist before they are pinned
+    host.fill_(1)  # touches the pages before they are pinned
     backend.lock(host)
     into, source = (device, host) if lane == Lane.H2D else (host, device)
 
@@ -234,7 +239,7 @@ def _copying(backend: Backend, lane: Lane, size: int = 1 << 28) -> _Activity:
 
 
 def _adam_parts(seconds: float, host_bytes: int) -> dict[str, float]:
-    """Rates of the update of weights alone, and of moments alone, over that of both."""
+    """The rates of updating only weights and only moments, relative to updating both."""
     whole, weights, moments = (_rate(_updating(host_bytes // ADAM_BYTES, part).call, 1.0, seconds, lambda: None, in_flight=1)
                                for part in (adam.Part.WHOLE, adam.Part.WEIGHTS, adam.Part.MOMENTS))
     return {"weights": weights / whole, "moments": moments / whole}
@@ -249,7 +254,7 @@ def _updating(elements: int, part: adam.Part = adam.Part.WHOLE) -> _Activity:
 
 
 def _together(backend: Backend, activities: Mapping[Lane, _Activity], seconds: float) -> dict[Lane, float]:
-    """Units a second of each activity while all of them go on."""
+    """Units per second of each activity while all of them run."""
     barrier = threading.Barrier(len(activities))
     counting = set(activities)
 
@@ -264,7 +269,7 @@ def _together(backend: Backend, activities: Mapping[Lane, _Activity], seconds: f
                     count += 1
                 passed = time.perf_counter() - begin
                 counting.discard(lane)
-                while counting:  # the others' last calls are still to be disturbed
+                while counting:  # keeps running until the others have finished measuring
                     activity.call()
                 return activity.units * count / passed
         except BaseException:

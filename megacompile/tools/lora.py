@@ -1,4 +1,4 @@
-"""What a LoRA adapter is asked for: options that `train` has, and any other command that wants them."""
+"""Options for a LoRA adapter, shared by several commands."""
 from __future__ import annotations
 
 import importlib.util
@@ -10,17 +10,17 @@ import typer
 from megacompile.errors import ArgumentError, MegacompileError
 
 _PANEL = "LoRA"
-#: What PEFT calls every linear layer but the head.
+#: PEFT's name for all linear layers except the head.
 ALL_LINEAR = "all-linear"
 DEFAULT_RANK = 16
 
 
 @dataclass(frozen=True)
 class Lora:
-    """Without `lora` there is no adapter, and the other fields must be None."""
+    """The options of an adapter. Without `lora` there is no adapter, and the other fields must be None."""
 
     lora: Annotated[bool, typer.Option(
-        "--lora", rich_help_panel=_PANEL, help="Train a LoRA adapter (PEFT). The model's own weights stay frozen.")
+        "--lora", rich_help_panel=_PANEL, help="Train a LoRA adapter (PEFT) and freeze the model's own weights.")
     ] = False
     lora_rank: Annotated[int | None, typer.Option(
         "--lora-rank", "--lora-r", min=1, rich_help_panel=_PANEL, help="Rank of the adapter's matrices.",
@@ -30,14 +30,14 @@ class Lora:
         show_default="twice the rank")] = None
     lora_targets: Annotated[list[str] | None, typer.Option(
         "--lora-targets", "--lora-target-modules", rich_help_panel=_PANEL,
-        help="Layers that get an adapter, such as q_proj,v_proj. Separate them with commas, or repeat the option.",
-        show_default=f"{ALL_LINEAR}: every linear layer but the head")] = None
+        help="Names of the layers that get an adapter, such as q_proj,v_proj. Separate them with commas, or repeat the option.",
+        show_default=f"{ALL_LINEAR}: every linear layer except the head")] = None
     lora_dropout: Annotated[float | None, typer.Option(
-        "--lora-dropout", min=0.0, max=0.99, rich_help_panel=_PANEL, help="Dropout before the adapter.",
+        "--lora-dropout", min=0.0, max=0.99, rich_help_panel=_PANEL, help="Dropout probability at the adapter's input.",
         show_default="0")] = None
 
     def check(self) -> None:
-        """Raises `ArgumentError` for an option without `lora`, `MegacompileError` where PEFT is not installed."""
+        """Raises `ArgumentError` if an option is given without `lora`, `MegacompileError` if PEFT is not installed."""
         if not self.lora:
             for name, value in asdict(self).items():
                 if name != "lora" and value is not None:
@@ -55,16 +55,16 @@ class Lora:
 
     @property
     def targets(self) -> tuple[str, ...]:
-        """Names of layers, or `ALL_LINEAR` alone."""
+        """Names of layers, or only `ALL_LINEAR`."""
         given = tuple(name.strip() for each in self.lora_targets or () for name in each.split(",") if name.strip())
         return given or (ALL_LINEAR,)
 
     def resolved(self) -> Lora:
-        """The same with every value that was left out."""
+        """A copy with defaults filled in."""
         return Lora(True, self.rank, self.alpha, list(self.targets), self.lora_dropout or 0.0) if self.lora else self
 
     def config(self) -> Any | None:
-        """The `peft.LoraConfig`, None without an adapter."""
+        """The `peft.LoraConfig`, or None without an adapter."""
         if not self.lora:
             return None
         from peft import LoraConfig

@@ -1,11 +1,11 @@
-"""Options that several commands have, each stated once.
+"""Options that several commands share.
 
     @app.command()
     @with_options
     def plan(model: Model, planning: Planning) -> None: ...
 
-A command's parameter whose type is a dataclass stands for an option for each of its fields. Nothing here imports torch before a
-command runs: --help is quick.
+If the type of a command's parameter is a dataclass, the command gets an option for each of its fields. This module imports
+torch only when a command runs, so that --help is quick.
 """
 from __future__ import annotations
 
@@ -27,8 +27,12 @@ if TYPE_CHECKING:
 
     from megacompile.scheduling import Schedule
 
-#: What to plan for where no GPU is.
+#: The hardware to plan for on a machine without a GPU.
 DEFAULT_HARDWARE = "h200"
+
+_PLAN_PANEL = "Plan"
+_SCHEDULE_PANEL = "What to plan for"
+_PLANNER = "chosen by the planner"
 
 
 class DType(enum.StrEnum):
@@ -49,58 +53,84 @@ class Update(enum.StrEnum):
 
 
 Model = Annotated[str, typer.Argument(
-    metavar="MODEL", help="A model directory, a config (directory or JSON file), or a Hugging Face hub id. Only the config is "
-                          "read.")]
-CheckpointInterval = Annotated[int | None, typer.Option(min=1, help="Layers between activation checkpoints.")]
-MicroBatchSize = Annotated[int | None, typer.Option(min=1, help="Sequences that the device computes at a time.")]
-Device = Annotated[str | None, typer.Option(help="Device that computes: cpu or cuda.")]
-DeviceMemory = Annotated[str | None, typer.Option(help='Device memory budget, such as "24GiB".')]
+    metavar="MODEL", help="A model directory, a config (directory or JSON file), or a model id on the Hugging Face Hub. Only "
+                          "the config is read.")]
+CheckpointInterval = Annotated[int | None, typer.Option(
+    min=1, rich_help_panel=_PLAN_PANEL, help="Number of layers between activation checkpoints.", show_default=_PLANNER)]
+MicroBatchSize = Annotated[int | None, typer.Option(
+    min=1, rich_help_panel=_PLAN_PANEL, help="Number of sequences that the device computes at a time.", show_default=_PLANNER)]
+Device = Annotated[str | None, typer.Option(
+    rich_help_panel=_PLAN_PANEL, help="Device to compute on: cpu or cuda.", show_default="cuda if there is a GPU")]
+DeviceMemory = Annotated[str | None, typer.Option(
+    rich_help_panel=_PLAN_PANEL, help='Device memory budget, such as "24GiB".', show_default="the free memory, less a margin")]
 ModelDType = Annotated[DType, typer.Option(help="Data type of the weights. auto: the model's own.")]
 
 
 @dataclass(frozen=True)
 class Knobs:
-    """Those of `StreamConfig` that shape a plan; None leaves it to the planner."""
+    """The fields of `StreamConfig` that shape a plan. The planner chooses those that are None."""
 
     device: Device = None
     device_memory: DeviceMemory = None
     pinned_memory: Annotated[str | None, typer.Option(
-        help="Budget of pinned host memory. If weights and gradients need more, they pass through slabs.")] = None
+        rich_help_panel=_PLAN_PANEL,
+        help='Budget for pinned host memory, such as "64GiB". If weights and gradients need more, they are copied through '
+             "pinned buffers.", show_default="no limit")] = None
     host_memory: Annotated[str | None, typer.Option(
-        help='Host memory budget, such as "256GiB". Default: what the hardware has.')] = None
+        rich_help_panel=_PLAN_PANEL, help='Host memory budget, such as "256GiB".',
+        show_default="the memory of the hardware")] = None
     checkpoint_interval: CheckpointInterval = None
     micro_batch_size: MicroBatchSize = None
     saved_layers: Annotated[int | None, typer.Option(
-        min=0, help="Number of layers, counted from the last, that keep their residuals.")] = None
+        min=0, rich_help_panel=_PLAN_PANEL,
+        help="Number of layers, counted from the last, that keep their residuals instead of recomputing them.",
+        show_default=_PLANNER)] = None
     residuals: Annotated[str | None, typer.Option(
-        help='What those layers keep: "all" residuals, or only the results of "attention" (the rest is recomputed).')] = None
+        rich_help_panel=_PLAN_PANEL,
+        help='What these layers keep: "all" residuals, or only the results of "attention" (the rest is recomputed).',
+        show_default=_PLANNER)] = None
     waves: Annotated[int | None, typer.Option(
-        min=1, help="Number of waves (forward and backward of a share of the batch) in a whole step.")] = None
+        min=1, rich_help_panel=_PLAN_PANEL,
+        help="Number of waves in a step. Each wave runs forward and backward for a share of the batch.",
+        show_default=_PLANNER)] = None
     host_sums: Annotated[list[str] | None, typer.Option(
-        help="A tile whose gradients are summed over waves in host memory (FP32), or all, or none. Repeat for more.")] = None
+        rich_help_panel=_PLAN_PANEL,
+        help="Name of a tile whose gradients are summed over waves in host memory (FP32), or all, or none. Repeat for more.",
+        show_default=_PLANNER)] = None
     token_chunk: Annotated[int | None, typer.Option(
-        min=0, help="Tokens of a sequence that a layer computes at a time, except in attention. 0: all.")] = None
+        min=0, rich_help_panel=_PLAN_PANEL,
+        help="Number of tokens of a sequence that a layer computes at a time, except in attention. 0: all.",
+        show_default=_PLANNER)] = None
     resident: Annotated[list[str] | None, typer.Option(
-        help="A tile whose weights stay on the device, or all. Repeat for more.")] = None
+        rich_help_panel=_PLAN_PANEL, help="Name of a tile whose weights stay on the device, or all. Repeat for more.",
+        show_default="none")] = None
     resident_state: Annotated[list[str] | None, typer.Option(
-        help="A tile that stays on the device with its optimizer state and is updated there, or all, or none. Repeat for "
-             "more.")] = None
+        rich_help_panel=_PLAN_PANEL,
+        help="Name of a tile that stays on the device with its optimizer state and is updated there, or all, or none. Repeat "
+             "for more.", show_default=_PLANNER)] = None
     visiting_state: Annotated[list[str] | None, typer.Option(
-        help="A host tile that is copied to the device for its update, or all, or none. Repeat for more.")] = None
+        rich_help_panel=_PLAN_PANEL,
+        help="Name of a tile that is copied to the device for its update and back, or all, or none. Repeat for more.",
+        show_default=_PLANNER)] = None
     deferred_moments: Annotated[bool | None, typer.Option(
-        help="Update the weights of all tiles first, and their moments during the next forward.")] = None
+        rich_help_panel=_PLAN_PANEL,
+        help="Update the weights of all tiles first, and their moments during the next forward.",
+        show_default=_PLANNER)] = None
     dynamic: Annotated[bool | None, typer.Option(
-        help="Compile kernels of packed rows once for any number of rows, or for each of a few sizes.",
-        show_default="once, on a GPU")] = None
-    weight_slots: Annotated[int | None, typer.Option(min=1, help="Number of device buffers for streamed weights.")] = None
+        rich_help_panel=_PLAN_PANEL,
+        help="Compile kernels of packed rows once for any number of rows, instead of once for each of a few sizes.",
+        show_default="on if kernels are compiled, as on a GPU")] = None
+    weight_slots: Annotated[int | None, typer.Option(
+        min=1, rich_help_panel=_PLAN_PANEL, help="Number of device buffers for streamed weights.",
+        show_default=_PLANNER)] = None
 
     def given(self) -> dict[str, Any]:
-        """Without those that are left to the planner."""
-        return {name: _words(value) for name, value in asdict(self).items() if value is not None}
+        """The options that were given, without those that are left to the planner."""
+        return {name: _tile_names(value) for name, value in asdict(self).items() if value is not None}
 
 
-def _words(value: Any) -> Any:
-    """Names of tiles as `StreamConfig` has them."""
+def _tile_names(value: Any) -> Any:
+    """Converts a list of tile names to the form that `StreamConfig` takes. Other values are unchanged."""
     if not isinstance(value, list):
         return value
     return "all" if value == ["all"] else () if value == ["none"] else tuple(value)
@@ -108,27 +138,33 @@ def _words(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Planning:
-    """What a schedule is made for. A batch or a length that is None is that of a run of `train`."""
+    """What to make a schedule for. A batch or length of None stands for the default of `train`."""
 
     batch: Annotated[int | None, typer.Option(
-        min=1, max=LARGEST["batch"], help="Sequences per step.", show_default=default_words("batch"))] = None
+        min=1, max=LARGEST["batch"], rich_help_panel=_SCHEDULE_PANEL, help="Number of sequences per step.",
+        show_default=default_words("batch"))] = None
     length: Annotated[int | None, typer.Option(
-        min=2, max=LARGEST["length"], help="Tokens per sequence.", show_default=default_length())] = None
+        min=2, max=LARGEST["length"], rich_help_panel=_SCHEDULE_PANEL, help="Number of tokens per sequence.",
+        show_default=default_length())] = None
     update: Annotated[Update, typer.Option(
-        help="When to update a tile: at the end of the step, or when its gradients arrive, as AdamW(overlap='backward') "
+        rich_help_panel=_SCHEDULE_PANEL,
+        help="When to update a tile: at the end of the step, or on arrival of its gradients, as AdamW(overlap='backward') "
              "does.")] = Update.STEP
     train_step: Annotated[bool, typer.Option(
-        "--train-step",
-        help="Plan train_step, which runs a step as one program. Default: forward, backward and step of a loop.")] = False
+        "--train-step", rich_help_panel=_SCHEDULE_PANEL,
+        help="Plan train_step, which runs a step as one program, instead of a loop of forward, backward and step.")] = False
     hardware: Annotated[str | None, typer.Option(
-        help="A profile (h200, a100, 4090, ...) or a file that calibrate wrote. Default: this machine, or "
-             f"{DEFAULT_HARDWARE} if it has no GPU.")] = None
+        rich_help_panel=_SCHEDULE_PANEL,
+        help="Machine to plan for: a profile (h200, a100, 4090, ...) or a file that calibrate has written.",
+        show_default=f"this machine, or {DEFAULT_HARDWARE} if it has no GPU")] = None
     dtype: ModelDType = DType.AUTO
     frozen_layers: Annotated[int, typer.Option(
-        min=0, help="Number of frozen layers, counted from the first. The embeddings are frozen too.")] = 0
+        min=0, rich_help_panel=_SCHEDULE_PANEL,
+        help="Number of layers to freeze, counted from the first. With any, the embeddings are frozen too.")] = 0
 
     def schedule(self, model: str, knobs: Knobs, lora: Lora) -> Schedule:
-        """Loads no weights. Raises what `megacompile.schedule` raises, and `ArgumentError` where there is no such model."""
+        """The schedule of a model; loads no weights. Raises what `megacompile.schedule` raises, and `ArgumentError` if there is
+        no such model."""
         import torch
 
         from megacompile import training
@@ -149,7 +185,7 @@ class Planning:
 
 
 def with_options(command: Callable[..., None]) -> Callable[..., None]:
-    """The command with an option for each field of its dataclasses, as `typer` reads it."""
+    """Replaces each dataclass parameter of a command with options for its fields, in a signature that `typer` reads."""
     hints = get_type_hints(command, include_extras=True)
     groups: dict[str, Any] = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
     parameters: dict[str, inspect.Parameter] = {}
@@ -170,5 +206,5 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
 
     run.__annotations__ = {name: parameter.annotation for name, parameter in parameters.items()}
     vars(run)["__signature__"] = inspect.Signature(list(parameters.values()))
-    del run.__wrapped__  # type: ignore[attr-defined]  # its signature is no longer this one's
+    del run.__wrapped__  # type: ignore[attr-defined]  # it has another signature
     return run

@@ -1,4 +1,4 @@
-"""The numbers that decide what is learned. Each is asked for, or is the default of its kind of run."""
+"""Hyperparameters of a run and their defaults for each kind of run."""
 from __future__ import annotations
 
 import enum
@@ -20,8 +20,8 @@ class Kind(enum.StrEnum):
 
 @dataclass(frozen=True)
 class Recipe:
-    """`batch`: sequences a step; `length`: tokens that a sequence has at most; `warmup`: steps, or None where `warmup_ratio`,
-    a share of all steps, gives them."""
+    """Hyperparameters. `batch`: sequences per step; `length`: maximum tokens per sequence; `warmup`: number of steps, or None
+    to use `warmup_ratio`, a fraction of all steps; `final_lr`: a fraction of the peak learning rate `lr`."""
 
     batch: int = 16
     length: int = 2048
@@ -39,8 +39,8 @@ class Recipe:
 
     @classmethod
     def of(cls, settings: Any, kind: Kind, positions: int | None) -> tuple[Recipe, frozenset[str]]:
-        """(what a run with these settings uses, the names of what was asked for). `positions`: how many tokens the model has
-        positions for, None where there is no limit; a default is no longer than that."""
+        """(the recipe of a run with these settings, the names of the values that were set explicitly). `positions`: the number
+        of positions that the model has, None for no limit; the default `length` is at most that."""
         asked = {each.name: getattr(settings, each.name) for each in fields(cls)}
         asked = {name: value for name, value in asked.items() if value is not None}
         if settings.per_device_train_batch_size is not None:
@@ -51,11 +51,12 @@ class Recipe:
         return math.ceil(self.warmup_ratio * steps) if self.warmup is None else self.warmup
 
     def words(self, steps: int, endless: bool) -> list[tuple[tuple[str, ...], str]]:
-        """What matters of it for people: (the names of the settings, what they say). `steps`: of the whole run; `endless`:
-        they were asked for, and epochs say nothing."""
+        """A readable summary: (names of settings, their description). `steps`: steps of the whole run; `endless`: the number of
+        steps was set, so epochs do not matter."""
         count = self.warmup_steps(steps)
-        warmup = f"warm-up {count:,} step{'s' * (count != 1)}" + (f" ({self.warmup_ratio:.1%})" if self.warmup is None else "")
-        decay = "constant after it" if self.decay is Decay.CONSTANT else f"{self.decay} decay to {self.final_lr:.3g} of it"
+        warmup = f"warmup {count:,} step{'s' * (count != 1)}" + (f" ({self.warmup_ratio:.1%})" if self.warmup is None else "")
+        decay = ("constant after the warmup" if self.decay is Decay.CONSTANT else
+                 f"{self.decay} decay to {self.final_lr:.3g} of the peak")
         return [
             (("lr",), f"learning rate {self.lr:.3g}"),
             (("warmup", "warmup_ratio"), warmup),
@@ -69,7 +70,7 @@ class Recipe:
         ]
 
 
-#: What a run uses of which nothing else was asked for. docs/fine-tuning.md says why.
+#: The defaults. docs/fine-tuning.md explains them.
 DEFAULTS: dict[Kind, Recipe] = {
     Kind.FULL: Recipe(),
     Kind.LORA: Recipe(lr=1e-4),
@@ -78,13 +79,13 @@ DEFAULTS: dict[Kind, Recipe] = {
 
 
 def default_of(kind: Kind, positions: int | None) -> Recipe:
-    """What a kind of run uses of a model with so many positions (None: without a limit)."""
+    """The defaults of a kind of run, for a model with this many positions (None: no limit)."""
     default = DEFAULTS[kind]
     return default if positions is None or positions <= 0 else replace(default, length=min(default.length, positions))
 
 
 def default_words(name: str) -> str:
-    """For --help: the default of a setting, or that of each kind of run where they differ."""
+    """For --help: the default of a setting, or its defaults for each kind of run if they differ."""
     values = {kind: getattr(recipe, name) for kind, recipe in DEFAULTS.items()}
     if len(set(values.values())) == 1:
         return str(values[Kind.FULL])
@@ -92,13 +93,13 @@ def default_words(name: str) -> str:
 
 
 def default_length() -> str:
-    """For --help."""
-    return f"{default_words('length')}, or the model's positions if they are fewer"
+    """For --help: the default of `length`."""
+    return f"{default_words('length')}, or the number of positions of the model if that is smaller"
 
 
 def block(title: str, words: Collection[tuple[tuple[str, ...], str]], asked: Collection[str], *more: tuple[str, str]) -> str:
-    """What a run prints before it begins: a title; what was asked for; what was not, and is used; and more lines."""
-    lines = [("asked for", ", ".join(said for names, said in words if set(names) & set(asked)) or "nothing"),
-             ("by default", ", ".join(said for names, said in words if not set(names) & set(asked)) or "nothing"), *more]
+    """The text that a run prints before it begins: a title, the settings that were given, the defaults, and more lines."""
+    lines = [("given", ", ".join(said for names, said in words if set(names) & set(asked)) or "nothing"),
+             ("defaults", ", ".join(said for names, said in words if not set(names) & set(asked)) or "nothing"), *more]
     widest = max(len(name) for name, _ in lines)
     return "\n".join([title, *(f"  {name:<{widest}}  {text}" for name, text in lines)])

@@ -1,2 +1,2 @@
-"""What the trainers of Transformers and TRL share."""
+"""Code that the integrations for the trainers of transformers and TRL share."""
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Adapters (PEFT) that a trainer puts on a model which is streamed already."""
+"""Adds a PEFT adapter to a model that is already streamed."""
 from __future__ import annotations
 
 import gc
@@ -10,15 +10,17 @@ from megacompile.weights.tiling import build_store
 
 
 def add_adapter(model: Any, adapter: Any, **options: Any) -> Any:
-    """PEFT's wrapper, with an adapter of this configuration, around the model of a streamed one, and streamed as that was.
-    `options`: those of `peft.get_peft_model`."""
+    """Closes a streamed model, wraps it with an adapter of this configuration, and streams the PEFT model with the same
+    options. `options`: those of `peft.get_peft_model`.
+
+    Raises `UnsupportedError` if the model takes other batch arguments than input_ids and labels."""
     from peft import get_peft_model
 
     captured, config = model.megacompile.streamed.captured, model.megacompile.streamed.config
     stacks = tuple(f"base_model.model.{path}" for path in captured.stacks)
     if set(captured.batch_inputs) != {"input_ids", "labels"}:
-        raise UnsupportedError("an adapter is put on a model that takes input_ids and labels: call peft.get_peft_model before "
-                               "megacompile.stream(model, example=...)")
+        raise UnsupportedError("a trainer can add an adapter only to a model that takes input_ids and labels: call "
+                               "peft.get_peft_model before megacompile.stream(model, example=...)")
     model.megacompile.close()
-    gc.collect()  # gradients and optimizer state as they were
+    gc.collect()  # frees the old gradients and optimizer state
     return attach(get_peft_model(model, adapter, **options), build_store, config, stacks, None)

@@ -1,7 +1,7 @@
-"""TRL's fused head, for streamed models: `model(..., labels=labels, fused_lm_head=True)` gives values of each token.
+"""TRL's fused head for streamed models: `model(..., labels=labels, fused_lm_head=True)` returns values for each token.
 
-All of TRL's losses are made of these. Its own head runs a model's backbone and the head's weight by themselves, neither of
-which is streamed; ours gives the same values by `model.megacompile.per_token`.
+TRL computes all of its losses from these values. Its own head runs the backbone and the head's weight separately, which would
+not stream; ours computes the same values with `model.megacompile.per_token`.
 """
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from megacompile.trainers.adapters import add_adapter
 
 
 class FusedHead:
-    """The forward of a streamed model with TRL's argument `fused_lm_head`; without it, the model's own."""
+    """The forward of a streamed model, with support for TRL's argument `fused_lm_head`. Without it, calls the model's own."""
 
-    streams = True  # it may stand in the place of a streamed model's forward
+    streams = True  # it may replace the forward of a streamed model
 
     def __init__(self, model: nn.Module, temperature: float, fields: tuple[str, ...]) -> None:
         self.model, self.function = model, function_of(temperature, fields)
@@ -34,7 +34,7 @@ class FusedHead:
         if not fused_lm_head:
             return type(self.model).forward(self.model, *args, **kwargs)
         if args or kwargs.get("output_router_logits"):
-            raise UnsupportedError("the router's auxiliary loss was not captured with the model: give router_aux_loss_coef=0")
+            raise UnsupportedError("the router auxiliary loss was not captured with the model: pass router_aux_loss_coef=0")
         labels, count = kwargs.pop("labels"), kwargs.pop("num_items_in_batch", None)
         targets = next_tokens(labels)
         mask = kwargs.get("attention_mask")
@@ -49,12 +49,12 @@ class FusedHead:
 
 @functools.cache
 def function_of(temperature: float, fields: tuple[str, ...]) -> Callable[..., dict[str, Tensor]]:
-    """One function for all trainers that want the same: each is traced for itself."""
+    """One function object for all trainers that need the same values, since every new object is traced again."""
     return functools.partial(token_fields, temperature=temperature, fields=fields)
 
 
 def token_fields(logits: Tensor, targets: Tensor, temperature: float, fields: tuple[str, ...]) -> dict[str, Tensor]:
-    """TRL's fields of each token, [N], 0 where the target is ignored: of logits [N, V] and targets, int64 [N]."""
+    """TRL's fields for each token, [N], 0 where the target is ignored. `logits`: [N, V]; `targets`: int64 [N]."""
     scores = logits.float() / temperature
     known = scores.log_softmax(-1)
     log_probs = known.gather(-1, targets.clamp(min=0)[:, None])[:, 0]
@@ -69,10 +69,10 @@ def token_fields(logits: Tensor, targets: Tensor, temperature: float, fields: tu
 
 @contextlib.contextmanager
 def streamed_heads(trainer: ModuleType, policy: Any = None) -> Iterator[None]:
-    """Within, what one of TRL's trainer modules adds to streamed models is our head, and an adapter that it puts on one is
-    streamed as well. (TRL has no hook for either, and some trainers use them before their constructor returns.) `policy`: the
-    model that the trainer is given."""
-    theirs, their_adapter = trainer.add_fused_lm_head, getattr(trainer, "get_peft_model", None)  # without peft there is none
+    """In this context, one of TRL's trainer modules gives streamed models our head instead of its own, and streams a model
+    again after adding an adapter to it. TRL has no hooks for this, and some trainers need it before their constructor
+    returns. `policy`: the model that the trainer is given."""
+    theirs, their_adapter = trainer.add_fused_lm_head, getattr(trainer, "get_peft_model", None)  # None if peft is missing
     wrappers = [policy]
 
     def adapt(model: nn.Module, adapter: Any, **options: Any) -> Any:
@@ -81,13 +81,13 @@ def streamed_heads(trainer: ModuleType, policy: Any = None) -> Iterator[None]:
 
     def add(model: nn.Module, temperature: float = 1.0, cast_lm_head_to_fp32: bool = False,
             outputs: tuple[str, ...] = ("log_probs",)) -> None:
-        # Of an adapted model TRL has the one inside of PEFT's wrapper, and the wrapper is what streams.
+        # For a model with an adapter, TRL passes the model inside of PEFT's wrapper, but the wrapper is the streamed model.
         model = next((each for each in wrappers if hasattr(each, "get_base_model") and each.get_base_model() is model), model)
         if not isinstance(model, StreamedModule):
             theirs(model, temperature, cast_lm_head_to_fp32, outputs)
             return
         if cast_lm_head_to_fp32:
-            raise UnsupportedError("cast_lm_head_to_fp32 changes the head, which was captured: leave it out")
+            raise UnsupportedError("cast_lm_head_to_fp32 would change the head, which is captured already: leave it out")
         model.__dict__["forward"] = FusedHead(model, temperature, outputs)
 
     trainer.add_fused_lm_head, trainer.get_peft_model = add, adapt  # type: ignore[attr-defined]
@@ -98,26 +98,25 @@ def streamed_heads(trainer: ModuleType, policy: Any = None) -> Iterator[None]:
 
 
 def refuse_copied_adapter(model: Any, wanted: bool) -> None:
-    """Raises `UnsupportedError` where TRL would put a copy of a streamed model's adapter beside it, for a reference."""
+    """Raises `UnsupportedError` if TRL would add a copy of a streamed model's adapter as the reference model."""
     if wanted and hasattr(model, "get_base_model"):
-        raise UnsupportedError("TRL would copy the adapter of a model that is streamed already, for a reference: give the "
-                               "model without its adapter, streamed, and peft_config=..., which makes the base the reference, "
-                               "or ref_model=megacompile.stream(...) (DPO)")
+        raise UnsupportedError("TRL would copy the adapter of a model that is streamed already to get a reference: pass the "
+                               "streamed model without its adapter and peft_config=..., so that the base model is the "
+                               "reference, or pass ref_model=megacompile.stream(...) (DPO)")
 
 
 def refuse_dropout(model: Any, adapter: Any = None) -> None:
-    """Raises `UnsupportedError` for a streamed model with dropout, or one that gets it with an `adapter`: TRL would switch it
-    off after it was captured."""
+    """Raises `UnsupportedError` if a streamed model or its `adapter` has dropout, which TRL would disable after the capture."""
     if getattr(adapter, "lora_dropout", 0):
-        raise UnsupportedError("disable_dropout comes too late for an adapter that is streamed: give lora_dropout=0, or "
+        raise UnsupportedError("disable_dropout comes too late for an adapter that is streamed: pass lora_dropout=0, or "
                                "disable_dropout=False")
     if isinstance(model, StreamedModule) and any(isinstance(m, nn.Dropout) and m.p > 0 for m in nn.Module.modules(model)):
         raise UnsupportedError("disable_dropout comes too late for a model that is streamed: set its dropout to 0 before "
-                               "stream(), or give disable_dropout=False")
+                               "stream(), or pass disable_dropout=False")
 
 
 def refuse_moving_reference(settings: Any) -> None:
-    """Raises `UnsupportedError` where the reference model is to follow the policy."""
+    """Raises `UnsupportedError` if the reference model shall follow the policy during training."""
     if getattr(settings, "sync_ref_model", False):
-        raise UnsupportedError("sync_ref_model writes the reference model's weights past its tiles, where copies on the device "
-                               "would not see it: leave it out")
+        raise UnsupportedError("sync_ref_model would change the reference model's weights without updating their copies on the "
+                               "device: leave it out")

@@ -1,4 +1,4 @@
-"""Models that a trainer is given by name: a folder or an id of the hub, loaded as TRL would load it, and streamed."""
+"""Loads and streams a model that a trainer is given by name (a folder or an id on the Hub), as TRL would load it."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
@@ -12,11 +12,11 @@ from megacompile.loading import from_pretrained
 from megacompile.planning.config import StreamConfig
 from megacompile.trainers.fused_head import refuse_dropout
 
-#: Keywords of a model's `from_pretrained` that cannot be honoured unless they have one of these values, and what to do.
+#: Keywords of a model's `from_pretrained` that are refused: the values that are allowed, the reason and the remedy.
 _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "trust_remote_code": ((None, False), "code that comes with a model is not run: leave it out"),
-    "quantization_config": ((None,), "quantized weights are not trained: leave it out"),
-    "device_map": ((None, "auto"), "streaming places the weights: leave it out, or give use_cpu=True"),
+    "quantization_config": ((None,), "quantized weights cannot be trained: leave it out"),
+    "device_map": ((None, "auto"), "streaming decides where weights are: leave it out, or pass use_cpu=True"),
     "attn_implementation": ((None, "eager", "sdpa"), "the attention kernel is chosen for the device: leave it out"),
     "use_kernels": ((None, False), "layers are compiled: leave it out"),
 }
@@ -24,11 +24,11 @@ _STREAMING = {field.name for field in fields(StreamConfig)} - {"dtype", "device"
 
 
 def load_named(name: str, args: Any, options: Mapping[str, Any], adapter: Any = None) -> Any:
-    """The streamed model of this name, for a trainer's arguments: on the device that they compute on.
+    """Loads and streams the model with this name, on the device of the trainer's arguments.
 
-    `options`: `model_init_kwargs`, which may have options of `stream` (device_memory, ...) too. TRL's dtype is float32 where
-    none is given; with bf16=True it then computes in bfloat16. That is a model streamed in bfloat16, which has FP32 masters.
-    `adapter`: a `peft.LoraConfig`, or None.
+    `options`: `model_init_kwargs`, which may also contain options of `stream` (device_memory, ...). TRL's default dtype is
+    float32, and with bf16=True it computes in bfloat16; this corresponds to a model streamed in bfloat16, which has FP32
+    masters. `adapter`: a `peft.LoraConfig`, or None.
 
     Raises `UnsupportedError` for options that cannot be honoured, and what `from_pretrained` raises."""
     given = dict(options)
@@ -45,8 +45,8 @@ def load_named(name: str, args: Any, options: Mapping[str, Any], adapter: Any = 
 
 
 def loader(args: Any, adapter: Any, without_dropout: bool) -> Callable[[str, Mapping[str, Any]], Any]:
-    """`load_named` for a trainer that puts an `adapter` on the model itself. The function raises `UnsupportedError` for a model
-    with dropout, or an adapter with some, if the trainer is to be `without_dropout`."""
+    """`load_named` for a trainer that adds the `adapter` itself. With `without_dropout`, the function raises `UnsupportedError`
+    for a model or adapter with dropout."""
     def load(name: str, options: Mapping[str, Any]) -> Any:
         loaded = load_named(name, args, options)
         if without_dropout:
@@ -60,17 +60,17 @@ def _dtype(value: Any) -> torch.dtype | None:
     if value == "auto" or found is None and value is None:
         return None
     if found not in (torch.float32, torch.bfloat16):
-        raise UnsupportedError(f"dtype={value!r} is not trained: give float32 or bfloat16")
+        raise UnsupportedError(f"dtype={value!r} cannot be trained: pass float32 or bfloat16")
     return found
 
 
 def _config(name: str, revision: str | None, changes: Mapping[str, Any]) -> Any:
-    """The model's config with these values. Raises `UnsupportedError` for what it does not have."""
+    """The model's config with these changes. Raises `UnsupportedError` for a name that the config does not have."""
     from transformers import AutoConfig
 
     config, unused = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=False, return_unused_kwargs=True,
                                                 **changes)
     if unused:
-        raise UnsupportedError(f"model_init_kwargs has {next(iter(unused))}, which neither the config of {name} nor "
-                               "megacompile.stream has: leave it out")
+        raise UnsupportedError(f"model_init_kwargs has {next(iter(unused))}, which is an option of neither the config of "
+                               f"{name} nor megacompile.stream: leave it out")
     return config

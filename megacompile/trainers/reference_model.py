@@ -1,6 +1,6 @@
-"""The reference model of preference training where none is given: a second streamed model, frozen, with the policy's weights.
+"""The default reference model of preference training: a second streamed model with a frozen copy of the policy's weights.
 
-Of frozen parameters a tile has weights alone: 2 bytes a parameter in bf16, and no gradients, optimizer state or checkpoints.
+Tiles of frozen parameters hold only weights: 2 bytes per parameter in bf16, without gradients and optimizer state.
 """
 from __future__ import annotations
 
@@ -22,23 +22,22 @@ from megacompile.weights.tiling import build_store
 
 
 def reference_of(policy: nn.Module) -> nn.Module:
-    """A streamed copy of a streamed model as it is now, in evaluation mode, of which nothing trains; on the same device, with
-    what the policy leaves of its memory.
+    """A streamed copy of a streamed model in its current state, frozen and in evaluation mode. It runs on the same device, with
+    the memory that the policy leaves.
 
-    Raises `MegacompileError` for a policy that is not streamed; `UnsupportedError` where it has a budget of device or
-    pinned memory, which only its user can divide; `InsufficientMemoryError` where the host has no room for the weights
-    once more."""
+    Raises `MegacompileError` if the policy is not streamed; `UnsupportedError` if it has a budget for device or pinned memory,
+    which only the user can divide; `InsufficientMemoryError` if the host has no room for a second copy of the weights."""
     streamed = check_model(policy)
     config = streamed.config
     for name in ("device_memory", "pinned_memory"):
         if getattr(config, name) is not None:
-            raise UnsupportedError(f"the reference model needs a share of {name}, which is yours to divide: give "
-                                   f"ref_model=megacompile.stream(model, {name}=...), with requires_grad_(False) before, or "
+            raise UnsupportedError(f"the reference model needs a share of {name}, which was given to the policy: pass "
+                                   f"ref_model=megacompile.stream(model, {name}=...), after model.requires_grad_(False), or "
                                    f"leave {name} out")
     needed, there = sum(p.numel() * p.element_size() for p in policy.parameters()), available_host_bytes()
     if needed > there:
-        raise InsufficientMemoryError(f"the reference model's weights take {format_bytes(needed)} of host memory and "
-                                      f"{format_bytes(there)} are left: give precompute_ref_log_probs=True (DPO), or "
+        raise InsufficientMemoryError(f"the reference model's weights take {format_bytes(needed)} of host memory, but only "
+                                      f"{format_bytes(there)} are left: pass precompute_ref_log_probs=True (DPO), or "
                                       "beta=0.0 (GRPO)")
     plain = copy.deepcopy(policy).requires_grad_(False).eval()
     return attach(plain, build_store, replace(config, loss=None, resident=(), resident_state=None), streamed.captured.stacks,
@@ -47,8 +46,8 @@ def reference_of(policy: nn.Module) -> nn.Module:
 
 @contextlib.contextmanager
 def loaded_as(trainer: ModuleType, policy: Any, load: Callable[[str, Mapping[str, Any]], Any]) -> Iterator[None]:
-    """Within, a policy that one of TRL's trainer modules is given by name is what `load` makes of it; and what the module
-    would load then is the reference model of this policy."""
+    """In this context, one of TRL's trainer modules loads a policy that is given by name with `load`. The next model that it
+    loads is the reference model of this policy."""
     theirs = trainer.create_model_from_path
     policies = [] if isinstance(policy, str) else [policy]
 

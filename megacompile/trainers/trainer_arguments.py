@@ -1,4 +1,4 @@
-"""What a trainer is asked for and a streamed model cannot do: refused before the first step, with the reason and the remedy."""
+"""Refuses trainer arguments that a streamed model cannot honour, before the first step, with the reason and the remedy."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -24,50 +24,51 @@ def _elsewhere(args: Any, streamed: Streamed) -> bool:
     return torch.device(args.device).type != streamed.backend.device.type
 
 
-#: (whether it is asked for, why it cannot be had and what to do). The first that is asked for is the one that is said.
+#: (predicate, reason and remedy). The first one that is true is reported.
 _REFUSED: tuple[tuple[Callable[[Any, Streamed], bool], str], ...] = (
-    (lambda args, streamed: args.world_size > 1, "several processes cannot train one streamed model: start one alone"),
+    (lambda args, streamed: args.world_size > 1, "several processes cannot train one streamed model: start a single process"),
     (_asks("deepspeed"), "deepspeed places weights by itself, as streaming does: leave one of them out"),
     (_asks("fsdp"), "fsdp places weights by itself, as streaming does: leave one of them out"),
-    (_elsewhere, "the model is streamed on another device than TrainingArguments compute on: give use_cpu=True for a model "
-                 "streamed with device='cpu', and stream(model) without device= for CUDA"),
-    (_asks("fp16"), "fp16 cannot be honoured: stream(model, dtype=torch.bfloat16) and give bf16=True"),
-    (_stays_fp32, "bf16=True asks for bf16 and the model is streamed in fp32: stream(model, dtype=torch.bfloat16), which keeps "
-                  "FP32 masters, or give bf16=False"),
+    (_elsewhere, "the model is streamed on another device than the one in TrainingArguments: pass use_cpu=True for a model "
+                 "streamed with device='cpu', or call stream(model) without device= for CUDA"),
+    (_asks("fp16"), "fp16 cannot be honoured: call stream(model, dtype=torch.bfloat16) and pass bf16=True"),
+    (_stays_fp32, "bf16=True requests bf16, but the model is streamed in fp32: call stream(model, dtype=torch.bfloat16), which "
+                  "keeps FP32 masters, or pass bf16=False"),
     (_asks("fp16_full_eval"), "fp16_full_eval would cast the weights: leave it out"),
-    (_asks("torch_compile"), "torch_compile wraps the model, whose layers are compiled already: leave it out"),
-    (_asks("use_liger_kernel"), "use_liger_kernel replaces modules that were captured: leave it out"),
-    (_asks("neftune_noise_alpha"), "neftune_noise_alpha works by a hook on the embedding, which a streamed model does not "
-                                   "call: leave it out"),
-    (_asks("activation_offloading"), "activation_offloading is the plan's choice (host_checkpoints of stream()): leave it out"),
+    (_asks("torch_compile"), "torch_compile would wrap the model, whose layers are compiled already: leave it out"),
+    (_asks("use_liger_kernel"), "use_liger_kernel would replace modules that are captured already: leave it out"),
+    (_asks("neftune_noise_alpha"), "neftune_noise_alpha needs a hook on the embedding, which a streamed model does not call: "
+                                   "leave it out"),
+    (_asks("activation_offloading"), "activation_offloading is decided by the plan (host_checkpoints of stream()): leave it "
+                                     "out"),
     (lambda args, streamed: str(getattr(args.optim, "value", args.optim)) not in ("adamw_torch", "adamw_torch_fused"),
-     "optim must be adamw_torch or adamw_torch_fused, in whose place megacompile.AdamW stands"),
+     "optim must be adamw_torch or adamw_torch_fused, which megacompile.AdamW replaces"),
 )
 
 
 def check_arguments(args: Any, streamed: Streamed) -> None:
-    """Raises `UnsupportedError` for what TrainingArguments ask for and cannot have."""
+    """Raises `UnsupportedError` if TrainingArguments request something that a streamed model cannot honour."""
     for asked, reason in _REFUSED:
         if asked(args, streamed):
             raise UnsupportedError(reason)
 
 
 def check_model(model: Any) -> Streamed:
-    """The streamed model behind a trainer's. Raises `MegacompileError` for one that is not streamed, or that is wrapped."""
+    """The streaming state of a trainer's model. Raises `MegacompileError` if the model is not streamed, or is wrapped."""
     if isinstance(model, StreamedModule):
         return model.megacompile.streamed
     if hasattr(model, "get_base_model") and isinstance(model.get_base_model(), StreamedModule):
-        raise UnsupportedError("an adapter was put on a model that is streamed: call peft.get_peft_model before "
-                               "megacompile.stream, on the plain model (or close() it first)")
+        raise UnsupportedError("an adapter was added to a model that is streamed already: call peft.get_peft_model before "
+                               "megacompile.stream, on the plain model (or close() the streamed model first)")
     what = "wrapped" if isinstance(model, nn.Module) and hasattr(model, "megacompile") else "not streamed"
     raise MegacompileError(f"the {type(model).__name__} to be trained is {what}: call model = megacompile.stream(model) and "
-                           "give that to the trainer")
+                           "pass the result to the trainer")
 
 
 def refuse_other_forwards(model: nn.Module, trainer: str) -> None:
-    """Raises `UnsupportedError` if the model got a forward of its own since it was streamed: that would not stream."""
+    """Raises `UnsupportedError` if the model's forward was replaced since it was streamed by one that does not stream."""
     forward = vars(model).get("forward")
     if forward is not None and not hasattr(forward, "streams"):
-        raise UnsupportedError(f"{trainer} replaces the model's forward by one that would not stream: train with "
+        raise UnsupportedError(f"{trainer} replaces the model's forward with one that does not stream: train with "
                                "megacompile.trainer.Trainer, megacompile.sft.SFTTrainer, megacompile.dpo.DPOTrainer or "
                                "megacompile.grpo.GRPOTrainer, or compute the loss outside of the model")

@@ -349,7 +349,7 @@ def test_ctrl_c_leaves_whole_rows(tmp_path: Path, log: Callable[[], list[str]], 
 
     monkeypatch.setattr(run, "measured", stopped)
     result = CliRunner().invoke(cli.app, ["bench", "some", "--output", str(tmp_path / "rows.jsonl")])
-    assert result.exit_code == 130 and "the rows that are done are in" in result.output
+    assert result.exit_code == 130 and "the finished rows are in" in result.output
     assert [row["tflops"] for row in rows.read(tmp_path / "rows.jsonl")] == [2.0]
 
 

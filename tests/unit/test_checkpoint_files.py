@@ -163,7 +163,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a later version": (lambda f: rewrite(f, lambda b: b.update(version=2)), "has version 2 of the format, and .* reads 1"),
     "a missing field": (lambda f: rewrite(f, lambda b: b.pop("files")), "does not say what a manifest says"),
     "a path upwards": (lambda f: rewrite(f, lambda b: b["files"].update({"../../x": b["files"].popitem()[1]})),
-                       "is '../../x', and must be the name of a file in a checkpoint"),
+                       "is '../../x', but must be the name of a file in a checkpoint"),
     "a file not listed": (lambda f: rewrite(f, lambda b: b["files"].pop("tensors-00002.safetensors")), "does not list tens"),
     "a pickle": (lambda f: replace_file(f, pickle.dumps(Trap())), "tensors-00001.safetensors is not a safetensors file"),
     "other tensors": (lambda f: replace_file(f, (f / "tensors-00002.safetensors").read_bytes()), "and its manifest says"),

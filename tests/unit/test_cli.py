@@ -81,7 +81,7 @@ def test_an_error_of_ours_is_one_line_and_exit_code_1(config: Path, tmp_path: Pa
     (tmp_path / "short.txt").write_text("short")
     result = train(config, tmp_path / "short.txt", "--steps", 1)
     assert result.exit_code == 1
-    assert result.stderr == ("megacompile: the data holds 5 tokens, fewer than one sequence of 16: "
+    assert result.stderr == ("megacompile: the data has 5 tokens, fewer than one sequence of 16: "
                              "give more text or a smaller --length\n")
 
 
@@ -94,8 +94,8 @@ def test_where_nothing_can_be_saved_nothing_is_trained(config: Path, text: Path)
 def test_sequences_that_the_model_has_no_positions_for_are_refused(config: Path, text: Path) -> None:
     result = train(config, text, "--steps", 1, "--length", 65)
     assert result.exit_code == 1
-    assert result.stderr == ("megacompile: a sequence of 65 tokens is longer than the 64 positions of the model: give a "
-                             "smaller --length, or a model whose config has a larger max_position_embeddings\n")
+    assert result.stderr == ("megacompile: a sequence of 65 tokens is longer than the 64 positions of the model: use a "
+                             "smaller --length, or a model with a larger max_position_embeddings\n")
 
 
 def test_a_lane_that_fails_is_shown_with_the_program_around_it(config: Path, text: Path,
@@ -217,7 +217,7 @@ def test_inspect_prints_the_layers_asked_for(config: Path) -> None:
 
 
 def test_inspect_prints_a_table_or_json(config: Path) -> None:
-    table, data = inspect(config, "--form", "table", "--section", "forward"), inspect(config, "--form", "json")
+    table, data = inspect(config, "--format", "table", "--section", "forward"), inspect(config, "--format", "json")
     assert table.exit_code == 0, table.output
     assert re.search(r"^ *# +.*h2d +compute", table.output, re.MULTILINE)
     assert set(json.loads(data.output)["sections"]) >= {"forward", "backward", "update"}
@@ -238,7 +238,7 @@ def test_inspect_prints_the_log_of_the_passes(config: Path) -> None:
 
 def test_inspect_prints_the_graphs_of_a_template_and_its_stages(config: Path) -> None:
     whole, stage, table = (inspect(config, "--template", "decoder", *more) for more in (
-        (), ("--stage", "attention"), ("--form", "table")))
+        (), ("--stage", "attention"), ("--format", "table")))
     assert whole.exit_code == stage.exit_code == table.exit_code == 0, whole.output
     assert "aten" in whole.output and "prefetch(" not in whole.output
     assert "[B, T, 32]" in whole.output and not re.search(r"\bs\d+\b", whole.output)
@@ -250,14 +250,14 @@ def test_inspect_prints_the_graphs_of_a_template_and_its_stages(config: Path) ->
                                                (("--train-step",), "train_step"),
                                                (("--train-step", "--update", "arrival", "--waves", 2), "train_step")])
 def test_inspect_shows_loops_and_whole_steps(config: Path, more: tuple[object, ...], section: str) -> None:
-    result = inspect(config, "--form", "json", *more)
+    result = inspect(config, "--format", "json", *more)
     assert result.exit_code == 0, result.output
     sections = json.loads(result.output)["sections"]
     assert section in sections and ("update" in sections) == ("arrival" not in more)
 
 
 def test_knobs_of_a_plan_shape_the_schedule(config: Path) -> None:
-    result = inspect(config, "--form", "json", "--resident", "all", "--saved-layers", 1)
+    result = inspect(config, "--format", "json", "--resident", "all", "--saved-layers", 1)
     sections = json.loads(result.output)["sections"]
     ops = {node["op"] for node in sections["forward"]}
     assert "resident" in ops and "forward_saving" in ops and "prefetch" not in ops
@@ -282,15 +282,15 @@ def test_inspect_writes_a_trace_and_draws_a_picture(config: Path, tmp_path: Path
     (("--section", "absent"), "there is no section 'absent': choose one of forward, "),
     (("--template", "absent"), "there is no template 'absent': choose one of prologue, "),
     (("--template", "decoder", "--stage", "absent"), "there is no stage of template decoder 'absent': choose one of captured"),
-    (("--template", "decoder", "--stage", "joint", "--form", "json"), "a template's stages are kept as Python: leave out"),
+    (("--template", "decoder", "--stage", "joint", "--format", "json"), "a template's stages exist only as Python: leave out"),
     (("--layers", "2:9"), "'2:9' is not a range of layers: write first:end, from 0 to 3, such as 0:3"),
-    (("--diff", "prefetch"), "'prefetch' does not name two stages: write them as in prefetch..place, "),
+    (("--diff", "prefetch"), "'prefetch' does not name two stages: write two of model, "),
     (("--hardware", "absent"), "there is no hardware 'absent': give one of a100, "),
-    (("--diff", "prefetch..place", "--form", "json"), "--diff and --form do not go together: leave one of them out"),
-    (("--log", "--stage", "place"), "--log and --stage do not go together"),
-    (("--template", "decoder", "--layers", "0:1"), "--template and --layers do not go together"),
-    (("--trace", "step.json", "--section", "update"), "--trace and --section do not go together"),
-    (("--picture", "step.gif"), "a picture is no .gif: name it .svg or .png"),
+    (("--diff", "prefetch..place", "--format", "json"), "--diff and --format cannot be combined: leave one of them out"),
+    (("--log", "--stage", "place"), "--log and --stage cannot be combined"),
+    (("--template", "decoder", "--layers", "0:1"), "--template and --layers cannot be combined"),
+    (("--trace", "step.json", "--section", "update"), "--trace and --section cannot be combined"),
+    (("--picture", "step.gif"), "a picture cannot be written as .gif: give a file name that ends in .svg"),
 ])
 def test_what_does_not_exist_is_refused_in_a_line_with_what_does(
         config: Path, more: tuple[str, ...], message: str) -> None:
@@ -397,7 +397,7 @@ def test_what_takes_long_says_what_is_being_done(command: tuple[str, ...], tmp_p
     more = ("--output", tmp_path / "rates.json") if command[0] == "calibrate" else ()
     result = megacompile_command(*command, *more)
     assert result.exit_code == 0, result.output
-    said = {"doctor": "looking at host memory ...", "calibrate": "measuring attention ..."}[command[0]]
+    said = {"doctor": "checking host memory ...", "calibrate": "measuring attention ..."}[command[0]]
     assert said in result.stderr.splitlines() and "..." not in result.stdout
 
 
@@ -465,7 +465,7 @@ def test_verify_shows_the_fault_and_fails(tmp_path: Path) -> None:
     result = megacompile_command("verify", broken)
     assert result.exit_code == 1
     assert re.search(r"^ordered +BROKEN", result.output, re.MULTILINE)
-    assert re.search(r"^handed_on +not asked +relies on the rules above", result.output, re.MULTILINE)
+    assert re.search(r"^handed_on +not checked +relies on the rules above", result.output, re.MULTILINE)
     assert "not ordered:  read of WB0 by forward prologue mb 0 is not ordered after write by prefetch prologue" in result.output
     assert "<-- ERROR HERE" in result.output and "<-- conflicts with" in result.output
 
@@ -478,6 +478,6 @@ def test_verify_says_where_a_text_is_malformed_and_what_was_expected(tmp_path: P
     assert re.match(r"megacompile: line \d+, column 12: unknown lane gpu; expected one of compute, h2d", result.stderr)
     for absent in (tmp_path / "nowhere.txt", tmp_path):
         result = megacompile_command("verify", absent)
-        assert result.exit_code == 2 and f"there is no file {absent}: give a program's text, or -" in result.stderr
+        assert result.exit_code == 2 and f"there is no file {absent}: give a file with a program's text, or -" in result.stderr
     broken.write_bytes(b"\xff\xfe\x00")
     assert "the program cannot be read" in megacompile_command("verify", broken).stderr

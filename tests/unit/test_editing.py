@@ -228,7 +228,7 @@ REFUSED: dict[str, tuple[str, tuple[tuple[str, str], ...], str]] = {
         "3,000 micro-batches and does not compute each call for each"),
     "more micro-batches than a program takes": (
         "", (("micro_batches=(2, 1)", f"micro_batches=({'1, ' * 20_000})"), ("batch=3", "batch=20000")),
-        "20,000 micro-batches are more than the 16,384 that a program takes"),
+        "20,000 micro-batches are more than the 16,384 that a program may have"),
     "a call of many tiles": (
         "", (('template="epilogue", tiles=("epilogue",)', 'template="epilogue", tiles=(' + '"epilogue", ' * 50_000 + ")"),),
         "call epilogue is CallSpec"),

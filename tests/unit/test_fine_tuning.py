@@ -190,7 +190,7 @@ def test_rows_that_cannot_be_packed_have_few_widths_which_is_said(
     tokenizer.save_pretrained(tmp_path / "model")
     result = command("train", tmp_path / "model", "--data", uneven, *FLAGS, "--steps", 4, "--batch", 3)
     assert result.exit_code == 0, result.output
-    assert "rows are padded, and not packed: the model uses a number computed from all positions of a batch" in (
+    assert "rows are padded instead of packed: the model uses a number computed from all positions of a batch" in (
         " ".join(result.output.split()))
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "model", attn_implementation="eager")
     found = re.search(r"step 1/4 .*?loss (\d+\.\d+)", result.output)
@@ -221,22 +221,22 @@ def test_a_run_that_sigterm_stops_goes_on_to_the_bit(model: Path, data: Path, tm
             process.send_signal(signal.SIGTERM)
     assert process.wait() == 143, printed
     done = max(losses(stopped))
-    assert f"stopped by SIGTERM after {done} of 100000 steps; --resume latest goes on from there" in printed
+    assert f"stopped by SIGTERM after {done} of 100000 steps; continue with --resume latest" in printed
     assert not (stopped / "model" / "model.safetensors").exists()
     assert megacompile.latest_checkpoint(stopped / "checkpoints") == stopped / "checkpoints" / f"000001-step-{done}"
 
     refused = command(*arguments, "--steps", done + 4, "--output", stopped)
-    assert refused.exit_code == 2 and "has checkpoints of an earlier run: give --resume latest to go on" in refused.stderr
-    for changed, reason in ((("--lr", "1e-3"), r"lr \(0.01 then, 0.001 now\)"), (("--eval-share", "0.5"), r"data \(\w+ then")):
+    assert refused.exit_code == 2 and "has checkpoints of an earlier run: give --resume latest to continue" in refused.stderr
+    for changed, reason in ((("--lr", "1e-3"), r"lr \(was 0.01, now 0.001\)"), (("--eval-share", "0.5"), r"data \(was \w+")):
         other = command(*arguments, *changed, "--steps", done + 4, "--output", stopped, "--resume", "latest")
-        assert other.exit_code == 1 and re.search(f"is of a run that began otherwise: {reason}", other.stderr), other.output
+        assert other.exit_code == 1 and re.search(f"is from a run with other settings: {reason}", other.stderr), other.output
     assert command(*arguments, "--steps", done + 4, "--output", stopped, "--resume", "latest").exit_code == 0
     assert command(*arguments, "--steps", done + 4, "--output", whole).exit_code == 0
     assert losses(stopped) == losses(whole) and list(losses(whole)) == list(range(1, done + 5))
     assert (stopped / "model" / "model.safetensors").read_bytes() == (whole / "model" / "model.safetensors").read_bytes()
 
     again = command(*arguments, "--steps", done + 4, "--output", tmp_path / "again", "--resume", whole)
-    assert again.exit_code == 0 and f"goes on after step {done + 4}" in again.output
+    assert again.exit_code == 0 and f"resuming after step {done + 4}" in again.output
     assert f"saved in {tmp_path / 'again' / 'model'} after {done + 4} steps" in again.output
 
 
@@ -254,7 +254,7 @@ def test_ctrl_c_saves_a_checkpoint_and_says_how_to_go_on(model: Path, data: Path
     result = command("train", model, "--data", data, *FLAGS, "--output", tmp_path, "--resume", "latest")
     assert result.exit_code == cli.EXIT_INTERRUPTED, result.output
     assert "there is no checkpoint" in result.output
-    assert "stopped by Ctrl-C after 2 of 5 steps; --resume latest goes on from there" in result.output
+    assert "stopped by Ctrl-C after 2 of 5 steps; continue with --resume latest" in result.output
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["000001-step-2"]
 
 
@@ -308,9 +308,10 @@ def test_the_settings_that_are_written_ask_for_the_same_again(asked: list[Any], 
 
 
 @pytest.mark.parametrize(("text", "reason"), [
-    ("warm_up: 3", "has the key warm_up, which there is not: is it warmup?"), ("x_y: 3", "has the key x_y, which there is not"),
-    ("steps: [1, 2]", "steps is a list, and takes one value"), ("data: [{a: 1}]", "data must be a number, a word"),
-    ("- steps", "holds no keys and values"), ("a: [", "is not YAML: fix it"), ("[" * 100_000, "is nested too deeply"),
+    ("warm_up: 3", "has the unknown key warm_up: did you mean warmup?"), ("x_y: 3", "has the unknown key x_y: remove it"),
+    ("steps: [1, 2]", "steps is a list, but takes one value"), ("data: [{a: 1}]", "data must be a number, a word"),
+    ("- steps", "does not contain keys and values"), ("a: [", "as YAML: fix its syntax"),
+    ("[" * 100_000, "is nested too deeply"),
     ("{a: " * 100_000, "is nested too deeply"), ("steps: 1\nlr: 1\nsteps: 2", "has the key steps twice: remove one"),
     ("save-interval: 1\nsave_interval: 2", "has the key save_interval twice"),
     ("steps: 1.5", "Invalid value for '--steps'"), ("lr: -1", "Invalid value for '--lr'"), ("overlap: 3", "'--overlap'")])
@@ -323,8 +324,8 @@ def test_a_file_that_cannot_be_honoured_is_refused(asked: list[Any], tmp_path: P
 @pytest.mark.parametrize(("settings", "reason"), [
     ({"resume": "latest"}, "--resume latest needs --output"),
     ({"report_to": [Tracker.TENSORBOARD]}, "--report-to tensorboard needs --output"),
-    ({"overlap": True}, "give --max-grad-norm 0 with it"), ({"epochs": 0.0}, "--epochs 0 trains nothing"),
-    ({"per_device_train_batch_size": 4096, "gradient_accumulation_steps": 4096}, "sequences that a step takes: give less"),
+    ({"overlap": True}, "add --max-grad-norm 0"), ({"epochs": 0.0}, "--epochs 0 trains nothing"),
+    ({"per_device_train_batch_size": 4096, "gradient_accumulation_steps": 4096}, "sequences that a step may have"),
     ({"beta2": 1.0}, "must be below 1")])
 def test_settings_that_do_not_go_together_are_refused(settings: dict[str, Any], reason: str) -> None:
     with pytest.raises(MegacompileError, match=reason):
@@ -388,7 +389,7 @@ def test_a_log_that_is_no_file_is_refused_at_once(tmp_path: Path) -> None:
     with pytest.raises(MegacompileError, match=r"log.jsonl cannot be written \(it is a FIFO, not a regular file"):
         Reports(tmp_path, 3)
     if importlib.util.find_spec("matplotlib"):
-        assert draw_curve(tmp_path) == f"since {tmp_path / 'log.jsonl'} cannot be read: it is a FIFO, not a regular file"
+        assert draw_curve(tmp_path) == f"{tmp_path / 'log.jsonl'} cannot be read (it is a FIFO, not a regular file)"
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no device that is always full")
@@ -398,7 +399,7 @@ def test_a_log_on_a_full_disk_is_said_once_and_ends_nothing(tmp_path: Path) -> N
         reports._log = open("/dev/full", "w", buffering=1)  # noqa: SIM115
         reports.evaluation(1, 1.5)
         reports.evaluation(2, 1.5)
-    assert heard == ["/dev/full ends at step 1 (No space left on device): training goes on"]
+    assert heard == ["/dev/full cannot be written after step 1 (No space left on device): training continues"]
 
 
 class Disk:
@@ -542,7 +543,7 @@ def test_an_option_of_other_trainers_is_refused_with_what_to_use(
 
 
 @pytest.mark.parametrize(("settings", "reason"), [
-    (Settings(batch=4, gradient_accumulation_steps=2), "give --batch, or these two"),
+    (Settings(batch=4, gradient_accumulation_steps=2), "give either --batch or these two"),
     (Settings(gradient_accumulation_steps=2), "give both, or their product"),
     (Settings(warmup=3, warmup_ratio=0.1), "give one of them"), (Lora(lora_rank=3), "--lora-rank needs --lora")])
 def test_options_that_say_two_things_are_refused(settings: Settings | Lora, reason: str) -> None:

@@ -205,7 +205,7 @@ def test_a_layout_that_has_to_be_converted_is_loaded_by_transformers_and_said_so
     assert any(".experts.3." in name for name in load_file(tmp_path / "model.safetensors")), "nothing to convert"
     given: dict[str, Any] = {}
     monkeypatch.setattr(loading, "stream", lambda model, **options: given.update(options) or model)
-    with pytest.warns(UserWarning, match=r"stored in a layout that has to be converted: transformers loads the model first"):
+    with pytest.warns(UserWarning, match=r"stored in a layout that must be converted: transformers loads the model first"):
         loaded = megacompile.from_pretrained(tmp_path, device="cpu", waves=2)
     assert same_bits(weights(loaded), weights(plain)) and given["waves"] == 2
 
@@ -290,12 +290,12 @@ def _header_of_a_terabyte(folder: Path) -> None:
     (_header_of_a_terabyte, r"model-00001-of-00004.safetensors is damaged or truncated"),
     (_copy_a_shard, "mixes two checkpoints"),
     (_only_pickles, r"has only pytorch_model.bin, a pickle, which can run code when it is read: convert them once"),
-    (lambda f: (f / "config.json").write_text("{"), "is not a config that transformers can read"),
+    (lambda f: (f / "config.json").write_text("{"), "transformers cannot read the config"),
     (lambda f: edit_config(f, auto_map={"AutoConfig": "x.Y"}, model_type="own"), "trust_remote_code"),
     (lambda f: (f / INDEX).write_text("[" * 100_000), "is not an index of weight files"),
-    (lambda f: (f / "config.json").write_text("[" * 100_000), "is not a config that transformers can read"),
+    (lambda f: (f / "config.json").write_text("[" * 100_000), "transformers cannot read the config"),
     (lambda f: (f / "generation_config.json").write_text("[" * 100_000), "generation_config.json cannot be read"),
-    (lambda f: edit_config(f, num_attention_heads=0), "makes no causal language model"),
+    (lambda f: edit_config(f, num_attention_heads=0), "cannot build a causal language model"),
     (lambda f: (f / "generation_config.json").write_text("{"), "generation_config.json cannot be read"),
 ])
 def test_a_damaged_or_foreign_checkpoint_is_refused_with_place_and_reason(saved: Path, damage: Any, message: str) -> None:
@@ -325,7 +325,7 @@ def test_a_file_that_shrinks_while_it_is_read_is_refused(saved: Path, monkeypatc
 
 def test_quantised_checkpoints_unknown_options_and_what_is_no_checkpoint_are_refused(saved: Path, tmp_path: Path) -> None:
     edit_config(saved, quantization_config={"quant_method": "fp8"})
-    with pytest.raises(UnsupportedError, match="is quantised"):
+    with pytest.raises(UnsupportedError, match="is quantized, and quantized weights cannot be trained"):
         megacompile.from_pretrained(saved, device="cpu")
     with pytest.raises(MegacompileError, match=r"has no option depth"):
         megacompile.from_pretrained(saved, depth=3)
@@ -382,7 +382,7 @@ def test_a_model_of_the_hub_is_read_at_one_commit(hub: Any, uncaptured: Loaded) 
     loaded = megacompile.from_pretrained("owner/name", revision="main", device="cpu")
     assert same_bits(weights(loaded), weights(build()))
     assert [revision for revision, _ in hub] == ["main", "c0ffee"]
-    with pytest.raises(ArgumentError, match="the Hugging Face hub gave no such model"):
+    with pytest.raises(ArgumentError, match="the Hugging Face Hub returned no such model"):
         megacompile.from_pretrained("owner/other")
 
 

@@ -178,12 +178,20 @@ def test_references_that_cannot_be_had_are_refused(policy: Any, tokenizer: Any, 
                                                    monkeypatch: pytest.MonkeyPatch) -> None:
     streamed = policy.megacompile.streamed
     monkeypatch.setattr(streamed, "config", dataclasses.replace(streamed.config, device_memory="1GiB"))
-    with pytest.raises(UnsupportedError, match="a share of device_memory, which is yours to divide"):
+    with pytest.raises(UnsupportedError, match="a share of device_memory, which was given to the policy"):
         dpo(DPOTrainer, tmp_path, policy, tokenizer)
     for trainer, settings, more in ((DPOTrainer, trl.DPOConfig, {}), (GRPOTrainer, trl.GRPOConfig, {"reward_funcs": len})):
-        with pytest.raises(UnsupportedError, match="sync_ref_model writes the reference model's weights"):
+        with pytest.raises(UnsupportedError, match="sync_ref_model would change the reference model's weights"):
             trainer(model=policy, args=settings(str(tmp_path), sync_ref_model=True, bf16=False, use_cpu=True),
                     processing_class=tokenizer, **more)
+
+
+def test_a_router_loss_that_was_not_captured_is_refused(policy: Any) -> None:
+    from megacompile.trainers.fused_head import FusedHead  # needs trl
+
+    head = FusedHead(policy, 1.0, ("log_probs",))
+    with pytest.raises(UnsupportedError, match="the router auxiliary loss was not captured with the model: pass"):
+        head(fused_lm_head=True, output_router_logits=True)
 
 
 def test_adapters_and_dropout_are_refused(policy: Any, tokenizer: Any, tmp_path: Path) -> None:
@@ -191,7 +199,7 @@ def test_adapters_and_dropout_are_refused(policy: Any, tokenizer: Any, tmp_path:
     given = dict(model=policy, args=trl.DPOConfig(str(tmp_path), use_cpu=True, bf16=False, precompute_ref_log_probs=True),
                  train_dataset=preferences(4), processing_class=tokenizer)
     peft = pytest.importorskip("peft")
-    with pytest.raises(UnsupportedError, match="give lora_dropout=0"):
+    with pytest.raises(UnsupportedError, match="pass lora_dropout=0"):
         DPOTrainer(**given, peft_config=peft.LoraConfig(lora_dropout=0.1))
     policy.get_base_model = lambda: None
     with pytest.raises(UnsupportedError, match=r"copy the adapter .* peft_config="):

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import megacompile
 from megacompile.errors import CaptureError, MegacompileError, UnsupportedError
 from megacompile.frontend import capture
+from megacompile.frontend.templates.variants import compile_variant
 from megacompile.ir.plan import Plan
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -116,6 +117,12 @@ class ScoresRows(LossAlone):
         logits = self.head(x)
         loss = None if labels is None else nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
         return {"loss": loss, "logits": logits[:, 0]}
+
+
+def test_an_unknown_mode_of_compilation_is_refused(model: Any) -> None:
+    variant = next(iter(model.megacompile.streamed.captured.templates.values())).variant("forward")
+    with pytest.raises(UnsupportedError, match='mode "fast" is none of "eager" and "inductor"'):
+        compile_variant(variant, [], "fast")
 
 
 class HoldsALock(LossAlone):

@@ -470,7 +470,7 @@ def test_a_streamed_model_is_not_cast_moved_or_pickled(untouched: Any, change: C
 
 
 def test_streaming_twice_is_refused(untouched: Any) -> None:
-    with pytest.raises(MegacompileError, match=r"streamed already: model.megacompile.close\(\) first"):
+    with pytest.raises(MegacompileError, match=r"streamed already: call model.megacompile.close\(\) before"):
         megacompile.stream(untouched, device="cpu")
 
 

@@ -157,5 +157,5 @@ def test_without_matplotlib_a_picture_is_refused_with_the_remedy(monkeypatch: py
         return imported(name, *rest, **more)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(MegacompileError, match=r"pictures need matplotlib: pip install matplotlib"):
+    with pytest.raises(MegacompileError, match=r"drawing needs matplotlib: pip install matplotlib"):
         picture.check(Path("step.svg"))

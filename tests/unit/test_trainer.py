@@ -168,7 +168,7 @@ def test_updates_on_arrival_train_alike(model: Any, native: Any, tmp_path: Path)
 
 @pytest.mark.parametrize(("of_optimizer", "message"), [
     (dict(overlap="backward"), "before the global norm is known"),
-    (dict(max_grad_norm=2.0), "give the same to both"),
+    (dict(max_grad_norm=2.0), "pass the same value to both"),
 ])
 def test_optimizers_that_contradict_the_arguments_are_refused(of_optimizer: Any, message: str, model: Any,
                                                                     tmp_path: Path) -> None:
@@ -212,7 +212,7 @@ def test_models_that_are_not_streamed_or_got_an_adapter_afterwards_are_refused(t
     peft = pytest.importorskip("peft")
     streamed = megacompile.stream(tiny_models.build(), device="cpu")
     adapted = peft.get_peft_model(streamed, peft.LoraConfig(target_modules=["q_proj"]))
-    with pytest.raises(UnsupportedError, match=r"an adapter was put on a model that is streamed: .* before megacompile.stream"):
+    with pytest.raises(UnsupportedError, match=r"an adapter was added to a model that is streamed already: .* before"):
         Trainer(model=adapted, args=trained.arguments(tmp_path))
 
 

@@ -165,7 +165,8 @@ def waits(display: Display, start: str, function: Callable[..., Any]) -> Callabl
 
 def test_making_a_schedule_is_said(display: Display, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scheduling, "compile_program", waits(display, "planning 8 x 64: ", scheduling.compile_program))
-    monkeypatch.setattr(scheduling, "outlook", lambda *plans, **options: display.waiting("simulating this plan and others: "))
+    monkeypatch.setattr(scheduling, "outlook",
+                        lambda *plans, **options: display.waiting("simulating this plan and its alternatives: "))
     scheduling.schedule(tiny_models.build(), batch=8, length=64, hardware=replace(Hardware.find("h200"), device_type="cpu")
                         ).outlook()
 
