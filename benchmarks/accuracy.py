@@ -1,11 +1,11 @@
-"""Does a streamed model learn as well as a plain one? Word problems, 70% to learn from and 30% to answer, over several seeds.
+"""Checks that a streamed model learns as well as a plain one, on word problems (70% for training, 30% held out).
 
-    python benchmarks/accuracy.py                 # some CPU minutes
+    python benchmarks/accuracy.py                 # a few minutes on a CPU
     python benchmarks/accuracy.py --seeds 5 --device cuda
 
-For each seed a small Qwen2 is made, and trained from the same weights on the same batches, once by PyTorch alone
-(torch.optim.AdamW) and once streamed (whole steps, updates on the host). Counted is the share of held-out problems to which
-the generated answer is exactly right. Exit code 1 if the two differ by more than the seeds do.
+For each seed, trains a small Qwen2 from the same weights on the same batches, once with plain PyTorch (torch.optim.AdamW) and
+once streamed (whole steps, updates on the host). Accuracy is the fraction of held-out problems whose generated answer is
+exactly right. Exit code 1 if the two accuracies differ by more than those of different seeds.
 """
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ from megacompile.finetuning.chat import Encoded
 from megacompile.finetuning.rows import Order, Rows, collate
 
 BATCH, LENGTH, LARGEST = 64, 32, 12
-NAMES, THINGS = ("Ada", "Ben", "Eva", "Tom"), ("apples", "books", "coins", "pens")#: Each with what it asks for.
+NAMES, THINGS = ("Ada", "Ben", "Eva", "Tom"), ("apples", "books", "coins", "pens")
+#: Each problem with the function that gives its answer.
 STORIES = (
     ("{n} has {a} {t} and buys {b} more . how many {t} does {n} have ?", lambda a, b: a + b),
     ("{n} has {a} {t} and gives {b} away . how many {t} are left ?", lambda a, b: a - b),
@@ -42,18 +43,18 @@ Problem = tuple[list[str], str]
 
 
 def problems() -> list[Problem]:
-    """All whose answer is not negative."""
+    """All problems whose answer is not negative."""
     numbers = range(1, LARGEST + 1)
     return [(story.format(n=n, t=t, a=a, b=b).split(), str(answer(a, b))) for (story, answer), n, t, a, b in itertools.product(
         STORIES, NAMES, THINGS, numbers, numbers) if answer(a, b) >= 0]
 
 
 def split(seed: int) -> tuple[list[Problem], list[Problem]]:
-    """(70% of the problems, the rest)."""
+    """(70% of the problems, the rest), in random order."""
     found = problems()
     order = torch.randperm(len(found), generator=torch.Generator().manual_seed(seed)).tolist()
-    chosen, border = [found[i] for i in order], round(0.7 * len(found))
-    return chosen[:border], chosen[border:]
+    chosen, boundary = [found[i] for i in order], round(0.7 * len(found))
+    return chosen[:boundary], chosen[boundary:]
 
 
 VOCABULARY = {word: number for number, word in enumerate(
@@ -61,7 +62,7 @@ VOCABULARY = {word: number for number, word in enumerate(
 
 
 def encode(problem: Problem) -> Encoded:
-    """The answer and the end are learnt, the question is not."""
+    """Encodes a problem. The answer and the end token are learned, the question is not."""
     question, answer = problem
     tokens = [VOCABULARY[word] for word in [*question, answer, END]]
     return Encoded(tokens, [False] * len(question) + [True, True])
@@ -77,9 +78,9 @@ def small_qwen2(seed: int) -> Any:
 
 @torch.no_grad()
 def exact_match(model: Any, held_out: Sequence[Problem]) -> float:
-    """The share of problems to which `model`, a plain one, generates the answer, and then ends."""
+    """The fraction of problems for which a plain `model` generates exactly the answer and the end token."""
     model.eval()
-    alike = defaultdict(list)  # questions of one length need no padding
+    alike = defaultdict(list)  # grouped by length, so that no padding is needed
     for problem in held_out:
         alike[len(problem[0])].append(encode(problem).tokens)
     right = 0
@@ -99,7 +100,7 @@ def train(model: Any, optimizer: Any, learn: Rows, steps: int, seed: int) -> Non
 
 
 def compare(seed: int, steps: int, device: str) -> tuple[float, float, float]:
-    """(untrained, native, streamed) accuracy, of one seed."""
+    """The (untrained, native, streamed) accuracy for a seed."""
     learn, held_out = split(seed)
     rows, plain = Rows.of(map(encode, learn)), small_qwen2(seed)
     streamed = copy.deepcopy(plain)
@@ -114,15 +115,15 @@ def compare(seed: int, steps: int, device: str) -> tuple[float, float, float]:
 
 
 def agree(native: Sequence[float], streamed: Sequence[float]) -> bool:
-    """Whether the means are no further apart than one standard deviation over seeds of native training, or half a percent."""
+    """Whether the means differ by at most one standard deviation of native training over seeds, or by at most 0.5%."""
     return abs(statistics.mean(native) - statistics.mean(streamed)) <= max(statistics.stdev(native), 0.005)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--seeds", type=int, default=3, help="number of seeds (default: 3)")
+    parser.add_argument("--steps", type=int, default=300, help="training steps for each model (default: 300)")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
     options = parser.parse_args()
     begin, found = time.perf_counter(), []
     for seed in range(options.seeds):

@@ -1,10 +1,10 @@
-"""Speed of the optimizer's host kernels: prints a table, and a JSON line for `benchmarks/results/adam.jsonl`.
+"""Measures the optimizer's host kernels: prints a table, and a JSON line for `benchmarks/results/adam.jsonl`.
 
     python benchmarks/adam.py --elements 500000000 --threads 4 8 16 --output benchmarks/results/adam.jsonl
 
-Times are medians. AdamW on bf16 weights moves 26 bytes a parameter (reads hi, remainder, gradient, m, v; writes all but
-the gradient), on fp32 weights 28; its weights alone, or its moments alone, 18. A working set well beyond the
-processor's caches is what training has.
+Times are medians. AdamW moves 26 bytes per parameter on bf16 weights (reads hi, remainder, gradient, m, v; writes all except
+the gradient) and 28 on fp32 weights. Updating only the weights, or only the moments, moves 18. Choose a working set well beyond
+the processor's caches, as in training.
 """
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ from megacompile.runtime.optimizer import adam, native
 
 
 def host_tensor(elements: int, dtype: torch.dtype) -> Tensor:
-    """Zeroed [elements] in huge pages where the system gives them, as the tiles of a streamed model are; touched."""
+    """A zeroed tensor [elements], in huge pages if the system has them, like the tiles of a streamed model. All pages are
+    touched."""
     size = elements * dtype.itemsize
     area = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     area.madvise(mmap.MADV_HUGEPAGE)
@@ -36,7 +37,7 @@ def host_tensor(elements: int, dtype: torch.dtype) -> Tensor:
 
 
 def machine() -> dict[str, object]:
-    """What a result must carry to be compared: processor, cores, commit, versions."""
+    """What is needed to compare results: processor, cores, commit, versions."""
     processor = next(
         (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
         platform.processor(),
@@ -65,7 +66,7 @@ def median_s(call: Callable[[], object], repeats: int) -> float:
 
 
 def measure(elements: int, threads: int, repeats: int) -> dict[str, float]:
-    """Rates with this many threads: AdamW in 1e9 parameters/s, all else in GB/s moved."""
+    """Rates with this many threads: AdamW in 1e9 parameters/s, everything else in GB/s moved."""
     weights, remainder = host_tensor(elements, torch.bfloat16), host_tensor(elements, torch.int16)
     gradient, other = (host_tensor(elements, torch.bfloat16).fill_(0.01) for _ in range(2))
     m, v = host_tensor(elements, torch.float32), host_tensor(elements, torch.float32)
@@ -89,9 +90,11 @@ def measure(elements: int, threads: int, repeats: int) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--elements", type=int, default=100_000_000, help="parameters; 16 bytes each")
-    parser.add_argument("--threads", type=int, nargs="+", default=[native.default_threads()])
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--elements", type=int, default=100_000_000,
+                        help="number of parameters, 16 bytes each (default: 100,000,000)")
+    parser.add_argument("--threads", type=int, nargs="+", default=[native.default_threads()],
+                        help="numbers of threads to measure (default: all that AdamW uses)")
+    parser.add_argument("--repeats", type=int, default=5, help="measurements for each median (default: 5)")
     parser.add_argument("--output", type=Path, help="append the JSON line to this file")
     arguments = parser.parse_args()
 

@@ -1,12 +1,12 @@
-"""What tracing takes, of small random models of several families: before the first step, and at batches of other forms.
+"""Measures how long tracing takes for small random models of several families: in `stream`, and for other kinds of batches.
 
     python benchmarks/capture.py --output benchmarks/results/capture.jsonl
     python benchmarks/capture.py qwen3_next qwen3_next_odd --limit 300
 
-Seconds of the processor, each family in a process of its own, on the CPU and uncompiled. `stream` traces the model. `step` is
-a plain training step, `padded` one of a batch that is padded on the left, `evaluation` a plain forward in evaluation mode. The
-last two trace the model again where it computes something else then. Needs no GPU and no weights. Models have three or four
-layers and are small: tracing depends on what a layer computes, and hardly on its width.
+Reports processor seconds, on the CPU and uncompiled, each family in its own process. `stream` traces the model. `step` is a
+plain training step, `padded` a step with a batch that is padded on the left, `evaluation` a forward in evaluation mode. The
+last two trace the model again if it computes something else then. Needs no GPU and no weights. Models have three or four
+layers and are small, since tracing time depends on what a layer computes and hardly on its width.
 """
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _COMMON = dict(vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_l
 _EXPERTS = dict(num_experts_per_tok=2, num_local_experts=4)
 _QWEN3_NEXT = _COMMON | dict(moe_intermediate_size=16, shared_expert_intermediate_size=16, num_experts=4, num_experts_per_tok=2)
 
-#: Name -> model type, and fields of its config beside the defaults.
+#: Name -> (model type, fields of its config that differ from the defaults).
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", _COMMON),
     "llama": ("llama", _COMMON),
@@ -58,7 +58,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def measure(name: str, pipe: Connection | None = None) -> dict[str, float]:
-    """Seconds of the processor by stage, in this process. `pipe` gets those so far after each."""
+    """Processor seconds of each stage, measured in this process. After each stage, the results so far are sent to `pipe`."""
     import torch
     import transformers
 
@@ -103,7 +103,7 @@ _STAGES = ("stream", "step", "padded", "evaluation")
 
 
 def measured(name: str, limit_s: int) -> dict[str, Any]:
-    """The row of one family. A stage that did not end within `limit_s` of the processor for all of them is absent."""
+    """The row of a family. A stage that did not end before `limit_s` processor seconds (for all stages together) is None."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_measure_into, args=(name, limit_s, theirs))
@@ -129,8 +129,9 @@ def _measure_into(name: str, limit_s: int, pipe: Connection) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("families", nargs="*", default=list(FAMILIES), help="of " + ", ".join(FAMILIES))
-    parser.add_argument("--limit", type=int, default=300, help="seconds of the processor for one family")
+    parser.add_argument("families", nargs="*", default=list(FAMILIES),
+                        help=f"families to measure: {', '.join(FAMILIES)} (default: all)")
+    parser.add_argument("--limit", type=int, default=300, help="processor seconds for one family (default: 300)")
     parser.add_argument("--output", type=Path, help="append JSON lines to this file")
     arguments = parser.parse_args()
     rows = []

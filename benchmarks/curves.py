@@ -1,11 +1,11 @@
-"""Losses of small models trained native and streamed, in float32, on text: a JSON line for each, and the largest difference.
+"""Compares the losses of small models trained natively and streamed, in float32 on text. Prints the largest difference.
 
     python benchmarks/curves.py --steps 200 --output benchmarks/results/curves.jsonl
 
-Both see the same batches from the same weights. Native training is PyTorch's, with transformers' own attention and AdamW of
-`torch.optim`; streamed training is the loop of forward, backward and step, with `megacompile.AdamW`. A third run, native with
-the rows of each batch in reverse, says how far rounding alone leads: a router sends a token elsewhere at its slightest change.
-The text is this project's own pages unless others are given; a byte is a token.
+Both start from the same weights and see the same batches. Native training uses PyTorch with the model's own attention and
+AdamW from `torch.optim`; streamed training is a loop of forward, backward and step with `megacompile.AdamW`. A third run,
+native with the rows of each batch in reverse order, shows the effect of rounding: the slightest change can make a router send
+a token to another expert. The text is this project's documentation unless other files are given; each byte is a token.
 """
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from megacompile.corpus import ByteTokenizer, read_text
 ROOT = Path(__file__).resolve().parent.parent
 SIZES: dict[str, Any] = dict(vocab_size=256, hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
                              num_hidden_layers=4, max_position_embeddings=256)
-#: Of each family what makes it itself: mixtures of experts, windows, sinks, linear attention.
+#: Families of models, with their characteristic features: mixtures of experts, windows, sinks, linear attention.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("MixtralConfig", dict(intermediate_size=96, num_local_experts=4, num_experts_per_tok=2)),
     "gemma3": ("Gemma3TextConfig", dict(intermediate_size=128, sliding_window=16, query_pre_attn_scalar=16,
@@ -48,7 +48,7 @@ def build(family: str) -> Any:
 
 
 def batches(files: list[Path]) -> Iterator[dict[str, Tensor]]:
-    """Windows of 64 bytes at random places, four a batch."""
+    """Batches of four windows of 64 bytes at random positions."""
     tokens = read_text(files, ByteTokenizer()).long()
     generator = torch.Generator().manual_seed(0)
     while True:
@@ -74,7 +74,7 @@ def reversed_rows(data: Iterator[dict[str, Tensor]]) -> Iterator[dict[str, Tenso
 
 
 def curves(family: str, steps: int, files: list[Path], learning_rate: float) -> dict[str, list[float]]:
-    """The losses of native, of streamed, and of native training with reversed rows."""
+    """The losses of native training, of streamed training, and of native training with reversed rows."""
     first = build(family)
     models = {"native": first, "streamed": megacompile.stream(copy.deepcopy(first), device="cpu", micro_batch_size=2),
               "reversed": copy.deepcopy(first)}
@@ -97,11 +97,11 @@ def text() -> list[Path]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--family", nargs="+", choices=FAMILIES, default=list(FAMILIES))
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--learning-rate", type=float, default=3e-4)
-    parser.add_argument("--text", type=Path, nargs="+", default=text())
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--family", nargs="+", choices=FAMILIES, default=list(FAMILIES), help="families (default: all)")
+    parser.add_argument("--steps", type=int, default=200, help="training steps (default: 200)")
+    parser.add_argument("--learning-rate", type=float, default=3e-4, help="learning rate (default: 3e-4)")
+    parser.add_argument("--text", type=Path, nargs="+", default=text(), help="text files (default: README.md and docs)")
+    parser.add_argument("--output", type=Path, help="append JSON lines to this file")
     given = parser.parse_args()
     for family in given.family:
         found = curves(family, given.steps, given.text, given.learning_rate)

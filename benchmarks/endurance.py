@@ -1,4 +1,4 @@
-"""One row of endurance: `python benchmarks/endurance.py --help`."""
+"""Measures an endurance row: `python benchmarks/endurance.py --help`."""
 from __future__ import annotations
 
 from megacompile.bench.endurance import main

@@ -1,9 +1,9 @@
-"""Host memory against model size, from 1B to 120B: what is predicted from a configuration alone, and what rows have measured.
+"""Prints host memory by model size, from 1B to 120B: predicted from the config, and measured by benchmark rows.
 
     python benchmarks/host_memory.py --plot docs/pictures/host-memory.svg
 
-Predicted: the tiles' bytes of a model on the meta device, found by tracing it as `stream` does. Measured: the resident set of
-the processes that made the rows of `benchmarks/results/step.jsonl`, where plans keep nothing else on the host.
+Predicted: the bytes of the tiles of a model on the meta device, which is traced as `stream` does. Measured: the resident set
+of the processes that measured the rows of `benchmarks/results/step.jsonl`, for plans that keep nothing else on the host.
 """
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from megacompile.planning.config import StreamConfig
 
 HERE = Path(__file__).parent
 GIB = 2**30
-#: Hidden size, intermediate size, layers, heads, heads of keys and values; untied, with Qwen2's vocabulary.
+#: Hidden size, intermediate size, layers, heads, key-value heads; untied, with Qwen2's vocabulary.
 SIZES = {"1B": (1536, 4608, 24, 12, 2), "3B": (2048, 11008, 36, 16, 2), "72B": (8192, 29568, 80, 64, 8),
          "120B": (10240, 36864, 88, 80, 8)}
 
@@ -36,7 +36,7 @@ def shapes() -> list[Qwen2Config]:
 
 
 def predicted(shape: Qwen2Config) -> tuple[int, int]:
-    """(parameters, bytes of host memory)"""
+    """(parameters, bytes of host memory) of a shape."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(shape, dtype=torch.bfloat16)
     _, tiling = analyse(model, StreamConfig.of(device="cuda"), "cuda", None, None)
@@ -44,7 +44,7 @@ def predicted(shape: Qwen2Config) -> tuple[int, int]:
 
 
 def measured() -> dict[tuple[str, int], float]:
-    """(Shape, layers) -> the largest resident set of rows, in GiB, of plans that keep nothing but tiles on the host."""
+    """(Shape, layers) -> the largest resident set in GiB of rows whose plans keep only tiles on the host."""
     found: dict[tuple[str, int], float] = {}
     for row in rows.read(HERE / "results/step.jsonl"):
         if row["system"] == "megacompile" and not row.get("host_checkpoints") and row["host_bytes_per_parameter"] <= 14.001:
@@ -55,7 +55,7 @@ def measured() -> dict[tuple[str, int], float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--plot", type=Path, help="draw it too, as .svg or .png")
+    parser.add_argument("--plot", type=Path, help="also draw the table to this file (.svg or .png)")
     given = parser.parse_args()
     if given.plot is not None:
         check_matplotlib()

@@ -1,4 +1,4 @@
-"""One row of native PyTorch: `python benchmarks/native.py --help`."""
+"""Measures a row of native PyTorch: `python benchmarks/native.py --help`."""
 from __future__ import annotations
 
 from megacompile.bench.native import main

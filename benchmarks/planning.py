@@ -1,10 +1,10 @@
-"""What planning takes: capture, then a plan, of models' shapes on the meta device, each in a process of its own.
+"""Measures how long planning takes: capturing and planning models on the meta device, each in its own process.
 
-    python benchmarks/planning.py --output benchmarks/results/planning.jsonl                   of loops
-    python benchmarks/planning.py --train-step --output benchmarks/results/planning.jsonl      of whole steps
+    python benchmarks/planning.py --output benchmarks/results/planning.jsonl                   # training loops
+    python benchmarks/planning.py --train-step --output benchmarks/results/planning.jsonl      # whole steps
 
-Seconds of the processor, those of the clock beside them, and the highest resident set, Python and PyTorch included. Needs
-no GPU and no weights.
+Reports processor seconds, wall-clock seconds, and the peak resident set, which includes Python and PyTorch. Needs no GPU and
+no weights.
 """
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import tabulate
 
 from megacompile.bench.rows import append, commit, machine
 
-#: Name -> class of the config, and its fields. Vocabulary and tied heads as published.
+#: Name -> (class of the config, its fields). Vocabularies and tied heads are those of the published models.
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "1B": ("LlamaConfig", dict(vocab_size=128256, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16,
                                num_attention_heads=32, num_key_value_heads=8, head_dim=64, tie_word_embeddings=True)),
@@ -35,7 +35,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def measure(shape: str, batch: int, length: int, hardware: str, train_step: bool) -> dict[str, Any]:
-    """Of one shape, in this process."""
+    """The row of a shape, measured in this process."""
     import torch
     import transformers
 
@@ -54,7 +54,7 @@ def measure(shape: str, batch: int, length: int, hardware: str, train_step: bool
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, name)(**fields), dtype=torch.bfloat16)
     started, clock = time.process_time(), time.perf_counter()
-    # Of the whole machine's memory: what a 72B or 120B model takes on the host is more than any profile has.
+    # A 72B or 120B model needs more host memory than any hardware profile has.
     megacompile.schedule(model, batch=batch, length=length, hardware=hardware, host_memory="4TiB", whole_step=train_step)
     row["plan_processor_s"] = time.process_time() - started - row["capture_processor_s"]
     row["plan_s"] = time.perf_counter() - clock - row["capture_s"]
@@ -66,11 +66,12 @@ def measure(shape: str, batch: int, length: int, hardware: str, train_step: bool
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("shapes", nargs="*", default=list(SHAPES), help="of " + ", ".join(SHAPES))
-    parser.add_argument("--batch", type=int, default=64)
-    parser.add_argument("--length", type=int, default=1024)
-    parser.add_argument("--hardware", default="h200")
-    parser.add_argument("--train-step", action="store_true", help="plan a whole step, in waves or not")
+    parser.add_argument("shapes", nargs="*", default=list(SHAPES),
+                        help=f"shapes to measure: {', '.join(SHAPES)} (default: all)")
+    parser.add_argument("--batch", type=int, default=64, help="sequences per step (default: 64)")
+    parser.add_argument("--length", type=int, default=1024, help="tokens per sequence (default: 1024)")
+    parser.add_argument("--hardware", default="h200", help="hardware profile to plan for (default: h200)")
+    parser.add_argument("--train-step", action="store_true", help="plan a whole step, including the choice of waves")
     parser.add_argument("--output", type=Path, help="append JSON lines to this file")
     arguments = parser.parse_args()
     rows = []
@@ -84,7 +85,7 @@ def main() -> None:
     print(tabulate.tabulate(
         [(row["shape"], row["parameters"] / 1e9, row["capture_processor_s"], row["plan_processor_s"],
           row["capture_s"] + row["plan_s"], row["peak_bytes"] / 2**30) for row in rows],
-        ("shape", "parameters, billion", "capture, s", "plan, s", "both by the clock, s", "memory, GiB"), "github",
+        ("shape", "parameters, billion", "capture, s", "plan, s", "both, wall-clock s", "memory, GiB"), "github",
         floatfmt=".1f"))
 
 

@@ -1,4 +1,4 @@
-"""One row of megacompile: `python benchmarks/step.py --help`."""
+"""Measures a row of megacompile: `python benchmarks/step.py --help`."""
 from __future__ import annotations
 
 from megacompile.bench.step import main

@@ -1,4 +1,4 @@
-"""One row of loading and saving: `python benchmarks/storage.py --help`."""
+"""Measures a row of loading and saving: `python benchmarks/storage.py --help`."""
 from __future__ import annotations
 
 from megacompile.bench.storage import main

@@ -1,4 +1,4 @@
-"""Rows as Markdown: `python benchmarks/table.py --help`."""
+"""Prints rows as Markdown: `python benchmarks/table.py --help`."""
 from __future__ import annotations
 
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""One row of megacompile: `python benchmarks/uneven.py --help`."""
+"""Measures a row of training on uneven rows: `python benchmarks/uneven.py --help`."""
 from __future__ import annotations
 
 from megacompile.bench.uneven import main

@@ -1,2 +1,2 @@
-"""Benchmarks: rows (`step`, `native`), each measured in a process of its own; tables of rows, as data; how they print."""
+"""Benchmarks: modules that measure rows (such as `step` and `native`) in separate processes, tables of rows, and printing."""
 from __future__ import annotations

@@ -1,5 +1,7 @@
-"""The device's SM clock and power during timed steps: a GPU at its power limit runs at whatever clock that allows, so that
-rows of different clocks are rows of different machines."""
+"""Samples the device's SM clock and power during timed steps.
+
+A GPU at its power limit lowers its clock, so rows that were measured at different clocks cannot be compared directly.
+"""
 from __future__ import annotations
 
 import contextlib
@@ -22,12 +24,13 @@ def _command(index: str) -> list[str]:
 
 @contextlib.contextmanager
 def sampled(device: str) -> Iterator[dict[str, float]]:
-    """Medians over the time inside, filled in at its end. Empty on a CPU, without nvidia-smi, and where it reports nothing."""
+    """A context that yields a dict and fills it at the end with medians over its duration. The dict stays empty on a CPU,
+    without nvidia-smi, and if nvidia-smi reports nothing."""
     found: dict[str, float] = {}
     if torch.device(device).type != "cuda" or shutil.which("nvidia-smi") is None:
         yield found
         return
-    # By its name: nvidia-smi counts devices that CUDA_VISIBLE_DEVICES hides.
+    # Uses the UUID, since nvidia-smi's indices include devices that CUDA_VISIBLE_DEVICES hides.
     index = "GPU-" + str(torch.cuda.get_device_properties(device).uuid).removeprefix("GPU-")
     process = subprocess.Popen(_command(index), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     try:
@@ -39,7 +42,7 @@ def sampled(device: str) -> Iterator[dict[str, float]]:
 
 
 def medians(printed: str) -> dict[str, float]:
-    """Of lines "1480, 690.31": what is no number ("[N/A]", a line cut short) is left out."""
+    """The medians of lines such as "1480, 690.31". Values that are not numbers ("[N/A]") and incomplete lines are skipped."""
     lines = [line.split(",") for line in printed.splitlines()]
     samples = {field: [float(line[i]) for line in lines if len(line) == len(QUERY) and _is_number(line[i])]
                for i, field in enumerate(QUERY.values())}

@@ -1,12 +1,12 @@
-"""Does anything grow, or slow down, over many steps? Memory of host and device, threads, open files and step times are sampled.
+"""Checks that nothing grows or slows down over many steps: host and device memory, threads, open files, step times.
 
     python benchmarks/endurance.py --shape tiny --layers 2 --batch 4 --length 32 --steps 1000 --uncompiled
     python benchmarks/endurance.py --shape qwen2-7b --batch 16 --length 1024 --device-memory 24GiB --minutes 8 --train-step
 
-The samples of the first third are warm-up: caches fill, and allocators find their size. Of the rest, the median of the last
-half is compared with that of the first. More than 1% of growth in memory, one more thread or file, or steps that are 1% slower
-(of a GPU; a shared CPU's clock wanders more than that, hence `--step-tolerance`) make the row an error. Every 10th step is an
-evaluation as well, every 25th of another length, as in a real run.
+The first third of the samples is warm-up, in which caches fill and allocators reach their size. In the rest, the median of the
+second half is compared with that of the first half. The row is an error if memory grows by more than 1%, if there are more
+threads or open files, or if steps are more than 1% slower (on a shared CPU, whose clock varies more, set `--step-tolerance`).
+As in a real run, every 10th step is followed by an evaluation, and every 25th step has another length.
 """
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _WARM_UP = 1 / 3
 
 @dataclass(frozen=True)
 class Sample:
-    """After a step. `step_s`: median of the steps since the sample before."""
+    """Measurements after a step. `step_s`: median duration of the steps since the previous sample."""
 
     host_bytes: int
     device_bytes: int
@@ -47,14 +47,15 @@ class Sample:
 
 def options() -> argparse.ArgumentParser:
     parser = rows.parser(__doc__)
-    parser.add_argument("--minutes", type=float, help="instead of --steps")
-    parser.add_argument("--samples", type=int, default=30, help="at least")
-    parser.add_argument("--train-step", action="store_true", help="each step as one program")
-    parser.add_argument("--overlap", action="store_true", help="update as gradients arrive, unclipped")
-    parser.add_argument("--device-memory")
-    parser.add_argument("--uncompiled", action="store_true", help="templates op by op")
-    parser.add_argument("--tolerance", type=float, default=0.01, help="growth of memory, as a share")
-    parser.add_argument("--step-tolerance", type=float, help="default: --tolerance")
+    parser.add_argument("--minutes", type=float, help="duration in minutes, instead of --steps")
+    parser.add_argument("--samples", type=int, default=30, help="minimum number of samples (default: 30)")
+    parser.add_argument("--train-step", action="store_true", help="run each step as one program")
+    parser.add_argument("--overlap", action="store_true", help="update tiles as their gradients arrive, without clipping")
+    parser.add_argument("--device-memory", help='device memory budget, such as "24GiB" (default: the free memory)')
+    parser.add_argument("--uncompiled", action="store_true", help="run templates op by op instead of compiling them")
+    parser.add_argument("--tolerance", type=float, default=0.01, help="allowed growth of memory, as a fraction (default: 0.01)")
+    parser.add_argument("--step-tolerance", type=float,
+                        help="allowed growth of step times, as a fraction (default: --tolerance)")
     return parser
 
 
@@ -63,7 +64,8 @@ def growth(before: float, after: float) -> float:
 
 
 def drift(samples: list[Sample]) -> dict[str, float]:
-    """Of each quantity after the warm-up: the growth from the first half's median to the last half's, as a share."""
+    """For each quantity, the growth from the median of the first half to that of the second half, as a fraction. The warm-up is
+    left out."""
     kept = samples[int(len(samples) * _WARM_UP):]
     halves = kept[:len(kept) // 2], kept[len(kept) // 2:]
     return {name: growth(*(statistics.median(getattr(sample, name) for sample in half) for half in halves))
@@ -71,7 +73,7 @@ def drift(samples: list[Sample]) -> dict[str, float]:
 
 
 def grown(found: dict[str, float], tolerance: float, step_tolerance: float) -> str | None:
-    """What has grown too much, in words; None if nothing has. Threads and files may not grow at all."""
+    """A message about what has grown too much, or None. Threads and files must not grow at all."""
     allowed = dict(host_bytes=tolerance, device_bytes=tolerance, threads=0.0, files=0.0, step_s=step_tolerance)
     over = [f"{name} by {found[name]:.2%}" for name, most in allowed.items() if found[name] > most]
     return f"grown: {', '.join(over)}" if over else None

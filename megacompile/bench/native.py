@@ -1,11 +1,11 @@
-"""One row of native PyTorch: the same shape and batches, with weights, gradients and optimizer state on the device.
+"""Measures a row of native PyTorch: the same shape and batches, with weights, gradients and optimizer state on the device.
 
-    python benchmarks/native.py --layers 28 --batch 64 --checkpointing                       # as people run it
-    python benchmarks/native.py --layers 28 --batch 64 --micro-batch-size 8 --compile        # the fastest found
+    python benchmarks/native.py --layers 28 --batch 64 --checkpointing                       # the usual way
+    python benchmarks/native.py --layers 28 --batch 64 --micro-batch-size 8 --compile        # the fastest way found
 
-Weights, gradients and both moments are bf16, AdamW is PyTorch's fused one, gradients are clipped by their norm. In between
-lie checkpoints of some layers alone (`--checkpoint-layers`), and checkpoints that keep what is costly to compute again
-(`--keep`).
+Weights, gradients and both moments are bf16, the optimizer is PyTorch's fused AdamW, and gradients are clipped by their norm.
+Other options are in between: checkpointing only some layers (`--checkpoint-layers`), or keeping results that are expensive to
+recompute (`--keep`).
 """
 from __future__ import annotations
 
@@ -28,23 +28,24 @@ from megacompile.errors import MegacompileError
 _aten = torch.ops.aten
 ATTENTION = [_aten._scaled_dot_product_flash_attention.default, _aten._scaled_dot_product_cudnn_attention.default,
              _aten._scaled_dot_product_efficient_attention.default, _aten._scaled_dot_product_flash_attention_for_cpu.default]
-#: What a checkpointed layer keeps all the same.
+#: Operations whose results a checkpointed layer keeps with `--keep`.
 KEPT = {"attention": ATTENTION, "products": [*ATTENTION, _aten.mm.default, _aten.addmm.default, _aten.bmm.default]}
 
 
 def options() -> argparse.ArgumentParser:
     parser = rows.parser(__doc__)
-    parser.add_argument("--checkpointing", action="store_true", help="keep the inputs of layers and recompute the rest")
-    parser.add_argument("--checkpoint-layers", type=int, help="with --checkpointing: of the first so many layers alone")
-    parser.add_argument("--keep", choices=KEPT, help="with --checkpointing: keep the results of these too")
-    parser.add_argument("--compile", action="store_true", help="torch.compile each layer")
+    parser.add_argument("--checkpointing", action="store_true", help="keep only the inputs of layers and recompute the rest")
+    parser.add_argument("--checkpoint-layers", type=int,
+                        help="with --checkpointing: number of layers, counted from the first, to checkpoint (default: all)")
+    parser.add_argument("--keep", choices=KEPT, help="with --checkpointing: also keep the results of these operations")
+    parser.add_argument("--compile", action="store_true", help="compile each layer with torch.compile")
     return parser
 
 
 def measure(given: argparse.Namespace) -> rows.Row:
     started = time.perf_counter()
     if not given.checkpointing and (given.checkpoint_layers is not None or given.keep):
-        raise MegacompileError("checkpoint-layers and keep say how to checkpoint: add --checkpointing")
+        raise MegacompileError("--checkpoint-layers and --keep have no effect without checkpointing: add --checkpointing")
     model = random_model(given.shape, rows.layer_count(given), given.device).to(given.device)
     prepare(model, given)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)

@@ -1,4 +1,4 @@
-"""A table as a picture: TFLOPS against the option that it varies, or as bars."""
+"""Draws a table: TFLOPS against the option that varies, or as bars."""
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -13,8 +13,8 @@ from megacompile.picture import check_matplotlib
 
 
 def draw(table: Table, found: Sequence[rows.Row], path: Path) -> None:
-    """Draws what was measured of a table, of every device, in the format of the path's suffix (.svg). Rows that failed are
-    left out. Raises `MegacompileError` without matplotlib, and where there is nothing to draw."""
+    """Draws the measured rows of a table for every device. The suffix of the path selects the format (.svg). Rows that failed
+    are left out. Raises `MegacompileError` without matplotlib, and if there is nothing to draw."""
     check_matplotlib()
     from matplotlib.figure import Figure
 
@@ -22,7 +22,7 @@ def draw(table: Table, found: Sequence[rows.Row], path: Path) -> None:
              for device in dict.fromkeys(row["device"] for row in found)}
     lines = {device: each for device, each in lines.items() if each}
     if not lines:
-        raise MegacompileError(f"nothing of the table {table.title!r} has been measured: there is nothing to draw")
+        raise MegacompileError(f"no row of the table {table.title!r} has been measured: measure some before drawing")
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
     axes.set_title(f"{table.title} ({', '.join(lines)})" if len(lines) == 1 else table.title)
@@ -34,7 +34,8 @@ def draw(table: Table, found: Sequence[rows.Row], path: Path) -> None:
 
 
 def _label(m: Measured, table: Table) -> str:
-    """What tells a row from the others, but for the option on the axis and what goes with it at constant tokens a step."""
+    """The options in which a row differs from others, without the option on the axis. For an axis of lengths, the batch is left
+    out as well, since it follows from the length at constant tokens per step."""
     hidden = (table.x, "batch") if table.x == "length" else (table.x,)
     given = [(name, m.spec.options.get(name)) for name in varying(table.rows) if name not in hidden]
     words = [name.replace("_", " ") if value is True else f"{name.replace('_', ' ')} {value}"

@@ -1,7 +1,7 @@
-"""What every row has, whoever computes it: options, batches, timing, the machine, and how rows are kept.
+"""The common part of all benchmark rows: options, batches, timing, the machine, and files of rows.
 
-A row is a JSON line. What was measured is told by its `system`, its `options` (those that differ from the defaults) and its
-`device`; a row that could not be measured has an `error`.
+A row is a JSON line. Its `system`, its `options` (those that differ from the defaults) and its `device` identify what was
+measured. A row that could not be measured has an `error`.
 """
 from __future__ import annotations
 
@@ -31,25 +31,29 @@ from megacompile.system.regular_files import read_regular
 Row = dict[str, Any]
 Measure = Callable[[argparse.Namespace], Row]
 
-#: Options that say how to measure, or where to put it, not what.
+#: Options that say how to measure or where to write the row, and so do not identify it.
 NOT_IDENTITY = ("append", "cache", "commit", "device", "folder", "profile", "recorded_steps", "steps", "timeline", "warm_up")
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
     """The options that all rows have."""
     found = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    found.add_argument("--shape", choices=SHAPES, default="qwen2-7b")
-    found.add_argument("--layers", type=_layers, help="default: the shape's; fit: as many as the host's memory can train")
-    found.add_argument("--batch", type=int, default=64)
-    found.add_argument("--length", type=int, default=1024)
-    found.add_argument("--steps", type=int, default=4, help="timed steps, after --warm-up")
-    found.add_argument("--warm-up", type=int, default=3, help="untimed steps: deferred moments touch their pages in the second")
-    found.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    found.add_argument("--micro-batch-size", type=int)
-    found.add_argument("--max-grad-norm", type=float, default=1.0)
-    found.add_argument("--no-clipping", action="store_true")
-    found.add_argument("--append", type=Path, help="add the row to this file")
-    found.add_argument("--commit", help="recorded; default: git's")
+    found.add_argument("--shape", choices=SHAPES, default="qwen2-7b", help="shape of the model (default: qwen2-7b)")
+    found.add_argument("--layers", type=_layers,
+                       help="number of layers; fit: as many as the host's memory can train (default: the shape's)")
+    found.add_argument("--batch", type=int, default=64, help="sequences per step (default: 64)")
+    found.add_argument("--length", type=int, default=1024, help="tokens per sequence (default: 1024)")
+    found.add_argument("--steps", type=int, default=4, help="number of timed steps, after --warm-up (default: %(default)s)")
+    found.add_argument("--warm-up", type=int, default=3,
+                       help="number of untimed steps; the second touches the pages of deferred moments (default: %(default)s)")
+    found.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu",
+                       help="cpu or cuda (default: cuda if there is a GPU)")
+    found.add_argument("--micro-batch-size", type=int,
+                       help="sequences that the device computes at a time (default: chosen by the planner; native: the batch)")
+    found.add_argument("--max-grad-norm", type=float, default=1.0, help="clip gradients to this global norm (default: 1.0)")
+    found.add_argument("--no-clipping", action="store_true", help="do not clip gradients")
+    found.add_argument("--append", type=Path, help="append the row to this file")
+    found.add_argument("--commit", help="commit to record in the row (default: the one that git reports)")
     return found
 
 
@@ -67,8 +71,8 @@ def layer_count(given: argparse.Namespace) -> int:
 
 def timed(step: Callable[[Tensor], float], given: argparse.Namespace, before: Callable[[], None] = lambda: None,
           seed: int = 0) -> Row:
-    """Runs `step(ids)`, which returns the loss when it is over, on a fresh random batch each: int64 [batch, length], the same
-    ones for the same seed. `before` is called between warming up and timing."""
+    """Times `step(ids)`, which returns the loss when the step is done. Each call gets a new random batch, int64 [batch,
+    length], which depends only on the seed. `before` is called between warm-up and timing."""
     vocabulary = SHAPES[given.shape]["vocab_size"]
     generator = torch.Generator().manual_seed(seed)
     times: list[float] = []
@@ -90,8 +94,8 @@ def timed(step: Callable[[Tensor], float], given: argparse.Namespace, before: Ca
 
 
 def rates(model: Any, given: argparse.Namespace, step_s: float) -> Row:
-    """TFLOPS count 6 FLOPs a parameter and token, of experts those that a token is sent to, recomputation not;
-    `tflops_with_attention` adds causal attention's."""
+    """Parameters and rates. `tflops` counts 6 FLOPs per active parameter and token (only the experts that a token is routed
+    to), without recomputation; `tflops_with_attention` adds causal attention."""
     active = active_parameters(model)
     tokens = given.batch * given.length
     return dict(parameters=sum(p.numel() for p in model.parameters()), active_parameters=active,
@@ -105,18 +109,18 @@ def significant(value: float) -> float:
 
 
 def finished(row: Row) -> Row:
-    """A row whose loss is not finite was made by something else than training."""
+    """The row, with an `error` if a loss is not finite: such a run did not train properly."""
     wrong = [number for number, loss in enumerate(row["losses"]) if not math.isfinite(loss)]
     return row | dict(error=f"the loss of step {wrong[0] + 1} is {row['losses'][wrong[0]]}") if wrong else row
 
 
-#: Begins the options of another row.
+#: Separates the options of rows on a command line.
 THEN = "--then"
 
 
 def main(system: str, options: argparse.ArgumentParser, measure: Measure) -> None:
-    """Measures the rows of a command line, and prints each and appends it to a file if asked. A row that failed is printed
-    alone; exit code 1 then, at the end."""
+    """Measures the rows of a command line, prints each, and appends it to a file if --append is given. A row that failed is
+    only printed, and the exit code is then 1."""
     given = [options.parse_args(arguments) for arguments in command_lines(sys.argv[1:])]
     failed = ["error" in one(system, options, each, measure) for each in given]
     if any(failed):
@@ -124,7 +128,7 @@ def main(system: str, options: argparse.ArgumentParser, measure: Measure) -> Non
 
 
 def command_lines(arguments: list[str]) -> list[list[str]]:
-    """Those of each row."""
+    """The arguments of each row, split at `THEN`."""
     found: list[list[str]] = [[]]
     for argument in arguments:
         if argument == THEN:
@@ -135,11 +139,11 @@ def command_lines(arguments: list[str]) -> list[list[str]]:
 
 
 def one(system: str, options: argparse.ArgumentParser, given: argparse.Namespace, measure: Measure) -> Row:
-    """Measures a row, prints it, and appends it to a file if it should be kept."""
+    """Measures a row, prints it, and appends it to the file given by --append unless it failed."""
     head = dict(system=system, options=identifying(options, given), shape=given.shape, batch=given.batch, length=given.length)
     try:
         row = finished(measure(given))
-    except Exception as error:  # whatever it is, it is the row's result
+    except Exception as error:  # any error is the result of the row
         traceback.print_exc()
         row = dict(error=named_line(error))
     row = head | row | machine(given.device) | dict(commit=given.commit or commit(), date=time.strftime("%Y-%m-%d"))
@@ -149,7 +153,7 @@ def one(system: str, options: argparse.ArgumentParser, given: argparse.Namespace
     return row
 
 
-# ---------------------------------------------------------------- what was measured, and where
+# ---------------------------------------------------------------- identity and machine
 
 def identifying(options: argparse.ArgumentParser, given: argparse.Namespace) -> Row:
     return {name: value for name, value in vars(given).items()
@@ -157,7 +161,7 @@ def identifying(options: argparse.ArgumentParser, given: argparse.Namespace) -> 
 
 
 def identity(system: str, options: Mapping[str, Any], device: str) -> str:
-    """Equal for rows that measure the same thing."""
+    """A string that is equal for rows that measure the same thing."""
     return json.dumps([system, dict(options), device], sort_keys=True)
 
 
@@ -174,10 +178,10 @@ def commit() -> str:
         return "unknown"
 
 
-# ---------------------------------------------------------------- keeping
+# ---------------------------------------------------------------- files
 
 def append(path: Path, row: Row) -> None:
-    """In one write: whatever stops the process, the file's lines are whole."""
+    """Appends a row in a single write, so that lines stay complete if the process is stopped."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab", buffering=0) as file:
         file.write((json.dumps(row) + "\n").encode())
@@ -205,7 +209,7 @@ def read(path: Path) -> list[Row]:
 
 
 def latest(rows: Iterable[Row]) -> dict[str, Row]:
-    """The last row of each identity. Rows that do not say what they measured are left out."""
+    """The last row of each identity. Rows without options are left out."""
     return {identity(row["system"], row["options"], row["device"]): row for row in rows if "options" in row}
 
 
@@ -215,5 +219,5 @@ def by_commit(rows: Iterable[Row]) -> dict[tuple[str, str | None], Row]:
             for row in rows if "options" in row}
 
 
-if __name__ == "__main__":  # in a process of its own, which takes the device's memory with it
+if __name__ == "__main__":  # run in a separate process, whose device memory is freed when it ends
     print(json.dumps(machine("cuda" if torch.cuda.is_available() else "cpu")))

@@ -1,5 +1,7 @@
-"""Measures the rows of a table that a file has not. Rows of one model share a process, and the model; what breaks one takes no
-other with it, since a new process measures those behind it."""
+"""Measures the rows of a table that a file does not have yet.
+
+Rows with the same model share a process and the model. If a row crashes its process, a new process measures the rows after it.
+"""
 from __future__ import annotations
 
 import contextlib
@@ -19,22 +21,22 @@ import megacompile
 from megacompile.bench import rows
 from megacompile.bench.tables import MODULES, Spec, Table
 
-#: A row that takes longer hangs, or is not worth its time.
+#: Time limit for a row in seconds. A row that takes longer is assumed to hang.
 ROW_LIMIT_S = 20 * 60.0
-#: For a process whose last row has come, to say why it failed, if it did.
+#: Time in seconds for a process to end, and to print why it failed, after its last row.
 _LAST_WORDS_S = 5.0
 
 
 def missing(table: Table, found: Collection[rows.Row], device: str, retry: bool = False) -> list[Spec]:
-    """Rows that are not among those found; with `retry` those too that failed."""
+    """The rows of a table that are not among `found`; with `retry`, also those that failed."""
     known = {key for key, row in rows.latest(found).items() if not (retry and "error" in row)}
     return [spec for spec in table.rows if spec.identity(device) not in known]
 
 
 def run(table: Table, output: Path, *, limit_s: float | None = None, retry: bool = False,
         report: Callable[[str], object] = print) -> int:
-    """Adds the missing rows of a table to a file, one by one, and returns how many are missing yet: those for which
-    `limit_s` seconds were not enough. A row that fails is added with its `error`. `report` is told what happens."""
+    """Adds the missing rows of a table to a file, one by one, and returns the number that are still missing after `limit_s`
+    seconds. A row that fails is added with its `error`. `report` is called with progress messages."""
     end = time.monotonic() + (float("inf") if limit_s is None else limit_s)
     machine = described_machine()
     wanted = missing(table, rows.read(output), machine["device"], retry)
@@ -43,18 +45,18 @@ def run(table: Table, output: Path, *, limit_s: float | None = None, retry: bool
         together = [spec for spec in wanted if spec.model == wanted[0].model]
         for spec, row in zip(together, measured(together, end), strict=False):
             wanted.remove(spec)
-            if "options" not in row:  # it could not even say what it was
+            if "options" not in row:  # the process died before it could describe the row
                 row = dict(system=spec.system, options=spec.identifying(), commit=rows.commit()) | row | machine
             rows.append(output, row)
             report(f"{spec.label}: {row['error'] if 'error' in row else str(row['tflops']) + ' TFLOPS'}")
     if wanted:
-        report(f"time is up, and {len(wanted)} rows are missing yet: run the same again")
+        report(f"the time limit is reached and {len(wanted)} rows are still missing: run the same command again")
     return len(wanted)
 
 
 def measured(specs: Sequence[Spec], end: float) -> Iterator[rows.Row]:
-    """The rows of one process, as they come: no more after one that it does not survive, which has an `error`, and none after
-    `end` (of `time.monotonic`)."""
+    """The rows that one process measures, as they arrive. If a row ends the process, it has an `error` and is the last one. No
+    rows arrive after the time `end` (of `time.monotonic`)."""
     command = [sys.executable, "-m", MODULES[specs[0].system]]
     for number, spec in enumerate(specs):
         command += [*([rows.THEN] if number else []), *spec.arguments()]
@@ -76,7 +78,7 @@ def measured(specs: Sequence[Spec], end: float) -> Iterator[rows.Row]:
 
 
 def _next(process: subprocess.Popen[str], limit_s: float) -> rows.Row | None:
-    """The next row that a process prints; None if it ends before, or is ended since that takes too long."""
+    """The next row that a process prints; None if the process ends before, or is killed after `limit_s` seconds."""
     assert process.stdout is not None, "its output is a pipe"
     timer = threading.Timer(max(0.0, limit_s), process.kill)
     timer.start()
@@ -90,7 +92,7 @@ def _next(process: subprocess.Popen[str], limit_s: float) -> rows.Row | None:
 
 
 def _row(line: str) -> rows.Row | None:
-    """A printed row; None for a line that is something else."""
+    """The row that a line contains, or None if it is something else."""
     try:
         found: Any = json.loads(line)
     except ValueError:
@@ -99,7 +101,7 @@ def _row(line: str) -> rows.Row | None:
 
 
 def _end(process: subprocess.Popen[str], said: IO[str]) -> rows.Row:
-    """What became of a row whose process has ended."""
+    """The failed row of a process that has ended."""
     code = process.wait()
     if code == -signal.SIGKILL:
         return dict(error=f"took more than {ROW_LIMIT_S / 60:.0f} minutes, or was killed")
@@ -110,19 +112,20 @@ def _end(process: subprocess.Popen[str], said: IO[str]) -> rows.Row:
 
 
 def _repeat(process: subprocess.Popen[str], said: IO[str]) -> None:
-    """Prints what a process that failed has said."""
+    """Prints the stderr of a process that failed."""
     if process.wait() not in (0, -signal.SIGKILL):
         said.seek(0)
         print(said.read(), file=sys.stderr)
 
 
 def described_machine() -> rows.Row:
-    """As a row has it. In a process of its own: CUDA, once used, keeps half a gigabyte of device memory."""
+    """The fields of a row about the machine. They are read in a separate process, since CUDA keeps half a gigabyte of device
+    memory once it is used."""
     done = subprocess.run([sys.executable, "-m", "megacompile.bench.rows"], env=_environment(), capture_output=True, text=True,
                           check=True)
     return dict(json.loads(done.stdout))
 
 
 def _environment() -> dict[str, str]:
-    root = str(Path(megacompile.__file__).parents[1])  # the same megacompile, wherever this one was imported from
+    root = str(Path(megacompile.__file__).parents[1])  # so that the process imports this copy of megacompile
     return {**os.environ, "PYTHONPATH": os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])}

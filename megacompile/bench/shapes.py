@@ -1,4 +1,4 @@
-"""Decoder shapes with random weights, made on the device that is fast at it."""
+"""Decoder shapes and models of them with random weights."""
 from __future__ import annotations
 
 import re
@@ -12,7 +12,7 @@ from megacompile.loading import parameters_on_meta
 from megacompile.system.host_memory import available_host_bytes
 from megacompile.weights.tiling import HOST_MARGIN_BYTES
 
-#: Fields of a config of transformers, Qwen2's unless it names another `model_type`.
+#: Fields of a config from transformers; of Qwen2 unless `model_type` is given.
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen2-7b": dict(vocab_size=152064, hidden_size=3584, intermediate_size=18944, num_hidden_layers=28,
                      num_attention_heads=28, num_key_value_heads=4),
@@ -30,11 +30,11 @@ SHAPES: dict[str, dict[str, Any]] = {
                        num_attention_heads=32, num_key_value_heads=8, sliding_window=4096),
     "tiny": dict(vocab_size=512, hidden_size=64, intermediate_size=192, num_hidden_layers=4, num_attention_heads=4,
                  num_key_value_heads=2),
-    # Layers of the 7B shape, wider and wider. A small vocabulary: it is the layers that are to be seen.
+    # Layers of the 7B shape, 1 to 5 times as wide. The vocabulary is small, so that the layers dominate.
     **{f"wide-{times}": dict(vocab_size=32000, hidden_size=3584 * times, intermediate_size=18944 * times, num_hidden_layers=4,
                              num_attention_heads=28 * times, num_key_value_heads=4 * times) for times in range(1, 6)},
 }
-#: Of host memory while a model is taken over: 14 in tiles and 2 as it was made, which goes tile by tile.
+#: Host memory in bytes while a model is moved into tiles: 14 in tiles, and 2 for the original, which is freed tile by tile.
 BYTES_PER_PARAMETER = 16
 
 
@@ -50,7 +50,8 @@ def parameters(shape: str, layers: int) -> int:
 
 
 def layers_that_fit(shape: str, host_bytes: int | None = None) -> int:
-    """The most layers of a shape that so much host memory (None: what is available) can train; one at least."""
+    """The largest number of layers of a shape that `host_bytes` of host memory (None: what is available) can train, at least
+    1."""
     available = (available_host_bytes() if host_bytes is None else host_bytes) - HOST_MARGIN_BYTES
     one, two = parameters(shape, 1), parameters(shape, 2)
     fitting = 1 + (available // BYTES_PER_PARAMETER - one) // (two - one)
@@ -58,7 +59,7 @@ def layers_that_fit(shape: str, host_bytes: int | None = None) -> int:
 
 
 def random_model(shape: str, layers: int | None, device: str) -> Any:
-    """A bf16 model on the host with weights of standard deviation 0.02, norms of one."""
+    """A bf16 model on the host. Weights have a standard deviation of 0.02, norms are 1. Values are drawn on `device`."""
     with parameters_on_meta():
         model = AutoModelForCausalLM.from_config(config(shape, layers), dtype=torch.bfloat16)
     torch.manual_seed(0)
@@ -71,14 +72,15 @@ def random_model(shape: str, layers: int | None, device: str) -> Any:
 
 
 def active_parameters(model: Any) -> int:
-    """Those that a token goes through: of experts, as many as it is sent to."""
+    """The number of parameters that a token uses; of experts, only those that it is routed to."""
     experts = next((count for name in ("num_experts", "num_local_experts") if (count := getattr(model.config, name, None))), 1)
     share = getattr(model.config, "num_experts_per_tok", 1) / experts
     return round(sum(p.numel() * (share if re.search(r"\.experts\.", name) else 1) for name, p in model.named_parameters()))
 
 
 def attention_flops(model: Any, length: int) -> float:
-    """FLOPs of causal attention for a token, forward and backward: in layers with a window no more keys than it has."""
+    """FLOPs of causal attention per token, forward and backward. In layers with a sliding window, a query sees at most the keys
+    in it."""
     sizes = model.config
     width = sizes.num_attention_heads * (getattr(sizes, "head_dim", None) or sizes.hidden_size // sizes.num_attention_heads)
     window = min(getattr(sizes, "sliding_window", None) or length, length)

@@ -1,11 +1,11 @@
-"""One row: the training step of a decoder shape with random weights, timed over steady steps, a fresh batch each.
+"""Measures a row: the training step of a decoder shape with random weights, timed over several steps with new batches.
 
     python benchmarks/step.py --shape qwen2-7b --layers 28 --batch 64 --length 1024 --checkpoint-interval 1
 
-Prints one JSON line: machine, versions, commit, every step's time, TFLOPS (6 x parameters x tokens / step time, recompute
-not counted), predicted time, how busy each lane was, device peak, host bytes, and the loss. `--append FILE` adds the line
-to a file. `--then` begins the options of another row, measured by the same process; where only plans and batches differ, of the
-same model.
+Prints one JSON line: machine, versions, commit, the time of every step, TFLOPS (6 x parameters x tokens / step time, without
+recomputation), predicted time, how busy each lane was, peak device memory, host bytes, and losses. `--append FILE` appends the
+line to a file. `--then` begins the options of another row, which the same process measures. If only the plan and the batch
+differ, it uses the same model.
 """
 from __future__ import annotations
 
@@ -37,57 +37,73 @@ from megacompile.runtime.backends.lanes import Backend
 from megacompile.runtime.operations import OPERATIONS
 from megacompile.timeline import save_trace
 
-#: Their operations are copies, and make values that compute reads.
+#: Lanes whose operations are copies. Compute reads the values that they produce.
 _LINK = (Lane.H2D, Lane.D2H)
 
 
 def options() -> argparse.ArgumentParser:
     parser = rows.parser(__doc__)
-    parser.add_argument("--checkpoint-interval", type=int, default=1)
-    parser.add_argument("--weight-slots", type=int)
-    parser.add_argument("--resident", nargs="*", default=[])
-    parser.add_argument("--resident-state", nargs="*", help="tiles that are updated on the device; default: the planner's")
-    parser.add_argument("--visiting-state", nargs="*", help="tiles that go there for their update; default: the planner's")
-    parser.add_argument("--deferred-moments", choices=tuple(_YES), help="moments behind all weights; default: the planner's")
-    parser.add_argument("--saved-layers", type=int, help="default: as many as fit")
-    parser.add_argument("--residuals", choices=RESIDUALS, help="what these layers keep")
-    parser.add_argument("--token-chunk", type=int, help="tokens that a layer computes at a time; default: the planner's")
-    parser.add_argument("--device-memory")
-    parser.add_argument("--pinned-memory", help="pinned memory that tiles may take; less than all: through slabs")
-    parser.add_argument("--uncompiled", action="store_true", help="templates op by op")
-    parser.add_argument("--train-step", action="store_true", help="each step as one program")
-    parser.add_argument("--waves", type=int)
-    parser.add_argument("--overlap", action="store_true", help="update as gradients arrive, unclipped")
-    parser.add_argument("--synchronous-optimizer", action="store_true", help="a step is over when its update is")
-    parser.add_argument("--compute-only", action="store_true", help="no copies and no optimizer: the templates' own rate")
-    parser.add_argument("--recorded-steps", type=int, default=2, help="more steps, for how busy lanes are; 0: none")
-    parser.add_argument("--timeline", metavar="PREFIX", help="write the recorded and the simulated steps: PREFIX.json (a trace "
-                                                             "for Perfetto), PREFIX.svg and PREFIX.png")
-    parser.add_argument("--profile", action="store_true", help="also print where one more step's device time goes")
+    parser.add_argument("--checkpoint-interval", type=int, default=1,
+                        help="number of layers between activation checkpoints (default: 1)")
+    parser.add_argument("--weight-slots", type=int,
+                        help="number of device buffers for streamed weights (default: chosen by the planner)")
+    parser.add_argument("--resident", nargs="*", default=[],
+                        help="tiles whose weights stay on the device, or all (default: none)")
+    parser.add_argument("--resident-state", nargs="*",
+                        help="tiles that stay on the device with their optimizer state (default: chosen by the planner)")
+    parser.add_argument("--visiting-state", nargs="*",
+                        help="tiles that are copied to the device for their update (default: chosen by the planner)")
+    parser.add_argument("--deferred-moments", choices=tuple(_YES),
+                        help="update moments after the weights of all tiles (default: chosen by the planner)")
+    parser.add_argument("--saved-layers", type=int,
+                        help="number of layers, counted from the last, that keep their residuals (default: as many as fit)")
+    parser.add_argument("--residuals", choices=RESIDUALS,
+                        help="which residuals these layers keep (default: chosen by the planner)")
+    parser.add_argument("--token-chunk", type=int,
+                        help="number of tokens that a layer computes at a time (default: chosen by the planner)")
+    parser.add_argument("--device-memory", help='device memory budget, such as "24GiB" (default: the free memory)')
+    parser.add_argument("--pinned-memory",
+                        help="budget for pinned memory; if it does not hold all tiles, copies use pinned buffers "
+                             "(default: no limit)")
+    parser.add_argument("--uncompiled", action="store_true", help="run templates op by op instead of compiling them")
+    parser.add_argument("--train-step", action="store_true", help="run each step as one program")
+    parser.add_argument("--waves", type=int, help="number of waves in a step (default: chosen by the planner)")
+    parser.add_argument("--overlap", action="store_true", help="update tiles as their gradients arrive, without clipping")
+    parser.add_argument("--synchronous-optimizer", action="store_true",
+                        help="wait for the update at the end of each step")
+    parser.add_argument("--compute-only", action="store_true",
+                        help="skip copies and updates, to measure the rate of the templates")
+    parser.add_argument("--recorded-steps", type=int, default=2,
+                        help="number of additional steps that measure how busy lanes are; 0: none (default: 2)")
+    parser.add_argument("--timeline", metavar="PREFIX",
+                        help="write the recorded and the simulated steps to PREFIX.json (a trace for Perfetto), PREFIX.svg and "
+                             "PREFIX.png")
+    parser.add_argument("--profile", action="store_true",
+                        help="run one more step under PyTorch's profiler and print device time by kernel")
     return parser
 
 
-#: Rows that have these in common are measured on one model.
+#: Rows that have these options in common are measured on one model.
 MODEL = ("shape", "layers", "device", "pinned_memory", "uncompiled")
-#: Options of a row that a new plan honours.
+#: Options of a row that `replan` can change.
 _PLANNED = ("checkpoint_interval", "micro_batch_size", "weight_slots", "resident", "resident_state", "visiting_state",
             "deferred_moments", "saved_layers", "residuals", "token_chunk", "device_memory", "waves")
 _YES = {"yes": True, "no": False}
 
 
 class Models:
-    """Streams a row's model; rows one behind the other that differ in nothing but their plans and batches share it.
+    """Streams the model of a row. Consecutive rows that differ only in plan and batch share a model.
 
-    State: the model of the last row, what it was `made` for, and for how many rows it was used."""
+    State: the model of the last row, the options that it was `made` for, and the number of rows that `used` it."""
 
     def __init__(self) -> None:
         self.model: Any = None
         self.made: tuple[Any, ...] = ()
         self.used = 0
-        self.before = 0  # bytes of the process, before the model was streamed
+        self.before = 0  # resident bytes of the process before the model was streamed
 
     def of(self, given: argparse.Namespace) -> Any:
-        """The model, streamed, under the plan of a row."""
+        """The streamed model, with the plan of a row."""
         planned = {name: getattr(given, name) for name in _PLANNED}
         planned["resident"] = tuple(given.resident)
         for name in ("resident_state", "visiting_state"):
@@ -109,7 +125,7 @@ class Models:
         return self.model
 
     def close(self) -> None:
-        """Gives the model back, if there is one."""
+        """Closes the model, if there is one."""
         model, self.model = self.model, None
         if model is not None:
             model.megacompile.close()
@@ -122,14 +138,14 @@ class Models:
 
 
 def measure(given: argparse.Namespace, models: Models) -> rows.Row:
-    if given.timeline is not None:  # now, not after an hour
+    if given.timeline is not None:  # check before the measurement, which may take an hour
         picture.check_matplotlib()
         if not given.recorded_steps:
-            raise MegacompileError("without recorded steps there is no timeline: leave out --recorded-steps 0, or --timeline")
+            raise MegacompileError("--timeline needs recorded steps: leave out --recorded-steps 0, or leave out --timeline")
     try:
         return _measure(given, models)
     except BaseException:
-        models.close()  # whatever it is, it is no model for another row
+        models.close()  # another row must not use this model
         raise
 
 
@@ -147,12 +163,13 @@ def _measure(given: argparse.Namespace, models: Models) -> rows.Row:
     with contextlib.ExitStack() as patches:
 
         def before_timing() -> None:
-            if given.compute_only:  # else the last step's update goes on beside the first that is timed, as beside all others
+            # Otherwise the last update overlaps the first timed step, as every update overlaps the next step.
+            if given.compute_only:
                 model.megacompile.streamed.settle()
                 patches.enter_context(compute_alone(model.megacompile.streamed.backend))
                 patches.callback(model.megacompile.streamed.settle)
 
-        found = rows.timed(step, given, before_timing, seed=models.used - 1)  # no batch that it knows
+        found = rows.timed(step, given, before_timing, seed=models.used - 1)  # batches that the model has not seen
         norm = optimizer.grad_norm
         measured = recorded(model, step, given)
         simulated = predicted(model, given)
@@ -182,7 +199,7 @@ def _measure(given: argparse.Namespace, models: Models) -> rows.Row:
 
 
 class Step:
-    """One training step. State: of each, the seconds of forward, backward and update, as its caller sees them."""
+    """Runs training steps. State: `phases`, the seconds of forward, backward and update of each step, as seen by the caller."""
 
     def __init__(self, model: Any, optimizer: megacompile.AdamW, given: argparse.Namespace) -> None:
         self.model, self.optimizer, self.given = model, optimizer, given
@@ -202,20 +219,21 @@ class Step:
             self.optimizer.step()
             self.optimizer.zero_grad()
         if self.given.synchronous_optimizer:
-            self.model.megacompile.streamed.settle()  # `synchronize` would send what lives on the device anew
+            self.model.megacompile.streamed.settle()  # `synchronize` would also send resident tiles to the device again
         self.phases.append((forward - start, backward - forward, time.perf_counter() - backward))
         return float(loss.detach())
 
 
 @contextlib.contextmanager
 def compute_alone(backend: Backend) -> Iterator[None]:
-    """Copies that move nothing and updates that change nothing: what remains is the rate of the templates. Slots keep the
-    weights and checkpoints that the warm-up left there: kernels are faster on zeros."""
+    """A context in which copies and updates do nothing, so that only the templates take time. Slots keep the weights and
+    checkpoints from the warm-up, since kernels would be faster on zeros."""
     before = dict(OPERATIONS)
 
     def nothing(*_: Any) -> None: ...
 
-    # Whatever is no mere copy: those are issued, so that what follows finds values, and move nothing.
+    # Copies are still issued, since later nodes need their values, but `backend.copy` does nothing. All other ops that are left
+    # out are replaced.
     idle = (name for name, op in OPS.items() if left_out(op) and (op.lane not in _LINK or name.startswith("adam")))
     OPERATIONS.update(dict.fromkeys(idle, nothing))
     with mock.patch.object(backend, "copy", nothing):
@@ -227,12 +245,12 @@ def compute_alone(backend: Backend) -> Iterator[None]:
 
 
 def left_out(op: Op) -> bool:
-    """Whether a row of compute alone does without: what other lanes do, and updates, wherever they are made."""
+    """Whether `--compute-only` leaves an op out: the work of other lanes, and all updates."""
     return op.lane not in (None, Lane.COMPUTE) or op.name.startswith("adam")
 
 
 def recorded(model: Any, step: Step, given: argparse.Namespace) -> Timeline | None:
-    """What the lanes do in some more steps."""
+    """A timeline of additional steps, recorded on the lanes; None if `--recorded-steps` is 0."""
     if not given.recorded_steps:
         return None
     ids = torch.randint(0, model.config.vocab_size, (given.batch, given.length))
@@ -243,7 +261,7 @@ def recorded(model: Any, step: Step, given: argparse.Namespace) -> Timeline | No
 
 
 def occupancy(timeline: Timeline | None) -> dict[str, float] | None:
-    """How busy each lane is in the last step, 0 to 1."""
+    """The fraction of the last step in which each lane is busy, 0 to 1."""
     if timeline is None:
         return None
     lanes = dict.fromkeys(item.lane for item in timeline.items)
@@ -251,8 +269,8 @@ def occupancy(timeline: Timeline | None) -> dict[str, float] | None:
 
 
 def predicted(model: Any, given: argparse.Namespace) -> Timeline | None:
-    """What the simulator says of the same program; None for a machine whose rates are not known, and where a step waits for its
-    update: steps are simulated one behind the other."""
+    """The simulation of the same program. None if the machine has not been measured, or if steps wait for their update, which
+    the simulator does not model."""
     if Hardware.known(given.device) is None or given.synchronous_optimizer:
         return None
     return model.megacompile.simulate(without=left_out if given.compute_only else None)
@@ -268,7 +286,7 @@ def write_timelines(given: argparse.Namespace, measured: Timeline, simulated: Ti
 
 
 def profile(model: Any, step: Step, given: argparse.Namespace) -> None:
-    """One step under PyTorch's profiler: device time by kernel."""
+    """Runs one step under PyTorch's profiler and prints device time by kernel."""
     from torch.profiler import ProfilerActivity
     with torch.profiler.profile(activities=[ProfilerActivity.CUDA]) as profiled:
         step(torch.randint(0, model.config.vocab_size, (given.batch, given.length)))
@@ -277,13 +295,13 @@ def profile(model: Any, step: Step, given: argparse.Namespace) -> None:
 
 
 def checkpoint_bytes(model: Any, plan: Any) -> int:
-    """Activation checkpoints of one step: the inputs of all blocks."""
+    """The bytes of the activation checkpoints of one step: the inputs of all blocks."""
     blocks = -(-(model.config.num_hidden_layers - plan.saved_layers) // plan.checkpoint_interval)
     return int(blocks * plan.batch * plan.length * model.config.hidden_size * model.dtype.itemsize)
 
 
 def resident_bytes() -> int:
-    """Resident set of this process, in bytes."""
+    """The resident set of this process in bytes."""
     with open("/proc/self/statm", encoding="ascii") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 

@@ -1,12 +1,12 @@
-"""Reading a model from the disk, and saving its training state beside training.
+"""Measures how fast a model is loaded from disk, and how much saving its training state slows training down.
 
-    python benchmarks/storage.py --shape qwen2-7b --folder /scratch                      # loading: 15 GB, cold
-    python benchmarks/storage.py --shape qwen2-7b --layers 8 --folder /scratch --save    # and saving: 12 bytes a parameter
+    python benchmarks/storage.py --shape qwen2-7b --folder /scratch                      # loading 15 GB with a cold cache
+    python benchmarks/storage.py --shape qwen2-7b --layers 8 --folder /scratch --save    # also saving, 12 bytes per parameter
 
-Writes a model with random weights as safetensors, empties the system's cache of those files, reads them as they are (the
-disk's own rate, with as many threads), empties it again and loads them with `megacompile.from_pretrained`; its rate leaves the
-model's capture out. With `--save`, it then times steps alone, and steps beside a `CheckpointWriter`, until that is done; the
-time in which `save` holds training up is part of its slow-down.
+Writes a model with random weights as safetensors files and removes them from the page cache. Reads the raw files with as many
+threads, for the rate of the disk. Removes them from the cache again and loads them with `megacompile.from_pretrained`; the rate
+of loading does not include the model's capture. With `--save`, times steps without a save, and steps during a save of
+`CheckpointWriter`. The slow-down includes the time for which `save` itself blocks training.
 """
 from __future__ import annotations
 
@@ -33,9 +33,10 @@ _CHUNK_BYTES = 16 << 20
 
 def options() -> argparse.ArgumentParser:
     parser = rows.parser(__doc__)
-    parser.add_argument("--folder", type=Path, help="on the disk that is measured; default: that of temporary files")
-    parser.add_argument("--save", action="store_true", help="also save beside training")
-    parser.add_argument("--uncompiled", action="store_true", help="templates op by op")
+    parser.add_argument("--folder", type=Path,
+                        help="folder on the disk to measure (default: the folder for temporary files)")
+    parser.add_argument("--save", action="store_true", help="also measure saving during training")
+    parser.add_argument("--uncompiled", action="store_true", help="run templates op by op instead of compiling them")
     return parser
 
 
@@ -75,7 +76,7 @@ def rate(size: int, taken_s: float) -> float:
 
 
 def empty_cache(files: list[Path]) -> None:
-    """The next read of these files comes from the disk."""
+    """Removes the files from the page cache, so that the next read comes from the disk."""
     for file in files:
         handle = os.open(file, os.O_RDONLY)
         try:
@@ -86,7 +87,7 @@ def empty_cache(files: list[Path]) -> None:
 
 
 def read(files: list[Path]) -> None:
-    """All bytes of the files, and nothing done with them."""
+    """Reads all bytes of the files and discards them."""
     def chunks(file: Path, start: int) -> None:
         buffer = bytearray(_CHUNK_BYTES)
         with file.open("rb", buffering=0) as handle:
@@ -100,7 +101,7 @@ def read(files: list[Path]) -> None:
 
 
 def saving(model: Any, folder: Path, given: argparse.Namespace) -> rows.Row:
-    """Times of steps alone and beside a save."""
+    """Times steps without a save and during a save."""
     optimizer = megacompile.AdamW(model.parameters(), lr=1e-5, max_grad_norm=given.max_grad_norm)
     generator = torch.Generator().manual_seed(0)
     losses: list[float] = []

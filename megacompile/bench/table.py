@@ -1,10 +1,10 @@
-"""Rows as Markdown: a declared table with what was measured of it, or a whole file of rows as they are.
+"""Prints rows as Markdown: the measured rows of a declared table, or all rows of a file.
 
     python benchmarks/table.py                     the rows of benchmarks/results/step.jsonl
     python benchmarks/table.py FILE TABLE ...      tables of megacompile.bench.tables, from a file of rows
-    python benchmarks/table.py FILE TABLE --brief  with the columns that decide
+    python benchmarks/table.py FILE TABLE --brief  only the most important columns
 
-Ratios are taken within one commit: rows of different code are not compared.
+Ratios are computed only between rows of the same commit.
 """
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ Cell = Callable[["Measured"], str]
 
 @dataclass(frozen=True)
 class Measured:
-    """A row of a table that was measured. `alone_tflops` is that of its compute alone, `native_tflops` that of the fastest
-    native row of its size, `full_tflops` that of full rows trained in the same way; None where there is none."""
+    """A measured row of a table. `alone_tflops`: the rate of its templates without copies and updates (`--compute-only`);
+    `native_tflops`: the rate of the fastest native row of the same size; `full_tflops`: the rate with full rows and the same
+    device memory. Each is None if it was not measured."""
 
     spec: Spec
     row: rows.Row
@@ -35,15 +36,17 @@ class Measured:
     full_tflops: float | None = None
 
     def option(self, name: str) -> Any:
-        """As the table says, else as it came out: the number of layers that fit, say."""
+        """The value of an option in the table, or the actual value if the table leaves it open (such as layers="fit")."""
         value = self.spec.options.get(name)
         return self.row.get(name, value) if value in (None, "fit") else value
 
 
 def measured(table: Table, found: Iterable[rows.Row], device: str) -> list[Measured]:
-    """What was measured of a table on one device, in its order: the last row of each, or the last that was measured together
-    with most of what the table compares it with, its compute alone and native PyTorch. Rows of compute alone stand beside
-    those whose templates they ran, those of clipped steps also beside steps that update on arrival under such a plan."""
+    """The measured rows of a table on one device, in the order of the table.
+
+    If a row was measured several times, takes the last one at the commit with the most rows to compare it with (compute-only
+    and native rows). A compute-only row belongs to the rows that run the same templates. That of a clipped step also belongs
+    to steps with updates on arrival, if their plan runs the same templates."""
     found = [row for row in found if row["device"] == device and "options" in row]
     rates = rows.by_commit(row for row in found if "tflops" in row)
     natives: dict[tuple[Any, ...], float] = {}
@@ -65,7 +68,7 @@ def measured(table: Table, found: Iterable[rows.Row], device: str) -> list[Measu
         beside = [(row, _alone(identities, row, rates)) for row in same]
         has_alone = any(each in table.rows for each in alones[:1])
         partners = [(has_alone and alone is not None) + (has_native and _size(row) in natives) for row, alone in beside]
-        row, alone = beside[max(zip(partners, range(len(same)), strict=True))[1]]  # the last of those with most
+        row, alone = beside[max(zip(partners, range(len(same)), strict=True))[1]]  # the last one with the most partners
         result.append(Measured(spec, row, alone, natives.get(_size(row)), fulls.get(_budget(row))))
     return result
 
@@ -75,23 +78,23 @@ def _is_native(system: str, options: Mapping[str, Any]) -> bool:
 
 
 def _budget(row: rows.Row) -> tuple[Any, ...]:
-    """What rows of one model that may use as much device memory agree in."""
+    """A key that is equal for rows with the same model and the same device memory budget."""
     return *(row.get(key) for key in ("shape", "layers", "commit")), row["options"].get("device_memory")
 
 
 def _alone(identities: Sequence[str], row: rows.Row, rates: Mapping[tuple[str, str | None], rows.Row]) -> float | None:
-    """TFLOPS of the templates that a row ran, computing alone: of the first of these rows that has; None if none has."""
+    """The TFLOPS of the first compute-only row, among these identities, that ran the same templates; None if there is none."""
     beside = (rates[key] for each in identities if (key := (each, row.get("commit"))) in rates)
     return next((each["tflops"] for each in beside if _computed(each) == _computed(row)), None)
 
 
 def _computed(row: rows.Row) -> tuple[Any, ...]:
-    """What two rows that run the same templates as often agree in."""
+    """A key that is equal for rows that run the same templates equally often."""
     return (*(row.get(key) for key in ("micro_batch", "checkpoint_interval", "saved_layers", "token_chunk")), _residuals(row))
 
 
 def _residuals(row: rows.Row) -> str:
-    """Which residuals layers keep. Older rows do not say it: all."""
+    """Which residuals layers keep. Older rows have no such field and keep all."""
     return str(row.get("residuals", "all"))
 
 
@@ -100,7 +103,7 @@ def _size(row: rows.Row) -> tuple[Any, ...]:
 
 
 def varying(specs: Sequence[Spec]) -> list[str]:
-    """The options in which rows of a table differ, in the order in which they first appear."""
+    """The options in which the rows of a table differ, in order of first appearance."""
     names = dict.fromkeys(name for spec in specs for name in spec.options)
     return [name for name in names if len({str(spec.options.get(name)) for spec in specs}) > 1 and name != "compute_only"]
 
@@ -130,7 +133,7 @@ def _commit(m: Measured) -> str:
     return str(m.row.get("commit") or "")
 
 
-#: A column in which no row has anything is left out.
+#: The columns of tables. A column that is empty in all rows is left out.
 COLUMNS: Mapping[str, Cell] = {
     "TFLOPS": _tflops, "with attention": _number("tflops_with_attention", ".0f"),
     "of compute alone": _share(lambda m: m.alone_tflops),
@@ -143,23 +146,23 @@ COLUMNS: Mapping[str, Cell] = {
     "host, bytes/parameter": _number("host_bytes_per_parameter", ".1f"), "lanes busy": _occupancy,
     "SM, MHz": _number("sm_clock_mhz", ".0f"), "power, W": _number("power_w", ".0f"), "commit": _commit,
 }
-#: Columns that a brief table has.
+#: The columns of brief tables.
 BRIEF = ("TFLOPS", "of compute alone", "of native", "tokens/s", "of full rows", "first step, s",
          "slowest / median", "step, s", "predicted, s", "GPU, GiB", "predicted, GiB", "commit")
 
 
 def text(value: Any) -> str:
-    """An option as it is shown: what is not given, not at all."""
+    """An option as it is printed. Options that are not given are empty."""
     return "" if value is None or value is False else "yes" if value is True else str(value)
 
 
 def markdown(table: Table, found: Sequence[rows.Row], brief: bool = False) -> str:
-    """The table with everything measured of it, for each device; below it, why rows failed."""
+    """The table with its measured rows, for each device, followed by the errors of rows that failed."""
     parts = []
     for device in dict.fromkeys(row["device"] for row in found):
         if lines := measured(table, found, device):
             parts.append(f"{table.title} ({device})\n\n{_table(table, lines, brief)}")
-    return "\n\n".join(parts) or f"{table.title}: nothing has been measured"
+    return "\n\n".join(parts) or f"{table.title}: no row has been measured"
 
 
 def _table(table: Table, lines: Sequence[Measured], brief: bool) -> str:
@@ -173,7 +176,7 @@ def _table(table: Table, lines: Sequence[Measured], brief: bool) -> str:
     return "\n\n".join([tabulate(cells, headers="keys", tablefmt="github", disable_numparse=True), *failed])
 
 
-# ---------------------------------------------------------------- a file as it is
+# ---------------------------------------------------------------- all rows of a file
 
 STEP_COLUMNS = {"tokens": "tokens", "layers": "layers", "K": "checkpoint_interval", "residuals kept": "kept",
                 "step": "step", "TFLOPS": "tflops", "step, s": "step_s", "GPU, GiB": "peak_device_gib",
@@ -182,7 +185,7 @@ STEP_COLUMNS = {"tokens": "tokens", "layers": "layers", "K": "checkpoint_interva
 
 
 def plain(found: Iterable[rows.Row]) -> str:
-    """Every row of megacompile that was measured, in the file's order."""
+    """A table of every measured row of megacompile, in the order of the file."""
     lines = []
     for row in found:
         if "error" in row or row.get("system") == "native":
@@ -200,12 +203,13 @@ def plain(found: Iterable[rows.Row]) -> str:
 
 def main(default: Path | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("file", type=Path, nargs=None if default is None else "?", default=default)
-    parser.add_argument("tables", nargs="*", metavar="TABLE", help=", ".join(TABLES))
-    parser.add_argument("--brief", action="store_true", help="fewer columns")
+    parser.add_argument("file", type=Path, nargs=None if default is None else "?", default=default, help="file of rows")
+    parser.add_argument("tables", nargs="*", metavar="TABLE",
+                        help=f"tables to print: {', '.join(TABLES)} (default: all rows as they are)")
+    parser.add_argument("--brief", action="store_true", help="print only the most important columns")
     given = parser.parse_args()
     if unknown := set(given.tables) - set(TABLES):
-        parser.error(f"there is no table {', '.join(sorted(unknown))}: choose of {', '.join(TABLES)}")
+        parser.error(f"there is no table {', '.join(sorted(unknown))}: choose from {', '.join(TABLES)}")
     found = rows.read(given.file)
     print("\n\n".join(markdown(TABLES[name], found, given.brief) for name in given.tables) if given.tables else plain(found))
 

@@ -1,12 +1,12 @@
-"""One row: training on rows of uneven length, as people have them, through the ways in which people train.
+"""Measures a row: training on sequences of uneven length, through one of the usual training APIs.
 
-    python benchmarks/uneven.py --data instructions --through trainer                    # ours, with transformers' arguments
+    python benchmarks/uneven.py --data instructions --through trainer                    # megacompile's Trainer
     python benchmarks/uneven.py --data instructions --through native --arrangement grouped
-    python benchmarks/uneven.py --data full --through trainer                            # what full rows reach
+    python benchmarks/uneven.py --data full --through trainer                            # full rows, for comparison
 
-A step has `--batch` rows, padded to the longest as default collators do. Tokens a second count the rows' own tokens, not their
-padding. Native is `transformers.Trainer` with weights, gradients and a fused bf16 AdamW on the device; it accumulates over
-micro-batches. Prints one JSON line.
+A step has `--batch` rows, padded to the longest one as default collators do. Tokens per second do not count padding. Native is
+`transformers.Trainer` with weights, gradients and a fused bf16 AdamW on the device; it accumulates over micro-batches. Prints
+one JSON line.
 """
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ from megacompile.tools.options import DType, Knobs
 
 @dataclass(frozen=True)
 class Lengths:
-    """Log-normal lengths in tokens: their `median`, the `sigma` of their logarithm, the `shortest`; longer ones are cut at
-    `longest`."""
+    """A log-normal distribution of lengths in tokens, with this `median` and standard deviation `sigma` of the logarithm,
+    clamped to the range from `shortest` to `longest`."""
 
     median: float
     sigma: float
@@ -65,15 +65,15 @@ class Lengths:
         return [int(length) for length in drawn.clamp(self.shortest, self.longest).round().tolist()]
 
 
-#: What people train on. Instruction data is short, chats have a long tail, documents are cut.
+#: Typical data. Instructions are short, chats have a long tail, documents are truncated.
 DATA = {
     "instructions": Lengths(180, 0.8, 16, 2048),
     "chat": Lengths(500, 1.1, 32, 8192),
     "documents": Lengths(1200, 1.2, 64, 4096),
 }
-#: Rows of one length, with as many tokens a step as instructions have.
+#: Rows of one length, with as many tokens per step as instructions have.
 FULL = "full"
-#: Rows of a micro-batch of native training: a loss over all logits of a step would not fit.
+#: Rows in a micro-batch of native training. The logits of a whole step would not fit.
 NATIVE_ROWS = 8
 THROUGH = ("trainer", "sft", "loop", "train", "native")
 ARRANGEMENTS = ("padded", "grouped", "packed")
@@ -82,19 +82,25 @@ ARRANGEMENTS = ("padded", "grouped", "packed")
 def options() -> argparse.ArgumentParser:
     parser = rows.parser(__doc__)
     parser.set_defaults(steps=20, warm_up=4)
-    parser.add_argument("--data", choices=(*DATA, FULL), default="instructions", help="the distribution of lengths")
-    parser.add_argument("--through", choices=THROUGH, default="trainer", help="ours: Trainer, SFTTrainer, a plain loop or "
-                                                                              "`megacompile train`; or native Trainer")
+    parser.add_argument("--data", choices=(*DATA, FULL), default="instructions",
+                        help="distribution of lengths (default: instructions)")
+    parser.add_argument("--through", choices=THROUGH, default="trainer",
+                        help="training API: megacompile's Trainer, SFTTrainer, a plain loop or `megacompile train`; or native "
+                             "Trainer (default: trainer)")
     parser.add_argument("--arrangement", choices=ARRANGEMENTS, default="padded",
-                        help="grouped: rows of like length in one batch, as Trainer can; packed: several in rows of one length")
-    parser.add_argument("--device-memory")
-    parser.add_argument("--cache", type=Path, help="the folder of compiled code and plans; default: the user's")
-    parser.add_argument("--cold", action="store_true", help="with an empty cache: a new --cache folder, or a temporary one")
-    parser.add_argument("--dynamic", action=argparse.BooleanOptionalAction, help="ours: kernels of packed rows for any number "
-                                                                                 "of rows, or for few sizes")
-    parser.add_argument("--attention", default="sdpa", help="native: attn_implementation")
-    parser.add_argument("--checkpointing", action="store_true", help="native: keep the inputs of layers and recompute the rest")
-    parser.add_argument("--compile", action="store_true", help="native: torch.compile each layer")
+                        help="grouped: batches of rows with similar length, as Trainer can make them; packed: several "
+                             "sequences in rows of one length (default: padded)")
+    parser.add_argument("--device-memory", help='device memory budget, such as "24GiB" (default: the free memory)')
+    parser.add_argument("--cache", type=Path, help="folder of compiled code and plans (default: the user's cache folder)")
+    parser.add_argument("--cold", action="store_true",
+                        help="start with an empty cache: a new --cache folder, or a temporary one")
+    parser.add_argument("--dynamic", action=argparse.BooleanOptionalAction,
+                        help="megacompile: compile kernels of packed rows once for any number of rows, or for each of a few "
+                             "sizes (default: once if kernels are compiled)")
+    parser.add_argument("--attention", default="sdpa", help="native: attn_implementation (default: sdpa)")
+    parser.add_argument("--checkpointing", action="store_true",
+                        help="native: keep only the inputs of layers and recompute the rest")
+    parser.add_argument("--compile", action="store_true", help="native: compile each layer with torch.compile")
     parser.set_defaults(keep=None, checkpoint_layers=None)
     return parser
 
@@ -102,7 +108,7 @@ def options() -> argparse.ArgumentParser:
 # ---------------------------------------------------------------- data
 
 class RandomRows(Dataset[dict[str, Any]]):
-    """Random tokens in rows of these lengths, all of which are targets; the same ones for the same seed."""
+    """Rows of random tokens with these lengths. All tokens are targets. The same seed gives the same rows."""
 
     def __init__(self, lengths: Sequence[int], vocabulary: int, seed: int = 0) -> None:
         self.lengths, self.vocabulary, self.seed = lengths, vocabulary, seed
@@ -117,7 +123,7 @@ class RandomRows(Dataset[dict[str, Any]]):
 
 
 def collate(found: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
-    """Rows padded on the right to the longest: ids, mask and labels, int64 [rows, length]."""
+    """A batch of rows padded on the right to the longest one: ids, mask and labels, int64 [rows, length]."""
     shape = len(found), max(len(row["input_ids"]) for row in found)
     batch = dict(input_ids=torch.zeros(shape, dtype=torch.int64), attention_mask=torch.zeros(shape, dtype=torch.int64),
                  labels=torch.full(shape, IGNORED))
@@ -130,7 +136,7 @@ def collate(found: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
 
 
 class PackedRows(Dataset[dict[str, Any]]):
-    """Rows of one length that hold several of `source`'s each, in order, with positions that begin anew."""
+    """Rows of one length. Each holds several rows of `source`, in order, with position IDs that restart at 0."""
 
     def __init__(self, source: RandomRows, length: int) -> None:
         self.source, self.length = source, length
@@ -159,14 +165,14 @@ class PackedRows(Dataset[dict[str, Any]]):
 
 
 def stack(found: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
-    """Rows of one length: int64 [rows, length] each."""
+    """A batch of rows of one length: tensors int64 [rows, length]."""
     return {name: torch.tensor([row[name] for row in found]) for name in ("input_ids", "labels", "position_ids")}
 
 
 class Feed:
-    """What a run trains on: `rows` a step of `data`, put together `each` at a time by `collate`.
+    """The data of a run: `rows` rows per step, in batches of `each` rows made by `collate`.
 
-    State: `tokens` and `computed`, of each batch so far: the rows' own tokens, and all places of the batch."""
+    State: for each batch so far, the number of `tokens` without padding, and of `computed` tokens including padding."""
 
     def __init__(self, data: RandomRows | PackedRows, collator: Callable[[Sequence[Mapping[str, Any]]], dict[str, Tensor]],
                  count: int, each: int | None) -> None:
@@ -184,21 +190,21 @@ class Feed:
         return batch
 
     def of_steps(self, counts: Sequence[int]) -> list[int]:
-        """The sum of each step's `counts`, which has a number for each batch."""
+        """The sum of `counts` for each step. `counts` has a number for each batch."""
         return [sum(counts[at:at + self.accumulated]) for at in range(0, len(counts), self.accumulated)]
 
 
 def feed(given: argparse.Namespace, vocabulary: int) -> Feed:
-    """Raises `MegacompileError` for an arrangement that the data does not have."""
+    """The data of a row. Raises `MegacompileError` for an arrangement that the data does not support."""
     steps = given.steps + given.warm_up + 1  # Trainer reads ahead
     each = (given.micro_batch_size or NATIVE_ROWS) if given.through == "native" else None
     if given.data == FULL:
         if given.arrangement != "padded":
-            raise MegacompileError("full rows have nothing to arrange: leave --arrangement out")
+            raise MegacompileError("full rows cannot be arranged in another way: leave --arrangement out")
         mean = statistics.mean(DATA["instructions"].draw(given.batch * 100, seed=0))
         count = max(1, round(given.batch * mean / LENGTH))
         return Feed(RandomRows([LENGTH] * 2 * count * steps, vocabulary), collate, count, each)
-    source = RandomRows(DATA[given.data].draw(2 * given.batch * steps, seed=0), vocabulary)  # half of them are to spare
+    source = RandomRows(DATA[given.data].draw(2 * given.batch * steps, seed=0), vocabulary)  # twice as many as needed
     if given.arrangement == "packed":
         packed = PackedRows(source, max(LENGTH, DATA[given.data].longest))
         return Feed(packed, stack, max(1, len(packed) // (2 * steps)), each)
@@ -208,7 +214,7 @@ def feed(given: argparse.Namespace, vocabulary: int) -> Feed:
 # ---------------------------------------------------------------- ways to train
 
 def arguments(given: argparse.Namespace, fed: Feed, folder: str) -> dict[str, Any]:
-    """`TrainingArguments` of all Trainers."""
+    """Arguments for the `TrainingArguments` of all Trainers."""
     grouped = dict(train_sampling_strategy="group_by_length", length_column_name="tokens")
     return dict(
         output_dir=folder, max_steps=given.steps + given.warm_up, per_device_train_batch_size=fed.each,
@@ -231,7 +237,8 @@ def through_trainer(given: argparse.Namespace, model: Any, fed: Feed, folder: st
 
 
 def number_tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
-    """A tokenizer of texts like "17 4", with a token for each number. The last three tokens of the vocabulary are special."""
+    """A tokenizer for texts such as "17 4", with a token for each number. The last three tokens of the vocabulary are
+    special."""
     special = dict(zip(("<unk>", "<eos>", "<pad>"), range(vocabulary - 3, vocabulary), strict=True))
     tokenizer = Tokenizer(models.WordLevel({str(n): n for n in range(vocabulary - 3)} | special, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -293,14 +300,14 @@ def measure(given: argparse.Namespace) -> rows.Row:
 
 
 def _of_command(given: argparse.Namespace, folder: Path) -> rows.Row:
-    """What the log of `megacompile train` says, on the same rows as conversations, a third of each being the prompt."""
+    """A row from the log of `megacompile train`, run on the same rows as conversations. A third of each is the prompt."""
     shape = config(given.shape, rows.layer_count(given))
     fed = feed(given, shape.vocab_size)
     if not isinstance(fed.data, RandomRows):
-        raise MegacompileError("megacompile train packs rows by itself: leave --arrangement out")
+        raise MegacompileError("megacompile train packs rows itself: leave --arrangement out")
     tokenizer = number_tokenizer(shape.vocab_size)
     shape.save_pretrained(folder / "model")
-    tokenizer.save_pretrained(folder / "tokenizer")  # beside a config it would be read as that model's own
+    tokenizer.save_pretrained(folder / "tokenizer")  # next to the config it would be taken for the model's own tokenizer
     with (folder / "rows.jsonl").open("w") as file:
         for index in range(len(fed.data)):
             words = [str(token) for token in fed.data[index]["input_ids"]]

@@ -1,9 +1,9 @@
-"""Checkpoints of a training run: everything that it needs to go on to the bit. `docs/checkpoints.md` has the format.
+"""Checkpoints of a training run: everything needed to resume it bit-exactly. `docs/checkpoints.md` describes the format.
 
-    values.py, files.py, manifest.py   what is written: values, tensors, and what says which
-    folders.py                         how a checkpoint comes to be whole or not at all
-    subject.py, random_state.py        what is saved
-    writer.py, loading.py              saving beside training; going on
+    values.py, files.py, manifest.py   the file formats: values, tensors, and the manifest that lists them
+    folders.py                         folders of checkpoints, which are created atomically
+    subject.py, random_state.py        the state that is saved
+    writer.py, loading.py              saving while training continues; resuming
 """
 from __future__ import annotations
 

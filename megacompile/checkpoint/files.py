@@ -1,11 +1,13 @@
-"""The files of a checkpoint: written in one pass, with a checksum, and on the disk when they are said to be; checked before
-they are read.
+"""Writes and reads the files of a checkpoint.
 
-A file of tensors is a safetensors file. The library writes one from tensors that it has, holding the interpreter's lock: every
-lane would stand still. So its format (a length, a JSON header, the data) is written here from chunks; the library reads it.
+Files are written in one pass with a checksum, and are on disk when `write_file` returns. They are checked before they are read.
 
-The checksum is CRC-32 of zlib: it finds damage, which is its task, at four times the speed of blake2b (1.3 against 0.33 GB/s a
-thread on the Xeon where both were measured). It is no proof against a forger; nothing in a checkpoint is ever executed.
+Tensors are stored in safetensors files. The safetensors library needs whole tensors to write a file and holds the GIL while it
+does, which would stop every lane. Therefore this module writes the format itself (a length, a JSON header, the data) from
+chunks. The library reads it.
+
+The checksum is zlib's CRC-32. It detects damage at four times the speed of blake2b (1.3 versus 0.33 GB/s per thread on the Xeon
+where both were measured). It does not protect against forgery, but nothing in a checkpoint is ever executed.
 """
 from __future__ import annotations
 
@@ -25,11 +27,11 @@ from safetensors import SafetensorError, safe_open
 from megacompile.errors import CheckpointError
 from megacompile.system.regular_files import open_regular
 
-#: A checkpoint names its files like this and no other way: no path in it can lead anywhere else.
+#: The only file names that a checkpoint may contain, so that no path in it can lead elsewhere.
 TENSOR_FILE = re.compile(r"tensors-\d{5,}\.safetensors")
 _BUFFER_BYTES = 16 << 20
 
-#: The dtypes that we write, as safetensors calls them.
+#: The supported dtypes and their names in safetensors.
 DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL"}
@@ -37,7 +39,7 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor of a file: `key` is the part and the name, as in "exp_avg:model.layers.0.weight"."""
+    """One tensor of a file. `key`: the part and the parameter, such as "exp_avg:model.layers.0.weight"."""
 
     key: str
     dtype: torch.dtype
@@ -50,15 +52,15 @@ class Entry:
 
 @dataclass(frozen=True)
 class Written:
-    """What is recorded of a file."""
+    """The size and checksum of a file."""
 
     bytes: int
     crc32: str
 
 
 def header(entries: Sequence[Entry]) -> bytes:
-    """What a safetensors file begins with; the tensors' bytes follow in this order. Wide dtypes must come first, so that each
-    tensor is aligned."""
+    """The beginning of a safetensors file. The bytes of the tensors follow in this order. Entries with wide dtypes must come
+    first, so that each tensor is aligned."""
     table, position = {}, 0
     for entry in entries:
         table[entry.key] = dict(dtype=DTYPES[entry.dtype], shape=entry.shape,
@@ -70,8 +72,8 @@ def header(entries: Sequence[Entry]) -> bytes:
 
 
 def write_file(path: Path, chunks: Iterable[Any]) -> Written:
-    """Writes a new file of some buffers of bytes. It is on the disk on return, and no longer in the system's cache: the host's
-    memory is full of tiles. Raises `OSError`."""
+    """Writes buffers of bytes to a new file. On return the file is on disk and has been dropped from the page cache, because
+    host memory is full of tiles. Raises `OSError`."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
         checksum = size = 0
@@ -88,34 +90,34 @@ def write_file(path: Path, chunks: Iterable[Any]) -> Written:
 
 
 def check_file(path: Path, expected: Written) -> None:
-    """Raises `CheckpointError` if there is no such file, it is a link or a FIFO, or it is not what was written."""
+    """Raises `CheckpointError` if the file is missing, is a link or a FIFO, or differs from what was written."""
     try:
         with open(open_regular(path, follow_links=False), "rb", buffering=0) as file:
             size = os.fstat(file.fileno()).st_size
             if size != expected.bytes:
-                raise CheckpointError(f"{path} is damaged: it has {size} bytes, and {expected.bytes} were written; take "
-                                      "another checkpoint")
+                raise CheckpointError(f"{path} is damaged: it has {size} bytes, but {expected.bytes} were written; use another "
+                                      "checkpoint")
             checksum, buffer = 0, memoryview(bytearray(min(_BUFFER_BYTES, size + 1)))
             while count := file.readinto(buffer):
                 checksum = zlib.crc32(buffer[:count], checksum)
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read ({error.strerror}): take another checkpoint") from error
+        raise CheckpointError(f"{path} cannot be read ({error.strerror}): use another checkpoint") from error
     if f"{checksum:08x}" != expected.crc32:
-        raise CheckpointError(f"{path} is damaged: its checksum is {checksum:08x}, and was {expected.crc32} when it was "
-                              "written; take another checkpoint")
+        raise CheckpointError(f"{path} is damaged: its checksum is {checksum:08x}, but was {expected.crc32} when it was "
+                              "written; use another checkpoint")
 
 
 def read_tensors(path: Path, entries: Sequence[Entry]) -> Mapping[str, torch.Tensor]:
-    """The tensors of a file by key, mapped and not read yet. Raises `CheckpointError` if they are not these."""
+    """The tensors of a file by key, memory-mapped but not read yet. Raises `CheckpointError` if they differ from `entries`."""
     try:
         with safe_open(path, framework="pt") as file:
-            slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118  (it is no mapping)
+            slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118  (the file is not a mapping)
             found = {key: (s.get_dtype(), tuple(s.get_shape())) for key, s in slices.items()}
             wanted = {entry.key: (DTYPES[entry.dtype], entry.shape) for entry in entries}
             for key in sorted(found.keys() | wanted.keys()):
                 if found.get(key) != wanted.get(key):
-                    raise CheckpointError(f"{path} holds {key} as {found.get(key, 'nothing')}, and its manifest says "
-                                          f"{wanted.get(key, 'nothing')}: take another checkpoint")
+                    raise CheckpointError(f"{path} holds {key} as {found.get(key, 'nothing')}, but its manifest says "
+                                          f"{wanted.get(key, 'nothing')}: use another checkpoint")
             return {key: file.get_tensor(key) for key in wanted}
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{path} is not a safetensors file ({error}): take another checkpoint") from error
+        raise CheckpointError(f"{path} is not a safetensors file ({error}): use another checkpoint") from error

@@ -1,12 +1,12 @@
-"""Folders of checkpoints: which are there, how a new one comes to be, and how old ones go.
+"""Folders of checkpoints: lists them, creates new ones atomically, and removes old ones.
 
     runs/
-      000001-step-500/       number of the save, steps trained: a save after going back to an earlier step is still the newest
+      000001-step-500/       number of the save, number of steps; the number orders saves even after resuming at an earlier step
       000002-step-1000/
-      .incomplete-x3k9q/     one that is being written, or being removed; locked by whoever does it
+      .incomplete-x3k9q/     being written or removed; locked by the process that does it
 
-A checkpoint is made whole in a folder with another name and then renamed, so that whatever has a checkpoint's name was complete
-once. What a dead process has left is removed when the next one is written.
+A checkpoint is written into a folder with a temporary name, which is then renamed. So every folder with the name of a
+checkpoint was complete once. Folders left behind by dead processes are removed when the next checkpoint is written.
 """
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ _INCOMPLETE = ".incomplete-"
 
 
 def named(directory: Path) -> list[Path]:
-    """The folders that have a checkpoint's name, oldest save first. Raises `CheckpointError` where that cannot be seen."""
+    """The folders with the name of a checkpoint, oldest save first. Raises `CheckpointError` if `directory` cannot be read."""
     try:
         if not directory.is_dir():
             return []
         return sorted((path for path in directory.iterdir() if _NAME.fullmatch(path.name) and path.is_dir()), key=_number)
     except OSError as error:
-        raise CheckpointError(f"{directory} cannot be looked into ({error.strerror}): give a folder that can be "
+        raise CheckpointError(f"{directory} cannot be read ({error.strerror}): give a folder of checkpoints that can be "
                               "read") from error
 
 
 def _number(path: Path) -> int:
     match = _NAME.fullmatch(path.name)
-    assert match is not None, f"{path} has no checkpoint's name"
+    assert match is not None, f"{path} does not have the name of a checkpoint"
     return int(match[1])
 
 
 def complete(directory: Path) -> list[Path]:
-    """Those with a whole manifest, oldest save first."""
+    """The checkpoints with a complete manifest, oldest save first."""
     return [path for path in named(directory) if _has_manifest(path)]
 
 
@@ -55,8 +55,8 @@ def _has_manifest(path: Path) -> bool:
 
 
 def latest_checkpoint(directory: str | Path) -> Path | None:
-    """The newest complete checkpoint in a folder of checkpoints; None if there is none. Raises `CheckpointError` for a folder
-    that cannot be looked into."""
+    """The newest complete checkpoint in a folder of checkpoints, or None. Raises `CheckpointError` if the folder cannot be
+    read."""
     return next((path for path in reversed(named(Path(directory))) if _has_manifest(path)), None)
 
 
@@ -70,7 +70,8 @@ class Incomplete(WorkingFolder):
         super().__init__(directory, _INCOMPLETE)
 
     def publish(self, step: int, keep: int) -> Path:
-        """Gives the folder its name, and removes all but the last `keep` complete ones. Raises `OSError`."""
+        """Renames the folder to its final name, and removes all except the last `keep` complete checkpoints. Raises
+        `OSError`."""
         directory = self.path.parent
         sync_folder(self.path)
         number = max(map(_number, named(directory)), default=0)
@@ -80,7 +81,7 @@ class Incomplete(WorkingFolder):
             try:
                 self.path.rename(target)
                 break
-            except OSError as error:  # another process was first
+            except OSError as error:  # another process has taken this number
                 if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                     raise
         sync_folder(directory)
@@ -90,18 +91,18 @@ class Incomplete(WorkingFolder):
         return target
 
     def discard(self) -> None:
-        shutil.rmtree(self.path, ignore_errors=True)  # what is left is swept when the next one is written
+        shutil.rmtree(self.path, ignore_errors=True)  # files that remain are removed when the next checkpoint is written
         self.release()
 
 
 def sweep(directory: Path) -> None:
-    """Removes what was left by writers that are dead."""
+    """Removes incomplete checkpoints of dead processes."""
     for path in abandoned(directory, _INCOMPLETE):
         shutil.rmtree(path, ignore_errors=True)
 
 
 def _remove(path: Path) -> None:
-    """Under another name first: half of a checkpoint must not look like one."""
+    """Removes a checkpoint. Renames it first, so that a partly removed checkpoint is not mistaken for a complete one."""
     doomed = unused(path.parent, _INCOMPLETE)
     path.rename(doomed)
     shutil.rmtree(doomed, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Going on from a checkpoint: everything is checked before anything is changed."""
+"""Loads a checkpoint. Everything is checked before anything is changed."""
 from __future__ import annotations
 
 import os
@@ -24,15 +24,16 @@ _THREADS = 4
 
 
 def load_checkpoint(directory: str | Path, model: Any, optimizer: Any, *, scheduler: Any = None) -> Any:
-    """Puts back what `CheckpointWriter.save` or `save_checkpoint` has saved, to the bit, under whatever plan: weights, moments,
-    remainders, steps, the options of parameter groups, the scheduler, buffers, and the random number generators. Gradients are
-    set to None. Returns the `extra` that was saved.
+    """Restores the state that `CheckpointWriter.save` or `save_checkpoint` has saved, bit-exactly and under any plan: weights,
+    moments, remainders, steps, options of parameter groups, scheduler, buffers, and random number generators. Sets gradients to
+    None. Returns the `extra` that was saved.
 
-    `directory` is one checkpoint, or a folder of checkpoints, of which the newest complete one is taken. The model must have
-    the same parameters and buffers, and the optimizer the same parameters in each group; make both, and the scheduler, first.
+    `directory` is a checkpoint, or a folder of checkpoints, from which the newest complete one is loaded. Create the model, the
+    optimizer and the scheduler first. The model must have the same parameters and buffers, and the optimizer the same
+    parameters in each group.
 
     Raises `CheckpointError`, with the file and the reason, before anything has changed: for a damaged or truncated file, a
-    folder that holds no checkpoint, and a checkpoint of another model, optimizer or scheduler."""
+    folder without a checkpoint, and a checkpoint of another model, optimizer or scheduler."""
     subject = Subject(model, optimizer, scheduler)
     folder = _find(Path(directory))
     saved = Manifest.read(folder)
@@ -47,11 +48,11 @@ def load_checkpoint(directory: str | Path, model: Any, optimizer: Any, *, schedu
     try:
         optimizer.check_state_dict(state)
     except MegacompileError as error:
-        raise CheckpointError(f"{path} is of another optimizer: {error}") from error
+        raise CheckpointError(f"{path} is from another optimizer: {error}") from error
     subject.streamed.evict()
     subject.streamed.store.preserve()
     if scheduler is not None:
-        schedulers.load(decoded.scheduler, scheduler)  # may refuse; nothing below does
+        schedulers.load(decoded.scheduler, scheduler)  # may fail; nothing below does
     with subject.streamed.turn:
         _load(tensors, subject, state)
     random_state.restore(decoded.random, subject.streamed.backend.device)
@@ -59,13 +60,14 @@ def load_checkpoint(directory: str | Path, model: Any, optimizer: Any, *, schedu
 
 
 def read_extra(directory: str | Path) -> Any:
-    """The `extra` of a checkpoint that `load_checkpoint` would load. Raises `CheckpointError` as it does for a manifest."""
+    """The `extra` of the checkpoint that `load_checkpoint` would load. Raises `CheckpointError` as `load_checkpoint` does for a
+    bad manifest."""
     folder = _find(Path(directory))
     saved = Manifest.read(folder)
     try:
         return decode(saved.extra)
     except CheckpointError as error:
-        raise CheckpointError(f"{folder / manifest.NAME} holds a value that no checkpoint holds ({error}): take another "
+        raise CheckpointError(f"{folder / manifest.NAME} contains an invalid value ({error}): use another "
                               "checkpoint") from error
 
 
@@ -74,15 +76,15 @@ def _find(directory: Path) -> Path:
         return directory
     latest = latest_checkpoint(directory)
     if latest is None:
-        raise CheckpointError(f"there is no complete checkpoint in {directory}: give a folder that megacompile has saved "
-                              "checkpoints in, or one of them")
+        raise CheckpointError(f"there is no complete checkpoint in {directory}: give a checkpoint, or a folder in which "
+                              "megacompile has saved checkpoints")
     return latest
 
 
 def _check_subject(saved: Manifest, subject: Subject, path: Path) -> None:
-    """Raises `CheckpointError` if the checkpoint is of another model, optimizer or scheduler."""
+    """Raises `CheckpointError` if the checkpoint is from another model, optimizer or scheduler."""
     def refuse(what: str, remedy: str) -> CheckpointError:
-        return CheckpointError(f"{path} is of another training: {what}; {remedy}")
+        return CheckpointError(f"{path} is from another training run: {what}; {remedy}")
 
     here = {s.name: Saved(layout.dtype, s.shape, s.trainable, "") for layout in subject.streamed.tiling.host.values()
             for s in layout.slices}
@@ -90,23 +92,23 @@ def _check_subject(saved: Manifest, subject: Subject, path: Path) -> None:
     for name in sorted(here.keys() | saved.tensors.keys()):
         ours, theirs = (each[name].description() if name in each else "absent" for each in (here, saved.tensors))
         if ours != theirs:
-            raise refuse(f"{name} is {theirs} in the checkpoint of a {saved.model}, and {ours} in this "
+            raise refuse(f"{name} is {theirs} in the checkpoint of a {saved.model}, but {ours} in this "
                          f"{type(subject.streamed.model).__name__}", "stream the model that was saved")
     groups, then = [sorted(names) for _, names in subject.groups()], [sorted(names) for names in saved.groups]
     if groups != then:
-        raise refuse(f"its parameter groups have {list(map(len, then))} parameters, and the optimizer's "
-                     f"{list(map(len, groups))}, or others", "make the optimizer as it was made then")
+        raise refuse(f"its parameter groups have {list(map(len, then))} parameters, but the optimizer's have "
+                     f"{list(map(len, groups))}, or different ones", "create the optimizer with the same groups")
     if lacking := [name for name in subject.remainders() if "remainder" not in saved.tensors[name].parts]:
-        raise refuse(f"it has no remainder of {lacking[0]}", "take another checkpoint")
+        raise refuse(f"it has no remainder of {lacking[0]}", "use another checkpoint")
     ours, theirs = (type(subject.scheduler).__name__ if subject.scheduler is not None else "no scheduler",
                     saved.scheduler["class"] if saved.scheduler else "no scheduler")
     if ours != theirs:
-        raise refuse(f"it was saved with {theirs}, and {ours} is given", "pass the scheduler that was saved, or none")
+        raise refuse(f"it was saved with {theirs}, but {ours} was passed", "pass a scheduler as when it was saved")
 
 
 @dataclass(frozen=True)
 class _Decoded:
-    """The values of a manifest, checked: `options` of each parameter group, `scheduler`'s state."""
+    """The checked values of a manifest. `options`: those of each parameter group; `scheduler`: its state."""
 
     options: list[dict[str, Any]]
     scheduler: Any
@@ -115,29 +117,29 @@ class _Decoded:
 
 
 def _decoded(saved: Manifest, subject: Subject, path: Path) -> _Decoded:
-    """Raises `CheckpointError` for values that could not be put back."""
+    """Decodes and checks the values of a manifest. Raises `CheckpointError` for values that could not be restored."""
     same_torch = saved.made_with.get("torch") == torch.__version__
     try:
         found = _Decoded(*map(decode, (saved.options, (saved.scheduler or {}).get("state"), saved.random, saved.extra)))
         for number, (options, (now, _)) in enumerate(zip(found.options, subject.groups(), strict=True)):
             _OPTIONS(options, f"options[{number}]")
-            schema.like(now, _NUMBERS, complete=False)(options, f"options[{number}]")  # other versions may have had fewer
+            schema.like(now, _NUMBERS, complete=False)(options, f"options[{number}]")  # older versions may have fewer options
             if subject.scheduler is not None and "initial_lr" in now:
                 _SCHEDULED(options, f"options[{number}]")
         schedulers.check(found.scheduler, subject.scheduler, same_torch)
         random_state.check(found.random, subject.streamed.backend.device)
         return found
     except (CheckpointError, schema.SchemaError) as error:
-        raise CheckpointError(f"{path} holds a value that no checkpoint holds ({error}): take another checkpoint") from error
+        raise CheckpointError(f"{path} contains an invalid value ({error}): use another checkpoint") from error
 
 
 def _number(value: Any, name: str) -> None:
-    """A finite number of at least 0, also as a tensor."""
+    """A rule: a finite number of at least 0, which may be a tensor."""
     is_one = isinstance(value, Tensor) and value.numel() == 1 and value.is_floating_point()
     schema.finite(least=0)(value.item() if is_one else value, name)
 
 
-#: What each parameter group must say. Schedulers and the user may keep more there.
+#: The required options of each parameter group. Schedulers and the user may add others.
 _NUMBERS = dict.fromkeys(("lr", "eps", "weight_decay", "betas"), schema.anything)
 _OPTIONS = schema.record(dict.fromkeys(("lr", "eps", "weight_decay"), _number) | {
     "betas": schema.must(lambda value: isinstance(value, list | tuple) and len(value) == 2, "two numbers")},
@@ -146,7 +148,7 @@ _SCHEDULED = schema.record({"initial_lr": _number}, others=schema.anything)
 
 
 def _tensors(saved: Manifest, folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """All tensors by key, mapped. A file's pages are read when they are copied, and the system may drop them at any time."""
+    """All tensors by key, memory-mapped. Pages are read when they are copied, and the system may drop them at any time."""
     inside: dict[str, list[Any]] = {name: [] for name in saved.files}
     for name, each in saved.tensors.items():
         inside[each.file] += each.entries(name)
@@ -156,7 +158,7 @@ def _tensors(saved: Manifest, folder: Path) -> Iterator[tuple[str, Tensor]]:
 
 def _optimizer_state(saved: Manifest, tensors: Mapping[str, Tensor], subject: Subject,
                      options: list[dict[str, Any]]) -> dict[str, Any]:
-    """As an optimizer's `state_dict` has it."""
+    """The state in the format of an optimizer's `state_dict`."""
     numbers = {name: i for i, name in enumerate(n for _, names in subject.groups() for n in names)}
 
     def state(name: str) -> dict[str, Any]:
@@ -180,7 +182,7 @@ def _load(tensors: Mapping[str, Tensor], subject: Subject, optimizer_state: dict
     streamed.step.weights_replaced()
     subject.optimizer.zero_grad()
     subject.optimizer.load_state_dict(optimizer_state)
-    for name in subject.remainders():  # of those too that the optimizer does not have
+    for name in subject.remainders():  # includes parameters that the optimizer does not have
         tile_name, position = streamed.tiling.position[name]
         tile = streamed.store.tiles[tile_name]
         part = tile.layout.slices[position]

@@ -1,7 +1,7 @@
-"""The manifest of a checkpoint: one JSON file that says what the others hold, and has a checksum of its own.
+"""The manifest of a checkpoint: a JSON file that describes the other files and has its own checksum.
 
-It is written last, so that a folder without it was never complete. Every tensor is listed by its name in the model: nothing in
-it depends on a plan, a batch or a device.
+It is written last, so a folder without a manifest was never complete. Tensors are listed by their names in the model; nothing
+in the manifest depends on a plan, a batch or a device.
 """
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ NAME = "manifest.json"
 FORMAT, VERSION = "megacompile checkpoint", 1
 _DTYPE_NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
 
-#: What a tensor has: itself, and what an optimizer keeps beside it.
+#: The parts of a parameter: its weight, and the state that an optimizer keeps for it.
 MOMENTS = frozenset(("exp_avg", "exp_avg_sq"))
 PARTS = ("weight", "remainder", *sorted(MOMENTS))
-#: Float64 counts to here; no run gets this far.
+#: Limit for step numbers: float64 represents all integers up to here.
 MOST_STEPS = 2**53
 
 _file = schema.text(TENSOR_FILE.pattern, "the name of a file in a checkpoint")
 _size = schema.whole(0, 2**63 - 1)
 _step = schema.whole(0, MOST_STEPS)
 _name = schema.text()
-#: All that a manifest holds, but for `format`, `version` and `crc32`. What is encoded is checked when it is decoded.
+#: The schema of a manifest without `format`, `version` and `crc32`. Encoded values are checked when they are decoded.
 _BODY = schema.record({
     "step": _step,
     "model": _name,
@@ -53,9 +53,8 @@ _BODY = schema.record({
 
 @dataclass(frozen=True)
 class Saved:
-    """A parameter or buffer: what it is in the model, and which file has it. `parts` are "weight" and what an optimizer keeps
-    beside it ("exp_avg", "exp_avg_sq", "remainder"); `step`: its updates so far, None without an optimizer's state, and then it
-    has no moments."""
+    """A parameter or buffer, and the file that contains it. `parts`: "weight" and the optimizer's state ("exp_avg",
+    "exp_avg_sq", "remainder"). `step`: the number of its updates; None if there is no optimizer state, and so no moments."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -65,7 +64,7 @@ class Saved:
     step: int | None = None
 
     def entry(self, name: str, part: str) -> Entry:
-        """Moments are fp32 and a remainder is int16, whatever the weight is."""
+        """The file entry of a part. Moments are fp32 and remainders int16, for any dtype of the weight."""
         dtype = {"weight": self.dtype, "remainder": torch.int16}.get(part, torch.float32)
         return Entry(f"{part}:{name}", dtype, self.shape)
 
@@ -78,7 +77,8 @@ class Saved:
 
 @dataclass(frozen=True)
 class Manifest:
-    """`options`, `scheduler`, `random` and `extra` are encoded (`values.py`). `groups`: the names in each parameter group."""
+    """The content of a manifest. `options`, `scheduler`, `random` and `extra` are encoded (`values.py`). `groups`: the names of
+    the parameters in each parameter group."""
 
     step: int
     model: str
@@ -100,28 +100,29 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
-        """Raises `CheckpointError`, with the file and the reason, for anything but a whole manifest of this format."""
+        """Reads the manifest in a folder. Raises `CheckpointError`, with the file and the reason, if it is not a complete
+        manifest of this format."""
         path = folder / NAME
         try:
             body = json.loads(read_regular(path, follow_links=False))
         except OSError as error:
-            raise CheckpointError(f"{path} cannot be read ({error.strerror}): give a checkpoint's folder, or the folder that "
-                                  "checkpoints were saved in") from error
+            raise CheckpointError(f"{path} cannot be read ({error.strerror}): give the folder of a checkpoint, or a folder in "
+                                  "which checkpoints were saved") from error
         except (ValueError, RecursionError) as error:
-            raise CheckpointError(f"{path} is damaged: it is not JSON ({error}); take another checkpoint") from error
+            raise CheckpointError(f"{path} is damaged: it is not JSON ({error}); use another checkpoint") from error
         if not isinstance(body, dict) or body.pop("format", None) != FORMAT:
             raise CheckpointError(f"{path} is not a manifest of a {FORMAT}: give a folder that megacompile has saved")
         version = body.pop("version", None)
         if type(version) is not int or version != VERSION:
-            raise CheckpointError(f"{path} has version {str(version)[:20]} of the format, and this megacompile reads "
+            raise CheckpointError(f"{path} has version {str(version)[:20]} of the format, but this megacompile reads "
                                   f"{VERSION}: use the megacompile that wrote it ({str(body.get('made_with'))[:100]})")
         try:
             if body.pop("crc32", None) != _checksum(dict(format=FORMAT, version=VERSION, **body)):
-                raise CheckpointError(f"{path} is damaged: its checksum does not fit; take another checkpoint")
+                raise CheckpointError(f"{path} is damaged: its checksum does not match; use another checkpoint")
             _BODY(body, "manifest")
             _check_relations(body)
         except (schema.SchemaError, RecursionError) as error:
-            raise CheckpointError(f"{path} does not say what a manifest says ({error}): take another checkpoint") from error
+            raise CheckpointError(f"{path} is not a valid manifest ({error}): use another checkpoint") from error
         body["files"] = {name: Written(**written) for name, written in body["files"].items()}
         body["tensors"] = {name: Saved(_DTYPE_NAMES[saved["dtype"]], tuple(saved["shape"]), saved["trained"], saved["file"],
                                        tuple(saved["parts"]), saved["step"]) for name, saved in body["tensors"].items()}
@@ -129,7 +130,7 @@ class Manifest:
 
 
 def _check_relations(body: Mapping[str, Any]) -> None:
-    """What one field says of another. Raises `SchemaError`."""
+    """Raises `SchemaError` if fields of a manifest contradict each other."""
     tensors = body["tensors"]
     for name, saved in tensors.items():
         if saved["file"] not in body["files"]:
@@ -139,17 +140,17 @@ def _check_relations(body: Mapping[str, Any]) -> None:
             raise schema.SchemaError(f"{name} has no {min(missing)}")
     steps = max((saved["step"] for saved in tensors.values() if saved["step"] is not None), default=0)
     if body["step"] != steps:
-        raise schema.SchemaError(f"it is of step {body['step']}, and its tensors of step {steps}")
+        raise schema.SchemaError(f"it is from step {body['step']}, but its tensors are from step {steps}")
     grouped = [name for names in body["groups"] for name in names]
     if len(set(grouped)) != len(grouped):
         raise schema.SchemaError("a parameter is in two groups")
-    for name in tensors.keys() & set(grouped):  # of others a tile may have moments that nobody uses
+    for name in tensors.keys() & set(grouped):  # parameters in no group may have unused moments in their tile
         if tensors[name]["step"] is None and not MOMENTS.isdisjoint(tensors[name]["parts"]):
-            raise schema.SchemaError(f"{name} has moments and no step")
+            raise schema.SchemaError(f"{name} has moments but no step")
     if len(body["options"]) != len(body["groups"]):
-        raise schema.SchemaError(f"it has options of {len(body['options'])} parameter groups, and {len(body['groups'])} groups")
+        raise schema.SchemaError(f"it has {len(body['groups'])} parameter groups, but options for {len(body['options'])}")
 
 
 def _checksum(body: Mapping[str, Any]) -> str:
-    """Of the values, not of the text: whoever reads and writes the file again does it no harm."""
+    """The checksum of the values rather than of the text, so that reformatting the file does not invalidate it."""
     return f"{zlib.crc32(json.dumps(body, sort_keys=True, separators=(',', ':')).encode('ascii')):08x}"

@@ -1,6 +1,6 @@
-"""The state of the random number generators that a training loop draws from: Python's, numpy's and torch's global ones.
+"""The state of the global random number generators: those of Python, numpy and torch.
 
-Generators of one's own belong into `extra`.
+The state of other generators can be saved in `extra`.
 """
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megacompile import schema
 
-_WORDS = 624  # of a Mersenne twister
+_WORDS = 624  # size of the state of a Mersenne Twister
 _word = schema.whole(0, 2**32 - 1)
 
 
@@ -24,7 +24,7 @@ def _tensor(dtype: torch.dtype, count: int | None = None) -> schema.Rule:
 
 
 def _in_turn(*rules: schema.Rule) -> schema.Rule:
-    """A tuple of as many values."""
+    """The rule for a tuple with one value for each of `rules`."""
     def rule(value: Any, name: str) -> None:
         schema.sequence(schema.anything, kind=tuple, length=len(rules))(value, name)
         for number, (each, item) in enumerate(zip(rules, value, strict=True)):
@@ -46,7 +46,7 @@ _STATE = schema.record({
 
 
 def capture(device: torch.device) -> dict[str, Any]:
-    """`device`: where the model computes."""
+    """The state of all generators. `device`: where the model computes; on CUDA its generator is included."""
     kind, keys, *rest = np.random.get_state(legacy=True)
     state: dict[str, Any] = dict(python=random.getstate(), torch=torch.get_rng_state())
     state["numpy"] = kind, torch.from_numpy(np.array(keys, np.uint32).view(np.int32)), *rest
@@ -56,7 +56,7 @@ def capture(device: torch.device) -> dict[str, Any]:
 
 
 def check(state: Any, device: torch.device) -> None:
-    """Raises `SchemaError` for anything that `restore` could not put back. Changes nothing."""
+    """Raises `SchemaError` for a state that `restore` could not restore. Changes nothing."""
     _STATE(state, "random")
     generators = {"torch": torch.Generator()}
     if device.type == "cuda":
@@ -69,7 +69,7 @@ def check(state: Any, device: torch.device) -> None:
 
 
 def restore(state: dict[str, Any], device: torch.device) -> None:
-    """Restores a checked state. A checkpoint from another kind of device leaves the device's own generator as it is."""
+    """Restores a checked state. If it comes from another kind of device, the device's own generator is left unchanged."""
     kind, keys, *rest = state["numpy"]
     random.setstate(state["python"])
     np.random.set_state((kind, keys.numpy().view(np.uint32), *rest))

@@ -1,7 +1,7 @@
-"""The state of a scheduler: checked as far as it can be known, then loaded or left as it was.
+"""Checks and loads the state of a learning rate scheduler.
 
-`torch.optim.lr_scheduler` takes whatever it is given; its schedulers are therefore compared with what they are now. Any other
-object with `load_state_dict` checks its own state.
+The schedulers of `torch.optim.lr_scheduler` accept any state, so a state is first compared with their current one. Other
+objects with `load_state_dict` are expected to check their own state.
 """
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _KNOWN = {"last_epoch": schema.whole(-1, 2**53), "_step_count": schema.whole(0, 
 
 
 def check(state: Any, scheduler: Any, same_torch: bool) -> None:
-    """Raises `SchemaError` for a state that one of torch's schedulers cannot have. A name may be missing only in the state of
-    another version of torch."""
+    """Raises `SchemaError` for a state that one of torch's schedulers cannot have. Keys may be missing only if the state comes
+    from another version of torch."""
     if isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler):
         schema.like(scheduler.state_dict(), _KNOWN, complete=same_torch)(state, "scheduler")
         schema.must(lambda state: "optimizer" not in state, "without an optimizer")(state, "scheduler")
@@ -30,7 +30,7 @@ def load(state: Any, scheduler: Any) -> None:
     before: Mapping[str, Any] = copy.deepcopy(scheduler.state_dict())
     try:
         scheduler.load_state_dict(state)
-    except Exception as error:  # of anybody's class
+    except Exception as error:  # a user's class may raise anything
         scheduler.load_state_dict(before)
         raise CheckpointError(f"{type(scheduler).__name__} cannot load the state that was saved ({named_line(error)}"
-                              "): make it as it was made then") from error
+                              "): create it with the same arguments as before") from error

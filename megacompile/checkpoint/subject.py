@@ -1,4 +1,4 @@
-"""What a checkpoint is of: a streamed model, its optimizer and perhaps a scheduler."""
+"""The objects whose state a checkpoint holds: a streamed model, its optimizer, and optionally a scheduler."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -15,15 +15,16 @@ from megacompile.streaming.streamed import Streamed
 
 
 class Subject:
-    """Raises `MegacompileError` for a model that is not streamed, or an optimizer that is not its `megacompile.AdamW`."""
+    """A streamed model with its optimizer and scheduler. Raises `MegacompileError` if the model is not streamed, or if the
+    optimizer is not the model's `megacompile.AdamW`."""
 
     def __init__(self, model: Any, optimizer: Any, scheduler: Any) -> None:
         self.model, self.optimizer, self.scheduler = model, optimizer, scheduler
         if not isinstance(optimizer, AdamW):
             raise UnsupportedError(f"a checkpoint holds the state of megacompile.AdamW, not of a {type(optimizer).__name__}: "
-                                   "make the optimizer with megacompile.AdamW")
+                                   "use megacompile.AdamW as the optimizer")
         if optimizer.streamed is not self.streamed:
-            raise MegacompileError("the optimizer belongs to another model: make one of this model's parameters")
+            raise MegacompileError("the optimizer belongs to another model: create one with this model's parameters")
         optimizer.check_alone("a checkpoint holds the state of")
 
     @property
@@ -35,48 +36,48 @@ class Subject:
         return handle.streamed
 
     def groups(self) -> list[tuple[dict[str, Any], list[str]]]:
-        """Each parameter group: its options, and the names of its parameters."""
+        """For each parameter group, its options and the names of its parameters."""
         return self.optimizer.named_groups()
 
     def settled_groups(self) -> list[tuple[dict[str, Any], list[str]]]:
-        """As `groups`, once no update is in flight and all state is at home. Raises what a failed update left behind, and
-        `MegacompileError` between a backward that has updated and its step()."""
+        """Like `groups`, after waiting for the update in flight and copying all state to host memory. Raises the error of a
+        failed update, and `MegacompileError` between a backward that updates weights and its step()."""
         if self.streamed.step.updated_in_backward:
-            raise MegacompileError("a backward has updated the weights and its step has not ended: save after optimizer.step()")
+            raise MegacompileError("a backward has updated the weights but its step has not ended: save after optimizer.step()")
         self.optimizer.check_alone("a checkpoint holds the state of")
         self.optimizer.settle()
         return self.groups()
 
     def steps(self) -> dict[str, int]:
-        """Updates of each parameter that the optimizer trains, by name."""
+        """The number of updates of each parameter that the optimizer trains, by name."""
         return self.optimizer.steps()
 
     def remainders(self) -> list[str]:
-        """Names of the parameters whose FP32 master is kept in two parts."""
+        """Names of the parameters whose FP32 master is split into a weight and a remainder."""
         tiles = self.streamed.store.tiles
         return [name for name, (tile, position) in self.streamed.tiling.position.items()
                 if tiles[tile].remainder is not None and tiles[tile].layout.slices[position].trainable]
 
     def rest(self) -> dict[str, Tensor]:
-        """What `state_dict` has beside the tiles: buffers, and parameters that no layer reads."""
+        """The tensors of `state_dict` that are not in tiles: buffers, and parameters that no layer reads."""
         kept = nn.Module.state_dict(self.model)
         if odd := next((name for name, value in kept.items() if not isinstance(value, Tensor)), None):
             raise UnsupportedError(f"{odd} of the model's state_dict is not a tensor, which a checkpoint cannot hold: save it "
                                    "in extra, and leave it out of state_dict")
         if odd := next((name for name, value in kept.items() if value.dtype not in DTYPES), None):
-            raise UnsupportedError(f"{odd} is {kept[odd].dtype}, which a checkpoint cannot hold: cast it")
+            raise UnsupportedError(f"{odd} is {kept[odd].dtype}, which a checkpoint cannot hold: cast it to another dtype")
         named = dict([*nn.Module.named_parameters(self.model), *self.model.named_buffers()])
         return {name: kept[name] for name in named if name in kept and name not in self.streamed.tiling.position}
 
     def scheduler_state(self) -> Any:
-        """The scheduler's class and state, encoded; None if there is none."""
+        """The scheduler's class and its encoded state, or None without a scheduler."""
         if self.scheduler is None:
             return None
         return {"class": type(self.scheduler).__name__, "state": encode(self.scheduler.state_dict(), "scheduler")}
 
     def update_order(self) -> list[str]:
-        """All tiles, in the order in which updates change them as far as that is known: whoever waits for a tile to be written
-        waits least if it is written first."""
+        """All tiles, in the order in which updates change them as far as it is known. Writing them in this order minimizes the
+        time that updates wait for the writer."""
         shape, order = self.streamed.step.trained, []
         if shape is not None:
             store, sections = self.streamed.store, shape.program.sections.values()
@@ -85,8 +86,8 @@ class Subject:
         return list(dict.fromkeys([*order, *self.streamed.store.tiles]))
 
     def stamp(self) -> Callable[[str], object]:
-        """Of a tile: something that changes when its parameters are written from outside. Knows the parameters alone: it may
-        outlive the model."""
+        """A function from a tile's name to a value that changes when its parameters are written from outside. It refers only to
+        the parameters, since it may outlive the model."""
         parameters: dict[str, list[nn.Parameter]] = {}
         for name, (tile, _) in self.streamed.tiling.position.items():
             parameters.setdefault(tile, []).append(self.streamed.parameters[name])

@@ -1,9 +1,9 @@
-"""Python values as JSON, to the bit: what options, schedulers and the user's own state are made of, and nothing else.
+"""Encodes Python values as JSON without loss: the types that options, schedulers and the user's own state consist of.
 
-JSON's own types stand for themselves. What JSON would change on the way is an object of one key that begins with `$`:
+JSON types are encoded as themselves. A value that JSON would not preserve becomes an object with one key that begins with `$`:
 
     {"$tuple": [...]}  {"$dict": [[key, value], ...]}  {"$counter": [[key, value], ...]}  {"$bytes": base64}
-    {"$tensor": [dtype, shape, base64]}                                     # on the CPU, whatever device it came from
+    {"$tensor": [dtype, shape, base64]}                                     # decoded on the CPU, for any original device
 """
 from __future__ import annotations
 
@@ -19,12 +19,14 @@ from megacompile.errors import CheckpointError, first_line
 
 _SHOWN = 60  # characters of a name in a message
 
-#: Levels of nesting. Python stops at some hundreds, depending on who calls: what can be saved must be readable anywhere.
+#: Maximum levels of nesting. Python's own limit is some hundreds and depends on the caller, but everything that can be saved
+#: must be readable.
 DEEPEST = 100
 
 
 def encode(value: Any, name: str) -> Any:
-    """What `json.dumps` takes. Raises `CheckpointError` for any other value; `name` is what the message calls it."""
+    """Encodes a value for `json.dumps`. Raises `CheckpointError`, which refers to the value as `name`, for unsupported
+    types."""
     return _encoded(value, name, DEEPEST)
 
 
@@ -55,13 +57,13 @@ def _encoded(value: Any, name: str, levels: int) -> Any:
 
 
 def decode(value: Any) -> Any:
-    """What was encoded. Raises `CheckpointError` for what `encode` never writes."""
+    """Decodes a value. Raises `CheckpointError` for anything that `encode` does not write."""
     try:
         return _decoded(value, DEEPEST)
     except (ArithmeticError, AttributeError, LookupError, RecursionError, RuntimeError, TypeError, ValueError) as error:
         if isinstance(error, CheckpointError):
             raise
-        raise CheckpointError(f"a value is not what its kind says ({first_line(error)[:200]})") from error
+        raise CheckpointError(f"a value does not match its kind ({first_line(error)[:200]})") from error
 
 
 def _decoded(value: Any, levels: int) -> Any:

@@ -1,8 +1,8 @@
-"""Checkpoints written beside training.
+"""Writes checkpoints while training continues.
 
     writer = CheckpointWriter("runs/one", model, optimizer)
-    writer.save(extra={"batch": number})     # between two steps; returns when the state of the moment is fixed
-    ...                                      # training goes on; an update of what is not written yet copies it aside, or waits
+    writer.save(extra={"batch": number})     # between two steps; returns when the state is fixed, before it is written
+    ...                                      # training continues; an update of unwritten state copies it first, or waits
     writer.close()
 """
 from __future__ import annotations
@@ -30,30 +30,32 @@ from megacompile.sizes import parse_bytes
 from megacompile.system.host_memory import available_host_bytes
 from megacompile.version import __version__
 
-#: What is read and written at a time.
+#: Bytes that are read and written at a time.
 _CHUNK_BYTES = 16 << 20
-#: Files that are written at a time: one thread's checksum and copy into the system's cache are slower than a good disk.
+#: Number of files that are written at a time. The checksum and the copy to the page cache in one thread are slower than a good
+#: disk.
 _THREADS = 2
 
 
 class CheckpointWriter:
-    """Saves a streamed model's training state into numbered folders below `directory`, the last `keep` of them kept.
+    """Saves a streamed model's training state into numbered folders in `directory`, and keeps the last `keep` of them.
 
     Args:
         model, optimizer: a streamed model and its `megacompile.AdamW`.
-        scheduler: anything with `state_dict()` and `load_state_dict()`.
-        bandwidth: bytes a second at most ("500MiB"), as long as no update waits for the writer. None: as the disk takes them.
-        copy_memory: host memory for copies of what updates would change before it is written ("8GiB"). With 0 updates wait for
-            the writer instead. None: half of what is available when a save begins.
+        scheduler: an object with `state_dict()` and `load_state_dict()`.
+        bandwidth: maximum bytes per second ("500MiB"), as long as no update waits for the writer. None: no limit.
+        copy_memory: host memory for copies of state that updates change before it is written ("8GiB"). With 0, updates wait for
+            the writer instead. None: half of the memory that is available when a save begins.
 
-    A save that fails (a full disk) leaves the earlier checkpoints as they are, and training goes on; `CheckpointError` is
-    raised by the next `save`, `wait` or `close`, once. One save is written at a time: the next waits for it.
+    If a save fails (because the disk is full, for example), earlier checkpoints stay as they are and training continues. The
+    next `save`, `wait` or `close` raises `CheckpointError`, once. Only one save is written at a time; the next one waits for
+    it.
     """
 
     def __init__(self, directory: str | Path, model: Any, optimizer: Any, *, scheduler: Any = None, keep: int = 3,
                  bandwidth: int | str | None = None, copy_memory: int | str | None = None) -> None:
         if type(keep) is not int or keep < 1:
-            raise MegacompileError(f"keep={keep!r} must be a whole number of at least 1: the checkpoints to keep")
+            raise MegacompileError(f"keep={keep!r}, the number of checkpoints to keep, must be a whole number of at least 1")
         self.directory, self.keep = Path(directory), keep
         self.subject = Subject(model, optimizer, scheduler)
         self.bandwidth = parse_bytes(bandwidth)
@@ -62,14 +64,14 @@ class CheckpointWriter:
         self._last: Path | None = None
 
     def save(self, extra: Any = None) -> None:
-        """Saves the state of this moment, between two steps. Returns before it is written: waits for the update in flight, and
-        for the save before this one. `extra`: anything made of numbers, strings, bytes, lists, tuples, dicts and tensors, such
-        as the position in the data; `load_checkpoint` returns it.
+        """Saves the current state, between two steps. Waits for the update in flight and for the previous save, and returns
+        before the state is written. `extra`: a value made of numbers, strings, bytes, lists, tuples, dicts and tensors, such as
+        the position in the data; `load_checkpoint` returns it.
 
-        Gradients that wait for a step are not part of it. Parameters must not be written from outside (`p.add_`, optimizers of
-        torch.optim) before `wait()`; the model's and the optimizer's own methods see to that themselves.
+        Gradients that wait for a step are not saved. Until `wait()` returns, parameters must not be written from outside
+        (`p.add_`, optimizers from torch.optim); methods of the model and of its optimizer are safe.
 
-        Raises `CheckpointError` (also what the save before this one failed with), `LaneError`, `TornError`."""
+        Raises `CheckpointError` (also if the previous save failed), `LaneError`, `TornError`."""
         self.wait()
         with self.subject.streamed.turn:
             self._save = _Save(self.subject, self.directory, self.keep, extra, self.bandwidth, self.copy_memory)
@@ -80,20 +82,21 @@ class CheckpointWriter:
         return self._save is not None and any(thread.is_alive() for thread in self._save.threads)
 
     def wait(self) -> Path | None:
-        """Until the save in flight is complete and on the disk. The folder of the last complete one that this writer made."""
+        """Waits until the save in flight is complete and on disk. Returns the folder of the last complete save of this writer.
+        Raises `CheckpointError` if the save failed."""
         save = self._save
         if save is not None:
             for thread in save.threads:
                 thread.join()
             self._save = None
             if save.error is not None:
-                raise CheckpointError(f"no checkpoint was saved in {self.directory} ({_reason(save.error)}): those before it "
-                                      f"are whole, and training may go on{_remedy(save.error)}") from save.error
+                raise CheckpointError(f"no checkpoint was saved in {self.directory} ({_reason(save.error)}): earlier ones are "
+                                      f"intact, and training can continue{_remedy(save.error)}") from save.error
             self._last = save.result
         return self._last
 
     def close(self) -> None:
-        """As `wait`. A writer that is not closed finishes its save all the same, but nobody hears of its failure."""
+        """Like `wait`. A writer that is not closed still finishes its save, but its failure is not reported."""
         self.wait()
 
     def __enter__(self) -> CheckpointWriter:
@@ -105,8 +108,8 @@ class CheckpointWriter:
 
 def save_checkpoint(directory: str | Path, model: Any, optimizer: Any, *, scheduler: Any = None, extra: Any = None,
                     keep: int = 3) -> Path:
-    """Saves a streamed model's training state in a new folder below `directory` and returns it, on the disk. The last `keep`
-    are kept. Arguments, and what is raised, as for `CheckpointWriter` and its `save`."""
+    """Saves a streamed model's training state to a new folder in `directory`, and returns this folder when it is on disk. Keeps
+    the last `keep` checkpoints. Arguments and exceptions as for `CheckpointWriter` and its `save`."""
     with CheckpointWriter(directory, model, optimizer, scheduler=scheduler, keep=keep) as writer:
         writer.save(extra)
         path = writer.wait()
@@ -124,11 +127,11 @@ def _remedy(error: BaseException) -> str:
     if isinstance(error, TouchedError):
         return "; call wait() before writing to parameters"
     full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-    return "; make room, or keep fewer" if full else ""
+    return "; free some disk space, or keep fewer checkpoints" if full else ""
 
 
 class _Save:
-    """One save on its way. State: its `threads`; then `result` or `error`."""
+    """One save. State: its `threads`; when it is done, `result` or `error`."""
 
     def __init__(self, subject: Subject, directory: Path, keep: int, extra: Any, bandwidth: int | None,
                  copy_memory: int | None) -> None:
@@ -154,22 +157,21 @@ class _Save:
         try:
             self.folder = Incomplete(directory)
         except OSError as error:
-            raise CheckpointError(f"nothing can be saved in {directory} ({_reason(error)}): give a folder that can be "
-                                  "written") from error
+            raise CheckpointError(f"nothing can be saved in {directory} ({_reason(error)}): give a writable folder") from error
         if self.store.snapshot is not None:
-            self.store.snapshot.wait()  # of another writer
+            self.store.snapshot.wait()  # a snapshot of another writer
         copies = available_host_bytes() // 2 if copy_memory is None else copy_memory
         self.snapshot = self.store.snapshot = Snapshot(self.tiles, copies, subject.stamp())
         self.order = iter(subject.update_order())
         self.numbers = {name: number for number, name in enumerate(self.tiles)}
-        # Started here, all of them: a program that ends may join threads, and may not begin any.
+        # All threads are started here, since the interpreter cannot start threads while it shuts down.
         workers = [threading.Thread(target=self._work, name="megacompile checkpoint") for _ in range(_THREADS)]
         last = threading.Thread(target=self._complete, args=(workers,), name="megacompile checkpoint")
         self.threads = [*workers, last]
         try:
             for thread in self.threads:
                 thread.start()
-        except BaseException as error:  # too many threads, or Ctrl-C: no update may wait for a writer that is not there
+        except BaseException as error:  # too many threads, or Ctrl-C: no update may wait for a writer that does not run
             self._fail(error)
             self.store.snapshot = None
             self.folder.discard()
@@ -181,11 +183,11 @@ class _Save:
             buffer = np.empty(_CHUNK_BYTES, np.uint8)
             while self.error is None and (tile := next(self.order, None)) is not None:
                 self._write_tile(tile, buffer)
-        except BaseException as error:  # whatever it is, it belongs to the caller; and no update may wait for ever
+        except BaseException as error:  # reported to the caller; and no update may wait forever
             self._fail(error)
 
     def _fail(self, error: BaseException) -> None:
-        self.error = self.error or error  # the first: others follow from it
+        self.error = self.error or error  # keep the first error; later ones are its consequences
         self.snapshot.abandon()
 
     def _write_tile(self, name: str, buffer: np.ndarray[Any, Any]) -> None:
@@ -206,11 +208,11 @@ class _Save:
                 self.pace.keep(self.snapshot)
                 count = self.snapshot.read(tile, piece, position, buffer)
                 if count == 0:
-                    raise RuntimeError("the save was given up")  # another thread has the reason
+                    raise RuntimeError("the save was abandoned")  # another thread has the reason
                 yield buffer[:count]
                 position += count
                 self.pace.add(count)
-        self.snapshot.finish(tile)  # before the disk has it: an update may wait
+        self.snapshot.finish(tile)  # before the data is on disk, since an update may be waiting
 
     def _complete(self, workers: list[threading.Thread]) -> None:
         for worker in workers:
@@ -230,7 +232,7 @@ class _Save:
                 self.folder.discard()
 
     def _write_rest(self) -> None:
-        """Buffers, and parameters that no layer reads: small, and copied when the save began."""
+        """Writes buffers and parameters that no layer reads. They are small and were copied when the save began."""
         file = f"tensors-{len(self.tiles):05d}.safetensors"
         entries, chunks = [], []
         for name, tensor in sorted(self.rest.items(), key=lambda item: -item[1].dtype.itemsize):
@@ -241,7 +243,7 @@ class _Save:
 
 
 class _Pace:
-    """Keeps writers to a rate, all of them together."""
+    """Limits the total rate of all writing threads."""
 
     def __init__(self, rate: int | None) -> None:
         self.rate, self.begun, self.bytes = rate, time.monotonic(), 0
@@ -252,6 +254,6 @@ class _Pace:
             self.bytes += count
 
     def keep(self, snapshot: Snapshot) -> None:
-        """Sleeps for as long as the rate was exceeded, unless an update waits."""
+        """Sleeps until the average rate is below the limit, unless an update waits."""
         if self.rate is not None and (ahead := self.bytes / self.rate - (time.monotonic() - self.begun)) > 0:
             snapshot.pause(ahead)

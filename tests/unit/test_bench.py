@@ -475,7 +475,7 @@ def test_the_last_row_counts_unless_an_earlier_one_has_its_compute_alone() -> No
 def test_a_row_that_failed_is_shown_with_the_reason() -> None:
     text = markdown(TABLE, [result_of(OURS, error="OutOfMemoryError: no"), result_of(BEST, tflops=1.0)])
     assert "| failed" in text and text.endswith("megacompile --batch 8: OutOfMemoryError: no")
-    assert markdown(TABLE, []) == "Some rows: nothing has been measured"
+    assert markdown(TABLE, []) == "Some rows: no row has been measured"
 
 
 # ---------------------------------------------------------------- pictures

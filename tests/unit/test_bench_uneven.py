@@ -69,9 +69,9 @@ def test_packed_rows_hold_every_token_once_and_no_target_across_sequences() -> N
 def test_full_rows_have_about_as_many_tokens_a_step_as_instructions() -> None:
     fed = uneven.feed(uneven.options().parse_args(["--data", "full", "--batch", "64"]), 50)
     assert fed.rows == 8 and set(fed.data.lengths) == {2048}  # type: ignore[union-attr]
-    with pytest.raises(MegacompileError, match="nothing to arrange: leave --arrangement out"):
+    with pytest.raises(MegacompileError, match="cannot be arranged in another way: leave --arrangement out"):
         row_of("--data", "full", "--arrangement", "packed")
-    with pytest.raises(MegacompileError, match="packs rows by itself: leave --arrangement out"):
+    with pytest.raises(MegacompileError, match="packs rows itself: leave --arrangement out"):
         row_of("--through", "train", "--arrangement", "packed")
 
 

@@ -119,6 +119,23 @@ class ScoresRows(LossAlone):
         return {"loss": loss, "logits": logits[:, 0]}
 
 
+def test_an_optimizer_of_another_model_is_refused(model: Any, tmp_path: Path) -> None:
+    other = megacompile.stream(LossAlone(), device="cpu")
+    optimizer = megacompile.AdamW(other.parameters())
+    for use in (lambda: model.megacompile.train_step(batch(1), optimizer),
+                lambda: megacompile.save_checkpoint(tmp_path, model, optimizer)):
+        with pytest.raises(MegacompileError, match="the optimizer belongs to another model"):
+            use()
+    other.megacompile.close()
+
+
+def test_a_model_that_has_not_run_has_no_program() -> None:
+    model = megacompile.stream(LossAlone(), device="cpu")
+    with pytest.raises(MegacompileError, match="nothing has been compiled yet: pass a batch, or run one"):
+        model.megacompile.compiled()
+    model.megacompile.close()
+
+
 def test_an_unknown_mode_of_compilation_is_refused(model: Any) -> None:
     variant = next(iter(model.megacompile.streamed.captured.templates.values())).variant("forward")
     with pytest.raises(UnsupportedError, match='mode "fast" is none of "eager" and "inductor"'):
