@@ -1,7 +1,7 @@
 """The demonstration, `make demo`: a 10M-parameter Qwen2 learns Python from the standard library of this machine.
 
 Its layers stream from host memory through slots of the "device", here the CPU, with an activation checkpoint every
-second layer. Prints the schedule, the training, a sample of what it has learnt, and where the model was saved; then
+second layer. Prints the schedule, the training, a sample of what it has learned, and where the model was saved; then
 loads that with plain transformers and checks that the loss is the same. Exit code 1 if it is not, or above the target.
 """
 from __future__ import annotations
@@ -20,8 +20,8 @@ import megacompile
 from megacompile import training
 from megacompile.corpus import ByteTokenizer, read_text
 from megacompile.finetuning.packing import pack
-from megacompile.finetuning.progress import Course, ProgressDisplay
-from megacompile.finetuning.rows import Order, Rows, collate, in_turn
+from megacompile.finetuning.progress import ProgressDisplay, RunProgress
+from megacompile.finetuning.rows import Order, Rows, collate, in_order
 
 BATCH, LENGTH = 4, 128
 HELD_OUT_BYTES = 400_000
@@ -43,7 +43,7 @@ def standard_library() -> tuple[Rows, Rows]:
 
 
 def passed(loss: float, difference: float, target: float) -> bool:
-    """Has it learnt, and is what was saved what was trained? Not so if a loss is not a number."""
+    """Has it learned, and is what was saved what was trained? Not so if a loss is not a number."""
     return loss < target and difference < 1e-4
 
 
@@ -58,7 +58,7 @@ def main() -> int:
     torch.manual_seed(0)
 
     learn, held_out = standard_library()
-    examination = list(in_turn(held_out.select(torch.arange(0, len(held_out), len(held_out) // 64)[:64]), 16))
+    examination = list(in_order(held_out.select(torch.arange(0, len(held_out), len(held_out) // 64)[:64]), 16))
     model = megacompile.stream(small_qwen2(), device="cpu", checkpoint_interval=2, micro_batch_size=2)
     optimizer = megacompile.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.95), weight_decay=0.1, max_grad_norm=1.0)
     batches = (collate(learn, rows) for rows in Order(len(learn), BATCH, seed=0).batches())
@@ -67,7 +67,7 @@ def main() -> int:
 
     model.train()
     schedule = training.warmup_then_decay(optimizer, arguments.steps, warmup=10)
-    course = Course(arguments.steps, BATCH, len(learn))
+    course = RunProgress(arguments.steps, BATCH, len(learn))
     with ProgressDisplay(console, arguments.steps, interval=20) as display:
         def on_step(step: training.Step) -> None:
             entry = course(step)

@@ -17,7 +17,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from megacompile.errors import ArgumentError, MegacompileError
-from megacompile.finetuning.refused import spelled
+from megacompile.finetuning.refused import with_hyphens
 from megacompile.finetuning.settings import DATA_PANEL, Settings, read_defaults
 from megacompile.limits import check_number
 from megacompile.tools.lora import Lora
@@ -35,7 +35,7 @@ class _Commands(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Accepts underscores in options: --max_length means --max-length. Raises `ArgumentError` for options of other trainers
         that this command does not have."""
-        return super().resolve_command(ctx, [args[0], *spelled(args[1:])])
+        return super().resolve_command(ctx, [args[0], *with_hyphens(args[1:])])
 
     def invoke(self, ctx: Any) -> Any:
         """Prints errors of megacompile without a traceback, but with all lines of the message: details, such as what each lane

@@ -19,13 +19,13 @@ from megacompile.ir.program import Lane, argument
 from megacompile.predict.simulate import Item, Timeline
 from megacompile.timeline import KINDS, LANES, kind_of
 
-COLOURS = {
+COLORS = {
     "weights to the device": "#4477aa", "forward": "#4a9c54", "forward, residuals kept": "#7fa63d",
     "loss and its gradient": "#9b4f96", "recompute and backward": "#dd6a4b", "backward": "#c24a68",
     "gradients summed": "#8a8a8a", "gradients to the host": "#52a9c9", "clip": "#333333",
     "checkpoints to the host and back": "#b0c4de", "update": "#cfae3c",
     "optimizer state moved": "#a8825e", "updated weights to the host": "#6fbfa5"}
-assert set(COLOURS) == set(KINDS.values()), "every kind of instruction needs a color"
+assert set(COLORS) == set(KINDS.values()), "every kind of instruction needs a color"
 
 FORMATS = (".svg", ".png", ".pdf")
 _WIDTH_IN, _ROW_IN, _PIXELS = 12.0, 0.36, 1000.0
@@ -120,7 +120,7 @@ def draw(timelines: Mapping[str, Timeline], title: str = "") -> Any:
         axes.set_title(f"{name}: {timeline.step_s * scale:.3g} {unit} a step; {timeline.binds} binds", loc="left", fontsize=10)
     panels[-1].set_xlabel(f"time in the step, {unit}")
     kinds = {kind_of(item) for timeline in timelines.values() for item in timeline.items}
-    handles: list[Any] = [Patch(color=colour, label=kind) for kind, colour in COLOURS.items() if kind in kinds]
+    handles: list[Any] = [Patch(color=color, label=kind) for kind, color in COLORS.items() if kind in kinds]
     handles.append(Line2D([], [], color="black", linewidth=1.6, label="what the step waits for"))
     figure.legend(handles=handles, loc="outside lower center", ncols=5, frameon=False, fontsize=9)
     if title:
@@ -168,7 +168,7 @@ def _shade(bar: Bar) -> tuple[float, float, float]:
     """The color of the bar's kind, lighter for every other layer."""
     from matplotlib.colors import to_rgb
 
-    red, green, blue = to_rgb(COLOURS[bar.kind])
+    red, green, blue = to_rgb(COLORS[bar.kind])
     lighter = 0.22 if bar.subject.isdigit() and int(bar.subject) % 2 else 0.0
     return red + (1 - red) * lighter, green + (1 - green) * lighter, blue + (1 - blue) * lighter
 

@@ -25,10 +25,10 @@ _MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 @dataclass(frozen=True)
 class Encoded:
-    """`tokens`: token ids; `learnt`: for each token, whether it counts for the loss."""
+    """`tokens`: token ids; `learned`: for each token, whether it counts for the loss."""
 
     tokens: list[int]
-    learnt: list[bool]
+    learned: list[bool]
 
 
 class ChatEncoder:
@@ -64,7 +64,7 @@ class ChatEncoder:
                 raise MegacompileError("the first message is the assistant's: put a message of the user before it")
             last, answer = found[-1] if found else Encoded([], []), self._answer(messages[:number + 1], tools)
             if found and answer.tokens[:len(last.tokens)] == last.tokens:
-                answer.learnt[:len(last.learnt)] = last.learnt
+                answer.learned[:len(last.learned)] = last.learned
                 found.pop()
             found.append(answer)
         return found
@@ -95,11 +95,11 @@ class ChatEncoder:
         found = tokenizer(text, add_special_tokens=False, verbose=False, return_offsets_mapping=True)
         # The tokenizer's own mask is wrong if a mark ends in a space that offsets leave out: it then extends to the end of the
         # text.
-        learnt = [any(first < end and max(last, first + 1) > start for start, end in marks)
+        learned = [any(first < end and max(last, first + 1) > start for start, end in marks)
                   for first, last in found["offset_mapping"]]
-        if not any(learnt):
+        if not any(learned):
             raise MegacompileError("the chat template marks no text as generated: fix its {% generation %} blocks")
-        return Encoded(list(found["input_ids"]), learnt)
+        return Encoded(list(found["input_ids"]), learned)
 
     def _answer(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> Encoded:
         """Encodes messages of which the last one is learned. The prompt has exactly the tokens that it has in generation."""
@@ -116,8 +116,8 @@ class ChatEncoder:
             tokens = apart
         end = self._tokenizer.eos_token_id
         ends = [place for place in range(len(start), len(tokens)) if tokens[place] == end]
-        learnt_until = ends[-1] + 1 if ends else len(tokens)  # nothing is generated after the end token
-        return Encoded(tokens, [len(start) <= place < learnt_until for place in range(len(tokens))])
+        learned_until = ends[-1] + 1 if ends else len(tokens)  # nothing is generated after the end token
+        return Encoded(tokens, [len(start) <= place < learned_until for place in range(len(tokens))])
 
     def _tokens(self, text: str) -> list[int]:
         return list(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])

@@ -10,7 +10,7 @@ from megacompile.errors import ArgumentError, MegacompileError
 from megacompile.finetuning.chat import ChatEncoder, Encoded
 from megacompile.finetuning.files import is_text, placed, read_rows
 from megacompile.finetuning.formats import Format, Row, detect, messages_of, text_of
-from megacompile.finetuning.packing import join, pack, together
+from megacompile.finetuning.packing import join, pack, pack_conversations
 from megacompile.finetuning.rows import Rows
 from megacompile.finetuning.settings import TooLong
 from megacompile.finetuning.tools import tools_of
@@ -53,7 +53,7 @@ def _of_rows(sources: Sequence[str], tokenizer: Any, format: Format | None, leng
     if formats[0] is Format.TEXT:
         return pack(join(_texts(sources, tokenizer.pretrained), _end_of(tokenizer.pretrained)), length)
     found = _fitted(Rows.of(_conversations(sources, formats, ChatEncoder(tokenizer.pretrained))), length, too_long, say)
-    return together(found, length) if packed else found
+    return pack_conversations(found, length) if packed else found
 
 
 def _fitted(rows: Rows, length: int, too_long: TooLong, say: Say) -> Rows:

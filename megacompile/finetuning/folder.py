@@ -26,7 +26,7 @@ def check_writable(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def made(folder: Path) -> Iterator[None]:
+def created(folder: Path) -> Iterator[None]:
     """Creates a folder with its parents. If the block raises, removes those that were created and are still empty.
 
     Raises `MegacompileError` if the folder cannot be written to."""
@@ -43,7 +43,7 @@ def made(folder: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def held(folder: Path) -> Iterator[None]:
+def locked(folder: Path) -> Iterator[None]:
     """Locks an existing folder until the context or the process ends. Raises `ArgumentError` if another process has locked it.
     On a file system without locks, does nothing."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

@@ -34,7 +34,7 @@ def join(documents: Iterable[list[int]], end: int) -> Tensor:
     return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int32)
 
 
-def together(rows: Rows, length: int) -> Rows:
+def pack_conversations(rows: Rows, length: int) -> Rows:
     """Packs conversations of at most `length` tokens into sequences of at most `length` by best fit, longest first."""
     lengths = rows.lengths.tolist()
     members = _fitted(lengths, length)
@@ -46,9 +46,9 @@ def together(rows: Rows, length: int) -> Rows:
     begins[starts] = True
     filled = torch.tensor([sum(lengths[row] for row in each) for each in members], dtype=torch.int64)
     ends = filled.cumsum(0)
-    learnt = torch.ones_like(begins) if rows.learnt is None else rows.learnt[where]
+    learned = torch.ones_like(begins) if rows.learned is None else rows.learned[where]
     # The first token of a conversation would be predicted from the last one's end.
-    return Rows(rows.tokens[where], torch.stack([ends - filled, ends], dim=1), learnt & ~begins, begins)
+    return Rows(rows.tokens[where], torch.stack([ends - filled, ends], dim=1), learned & ~begins, begins)
 
 
 def _fitted(sizes: Sequence[int], room: int) -> list[list[int]]:

@@ -54,7 +54,7 @@ def format_seconds(seconds: float) -> str:
     return f"{minutes} min {rest:02} s" if minutes else f"{rest} s"
 
 
-class Course:
+class RunProgress:
     """Makes entries from steps. State: the last losses, and the times when the last steps ended.
 
     `steps`: number of steps; `batch`: rows per step; `rows`: rows in the data; `losses`: of earlier steps, in order."""

@@ -59,7 +59,7 @@ def key_of(option: str) -> str:
     return option.lstrip("-").replace("-", "_")
 
 
-def spelled(words: Sequence[str]) -> list[str]:
+def with_hyphens(words: Sequence[str]) -> list[str]:
     """The words of a command line, with underscores in options replaced by hyphens. Raises `ArgumentError` for an option in
     `REFUSED`."""
     found = []

@@ -25,26 +25,26 @@ Batch = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Rows:
-    """A set of sequences. `tokens`: the tokens of all sequences, 1-D, any integer dtype. `spans`: int64 [rows, 2], where each
-    sequence begins and ends in `tokens`. `learnt`: bool of the same shape as `tokens`, which tokens count for the loss, or None
-    for all. `begins`: bool of the same shape, where a conversation begins, if sequences have several conversations that must
-    not see each other; otherwise None."""
+    """A set of sequences. `tokens`: the tokens of all sequences, 1-D, any integer dtype. `spans`: int64 [rows, 2], the begin
+    and end of each sequence in `tokens`. `learned`: bool of the same shape as `tokens`, which tokens count for the loss, or
+    None for all. `begins`: bool of the same shape, where a conversation begins, if sequences have several conversations that
+    must not see each other; otherwise None."""
 
     tokens: Tensor
     spans: Tensor
-    learnt: Tensor | None = None
+    learned: Tensor | None = None
     begins: Tensor | None = None
 
     @classmethod
     def of(cls, encoded: Iterable[Encoded]) -> Rows:
-        tokens, learnt, ends = [np.empty(0, np.int32)], [np.empty(0, bool)], [0]
+        tokens, learned, ends = [np.empty(0, np.int32)], [np.empty(0, bool)], [0]
         for each in encoded:
             tokens.append(np.asarray(each.tokens, np.int32))
-            learnt.append(np.asarray(each.learnt, bool))
+            learned.append(np.asarray(each.learned, bool))
             ends.append(ends[-1] + len(each.tokens))
-        borders = torch.tensor(ends)
-        return cls(torch.from_numpy(np.concatenate(tokens)), torch.stack([borders[:-1], borders[1:]], dim=1),
-                   torch.from_numpy(np.concatenate(learnt)))
+        boundaries = torch.tensor(ends)
+        return cls(torch.from_numpy(np.concatenate(tokens)), torch.stack([boundaries[:-1], boundaries[1:]], dim=1),
+                   torch.from_numpy(np.concatenate(learned)))
 
     def __len__(self) -> int:
         return self.spans.shape[0]
@@ -61,16 +61,16 @@ class Rows:
 
     def learning(self) -> Tensor:
         """Which rows have a token that is learned, bool [rows]."""
-        if self.learnt is None:
+        if self.learned is None:
             return self.lengths > 0
-        before = torch.cat([torch.zeros(1, dtype=torch.int64), self.learnt.cumsum(0)])
+        before = torch.cat([torch.zeros(1, dtype=torch.int64), self.learned.cumsum(0)])
         return before[self.spans[:, 1]] > before[self.spans[:, 0]]
 
     def row(self, index: int) -> tuple[Tensor, Tensor]:
         """(tokens, labels) of one sequence, int64; the model itself shifts labels."""
         where = slice(*self.spans[index].tolist())
         tokens = self.tokens[where].long()
-        return tokens, tokens if self.learnt is None else tokens.where(self.learnt[where], IGNORED)
+        return tokens, tokens if self.learned is None else tokens.where(self.learned[where], IGNORED)
 
     def positions(self, index: int) -> Tensor:
         """The position of each token of a sequence in its conversation, int64, 1-D."""
@@ -86,7 +86,7 @@ class Rows:
     def fingerprint(self) -> str:
         """A hash of the rows. It differs for another data set, order or tokenizer."""
         found = hashlib.blake2b(digest_size=16)
-        for tensor in (self.tokens, self.spans, self.learnt, self.begins):
+        for tensor in (self.tokens, self.spans, self.learned, self.begins):
             if tensor is not None:
                 found.update(tensor.contiguous().numpy().data)
         return found.hexdigest()
@@ -178,8 +178,8 @@ def collate(rows: Rows, indices: Sequence[int], padding: Padding = Padding()) ->
     found = [rows.row(index) for index in indices]
     shape = padding.size([tokens.numel() for tokens, _ in found])
     tokens, labels = torch.zeros(shape, dtype=torch.int64), torch.full(shape, IGNORED)
-    for number, (row, learnt) in enumerate(found):
-        tokens[number, :row.numel()], labels[number, :row.numel()] = row, learnt
+    for number, (row, learned) in enumerate(found):
+        tokens[number, :row.numel()], labels[number, :row.numel()] = row, learned
     batch_of = {"input_ids": tokens, "labels": labels}
     if rows.begins is None and padding.mask:
         lengths = torch.zeros(shape[0], 1, dtype=torch.int64)
@@ -199,7 +199,7 @@ def padded_length(length: int, *rows: Rows) -> int:
     return min(length, -(-longest // _LENGTH_STEP) * _LENGTH_STEP)
 
 
-def in_turn(rows: Rows, batch: int, padding: Padding = Padding()) -> Iterator[Batch]:
+def in_order(rows: Rows, batch: int, padding: Padding = Padding()) -> Iterator[Batch]:
     """Batches of all rows, once and in order, `batch` rows at a time."""
     for start in range(0, len(rows), batch):
         yield collate(rows, range(start, min(start + batch, len(rows))), padding)

@@ -19,10 +19,10 @@ from megacompile.checkpoint.loading import read_extra
 from megacompile.corpus import PretrainedTokenizer, load_tokenizer
 from megacompile.errors import ArgumentError, CheckpointError, MegacompileError
 from megacompile.finetuning.data import check_sources, read
-from megacompile.finetuning.folder import check_writable, held, made
-from megacompile.finetuning.progress import WINDOW, Course, Entry, OneStepLate, ProgressDisplay
+from megacompile.finetuning.folder import check_writable, created, locked
+from megacompile.finetuning.progress import WINDOW, Entry, OneStepLate, ProgressDisplay, RunProgress
 from megacompile.finetuning.reports import LOG, Reports, draw_curve, read_log
-from megacompile.finetuning.rows import Order, Padding, Rows, collate, in_turn, padded_length, split
+from megacompile.finetuning.rows import Order, Padding, Rows, collate, in_order, padded_length, split
 from megacompile.finetuning.saves import CHECKPOINTS, Saves
 from megacompile.finetuning.settings import Settings
 from megacompile.finetuning.trackers import started
@@ -49,8 +49,8 @@ def run(source: str, data: Sequence[str], settings: Settings, lora: Lora, knobs:
     lora.check()
     with ExitStack() as stack:
         if settings.output is not None:
-            stack.enter_context(made(settings.output))
-            stack.enter_context(held(settings.output))
+            stack.enter_context(created(settings.output))
+            stack.enter_context(locked(settings.output))
             recover(settings.output)
         return _run(source, data, settings, lora.resolved(), knobs, console)
 
@@ -74,7 +74,7 @@ def _run(source: str, data: Sequence[str], settings: Settings, lora: Lora, knobs
     rows, held_out = split(found, settings.eval_share, settings.seed)
     order = Order(len(rows), recipe.batch, settings.seed, None if settings.steps else recipe.epochs)
     steps = settings.steps or order.steps
-    console.print(_outset(source, kind, outline, rows, held_out, recipe, asked, settings, lora, steps))
+    console.print(_overview(source, kind, outline, rows, held_out, recipe, asked, settings, lora, steps))
     if target is not None:
         check_writable(target)  # before training, which would be lost otherwise
     fixed = {name: getattr(recipe, name) for name in FIXED} | {"seed": settings.seed, "data": rows.fingerprint()}
@@ -102,7 +102,7 @@ def _run(source: str, data: Sequence[str], settings: Settings, lora: Lora, knobs
         if settings.output is not None:  # only now, so that a run that is refused changes no file
             _write_settings(settings.output / SETTINGS, source, data, settings, recipe, lora, knobs)
         display = stack.enter_context(ProgressDisplay(console, steps, settings.log_interval, done))
-        course = Course(steps, recipe.batch, len(rows), before)
+        run_progress = RunProgress(steps, recipe.batch, len(rows), before)
 
         def report(entry: Entry) -> None:
             reports.step(entry)
@@ -112,7 +112,7 @@ def _run(source: str, data: Sequence[str], settings: Settings, lora: Lora, knobs
         stack.callback(late.flush)
 
         def on_step(step: training.Step) -> None:
-            entry = course(step)
+            entry = run_progress(step)
             late(entry)
             display(entry)
             evaluates = bool(len(held_out)) and (step.number % settings.eval_interval == 0 or step.number == steps)
@@ -120,7 +120,7 @@ def _run(source: str, data: Sequence[str], settings: Settings, lora: Lora, knobs
                 _ = optimizer.grad_norm
                 late.flush()
             if evaluates:
-                loss = training.evaluate(model, in_turn(held_out, recipe.batch, padding))
+                loss = training.evaluate(model, in_order(held_out, recipe.batch, padding))
                 reports.evaluation(step.number, loss)
                 console.print(f"step {step.number}/{steps}  evaluation loss {loss:.4f}")
             saves.after(step.number)
@@ -189,7 +189,7 @@ def _kind(source: str, lora: Lora) -> Kind:
     return Kind.SCRATCH
 
 
-def _outset(source: str, kind: Kind, outline: Any, rows: Rows, held_out: Rows, recipe: Recipe, asked: frozenset[str],
+def _overview(source: str, kind: Kind, outline: Any, rows: Rows, held_out: Rows, recipe: Recipe, asked: frozenset[str],
             settings: Settings, lora: Lora, steps: int) -> str:
     """The text that a run prints before it begins. Raises `ArgumentError` for an adapter on layers that the model does not
     have."""

@@ -1,4 +1,4 @@
-"""Rows -> conversations -> tokens, and which of them are learnt."""
+"""Rows -> conversations -> tokens, and which of them are learned."""
 from __future__ import annotations
 
 from typing import Any
@@ -21,15 +21,15 @@ LONG = [{"role": "system", "content": "be brief"}, USER, HELLO, MORE, BYE]
 
 
 def shown(tokenizer: Any, messages: list[dict[str, Any]], tools: Any = None) -> list[str]:
-    """Each sequence as text, with what is learnt in brackets."""
+    """Each sequence as text, with what is learned in brackets."""
     found = []
     for encoded in ChatEncoder(tokenizer).encode(messages, tools):
-        assert len(encoded.tokens) == len(encoded.learnt)
+        assert len(encoded.tokens) == len(encoded.learned)
         text, before = "", False
-        for token, learnt in zip([*encoded.tokens, None], [*encoded.learnt, False], strict=True):
-            text += "]" if before and not learnt else "[" if learnt and not before else ""
+        for token, learned in zip([*encoded.tokens, None], [*encoded.learned, False], strict=True):
+            text += "]" if before and not learned else "[" if learned and not before else ""
             text += tokenizer.decode([token]) if token is not None else ""
-            before = learnt
+            before = learned
         found.append(text)
     return found
 
@@ -126,7 +126,7 @@ def test_every_answer_and_its_end_are_learnt_and_nothing_else(template: str) -> 
 
 
 def test_a_mark_that_ends_in_a_space_ends_there() -> None:
-    """Offsets of some tokenizers leave spaces out; the token behind the mark is not learnt for that."""
+    """Offsets of some tokenizers leave spaces out; the token behind the mark is not learned for that."""
     tokenizer = build("{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}"
                       "{% else %}{{ m.content }}{% endif %}{% endfor %}")
     tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
@@ -150,8 +150,8 @@ def test_a_prompt_has_the_tokens_of_generation_where_the_answer_would_join_them(
     answer = {"role": "assistant", "content": "\nhello"}
     (encoded,) = ChatEncoder(tokenizer).encode([USER, answer])
     prompt = tokenizer.apply_chat_template([USER], add_generation_prompt=True)["input_ids"]
-    assert encoded.tokens[:len(prompt)] == prompt and not any(encoded.learnt[:len(prompt)])
-    assert tokenizer.decode([t for t, learnt in zip(encoded.tokens, encoded.learnt, strict=True) if learnt]) == (
+    assert encoded.tokens[:len(prompt)] == prompt and not any(encoded.learned[:len(prompt)])
+    assert tokenizer.decode([t for t, learned in zip(encoded.tokens, encoded.learned, strict=True) if learned]) == (
         "\nhello<|im_end|>")
     joined = tokenizer.apply_chat_template([USER, answer])["input_ids"]
     assert joined[:len(prompt)] != prompt, "the tokenizer of this test joins nothing"

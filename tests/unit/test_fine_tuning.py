@@ -33,7 +33,7 @@ from megacompile.finetuning import run as runs
 from megacompile.finetuning.data import read
 from megacompile.finetuning.progress import Entry
 from megacompile.finetuning.reports import Reports, draw_curve, read_log
-from megacompile.finetuning.rows import Order, Rows, collate, in_turn, split
+from megacompile.finetuning.rows import Order, Rows, collate, in_order, split
 from megacompile.finetuning.settings import Settings, TooLong
 from megacompile.finetuning.trackers import Tracker, started
 from megacompile.inputs import repacking
@@ -124,7 +124,7 @@ def test_packed_conversations_are_learnt_as_if_they_were_alone(model: Path, data
     assert result.exit_code == 0 and "10 sequences" in result.output, result.output
     plain = AutoModelForCausalLM.from_pretrained(model, attn_implementation="eager")
     rows = read([str(data)], load_tokenizer(model), None, LENGTH, False, plain.config.vocab_size, print)
-    assert losses(tmp_path)[1] == pytest.approx(training.evaluate(plain, in_turn(rows, 20)), rel=1e-5)
+    assert losses(tmp_path)[1] == pytest.approx(training.evaluate(plain, in_order(rows, 20)), rel=1e-5)
 
 
 @pytest.fixture
@@ -451,7 +451,7 @@ def test_the_model_is_saved_though_its_last_checkpoint_cannot_be(
 
 def test_a_folder_belongs_to_one_run_at_a_time(model: Path, data: Path, tmp_path: Path) -> None:
     arguments = ("train", model, "--data", data, *FLAGS, "--steps", 1, "--output", tmp_path)
-    with folder.held(tmp_path):
+    with folder.locked(tmp_path):
         result = command(*arguments)
     assert result.exit_code == 2 and "another run is writing to" in result.stderr
     assert list(tmp_path.iterdir()) == [], "the other run's files were touched"

@@ -18,8 +18,8 @@ from megacompile.finetuning.chat import Encoded
 from megacompile.finetuning.data import check_sources, read
 from megacompile.finetuning.files import is_text, read_rows
 from megacompile.finetuning.formats import Format
-from megacompile.finetuning.packing import join, pack, together
-from megacompile.finetuning.rows import Order, Padding, Rows, collate, in_turn, split
+from megacompile.finetuning.packing import join, pack, pack_conversations
+from megacompile.finetuning.rows import Order, Padding, Rows, collate, in_order, split
 
 ALPACA = [{"instruction": "one", "input": "", "output": "1"}, {"instruction": "two", "input": "NA", "output": "2"}]
 
@@ -170,7 +170,7 @@ def test_longer_conversations_are_counted_and_one_without_an_answer_left_is_drop
 
 
 def test_packed_conversations_lose_nothing_and_know_where_they_begin() -> None:
-    rows = together(Rows.of([Encoded([1, 2], [True, True]), Encoded([3, 4, 5, 6], [False, False, True, True]),
+    rows = pack_conversations(Rows.of([Encoded([1, 2], [True, True]), Encoded([3, 4, 5, 6], [False, False, True, True]),
                              Encoded([7, 8, 9], [False, True, True]), Encoded([10], [True])]), length=6)
     assert [rows.row(index)[0].tolist() for index in range(len(rows))] == [[3, 4, 5, 6, 1, 2], [7, 8, 9, 10]]
     batch = collate(rows, [1, 0], Padding(rows=3, widths=(6,)))
@@ -184,10 +184,10 @@ def test_packed_conversations_lose_nothing_and_know_where_they_begin() -> None:
 def test_packing_leaves_little_room_and_is_decided_by_the_rows() -> None:
     sizes = torch.randint(1, 50, (400,), generator=torch.Generator().manual_seed(0)).tolist()
     rows = Rows.of(Encoded([number] * size, [True] * size) for number, size in enumerate(sizes))
-    packed = together(rows, 64)
+    packed = pack_conversations(rows, 64)
     assert int(packed.lengths.max()) <= 64 and len(packed) <= 1.02 * sum(sizes) / 64 + 1
     assert Counter(packed.tokens.tolist()) == Counter(rows.tokens.tolist()) and int(packed.begins.sum()) == 400
-    assert together(rows, 64).fingerprint() == packed.fingerprint() != rows.fingerprint()
+    assert pack_conversations(rows, 64).fingerprint() == packed.fingerprint() != rows.fingerprint()
 
 
 def test_texts_are_joined_by_the_end_token_and_cut(tmp_path: Path) -> None:
@@ -278,18 +278,18 @@ def test_a_split_is_decided_by_the_seed_and_loses_no_row() -> None:
 
 
 def test_rows_in_turn_are_all_there_once() -> None:
-    batches = list(in_turn(ROWS, 2))
+    batches = list(in_order(ROWS, 2))
     assert [batch["input_ids"].shape for batch in batches] == [(2, 3), (1, 9)]
     assert sum(int((batch["labels"] != -100).sum()) for batch in batches) == 12
 
 
 def test_a_fingerprint_is_of_tokens_masks_and_rows() -> None:
     def changed(**what: Any) -> str:
-        return Rows(**({"tokens": ROWS.tokens, "spans": ROWS.spans, "learnt": ROWS.learnt} | what)).fingerprint()
+        return Rows(**({"tokens": ROWS.tokens, "spans": ROWS.spans, "learned": ROWS.learned} | what)).fingerprint()
 
     assert ROWS.fingerprint() == changed()
-    assert ROWS.learnt is not None
-    others = [changed(tokens=ROWS.tokens + 1), changed(learnt=~ROWS.learnt), changed(spans=ROWS.spans.flip(0))]
+    assert ROWS.learned is not None
+    others = [changed(tokens=ROWS.tokens + 1), changed(learned=~ROWS.learned), changed(spans=ROWS.spans.flip(0))]
     assert len({changed(), *others}) == 4
 
 

@@ -150,7 +150,7 @@ def test_a_log_file_gets_the_first_the_last_and_every_nth_line() -> None:
 
 def test_a_run_s_course_has_epoch_mean_loss_and_time_left() -> None:
     ends = iter([100.0, 102.0, 106.0])
-    course = progress.Course(10, batch=4, rows=8, losses=[4.0], clock=lambda: next(ends))
+    course = progress.RunProgress(10, batch=4, rows=8, losses=[4.0], clock=lambda: next(ends))
     entries = [course(training.Step(n, loss, 0.0, 0.0, 0.0, 0.0, 0, 0, 0.0)) for n, loss in ((2, 2.0), (3, 3.0), (4, 1.0))]
     assert [each.epoch for each in entries] == [1.0, 1.5, 2.0]
     assert [each.mean_loss for each in entries] == [3.0, 3.0, 2.5]
