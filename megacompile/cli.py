@@ -8,10 +8,11 @@ Each command imports what it needs when it runs, so that --help does not wait se
 from __future__ import annotations
 
 import enum
-import functools
 import sys
+from collections.abc import Callable
+from inspect import cleandoc
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -29,6 +30,7 @@ EXIT_ARGUMENT = 2
 EXIT_INTERRUPTED = 130
 
 _SHOW_PANEL = "What to show"
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 class _Commands(TyperGroup):
@@ -70,7 +72,12 @@ app = typer.Typer(cls=_Commands, help="Train language models whose weights stay 
                   add_completion=False, pretty_exceptions_enable=False)
 
 
-_command = functools.partial(app.command, cls=_Command)
+def _command() -> Callable[[F], F]:
+    """Adds a function to the commands. Its docstring is the help text, with each paragraph on one line for typer to wrap."""
+    def register(function: F) -> F:
+        paragraphs = cleandoc(function.__doc__ or "").split("\n\n")
+        return app.command(cls=_Command, help="\n\n".join(" ".join(each.split()) for each in paragraphs))(function)
+    return register
 
 
 def _terminal() -> bool:

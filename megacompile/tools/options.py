@@ -60,7 +60,7 @@ CheckpointInterval = Annotated[int | None, typer.Option(
 MicroBatchSize = Annotated[int | None, typer.Option(
     min=1, rich_help_panel=_PLAN_PANEL, help="Number of sequences that the device computes at a time.", show_default=_PLANNER)]
 Device = Annotated[str | None, typer.Option(
-    rich_help_panel=_PLAN_PANEL, help="Device to compute on: cpu or cuda.", show_default="cuda if there is a GPU")]
+    help="Device to compute on: cpu or cuda.", show_default="cuda if there is a GPU")]
 DeviceMemory = Annotated[str | None, typer.Option(
     rich_help_panel=_PLAN_PANEL, help='Device memory budget, such as "24GiB".', show_default="the free memory, less a margin")]
 ModelDType = Annotated[DType, typer.Option(help="Data type of the weights. auto: the model's own.")]
