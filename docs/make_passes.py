@@ -58,10 +58,10 @@ A **schedule pass** is a module or an object with these members:
 - `run(program, plan) -> program`. It does not change the program that it gets: it copies a section (`copy_section`) and
   rewrites the copy.
 
-Later passes work on its result. A pass after `prefetch` can move copies freely, since `place` and `synchronize` then find slots
-and order the lanes. A pass after `synchronize` must keep the order itself. A pipeline is refused before capture if a pass lacks
-the stage that it requires, goes back a stage, or if the pipeline ends without events. After each pass the verifier proves the
-program, and its error names the pass that broke it.
+Later passes work on its result. A pass after `prefetch` can move copies freely, since `place` and `synchronize` then find
+slots and order the lanes. A pass after `synchronize` must keep the order itself. A pipeline is refused before capture if a
+pass lacks the stage that it requires, goes back a stage, or if the pipeline ends without events. After each pass the verifier
+proves the program, and its error names the pass that broke it.
 
 A **template pass** has `name`, `level` and `run(graph, target) -> graph`. At level `"model"` it gets a section as Dynamo left
 it, before differentiation. At level `"variant"` it gets a graph that will run, of ATen ops (`passes/template/__init__.py`

@@ -1,10 +1,10 @@
-"""Train a decoder of your own: no transformers, a layer of your own design, other names of arguments.
+"""Train your own decoder: without transformers, with your own layer and other argument names.
 
     python examples/custom_layer.py
 
 A model streams if its layers run in order, each on the output of the one before. The layer here mixes tokens with a gated
-running average in place of attention. `layers` says where the stack is (unsaid, the `nn.ModuleList` with the most parameters
-is taken, here the embeddings), and `example` gives the arguments of a batch, which are not `input_ids` and `labels`.
+running average instead of attention. `layers` names the stack; otherwise `stream` takes the `nn.ModuleList` with the most
+parameters, here the embeddings. `example` gives the arguments of a batch, since they are not `input_ids` and `labels`.
 """
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ VOCABULARY, WIDTH, DEPTH, LENGTH = 64, 32, 6, 32
 
 
 class RunningAverage(nn.Module):
-    """Each token sees the mean of those before it, gated by what it is itself."""
+    """Each token gets the mean of the tokens up to it, gated by its own value."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,11 +32,11 @@ class RunningAverage(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Returns logits and, where there are targets, the loss."""
+    """Returns logits, and the loss if there are targets."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.tables = nn.ModuleList(nn.Embedding(VOCABULARY, WIDTH) for _ in range(16))  # sixteen hashes of a token
+        self.tables = nn.ModuleList(nn.Embedding(VOCABULARY, WIDTH) for _ in range(16))  # 16 hashes per token
         self.decoder = nn.ModuleDict({"blocks": nn.ModuleList(RunningAverage() for _ in range(DEPTH))})
         self.head = nn.Linear(WIDTH, VOCABULARY)
 
@@ -51,7 +51,7 @@ class Decoder(nn.Module):
 
 
 def batch() -> dict[str, Tensor]:
-    """Sequences that count on from a random token."""
+    """Sequences that count up from a random token, as tokens and targets [8, LENGTH], int64."""
     tokens = (torch.randint(VOCABULARY, (8, 1)) + torch.arange(LENGTH + 1)) % VOCABULARY
     return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
 
@@ -68,7 +68,7 @@ for step in range(20):
     if step % 5 == 4:
         print(f"step {step + 1}: loss {loss.item():.3f}")
 
-model.megacompile.close()  # what remains is the plain module, trained
+model.megacompile.close()  # leaves the plain module with its trained weights
 sequence = torch.tensor([[7, 8, 9]])
 with torch.no_grad():
     for _ in range(5):

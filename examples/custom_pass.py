@@ -1,10 +1,10 @@
-"""Two passes of your own: what is prefetching worth, and a rewrite of every layer's graph.
+"""Two passes of your own: one delays prefetches, the other rewrites every layer's graph.
 
     python examples/custom_pass.py
 
-`late_prefetch` works on the schedule: weights arrive right before their first use, so that no copy hides behind a kernel.
-`square_by_product` works on the templates: `x ** 2` becomes `x * x`. Neither changes a result: both models end with the same
-bits. The verifier proves the schedule after every pass, and names the pass that has broken it.
+`late_prefetch` changes the schedule: weights arrive right before their first use, so no copy overlaps with a kernel.
+`square_by_product` changes the templates: `x ** 2` becomes `x * x`. Neither changes a bit of the
+trained weights. The verifier proves the schedule after every pass, and its error names the pass that broke it.
 """
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from megacompile.program import Program, copy_section, find, uses
 
 
 class LatePrefetch:
-    """After `prefetch`, before events are known: the passes behind it give slots and order lanes for what it leaves."""
+    """Moves each prefetch to right before its first use. Runs after `prefetch`; later passes choose slots and order lanes."""
 
     name, requires, provides = "late_prefetch", "prefetch", "prefetch"
 
     def run(self, program: Program, plan: Plan) -> Program:
         sections = {}
         for key, graph in program.sections.items():
-            sections[key] = copy_section(graph)  # a pass changes no program that it was given
+            sections[key] = copy_section(graph)  # a pass does not change the program that it gets
             for arrival in list(find(sections[key], "prefetch")):
                 users = uses(sections[key], arrival)
                 if users:
@@ -36,7 +36,7 @@ class LatePrefetch:
 
 
 class SquareByProduct:
-    """On the variants that run: ATen ops, after differentiation."""
+    """Replaces squares by products in the graphs that run: ATen ops, after differentiation."""
 
     name, level = "square_by_product", "variant"
 
@@ -74,4 +74,4 @@ if __name__ == "__main__":
     for step, (a, b) in enumerate(zip(losses, same, strict=True), 1):
         print(f"step {step}: loss {a:.6f}, with both passes {b:.6f}")
     equal = all(torch.equal(a, b) for a, b in zip(usual.state_dict().values(), changed.state_dict().values(), strict=True))
-    print(f"weights are {'equal to the bit' if equal else 'different'}")
+    print(f"weights are {'bit-identical' if equal else 'different'}")

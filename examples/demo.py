@@ -1,8 +1,8 @@
-"""The demonstration, `make demo`: a 10M-parameter Qwen2 learns Python from the standard library of this machine.
+"""The demo (`make demo`): a 10M-parameter Qwen2 learns Python from this machine's standard library.
 
 Its layers stream from host memory through slots of the "device", here the CPU, with an activation checkpoint every
-second layer. Prints the schedule, the training, a sample of what it has learned, and where the model was saved; then
-loads that with plain transformers and checks that the loss is the same. Exit code 1 if it is not, or above the target.
+second layer. It prints the schedule, the training, a sample of generated text, and where the model was saved. Then it
+loads the model with plain transformers and compares the loss. Exit code 1: the losses differ, or the loss is above the target.
 """
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ HELD_OUT_BYTES = 400_000
 
 
 def small_qwen2() -> PreTrainedModel:
-    """10.2M parameters, random. The wide initialisation and the short rotary base suit a small model and 128 bytes."""
+    """A random model with 10.2M parameters. The wide init and the short rotary base suit a small model and 128 bytes."""
     return AutoModelForCausalLM.from_config(Qwen2Config(
         vocab_size=256, hidden_size=384, intermediate_size=1056, num_hidden_layers=6, num_attention_heads=6,
         num_key_value_heads=3, max_position_embeddings=512, initializer_range=0.06,
@@ -36,22 +36,22 @@ def small_qwen2() -> PreTrainedModel:
 
 
 def standard_library() -> tuple[Rows, Rows]:
-    """The library's modules, as bytes: what to learn from, and what is held out."""
+    """The modules of the standard library as bytes: rows to train on, and held-out rows."""
     files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
     tokens = read_text(files, ByteTokenizer())
     return pack(tokens[:-HELD_OUT_BYTES], LENGTH), pack(tokens[-HELD_OUT_BYTES:], LENGTH)
 
 
 def passed(loss: float, difference: float, target: float) -> bool:
-    """Has it learned, and is what was saved what was trained? Not so if a loss is not a number."""
+    """Whether the loss reached the target and the saved model has the same loss. False if a loss is NaN."""
     return loss < target and difference < 1e-4
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Train a small model on the Python standard library.")
     parser.add_argument("--steps", type=int, default=120)
-    parser.add_argument("--target", type=float, default=2.6, help="held-out loss to reach, nats a byte")
-    parser.add_argument("--sample", type=int, default=100, help="bytes to write at the end")
+    parser.add_argument("--target", type=float, default=2.6, help="held-out loss to reach, in nats per byte")
+    parser.add_argument("--sample", type=int, default=100, help="bytes to generate at the end")
     parser.add_argument("--save", type=Path, default=Path("runs/demo"))
     arguments = parser.parse_args()
     begin, console = time.perf_counter(), Console(highlight=False)
@@ -86,9 +86,9 @@ def main() -> int:
     reloaded = AutoModelForCausalLM.from_pretrained(arguments.save)
     difference = abs(training.evaluate(reloaded, examination) - loss)
     print(f"saved in {arguments.save}; loaded with plain transformers, its loss differs by {difference:.1e}")
-    print(f"held-out loss {loss:.3f} nats a byte (target {arguments.target}) in {time.perf_counter() - begin:.0f} s")
+    print(f"held-out loss {loss:.3f} nats per byte (target {arguments.target}) in {time.perf_counter() - begin:.0f} s")
     if not passed(loss, difference, arguments.target):
-        print("the demonstration failed: see the two lines above", file=sys.stderr)
+        print("the demo failed: see the two lines above", file=sys.stderr)
         return 1
     return 0
 

@@ -1,4 +1,4 @@
-"""Look at the schedule of a model that does not exist: Qwen2-7B's layers, without weights, on no device.
+"""Print the schedule of a model without weights or device: layers of Qwen2-7B's shape.
 
     python examples/inspect_schedule.py
 """

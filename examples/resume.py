@@ -1,9 +1,9 @@
-"""Train, be killed in the middle, go on.
+"""Train, get killed in the middle, and resume.
 
     python examples/resume.py
 
-A loop that can be stopped anywhere does two things more than any other: it loads the latest checkpoint if there is one, and it
-saves now and then, beside training. Here it runs twice: in a process of its own that is killed in step 13, and in this one.
+A loop that can be stopped anywhere needs two additions: it loads the latest checkpoint if there is one, and it saves regularly,
+during training. Here the loop runs twice: in a child process that is killed in step 13, and then in this process.
 """
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ def train(folder: str, steps: int, killed_at: int | None = None) -> None:
     done = 0
     if megacompile.latest_checkpoint(folder) is not None:
         done = megacompile.load_checkpoint(folder, model, optimizer, scheduler=scheduler)["done"]
-        print(f"goes on after step {done}", flush=True)
+        print(f"continues after step {done}", flush=True)
     with megacompile.CheckpointWriter(folder, model, optimizer, scheduler=scheduler, keep=2) as writer:
         for step in range(done + 1, steps + 1):
-            tokens = (torch.randint(64, (8, 1)) + torch.arange(17)) % 64  # random numbers go on as well
+            tokens = (torch.randint(64, (8, 1)) + torch.arange(17)) % 64  # a resume also restores the random state
             loss = model(input_ids=tokens[:, :-1], labels=tokens[:, 1:])
             loss.backward()
             if step == killed_at:
@@ -54,7 +54,7 @@ def train(folder: str, steps: int, killed_at: int | None = None) -> None:
             scheduler.step()
             print(f"step {step}: loss {loss.item():.3f}", flush=True)
             if step % 5 == 0:
-                writer.save(extra={"done": step})  # returns at once; anything else that the loop must know goes into `extra`
+                writer.save(extra={"done": step})  # returns at once; put other state of the loop into `extra`
     model.megacompile.close()
 
 

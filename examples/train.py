@@ -1,9 +1,9 @@
-"""Train a language model from host memory: the whole interface is `stream`, `AdamW` and the usual loop.
+"""Train a language model from host memory with `stream`, `AdamW` and the usual loop.
 
     python examples/train.py
 
-The model is small and the text is a module of Python itself, so that this runs anywhere in seconds. For a real one,
-load it with `AutoModelForCausalLM.from_pretrained(...)` and leave `device` out: CUDA is used where there is a device.
+The model is small and the text is one of Python's own modules, so this runs anywhere in seconds. For a real model, use
+`megacompile.from_pretrained(...)`, and leave `device` out to use CUDA.
 """
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Fine-tune with Hugging Face's Trainer, or TRL's SFTTrainer (`--sft`): one class is another, all else is as ever.
+"""Fine-tune with Hugging Face's Trainer, or with TRL's SFTTrainer (`--sft`), by replacing one class.
 
     python examples/trainer.py
-    python examples/trainer.py --steps 300 --compare    # the same training unstreamed, and how far both curves are apart
+    python examples/trainer.py --steps 300 --compare    # also trains unstreamed, and compares the losses
 
-The model is small and the text is Python's own documentation strings, so that this runs anywhere. On a GPU leave out `use_cpu`
+The model is small and the text is source code of Python's own modules, so this runs anywhere. On a GPU leave out `use_cpu`
 and `device`, stream with `dtype=torch.bfloat16`, and give `bf16=True`.
 """
 from __future__ import annotations
@@ -27,7 +27,7 @@ SETTINGS: dict[str, Any] = dict(
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a byte, and one for padding and the end."""
+    """A tokenizer with one token per byte, and one for padding and the end."""
     vocabulary = {character: index for index, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     tokens = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokens.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -42,13 +42,13 @@ def make_model(vocabulary: int) -> Any:
 
 
 def text_windows() -> list[str]:
-    """Pieces of source text of Python's own modules."""
+    """Source code of Python's own modules, in pieces of `LENGTH` characters."""
     text = "".join(inspect.getsource(module) for module in (argparse, inspect, tempfile))
     return [text[start:start + LENGTH] for start in range(0, len(text) - LENGTH, LENGTH)]
 
 
 def train(model: Any, tokenizer: PreTrainedTokenizerFast, steps: int, sft: bool) -> list[float]:
-    """The loss of each step; then evaluates."""
+    """Trains, evaluates, and returns the loss of each step."""
     streamed = hasattr(model, "megacompile")
     windows = text_windows()
     with tempfile.TemporaryDirectory() as folder:
@@ -75,8 +75,8 @@ def train(model: Any, tokenizer: PreTrainedTokenizerFast, steps: int, sft: bool)
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--sft", action="store_true", help="TRL's SFTTrainer")
-    parser.add_argument("--compare", action="store_true", help="train unstreamed too")
+    parser.add_argument("--sft", action="store_true", help="use TRL's SFTTrainer")
+    parser.add_argument("--compare", action="store_true", help="also train unstreamed")
     options = parser.parse_args()
     tokenizer = make_tokenizer()
     model = megacompile.stream(make_model(len(tokenizer)), device="cpu")

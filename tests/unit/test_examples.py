@@ -59,14 +59,14 @@ def test_custom_layer_learns_to_count(run_here: Run) -> None:
 
 def test_custom_passes_show_in_the_schedule_and_change_no_bit(run_here: Run) -> None:
     printed = run_here("custom_pass.py")
-    assert "def forward(p):" in printed and "weights are equal to the bit" in printed
+    assert "def forward(p):" in printed and "weights are bit-identical" in printed
     assert len(re.findall(r"^step \d: loss (\S+), with both passes \1$", printed, re.MULTILINE)) == 3
 
 
 def test_resume_goes_on_from_a_checkpoint_after_a_kill() -> None:
     printed = run("resume.py")
     first, second = printed.split("the first process was killed by signal 9")
-    (begin,) = re.findall(r"goes on after step (5|10)$", second, re.MULTILINE)
+    (begin,) = re.findall(r"continues after step (5|10)$", second, re.MULTILINE)
     steps = [(int(step), float(loss)) for step, loss in re.findall(r"^step (\d+): loss (\S+)$", second, re.MULTILINE)]
     assert [step for step, _ in steps] == list(range(int(begin) + 1, 31))
     repeated = dict(re.findall(r"^step (\d+): loss (\S+)$", first, re.MULTILINE))
