@@ -284,7 +284,7 @@ class Heads(Decoder):
         return x
 
 
-def test_of_lists_that_nobody_names_those_that_form_a_chain_are_streamed_and_the_report_says_so() -> None:
+def test_unnamed_lists_that_form_a_chain_are_streamed_and_reported() -> None:
     assert find_layers(Heads(), None).paths == ("blocks", "embeddings")
     assert find_layers(EncoderDecoder()).paths == ("decoder.layers",), "parts of other classes stay where they are"
     text = megacompile.explain_capture(UShaped(), device="cpu")

@@ -159,7 +159,7 @@ def test_what_the_oracle_calls_a_race_shows_when_lanes_interleave(make_schedule:
         assert any(interleave(steps, expected, str(seed)) for seed in range(100)), edit.what
 
 
-def test_whoever_touches_optimizer_state_is_ordered_by_the_weights() -> None:
+def test_ops_on_optimizer_state_are_ordered_by_the_weights() -> None:
     """Which is why no program says anything of the state's own order. Moments alone are ordered by the gradients."""
     touching = [(lane, "weights/" in writes, (*reads, *writes)) for op, (lane, reads, writes) in TOUCHES.items()
                 if "state/" in (*reads, *writes) and op != "adam_moments"]

@@ -242,7 +242,7 @@ def test_a_backward_beside_another_open_forward_is_refused(model: Any, optimizer
     step(model, optimizer)  # both were given up
 
 
-def test_a_loss_that_is_dropped_without_a_backward_is_in_nobody_s_way(model: Any, optimizer: Any) -> None:
+def test_a_loss_dropped_without_a_backward_does_not_block_later_steps(model: Any, optimizer: Any) -> None:
     for seed in range(3):
         loss = model(**batch(seed)).loss
         if seed != 1:  # a loop that leaves out some batches
@@ -251,7 +251,7 @@ def test_a_loss_that_is_dropped_without_a_backward_is_in_nobody_s_way(model: Any
     assert all(state["step"] == 2 for state in optimizer.state.values())
 
 
-def test_gradients_that_wait_for_a_step_are_not_left_behind(model: Any) -> None:
+def test_gradients_that_wait_for_a_step_are_not_lost(model: Any) -> None:
     model(**batch(0)).loss.backward()
     optimizer = megacompile.AdamW(model.parameters(), lr=1e-2, overlap="backward")
     loss = model(**batch(1)).loss
@@ -326,7 +326,7 @@ def test_a_backward_that_stops_between_two_updates_is_torn_for_good(model: Any, 
     step(model, optimizer)
 
 
-def test_a_backward_that_fails_before_its_first_update_changes_nothing_and_is_no_step(model: Any) -> None:
+def test_a_backward_that_fails_before_its_first_update_changes_nothing_and_counts_no_step(model: Any) -> None:
     start, found = weights(model), []
     for fault in (False, True):
         model.load_state_dict(start)

@@ -162,7 +162,7 @@ def test_rows_that_differ_in_their_plans_alone_share_a_model() -> None:
         assert models.model is not model and len(models.model.model.layers) == 1
 
 
-def test_options_behind_then_are_another_row() -> None:
+def test_options_after_then_start_another_row() -> None:
     assert rows.command_lines(["--batch", "8", "--then", "--overlap"]) == [["--batch", "8"], ["--overlap"]]
 
 
@@ -188,7 +188,7 @@ def test_as_many_layers_are_made_as_the_host_holds() -> None:
     assert shapes.layers_that_fit("qwen2-14b", 2**40) == 48 and shapes.layers_that_fit("qwen2-14b", 2**30) == 1
 
 
-def test_of_experts_those_count_that_a_token_is_sent_to() -> None:
+def test_only_the_experts_that_a_token_is_sent_to_count() -> None:
     with parameters_on_meta():
         model = AutoModelForCausalLM.from_config(shapes.config("qwen3-moe-30b", 2))
     experts = 2 * 128 * 3 * 2048 * 768
@@ -205,7 +205,7 @@ def test_a_window_bounds_what_attention_costs() -> None:
 
 # ---------------------------------------------------------------- clock and power
 
-def test_medians_of_clock_and_power_leave_out_what_is_no_number() -> None:
+def test_medians_of_clock_and_power_skip_values_that_are_not_numbers() -> None:
     printed = "1480, 690.5\n1500, [N/A]\n[N/A], 680.5\n1980, 700.5\n15"
     assert clocks.medians(printed) == {"sm_clock_mhz": 1500.0, "power_w": 690.5}
     assert clocks.medians("no devices were found\n") == {}
@@ -353,7 +353,7 @@ def test_ctrl_c_leaves_whole_rows(tmp_path: Path, log: Callable[[], list[str]], 
     assert [row["tflops"] for row in rows.read(tmp_path / "rows.jsonl")] == [2.0]
 
 
-def test_a_line_that_is_no_row_is_named(tmp_path: Path) -> None:
+def test_a_line_that_is_not_a_row_is_named(tmp_path: Path) -> None:
     for line in ('{"tflops"', '{"instruction": "of something else"}'):
         (tmp_path / "rows.jsonl").write_text(f'{{"device": "d"}}\n{line}\n')
         with pytest.raises(MegacompileError, match=r"line 2 of .*rows\.jsonl is not a row"):

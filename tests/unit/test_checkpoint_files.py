@@ -192,7 +192,7 @@ def rewrite_raw(folder: Path, old: str, new: str, crc32: bool = False) -> None:
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
-def test_what_is_damaged_or_foreign_is_refused_and_nothing_changes(kind: str, run: Run, saved: Path) -> None:
+def test_a_damaged_or_foreign_checkpoint_is_refused_and_nothing_changes(kind: str, run: Run, saved: Path) -> None:
     damage, message = DAMAGE[kind]
     damage(saved)
     run.steps(1)

@@ -269,7 +269,7 @@ def test_the_user_decides_how_many(given: Any, planned: int, analysis: Any) -> N
 
 
 @pytest.mark.parametrize("wrong", [-1, 2.5, "all"])
-def test_a_number_of_checkpoints_that_is_none_is_refused(wrong: Any) -> None:
+def test_an_invalid_number_of_checkpoints_to_keep_is_refused(wrong: Any) -> None:
     with pytest.raises(MegacompileError, match="host_checkpoints must be a whole number of at least 0"):
         StreamConfig(host_checkpoints=wrong)
 

@@ -316,6 +316,6 @@ def test_short_sequences_have_no_chunks(analysis: tuple[Any, Any]) -> None:
 
 
 @pytest.mark.parametrize("wrong", [-1, 2.5, True, "all"])
-def test_a_chunk_that_is_no_number_of_tokens_is_refused(wrong: Any) -> None:
+def test_a_chunk_that_is_not_a_number_of_tokens_is_refused(wrong: Any) -> None:
     with pytest.raises(MegacompileError, match="token_chunk must be a whole number of at least 0"):
         StreamConfig(token_chunk=wrong)

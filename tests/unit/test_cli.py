@@ -454,7 +454,7 @@ def test_a_folded_program_is_refused_with_what_to_do(config: Path) -> None:
 
 
 @pytest.mark.parametrize(("given", "message"), [("", "no program; expected"), ("\0", "not the beginning of a program")])
-def test_standard_input_that_is_no_program_is_refused(given: str, message: str) -> None:
+def test_standard_input_that_is_not_a_program_is_refused(given: str, message: str) -> None:
     result = CliRunner().invoke(cli.app, ["verify", "-"], input=given)
     assert result.exit_code == 1 and message in result.stderr
 

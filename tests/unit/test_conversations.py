@@ -84,7 +84,7 @@ def test_columns_of_no_format_or_of_two_are_refused() -> None:
     (Format.SHAREGPT, {"conversations": [{"from": "function_call", "value": "add(1)"}]}, "message 1: the function call"),
     (Format.MESSAGES, {"messages": [{"role": "assistant", "tool_calls": ["add"]}]}, "message 1: a tool call must be an object"),
 ], ids=str)
-def test_a_row_that_is_none_is_refused_with_the_reason(format: Format, row: dict[str, Any], reason: str) -> None:
+def test_an_invalid_row_is_refused_with_the_reason(format: Format, row: dict[str, Any], reason: str) -> None:
     with pytest.raises(MegacompileError, match=reason):
         messages_of(row, format)
 

@@ -47,7 +47,7 @@ def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:
     ("one\ntwo\nüber".encode("latin-1"), r"byte 0xfc at 8 \(line 3\) is not valid in UTF-8 text: convert the file"),
     ("text".encode("utf-16"), r"byte 0x00 at 3 \(line 1\)"), (b"a\0b", r"byte 0x00 at 1"), (b"\xed\xa0\xbd", "byte 0xed at 0"),
 ], ids=["gz", "bz2", "xz", "zstd", "latin-1", "utf-16", "NUL", "half a character"])
-def test_what_is_no_text_is_refused_whatever_it_is_called(tmp_path: Path, text: bytes, reason: str) -> None:
+def test_a_file_that_is_not_text_is_refused_under_any_name(tmp_path: Path, text: bytes, reason: str) -> None:
     for tokenizer in (ByteTokenizer(), PretrainedTokenizer.__new__(PretrainedTokenizer)):
         with pytest.raises(MegacompileError, match=rf"a\.txt is not text: {reason}"):
             read_text([write(tmp_path, "a.txt", text)], tokenizer)

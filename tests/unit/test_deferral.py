@@ -63,7 +63,7 @@ def at_once(shared: tiny_models.Shared) -> dict[bool, dict[str, Tensor]]:
 
 @pytest.mark.parametrize("whole", [False, True], ids=["loop", "train_step"])
 @pytest.mark.parametrize("late", [None, "adam_weights", "adam_moments", "offload"])
-def test_moments_behind_all_weights_have_the_bits_of_whole_updates(
+def test_moments_updated_after_all_weights_have_the_bits_of_whole_updates(
         whole: bool, late: str | None, shared: tiny_models.Shared, at_once: Any) -> None:
     model = planned(shared, **DEFERRED)
     assert same_bits(trained(model, whole, lambda node: time.sleep(3e-3 * (op_of(node).name == late))), at_once[whole])

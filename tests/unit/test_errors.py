@@ -59,7 +59,7 @@ def _capture_with(patch: pytest.MonkeyPatch, module: Any, function: str, error: 
 
 @pytest.mark.parametrize("error", FOREIGN, ids=lambda error: type(error).__name__)
 @pytest.mark.parametrize(("module", "function"), [(build, "joint_graph"), (model_graph, "dynamo_graph_capture_for_export")])
-def test_what_happens_to_be_raised_while_a_model_is_traced_stays_what_it_is(
+def test_an_unrelated_exception_raised_during_tracing_reaches_the_caller_unchanged(
         monkeypatch: pytest.MonkeyPatch, module: Any, function: str, error: Exception) -> None:
     with pytest.raises(type(error)) as caught:
         _capture_with(monkeypatch, module, function, error)

@@ -88,7 +88,7 @@ def test_a_step_that_does_not_fit_changes_nothing_and_a_smaller_one_runs(model: 
     assert not same_bits(weights(model), before)
 
 
-def test_a_slot_that_cannot_be_made_is_an_error_and_no_end(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slot_that_cannot_be_allocated_raises_and_training_can_continue(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     streamed = model.megacompile.streamed
     train_step(model, megacompile.AdamW(model.parameters()))
     before = weights(model)

@@ -191,7 +191,7 @@ class _Experts(nn.Module):
         self.norm = nn.Parameter(torch.randn(11))
 
 
-def test_a_part_goes_into_a_slot_and_comes_home_to_where_it_was() -> None:
+def test_a_tile_part_is_copied_into_a_slot_and_back_to_its_place() -> None:
     """Experts 2 to 4 of 5; what the piece reads beside them has a tile of its own."""
     model = nn.ModuleDict({"experts": _Experts()})
     experts: Any = model["experts"]

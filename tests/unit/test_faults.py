@@ -246,7 +246,7 @@ def test_an_evaluation_that_fails_is_not_left_half_done(slab_model: Any, labels:
 
 # ---------------------------------------------------------------- gradients
 
-def test_a_backward_that_fails_leaves_no_gradient_behind(model: Any, native: Any) -> None:
+def test_a_backward_that_fails_leaves_no_gradient(model: Any, native: Any) -> None:
     """Accumulation that stopped half-way would leave some parameters with two batches' gradients, others with one's."""
     model(**batch(1)).loss.backward()
     loss = model(**batch(2)).loss
@@ -332,7 +332,7 @@ def test_torn_weights_are_neither_used_nor_saved(slab_model: Any, use: Any, tmp_
     use(model, tmp_path)
 
 
-def test_a_loaded_checkpoint_mends_torn_weights(slab_model: Any, undisturbed: Any) -> None:
+def test_a_loaded_checkpoint_repairs_torn_weights(slab_model: Any, undisturbed: Any) -> None:
     model = slab_model
     optimizer = megacompile.AdamW(model.parameters(), lr=1e-2, max_grad_norm=0.5)
     start, state = weights(model), copy.deepcopy(optimizer.state_dict())
@@ -343,7 +343,7 @@ def test_a_loaded_checkpoint_mends_torn_weights(slab_model: Any, undisturbed: An
     assert same_bits(two_steps(model, None)[1], undisturbed)
 
 
-def test_a_fault_in_a_backward_that_updates_reaches_the_caller_and_a_checkpoint_mends_what_is_torn(
+def test_a_fault_in_a_backward_that_updates_reaches_the_caller_and_a_checkpoint_repairs_the_model(
         slab_model: Any, slabs: tiny_models.Shared) -> None:
     """At every kind of instruction. Before the first update nothing has changed; after the last, all of it is done."""
     model, streamed = slab_model, slab_model.megacompile.streamed
@@ -464,7 +464,7 @@ def test_a_forward_that_fails_does_not_tear_the_update_in_flight(slab_model: Any
     assert same_bits(weights(model), undisturbed)
 
 
-def test_of_two_failures_the_earlier_run_s_is_raised(slab_model: Any) -> None:
+def test_the_failure_of_the_earlier_of_two_runs_is_raised(slab_model: Any) -> None:
     """The forward fails first; the update before it, which goes on, fails too: that one must not be lost."""
     model = slab_model
     executor = model.megacompile.streamed.executor
@@ -488,7 +488,7 @@ def test_of_two_failures_the_earlier_run_s_is_raised(slab_model: Any) -> None:
     model(**batch(1, **SHAPE)).loss.backward()
 
 
-def test_of_failures_at_the_same_time_the_earliest_run_s_is_kept(slab_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_earliest_of_simultaneous_failures_is_kept(slab_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     executor, lanes = slab_model.megacompile.streamed.executor, 8
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)

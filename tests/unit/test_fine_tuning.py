@@ -241,7 +241,7 @@ def test_a_run_that_sigterm_stops_goes_on_to_the_bit(model: Path, data: Path, tm
 
 
 @pytest.mark.on_demand
-def test_runs_that_are_killed_at_random_moments_end_as_one_that_was_not(
+def test_runs_killed_at_random_moments_end_like_an_undisturbed_run(
         model: Path, data: Path, tmp_path: Path, pytestconfig: pytest.Config) -> None:
     """Log, settings, checkpoints and model: pytest -k random_moments_end --all-families --kill-moments 100"""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as fresh:
@@ -384,7 +384,7 @@ def test_a_kill_at_any_file_operation_of_a_start_leaves_the_log_and_the_settings
     assert {path.name for path in tmp_path.iterdir()} == {"log.jsonl", "settings.yaml"}, "a start leaves nothing beside"
 
 
-def test_a_log_that_is_no_file_is_refused_at_once(tmp_path: Path) -> None:
+def test_a_log_that_is_not_a_file_is_refused_at_once(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "log.jsonl")
     with pytest.raises(MegacompileError, match=r"log.jsonl cannot be written \(it is a FIFO, not a regular file"):
         Reports(tmp_path, 3)

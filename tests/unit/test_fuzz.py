@@ -263,7 +263,7 @@ def test_verifying_a_deep_model_takes_about_linear_time(make_schedule: Callable[
     assert large < 20 * small, f"{small:.4f} s, then {large:.4f} s"
 
 
-def test_depth_is_no_recursion() -> None:
+def test_deep_nesting_does_not_recurse() -> None:
     """Python's own parser would overflow."""
     for case in ("parentheses", "calls", "dots", "minus", "not", "lambda"):
         with pytest.raises(ProgramError, match="line 1"):

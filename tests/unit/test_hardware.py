@@ -380,7 +380,7 @@ def test_no_batch_larger_than_anybody_wants_is_looked_for(planned: Schedule) -> 
     assert f"largest batch: {MOST_SEQUENCES} or more sequences of {LENGTH} tokens" in planned.explain()
 
 
-def test_where_nothing_fits_the_largest_batch_is_none(planned: Schedule) -> None:
+def test_the_largest_batch_is_none_if_nothing_fits(planned: Schedule) -> None:
     assert dataclasses.replace(planned.planner, budget_bytes=1).largest_batch(LENGTH) == 0
 
 

@@ -74,7 +74,7 @@ def test_micro_batches_of_rows_have_native_pytorchs_loss_and_gradients(what: str
     model.megacompile.close()
 
 
-def test_a_loss_that_is_no_sum_over_rows_is_not_split() -> None:
+def test_a_loss_that_is_not_a_sum_over_rows_is_not_split() -> None:
     native = Pooled(lambda scores, labels: F.cross_entropy(scores, labels).square(), CLASSES)
     model = megacompile.stream(copy.deepcopy(native), device="cpu", example=given(CLASS))
     torch.testing.assert_close(model(**given(CLASS))[0].detach(), native(**given(CLASS))[0].detach())

@@ -96,7 +96,7 @@ def test_a_plain_run_on_fakes_tells_what_a_model_does_from_what_it_was_captured_
 
 @pytest.mark.parametrize("hidden", [lambda x: F.normalize(x) if len(x) > 1 else x, lambda x: x * float(x.sum() > 0)],
                          ids=["a function of torch that may look at sizes", "a branch on values"])
-def test_a_run_that_does_not_show_all_is_no_proof(hidden: Any) -> None:
+def test_a_run_that_hides_function_calls_proves_nothing(hidden: Any) -> None:
     model = Moody()
     model.head.register_forward_pre_hook(lambda _, given: hidden(given[0]))
     assert called(model, PLAIN, (3, 17)) is None

@@ -211,7 +211,7 @@ def test_a_list_of_images_that_is_more_than_joined_is_refused(way: str) -> None:
         capture(Described(way), example=example)
 
 
-def test_what_is_no_image_for_each_sequence_is_refused() -> None:
+def test_images_of_another_shape_than_one_per_sequence_are_refused() -> None:
     """Patches of all images in one row of their own, as Qwen-VL has them."""
     given = pictured(3, 12)
     with pytest.raises(CaptureError, match=r"images is torch.float32 of shape \[48, 8\].* one image \[batch, ...\]"):
@@ -219,7 +219,7 @@ def test_what_is_no_image_for_each_sequence_is_refused() -> None:
                                               "labels": given["labels"]})
 
 
-def test_a_batch_of_as_many_rows_as_images_were_traced_is_no_exception() -> None:
+def test_a_batch_with_as_many_rows_as_traced_images_trains_too() -> None:
     given = pictured(TRACED_ROWS, 12)
     given["images"] = torch.randn(TRACED_ROWS, PATCHES, 8)
     del given["pixel_values"]

@@ -28,7 +28,7 @@ def test_a_range_of_layers_is_a_slice(compiled: Compiled) -> None:
 
 
 @pytest.mark.parametrize("written", ["", "a", "3:1", "2:2", "0:9", "8", "-1", "0:1:2", "0..2"])
-def test_what_is_no_range_of_layers_is_refused_with_those_there_are(written: str, compiled: Compiled) -> None:
+def test_an_invalid_range_of_layers_is_refused_with_the_valid_layers(written: str, compiled: Compiled) -> None:
     with pytest.raises(ArgumentError, match=r"is not a range of layers: write first:end, from 0 to 8, such as 0:3$"):
         layer_range(written, compiled.program)
 

@@ -38,7 +38,7 @@ def test_a_single_batch_may_hold_anything() -> None:
     {**LONG, "input_ids": LONG["input_ids"].int()},
     {**LONG, "labels": torch.tensor([0, 1])},
 ])
-def test_what_differs_or_is_no_sequence_is_not_joined(other: dict[str, torch.Tensor]) -> None:
+def test_values_that_differ_or_are_not_sequences_are_not_joined(other: dict[str, torch.Tensor]) -> None:
     assert join([SHORT, other], labels=("labels",), causal=True) is None
 
 

@@ -147,7 +147,7 @@ def test_a_damaged_file_is_replaced(cache: Path) -> None:
     ("micro_batches", 8), ("waves", 3), ("resident", ["a", "a"]), ("resident", "ab"), ("resident", [1]), ("output", "x" * 2000),
     ("residuals", "some"), ("update", None), ("pinned", 1), ("weight_slots", 2**40), ("more", 1), ("length", ...),
 ], ids=str)
-def test_what_is_no_plan_is_passed_over_whoever_has_sealed_it(field: str, value: Any, cache: Path) -> None:
+def test_an_invalid_plan_is_skipped_even_if_it_is_sealed(field: str, value: Any, cache: Path) -> None:
     kept_plans.keep(QUESTION, FREE, PLAN)
     path = only_file(cache)
     found = json.loads(path.read_bytes()[:-32])
@@ -218,7 +218,7 @@ def test_the_plans_used_last_stay(cache: Path, monkeypatch: pytest.MonkeyPatch) 
     assert found == [0, 2, 3] and len(os.listdir(cache / "plans")) == 3
 
 
-def test_whoever_reads_while_others_write_finds_one_of_their_plans() -> None:
+def test_a_reader_beside_writers_finds_one_of_their_plans() -> None:
     plans = [replace(PLAN, saved_layers=n, host_sums=()) for n in range(4)]
     kept_plans.keep(QUESTION, FREE, plans[0])
 

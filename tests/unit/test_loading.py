@@ -323,7 +323,7 @@ def test_a_file_that_shrinks_while_it_is_read_is_refused(saved: Path, monkeypatc
         megacompile.from_pretrained(saved, device="cpu")
 
 
-def test_quantised_checkpoints_unknown_options_and_what_is_no_checkpoint_are_refused(saved: Path, tmp_path: Path) -> None:
+def test_quantized_checkpoints_unknown_options_and_other_folders_are_refused(saved: Path, tmp_path: Path) -> None:
     edit_config(saved, quantization_config={"quant_method": "fp8"})
     with pytest.raises(UnsupportedError, match="is quantized, and quantized weights cannot be trained"):
         megacompile.from_pretrained(saved, device="cpu")

@@ -227,7 +227,7 @@ def test_on_arrival_a_tile_whose_gradients_are_not_finite_keeps_weights_and_mome
     assert all(not torch.equal(now, after[name]) for name, now in weights(model).items() if "weight" in name)
 
 
-def test_on_arrival_the_device_says_what_it_has_kept_when_the_host_looks(
+def test_on_arrival_the_host_learns_at_its_next_wait_which_device_tiles_were_kept(
         mixed: tiny_models.Shared, monkeypatch: pytest.MonkeyPatch) -> None:
     def spoilt(frame: Any, node: Any) -> Any:
         gradients = reduce(frame, node)
@@ -249,7 +249,7 @@ def test_on_arrival_the_device_says_what_it_has_kept_when_the_host_looks(
     one_step(model, optimizer, whole=True, seed=2)
 
 
-def test_on_arrival_a_step_that_updates_nothing_is_none(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_arrival_a_step_that_updates_nothing_is_not_counted(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Though the next step is numbered before that is known."""
     def spoilt(frame: Any, node: Any) -> Any:
         gradients = reduce(frame, node)

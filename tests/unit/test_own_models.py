@@ -186,7 +186,7 @@ def test_a_forward_that_cannot_be_honoured_is_refused_with_the_remedy(model: typ
         capture(model())
 
 
-def test_what_a_forward_only_writes_down_is_no_state() -> None:
+def test_values_that_a_forward_only_stores_are_not_state() -> None:
     def keeps(self: Any, x: Tensor) -> Tensor:
         self.last = self.first(x)
         return self.last

@@ -193,7 +193,7 @@ def test_each_tile_arrives_once_for_all_micro_batches(case: tuple[Program, Plan]
             assert arrivals[tile] == (tile not in plan.resident), f"{tile} in {section}"
 
 
-def test_each_trainable_tile_is_sent_home_and_updated_once(case: tuple[Program, Plan]) -> None:
+def test_each_trainable_tile_is_offloaded_and_updated_once(case: tuple[Program, Plan]) -> None:
     program, plan = case
     trainable = {name: 1 for name, tile in program.tiles.items() if tile.trainable}
     there = dict.fromkeys(plan.resident_state, 1)

@@ -77,7 +77,7 @@ def test_a_template_pass_that_cannot_run_is_refused_with_the_reason(each: Any, m
         check_template_pipeline((*TEMPLATE_PIPELINE, each))
 
 
-def test_a_pass_in_the_place_of_another_serves_those_behind_it(make_schedule: Callable[..., Any]) -> None:
+def test_a_pass_that_replaces_another_serves_the_passes_after_it(make_schedule: Callable[..., Any]) -> None:
     """What counts is the stage that it provides, not its name."""
     _, _, _, prefetch, *_ = PIPELINE
     pipeline = replace_pass(PIPELINE, "prefetch", schedule_pass("mine", "differentiate", "prefetch", prefetch.run))
@@ -117,7 +117,7 @@ def test_a_pass_that_breaks_the_program_is_named(stage: str, run: Any, error: ty
         compile_program(make_schedule().stages["model"], Plan(1, 8, (1,)), insert_after(PIPELINE, stage, mine))
 
 
-def test_an_exception_inside_a_pass_stays_what_it_is_and_has_its_name(make_schedule: Callable[..., Any]) -> None:
+def test_an_exception_inside_a_pass_keeps_its_class_and_names_the_pass(make_schedule: Callable[..., Any]) -> None:
     def fail(program: Program, plan: Plan) -> Program:
         raise KeyError("w7")
 

@@ -162,7 +162,7 @@ def test_adapters_train_against_their_base(run: Any, trainers: tuple[type, type]
     trained.megacompile.close()
 
 
-def test_where_none_is_given_the_reference_is_a_frozen_copy_of_the_policy(
+def test_the_default_reference_is_a_frozen_copy_of_the_policy(
         policy: Any, native: Any, tokenizer: Any, tmp_path: Path) -> None:
     ours, theirs = (dpo(trainer, tmp_path, each, tokenizer, reference) for trainer, each, reference in (
         (DPOTrainer, policy, None), (trl.DPOTrainer, native, copy.deepcopy(native))))

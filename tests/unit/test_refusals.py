@@ -186,7 +186,7 @@ def test_an_option_out_of_range_is_refused(option: str, value: Any, message: str
 
 
 @pytest.mark.parametrize(("given", "what"), [("qwen2", "a str"), (None, "a NoneType"), (Model, "the class Model")])
-def test_what_is_no_model_is_refused(given: Any, what: str) -> None:
+def test_an_argument_that_is_not_a_model_is_refused(given: Any, what: str) -> None:
     for use in (megacompile.stream, lambda x: megacompile.schedule(x, batch=2, length=4, device="cpu")):
         with pytest.raises(MegacompileError, match=f"must be a torch.nn.Module, not {what}"):
             use(given)
@@ -205,7 +205,7 @@ def test_a_schedule_of_no_size_is_refused(size: dict[str, Any]) -> None:
         megacompile.schedule(Model(), **{"batch": 2, "length": 4, **size}, device="cpu")
 
 
-def test_an_example_that_is_no_tensor_is_refused() -> None:
+def test_an_example_that_is_not_a_tensor_is_refused() -> None:
     with pytest.raises(MegacompileError, match=r"example\['input_ids'\] must be an integer tensor .*, not a list"):
         megacompile.stream(Model(), device="cpu", example={"input_ids": [1]})  # type: ignore[dict-item]
 
@@ -475,7 +475,7 @@ def test_streaming_twice_is_refused(untouched: Any) -> None:
 
 
 @pytest.mark.parametrize("given", ["x", 5, {}, {"tokens": IDS}, {"input_ids": [1, 2]}, {"input_ids": IDS[0]}, IDS], ids=str)
-def test_what_is_no_batch_has_no_program(model: Any, given: Any) -> None:
+def test_an_argument_that_is_not_a_batch_is_refused(model: Any, given: Any) -> None:
     for look in (model.megacompile.program, model.megacompile.table, model.megacompile.compiled):
         with pytest.raises(MegacompileError, match=r"a batch must map input_ids, labels to tensors \[batch, length\]"):
             look(given)

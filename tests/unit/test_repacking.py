@@ -259,7 +259,7 @@ def test_evaluations_of_packed_rows_have_micro_batches_of_few_sizes() -> None:
         model.megacompile.close()
 
 
-def test_rows_whose_loss_is_no_sum_over_tokens_stay_in_one_micro_batch() -> None:
+def test_rows_whose_loss_is_not_a_sum_over_tokens_stay_in_one_micro_batch() -> None:
     """Sequences that the user has packed: routers balance the experts of a whole batch."""
     from transformers import AutoModelForCausalLM, MixtralConfig
 

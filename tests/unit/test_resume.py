@@ -101,7 +101,7 @@ def test_a_parameter_whose_state_was_removed_starts_anew_after_a_resume(one: Str
     assert again.optimizer.state[again.model.head.weight]["exp_avg"].any()
 
 
-def test_a_checkpoint_mends_what_an_update_left_half_way_and_torn_weights_are_not_saved(one: Streamed, tmp_path: Path) -> None:
+def test_a_checkpoint_repairs_a_torn_update_and_torn_weights_are_not_saved(one: Streamed, tmp_path: Path) -> None:
     run = Run(one.fresh(), "backward")
     run.steps(1)
     save_checkpoint(tmp_path, run.model, run.optimizer, scheduler=run.scheduler)

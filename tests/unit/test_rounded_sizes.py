@@ -20,7 +20,7 @@ def test_padding_is_the_same_number(written: sympy.Expr) -> None:
 
 
 @pytest.mark.parametrize("written", [Mod(T, 7), PythonMod(1 - T, 7), PythonMod(-T, T + 1), T + 1])
-def test_what_is_no_padding_stays(written: sympy.Expr) -> None:
+def test_an_expression_that_is_not_padding_is_kept(written: sympy.Expr) -> None:
     assert padding(written) is written
 
 

@@ -171,7 +171,7 @@ def test_what_was_sealed_is_there_at_the_next_start(folder: Path) -> None:
     assert files(folder) == {"fxgraph/entry", "kernel.so"}
 
 
-def test_what_somebody_put_there_is_removed_before_it_is_read(folder: Path, tmp_path: Path) -> None:
+def test_a_planted_file_is_removed_before_it_is_read(folder: Path, tmp_path: Path) -> None:
     (folder / "fxgraph/planted").write_bytes(pickle.dumps(Trap()))
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere/file").write_bytes(b"not ours to remove")
@@ -181,7 +181,7 @@ def test_what_somebody_put_there_is_removed_before_it_is_read(folder: Path, tmp_
     assert files(folder) == {"fxgraph/entry", "kernel.so"} and (tmp_path / "elsewhere/file").exists()
 
 
-def test_where_one_file_was_changed_none_is_used(folder: Path) -> None:
+def test_no_file_is_used_if_one_was_changed(folder: Path) -> None:
     (folder / "fxgraph/entry").write_bytes(pickle.dumps(Trap()))
     with pytest.warns(RuntimeWarning, match=r"fxgraph/entry\) was changed since megacompile wrote it, and is compiled anew"):
         seal.SealedFolder(folder)
@@ -204,7 +204,7 @@ def test_a_damaged_table_of_seals_costs_the_cache_and_nothing_else(folder: Path,
     assert not files(folder)
 
 
-def test_a_file_that_was_emptied_counts_as_changed_and_an_empty_one_of_nobody_s_is_removed(folder: Path) -> None:
+def test_an_emptied_file_counts_as_changed_and_an_unsealed_empty_file_is_removed(folder: Path) -> None:
     (folder / "locks").mkdir()
     (folder / "locks/left").touch()
     os.close(seal.SealedFolder(folder)._lock)
@@ -243,7 +243,7 @@ def test_a_key_that_is_a_pipe_is_replaced_at_once(tmp_path: Path) -> None:
     assert seal.key_in(tmp_path) == seal.key_in(tmp_path)
 
 
-def test_a_table_of_seals_that_nobody_can_read_costs_one_compilation_and_no_error(
+def test_an_unreadable_table_of_seals_costs_one_compilation_and_no_error(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEGACOMPILE_CACHE", str(tmp_path / "cache"))
     first = inductor.newest_folder()

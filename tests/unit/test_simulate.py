@@ -211,7 +211,7 @@ def test_steps_are_steady_from_the_second_on(program: Program) -> None:
     assert b - a >= c - b - 1e-9 or c - b >= a
 
 
-def test_a_backward_returns_when_gradients_are_home(make_schedule: Schedules) -> None:
+def test_a_backward_returns_when_gradients_are_on_the_host(make_schedule: Schedules) -> None:
     """What is submitted after it begins no earlier, needed or not."""
     resident = ("prologue", "layers.0", "layers.1", "layers.2", "layers.3", "epilogue")
     found = run(make_schedule(resident=resident).program, steps=2, sections=None, offload=64.0)
@@ -229,7 +229,7 @@ def test_double_buffering_hides_copies(make_schedule: Schedules) -> None:
     assert single.critical_s[Lane.H2D] > double.critical_s[Lane.H2D]
 
 
-def test_an_update_hides_behind_the_next_forward(make_schedule: Schedules) -> None:
+def test_an_update_overlaps_with_the_next_forward(make_schedule: Schedules) -> None:
     """All but the first tile's, where layers take longer than their updates; none of it costs more than it takes."""
     program = make_schedule(layers=8).program
     without = run(program, steps=3, sections=None, adam=0.0).step_s
@@ -240,7 +240,7 @@ def test_an_update_hides_behind_the_next_forward(make_schedule: Schedules) -> No
 
 
 @pytest.mark.parametrize("whole_step", [False, True])
-def test_an_update_on_arrival_hides_behind_the_backward(whole_step: bool, make_schedule: Schedules) -> None:
+def test_an_update_on_arrival_overlaps_with_the_backward(whole_step: bool, make_schedule: Schedules) -> None:
     """Where the update at the step's end hides behind nothing, since the forward is short."""
     slow = {"adam": 6.0, "forward": 1.0, "loss": 1.0}
     programs = [make_schedule(layers=8, whole_step=whole_step, update=update).program for update in ("step", "arrival")]

@@ -56,7 +56,7 @@ def test_a_lane_that_hangs_is_raised_with_the_line_of_each_lane(model: Any, hang
     assert all(thread.daemon for thread in hanging._threads.values()), "the interpreter's end would wait for it"
 
 
-def test_a_slow_lane_is_none_that_hangs(model: Any) -> None:
+def test_a_slow_lane_does_not_count_as_hanging(model: Any) -> None:
     """What counts is how long nothing begins, not how long a step takes."""
     executor = model.megacompile.streamed.executor
     executor.watchdog.timeout_s, executor.delay = 0.4, lambda lane: time.sleep(0.02)
@@ -72,7 +72,7 @@ def begun(snapshot: object = None) -> dict[Lane, Any]:
     return {Lane.CPU: (SimpleNamespace(number=1, frame=SimpleNamespace(store=SimpleNamespace(snapshot=snapshot))), object())}
 
 
-def test_time_in_which_nobody_looks_does_not_count() -> None:
+def test_time_without_a_waiting_thread_does_not_count() -> None:
     """A process that was stopped, or stood in a debugger, was not looked at."""
     watchdog = Watchdog(1.0)
     watchdog.begun = begun()
@@ -102,7 +102,7 @@ def test_every_lane_that_a_program_has_can_be_told(model: Any) -> None:
                 assert str(lane) in str(watchdog.error([lane, Lane.PACK]))
 
 
-def test_a_section_that_is_over_is_kept_by_nobody(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_finished_section_is_freed(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """It has the activations that its backward needs: kept until the next look, they are there beside the backward's own."""
     executor = model.megacompile.streamed.executor
     model(**batch())  # planned, and bound

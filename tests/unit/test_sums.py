@@ -217,7 +217,7 @@ def test_sums_are_counted(fp32: Replanned) -> None:
     assert "\nsums " in handle.explain(hardware="h200")
 
 
-def test_sums_that_the_host_has_no_room_for_are_refused_before_anything_runs(
+def test_sums_that_do_not_fit_the_host_are_refused_before_anything_runs(
         fp32: Replanned, monkeypatch: pytest.MonkeyPatch) -> None:
     model = fp32.plan(waves=2, host_sums="all")
     before = tiny_models.weights(model)
@@ -245,7 +245,7 @@ def test_every_removed_wait_is_caught(changes: dict[str, Any], make_schedule: Sc
                 verify(program.evolve(sections={**program.sections, name: rebuild(graph, visit)}))
 
 
-def test_each_wave_goes_home_once_and_its_accumulators_end(make_schedule: Schedules) -> None:
+def test_each_wave_is_offloaded_once_and_its_accumulators_are_released(make_schedule: Schedules) -> None:
     graph = make_schedule(**WAVES).program.section("train_step")
     for tile, waves in {"layers.1": 2, "epilogue": 2, "layers.0": 1, "prologue": 1}.items():
         of_tile = [op_of(n).name for n in nodes(graph) if argument(n, "tile") == tile]

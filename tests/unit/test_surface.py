@@ -501,7 +501,7 @@ def test_a_closed_model_is_a_plain_trained_model() -> None:
     assert_same_weights(model, native)
 
 
-def test_a_model_that_is_forgotten_leaves_no_thread_behind() -> None:
+def test_a_model_that_is_forgotten_leaves_no_thread() -> None:
     before = lane_threads()
     model = megacompile.stream(tiny_models.build(num_hidden_layers=1), device="cpu")
     optimizer = megacompile.AdamW(model.parameters())
@@ -776,7 +776,7 @@ def test_a_plain_module_gains_no_methods_of_transformers_and_keeps_its_own_attri
     assert type(model) is PlainDecoder
 
 
-def test_what_lies_in_no_tile_comes_home_from_another_device() -> None:
+def test_values_outside_tiles_are_copied_from_another_device_to_the_host() -> None:
     model = PlainDecoder()
     with FakeTensorMode():
         model.register_buffer("elsewhere", torch.empty(3, device="cuda"))

@@ -176,7 +176,7 @@ def test_compiled_code_takes_tensors_that_are_laid_out_otherwise() -> None:
             torch.testing.assert_close(compiled(given)[0], given * 2)
 
 
-def test_what_inductor_cannot_do_is_told_with_the_way_around(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_inductor_failure_is_reported_with_the_workaround(monkeypatch: pytest.MonkeyPatch) -> None:
     graph, value = fx.symbolic_trace(lambda x: (torch.ops.aten.mul.Tensor(x, 2),)), torch.ones(3)
 
     def fail(*_: object) -> None:
@@ -294,7 +294,7 @@ class WeightedLoss(models.HandWritten):
 
 
 @pytest.mark.parametrize("model", [SquaredLoss, WeightedLoss])
-def test_a_loss_that_is_no_mean_over_targets_is_kept_as_it_is(model: type[nn.Module]) -> None:
+def test_a_loss_that_is_not_a_mean_over_targets_is_kept_as_it_is(model: type[nn.Module]) -> None:
     result = capture(model(), pipeline=TEMPLATE_PIPELINE, target=CPU)
     assert not result.has_loss_denominator and not result.fused_loss and result.count_targets is None
 

@@ -208,7 +208,7 @@ def test_a_meta_model_has_no_weights(config: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["no json", "{}", '{"model_type": "t5"}'])
-def test_what_is_no_causal_language_model_is_refused(tmp_path: Path, text: str) -> None:
+def test_a_model_that_is_not_a_causal_language_model_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(MegacompileError, match=r"transformers cannot load a causal language model from .*: give"):
         training.load_model(tmp_path)

@@ -84,7 +84,7 @@ def at_home(shared: tiny_models.Shared) -> dict[bool, dict[str, Tensor]]:
     {"visiting_state": "all"}, {"visiting_state": ("prologue", "model.layers.1", "epilogue")},
     {"visiting_state": "all", "resident_state": ("model.layers.0",), "resident": ("model.layers.2",)}], ids=str)
 @pytest.mark.parametrize("whole", [False, True], ids=["loop", "train_step"])
-def test_any_tiles_that_visit_get_the_bits_of_updates_at_home(
+def test_visiting_tiles_get_the_bits_of_updates_on_the_host(
         options: dict[str, Any], whole: bool, shared: tiny_models.Shared, at_home: Any) -> None:
     model = planned(shared, **options)
     assert same_bits(trained(model, whole), at_home[whole])
@@ -161,7 +161,7 @@ def test_plans_that_visit_where_they_cannot_are_refused() -> None:
             Plan(2, 8, **{"micro_batches": (1, 1), "visiting_state": ("a",), **changes})
 
 
-def test_updates_on_arrival_leave_tiles_that_should_visit_at_home(shared: tiny_models.Shared) -> None:
+def test_with_updates_on_arrival_no_tile_visits_the_device(shared: tiny_models.Shared) -> None:
     model = planned(shared, visiting_state="all")
     optimizer = megacompile.AdamW(model.parameters(), lr=1e-2, overlap="backward")
     model.megacompile.train_step(batch(0, rows=ROWS), optimizer)
