@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_the_page_of_passes_is_current() -> None:
-    """To mend: `python docs/make_passes.py`, and read the diff."""
+    """To fix: `python docs/make_passes.py`, and read the diff."""
     made, page = runpy.run_path(str(ROOT / "docs" / "make_passes.py"))["page"](), (ROOT / "docs" / "passes.md").read_text(
         encoding="utf-8")
     pinned = re.search(r"^torch==(\S+)$", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE)
@@ -22,7 +22,7 @@ def test_the_page_of_passes_is_current() -> None:
 
 
 def test_the_page_and_the_picture_of_packages_are_current() -> None:
-    """To mend: `python docs/make_packages.py`, and read the diff."""
+    """To fix: `python docs/make_packages.py`, and read the diff."""
     made = runpy.run_path(str(ROOT / "docs" / "make_packages.py"))
     assert made["page"]() == (ROOT / "docs" / "packages.md").read_text(encoding="utf-8")
     assert made["design"]() == (ROOT / "docs" / "design.md").read_text(encoding="utf-8")

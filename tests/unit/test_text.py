@@ -428,7 +428,7 @@ PAGE = (pathlib.Path(__file__).resolve().parents[2] / "docs" / "schedule-languag
 
 
 def test_the_page_lists_every_op_and_every_rule() -> None:
-    """To mend: put what `op_table()`, `rule_table()` and `cost_table()` return between their marks."""
+    """To fix: put what `op_table()`, `rule_table()` and `cost_table()` return between their marks."""
     assert f"-->\n{op_table()}\n<!-- end of ops -->" in PAGE
     assert f"-->\n{rule_table()}\n<!-- end of rules -->" in PAGE
     assert f"-->\n{cost_table()}\n<!-- end of costs -->" in PAGE
