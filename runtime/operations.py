@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from megacompile.ir.program import Lane, argument, op_of, operands
+from megacompile.ir.program import Kept, Lane, argument, op_of, operands
 from megacompile.runtime.backends.lanes import Backend
 from megacompile.runtime.kernels import Activation, Batch, Kernel, bind
 from megacompile.runtime.kernels import accumulate as accumulate_gradients
@@ -35,7 +35,7 @@ class Frame:
     arena: Arena
     kernels: Mapping[tuple[str, str, int], Kernel]  # (call, op, micro-batch)
     batch: Batch
-    lease: dict[str, Any] = field(default_factory=dict)
+    lease: dict[Kept, Any] = field(default_factory=dict)
     host: Mapping[str, HostCheckpoint] = field(default_factory=dict)  # by slot
     update: Update | None = None
     values: dict[fx.Node, Any] = field(default_factory=dict)
@@ -332,11 +332,12 @@ def _result(frame: Frame, node: fx.Node) -> None:
 
 
 def _lease(frame: Frame, node: fx.Node) -> None:
-    frame.lease[argument(node, "key")] = frame.read(node, "value")
+    (value,) = operands(node, "value")
+    frame.lease[Kept.of(value)] = frame.values[value]
 
 
 def _leased(frame: Frame, node: fx.Node) -> Any:
-    return frame.lease.pop(argument(node, "key"))
+    return frame.lease.pop(Kept.of(node))
 
 
 def _stash(frame: Frame, node: fx.Node) -> HostCheckpoint:

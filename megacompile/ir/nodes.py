@@ -5,6 +5,7 @@ A section is a straight line of `torch.fx` nodes over the ops of `ops.py`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
@@ -30,6 +31,22 @@ def operands(node: fx.Node, name: str) -> tuple[fx.Node, ...]:
     if isinstance(value, fx.Node):
         return (value,)
     return tuple(v for v in value if isinstance(v, fx.Node)) if isinstance(value, (tuple, list)) else ()
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What a value belongs to: a call and a micro-batch, or a tile. The backward finds what the forward kept by this."""
+
+    call: str | None = None
+    mb: int | None = None
+    tile: str | None = None
+
+    @classmethod
+    def of(cls, node: fx.Node) -> Kept:
+        return cls(argument(node, "call"), argument(node, "mb"), argument(node, "tile"))
+
+    def __str__(self) -> str:
+        return f"accumulators {self.tile}" if self.tile is not None else f"{self.call} mb {self.mb}"
 
 
 def lane_of(node: fx.Node) -> Lane | None:

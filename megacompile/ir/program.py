@@ -22,6 +22,7 @@ from torch import fx
 from megacompile.ir import folding, listing, printing
 from megacompile.ir.nodes import (
     Builder,
+    Kept,
     accesses,
     argument,
     copy_section,
@@ -50,7 +51,7 @@ from megacompile.ir.places import (
 from megacompile.ir.plan import Plan, Shape
 
 __all__ = [
-    "OPS", "SLOT_KINDS", "STAGES", "TILE_PARTS", "VISITING_BYTES", "Access", "Builder", "CallSpec", "Lane", "Op", "Program",
+    "OPS", "SLOT_KINDS", "STAGES", "TILE_PARTS", "VISITING_BYTES", "Access", "Builder", "CallSpec", "Kept", "Lane", "Op", "Program",
     "Slot", "Tile", "accesses", "argument", "copy_section", "differentiated", "find", "gives_outputs", "lane_of",
     "lanes_against", "lanes_that", "nodes", "op_of", "operands", "place_kind", "place_of", "places", "rank_letter", "reached",
     "rebuild", "slot_family", "slot_ranks", "stays", "uses"]

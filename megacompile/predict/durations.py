@@ -142,8 +142,10 @@ class Durations:
                 return self.layouts[tile.name].sum_bytes / (2 * hardware.host_copy)
             case "adam" | "adam_of_sum":
                 return tile.parameters / hardware.adam
-            case "adam_weights" | "adam_moments":
-                return tile.parameters / (hardware.adam * hardware.adam_parts[op.removeprefix("adam_")])
+            case "adam_weights":
+                return tile.parameters / (hardware.adam * hardware.adam_parts["weights"])
+            case "adam_moments":
+                return tile.parameters / (hardware.adam * hardware.adam_parts["moments"])
             case "adam_visiting":  # the update itself overlaps the next copy
                 back = tile.weight_bytes + tile.state_bytes
                 return (back + tile.gradient_bytes) / hardware.link["h2d"] + back / hardware.link["d2h"]
@@ -162,10 +164,8 @@ class Durations:
 
     def _held(self, program: Program, value: fx.Node, length: int) -> int:
         """Bytes of the accumulators, or of the gradient of a micro-batch's hidden states, that a lease keeps."""
-        tile, key = argument(value, "tile"), str(argument(value, "key"))
-        tile = tile or key.removeprefix("accumulators ")
-        if tile in self.layouts:
+        if (tile := argument(value, "tile")) is not None:
             return 4 * self.layouts[tile].elements
-        mb = int(key.rpartition("_")[2])
-        return cost.output_bytes(self.captured.templates[program.calls[0].template], program.micro_batches[mb], length)
+        sequences = program.micro_batches[argument(value, "mb")]
+        return cost.output_bytes(self.captured.templates[program.calls[0].template], sequences, length)
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from megacompile.ir.program import Kept
 from megacompile.runtime.kernels import Activation, Batch
 from megacompile.runtime.memory.arena import Accumulators
 from megacompile.runtime.memory.checkpoints import HostCheckpoint
@@ -22,7 +23,7 @@ class OpenForward:
     shape: CompiledShape
     batch: Batch
     version: int
-    values: dict[str, Any] = field(default_factory=dict)
+    values: dict[Kept, Any] = field(default_factory=dict)
     host: Mapping[str, HostCheckpoint] = field(default_factory=dict)
     give_back: Callable[[], object] = lambda: None
     closed: bool = False

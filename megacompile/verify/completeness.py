@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from torch import fx
 
 from megacompile.ir.listing import describe
-from megacompile.ir.program import Program, argument, find, gives_outputs, nodes, op_of, operands, reached
+from megacompile.ir.program import Kept, Program, argument, find, gives_outputs, nodes, op_of, operands, reached
 from megacompile.verify.fault import Fault
 from megacompile.verify.sums import summed_tiles
 from megacompile.verify.updates import consumed_there, once, trainable, updated_there, updates_on_arrival
@@ -39,19 +39,18 @@ def supplied(program: Program) -> Iterator[Fault]:
 # Forward and backward
 
 class _Origins:
-    """Which call and micro-batch a value came from, through leases.
-
-    A lease's key means the same value in every section: what the forward kept under it."""
+    """Which call and micro-batch a value came from, through leases."""
 
     def __init__(self, program: Program) -> None:
-        self.kept: dict[str, fx.Node] = {}
+        self.kept: dict[Kept, fx.Node] = {}
         if "forward" in program.sections:
             for lease in find(program.section("forward"), "lease"):
-                self.kept[argument(lease, "key")] = operands(lease, "value")[0]
+                (value,) = operands(lease, "value")
+                self.kept[Kept.of(value)] = value
 
     def made(self, value: fx.Node) -> fx.Node | None:
         """The node that computed a value; None for a lease that the forward does not keep."""
-        return self.kept.get(argument(value, "key")) if op_of(value).name == "leased" else value
+        return self.kept.get(Kept.of(value)) if op_of(value).name == "leased" else value
 
     def of(self, value: fx.Node) -> tuple[str | None, int | None]:
         made = self.made(value)
@@ -171,16 +170,21 @@ def _values(program: Program, graph: fx.Graph, origins: _Origins) -> Iterator[Fa
 
 def _leases(program: Program, name: str, graph: fx.Graph, origins: _Origins) -> Iterator[Fault]:
     """The backward takes each value that the forward kept, once, and no other."""
-    taken: dict[str, fx.Node] = {}
+    taken: dict[Kept, fx.Node] = {}
     for node in find(graph, "leased"):
-        key = argument(node, "key")
-        if key not in origins.kept or key in taken:
-            why = "is taken twice" if key in taken else "is kept by no forward"
-            yield Fault(f"lease {key} {why} in {name}", "take each lease once", node, taken.get(key))
-        taken[key] = node
+        what = Kept.of(node)
+        if what not in origins.kept or what in taken:
+            why = "is taken twice" if what in taken else "is kept by no forward"
+            yield Fault(f"lease {what} {why} in {name}", "take each lease once", node, taken.get(what))
+        taken[what] = node
+    given: dict[Kept, fx.Node] = {}
     for lease in find(program.section("forward"), "lease"):
-        if argument(lease, "key") not in taken:
-            yield Fault(f"lease {argument(lease, 'key')} is never taken in {name}: its memory would never be free",
+        what = Kept.of(operands(lease, "value")[0])
+        if what in given:
+            yield Fault(f"{what} is leased twice", "lease each value once", lease, given[what])
+        given[what] = lease
+        if what not in taken:
+            yield Fault(f"lease {what} is never taken in {name}: its memory would never be free",
                         "take it in the backward", lease)
     yield from _stashes(name, graph, program.section("forward"))
 

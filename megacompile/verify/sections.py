@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from torch import fx
 
 from megacompile.ir.listing import describe
-from megacompile.ir.program import Program, argument, find, nodes, op_of, operands
+from megacompile.ir.program import Kept, Program, argument, find, nodes, op_of, operands
 from megacompile.verify.fault import Fault
 from megacompile.verify.sums import UPDATE_OPS, summed_tiles
 
@@ -71,13 +71,14 @@ def added_up(program: Program) -> Iterator[Fault]:
     gradients, and to nothing else."""
     kept = {}
     if "forward" in program.sections:
-        kept = {argument(n, "key"): operands(n, "value")[0] for n in find(program.section("forward"), "lease")}
+        kept = {Kept.of(value): value for lease in find(program.section("forward"), "lease")
+                for value in operands(lease, "value")}
     for name, graph in program.sections.items():
         sums: dict[str, fx.Node] = {}
         on_host = summed_tiles(program, name)
         for node in nodes(graph):
             for value in operands(node, "accumulators"):
-                made = kept.get(argument(value, "key"), value) if op_of(value).name == "leased" else value
+                made = kept.get(Kept.of(value), value) if op_of(value).name == "leased" else value
                 other = sums.setdefault(str(argument(made, "tile")), value)
                 if other is not value and argument(made, "tile") not in on_host:
                     yield Fault(f"{describe(node)} uses {value.name}, but {other.name} holds gradients of the same tile: a "
@@ -87,7 +88,7 @@ def added_up(program: Program) -> Iterator[Fault]:
                                 node, value)
         for node in find(graph, "scale"):
             (value,) = operands(node, "value")
-            if op_of(value).name != "leased" or op_of(kept.get(argument(value, "key"), value)).result not in _GRADIENTS:
+            if op_of(value).name != "leased" or op_of(kept.get(Kept.of(value), value)).result not in _GRADIENTS:
                 yield Fault(f"{describe(node)} scales a value, not a gradient that the forward kept", "drop it", node, value)
 
 

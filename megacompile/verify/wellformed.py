@@ -7,7 +7,7 @@ from typing import Any
 from torch import fx
 
 from megacompile.ir.listing import describe
-from megacompile.ir.program import OPS, Access, CallSpec, Lane, Op, Program, argument, lane_of, nodes, op_of, operands
+from megacompile.ir.program import OPS, Access, CallSpec, Kept, Lane, Op, Program, argument, lane_of, nodes, op_of, operands
 from megacompile.ir.text import KINDS
 from megacompile.verify.fault import Fault
 
@@ -101,6 +101,11 @@ def _operands(node: fx.Node) -> Iterator[Fault]:
             yield from _operand(node, name, value, op_of(value))
     if op.name == "record" and lane_of(operands(node, "node")[0]) is None:
         yield Fault(f"{describe(node)} is of a node that no lane executes", "record a node of the lane", node)
+    if op.name in ("lease", "leased"):
+        what = Kept.of(operands(node, "value")[0] if op.name == "lease" else node)
+        if (what.tile is None) == (what.call is None) or (what.mb is None) != (what.call is None):
+            yield Fault(f"{describe(node)} is neither a call's value for one micro-batch nor one tile's accumulators",
+                        "name a call and a micro-batch, or a tile", node)
     if op.name == "leave" and op_of(operands(node, "event")[0]).name != "record":
         yield Fault(f"{describe(node)} hands on an event of the past", "record an event in this section", node)
 

@@ -1,6 +1,6 @@
 """Adds the backward: blocks in reverse, and in each block every micro-batch by itself.
 
-    x_0 = leased("h4_0")                                              # the block's checkpoint
+    x_0 = leased("layers.3", mb=0)                                    # the block's checkpoint
     r0_0 = forward_saving("decoder", "layers.4", mb=0, ...)           # all layers of the block but the last
     g6_0 = recompute_backward("decoder", "layers.5", mb=0, ...)       # the last: its forward and backward in one graph
     g5_0 = backward("decoder", "layers.4", mb=0, saved=r0_0, ...)
@@ -17,7 +17,7 @@ Where the caller gets the epilogue's outputs, the epilogue is a block of its own
 """
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from torch import fx
@@ -26,6 +26,7 @@ from megacompile.ir.plan import Plan
 from megacompile.ir.program import (
     Builder,
     CallSpec,
+    Kept,
     Program,
     argument,
     differentiated,
@@ -55,10 +56,6 @@ def trainable(program: Program, call: CallSpec) -> tuple[str, ...]:
     return tuple(t for t in call.tiles if program.tiles[t].trainable)
 
 
-def accumulators_key(tile: str) -> str:
-    return f"accumulators {tile}"
-
-
 def _anchor_loss(program: Program, section: fx.Graph) -> fx.Graph:
     """The forward, whose loss also accumulates the epilogue's gradients and keeps them for the backward."""
     epilogue = program.calls[-1]
@@ -71,13 +68,13 @@ def _anchor_loss(program: Program, section: fx.Graph) -> fx.Graph:
             accumulators.extend(build.add("zeros", f"a{program.number(tile)}", tile=tile)
                                 for tile in trainable(program, epilogue))
         made = build.add("loss", node.name, **arguments, accumulators=tuple(accumulators) or None)
-        build.add("lease", key=node.name, value=made)
+        build.add("lease", value=made)
         return made
 
     forward = rebuild(section, visit, name)
     build = Builder(forward, name)
-    for tile, node in zip(trainable(program, epilogue), accumulators, strict=True):
-        build.add("lease", key=accumulators_key(tile), value=node)
+    for node in accumulators:
+        build.add("lease", value=node)
     return forward
 
 
@@ -85,17 +82,15 @@ def _leased_backward(program: Program, plan: Plan, forward: fx.Graph) -> fx.Grap
     """The section `backward`: what it needs was kept by `forward`, and is scaled by what the caller's loss sends."""
     graph = fx.Graph()
     build = Builder(graph, name)
-    kept = {argument(n, "key"): operands(n, "value")[0] for n in find(forward, "lease")}
-    leases: dict[str, fx.Node] = {}
+    kept = {Kept.of(value): value for lease in find(forward, "lease") for value in operands(lease, "value")}
+    leases: dict[Kept, fx.Node] = {}
     for stash in find(forward, "stash"):  # above everything: what fetches them may be moved up
-        leases[operands(stash, "value")[0].name] = build.add(
-            "stashed", stash.name, call=argument(stash, "call"), mb=argument(stash, "mb"))
+        leases[Kept.of(stash)] = build.add("stashed", stash.name, call=argument(stash, "call"), mb=argument(stash, "mb"))
 
-    def leased(key: str) -> fx.Node:
-        if key not in leases:
-            label = f"a{program.number(argument(kept[key], 'tile'))}" if argument(kept[key], "tile") else key
-            leases[key] = build.add("leased", label, key=key)
-        return leases[key]
+    def leased(what: Kept) -> fx.Node:
+        if what not in leases:
+            leases[what] = build.add("leased", kept[what].name, call=what.call, mb=what.mb, tile=what.tile)
+        return leases[what]
 
     backward = _Backward(program, plan, build, leased, set(kept))
     micro_batches = list(range(len(plan.micro_batches)))
@@ -115,21 +110,22 @@ def _whole_step(program: Program, plan: Plan, forward: fx.Graph) -> fx.Graph:
     graph = fx.Graph()
     build = Builder(graph, name)
     image: dict[fx.Node, fx.Node] = {}
-    kept: dict[str, fx.Node] = {}
-    backward = _Backward(program, plan, build, kept.__getitem__, {argument(n, "key") for n in find(forward, "lease")})
+    kept: dict[Kept, fx.Node] = {}
+    ever = {Kept.of(value) for lease in find(forward, "lease") for value in operands(lease, "value")}
+    backward = _Backward(program, plan, build, kept.__getitem__, ever)
     for wave in range(plan.waves):
         backward.accumulators = {tile: node for tile, node in backward.accumulators.items() if tile not in plan.host_sums}
         for node in nodes(forward):
             op, mb = op_of(node).name, argument(node, "mb")
             if op == "lease":
                 if (value := operands(node, "value")[0]) in image:
-                    kept[argument(node, "key")] = image[value]
+                    kept[Kept.of(value)] = image[value]
             elif (plan.wave_of(mb) == wave if mb is not None else
                   op == "zeros" and (node not in image or argument(node, "tile") in plan.host_sums)):
                 arguments = {k: fx.map_arg(v, lambda n: image[n]) for k, v in node.kwargs.items()}
                 image[node] = build.add(op, node.name, **arguments)
                 if op == "stash":
-                    kept[operands(node, "value")[0].name] = image[node]
+                    kept[Kept.of(node)] = image[node]
         losses = tuple(image[n] for n in find(forward, "loss") if plan.wave_of(argument(n, "mb")) == wave)
         build.add("result", key="loss", values=losses)
         backward.begin(plan.wave(wave))
@@ -140,10 +136,11 @@ def _whole_step(program: Program, plan: Plan, forward: fx.Graph) -> fx.Graph:
 class _Backward:
     """Writes the backward of some micro-batches. State: the gradient of each micro-batch, and the accumulators that exist.
 
-    `kept` gives what the forward kept under a key of `keys`."""
+    `kept` gives what the forward keeps, which is all that is in `ever`."""
 
-    def __init__(self, program: Program, plan: Plan, build: Builder, kept: Callable[[str], fx.Node], keys: set[str]) -> None:
-        self.program, self.plan, self.build, self.kept, self.keys = program, plan, build, kept, keys
+    def __init__(self, program: Program, plan: Plan, build: Builder, kept: Callable[[Kept], fx.Node],
+                 ever: Collection[Kept]) -> None:
+        self.program, self.plan, self.build, self.kept, self.ever = program, plan, build, kept, ever
         self.calls = {c.name: c for c in program.calls}
         self.chain = [c.name for c in program.calls]
         self.accumulators: dict[str, fx.Node] = {}
@@ -152,7 +149,7 @@ class _Backward:
     def begin(self, micro_batches: list[int]) -> list[fx.Node]:
         """The gradients that the loss left: of its input, and in its accumulators."""
         epilogue = self.program.calls[-1]
-        self.gradients = {mb: self.kept(self.output_of(epilogue.name, mb)) for mb in micro_batches}
+        self.gradients = {mb: self.kept(Kept(epilogue.name, mb)) for mb in micro_batches}
         return [*self.gradients.values(), *self.accumulators_of(epilogue)]
 
     def receive(self, micro_batches: list[int]) -> None:
@@ -167,7 +164,7 @@ class _Backward:
         blocks = self.plan.blocks(stack)
         for layer in reversed(stack[sum(map(len, blocks)):]):
             for mb in micro_batches:
-                saved = self.kept(self.output_of(layer, mb))
+                saved = self.kept(Kept(layer, mb))
                 self.step("backward", layer, mb, self.kept(self.input_of(layer, mb)), saved=saved)
         for block in reversed(blocks):
             for mb in micro_batches:
@@ -176,24 +173,18 @@ class _Backward:
             for mb in micro_batches:
                 self.step("recompute_backward", self.chain[0], mb, None)
 
-    def output_of(self, call: str, mb: int) -> str:
-        """The key under which a call's output is kept: the name that `lowering` and `micro_batch` gave it."""
-        role = self.calls[call].role
-        return f"{ {'prologue': 's', 'epilogue': 'l'}.get(role, f'h{self.chain.index(call)}') }_{mb}"
-
-    def input_of(self, call: str, mb: int) -> str:
-        return self.output_of(self.chain[self.chain.index(call) - 1], mb)
+    def input_of(self, call: str, mb: int) -> Kept:
+        return Kept(self.chain[self.chain.index(call) - 1], mb)
 
     def accumulators_of(self, call: CallSpec) -> list[fx.Node]:
         for tile in trainable(self.program, call):
             if tile not in self.accumulators:
-                key = accumulators_key(tile)
-                self.accumulators[tile] = (self.kept(key) if key in self.keys else
+                self.accumulators[tile] = (self.kept(Kept(tile=tile)) if Kept(tile=tile) in self.ever else
                                            self.build.add("zeros", f"a{self.program.number(tile)}", tile=tile))
         return [self.accumulators[tile] for tile in trainable(self.program, call)]
 
     def inputs(self, mb: int, carried: fx.Node) -> tuple[fx.Node, ...]:
-        return carried, self.kept(self.output_of(self.chain[0], mb))
+        return carried, self.kept(Kept(self.chain[0], mb))
 
     def block(self, block: tuple[str, ...], mb: int) -> None:
         carried = [self.kept(self.input_of(block[0], mb))]

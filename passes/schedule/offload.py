@@ -36,10 +36,6 @@ def run(program: Program, plan: Plan) -> Program:
     return program.evolve(stage=provides, sections=sections)
 
 
-def _tile_of(accumulators: fx.Node) -> str:
-    return str(argument(accumulators, "tile") or argument(accumulators, "key").removeprefix("accumulators "))
-
-
 def _insert(program: Program, plan: Plan, section: str, slabs: bool, overwrite: bool) -> fx.Graph:
     graph = copy_section(program.section(section))
     build = Builder(graph, name)
@@ -47,10 +43,10 @@ def _insert(program: Program, plan: Plan, section: str, slabs: bool, overwrite: 
     for node in nodes(graph):
         for value in (*operands(node, "accumulators"), *operands(node, "value")):
             last[value] = node
-    accumulators = [n for n in find(graph, "zeros", "leased")
-                    if argument(n, "tile") or argument(n, "key").startswith("accumulators ")]
+    accumulators = [node for node in find(graph, "zeros", "leased") if argument(node, "tile") is not None]
     for value in accumulators:
-        tile, number = _tile_of(value), program.number(_tile_of(value))
+        tile: str = argument(value, "tile")
+        number = program.number(tile)
         reduced = build.after(last[value], "reduce", f"d{number}", tile=tile, accumulators=value)
         stays = tile in plan.resident_state
         if stays and plan.update == "arrival":
@@ -60,7 +56,7 @@ def _insert(program: Program, plan: Plan, section: str, slabs: bool, overwrite: 
             continue
         sent = build.after(reduced, "offload", f"o{number}", tile=tile, reduced=reduced, into=None)
         if tile in plan.host_sums and section == "train_step":
-            waves = [other for other in accumulators if _tile_of(other) == tile]
+            waves = [other for other in accumulators if argument(other, "tile") == tile]
             added = build.after(sent, "add_to_sum", tile=tile, slab=sent if slabs else None, overwrite=value is waves[0])
             if value is waves[-1] and plan.update == "step":
                 build.after(added, "norms_of_sum", tile=tile)

@@ -1,10 +1,10 @@
 """Cuts the stack in blocks of K layers: the input of each block is an activation checkpoint, kept until the backward.
 
     h4_0 = forward("decoder", "layers.3", mb=0)
-    lease("h4_0", h4_0)                                    # layers.4 begins a block
+    lease(h4_0)                                            # layers.4 begins a block
     ...
     h9_0 = forward_saving("decoder", "layers.8", mb=0)     # a layer whose residuals the plan keeps
-    lease("h9_0", h9_0)
+    lease(h9_0)
 
 The prologue's outputs are kept too: every layer shares them, and the first block begins with them. Layers below the first call
 that trains anything have no backward: they belong to no block, and nothing of theirs is kept. Where the caller gets the
@@ -45,9 +45,10 @@ def run(program: Program, plan: Plan) -> Program:
         call = argument(node, "call")
         made = build.add("forward_saving" if op == "forward" and call in saved else op, node.name, **arguments)
         if op == "forward" and call in on_host:
-            build.add("stash", f"x{node.name.removeprefix('h')}", call=call, mb=argument(node, "mb"), value=made)
+            mb = argument(node, "mb")
+            build.add("stash", f"x{program.number(call)}_{mb}", call=call, mb=mb, value=made)
         elif op == "forward" and call in feeds:
-            build.add("lease", key=node.name, value=made)
+            build.add("lease", value=made)
         return made
 
     return program.evolve(stage=provides, sections={

@@ -117,7 +117,7 @@ def _returns(graph: fx.Graph) -> list[_Return]:
     return list(found.values())
 
 
-def _fetch(plan: Plan, graph: fx.Graph) -> None:
+def _fetch(program: Program, plan: Plan, graph: fx.Graph) -> None:
     """Brings checkpoints back."""
     build = Builder(graph, name)
     pending, present = deque(_returns(graph)), list[_Return]()
@@ -128,8 +128,8 @@ def _fetch(plan: Plan, graph: fx.Graph) -> None:
                and pending[0].after is loss):
             back = pending.popleft()
             stashed = back.stashed
-            fetched = build.before(node, "fetch", f"c{stashed.name.removeprefix('x')}", call=argument(stashed, "call"),
-                                   mb=argument(stashed, "mb"), stashed=stashed)
+            call, mb = argument(stashed, "call"), argument(stashed, "mb")
+            fetched = build.before(node, "fetch", f"c{program.number(call)}_{mb}", call=call, mb=mb, stashed=stashed)
             for user in back.uses:
                 user.replace_input_with(stashed, fetched)
             present.append(back)
@@ -140,7 +140,7 @@ def _fetch(plan: Plan, graph: fx.Graph) -> None:
 
 def _insert(program: Program, plan: Plan, graph: fx.Graph) -> fx.Graph:
     build = Builder(graph, name)
-    _fetch(plan, graph)
+    _fetch(program, plan, graph)
     stays = _stays(program, plan, graph)
     pending = deque(s for s in stays if s.tile not in plan.resident)
     present: list[_Stay] = []

@@ -94,6 +94,11 @@ class Instruction:
     takes: Mapping[str, tuple[str, ...]]
 
 
+def subject(each: Instruction) -> tuple[Any, ...]:
+    """What the value of an instruction belongs to: a call and a micro-batch, or a tile. A backward asks by it."""
+    return tuple(each.says.get(word) for word in ("call", "mb", "tile"))
+
+
 def instructions(graph: fx.Graph) -> list[Instruction]:
     found = []
     for node in graph.nodes:
@@ -138,10 +143,10 @@ class _Names(dict[str, str]):
 class Machine:
     """Turns sections, run one after the other, into steps. State: what sections leave to those behind them.
 
-    `leases`: of each open forward, key -> place; `sets`: the buffers for checkpoints that open forwards use; `carried`:
+    `leases`: of each open forward, subject -> place; `sets`: the buffers for checkpoints that open forwards use; `carried`:
     place -> lane -> (whether it has written, event of its last access, event of its last write)."""
 
-    leases: dict[int, dict[str, str]] = field(default_factory=dict)
+    leases: dict[int, dict[tuple[Any, ...], str]] = field(default_factory=dict)
     sets: dict[int, int] = field(default_factory=dict)
     carried: dict[str, dict[str, tuple[Any, Any]]] = field(default_factory=dict)
     runs: int = 0
@@ -153,6 +158,7 @@ class Machine:
         if lease is not None and lease not in self.sets:
             self.sets[lease] = next(i for i in range(len(self.sets) + 1) if i not in self.sets.values())
         where, lanes = _Names(), _Names()
+        made = {each.name: each for each in section}
         entered: dict[str, Any] = {}
         left: list[tuple[str, str, str, Any]] = []
         steps: list[Step] = []
@@ -182,13 +188,14 @@ class Machine:
                 steps.append(Step(each.name, op, lanes[each.name], (), (place,)))
             else:
                 if op == "leased":
-                    where[each.name] = kept.get(says["key"], f"%lease.{lease}.{says['key']}")
+                    where[each.name] = kept.get(subject(each), f"%lease.{lease}.{subject(each)}")
                 elif "into" in says:
                     where[each.name] = slot(says["into"])
                 else:
                     where[each.name] = f"gradients/{says['tile']}" if op == "offload" else f"%{number}.{each.name}"
                 if op == "lease":
-                    kept[says["key"]] = where[each.takes["value"][0]]
+                    (value,) = each.takes["value"]
+                    kept[subject(made[value])] = where[value]
                 if op in TOUCHES:
                     steps.append(self._touching(each, where))
                     lanes[each.name] = steps[-1].lane

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import HealthCheck, Phase, given, settings
-from machine import Instruction, instructions, kind_of
+from machine import Instruction, instructions, kind_of, subject
 from oracle import result_bytes
 from plans import plan_of, schedules
 from torch import nn
@@ -33,19 +33,20 @@ LENGTH = 8
 
 
 def walk(section: list[Instruction], size: Callable[[Instruction], int],
-         alive: dict[str, int]) -> Iterator[tuple[Instruction, int]]:
+         alive: dict[tuple[Any, ...], int]) -> Iterator[tuple[Instruction, int]]:
     """Each node and the bytes of the values that live when it runs, its own not among them. `alive`: those of earlier
     sections by lease; what this section keeps is put there."""
     last = {name: at for at, each in enumerate(section) if each.op not in _BETWEEN_SECTIONS
             for names in each.takes.values() for name in names}
+    made = {each.name: each for each in section}
     here: dict[str, int] = {}
     for at, each in enumerate(section):
         if each.op == "leased":
-            here[each.name] = alive.pop(each.says["key"], 0)
+            here[each.name] = alive.pop(subject(each), 0)
         yield each, sum(here.values()) + sum(alive.values())
         if each.op == "lease":
             (value,) = each.takes["value"]
-            alive[each.says["key"]] = here.pop(value, 0)
+            alive[subject(made[value])] = here.pop(value, 0)
         elif last.get(each.name, -1) > at:
             here.setdefault(each.name, size(each))
         for name in [name for name in here if last.get(name, -1) <= at]:

@@ -95,7 +95,7 @@ SECTIONS = ("forward", "evaluate", "backward", "backward_accumulate", "update", 
 TEXTS = {"tile": ("a", "b"), "template": ("t",), "call": ("a", "b"), "lane": ("compute", "h2d", "cpu"),
          "access": ("read", "write"), "into": ("W0", "R0", "G0", "RW0", "D1"),
          "place": ("W0", "weights/a", "%v0", "gradients/b", "odd"),
-         "key": ("loss", "v0", "accumulators a", "evaluate")}
+         "key": ("loss", "v0", "evaluate")}
 
 
 def arguments(parameter: str, kind: str, values: list[str]) -> st.SearchStrategy[str | None]:
@@ -155,7 +155,8 @@ def test_any_words_in_any_section_are_judged(text: str) -> None:
 # Time
 
 def long_section(count: int) -> str:
-    return GOLDENS[0][:GOLDENS[0].index("def ")] + "def x(p):\n" + "".join(f'    v{n} = p.leased("k")\n' for n in range(count))
+    lines = "".join(f'    v{n} = p.leased(tile="k")\n' for n in range(count))
+    return f"{GOLDENS[0][:GOLDENS[0].index('def ')]}def x(p):\n{lines}"
 
 
 ADVERSARIAL: dict[str, Callable[[int], str]] = {

@@ -179,7 +179,7 @@ def test_only_the_input_of_each_block_is_kept_for_the_backward(make_schedule: Sc
     for interval, kept in {1: 4, 2: 2, 3: 2, 4: 1}.items():
         program = make_schedule(checkpoint_interval=interval, weight_slots=4, micro_batches=(1, 1, 1)).program
         forward = program.section("forward")
-        activations = [argument(n, "key") for n in find(forward, "lease") if argument(n, "key")[0] in "sh"]
+        activations = [n for n in find(forward, "lease") if op_of(operands(n, "value")[0]).name == "forward"]
         assert len(activations) == 3 * kept
 
 
@@ -230,7 +230,7 @@ def test_layers_are_prefetched_as_early_as_slots_allow(make_schedule: Schedules,
         if op_of(node).name == "prefetch" and argument(node, "tile").startswith("layers"):
             arrived.append(argument(node, "tile"))
         call = argument(node, "call")
-        if call is not None and call.startswith("layers") and call not in begun:
+        if argument(node, "template") is not None and call.startswith("layers") and call not in begun:
             begun.append(call)
             assert arrived == [*begun, *remaining(section, begun)[:slots - 1]]
 
@@ -247,7 +247,7 @@ def test_gradients_leave_before_the_next_layer_begins_its_backward(make_schedule
     for node in nodes(graph):
         if op_of(node).name == "offload":
             sent.append(argument(node, "tile"))
-        elif argument(node, "call") is not None:
+        elif argument(node, "template") is not None:
             assert sent == order[:order.index(argument(node, "call"))]
     assert sent == order
 

@@ -68,8 +68,9 @@ def forward(p):
     p.adam_of_sum("layers.0", clip=c)                                                  # cpu
     v_3 = p.adam_visiting("layers.0", clip=c, into="V0")                               # h2d
     p.result("loss", values=(l,))                                                      # compute
-    p.lease("h", h)                                                                    # compute
-    x = p.leased("h")                                                                  # compute
+    p.lease(h)                                                                         # compute
+    x = p.leased("layers.0", mb=0)                                                     # compute
+    x_3 = p.leased(tile="layers.0")                                                    # compute
     p.release(x)                                                                       # compute
     x_1 = p.stash("layers.0", mb=0, value=h, into="H0")                                # d2h
     x_2 = p.stashed("layers.0", mb=1, into="H1")
@@ -196,8 +197,8 @@ def test_printing_is_deterministic_and_keeps_a_copy_equal(make_schedule: Callabl
 
 
 def test_names_with_quotes_and_umlauts_survive() -> None:
-    program = parse(EVERY_OP.replace('"h"', r'"h\"\\ü"'))
-    assert argument(next(find(program.section("forward"), "lease")), "key") == 'h"\\ü'
+    program = parse(EVERY_OP.replace('"loss"', r'"h\"\\ü"'))
+    assert argument(next(find(program.section("forward"), "result")), "key") == 'h"\\ü'
     assert parse(print_program(program)) == program
 
 
@@ -234,10 +235,10 @@ MALFORMED = {  # name: (what to replace, by what, what the message says)
     "list for a tuple": ("inputs=(h,))", "inputs=[h])", "expected a tuple of names"),
     "value for a tuple": ("weights=(w,)", "weights=w", "expected a tuple of names"),
     "call in an argument": ("staging=k", "staging=open('x')", "staging has another kind of value"),
-    "expression in an argument": ('p.lease("h", h)', 'p.lease("h" + "h", h)', "key has another kind of value"),
-    "bytes": ('p.lease("h"', 'p.lease(b"h"', "key has another kind of value"),
-    "unprintable name": ('p.lease("h"', 'p.lease("\\n"', "key has another kind of value"),
-    "endless name": ('p.lease("h"', f'p.lease("{"h" * 2000}"', "key has another kind of value"),
+    "expression in an argument": ('p.result("loss",', 'p.result("lo" + "ss",', "key has another kind of value"),
+    "bytes": ('p.result("loss"', 'p.result(b"loss"', "key has another kind of value"),
+    "unprintable name": ('p.result("loss"', 'p.result("\\n"', "key has another kind of value"),
+    "endless name": ('p.result("loss"', f'p.result("{"h" * 2000}"', "key has another kind of value"),
     "other object": ("p.scale(l)", "q.scale(l)", "not a node; expected `name = p.op(...)`"),
     "two targets": ("o = p", "o = oo = p", "not a node; expected `name = p.op(...)`"),
     "annotated": ("update = p", "update: int = p", "not a node"),
@@ -258,8 +259,8 @@ MALFORMED = {  # name: (what to replace, by what, what the message says)
     "null byte": ("p.scale(l)", "p.scale(\0)", "value has another kind of value"),
     "absurd nesting": ("inputs=(h,))", f"inputs={'(' * 300}h{')' * 300})", "inputs has another kind of value"),
     "one name in parentheses": ("inputs=(h,))", "inputs=(h))", "expected a tuple of names"),
-    "string in single quotes": ('p.lease("h"', "p.lease('h'", "key has another kind of value"),
-    "open string": ('p.lease("h"', 'p.lease("h', "key has another kind of value"),
+    "string in single quotes": ('p.result("loss"', "p.result('loss'", "key has another kind of value"),
+    "open string": ('p.result("loss"', 'p.result("loss', "key has another kind of value"),
     "two nodes in a line": ("p.scale(l)", "p.scale(l); p.scale(l)", "not a node"),
     "deeper line": ("    p.scale(l)", "        p.scale(l)", "8 spaces before it; expected 4"),
     "line behind pass": ("    pass\n", "    pass\n    pass\n", "a line after `pass`"),

@@ -82,10 +82,22 @@ TEXT_EDITS: dict[tuple[str, str], tuple[dict[str, Any], str, str, str, str, str]
     ("trained", "scaled twice"): (
         STREAMED, "differentiate", "backward", r"(    p.scale\(l_1\).*\n)", r"\1\1", "l_1 is scaled twice"),
     ("trained", "lease never taken"): (
-        STREAMED, "differentiate", "forward", r'(    p.lease\("h1_0", h1_0\).*\n)', r'\1    p.lease("more", h1_0)\n',
-        "lease more is never taken in backward"),
+        STREAMED, "differentiate", "forward", r"(    h2_0 = .*\n)", r"\1    p.lease(h2_0)\n",
+        "lease layers.1 mb 0 is never taken in backward"),
+    ("trained", "leased twice"): (
+        STREAMED, "differentiate", "forward", r"(    p.lease\(h1_0\).*\n)", r"\1\1", "layers.0 mb 0 is leased twice"),
     ("trained", "lease that the forward does not keep"): (
-        STREAMED, "differentiate", "backward", r'leased\("l_0"\)', 'leased("l_9")', "lease l_9 is kept by no forward"),
+        STREAMED, "differentiate", "backward", r'h1_0 = p.leased\("layers.0"', 'h1_0 = p.leased("layers.1"',
+        "lease layers.1 mb 0 is kept by no forward"),
+    ("trained", "lease taken twice"): (
+        STREAMED, "differentiate", "backward", r'h1_0 = p.leased\("layers.0"', 'h1_0 = p.leased("prologue"',
+        "lease prologue mb 0 is taken twice"),
+    ("well_formed", "lease of no one's value"): (
+        STREAMED, "differentiate", "backward", r'h1_0 = p.leased\("layers.0", mb=0\)', "h1_0 = p.leased()",
+        "leased is neither a call's value for one micro-batch nor one tile's accumulators"),
+    ("well_formed", "lease of a call's value and a tile's"): (
+        STREAMED, "differentiate", "backward", r'h1_0 = p.leased\("layers.0", mb=0', r'\g<0>, tile="layers.0"',
+        "is neither a call's value for one micro-batch nor one tile's accumulators"),
     ("supplied", "weights of another call"): (
         STREAMED, "prefetch", "forward", r"(\"layers.0\", mb=0, weights=)\(w1,\)", r"\1(w2,)",
         "forward layers.0 mb 0 has weights of ['layers.1'], but reads ['layers.0']"),
@@ -148,13 +160,12 @@ TEXT_EDITS: dict[tuple[str, str], tuple[dict[str, Any], str, str, str, str, str]
         ARRIVAL, "optimizer", "", r"(?s)(def train_step.*)$",
         r'\1\ndef update(p):\n    c = p.clip(tiles=("prologue",))\n    p.adam("prologue", clip=c)\n',
         "tiles are updated on arrival of their gradients, and again in update"),
-    ("trained", "activation in place of a gradient"): (
-        STREAMED, "differentiate", "forward", r'lease\("l_0", l_0\)', 'lease("l_0", h2_0)',
-        "takes l_0 of forward as gradient"),
+    ("trained", "gradient in place of an activation"): (
+        STREAMED, "differentiate", "backward", r"inputs=\(h1_0, s_0\)", "inputs=(l_0, s_0)", "takes l_0 of loss as inputs"),
     ("belongs", "update in the forward"): (
         STREAMED, "synchronize", "forward", r"(    p.lease)", r'    p.adam("layers.0")\n\1', "adam layers.0 stands in forward"),
     ("belongs", "gradient sent home in the forward"): (
-        STREAMED, "offload", "forward", r"(    p.lease\(\"accumulators.*\n)",
+        STREAMED, "offload", "forward", r"(    p.lease\(a3\).*\n)",
         r'    d = p.reduce("epilogue", accumulators=a3)\n    o = p.offload("epilogue", reduced=d)\n\1',
         "reduce epilogue stands in forward"),
     ("returned", "loss that the caller never sees"): (
@@ -169,7 +180,7 @@ TEXT_EDITS: dict[tuple[str, str], tuple[dict[str, Any], str, str, str, str, str]
         STREAMED, "differentiate", "backward", r"    (g2_1 = .*)accumulators=\(a2,\)",
         r'    more = p.zeros("layers.1")\n    \1accumulators=(more,)', "but a2 holds gradients of the same tile"),
     ("added_up", "gradients that the forward does not keep"): (
-        STREAMED, "differentiate", "forward", r'(    p.lease\("accumulators epilogue", )a3',
+        STREAMED, "differentiate", "forward", r"(    p.lease\()a3",
         r'    more = p.zeros("epilogue")\n\1more', "adds to a3, which is not kept for the backward"),
     ("added_up", "gradient scaled that was made from scaled ones"): (
         STREAMED, "differentiate", "backward", r"(    g2_0 = .*\n)", r"\1    p.scale(g2_0)\n",
@@ -236,7 +247,7 @@ TEXT_EDITS: dict[tuple[str, str], tuple[dict[str, Any], str, str, str, str, str]
         STREAMED, "place", "forward", r"    p.release\(h2_1\).*\n", "",
         "h2_1 (forward layers.1 mb 1) is neither released nor leased in forward"),
     ("placed", "leased value released"): (
-        STREAMED, "place", "forward", r"(    p.lease\(\"l_1\", l_1\).*\n    p.result\(.*\n)", r"\1    p.release(l_1)\n",
+        STREAMED, "place", "forward", r"(    p.lease\(l_1\).*\n    p.result\(.*\n)", r"\1    p.release(l_1)\n",
         "l_1 is released although it is leased"),
     ("placed", "two residents in one slot"): (
         RESIDENT, "place", "forward", r'into="R1"', 'into="R0"',
@@ -499,7 +510,7 @@ p.accumulate("t", slab=o, overwrite=True)"""
 def test_an_event_of_the_present_covers_the_past_of_its_lane() -> None:
     """Lanes run on across sections: after any event of d2h, d2h's earlier sections are done too."""
     text = """\
-d = p.leased("d")
+d = p.leased(tile="t")
 x = p.record(d)
 p.wait("d2h", x)
 c = p.enter("D0", "read", "cpu")
