@@ -11,6 +11,7 @@ from typing import Any
 from torch import fx
 
 from megacompile.ir.ops import OPS, Access, Lane, Op
+from megacompile.ir.places import place_kind
 
 #: The parameter of a node that is read instead of a part of a tile, where the node has it.
 _INSTEAD = {"weights": "staging", "gradients": "slab"}
@@ -58,7 +59,7 @@ def lane_of(node: fx.Node) -> Lane | None:
     if op.name == "record":
         return lane_of(operands(node, "node")[0])
     if op.name == "release":
-        return Lane.COMPUTE if place_of(operands(node, "value")[0]).startswith("%") else None
+        return Lane.COMPUTE if place_kind(place_of(operands(node, "value")[0])) is None else None
     return op.lane
 
 

@@ -10,10 +10,10 @@ import itertools
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 from megacompile.ir.ops import OPS, Access, Lane
+from megacompile.ir.slots import SlotName
 
 TILE_PARTS = ("weights", "gradients", "sums")
-#: Families of slots, by the capital letters of a slot's name, and the kinds of values that each holds. A "B" after these
-#: letters marks slots of boundary tiles; "b", "c", ... mark those of a layer's second, third, ... tile.
+#: Families of slots (`SlotName.family`) and the kinds of values that each holds.
 #: W: weights; G: reduced gradients; R: weights that stay on the device; RW, RS, RG: weights, optimizer state and gradients of a
 #: tile that is updated there; S, D: pinned host slabs for weights on their way to the device and gradients on their way to the
 #: host; H: pinned host buffers of checkpoints, one set for each open forward; C: device slots for checkpoints fetched back; V:
@@ -26,13 +26,11 @@ SLOT_KINDS = {"W": ("weights",), "G": ("reduced",), "S": ("staging",), "D": ("sl
 @functools.cache
 def lanes_that(access: Access, kind: str) -> frozenset[Lane]:
     """The lanes that have an op which may access a place of this kind (`place_kind`). Other sections may use any of them."""
-    part = kind.removeprefix("host ")
-    on_host = part != kind
     found = set()
     for op in OPS.values():
         rules = op.reads if access == Access.READ else op.writes
-        if on_host:
-            touches = any(r.startswith(f"{part}[") for r in rules) or ("result" in rules and op.home == part)
+        if kind in TILE_PARTS:
+            touches = any(r.startswith(f"{kind}[") for r in rules) or ("result" in rules and op.home == kind)
         else:
             touches = any(held in rules or ("result" in rules and op.result == held) for held in SLOT_KINDS[kind])
         if touches and op.lane is not None:
@@ -47,7 +45,7 @@ def lanes_against(access: Access, kind: str) -> frozenset[Lane]:
 
 
 def place_kind(place: str) -> str | None:
-    """The family of places that ops treat alike: "W" for "W0", "host weights" for "weights/layers.0". None for a value's own
+    """The family of places that ops treat alike: "W" for "W0", "weights" for "weights/layers.0". None for a value's own
     memory, which no other section knows."""
     return None if place.startswith("%") else _kind_of_known(place)
 
@@ -55,12 +53,13 @@ def place_kind(place: str) -> str | None:
 @functools.lru_cache(maxsize=4096)
 def _kind_of_known(place: str) -> str:
     part = place.split("/")[0]
-    return f"host {part}" if part in TILE_PARTS else slot_family(place)
+    return part if part in TILE_PARTS else slot_family(place)
 
 
 def slot_family(slot: str) -> str:
-    """The family of a slot: "W" for "W0", "WB0" and "Wb0"."""
-    return slot.rstrip("0123456789").rstrip("bcdefghijklmnopqrstuvwxyz").removesuffix("B")
+    """The family of a slot: "W" for "W0", "WB0" and "Wb0"; "" for other strings."""
+    name = SlotName.parse(slot)
+    return name.family if name is not None else ""
 
 
 def slot_ranks(layers: Iterable[Sequence[str]], boundary: Collection[str],
@@ -75,12 +74,7 @@ def slot_ranks(layers: Iterable[Sequence[str]], boundary: Collection[str],
     return ranks
 
 
-def rank_letter(rank: int) -> str:
-    """What follows the letters of a slot's family: nothing for the first rank, then b, c, ..."""
-    assert rank < 26, f"{rank + 1} tiles in one layer"
-    return "" if rank == 0 else chr(ord("a") + rank)
-
-
 def stays(place: str) -> bool:
     """Whether values in this place outlive sections."""
-    return place.startswith("R")
+    name = SlotName.parse(place)
+    return name is not None and name.resident

@@ -43,7 +43,6 @@ from megacompile.ir.places import (
     lanes_against,
     lanes_that,
     place_kind,
-    rank_letter,
     slot_family,
     slot_ranks,
     stays,
@@ -53,7 +52,7 @@ from megacompile.ir.plan import Plan, Shape
 __all__ = [
     "OPS", "SLOT_KINDS", "STAGES", "TILE_PARTS", "VISITING_BYTES", "Access", "Builder", "CallSpec", "Kept", "Lane", "Op", "Program",
     "Slot", "Tile", "accesses", "argument", "copy_section", "differentiated", "find", "gives_outputs", "lane_of",
-    "lanes_against", "lanes_that", "nodes", "op_of", "operands", "place_kind", "place_of", "places", "rank_letter", "reached",
+    "lanes_against", "lanes_that", "nodes", "op_of", "operands", "place_kind", "place_of", "places", "reached",
     "rebuild", "slot_family", "slot_ranks", "stays", "uses"]
 
 #: Bytes of a chunk of a visiting tile. Copies of this size reach the link's rate, and the slot costs a plan little memory.

@@ -28,6 +28,7 @@ from torch import fx
 from megacompile.errors import LONGEST_MESSAGE, ProgramError, shortened
 from megacompile.ir.listing import describe
 from megacompile.ir.program import (
+    TILE_PARTS,
     Access,
     Lane,
     Program,
@@ -125,7 +126,8 @@ def ordered(program: Program) -> Iterator[Fault]:
 
 def _collision(hazard: Hazard) -> Fault:
     place, node, lane = hazard.place, hazard.node, lane_of(hazard.node)
-    kind = "value" if place.startswith("%") else "tile part" if "/" in place else "slot"
+    family = place_kind(place)
+    kind = "value" if family is None else "tile part" if family in TILE_PARTS else "slot"
     write = (place, Access.WRITE) in accesses(node)
     done = "overwritten" if write else "read"
     if hazard.earlier is None:

@@ -13,6 +13,7 @@ tiles of a layer (`Wb0` for the second largest), so that a slot is no larger tha
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import replace
 
 from torch import fx
 
@@ -28,8 +29,8 @@ from megacompile.ir.program import (
     nodes,
     op_of,
     operands,
-    rank_letter,
 )
+from megacompile.ir.slots import SlotName
 
 from .prefetch import border_tiles, layer_ranks
 
@@ -38,13 +39,13 @@ name, requires, provides = "place", "optimizer", "place"
 
 def run(program: Program, plan: Plan) -> Program:
     sections = {key: copy_section(graph) for key, graph in program.sections.items()}
-    sizes: dict[str, int] = {}
-    stashes: dict[tuple[str, int], str] = {}
+    sizes: dict[SlotName, int] = {}
+    stashes: dict[tuple[str, int], SlotName] = {}
     for graph in sections.values():
         _release(graph, plan)
         _Places(program, plan, sizes, stashes).assign(graph)
-    order = sorted(sizes, key=lambda slot: (_family(slot), int(slot.removeprefix(_family(slot)))))
-    return program.evolve(stage=provides, sections=sections, slots={slot: Slot(slot, sizes[slot]) for slot in order})
+    slots = {str(slot): Slot(str(slot), sizes[slot]) for slot in sorted(sizes)}
+    return program.evolve(stage=provides, sections=sections, slots=slots)
 
 
 def _release(graph: fx.Graph, plan: Plan) -> None:
@@ -80,14 +81,17 @@ def _stays(value: fx.Node, plan: Plan) -> bool:
 
 
 class _Places:
-    """Hands out slots in one section. State: per family, how many slots were made and which are free, in the order in
-    which they became free; and `stashes`, where the section before it left checkpoints, by call and micro-batch."""
+    """Hands out slots in one section. State: of slots that take turns (named by the first of them), how many were made and
+    which are free, in the order in which they became free; where each value is; and `stashes`, where the section before it
+    left checkpoints, by call and micro-batch."""
 
-    def __init__(self, program: Program, plan: Plan, sizes: dict[str, int], stashes: dict[tuple[str, int], str]) -> None:
+    def __init__(self, program: Program, plan: Plan, sizes: dict[SlotName, int],
+                 stashes: dict[tuple[str, int], SlotName]) -> None:
         self.program, self.plan, self.sizes, self.stashes = program, plan, sizes, stashes
         self.border, self.ranks = border_tiles(program), layer_ranks(program)
-        self.free: dict[str, list[str]] = defaultdict(list)
-        self.made: dict[str, int] = defaultdict(int)
+        self.free: dict[SlotName, list[SlotName]] = defaultdict(list)
+        self.made: dict[SlotName, int] = defaultdict(int)
+        self.slot_of: dict[fx.Node, SlotName] = {}
         self.counts = {"W": plan.weight_slots, "G": plan.gradient_slots, "S": plan.staging_slabs,
                        "D": plan.gradient_slabs, "C": plan.checkpoint_slots,
                        "H": len(plan.from_host(differentiated(program))) * len(plan.wave(0))}
@@ -97,52 +101,48 @@ class _Places:
             op = op_of(node)
             if op.name == "release":
                 (value,) = operands(node, "value")
-                place = argument(value, "into")
-                if place is not None:
-                    self.free[_family(place)].append(place)
+                if (slot := self.slot_of.get(value)) is not None:
+                    self.free[replace(slot, number=0)].append(slot)
             elif op.name == "offload" and not node.users:
                 continue  # straight into the tile
             elif "into" in op.parameters:
                 self._put(node, self._choose(node))
 
-    def _choose(self, node: fx.Node) -> str:
+    def _choose(self, node: fx.Node) -> SlotName:
         tile, kind = argument(node, "tile"), op_of(node).result
         if _stays(node, self.plan):
             if tile in self.plan.resident_state:
                 family = {"weights": "RW", "state": "RS"}.get(kind or "", "RG")
-                return f"{family}{self.plan.resident_state.index(tile)}"
-            return f"R{[t for t in self.plan.resident if t not in self.plan.resident_state].index(tile)}"
+                return SlotName(family, number=self.plan.resident_state.index(tile))
+            return SlotName("R", number=[t for t in self.plan.resident if t not in self.plan.resident_state].index(tile))
         if kind == "visiting":  # one after the other, border tiles too: a chunk is no larger for them
-            return self._take("V", 1)
+            return self._take(SlotName("V"), 1)
         if op_of(node).name == "stashed":
             return self.stashes[argument(node, "call"), argument(node, "mb")]
-        letter = {"weights": "W", "reduced": "G", "staging": "S", "slab": "D", "stashed": "H", "checkpoint": "C"}[kind or ""]
+        family = {"weights": "W", "reduced": "G", "staging": "S", "slab": "D", "stashed": "H", "checkpoint": "C"}[kind or ""]
         if tile not in self.border:
-            return self._take(letter + rank_letter(self.ranks.get(tile, 0)), self.counts[letter])
-        return self._take_ranked(node) if kind == "weights" else self._take(f"{letter}B", 1)
+            return self._take(SlotName(family, rank=self.ranks.get(tile, 0)), self.counts[family])
+        return self._take_ranked(node) if kind == "weights" else self._take(SlotName(family, boundary=True), 1)
 
-    def _take(self, family: str, count: int) -> str:
-        """A slot that was never used, or else the one that has been free for longest."""
-        if self.made[family] < count:
-            self.made[family] += 1
-            return f"{family}{self.made[family] - 1}"
-        assert self.free[family], f"no free slot of {family}: {count} are planned"
-        return self.free[family].pop(0)
+    def _take(self, first: SlotName, count: int) -> SlotName:
+        """Of the slots that take turns with `first`, one that was never used; else the one that has been free for longest."""
+        if self.made[first] < count:
+            self.made[first] += 1
+            return replace(first, number=self.made[first] - 1)
+        assert self.free[first], f"no free slot beside {first}: {count} are planned"
+        return self.free[first].pop(0)
 
-    def _take_ranked(self, node: fx.Node) -> str:
+    def _take_ranked(self, node: fx.Node) -> SlotName:
         """The tiles of one border call are there together: the largest of each call take turns in WB0, the next largest
         in WB1. `prefetch` holds those of one call at a time, so that the slot is free."""
         call = next(argument(user, "call") for user in node.users if argument(user, "call"))
         tiles = [t for t in self.program.call(call).tiles if t in self.border and t not in self.plan.resident]
         tiles.sort(key=lambda t: -self.program.tiles[t].weight_bytes)
-        return f"WB{tiles.index(argument(node, 'tile'))}"
+        return SlotName("W", boundary=True, number=tiles.index(argument(node, "tile")))
 
-    def _put(self, node: fx.Node, slot: str) -> None:
-        node.kwargs = {**node.kwargs, "into": slot}
+    def _put(self, node: fx.Node, slot: SlotName) -> None:
+        node.kwargs = {**node.kwargs, "into": str(slot)}
+        self.slot_of[node] = slot
         self.sizes[slot] = max(self.sizes.get(slot, 0), self.program.value_bytes(node))
         if op_of(node).name == "stash":
             self.stashes[argument(node, "call"), argument(node, "mb")] = slot
-
-
-def _family(slot: str) -> str:
-    return slot.rstrip("0123456789")

@@ -172,7 +172,6 @@ def test_ops_on_optimizer_state_are_ordered_by_the_weights() -> None:
 
 def test_oracle_and_vocabulary_agree_on_lanes() -> None:
     """Both were written down by themselves."""
-    kinds = {kind: kind for kind in SLOT_KINDS} | {part: f"host {part}" for part in TILE_PARTS}
-    for ours, theirs in kinds.items():
+    for kind in (*SLOT_KINDS, *TILE_PARTS):
         for access in Access:
-            assert {lane for lane, there in MAY_TOUCH[ours] if there == access} == lanes_that(access, theirs), (ours, access)
+            assert {lane for lane, there in MAY_TOUCH[kind] if there == access} == lanes_that(access, kind), (kind, access)
