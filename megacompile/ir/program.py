@@ -13,7 +13,7 @@ a part of a tile in host memory ("weights/layers.0", "gradients/layers.0"), or t
 """
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -48,12 +48,13 @@ from megacompile.ir.places import (
     stays,
 )
 from megacompile.ir.plan import Plan, Shape
+from megacompile.ir.stack import differentiated_layers
 
 __all__ = [
-    "OPS", "SLOT_KINDS", "STAGES", "TILE_PARTS", "VISITING_BYTES", "Access", "Builder", "CallSpec", "Kept", "Lane", "Op", "Program",
-    "Slot", "Tile", "accesses", "argument", "copy_section", "differentiated", "find", "gives_outputs", "lane_of",
-    "lanes_against", "lanes_that", "nodes", "op_of", "operands", "place_kind", "place_of", "places", "reached",
-    "rebuild", "slot_family", "slot_ranks", "stays", "uses"]
+    "OPS", "SLOT_KINDS", "STAGES", "TILE_PARTS", "VISITING_BYTES", "Access", "Builder", "CallSpec", "Kept", "Lane", "Op",
+    "Program", "Slot", "Tile", "accesses", "argument", "copy_section", "differentiated", "find", "gives_outputs", "lane_of",
+    "lanes_against", "lanes_that", "nodes", "op_of", "operands", "place_kind", "place_of", "places", "reached", "rebuild",
+    "slot_family", "slot_ranks", "stays", "trainable", "uses"]
 
 #: Bytes of a chunk of a visiting tile. Copies of this size reach the link's rate, and the slot costs a plan little memory.
 VISITING_BYTES = 1 << 25
@@ -185,9 +186,12 @@ def gives_outputs(program: Program) -> bool:
 
 def differentiated(program: Program) -> list[str]:
     """The layers that have a backward: those from the first call on that trains a parameter."""
-    first = next((i for i, call in enumerate(program.calls) if any(program.tiles[t].trainable for t in call.tiles)),
-                 len(program.calls))
-    return [call.name for call in program.calls[first:] if call.role == "layer"]
+    return differentiated_layers(program.calls, lambda tile: program.tiles[tile].trainable)
+
+
+def trainable(program: Program, tiles: Iterable[str]) -> tuple[str, ...]:
+    """Those of `tiles` that are trained, in their order."""
+    return tuple(tile for tile in tiles if program.tiles[tile].trainable)
 
 
 #: The stages of compilation, in order; a stage is named after the pass that made it.

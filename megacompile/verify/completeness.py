@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from torch import fx
 
 from megacompile.ir.listing import describe
-from megacompile.ir.program import Kept, Program, argument, find, gives_outputs, nodes, op_of, operands, reached
+from megacompile.ir.program import Kept, Program, argument, find, gives_outputs, nodes, op_of, operands, reached, trainable
 from megacompile.verify.fault import Fault
 from megacompile.verify.sums import summed_tiles
-from megacompile.verify.updates import consumed_there, once, trainable, updated_there, updates_on_arrival
+from megacompile.verify.updates import consumed_there, once, updated_there, updates_on_arrival
 
 _FORWARD = ("forward", "forward_saving", "loss", "evaluate", "outputs")
 _BACKWARD = ("backward", "recompute_backward")
@@ -162,7 +162,7 @@ def _values(program: Program, graph: fx.Graph, origins: _Origins) -> Iterator[Fa
                             f"give it the value of {source} mb {mb}", node, value)
         if op_of(node).name in (*_BACKWARD, "loss"):
             tiles = [origins.tile(value) for value in operands(node, "accumulators")]
-            expected = trainable(program, program.calls[at].tiles)
+            expected = list(trainable(program, program.calls[at].tiles))
             if tiles != expected:
                 yield Fault(f"{describe(node)} adds to the gradients of {tiles}, but trains {expected}",
                             "give it the accumulators of its call's trainable tiles", node)
@@ -219,7 +219,7 @@ def sent_home(program: Program) -> Iterator[Fault]:
     gradients stay where its update reads them; of a whole step only their norms go home. (Sums over waves on the host have a
     rule of their own.)"""
     origins = _Origins(program)
-    tiles, there, consumed = trainable(program, tuple(program.tiles)), updated_there(program), consumed_there(program)
+    tiles, there, consumed = trainable(program, program.tiles), updated_there(program), consumed_there(program)
     for name, overwrite in _BACKWARD_SECTIONS.items():
         if name not in program.sections:
             # Where the backward itself updates, gradients are consumed: there is nothing to add to.

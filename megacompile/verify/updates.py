@@ -1,12 +1,12 @@
 """Rules about updates: every tile that trains is updated once, by what was clipped, and whoever reads it finds it new."""
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from torch import fx
 
 from megacompile.ir.listing import describe
-from megacompile.ir.program import Program, argument, find, op_of, operands, reached
+from megacompile.ir.program import Program, argument, find, op_of, operands, reached, trainable
 from megacompile.verify.fault import Fault
 from megacompile.verify.sums import UPDATE_OPS
 
@@ -14,11 +14,7 @@ from megacompile.verify.sums import UPDATE_OPS
 _MOVES = {"load": "fetch_state", "store": "store_state", "rescue": "offload_weights", "refresh": "fetch_gradients"}
 
 
-def trainable(program: Program, tiles: tuple[str, ...]) -> list[str]:
-    return [tile for tile in tiles if program.tiles[tile].trainable]
-
-
-def once(program: Program, name: str, graph: fx.Graph, ops: tuple[str, ...], tiles: list[str],
+def once(program: Program, name: str, graph: fx.Graph, ops: tuple[str, ...], tiles: Collection[str],
           often: frozenset[str] = frozenset()) -> Iterator[Fault]:
     """`often`: tiles of which there may be several."""
     op = ops[0]
@@ -39,7 +35,7 @@ def updated(program: Program) -> Iterator[Fault]:
     """One clip over all trainable tiles, then one adam for each, that takes it; a tile that is resident on the device is
     copied there by `load` and again after its update, and one that was updated there is copied home. On arrival there is
     no clip."""
-    tiles, there = trainable(program, tuple(program.tiles)), updated_there(program)
+    tiles, there = trainable(program, program.tiles), updated_there(program)
     for name, op in _MOVES.items():
         if name in program.sections and there:
             yield from once(program, name, program.section(name), (op,), there)
@@ -105,7 +101,7 @@ def consumed_there(program: Program) -> list[str]:
     if reached(program, "optimizer"):
         return updated_there(program) if "train_step" in program.sections or updates_on_arrival(program) else []
     sent = {argument(node, "tile") for graph in program.sections.values() for node in find(graph, "offload")}
-    return [tile for tile in trainable(program, tuple(program.tiles)) if tile not in sent]
+    return [tile for tile in trainable(program, program.tiles) if tile not in sent]
 
 
 def _copied_home(program: Program, name: str) -> Iterator[Fault]:
@@ -132,7 +128,7 @@ def _loaded(program: Program) -> Iterator[Fault]:
                             "prefetch it in load", node)
 
 
-def _refreshed(program: Program, name: str, tiles: list[str]) -> Iterator[Fault]:
+def _refreshed(program: Program, name: str, tiles: Collection[str]) -> Iterator[Fault]:
     graph = program.section(name)
     resident = {argument(node, "tile"): node for g in program.sections.values() for node in find(g, "resident")}
     fresh: dict[str, fx.Node | None] = {}

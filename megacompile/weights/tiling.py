@@ -22,6 +22,7 @@ from megacompile.errors import InsufficientMemoryError
 from megacompile.frontend.graph.expert_pieces import Rows
 from megacompile.frontend.templates.template import Call, Template
 from megacompile.ir.program import CallSpec, Tile, slot_ranks
+from megacompile.ir.stack import boundary_tiles, differentiated_layers, first_trained
 from megacompile.predict import cost
 from megacompile.runtime.memory.store import Store
 from megacompile.runtime.memory.tile_part import TilePart
@@ -111,19 +112,19 @@ class Tiling:
         """Whether any parameter is trained."""
         return any(layout.trainable for layout in self.layouts.values())
 
-    def _first_trained(self, calls: Sequence[Call]) -> int:
-        """The index of the first call that trains a parameter."""
-        return next((i for i, call in enumerate(calls) if any(self.layouts[t].trainable for t in self.tiles_of[call.name])),
-                    len(calls))
+    def _trains(self, tile: str) -> bool:
+        return self.layouts[tile].trainable
 
     def differentiated(self, calls: Sequence[Call]) -> list[Call]:
         """The layers that have a backward: those from the first call on that trains a parameter."""
-        return list(calls[max(1, self._first_trained(calls)):-1])
+        names = set(differentiated_layers(self._chain(calls), self._trains))
+        return [call for call in calls if call.name in names]
 
     def operations(self, calls: Sequence[Call]) -> int:
         """FLOPs per token of a step's products with parameters, without recomputation. Per parameter: 2 for the forward, 2 for
         the gradient of the other operand if there is a backward, 2 for the parameter's own gradient if it is trained."""
-        reached = {tile for call in calls[self._first_trained(calls):] for tile in self.tiles_of[call.name]}
+        chain = self._chain(calls)
+        reached = {tile for call in chain[first_trained(chain, self._trains):] for tile in call.tiles}
         boundary = self.boundary(calls)  # an embedding tied to the head does not add a product
         return sum(layout.parameters * (6 if layout.trainable else 4 if tile in reached else 2)
                    * (1 if tile in boundary else self.runs(calls, tile)) for tile, layout in self.layouts.items())
@@ -134,7 +135,7 @@ class Tiling:
 
     def boundary(self, calls: Sequence[Call]) -> set[str]:
         """The tiles that the prologue or the epilogue reads."""
-        return {tile for call in (calls[0], calls[-1]) for tile in self.tiles_of[call.name]}
+        return boundary_tiles(self._chain(calls))
 
     def ranked(self, calls: Sequence[Call]) -> list[list[TileLayout]]:
         """The tiles that only layers read, by rank (see `slot_ranks`). Tiles of one rank take turns in slots."""
@@ -167,9 +168,13 @@ class Tiling:
         """The calls as schedules for sequences of `length` tokens see them."""
         layers = {call.template for call in calls[1:-1]}
         handed_on = {name: cost.checkpoint_bytes(templates[name], length) for name in layers}
+        return tuple(replace(call, weightless=_weightless(templates[call.template]),
+                             output_bytes=handed_on.get(call.template, 0)) for call in self._chain(calls))
+
+    def _chain(self, calls: Sequence[Call]) -> tuple[CallSpec, ...]:
+        """The calls, with their roles and the tiles that each reads."""
         roles = {calls[0].name: "prologue", calls[-1].name: "epilogue"}
-        return tuple(CallSpec(c.name, roles.get(c.name, "layer"), c.template, self.tiles_of[c.name],
-                              _weightless(templates[c.template]), handed_on.get(c.template, 0)) for c in calls)
+        return tuple(CallSpec(c.name, roles.get(c.name, "layer"), c.template, self.tiles_of[c.name]) for c in calls)
 
 
 def _groups(calls: Sequence[Call], readers: Sequence[tuple[str, ...]]) -> dict[tuple[str, ...], str]:

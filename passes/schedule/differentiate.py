@@ -36,6 +36,7 @@ from megacompile.ir.program import (
     op_of,
     operands,
     rebuild,
+    trainable,
 )
 
 name, requires, provides = "differentiate", "partition", "differentiate"
@@ -52,10 +53,6 @@ def run(program: Program, plan: Plan) -> Program:
     return program.evolve(stage=provides, sections=sections)
 
 
-def trainable(program: Program, call: CallSpec) -> tuple[str, ...]:
-    return tuple(t for t in call.tiles if program.tiles[t].trainable)
-
-
 def _anchor_loss(program: Program, section: fx.Graph) -> fx.Graph:
     """The forward, whose loss also accumulates the epilogue's gradients and keeps them for the backward."""
     epilogue = program.calls[-1]
@@ -66,7 +63,7 @@ def _anchor_loss(program: Program, section: fx.Graph) -> fx.Graph:
             return build.add(op_of(node).name, node.name, **arguments)
         if not accumulators:
             accumulators.extend(build.add("zeros", f"a{program.number(tile)}", tile=tile)
-                                for tile in trainable(program, epilogue))
+                                for tile in trainable(program, epilogue.tiles))
         made = build.add("loss", node.name, **arguments, accumulators=tuple(accumulators) or None)
         build.add("lease", value=made)
         return made
@@ -169,7 +166,7 @@ class _Backward:
         for block in reversed(blocks):
             for mb in micro_batches:
                 self.block(block, mb)
-        if trainable(self.program, self.program.calls[0]):
+        if trainable(self.program, self.program.calls[0].tiles):
             for mb in micro_batches:
                 self.step("recompute_backward", self.chain[0], mb, None)
 
@@ -177,11 +174,11 @@ class _Backward:
         return Kept(self.chain[self.chain.index(call) - 1], mb)
 
     def accumulators_of(self, call: CallSpec) -> list[fx.Node]:
-        for tile in trainable(self.program, call):
+        for tile in trainable(self.program, call.tiles):
             if tile not in self.accumulators:
                 self.accumulators[tile] = (self.kept(Kept(tile=tile)) if Kept(tile=tile) in self.ever else
                                            self.build.add("zeros", f"a{self.program.number(tile)}", tile=tile))
-        return [self.accumulators[tile] for tile in trainable(self.program, call)]
+        return [self.accumulators[tile] for tile in trainable(self.program, call.tiles)]
 
     def inputs(self, mb: int, carried: fx.Node) -> tuple[fx.Node, ...]:
         return carried, self.kept(Kept(self.chain[0], mb))

@@ -6,7 +6,7 @@
     w2 = prefetch("layers.2", into="W0")
 
 A value lives from its node to its last use. Slots are given out in turn, the one that has been free for longest first:
-two values that follow each other then sit in different slots, which is what lets a copy run beside a kernel. Border
+two values that follow each other then sit in different slots, which is what lets a copy run beside a kernel. Boundary
 tiles (the largest) have slots of their own, so that a slot of a layer is no larger than a layer; and so has each rank of the
 tiles of a layer (`Wb0` for the second largest), so that a slot is no larger than what takes turns there.
 """
@@ -31,8 +31,9 @@ from megacompile.ir.program import (
     operands,
 )
 from megacompile.ir.slots import SlotName
+from megacompile.ir.stack import boundary_tiles
 
-from .prefetch import border_tiles, layer_ranks
+from .prefetch import layer_ranks
 
 name, requires, provides = "place", "optimizer", "place"
 
@@ -88,7 +89,7 @@ class _Places:
     def __init__(self, program: Program, plan: Plan, sizes: dict[SlotName, int],
                  stashes: dict[tuple[str, int], SlotName]) -> None:
         self.program, self.plan, self.sizes, self.stashes = program, plan, sizes, stashes
-        self.border, self.ranks = border_tiles(program), layer_ranks(program)
+        self.boundary, self.ranks = boundary_tiles(program.calls), layer_ranks(program)
         self.free: dict[SlotName, list[SlotName]] = defaultdict(list)
         self.made: dict[SlotName, int] = defaultdict(int)
         self.slot_of: dict[fx.Node, SlotName] = {}
@@ -115,12 +116,12 @@ class _Places:
                 family = {"weights": "RW", "state": "RS"}.get(kind or "", "RG")
                 return SlotName(family, number=self.plan.resident_state.index(tile))
             return SlotName("R", number=[t for t in self.plan.resident if t not in self.plan.resident_state].index(tile))
-        if kind == "visiting":  # one after the other, border tiles too: a chunk is no larger for them
+        if kind == "visiting":  # one after the other, boundary tiles too: a chunk is no larger for them
             return self._take(SlotName("V"), 1)
         if op_of(node).name == "stashed":
             return self.stashes[argument(node, "call"), argument(node, "mb")]
         family = {"weights": "W", "reduced": "G", "staging": "S", "slab": "D", "stashed": "H", "checkpoint": "C"}[kind or ""]
-        if tile not in self.border:
+        if tile not in self.boundary:
             return self._take(SlotName(family, rank=self.ranks.get(tile, 0)), self.counts[family])
         return self._take_ranked(node) if kind == "weights" else self._take(SlotName(family, boundary=True), 1)
 
@@ -133,10 +134,10 @@ class _Places:
         return self.free[first].pop(0)
 
     def _take_ranked(self, node: fx.Node) -> SlotName:
-        """The tiles of one border call are there together: the largest of each call take turns in WB0, the next largest
+        """The tiles of one boundary call are there together: the largest of each call take turns in WB0, the next largest
         in WB1. `prefetch` holds those of one call at a time, so that the slot is free."""
         call = next(argument(user, "call") for user in node.users if argument(user, "call"))
-        tiles = [t for t in self.program.call(call).tiles if t in self.border and t not in self.plan.resident]
+        tiles = [t for t in self.program.call(call).tiles if t in self.boundary and t not in self.plan.resident]
         tiles.sort(key=lambda t: -self.program.tiles[t].weight_bytes)
         return SlotName("W", boundary=True, number=tiles.index(argument(node, "tile")))
 

@@ -9,7 +9,7 @@ checkpoints that wait in host memory.
 
 A *stay* is one arrival of a tile and all its uses: those of one call in a forward, of one block in a backward, whose
 micro-batches all use the block's weights while they are there. Layers share `plan.weight_slots` slots; where a layer has
-several tiles, those of each rank in size have as many. The border tiles (prologue, epilogue, tied weights: the largest) are
+several tiles, those of each rank in size have as many. The boundary tiles (prologue, epilogue, tied weights: the largest) are
 held for one call at a time. A tile that several layers' calls read stays while no other of its rank is needed between them.
 
     c4_1 = fetch("layers.3", mb=1, stashed=x4_1)           # while micro-batch 0 is computed
@@ -29,6 +29,7 @@ from torch import fx
 from megacompile.errors import MegacompileError
 from megacompile.ir.plan import Plan
 from megacompile.ir.program import Builder, Program, argument, copy_section, differentiated, nodes, op_of, operands, slot_ranks
+from megacompile.ir.stack import boundary_tiles
 
 name, requires, provides = "prefetch", "differentiate", "prefetch"
 
@@ -37,7 +38,7 @@ name, requires, provides = "prefetch", "differentiate", "prefetch"
 class _Stay:
     tile: str
     group: int
-    border: bool
+    boundary: bool
     uses: list[fx.Node] = field(default_factory=list)
     weights: fx.Node | None = None
 
@@ -58,20 +59,15 @@ def run(program: Program, plan: Plan) -> Program:
         for key, graph in program.sections.items()})
 
 
-def border_tiles(program: Program) -> set[str]:
-    """Tiles that some call other than a layer reads."""
-    return {tile for call in program.calls if call.role != "layer" for tile in call.tiles}
-
-
 def layer_ranks(program: Program) -> dict[str, int]:
     """The rank of each tile of a layer, which says in which slots it takes turns."""
-    return slot_ranks([call.tiles for call in program.calls if call.role == "layer"], border_tiles(program),
+    return slot_ranks([call.tiles for call in program.calls if call.role == "layer"], boundary_tiles(program.calls),
                       lambda tile: program.tiles[tile].weight_bytes)
 
 
 def _stays(program: Program, plan: Plan, graph: fx.Graph) -> list[_Stay]:
     block_of = {layer: block[0] for block in plan.blocks(differentiated(program)) for layer in block}
-    border = border_tiles(program)
+    boundary = boundary_tiles(program.calls)
     found: dict[tuple[str, int], _Stay] = {}
     latest, group = None, 0
     for node in nodes(graph):
@@ -84,7 +80,7 @@ def _stays(program: Program, plan: Plan, graph: fx.Graph) -> list[_Stay]:
         label = in_backward, block_of.get(call.name, call.name) if in_backward else call.name
         latest, group = label, group + (label != latest)
         for tile in call.tiles:
-            found.setdefault((tile, group), _Stay(tile, group, tile in border)).uses.append(node)
+            found.setdefault((tile, group), _Stay(tile, group, tile in boundary)).uses.append(node)
     return _without_interruption(program, list(found.values()))
 
 
@@ -96,12 +92,12 @@ def _without_interruption(program: Program, stays: list[_Stay]) -> list[_Stay]:
     latest: dict[int, _Stay] = {}
     kept = []
     for stay in stays:
-        before = None if stay.border else latest.get(ranks[stay.tile])
+        before = None if stay.boundary else latest.get(ranks[stay.tile])
         if before is not None and before.tile == stay.tile and read[stay.tile] > 1:
             before.uses += stay.uses
             continue
         kept.append(stay)
-        if not stay.border:
+        if not stay.boundary:
             latest[ranks[stay.tile]] = stay
     return kept
 
@@ -151,8 +147,8 @@ def _insert(program: Program, plan: Plan, graph: fx.Graph) -> fx.Graph:
             stay.weights = build.before(first, "resident", f"w{program.number(stay.tile)}", tile=stay.tile)
 
     def fits(stay: _Stay) -> bool:
-        if stay.border:
-            return all(other.group == stay.group for other in present if other.border)
+        if stay.boundary:
+            return all(other.group == stay.group for other in present if other.boundary)
         return sum(ranks.get(other.tile) == ranks[stay.tile] for other in present) < plan.weight_slots
 
     def issue(place_next: fx.Node) -> None:
@@ -187,5 +183,5 @@ def _insert(program: Program, plan: Plan, graph: fx.Graph) -> fx.Graph:
 
 
 def _needed(stays: list[_Stay], ranks: Mapping[str, int]) -> int:
-    together = [(s.group, ranks[s.tile]) for s in stays if not s.border]
+    together = [(s.group, ranks[s.tile]) for s in stays if not s.boundary]
     return max(map(together.count, together))
