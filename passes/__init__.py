@@ -1,4 +1,4 @@
-"""The two pipelines, in the order in which they run."""
+"""The two pipelines: passes over templates and passes over programs, each in the order in which they run."""
 from __future__ import annotations
 
 from megacompile.passes.pipeline import insert_after, insert_before, replace_pass
@@ -16,8 +16,8 @@ from megacompile.passes.template import accumulate_in_gemm, attention, chunk_tok
 
 __all__ = ["PIPELINE", "TEMPLATE_PIPELINE", "insert_after", "insert_before", "replace_pass"]
 
-#: On the graphs of templates. Each is `run(graph, target) -> graph`.
+#: Over graphs of templates. Each is `run(graph, target) -> graph`.
 TEMPLATE_PIPELINE = (attention, fuse_loss, chunk_tokens, accumulate_in_gemm)
 
-#: On programs. Each is `run(program, plan) -> program`.
+#: Over programs. Each is `run(program, plan) -> program`.
 PIPELINE = (micro_batch, partition, differentiate, prefetch, offload, optimizer, place, synchronize)

@@ -1,4 +1,4 @@
-"""Runs passes in order: checks what each requires, keeps every stage, verifies after every pass, says what changed."""
+"""Runs passes in order: checks what each requires, keeps every stage, verifies after every pass, logs what changed."""
 from __future__ import annotations
 
 import time
@@ -28,7 +28,7 @@ class Pass(Protocol):
 
 @dataclass
 class Compiled:
-    """Every stage of one program, in order, and what each pass did."""
+    """Every stage of one program, in order, and a log of what each pass did."""
 
     stages: dict[str, Program] = field(default_factory=dict)
     log: list[str] = field(default_factory=list)
@@ -62,8 +62,8 @@ def compile_program(model: Program, plan: Plan, pipeline: Sequence[Pass],
 
 
 def run_pass(each: Pass, program: Program, plan: Plan) -> Program:
-    """What a pass makes of a program, unverified. Raises `MegacompileError` if that is no program of the stage it provides;
-    whatever the pass itself raises has its name as a note."""
+    """The program that a pass returns, unverified. Raises `MegacompileError` if that is not a program of the stage that the
+    pass provides. An exception from the pass itself gets a note with the pass's name."""
     try:
         made = each.run(program, plan)
     except Exception as error:

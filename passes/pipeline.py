@@ -3,9 +3,9 @@
     passes = insert_after(PIPELINE, "prefetch", my_pass)
     model = megacompile.stream(model, passes=passes)
 
-A pass is a module or an object with a `name` and a pure `run`. One over programs says which stage it `requires` and which
-stage its result is of, `provides`: one that adds no stage of its own provides the one that it requires. One over templates
-says at which `level` it works (`megacompile.passes.template`).
+A pass is a module or an object with a `name` and a pure `run`. A pass over programs has `requires`, the stage that it needs,
+and `provides`, the stage of its result; a pass that adds no stage provides the one that it requires. A pass over templates
+has a `level` (`megacompile.passes.template`).
 """
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ P = TypeVar("P", bound=Named)
 
 
 def insert_after(pipeline: Sequence[P], name: str, *passes: P) -> tuple[P, ...]:
-    """The pipeline with these passes behind the one called `name`. Raises `MegacompileError` if there is none."""
+    """The pipeline with these passes after the one called `name`. Raises `MegacompileError` if there is none."""
     at = _position(pipeline, name) + 1
     return (*pipeline[:at], *passes, *pipeline[at:])
 
@@ -39,8 +39,8 @@ def insert_before(pipeline: Sequence[P], name: str, *passes: P) -> tuple[P, ...]
 
 
 def replace_pass(pipeline: Sequence[P], name: str, *passes: P) -> tuple[P, ...]:
-    """The pipeline with these passes, or with none, in the place of the one called `name`. Raises `MegacompileError` if there
-    is none."""
+    """The pipeline with these passes, or none, in place of the one called `name`. Raises `MegacompileError` if there is no such
+    pass."""
     at = _position(pipeline, name)
     return (*pipeline[:at], *passes, *pipeline[at + 1:])
 
@@ -53,8 +53,8 @@ def _position(pipeline: Sequence[Named], name: str) -> int:
 
 
 def check_pipeline(pipeline: Any) -> None:
-    """Raises `MegacompileError` unless each pass over programs has what it requires, no stage is taken back, and the last pass
-    leaves a program that can run."""
+    """Raises `MegacompileError` unless each pass over programs gets the stage that it requires, stages never go backwards, and
+    the last pass provides a program that can run."""
     made, previous = ["model"], "the beginning"
     for each in _each(pipeline, "passes", ("requires", "provides")):
         for word in ("requires", "provides"):
@@ -75,7 +75,7 @@ def check_pipeline(pipeline: Any) -> None:
 
 
 def check_template_pipeline(pipeline: Any) -> None:
-    """Raises `MegacompileError` unless each pass over templates works at a level that there is."""
+    """Raises `MegacompileError` unless each pass over templates has a valid level."""
     for each in _each(pipeline, "template_passes", ("level",)):
         if each.level not in LEVELS:
             raise MegacompileError(f"template pass {each.name} has level {each.level!r}: name one of {', '.join(LEVELS)}")

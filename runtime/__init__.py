@@ -1,1 +1,1 @@
-"""Executes scheduled programs: host memory, device slots, lanes, and the meaning of each op."""
+"""Executes scheduled programs: lanes, the meaning of each op, host memory and device slots, the optimizer."""

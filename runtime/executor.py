@@ -1,10 +1,10 @@
-"""Program -> instructions -> a run. Each lane is a thread with a queue; each executes its instructions in program order.
+"""Runs programs: each lane is a thread with a queue and executes its instructions in program order.
 
-Sections are submitted in the order of the user's loop and return at once; `Run.wait` waits for some lanes. What one
-section leaves (`leave`) is looked up by place when a later one enters (`enter`), at submission, in the caller's thread.
+Sections are submitted in the order of the user's loop; `submit` returns at once, and `Run.wait` waits for some lanes. Events
+that one section hands on (`leave`) are looked up by place when a later section is submitted (`enter`), in the caller's thread.
 
-State: the lanes' queues, the table of carried events, and the first failure. Once a lane has failed no lane executes
-anything until `recover`; once the device is lost none ever does.
+State: the lanes' queues, the table of carried events, and the first failure. Once a lane has failed, no lane executes anything
+until `recover`; once the device is lost, none ever does.
 """
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class AbortedError(Exception):
 
 @dataclass
 class Failure:
-    """The first failure. Runs before it go on to their end (an update in flight is not torn by a forward that fails);
-    it and all after it stop. What the failed one has made is let go at `recover`: tracebacks may keep the run."""
+    """The first failure. Runs before it finish, so that a failing forward does not tear an update in flight; it and all later
+    runs stop. `recover` frees the failed run's values, since tracebacks may keep the run alive."""
 
     run: int
     error: BaseException
@@ -49,7 +49,7 @@ class Failure:
 
 
 class Executor:
-    """Runs sections on the lanes of a backend. `delay` is called before every instruction (tests make lanes late)."""
+    """Runs sections on the lanes of a backend. `delay` is called before every instruction (tests delay lanes with it)."""
 
     def __init__(self, backend: Backend, delay: Callable[[Lane], None] | None = None,
                  stall_timeout_s: float | None = None) -> None:
@@ -58,7 +58,7 @@ class Executor:
         self.carried: CarriedEvents[Event] = CarriedEvents()
         self.failure: Failure | None = None
         self._failing = threading.Lock()
-        self.lost: LaneError | None = None  # the device, or a lane that hangs: none can work any more
+        self.lost: LaneError | None = None  # set once the device is lost or a lane hangs: no lane can work any more
         self.probe: Callable[[fx.Node], None] | None = None  # called before each instruction; tests raise from it
         self.recorder: Recorder | None = None
         self._queues: dict[Lane, queue.SimpleQueue[tuple[Run, list[fx.Node]] | None]] = {}
@@ -68,7 +68,7 @@ class Executor:
 
     # ---------------------------------------------------------------- submission, in the caller's thread
     def submit(self, section: fx.Graph, frame: Frame, name: str = "") -> Run:
-        """Hands a section, of this name, to the lanes. Raises what an earlier section failed with."""
+        """Hands a section to the lanes; `name` is for messages. Raises the failure of an earlier section."""
         self.check()
         instructions = self._lower(section)
         events: dict[fx.Node, Event | None] = {}
@@ -85,7 +85,7 @@ class Executor:
                     event, lane = events[recorded], lane_of(recorded)
                     assert event is not None and lane is not None
                     left.append((argument(node, "place"), Access(argument(node, "access")), lane, event))
-                case op if lane_of(node) is None and op_of(node).result is not None:  # what lives on the device: any lane's
+                case op if lane_of(node) is None and op_of(node).result is not None:  # resident values belong to no lane
                     frame.values[node] = OPERATIONS[op](frame, node)
         self.carried.leave(left)
         self._runs += 1
@@ -99,8 +99,8 @@ class Executor:
         return run
 
     def _lower(self, section: fx.Graph) -> dict[Lane, list[fx.Node]]:
-        """The instructions of each lane. Kept on the section itself: its nodes point to it, so that a table here would
-        keep every section alive that ever ran."""
+        """The instructions of each lane. They are kept on the section: a table here would keep alive every section that ever
+        ran, since nodes point to their section."""
         lanes: dict[Lane, list[fx.Node]] | None = getattr(section, _LOWERED, None)
         if lanes is None:
             lanes = {}
@@ -112,7 +112,7 @@ class Executor:
         return lanes
 
     def wait(self, events: Iterable[threading.Event]) -> None:
-        """Waits in the caller's thread; Ctrl-C stops the lanes before it goes on."""
+        """Waits in the caller's thread. Ctrl-C stops the lanes before it is raised."""
         try:
             for event in events:
                 while not event.wait(_POLL_S):
@@ -124,10 +124,10 @@ class Executor:
         self.check()
 
     def idle(self, sooner: threading.Event | None = None) -> None:
-        """Waits until every lane has executed everything submitted so far, failed or not, or until they hang, or until the
-        event `sooner`. Raises nothing."""
+        """Waits until every lane has executed everything submitted so far (failed or not), or lanes hang, or the event `sooner`
+        is set. Raises nothing."""
         if os.getpid() != self._process:
-            return  # a forked process has the queues, and no thread that empties them
+            return  # a forked process has the queues but not the threads that empty them
         marks = []
         for lane in self._queues:
             run = Run.__new__(Run)
@@ -145,13 +145,13 @@ class Executor:
         return isinstance(self.lost, StallError)
 
     def _look(self) -> None:
-        """By whoever waits: if nothing moves, nothing ever will."""
+        """Called by a waiting thread: marks the lanes as hanging if none has moved for too long."""
         if not self.hangs and self.watchdog.look(_POLL_S):
             self.lost = self.watchdog.error(self._queues)
-            self.fail(Failure(0, self.lost, None, None))  # a lane that wakes up after all stops there
+            self.fail(Failure(0, self.lost, None, None))  # a lane that wakes up later stops there
 
     def check(self) -> None:
-        """Raises the failure of the earliest run that failed, or that the device is lost."""
+        """Raises the failure of the earliest run that failed, or the error that the device is lost."""
         if os.getpid() != self._process:
             raise LaneError("this process was forked from the one that trains the model, whose lanes do not run here: use the "
                             "model there alone")
@@ -159,9 +159,9 @@ class Executor:
             raise type(self.lost)(str(self.lost)) from self.lost.__cause__
         if self.failure is None:
             return
-        self.idle()  # runs before the one that failed go on, and may fail yet
+        self.idle()  # runs before the failed one go on, and may still fail
         failure = self.failure
-        if isinstance(failure.error, LaneError):  # says all there is to say
+        if isinstance(failure.error, LaneError):  # its message is complete
             raise failure.error
         if failure.node is None:
             raise LaneError(f"the step was stopped by {type(failure.error).__name__}") from failure.error
@@ -173,9 +173,9 @@ class Executor:
         return self.failure is not None and run.number >= self.failure.run
 
     def recover(self) -> None:
-        """After a failure: waits for all lanes, settles the device, forgets events (everything is done now).
+        """After a failure: waits for all lanes and the device, and forgets carried events, since everything is done now.
 
-        A device that cannot be settled is lost: from here on `check` raises why."""
+        If the device cannot be synchronized it is lost: from then on `check` raises the reason."""
         self.idle()
         if self.hangs:
             return
@@ -189,12 +189,12 @@ class Executor:
         self.failure = None
 
     def close(self, then: Callable[[], None] | None = None) -> None:
-        """Ends the lanes when they have executed everything; then calls `then`, which may give back what they worked on.
+        """Ends the lanes once they have executed everything, then calls `then`, which may free the memory that they used.
 
-        Returns when that is done, except in one of its own lanes, where a garbage collection may find the forgotten model.
-        That lane cannot wait for lanes that wait for it: another thread does all of this.
+        Returns when that is done. In one of its own lanes (where garbage collection may find a forgotten model) it returns at
+        once, and another thread does the work: the lane cannot wait for itself.
 
-        Does nothing in a forked process, which has neither the lanes nor their memory. Lanes that hang keep theirs."""
+        Does nothing in a forked process, which has neither the lanes nor their memory, or if lanes hang."""
         if os.getpid() != self._process or self.hangs:
             return
         if threading.current_thread() in self._threads.values():
@@ -220,7 +220,7 @@ class Executor:
         return self._queues[lane]
 
     def execute(self, run: Run, lane: Lane, instructions: list[fx.Node]) -> None:
-        """The loop."""
+        """The execution loop of a lane."""
         for node in instructions:
             if self.stopped(run):
                 return
@@ -245,12 +245,12 @@ class Executor:
                     recorder.end(run, lane, node, begun)
             except AbortedError:
                 return
-            except BaseException as error:  # whatever it is, it belongs to the caller, not to this thread
+            except BaseException as error:  # every error is raised in the caller's thread, not in this one
                 self.fail(Failure(run.number, error, node, lane, run.frame))
                 return
 
     def fail(self, failure: Failure) -> None:
-        """Of the failures of several runs, which lanes may come to at once, the earliest run's counts: it stops all."""
+        """Records a failure. Lanes may fail at the same time in several runs; the earliest run's failure counts."""
         with self._failing:
             if self.failure is None or failure.run < self.failure.run:
                 self.failure = failure
@@ -266,7 +266,7 @@ class Executor:
 
 def _work(executor: weakref.ref[Executor], backend: Backend, lane: Lane,
           jobs: queue.SimpleQueue[tuple[Run, list[fx.Node]] | None]) -> None:
-    """A lane's thread. It holds no strong reference to the executor while idle, so that a forgotten model can die."""
+    """A lane's thread. While idle it holds no strong reference to the executor, so that a forgotten model can be freed."""
     with contextlib.ExitStack() as stack:
         entered = False
         while (job := jobs.get()) is not None:
@@ -280,7 +280,7 @@ def _work(executor: weakref.ref[Executor], backend: Backend, lane: Lane,
                         stack.enter_context(backend.lane(lane))
                         entered = True
                     alive.execute(run, lane, instructions)
-            except BaseException as error:  # of entering: a thread that ended here would be waited for without end
+            except BaseException as error:  # from entering the lane: if this thread ended here, callers would wait forever
                 assert alive is not None
                 alive.fail(Failure(run.number, error, instructions[0], lane, run.frame))
             finally:

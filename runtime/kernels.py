@@ -1,4 +1,4 @@
-"""What the runtime knows of a template: a callable, where each of its inputs comes from, where each gradient goes."""
+"""What the runtime knows about a template: a callable, the source of each input, the destination of each gradient."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +14,7 @@ from megacompile.torch_compat.core import grouped_mm
 
 @dataclass(frozen=True)
 class Activation:
-    """What a compute op leaves: outputs (or, of a backward, the gradients of its carried inputs), residuals, a loss."""
+    """The result of a compute op: outputs (a backward's are the gradients of its carried inputs), residuals, a loss."""
 
     outputs: tuple[Tensor, ...]
     residuals: tuple[Any, ...] = ()
@@ -58,23 +58,23 @@ class Kernel:
 
 @dataclass
 class Batch:
-    """The batch on the device, by micro-batch, with everything else a section needs from its caller."""
+    """The batch on the device, by micro-batch, and everything else that a section needs from its caller."""
 
     micro_batches: Sequence[Mapping[str, Tensor]]
     constants: Mapping[str, Tensor]
     loss_denominator: Tensor | None = None
     shares: Tensor | None = None  # by micro-batch
-    totals: Sequence[Tensor | None] = ()  # values made of all rows
-    random: Tensor | None = None  # by micro-batch and call, what dropout is drawn from
+    totals: Sequence[Tensor | None] = ()  # values made from all rows of the batch
+    random: Tensor | None = None  # dropout seeds, by micro-batch and call
     scale: Tensor | None = None  # the gradient of the loss that the caller sent
     output_gradients: Sequence[tuple[Tensor, ...]] = ()  # or of the outputs, by micro-batch
     results: dict[str, list[Activation]] = field(default_factory=dict)
-    useful_tokens: int = 0  # of the caller's batch; padding is none
+    useful_tokens: int = 0  # in the caller's batch, without padding
     computed_tokens: int = 0
 
 
 def bind(kernel: Kernel, batch: Batch, mb: int, weights: tuple[Weights, ...], inputs: tuple[Activation, ...]) -> list[Any]:
-    """The positional arguments of a kernel. An input whose batch argument is absent (labels of a batch without) is None."""
+    """The positional arguments of a kernel. An input whose batch argument is absent (labels, for example) is None."""
     values: list[Any] = []
     for source in kernel.inputs:
         match source.kind:
@@ -128,8 +128,8 @@ def _add_product(into: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def grouped_product(rows: Tensor, others: Tensor, ends: Tensor) -> Tensor:
-    """[groups, K, N]: for each group of rows the product of the transpose of its rows [.., K] and its others [.., N]; `ends`:
-    int32 [groups]."""
-    # Each row in one piece: where a group begins inside one, its address is not what kernels ask for.
+    """[groups, K, N]: for each group, transpose(rows of the group, [.., K]) @ (others of the group, [.., N]). `ends`: int32
+    [groups], where each group of rows ends."""
+    # Row-major operands: in others a group's first element may have an address that kernels do not accept.
     product: Tensor = grouped_mm(rows.contiguous().t(), others.contiguous(), offs=ends)
     return product

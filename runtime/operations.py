@@ -1,7 +1,7 @@
-"""The meaning of each op: one small function, called by the reference interpreter and by every lane alike.
+"""The meaning of each op: one small function, called by the reference interpreter and by the lanes.
 
-State is in `Frame`, one run of one section: the values made so far, and what the section was given. An op reads values by
-node and returns its own, or None.
+State is in `Frame`, one run of one section: the values made so far, and the section's inputs. An op reads values by node, and
+returns its own value or None.
 """
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Frame:
         return self.host[slot].memory if slot in self.host else self.arena.slots[slot]
 
     def read(self, node: fx.Node, name: str) -> Any:
-        """The values of a parameter: one, or a tuple where the program has a tuple."""
+        """The value of a parameter, or a tuple of values if the program has a tuple."""
         what = argument(node, name)
         if isinstance(what, tuple | list):
             return tuple(self.values[n] for n in what)
@@ -127,7 +127,7 @@ def _reduce(frame: Frame, node: fx.Node) -> Gradients:
     layout = frame.store[argument(node, "tile")].layout
     gradients = frame.arena.gradients(argument(node, "into"), layout)
     gradients.flat.copy_(frame.read(node, "accumulators").flat)
-    # Of the rounded gradient: what is clipped is what is stored.
+    # Norms of the rounded gradient, since that is what is stored and clipped.
     frame.backend.norms(gradients.views, gradients.norms)
     return gradients
 
@@ -184,29 +184,29 @@ def _gradients(tile: HostTile | TilePart) -> Tensor:
 
 
 def _norm_values(tile: HostTile | TilePart) -> Tensor:
-    """Of the gradients of a tile, FP32, one a parameter."""
+    """The norms of a tile's gradients, FP32 [parameters]."""
     assert tile.norm_bytes is not None, f"{tile.layout.name} has nothing to train"
     return tile.norm_bytes.view(torch.float32)
 
 
 def _sums(tile: HostTile | TilePart) -> Tensor:
-    """The host tile's sums of gradients, [elements]."""
+    """The host tile's sums of gradients, FP32 [elements]."""
     assert tile.home.sums is not None, f"{tile.layout.name} has no sum"
     return tile.home.sums
 
 
 def _clip(frame: Frame, node: fx.Node) -> float:
-    """The factor, as `torch.nn.utils.clip_grad_norm_` has it: max_norm / (norm + 1e-6), at most 1."""
+    """The clipping factor of `torch.nn.utils.clip_grad_norm_`: max_norm / (norm + 1e-6), at most 1."""
     update = frame.update
     assert update is not None, "an update without an optimizer"
-    if update.norm is None:  # else a step is being completed: gradients of finished tiles may be gone
+    if update.norm is None:  # else a failed step is being completed, and gradients of finished tiles may be gone
         update.judge({name: _norms(frame, update, name) for name in argument(node, "tiles")})
     assert update.norm is not None
     return 1.0 if update.max_grad_norm is None else min(1.0, update.max_grad_norm / (update.norm + 1e-6))
 
 
 def _norms(frame: Frame, update: Update, name: str, memory: Tensor | None = None) -> dict[str, float]:
-    """Of the gradients of a tile's parameters that count: those behind the tile's own, or behind those in `memory`."""
+    """Norms of the gradients that count, by parameter: those of the host tile, or those in `memory`, a slab."""
     tile = frame.store[name]
     norms = (_norm_values(tile) if memory is None else tile.layout.norms(memory)).tolist()
     return {tile.layout.slices[position].name: norms[position] for position in update.counted.get(name, ())}
@@ -215,7 +215,7 @@ def _norms(frame: Frame, update: Update, name: str, memory: Tensor | None = None
 def _add_to_sum(frame: Frame, node: fx.Node) -> None:
     tile, slab = frame.store[argument(node, "tile")], frame.read(node, "slab")
     sums, source = _sums(tile), None if slab is None else slab.flat
-    if frame.update is not None and frame.update.on_arrival:  # the sum has no norms, and its update comes before the global one
+    if frame.update is not None and frame.update.on_arrival:  # before the global norm is known, and a sum has no norms
         frame.update.judge_tile(tile.layout.name, _norms(frame, frame.update, tile.layout.name, slab and slab.memory))
     for here, there in tile.runs:
         host.accumulate(sums[there], _gradients(tile)[there] if source is None else source[here], argument(node, "overwrite"))
@@ -251,7 +251,7 @@ def _adam_of_sum(frame: Frame, node: fx.Node) -> None:
 
 def _update(frame: Frame, node: fx.Node, tile: HostTile | TilePart, gradients: Tensor,
             part: host.Part = host.Part.WHOLE) -> None:
-    """The update of a tile on the host. `gradients`: [elements] of the host tile, in the weights' dtype or FP32."""
+    """Updates a tile on the host. `gradients`: [elements] of the host tile, in the weights' dtype or FP32."""
     update, home = _updating(frame), tile.home
     if update.on_arrival and gradients is not home.sums and tile.layout.name in update.segments:
         update.judge_tile(tile.layout.name, _norms(frame, update, tile.layout.name))
@@ -270,7 +270,7 @@ def _adam_resident(frame: Frame, node: fx.Node) -> None:
     update, tile = _updating(frame), frame.store[argument(node, "tile")]
     if segments := update.pending(tile.layout.name):
         weights, state, gradients = (frame.read(node, name) for name in ("resident", "state", "reduced"))
-        # On arrival the device itself looks at the norms: the host would wait for it in every layer.
+        # On arrival the device itself checks the norms: otherwise the host would wait for the device in every layer.
         judged = (gradients.norms, frame.arena.verdict(tile.layout.name, update)) if update.on_arrival else None
         frame.backend.adamw(tile.layout.flat(weights.memory), state.remainder, gradients.flat, state.m, state.v,
                             in_slot(segments, tile.layout), _gradient_scale(frame, node), judged)
@@ -291,7 +291,7 @@ def _updating(frame: Frame) -> Update:
 
 
 def _gradient_scale(frame: Frame, node: fx.Node) -> float:
-    """Of gradients: what the clip found, or one where there is none."""
+    """The clipping factor; 1 without a clip."""
     return frame.read(node, "clip") if "clip" in node.kwargs else 1.0
 
 
@@ -306,7 +306,7 @@ def _fetch_state(frame: Frame, node: fx.Node) -> State:
         if there is not None and here is not None:
             for in_it, at_home in tile.runs:
                 there[in_it].copy_(here[at_home])
-        elif there is not None:  # no optimizer has asked for moments yet
+        elif there is not None:  # no optimizer has allocated moments yet
             there.zero_()
     return state
 
@@ -321,12 +321,12 @@ def _store_state(frame: Frame, node: fx.Node) -> None:
 
 
 def _state(tile: HostTile | TilePart) -> tuple[Tensor | None, ...]:
-    """The host tile's optimizer state, in the order of a slot's."""
+    """The host tile's optimizer state, in the order of `State.parts`."""
     return tile.home.m, tile.home.v, tile.home.remainder
 
 
 def _result(frame: Frame, node: fx.Node) -> None:
-    """Adds to what the caller gets under a key. Of a loss only the loss itself: its gradients have lives of their own."""
+    """Adds values to the caller's results under a key. A loss is added without its gradients."""
     found = frame.batch.results.setdefault(argument(node, "key"), [])
     found += [value if value.loss is None else Activation((), loss=value.loss) for value in frame.read(node, "values")]
 
@@ -349,7 +349,7 @@ def _stash(frame: Frame, node: fx.Node) -> HostCheckpoint:
 
 
 def _stashed(frame: Frame, node: fx.Node) -> HostCheckpoint:
-    """Where it is; `stash` may not have come to it yet, which is what `fetch` waits for."""
+    """The checkpoint's buffer. `stash` may not have filled it yet; `fetch` waits for that."""
     return frame.host[argument(node, "into")]
 
 
@@ -363,7 +363,7 @@ def _fetch(frame: Frame, node: fx.Node) -> Activation:
 
 
 def _release(frame: Frame, node: fx.Node) -> None:
-    """Drops the value: memory of its own goes back to the allocator of the lane that made it."""
+    """Drops the value: its own memory goes back to the allocator."""
     frame.values.pop(operands(node, "value")[0], None)
 
 

@@ -1,4 +1,4 @@
-"""What the lanes of an executor did while it was recorded: each instruction, with the moments of its start and end.
+"""Records what the lanes of an executor do: each instruction, with the times of its start and end.
 
 State: lists that grow, one for each lane, written by that lane's thread alone."""
 from __future__ import annotations
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False, frozen=True)
 class Executed:
-    """An instruction that ran. `run` counts sections in the order in which they were submitted. `begun` and `ended` are
-    stamps of the clock; a `wait` has none but its end, and the event `behind` which it was."""
+    """An instruction that ran. `run` counts sections in the order of submission. `begun` and `ended` are stamps of the clock.
+    For a `wait` both are its end, and `behind` is the event that it waited for."""
 
     run: int
     section: str
@@ -36,11 +36,11 @@ class Recorder:
         self.recorded: dict[Event, Executed] = {}  # the last instruction that an event covers
 
     def begin(self, lane: Lane, node: fx.Node) -> Any:
-        """Before an instruction is issued: when its lane comes to it, for `end`."""
+        """Called before an instruction is issued. The stamp of its start, for `end`."""
         return None if op_of(node).name in ("record", "wait") else self.clock.stamp(lane)
 
     def end(self, run: Run, lane: Lane, node: fx.Node, begun: Any) -> None:
-        """After an instruction was issued."""
+        """Called after an instruction was issued."""
         done = self.lanes[lane]
         match op_of(node).name:
             case "record":
@@ -50,5 +50,5 @@ class Recorder:
             case "wait":
                 stamp = self.clock.stamp(lane)
                 done.append(Executed(run.number, run.section, node, lane, stamp, stamp, run.events[operands(node, "event")[0]]))
-            case _ if lane_of(node) is not None:  # what runs nowhere is no instruction, though compute evaluates it
+            case _ if lane_of(node) is not None:  # a node without a lane is not an instruction, though compute evaluates it
                 done.append(Executed(run.number, run.section, node, lane, begun, self.clock.stamp(lane)))

@@ -1,7 +1,7 @@
-"""The meaning of a program: one thread, program order, every instruction finished before the next begins.
+"""The reference interpreter: one thread, program order, each instruction finished before the next begins.
 
-Events mean nothing here, since nothing runs beside anything. Backends must give the same bits. With `poison`, a slot is
-filled with NaN the moment it is released, so that a read of something released cannot go unnoticed.
+It defines the meaning of a program. Events have no effect, since nothing runs concurrently. The lanes must give the same bits.
+With `poison`, a slot is filled with NaN when it is released, so that a read of a released value is noticed.
 """
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from megacompile.runtime.operations import OPERATIONS, Frame
 
 
 class ReferenceRun:
-    """A run that is over."""
+    """A finished run."""
 
     def wait(self, lanes: object = None) -> None:
         pass
 
 
 class ReferenceExecutor:
-    """Has the face of `executor.Executor`."""
+    """Has the interface of `executor.Executor`."""
 
     def __init__(self, backend: Backend, poison: bool = True) -> None:
         self.backend, self.poison = backend, poison
         self.probe: Callable[[fx.Node], None] | None = None
-        self.lost: LaneError | None = None  # it would say so at once
+        self.lost: LaneError | None = None  # always None: a lost device raises at once
 
     def submit(self, section: fx.Graph, frame: Frame, name: str = "") -> ReferenceRun:
         with self.backend.lane(Lane.COMPUTE):

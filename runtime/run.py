@@ -13,7 +13,7 @@ from megacompile.runtime.operations import Frame
 
 
 class Event:
-    """Fires when its lane has issued what it covers; `device` is then the device's own event."""
+    """Fires when its lane has issued everything that it covers; `device` is then the device's own event."""
 
     def __init__(self) -> None:
         self.issued = threading.Event()
@@ -29,8 +29,8 @@ E = TypeVar("E")
 
 @dataclass
 class CarriedEvents(Generic[E]):
-    """Per place and lane: whether its last access was a write, and the event behind it. Kept across sections. What an
-    event is is the executor's, or the simulator's, own."""
+    """For each place and lane: the kind of the last access, and an event that covers it. Kept across sections. The executor and
+    the simulator each use an event type of their own."""
 
     table: dict[str, dict[Lane, tuple[Access, E]]] = field(default_factory=dict)
 
@@ -42,7 +42,8 @@ class CarriedEvents(Generic[E]):
         return past[1]
 
     def leave(self, left: Iterable[tuple[str, Access, Lane, E]]) -> None:
-        """A write of a place was ordered after all that came before it: only this section's accesses remain. A read adds."""
+        """Takes over a section's events. A write was ordered after all earlier accesses to its place, so it replaces them; a
+        read is added."""
         left = list(left)
         for place in {place for place, access, _, _ in left if access == Access.WRITE}:
             self.table[place] = {}
@@ -54,7 +55,7 @@ class CarriedEvents(Generic[E]):
 
 @dataclass
 class Run:
-    """A section on its way through the lanes. `waits`: the executor's wait for events, which raises what a lane failed with."""
+    """A section on its way through the lanes. `waits`: the executor's wait for events, which raises a lane's failure."""
 
     frame: Frame
     events: dict[fx.Node, Event | None]
@@ -64,5 +65,5 @@ class Run:
     section: str = ""
 
     def wait(self, lanes: Iterable[Lane] | None = None) -> None:
-        """Until these lanes (all, if None) have issued the section. Raises `LaneError` if any lane failed."""
+        """Waits until these lanes (all, if None) have issued the section. Raises `LaneError` if any lane failed."""
         self.waits(self.pending[lane] for lane in (self.pending if lanes is None else lanes) if lane in self.pending)

@@ -1,8 +1,8 @@
-"""One optimizer step on its way through the lanes: what it asks for, and how far it came.
+"""One optimizer step on its way through the lanes: its parameters, and its progress.
 
-A step counts from the moment when it begins, and no more if it fails, or is refused, before its first tile: what updates
-nothing is no step. Where gradients are not finite, the lane that finds out takes the count back; a step that was numbered
-meanwhile is numbered one too high, and finds out when it comes to its own clip.
+A step is counted when it begins. The count is rolled back if the step fails or is refused before it updates a tile. If
+gradients are not finite, the lane that notices rolls the count back. A step that was numbered in the meantime has a number that
+is one too high; it corrects this at its own clip.
 """
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Any
 from megacompile.runtime.kernels import Batch
 from megacompile.runtime.optimizer.adam import AdamSegment
 
-#: Held by whoever numbers a step, counts it or takes its count back: callers and lanes.
+#: Held while a step is numbered or counted, or its count is rolled back, by callers and lanes.
 counting = threading.Lock()
 
 #: Per tile, the norm of each parameter's gradient by name.
@@ -26,15 +26,17 @@ Norms = Mapping[str, Mapping[str, float]]
 
 @dataclass(eq=False)
 class Update:
-    """`segments`: per tile, the runs of its host tile's elements to update with their hyper-parameters; `counted`: per
-    tile, the positions of the parameters whose gradients count. `done` tiles were updated already: a step that failed
-    half-way is completed by running it again. Of tiles that are `halfway` the weights were, and not the moments. `begun`:
-    its parameters' step counts include it. `on_arrival`: tiles are updated before the global norm is known. `kept`: tiles
-    that were not updated then, since their own gradients were not finite, with their norms; they are `done` too. `batches`:
-    what the gradients are of. `judged`: set once the global norm is known.
+    """One optimizer step.
 
-    `refused`: its gradients were not finite, and nothing was updated. `report` is called in the lane where any were not, with
-    their norms; it may raise."""
+    `segments`: for each tile, the runs of its host tile's elements to update, with their hyper-parameters. `counted`: for each
+    tile, the positions of the parameters whose gradients count in the norm. `done`: tiles that are updated; running a failed
+    step again updates the others. `halfway`: tiles whose weights are updated but not their moments. `begun`: the parameters'
+    step counts include this step. `on_arrival`: tiles are updated before the global norm is known. `kept`: tiles that were not
+    updated on arrival because their own gradients were not finite, with their norms; they are `done` too. `batches`: the
+    batches that the gradients are of. `judged`: set once the global norm is known.
+
+    `refused`: gradients were not finite, and nothing was updated. `report` is called, with the norms, in the lane that finds
+    gradients that are not finite; it may raise."""
 
     segments: Mapping[str, list[AdamSegment]]
     counted: Mapping[str, list[int]]
@@ -48,8 +50,8 @@ class Update:
     refused: bool = False
     kept: dict[str, Mapping[str, float]] = field(default_factory=dict)
     report: Callable[[Update, Norms], None] = lambda update, norms: None
-    states: Sequence[dict[str, Any]] = ()  # of the parameters that are counted: each has its "step"
-    before: Update | None = None  # the step before it, if it may yet be refused
+    states: Sequence[dict[str, Any]] = ()  # of the counted parameters: each has a "step"
+    before: Update | None = None  # the previous step, if it may still be refused
     judged: threading.Event = field(default_factory=threading.Event)
 
     @property
@@ -59,26 +61,26 @@ class Update:
 
     @property
     def open(self) -> bool:
-        """Whether it may yet be refused: by its clip, or on arrival by the last of its tiles."""
+        """Whether it may still be refused: at its clip, or, on arrival, at its last tile."""
         return self.begun and (self.done != self.segments.keys() if self.on_arrival else self.norm is None)
 
     @property
     def has_updated(self) -> bool:
-        """Whether some tile is not what it was before the step."""
+        """Whether the step has changed any tile."""
         return bool(self.done or self.halfway)
 
     def pending(self, tile: str) -> Sequence[AdamSegment]:
-        """What is left to update of a tile, if anything."""
+        """The segments of a tile that are still to be updated."""
         return () if self.refused or tile in self.done else self.segments.get(tile, ())
 
     def begin(self) -> None:
-        """Counts the step, unless it is one that is being completed."""
+        """Counts the step, unless it was counted before it failed."""
         with counting:
             if not self.begun:
                 self._count(1)
 
     def withdraw(self) -> None:
-        """After a failure: what has updated no tile is no step."""
+        """After a failure: rolls the count back if no tile was updated."""
         with counting:
             if self.begun and not self.has_updated and not self.refused:
                 self._count(-1)
@@ -87,14 +89,14 @@ class Update:
     def _count(self, by: int) -> None:
         states = [state for state in self.states if "step" in state]  # the user may have removed some since
         counts = [state["step"] + by for state in states]
-        # One call into C, which Ctrl-C does not divide: no parameter is counted and another not, or without `begun`.
+        # One call into C, which Ctrl-C cannot interrupt: the counts of all parameters and `begun` change together.
         deque(map(dict.__setitem__, [*states, vars(self)], [*repeat("step", len(counts)), "begun"], [*counts, by > 0]),
               maxlen=0)
 
     def judge(self, norms: Norms) -> None:
-        """In the lane that knows all norms, before the first tile is updated: takes the global norm, and refuses the step if
-        that is not finite. Raises what `report` raises."""
-        squares = 0.0  # one after the other: `sum` compensates from Python 3.12 on, and gives other bits
+        """Called in the lane that knows all norms, before the first tile is updated. Computes the global norm, and refuses the
+        step if it is not finite. Raises what `report` raises."""
+        squares = 0.0  # a plain loop: from Python 3.12 on `sum` compensates for rounding, which gives other bits
         for norm in (norm for of_tile in norms.values() for norm in of_tile.values()):
             squares += norm ** 2
         with counting:
@@ -108,7 +110,7 @@ class Update:
             self.report(self, norms)
 
     def judge_tile(self, tile: str, norms: Mapping[str, float]) -> None:
-        """On arrival, before this tile is updated: keeps it as it is if its gradients are not finite. Raises as `finish`."""
+        """On arrival, before this tile is updated: leaves it unchanged if its gradients are not finite. Raises as `finish`."""
         with counting:
             self._renumber()
         if tile not in self.done and not all(map(math.isfinite, norms.values())):
@@ -116,8 +118,8 @@ class Update:
             self.finish(tile)
 
     def finish(self, tile: str) -> None:
-        """Nothing is left to do for a tile. With the last one, takes the step's count back if all were kept on arrival, and
-        raises what `report` raises if any were."""
+        """Marks a tile as done. At the last tile, rolls the step's count back if all tiles were kept on arrival, and reports if
+        any were. Raises what `report` raises."""
         with counting:  # several lanes finish tiles
             self.done.add(tile)
             self.halfway.discard(tile)
@@ -129,7 +131,7 @@ class Update:
             self.report(self, self.kept)
 
     def _renumber(self) -> None:
-        """If the step before was refused after this one was numbered, its parameters have had one step less."""
+        """Lowers this step's numbers by one if the previous step was refused after this one was numbered."""
         before, self.before = self.before, None
         if before is None or not before.refused:
             return

@@ -1,7 +1,7 @@
-"""The update of a tile that visits the device: a chunk of it comes over the link, is updated there, and goes home.
+"""Updates a tile on the device chunk by chunk: a chunk is copied there, updated, and copied back to the host.
 
-All is issued to one lane, in this order, chunk after chunk, in memory of one chunk: the lane's own order is what keeps a
-chunk from being overwritten, and copies and updates are those that other ops have.
+Everything is issued to one lane, in this order, chunk after chunk, and all chunks use the same memory: the lane's own order
+keeps a chunk from being overwritten.
 """
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from megacompile.runtime.optimizer.adam import AdamSegment
 
 def visit(backend: Backend, memory: Tensor, tile: HostTile | TilePart, segments: Sequence[AdamSegment],
           gradient_scale: float) -> None:
-    """Updates a tile as `adam.adamw` does, to the bit. `memory`: uint8, on the device. `segments`: of the host tile. Returns
-    once the last copy was issued to h2d: the host has the tile's new weights and state when that lane has come so far."""
+    """Updates a tile with the same bits as `adam.adamw`. `memory`: uint8, on the device. `segments`: of the host tile. Returns
+    once the last copy is issued to h2d; the host has the tile's new weights and state when that lane has finished the copy."""
     home, layout = tile.home, tile.home.layout
     assert home.gradients is not None and home.m is not None and home.v is not None, f"{layout.name} has no optimizer state"
-    # Gradients come and do not go back.
+    # Gradients come first here: they are not copied back.
     host = [layout.flat(home.gradients), layout.flat(home.weights), home.m, home.v,
             *([] if home.remainder is None else [home.remainder])]
     count = memory.numel() // sum(part.element_size() for part in host) // ALIGNMENT * ALIGNMENT
@@ -34,7 +34,7 @@ def visit(backend: Backend, memory: Tensor, tile: HostTile | TilePart, segments:
         inside = [replace(s, start=max(s.start, start) - start, stop=min(s.stop, stop) - start) for s in segments
                   if s.start < stop and start < s.stop]
         if not inside:
-            continue  # nothing of it is trained
+            continue  # nothing in this chunk is trained
         pairs = [(away[:stop - start], here[start:stop]) for away, here in zip(there, host, strict=True)]
         for away, here in pairs:
             backend.copy(_bytes(away), _bytes(here), Lane.H2D)
@@ -45,14 +45,14 @@ def visit(backend: Backend, memory: Tensor, tile: HostTile | TilePart, segments:
 
 
 def _chunks(tile: HostTile | TilePart, count: int) -> Iterator[tuple[int, int]]:
-    """Elements of the host tile, at most `count` each: nothing but this tile's, since others may be updated meanwhile."""
+    """[start, stop) of elements of the host tile, at most `count` each. Only this tile's: others may be in an update."""
     for _, run in tile.runs:
         for start in range(run.start, run.stop, count):
             yield start, min(start + count, run.stop)
 
 
 def _divided(memory: Tensor, dtypes: Sequence[torch.dtype], count: int) -> Iterator[Tensor]:
-    """`count` elements of each dtype, one behind the other."""
+    """`count` elements of each dtype, one after the other."""
     start = 0
     for dtype in dtypes:
         stop = start + count * dtype.itemsize

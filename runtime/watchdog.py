@@ -1,8 +1,8 @@
-"""Whether lanes that somebody waits for still move, and where they stand if not.
+"""Detects lanes that hang, and says where each lane is.
 
-A lane says which instruction it begins, and that is all that it does for this. Whoever waits for it looks from time to time;
-the time is counted in looks, so that a process which was stopped, or stood in a debugger, is not taken for one that hangs.
-While a checkpoint is being written nothing counts: an update may wait for the disk as long as that takes.
+A lane only notes which instruction it begins. A thread that waits for lanes looks from time to time. Time is counted in looks,
+so that a process that was stopped, or paused in a debugger, does not count as hanging. While a checkpoint is being written no
+time counts: an update may wait for the disk for any time.
 """
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ if TYPE_CHECKING:
 
 
 class Watchdog:
-    """State: the instruction that each busy lane has begun, and what was seen at the last look.
+    """State: the instruction that each busy lane has begun, and what the last look saw.
 
-    `timeout_s`: how long no lane may begin anything; None: for ever."""
+    `timeout_s`: seconds without any lane beginning an instruction after which lanes hang; None: no limit."""
 
     def __init__(self, timeout_s: float | None) -> None:
         self.timeout_s = timeout_s
         self.begun: dict[Lane, tuple[Run, fx.Node]] = {}
-        self._seen: list[tuple[int, fx.Node]] = []  # runs by number: a run that is over must not be kept, it has gigabytes
+        self._seen: list[tuple[int, fx.Node]] = []  # runs by number: a finished run must not be kept alive, it holds gigabytes
         self._still_s = 0.0
 
     def look(self, passed_s: float) -> bool:
-        """Called by a thread that waits, `passed_s` seconds after its last look. Whether the time is over."""
+        """Called by a waiting thread, `passed_s` seconds after its last look. Whether the timeout has passed."""
         if self.timeout_s is None:
             return False
         begun = list(self.begun.values())
@@ -42,12 +42,12 @@ class Watchdog:
         return self._still_s > self.timeout_s
 
     def error(self, lanes: Iterable[Lane]) -> StallError:
-        """What a caller raises."""
+        """The error for the caller: where each lane is."""
         lines = [f"no lane has begun an instruction for {self.timeout_s:g} s, and the model cannot be used any more: start a "
                  "new process and load the last checkpoint (stall_timeout of stream() is how long to wait)"]
         begun = dict(self.begun)
         for lane in lanes:
-            lines += _stands(lane, *begun[lane]) if lane in begun else [f"{lane:<8} is at rest"]
+            lines += _stands(lane, *begun[lane]) if lane in begun else [f"{lane:<8} is idle"]
         return StallError("\n".join(lines))
 
     def forget(self) -> None:
@@ -55,7 +55,7 @@ class Watchdog:
 
 
 def _stands(lane: Lane, run: Run, node: fx.Node) -> list[str]:
-    """A lane's line, and, where it waits for an event, the event's."""
+    """The line of a lane, and, if it waits for an event, the line of the event."""
     lines = [f"{lane:<8} stands at  {print_node(node)}  of {run.section}"]
     if op_of(node).name == "wait":
         (event,) = operands(node, "event")

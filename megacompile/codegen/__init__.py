@@ -1,2 +1,2 @@
-"""Compiled code: inductor, and the sealed cache that it is kept in."""
+"""Compiled code: inductor, and the sealed cache for its output."""
 from __future__ import annotations

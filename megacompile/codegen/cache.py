@@ -1,4 +1,4 @@
-"""The user's cache folder: built kernels, compiled templates, measured rates. What lies there can be deleted at any time."""
+"""The user's cache folder: built kernels, compiled templates, measured rates. Its contents can be deleted at any time."""
 from __future__ import annotations
 
 import os
@@ -17,8 +17,8 @@ class CacheError(MegacompileError):
 def cache_directory(environment: Mapping[str, str] = os.environ) -> Path:
     """The folder, made if absent: `$MEGACOMPILE_CACHE`, else `megacompile` in the user's cache directory.
 
-    It belongs to this user and has mode 0700: whoever can write there runs code in this process. Raises `CacheError` if
-    that cannot be had.
+    It belongs to this user and has mode 0700, since anyone who can write there runs code in this process. Raises `CacheError`
+    if that is impossible.
     """
     user_cache = Path(environment.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
     directory = Path(environment.get("MEGACOMPILE_CACHE") or user_cache / "megacompile")

@@ -1,7 +1,7 @@
-"""Grouped products (all experts of a layer in one call) under inductor: their operands lie in memory as they were traced.
+"""Grouped products (all experts of a layer in one call) under inductor: operands keep the memory layout that was traced.
 
-Groups of rows begin anywhere in an operand whose rows lie each in one piece. In its transpose they would have to begin at
-multiples of 16 bytes, which the device checks; and inductor chooses how to lay out what it computes, as if that were the same.
+In a row-major operand, a group of rows may begin at any row. In a transposed operand, groups would have to begin at multiples
+of 16 bytes, which the device checks. Inductor may choose either layout for a value that it computes.
 """
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megacompile.torch_compat.inductor import inductor_prims
 
 
 def keep_operands(graph: fx.Graph) -> None:
-    """Has inductor keep the order of dimensions in which two-dimensional operands of grouped products were traced."""
+    """Makes inductor keep the traced strides of two-dimensional operands of grouped products. Changes `graph`."""
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten._grouped_mm.default):
         with graph.inserting_before(node):
             for position, operand in enumerate(node.args[:2]):

@@ -1,8 +1,8 @@
-"""Graphs -> compiled code, by inductor, kept on disk: the second start of the same model compiles nothing.
+"""Compiles graphs with inductor and keeps the result on disk: the second start of the same model compiles nothing.
 
-Inductor's own cache does it. Its keys are the graph, the inputs, the device and inductor's settings. Here it gets a folder that
-outlives the system's temporary files, that only this user can write to, and that other versions of our ops do not share: what
-shapes an op returns is part of the compiled code, but of no key.
+Inductor's own cache does this. Its keys are the graph, the inputs, the device and inductor's settings. We give it a folder that
+is not temporary, that only this user can write to, and that no other version of our ops uses: the shapes that an op returns
+are part of the compiled code, but not of any key.
 """
 from __future__ import annotations
 
@@ -29,30 +29,30 @@ from megacompile.torch_compat import inductor
 from megacompile.torch_compat.core import FakeTensor, TracingContext, tracing
 from megacompile.torch_compat.dynamo import counters
 
-#: Where inductor and Triton keep their caches. Inductor sets both itself, for the rest of the process.
+#: The cache folders of inductor and Triton. Inductor sets both variables itself, for the rest of the process.
 _VARIABLES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
-_lock = threading.RLock()  # lanes compile too, and the environment belongs to all threads
+_lock = threading.RLock()  # lanes compile too, and all threads share the environment
 
 
 @dataclass
 class Inductor:
-    """Compiles graphs. State: how many it `compiled`, how many it had `from_cache`, and the `seconds` that both took."""
+    """Compiles graphs. State: how many were `compiled`, how many came `from_cache`, and the `seconds` that both took."""
 
     compiled: int = 0
     from_cache: int = 0
     seconds: float = 0.0
 
     def compile(self, graph: fx.GraphModule, examples: Sequence[Tensor | torch.SymInt]) -> Callable[..., Any]:
-        """`graph` as a function of tensors that have the shapes, strides, dtypes and device of `examples`, fakes of one mode
-        with a `ShapeEnv`. A symbol stands for every number that satisfies the guards of the `ShapeEnv` when the function is
-        made. The function may be called from any thread.
+        """`graph` as a function of tensors that have the shapes, strides, dtypes and device of `examples`, which are fakes of
+        one mode with a `ShapeEnv`. A symbol stands for every number that satisfies the `ShapeEnv`'s guards at this call. The
+        function may be called from any thread.
 
-        Where that fails with what an earlier process left in the cache, it is tried in a new folder, which serves from then
-        on. Raises what inductor raises without a cache."""
+        If compiling fails with files of an earlier process in the cache, it is tried again in a new folder, which is used from
+        then on. Raises what inductor raises without a cache."""
         begin, folder = time.perf_counter(), newest_folder()
         try:
             function, found = _compile(graph, examples, folder)
-        except (MemoryError, TimeoutError, torch.OutOfMemoryError):  # no fault of the cache
+        except (MemoryError, TimeoutError, torch.OutOfMemoryError):  # not caused by the cache
             raise
         except Exception as error:
             if folder is None or not any(folder.iterdir()):
@@ -60,7 +60,7 @@ class Inductor:
             fresh = _next(folder)
             try:
                 function, found = _compile(graph, examples, fresh)
-            except Exception:  # it is not the cache
+            except Exception:  # not caused by the cache
                 discard(fresh)
                 raise error from None
             warnings.warn(f"compiled code in {folder} could not be used ({type(error).__name__}) and was compiled anew: the "
@@ -73,10 +73,10 @@ class Inductor:
 
 def _compile(graph: fx.GraphModule, examples: Sequence[Tensor | torch.SymInt],
              folder: Path | None) -> tuple[Callable[..., Any], bool]:
-    """The function, and whether nothing had to be compiled for it."""
+    """The function, and whether it came from the cache."""
     fakes = next(example.fake_mode for example in examples if isinstance(example, FakeTensor))
     with caching_in(folder), warnings.catch_warnings(), tracing(TracingContext(fakes)):
-        warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")  # the user's choice, and few products are float32
+        warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")  # the user's choice; few products are float32
         hits, others = _lookups()
         graph = copy.deepcopy(graph)  # inductor changes the graph that it gets
         keep_operands(graph.graph)
@@ -95,7 +95,7 @@ def _lookups() -> tuple[int, int]:
 
 @contextlib.contextmanager
 def caching_in(folder: Path | None) -> Iterator[None]:
-    """Within, inductor's cache is in `folder`; None: where it is anyway. A `TRITON_CACHE_DIR` of the user's stays."""
+    """Inside, inductor's cache is in `folder`; None leaves it where it is. A user's own `TRITON_CACHE_DIR` is kept."""
     with _lock:
         before = {name: os.environ.get(name) for name in _VARIABLES}
         try:
@@ -111,8 +111,8 @@ def caching_in(folder: Path | None) -> Iterator[None]:
 
 
 def newest_folder() -> Path | None:
-    """The folder of compiled code, made if absent: the last of those for these versions, this processor and our ops' code, in
-    which nothing is but what we have put there (inductor unpickles what it finds); None if the user has no cache folder."""
+    """The folder of compiled code, made if absent: the newest one for these versions, this processor and our ops' code. It
+    holds only files that we wrote, since inductor unpickles what it finds. None if the user has no cache folder."""
     try:
         versions = cache_directory() / "compiled" / _versions()
         versions.mkdir(parents=True, exist_ok=True)
@@ -121,7 +121,7 @@ def newest_folder() -> Path | None:
         newest.mkdir(exist_ok=True)
         try:
             sealed(newest)
-        except OSError:  # another process is at work there
+        except OSError:  # another process is using it
             newest = _next(newest)
             sealed(newest)
     except (CacheError, OSError):
@@ -130,7 +130,7 @@ def newest_folder() -> Path | None:
 
 
 def _next(folder: Path) -> Path:
-    """A new folder, beside this one and after it."""
+    """A new folder beside this one, with the next number."""
     new = folder.with_name(str(int(folder.name) + 1))
     new.mkdir(exist_ok=True)
     return new

@@ -1,10 +1,10 @@
-"""What megacompile has written into its cache, told from what somebody else has put there, or changed.
+"""Seals files in the cache, so that files that others have added or changed are not used.
 
-A seal is a keyed digest (HMAC-SHA256) of a file's name and contents. The key is the user's, and is not in the cache: a cache
-that comes with a project, a container or a shared disk brings no code with it. `docs/security.md` says what this is worth.
+A seal is a keyed digest (HMAC-SHA256) of a file's name and contents. The key belongs to the user and is not in the cache: code
+in a cache that comes with a project, a container or a shared disk is not run. `docs/security.md` says what this protects from.
 
-    a library      its last 32 bytes are the seal of the rest, so that file and seal are put in place together; a plan likewise
-    a folder       `seals.json` has a seal for each file; whoever works in the folder holds a lock on it
+    a library      its last 32 bytes are the seal of the rest, so that file and seal are written together; a plan likewise
+    a folder       `seals.json` has a seal for each file; a process that uses the folder holds a lock on it
 """
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ _TABLE, _LOCK = "seals.json", "seals.lock"
 # -------------------------------------------------------------------- the key
 @functools.cache
 def _key() -> bytes:
-    """The user's key, made if there is none; kept in the cache's folder where the user has no other place. Raises `OSError`."""
+    """The user's key, made if there is none; kept in the cache folder if the configuration folder is not usable. Raises
+    `OSError`."""
     try:
         return key_in(_configuration(os.environ))
     except OSError:
@@ -44,10 +45,10 @@ def _configuration(environment: Mapping[str, str]) -> Path:
 
 
 def key_in(folder: Path) -> bytes:
-    """The key in a folder. One that others may read or write, or have made, is replaced. Raises `OSError`."""
+    """The key in a folder. A key that others can read or write, or have made, is replaced. Raises `OSError`."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     path = folder / "cache.key"
-    for _ in range(8):  # another process may be first, or take ours away
+    for _ in range(8):  # another process may be first, or remove our key
         if (found := _private(path)) is not None:
             return found
         path.unlink(missing_ok=True)
@@ -67,7 +68,7 @@ def key_in(folder: Path) -> bytes:
 
 
 def _private(path: Path) -> bytes | None:
-    """The contents of a file that only this user can read and write, and that is a key; None otherwise."""
+    """The key in a file that only this user can read and write; None for any other file."""
     try:
         descriptor = open_regular(path, follow_links=False)
     except OSError:
@@ -87,7 +88,7 @@ def _digest(name: str, contents: Iterator[bytes]) -> bytes:
 
 
 def _chunks(path: Path, size: int | None = None) -> Iterator[bytes]:
-    """A file's contents, or its first bytes. Raises `OSError`, also for a link and a FIFO."""
+    """A file's contents, or its first `size` bytes. Raises `OSError`, also for a link and a FIFO."""
     left = size
     with open(open_regular(path, follow_links=False), "rb") as file:
         while chunk := file.read(1 << 20 if left is None else min(left, 1 << 20)):
@@ -97,14 +98,14 @@ def _chunks(path: Path, size: int | None = None) -> Iterator[bytes]:
 
 # -------------------------------------------------------------------- a library
 def seal_library(path: Path, name: str) -> None:
-    """Appends the seal that a file of this name needs; loaders of shared libraries do not mind. Raises `OSError`."""
+    """Appends the seal for a file of this name. Loaders of shared libraries ignore it. Raises `OSError`."""
     seal = _digest(name, _chunks(path))
     with path.open("ab") as file:
         file.write(seal)
 
 
 def is_sealed_library(path: Path) -> bool:
-    """Whether the file is what was sealed under its name."""
+    """Whether the file is unchanged since it was sealed under its name."""
     try:
         size = path.lstat().st_size - _SIZE
         if size <= 0:
@@ -119,27 +120,27 @@ def is_sealed_library(path: Path) -> bool:
 
 # -------------------------------------------------------------------- contents
 def with_seal(name: str, contents: bytes) -> bytes:
-    """The contents of a file of this name, and their seal. Raises `OSError`."""
+    """The contents of a file of this name, followed by their seal. Raises `OSError`."""
     return contents + _digest(name, iter((contents,)))
 
 
 def unsealed(name: str, found: bytes) -> bytes | None:
-    """What `with_seal` was given, from what it returned; None for anything else. Raises `OSError`."""
+    """The contents that `with_seal` sealed under this name; None if the seal is wrong. Raises `OSError`."""
     contents, seal = found[:-_SIZE], found[-_SIZE:]
     return contents if hmac.compare_digest(seal, _digest(name, iter((contents,)))) else None
 
 
 # -------------------------------------------------------------------- a folder
 class SealedFolder:
-    """A folder that this process works in. State: the lock, and the state of each file when it was last sealed."""
+    """A folder that this process uses. State: the lock, and the size and time of each file when it was last sealed."""
 
     def __init__(self, path: Path) -> None:
-        """Raises `OSError`, also where others are at work and not everything is sealed: what is theirs cannot be told from what
-        is nobody's. Alone, what is not sealed is removed; and if anything sealed was changed, everything."""
+        """Removes files that are not sealed, and all files if a sealed one was changed. If other processes use the folder,
+        raises `OSError` instead: they may be writing these files. Raises `OSError` for other reasons too."""
         self.path = path
         for name in (_TABLE, _LOCK):
             with contextlib.suppress(FileNotFoundError):
-                os.close(open_regular(path / name, follow_links=False))  # nobody's FIFO
+                os.close(open_regular(path / name, follow_links=False))  # refuses a FIFO
         self._lock = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         self._sealed: dict[str, tuple[int, int]] = {}
         try:
@@ -148,7 +149,7 @@ class SealedFolder:
             os.close(self._lock)
             raise
         fcntl.flock(self._lock, fcntl.LOCK_SH)
-        atexit.register(self.seal)  # kernels that were tuned at their first launch
+        atexit.register(self.seal)  # for kernels that were tuned at their first launch
 
     def _check(self) -> None:
         seals, foreign, changed = self._table(), [], []
@@ -159,7 +160,7 @@ class SealedFolder:
             alone = False
         for name, state in self._files():
             if name not in seals and state is not None and state[0] == 0 and not alone:
-                continue  # a lock file of another process
+                continue  # another process's lock file
             if name not in seals or state is None:
                 foreign.append(name)
             elif self._seal(name) != seals[name]:
@@ -177,7 +178,7 @@ class SealedFolder:
             (self.path / name).unlink()
 
     def seal(self) -> None:
-        """Seals what was written since. What cannot be sealed will not be used."""
+        """Seals files that are new or changed. A file that cannot be sealed will not be used."""
         try:
             new = {name: state for name, state in self._files()
                    if state is not None and state[0] and self._sealed.get(name) != state}
@@ -186,7 +187,7 @@ class SealedFolder:
             seals = {name: self._seal(name) for name in new}
             table = os.open(self.path / _TABLE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
             try:
-                fcntl.flock(table, fcntl.LOCK_EX)  # others seal, too
+                fcntl.flock(table, fcntl.LOCK_EX)  # other processes seal too
                 text = json.dumps({**self._table(), **seals}, indent=0).encode()
                 os.ftruncate(table, 0)
                 os.pwrite(table, text, 0)
@@ -206,12 +207,12 @@ class SealedFolder:
     def _seal(self, name: str) -> str:
         try:
             return _digest(name, _chunks(self.path / name)).hex()
-        except FileNotFoundError:  # a temporary file of somebody's
+        except FileNotFoundError:  # another process's temporary file
             return ""
 
     def _files(self) -> Iterator[tuple[str, tuple[int, int] | None]]:
-        """Name below the folder, and size and time, of all that is no folder; None of links, FIFOs and the like, which are
-        never sealed. Raises `OSError` where a folder cannot be looked into."""
+        """(name below the folder, (size, time)) of each file; None in place of (size, time) for links, FIFOs and the like,
+        which are never sealed. Raises `OSError` if a folder cannot be read."""
         for root, folders, files in os.walk(self.path, onerror=_raise):
             for each in (Path(root, name) for name in (*files, *folders)):
                 name = each.relative_to(self.path).as_posix()
@@ -226,7 +227,7 @@ class SealedFolder:
 
 
 def _raise(error: OSError) -> None:
-    if not isinstance(error, FileNotFoundError):  # another process may remove what it has made
+    if not isinstance(error, FileNotFoundError):  # another process may remove its files
         raise error
 
 
@@ -234,13 +235,13 @@ _open: dict[Path, SealedFolder] = {}
 
 
 def sealed(path: Path) -> SealedFolder:
-    """The folder, checked when this process comes to it first. Raises `OSError`."""
+    """The folder, checked when this process first uses it. Raises `OSError`."""
     if path not in _open or not path.exists():
         _open[path] = SealedFolder(path)
     return _open[path]
 
 
 def discard(path: Path) -> None:
-    """Removes a folder and what is in it."""
+    """Removes a folder and its contents."""
     _open.pop(path, None)
     shutil.rmtree(path, ignore_errors=True)

@@ -1,2 +1,2 @@
-"""Files, folders, threads and terminals of the machine that Python runs on."""
+"""Files, memory, threads and terminals of the machine that Python runs on."""
 from __future__ import annotations

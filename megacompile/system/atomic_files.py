@@ -1,4 +1,4 @@
-"""Writing a file so that it has its old contents or its new ones, whenever the process or the machine stops."""
+"""Atomic file writes: a file has its old or its new contents, whenever the process or the machine stops."""
 from __future__ import annotations
 
 import os
@@ -7,8 +7,8 @@ from pathlib import Path
 
 
 def replace_file(path: Path, parts: Iterable[bytes]) -> None:
-    """Writes the parts beside the file and renames what was written, on the disk on return. A link stays one: what it leads to
-    is replaced. One process at a time writes a file. Raises `OSError`, and the file is as it was."""
+    """Writes `parts` to a new file beside `path`, then renames it to `path`; on return it is on the disk. A link stays a link:
+    its target is replaced. Only one process at a time may write a file. Raises `OSError`; the file is then unchanged."""
     path = path.resolve()
     new = path.with_name(f".{path.name}.new")
     try:
@@ -25,7 +25,7 @@ def replace_file(path: Path, parts: Iterable[bytes]) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Returns when the names in a folder are on the disk. Raises `OSError`."""
+    """Returns once the names in a folder are on the disk. Raises `OSError`."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""What the control groups around this process (a container's limits) leave it: memory and processor time."""
+"""Memory and processor time that control groups (a container's limits) leave this process."""
 from __future__ import annotations
 
 import functools
@@ -11,7 +11,7 @@ _PROC, _GROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 
 
 def _groups(controller: str, proc: Path, cgroups: Path) -> Iterator[tuple[int, Path]]:
-    """(version, folder) of each group around this process that this controller may limit, the innermost first."""
+    """(version, folder) of each group that contains this process and may have this controller's limits, innermost first."""
     try:
         memberships = (proc / "self/cgroup").read_text(encoding="ascii").splitlines()
     except OSError:  # a kernel without control groups
@@ -31,23 +31,23 @@ def _groups(controller: str, proc: Path, cgroups: Path) -> Iterator[tuple[int, P
 
 
 def group_rooms(proc: Path = _PROC, cgroups: Path = _GROUPS) -> Iterator[int]:
-    """Bytes that each limited group has left. Cached file pages give way, so they count as free."""
+    """Bytes that each limited group has left. Cached file pages can be reclaimed, so they count as free."""
     return (limit - used for limit, used in _memory(proc, cgroups))
 
 
 def host_bytes(proc: Path = _PROC, cgroups: Path = _GROUPS) -> int:
-    """Memory that this process could have if nobody else took any: the machine's, or what its groups may take."""
+    """Bytes that this process could have if no other process used any: the machine's memory, or its groups' limits."""
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min([physical, *(limit for limit, _ in _memory(proc, cgroups))])
 
 
 def _memory(proc: Path, cgroups: Path) -> Iterator[tuple[int, int]]:
-    """(limit, used) of each limit, in bytes. Above `memory.high` a group is not killed but held up, which is no better for
-    training: it counts as a limit."""
+    """(limit, used) of each limit, in bytes. Above `memory.high` a group is throttled, not killed; for training that is no
+    better, so it counts as a limit."""
     for version, group in _groups("memory", proc, cgroups):
         limits, usage, cached = (("memory.max", "memory.high"), "memory.current", "inactive_file") if version == 2 else (
             ("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file")
-        try:  # a container may see its own group as the root, and the root group has no limit
+        try:  # the root group has no limit, and a container may see its own group as the root
             used = int((group / usage).read_text())
             stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
         except OSError:
@@ -63,8 +63,8 @@ def _memory(proc: Path, cgroups: Path) -> Iterator[tuple[int, int]]:
 
 @functools.cache
 def cores(proc: Path = _PROC, cgroups: Path = _GROUPS) -> int:
-    """On how many processors this process may compute at a time. A container of two processors' time on a machine of 64 may run
-    on any of them: 64 threads would use that time up at once, and then all wait for the rest of each period."""
+    """How many processors this process may use at a time. A container that has the time of two processors on a machine of 64
+    may run on any of the 64: 64 threads would use up that time at once, then wait for the rest of each period."""
     quotas = []
     for version, group in _groups("cpu", proc, cgroups):
         try:

@@ -1,4 +1,4 @@
-"""Memory of the host: mappings for tiles, what is available, what is given back."""
+"""Host memory: mappings for tiles, available bytes, giving freed memory back."""
 from __future__ import annotations
 
 import ctypes
@@ -15,10 +15,11 @@ PAGE = 4096
 
 
 def host_memory(size: int, inherited: bool = False) -> Tensor:
-    """`size` bytes of page-aligned, zeroed host memory as uint8; huge pages where the system gives them. Not touched yet.
+    """`size` bytes of page-aligned, zeroed host memory, uint8 [size]; huge pages where the system has them. The pages are not
+    touched yet. Raises `InsufficientMemoryError`.
 
-    A forked process has it only if `inherited`: of what both have, every page that is written afterwards is copied, so
-    that the workers of a data loader would double what training writes."""
+    A forked process has this memory only if `inherited`. Pages that both processes have are copied when one writes them: the
+    workers of a data loader would double the memory that training writes."""
     try:
         area = mmap.mmap(-1, max(PAGE, -(-size // PAGE) * PAGE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
@@ -33,14 +34,15 @@ def host_memory(size: int, inherited: bool = False) -> Tensor:
 
 
 def give_back_freed_memory() -> None:
-    """Hands to the system what was freed and what the C library keeps: of tensors below 32 MiB, all."""
+    """Gives back to the system the freed memory that the C library keeps: that of all freed tensors below 32 MiB."""
     library = ctypes.CDLL(None)
     if hasattr(library, "malloc_trim"):  # glibc
         library.malloc_trim(0)
 
 
 def available_host_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
-    """Memory that this process may still take: what the system has, less where a control group (a container) has less."""
+    """Bytes that this process may still take: what the system has available, or a control group (a container) if it has
+    less."""
     lines = (proc / "meminfo").read_text(encoding="ascii").splitlines()
     available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
     return max(0, min([available, *group_rooms(proc, cgroups)]))

@@ -1,5 +1,5 @@
-"""Modules of Python's library that only Linux has whole. What uses them imports them from here, so that any other system is
-refused in a sentence."""
+"""Modules of Python's library that are complete only on Linux. Import them from here: other systems are then refused with a
+clear message."""
 from __future__ import annotations
 
 import platform

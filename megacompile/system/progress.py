@@ -1,4 +1,4 @@
-"""What a command is doing, on stderr, while it takes long: one live line on a terminal, a line for each thing elsewhere.
+"""Progress of a command, on stderr: one live line on a terminal, one line for each step elsewhere.
 
     with Progress() as say:
         say("building the host's kernels")
@@ -10,12 +10,12 @@ from collections.abc import Callable
 from rich.console import Console
 from rich.status import Status
 
-#: Takes what is being done now.
+#: Takes a description of the current step.
 Say = Callable[[str], None]
 
 
 def nothing(_: str) -> None:
-    """For callers who do not want to know."""
+    """A `Say` that shows nothing."""
 
 
 class Progress:

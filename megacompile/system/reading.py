@@ -1,4 +1,4 @@
-"""Where the text of a program comes from: a string, a file or standard input."""
+"""Reads the text of a program from a string, a file or standard input."""
 from __future__ import annotations
 
 from contextlib import nullcontext
@@ -10,11 +10,11 @@ from megacompile.limits import LONGEST_TEXT
 
 
 def source_text(source: str | Path | TextIO) -> str:
-    """The text itself, or what the file holds: a string of one line is a file's name. Raises `MegacompileError`."""
+    """The text, or the contents of the file: a string of one line is a file name. Raises `MegacompileError`."""
     if isinstance(source, str) and ("\n" in source or not source):
         return source
     try:
-        # Some editors put a mark of their own in front.
+        # Some editors put a byte order mark in front.
         with Path(source).open(encoding="utf-8-sig") if isinstance(source, str | Path) else nullcontext(source) as file:
             text = file.read(LONGEST_TEXT + 1)
     except (OSError, UnicodeDecodeError, ValueError) as error:

@@ -1,7 +1,7 @@
-"""Reading files that somebody else may have put there: only regular files are opened.
+"""Reads files that other users may have created: opens only regular files.
 
-Opening a FIFO waits until somebody writes to it, and a device may never end. Whoever names a pipe on the command line means it;
-a file that is found by its name in a folder must be a file.
+Opening a FIFO blocks until another process writes to it, and reading a device may never end. A pipe that the user names on the
+command line is fine; a file that is found by its name in a folder must be a regular file.
 """
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _KINDS = {stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a de
 
 
 def open_regular(path: Path, *, follow_links: bool = True) -> int:
-    """A descriptor for reading. Returns or raises at once.
+    """A descriptor for reading. Does not block.
 
-    Raises `OSError` for anything but a regular file, and for a link unless links are followed; `strerror` says what it is.
-    Hugging Face caches hold links to files; a checkpoint of a run holds none."""
+    Raises `OSError` for anything but a regular file, and for a link unless `follow_links`; `strerror` says what it is. Hugging
+    Face caches hold links to files; checkpoints of our runs do not."""
     _require_regular(path, os.stat(path, follow_symlinks=follow_links))
     links = 0 if follow_links else os.O_NOFOLLOW
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | links)
@@ -39,8 +39,8 @@ def read_regular(path: Path, *, follow_links: bool = True) -> bytes:
 
 
 def refuse_irregular(source: Path) -> None:
-    """Raises `ArgumentError` if a file, or anything in a folder, is a FIFO, a socket or a device: libraries that read it would
-    wait for ever. A link counts as what it leads to; subfolders are not looked into."""
+    """Raises `ArgumentError` if a file, or a file directly in a folder, is a FIFO, a socket or a device: libraries that read it
+    would block forever. Links are followed; subfolders are not checked."""
     path = source
     try:
         for path in sorted(source.iterdir()) if source.is_dir() else (source,):

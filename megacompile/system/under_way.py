@@ -1,11 +1,11 @@
-"""What a library call is doing, where it takes long: "tracing Zamba2ForCausalLM: model.layers.3, 12 s".
+"""Progress of long library calls: "tracing Zamba2ForCausalLM: model.layers.3, 12 s".
 
     with under_way("tracing Zamba2ForCausalLM"):
         at("model.layers.3")
 
-Nothing is said in the first two seconds. Then a terminal's stderr shows one line, which goes when the work is done; elsewhere
-the logger "megacompile" gets a record of level INFO, and further ones after twice the time. A command that has a live display
-of its own shows the line there (`shown_by`). MEGACOMPILE_PROGRESS=0 turns all of it off.
+Nothing is shown in the first two seconds. Then a terminal's stderr shows one line, which is removed when the work is done;
+elsewhere the logger "megacompile" gets a record of level INFO, then one each time the elapsed time has doubled. A command with
+its own live display shows the line there (`shown_by`). MEGACOMPILE_PROGRESS=0 turns all of this off.
 """
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 
-#: Work that takes less is not worth a line.
+#: Shorter work shows nothing.
 SILENT_S = 2.0
 _REFRESH_S = 1.0
 _LOG = logging.getLogger("megacompile")
 
 
 class _Work:
-    """State: the `step` that the work is at."""
+    """State: the current `step`."""
 
     def __init__(self, task: str) -> None:
         self.task, self.step, self.started = task, "", time.monotonic()
@@ -37,7 +37,7 @@ class _Work:
         return f"{self.task}: {f'{self.step}, ' if self.step else ''}{self.seconds():.0f} s"
 
 
-#: Shows a line in the place of the one before, and an empty text when there is none any more.
+#: Shows a line in place of the previous one; an empty text removes it.
 Show = Callable[[str], None]
 
 
@@ -52,7 +52,7 @@ _current: ContextVar[_Work | None] = ContextVar("work under way", default=None)
 
 
 def at(step: str) -> None:
-    """Says which step the innermost work of this thread is at. Does nothing where none is under way."""
+    """Names the current step of this thread's work. Does nothing where no work is under way."""
     work = _current.get()
     if work is not None:
         work.step = step
@@ -60,7 +60,7 @@ def at(step: str) -> None:
 
 @contextlib.contextmanager
 def shown_by(show: Show) -> Iterator[None]:
-    """Within, lines are shown by `show`, of any thread: a display that redraws a terminal's last lines would garble them."""
+    """Inside, `show` shows the lines of all threads. For displays that redraw a terminal's last lines."""
     _displays.append(show)
     try:
         yield
@@ -81,7 +81,7 @@ def work_done() -> Iterator[list[tuple[str, float]]]:
 
 @contextlib.contextmanager
 def under_way(task: str) -> Iterator[None]:
-    """Within, `task` is said to be under way. Work inside of other work is part of that, and is not said."""
+    """Inside, `task` is shown as under way. Nested work is part of the outer work and is not shown."""
     if _current.get() is not None or os.environ.get("MEGACOMPILE_PROGRESS") == "0":
         yield
         return

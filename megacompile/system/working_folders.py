@@ -1,5 +1,5 @@
-"""Folders in which something is made before it gets its name. Whoever works in one holds its lock, which goes with the process
-however that ends: what can be locked belongs to nobody."""
+"""Temporary folders whose contents are renamed into place when they are complete. The process that works in one holds its lock.
+The system drops the lock when the process ends in any way, so a folder that can be locked is abandoned."""
 from __future__ import annotations
 
 import os
@@ -11,7 +11,7 @@ from megacompile.system.linux import fcntl
 
 
 class WorkingFolder:
-    """A new folder, locked. State: the lock, a descriptor; None where the file system has no locks."""
+    """A new, locked folder. State: the lock, a descriptor; None where the file system has no locks."""
 
     def __init__(self, directory: Path, prefix: str) -> None:
         """Raises `OSError`."""
@@ -20,7 +20,7 @@ class WorkingFolder:
             self.path.mkdir()
             self._lock = _locked(self.path)
             try:
-                if self.path.exists():  # nobody has swept it before it was locked
+                if self.path.exists():  # no other process has removed it before it was locked
                     break
             except BaseException:
                 self.release()
@@ -38,17 +38,18 @@ def unused(directory: Path, prefix: str) -> Path:
 
 
 def abandoned(directory: Path, prefix: str) -> Iterator[Path]:
-    """The folders of processes that are dead, each locked until the next one is asked for. None where there are no locks."""
+    """Yields the folders of dead processes, each locked until the next one is requested. Yields none where the file system has
+    no locks."""
     for path in sorted(directory.iterdir()):
         if not path.name.startswith(prefix):
             continue
         try:
             lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        except OSError:  # no folder, or gone by now
+        except OSError:  # not a folder, or already removed
             continue
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:  # somebody is at work there, or the file system has no locks to tell
+        except OSError:  # another process works there, or the file system has no locks
             continue
         else:
             yield path
@@ -57,7 +58,8 @@ def abandoned(directory: Path, prefix: str) -> Iterator[Path]:
 
 
 def _locked(path: Path) -> int | None:
-    """A descriptor that holds a folder's lock; None where it is gone, or the file system has no locks (then nobody sweeps)."""
+    """A descriptor that holds a folder's lock. None if the folder is gone, or the file system has no locks; then no process
+    removes abandoned folders."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except FileNotFoundError:

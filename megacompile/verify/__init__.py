@@ -1,2 +1,2 @@
-"""Proofs over programs: what must hold of every section, after every pass."""
+"""The verifier: rules that every section must satisfy after every pass."""
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Rules about a whole training step: every call is visited, every gradient goes home, once. (Updates: `updates.py`.)"""
+"""Rules about a whole training step: each call is visited once, each gradient is copied to the host once."""
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -16,12 +16,12 @@ _BACKWARD = ("backward", "recompute_backward")
 #: Ops that make what a parameter takes.
 _MAKERS = {"inputs": ("forward", "forward_saving", "stash", "stashed", "fetch"), "saved": ("forward_saving",),
            "gradient": ("loss", *_BACKWARD), "output gradient": ("output_gradient",)}
-_BACKWARD_SECTIONS = {"backward": True, "backward_accumulate": False, "train_step": True}  # does it overwrite gradients
+_BACKWARD_SECTIONS = {"backward": True, "backward_accumulate": False, "train_step": True}  # whether it overwrites gradients
 
 
 def supplied(program: Program) -> Iterator[Fault]:
-    """Each compute node has the weights of its call's tiles, in their order, and none where its variant reads none; a
-    checkpoint that waits in host memory is fetched before it is read."""
+    """Each compute node has the weights of its call's tiles, in their order, or none where its variant reads none. A checkpoint
+    in host memory is fetched before it is read."""
     calls = {call.name: call for call in program.calls}
     for graph in program.sections.values():
         for node in find(graph, *_FORWARD, *_BACKWARD):
@@ -39,7 +39,7 @@ def supplied(program: Program) -> Iterator[Fault]:
 # Forward and backward
 
 class _Origins:
-    """Which call and micro-batch a value came from, through leases."""
+    """Finds the call and micro-batch that a value came from, also through leases."""
 
     def __init__(self, program: Program) -> None:
         self.kept: dict[Kept, fx.Node] = {}
@@ -49,7 +49,7 @@ class _Origins:
                 self.kept[Kept.of(value)] = value
 
     def made(self, value: fx.Node) -> fx.Node | None:
-        """The node that computed a value; None for a lease that the forward does not keep."""
+        """The node that computed a value; None for a leased value that the forward does not keep."""
         return self.kept.get(Kept.of(value)) if op_of(value).name == "leased" else value
 
     def of(self, value: fx.Node) -> tuple[str | None, int | None]:
@@ -62,8 +62,8 @@ class _Origins:
 
 
 def trained(program: Program) -> Iterator[Fault]:
-    """Forward: every call once for each micro-batch, in order. Backward: every call that can train once for each
-    micro-batch, last call first. Each node takes the values of its own micro-batch from the calls beside its own."""
+    """The forward visits every call once for each micro-batch, in order. The backward visits every call that can train once for
+    each micro-batch, last call first. Each node takes values of its own micro-batch, from the neighboring calls."""
     origins = _Origins(program)
     for name, graph in program.sections.items():
         if name == "train_step":
@@ -80,7 +80,7 @@ def trained(program: Program) -> Iterator[Fault]:
 
 
 def _forward(program: Program, name: str, graph: fx.Graph) -> Iterator[Fault]:
-    """Of a whole step, up to the loss of each micro-batch: forwards behind it recompute."""
+    """In a whole step, only forwards before a micro-batch's loss count: later ones recompute."""
     expected = [call.name for call in program.calls]
     visits, lost = [], set()
     for node in find(graph, *_FORWARD):
@@ -113,7 +113,7 @@ def _backward(program: Program, name: str, graph: fx.Graph, origins: _Origins) -
 
 def _visits(program: Program, name: str, found: list[fx.Node], order: list[str],
             required: list[str]) -> Iterator[Fault]:
-    """Calls come in this order for each micro-batch, none twice, and none of the required ones is left out."""
+    """For each micro-batch calls come in this order, none twice, and no required one is missing."""
     place = {call: i for i, call in enumerate(order)}
     latest: dict[int, fx.Node] = {}
     seen: dict[tuple[str, int], fx.Node] = {}
@@ -152,7 +152,7 @@ def _values(program: Program, graph: fx.Graph, origins: _Origins) -> Iterator[Fa
         wanted += [("gradient", value, order[at + 1]) if at + 1 < len(order) else ("output gradient", value, call)
                    for value in operands(node, "gradient")]
         for parameter, value, source in wanted:
-            made = origins.made(value)  # what a lease holds, no rule about kinds of values has seen
+            made = origins.made(value)  # `well_formed` cannot know what a leased value is
             if made is not None and op_of(made).name not in _MAKERS[parameter]:
                 yield Fault(f"{describe(node)} takes {value.name} of {op_of(made).name} as {parameter}",
                             f"give it a value of {' or '.join(_MAKERS[parameter])}", node, value)
@@ -190,7 +190,7 @@ def _leases(program: Program, name: str, graph: fx.Graph, origins: _Origins) -> 
 
 
 def _stashes(name: str, graph: fx.Graph, forward: fx.Graph) -> Iterator[Fault]:
-    """The backward takes each checkpoint that the forward sent to the host, once, from where it was put, and no other."""
+    """The backward takes each checkpoint that the forward stashed, once, from its slot, and no other."""
     sent: dict[tuple[str, int], fx.Node] = {}
     taken: dict[tuple[str, int], fx.Node] = {}
     for op, seen in (("stash", sent), ("stashed", taken)):
@@ -211,13 +211,13 @@ def _stashes(name: str, graph: fx.Graph, forward: fx.Graph) -> Iterator[Fault]:
                     "take it in the backward", node)
 
 
-# Gradients home
+# Gradients to the host
 
 def sent_home(program: Program) -> Iterator[Fault]:
-    """Each trainable tile's accumulators are reduced once, after the last contribution, and offloaded once: straight
-    into the tile's gradients, or through a slab that is accumulated once. Of a tile that is updated on the device the
-    gradients stay where its update reads them; of a whole step only their norms go home. (Sums over waves on the host have a
-    rule of their own.)"""
+    """Each trainable tile's accumulators are reduced once, after the last contribution, and offloaded once: straight into the
+    tile's gradients, or through a slab that is accumulated once. The gradients of a tile that is updated on the device stay
+    where its update reads them; a whole step copies only their norms to the host. (Sums over waves on the host: rule
+    `summed`.)"""
     origins = _Origins(program)
     tiles, there, consumed = trainable(program, program.tiles), updated_there(program), consumed_there(program)
     for name, overwrite in _BACKWARD_SECTIONS.items():
@@ -264,7 +264,7 @@ def _arrival(program: Program, name: str, offload: fx.Node, overwrite: bool) -> 
 
 
 def _left_there(program: Program, name: str, graph: fx.Graph, there: list[str], overwrite: bool) -> Iterator[Fault]:
-    """Gradients are left in the slot that the update on the device reads; sums made on the host are fetched into it."""
+    """Gradients stay in the slot that the update on the device reads; sums made on the host are fetched into it."""
     if not overwrite:
         yield from once(program, name, graph, ("fetch_gradients",), there)
         for node in find(graph, "fetch_gradients"):

@@ -1,4 +1,4 @@
-"""What a rule of the verifier found, and the error that it becomes: its parts and the way out."""
+"""A fault that a verifier rule found, and the error message made from it."""
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -13,8 +13,8 @@ from megacompile.ir.text import print_node
 
 @dataclass(frozen=True)
 class Fault:
-    """One violation: a sentence, what to do, the node at fault and the node that it conflicts with; `order`: which two
-    accesses must follow each other, and do not."""
+    """One violation: `message` says what is wrong, `remedy` what to do, `node` is at fault and `other` conflicts with it.
+    `order` names two accesses that nothing orders. `hazard`: accesses collide."""
 
     message: str
     remedy: str
@@ -24,14 +24,15 @@ class Fault:
     order: str = ""
 
     def error(self, program: Program) -> ProgramError:
-        """
+        """The error to raise:
+
             HazardError: slot W0 is overwritten by prefetch layers.2 while forward layers.0 mb 0 may still read it
             not ordered:  write of W0 by prefetch layers.2 is not ordered after read by forward layers.0 mb 0
             in node:      w2 = p.prefetch("layers.2", into="W0")  # h2d
             inserted by:  pass prefetch
             program:      section forward, stage synchronize
               (the rows around both nodes)
-            to mend:      let h2d wait for an event recorded on compute after h1_0
+            to fix:       let h2d wait for an event recorded on compute after h1_0
         """
         lines = [self.message, *([f"not ordered:  {self.order}"] if self.order else [])]
         if self.node is not None:
@@ -45,7 +46,7 @@ class Fault:
             lines += [f"program:      section {section}, stage {program.stage}", excerpt(self.node.graph, marks)]
         else:
             lines.append(f"program:      stage {program.stage}")
-        lines.append(f"to mend:      {self.remedy}")
+        lines.append(f"to fix:       {self.remedy}")
         return (HazardError if self.hazard else ProgramError)("\n".join(lines))
 
 

@@ -1,4 +1,4 @@
-"""Rule `placed`: in program order every slot holds one value at a time, and every value's life ends."""
+"""Rule `placed`: in program order, each slot holds one value at a time, and each value is released or leased."""
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -9,19 +9,20 @@ from megacompile.ir.listing import describe
 from megacompile.ir.program import SLOT_KINDS, Program, argument, find, nodes, op_of, operands, place_of, slot_family, stays
 from megacompile.verify.fault import Fault
 
-#: (call, micro-batch): whose checkpoint it is.
+#: (call, micro-batch) of a checkpoint.
 Checkpoint = tuple[str, int]
 _HEAP = ("activation", "gradient", "accumulators")  # values with memory of their own
 
 
 def placed(program: Program) -> Iterator[Fault]:
-    """Slots exist, fit and are of the right kind; nothing is written to a slot while its value is alive (from its write
-    to its release); every value is released, or leased, before its section ends; what stays of a tile has one slot."""
+    """Slots are declared, large enough and of the right kind. No slot is overwritten while its value is alive, from the
+    value's write to its release. Every value is released or leased before its section ends. What stays on the device of a
+    tile has one slot in all sections."""
     for slot in program.slots:
         if slot_family(slot) not in SLOT_KINDS:
             yield Fault(f"slot {slot} is of no kind", f"begin its name with one of {', '.join(SLOT_KINDS)}")
     resident: dict[str, fx.Node] = {}
-    stay: dict[tuple[str, str], fx.Node] = {}  # (kind of value, tile) -> who has used its slot first
+    stay: dict[tuple[str, str], fx.Node] = {}  # (kind of value, tile) -> the first node that uses its slot
     awaited = {_checkpoint(node) for graph in program.sections.values() for node in find(graph, "stashed")}
     for name, graph in program.sections.items():
         for node in nodes(graph):
@@ -42,7 +43,7 @@ def placed(program: Program) -> Iterator[Fault]:
 
 
 def kept_slots(program: Program) -> dict[str, str]:
-    """Slot -> tile, of what outlives sections in slots of its own."""
+    """Slot -> tile, for the slots whose contents outlive sections."""
     return {argument(node, "into"): argument(node, "tile") for graph in program.sections.values() for node in nodes(graph)
             if argument(node, "into") is not None and stays(argument(node, "into"))}
 
@@ -72,7 +73,7 @@ def _checkpoint(node: fx.Node) -> Checkpoint:
 
 
 def _lives(name: str, graph: fx.Graph, awaited: set[Checkpoint]) -> Iterator[Fault]:
-    """`awaited`: checkpoints that a later section takes from where they were stashed."""
+    """`awaited`: stashed checkpoints that a later section takes."""
     alive: dict[str, fx.Node] = {}  # slot -> the value in it
     ended: set[fx.Node] = set()
     leased: dict[fx.Node, fx.Node] = {}

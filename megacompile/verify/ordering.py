@@ -1,18 +1,18 @@
-"""What is ordered between lanes: vector clocks over the nodes of a section.
+"""The order between lanes: vector clocks over the nodes of a section.
 
-Each lane runs its nodes in program order; lanes run beside each other. `e = record(n)` sits on the lane of n and fires
-when all that stands before it on that lane is done; `wait(lane, e)` holds that lane back until then. Nothing else
-orders lanes. A *clock* says, for one lane at one moment, how many nodes of each lane are certainly done by then.
+Each lane runs its nodes in program order; lanes run concurrently. `e = record(n)` runs on the lane of n and fires when
+everything before it on that lane is done; `wait(lane, e)` holds that lane back until then. Nothing else orders lanes.
+A *clock* says, for one lane at one moment, how many nodes of each lane are certainly done.
 
-What ran before the section is unknown and taken to be the worst: every lane that ever accesses places of a kind
-(`lanes_that`) may have accessed any of them last. Lanes run on across sections, so a lane is ordered after its own
-past; after another lane's past only by a wait on the `enter` event of that access, or on any event of that lane's
-present. In return each section hands on, by `leave`, events that cover its own last accesses (rule `handed_on` of
-`verify.py`). A section that is ordered after the worst past, and hands on what it did, is ordered after and before
-every other section that does so, in any sequence and of any shape: sections are proved one by one, and every pair of
-them, of this program or another, is proved with them.
+What ran before the section is unknown, so the worst is assumed: every lane that ever accesses places of a kind
+(`lanes_that`) may have been the last to access any of them. Lanes run on across sections, so a lane is ordered after its
+own past. It is ordered after another lane's past only by a wait on the `enter` event of that access, or on any event that
+the other lane records in this section. In return, each section hands on with `leave` events that cover its own last
+accesses (rule `handed_on` in `verifier.py`). A section that is ordered after the worst past, and hands on its accesses, is
+ordered with every other such section, in any sequence and of any shape. So proving each section proves every pair of
+sections, of this program or another.
 
-State: a clock per lane, the clock at which each node is done, the last accesses to each place.
+State: a clock for each lane, the clock at which each node is done, the last accesses to each place.
 """
 from __future__ import annotations
 
@@ -31,8 +31,9 @@ _INDEX = {lane: i for i, lane in enumerate(_LANES)}
 class Clock:
     """How far each lane certainly is.
 
-    `done[i]` of lane i's nodes in this section; 0: its whole past but no node; -1: not even its past. `past` is a set
-    of bits, one for each (place, access, lane) of the past that is done although more of that lane may not be."""
+    `done[i]`: how many of lane i's nodes in this section are done; 0: only its whole past; -1: not even its past. `past` is a
+    set of bits, one for each access (place, access, lane) of the past that is done while later ones of that lane may not
+    be."""
 
     done: tuple[int, ...]
     past: int = 0
@@ -48,10 +49,10 @@ class Clock:
 
 @dataclass(frozen=True)
 class Hazard:
-    """An access that may run while an earlier, conflicting access to the same place is still going on.
+    """An access that may run while an earlier, conflicting access to the same place is still running.
 
-    `earlier` did the conflicting `access` on `lane`; it is None where that was in the section's past, and then
-    `enter(place, access, lane)` would give its event."""
+    `earlier` made the conflicting `access` on `lane`. It is None where that access ran before the section;
+    `enter(place, access, lane)` is the event to wait for then."""
 
     place: str
     node: fx.Node
@@ -78,8 +79,8 @@ class Clocks:
         self._bits: dict[tuple[str, Access, Lane], int] = {}
 
     def hazards(self, node: fx.Node) -> Iterator[Hazard]:
-        """Earlier accesses that conflict with this node's and may still be going on when its lane gets to it; of each
-        lane and sort the latest. Reads conflict with writes of other lanes, writes with all accesses of other lanes."""
+        """Earlier accesses that conflict with this node's and may still be running when its lane gets to it: the latest of
+        each lane and kind. A read conflicts with writes of other lanes, a write with all accesses of other lanes."""
         lane = lane_of(node)
         if lane is None:
             return
@@ -98,7 +99,7 @@ class Clocks:
                         yield Hazard(place, node, None, earlier_access, other)
 
     def step(self, node: fx.Node) -> None:
-        """The lane of the node waits, or has done one node more, whose accesses are known from now on."""
+        """Advances the node's lane: it waits, or is done with one more node, whose accesses are known from now on."""
         op, lane = op_of(node).name, lane_of(node)
         if op == "enter":
             self._after[node] = self._entered(node)
@@ -122,19 +123,19 @@ class Clocks:
         return found
 
     def known_to(self, node: fx.Node, lanes: Iterable[Lane]) -> bool:
-        """Whether each of these lanes, with all that it has done, comes after an executed node of another lane."""
+        """Whether each of these lanes is certain to run on only after `node`, an executed node of another lane."""
         own = lane_of(node)
         assert own is not None, f"{node.name} runs on no lane"
         return all(self._lanes[lane].done[_INDEX[own]] >= self._position[node] for lane in lanes)
 
     def covers(self, event: fx.Node, node: fx.Node) -> bool:
-        """Whether a recorded event, once it has fired, says that an executed node is done."""
+        """Whether a recorded event fires only after an executed node is done."""
         lane = lane_of(node)
         assert lane is not None, f"{node.name} runs on no lane"
         return self._after[event].done[_INDEX[lane]] >= self._position[node]
 
     def _entered(self, node: fx.Node) -> Clock:
-        """The event of a lane's last access of any sort (`read`) covers its last write too."""
+        """The clock that an `enter` gives. The event of a lane's last access of any kind ("read") covers its last write too."""
         place, access, lane = argument(node, "place"), argument(node, "access"), Lane(argument(node, "lane"))
         bits = self._bit(place, Access.WRITE, lane)
         if access == Access.READ:

@@ -1,6 +1,6 @@
-"""Rules about whole sections: what stands where, what the caller gets, and that no gradient and no version goes astray.
+"""Rules about whole sections: where each op may stand, what the caller gets, and that gradients and weight versions are right.
 
-Passes keep them without trying; a hand that edits a program, or a pass of a user's own, may not.
+The built-in passes always keep them; a hand-edited program or a user's pass may not.
 """
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megacompile.verify.sums import UPDATE_OPS, summed_tiles
 
 _BACKWARDS = ("backward", "backward_accumulate", "train_step")
 _UPDATES = ("update", "backward", "train_step")
-#: Where an op has a meaning; an op that is not named here has one everywhere.
+#: Op -> the sections in which it may stand. Other ops may stand in any section.
 _SECTIONS: dict[str, tuple[str, ...]] = {
     "loss": ("forward", "train_step"), "evaluate": ("evaluate",), "outputs": ("forward", "evaluate"),
     "lease": ("forward",), **dict.fromkeys(("leased", "scale", "output_gradient"), ("backward", "backward_accumulate")),
@@ -40,8 +40,8 @@ def belongs(program: Program) -> Iterator[Fault]:
 
 
 def returned(program: Program) -> Iterator[Fault]:
-    """The caller gets the loss (or outputs) of every micro-batch, each once and in order, under the name of the op; and with
-    outputs perhaps hidden states: those of every call but the last layer's, of every micro-batch, in order."""
+    """The caller gets the loss (or the outputs) of every micro-batch, once each and in order, under the name of the op. With
+    outputs it may get hidden states: those of every call but the last two, of every micro-batch, in order."""
     for name, graph in program.sections.items():
         made = sorted(find(graph, *_RESULTS), key=lambda node: int(argument(node, "mb")))
         given: list[fx.Node] = []
@@ -66,9 +66,9 @@ def returned(program: Program) -> Iterator[Fault]:
 
 
 def added_up(program: Program) -> Iterator[Fault]:
-    """The gradients of a tile are added up in one value of each section, or in several that the host adds up (rule `summed`);
-    what is added in the forward is kept for the backward; the caller's factor is applied to what the forward kept of
-    gradients, and to nothing else."""
+    """Each section adds up a tile's gradients in one value, or in several that the host adds up (rule `summed`). The forward
+    keeps what it adds up for the backward. The backward scales the gradients that the forward kept by the gradient of the
+    caller's loss, and nothing else."""
     kept = {}
     if "forward" in program.sections:
         kept = {Kept.of(value): value for lease in find(program.section("forward"), "lease")
@@ -93,8 +93,8 @@ def added_up(program: Program) -> Iterator[Fault]:
 
 
 def one_version(program: Program) -> Iterator[Fault]:
-    """A section that updates tiles computes with their weights of before: nothing runs on what was fetched after a tile's
-    update, and an update comes after the tile's gradients."""
+    """A section that updates tiles computes with their old weights: nothing runs on weights that were fetched after a tile's
+    update, and each update comes after the tile's gradients."""
     for name, graph in program.sections.items():
         home: dict[str, fx.Node] = {}
         updated: dict[str, fx.Node] = {}

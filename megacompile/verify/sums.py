@@ -1,4 +1,4 @@
-"""Rule `summed`: gradients of a step's waves that the host adds up in FP32 lose no wave, and count none twice."""
+"""Rule `summed`: where the host adds up the gradients of a step's waves in FP32, each wave is added once."""
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ UPDATE_OPS = ("adam", "adam_weights", "adam_of_sum", "adam_resident", "adam_visi
 
 
 def summed_tiles(program: Program, section: str) -> frozenset[str]:
-    """The tiles whose gradients the host adds up over the waves of a section. Before gradients are sent home any may be."""
+    """The tiles whose gradients the host adds up over the waves of a section. Before stage "offload" any tile may be one."""
     if section != "train_step":
         return frozenset()
     if not reached(program, "offload"):
@@ -23,9 +23,9 @@ def summed_tiles(program: Program, section: str) -> frozenset[str]:
 
 
 def summed(program: Program) -> Iterator[Fault]:
-    """Of a tile whose waves are added up on the host, each wave's accumulators are reduced and offloaded once, and what arrives
-    is added to the sum once, before the next arrives: the first overwrites the sum, the others add. The update reads the sum,
-    the clip its norms, both behind the last; no other tile's update reads a sum."""
+    """Where the host adds up a tile's waves, each wave's accumulators are reduced and offloaded once, and each wave is added to
+    the sum once, before the next wave arrives. The first wave overwrites the sum, the others add to it. After the last wave
+    the update reads the sum and the clip reads the sum's norms. No other tile's update reads a sum."""
     if "train_step" not in program.sections:
         return
     graph, tiles = program.section("train_step"), summed_tiles(program, "train_step")
@@ -97,7 +97,7 @@ def _waves(graph: fx.Graph, tile: str) -> Iterator[Fault]:
 
 
 def _norms(program: Program, graph: fx.Graph, tile: str) -> Iterator[Fault]:
-    """Norms are of the whole sum, and the last word before the clip; where nothing is clipped nobody reads any."""
+    """Norms are taken once, of the whole sum, after the last wave. Where nothing is clipped no norms are needed."""
     ops = ("norms_of_sum", "add_to_sum", "offload", "adam_of_sum")
     found = [node for node in find(graph, *ops) if argument(node, "tile") == tile]
     arrival = any(op_of(node).name == "adam_of_sum" for node in found)

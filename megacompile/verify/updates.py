@@ -1,4 +1,4 @@
-"""Rules about updates: every tile that trains is updated once, by what was clipped, and whoever reads it finds it new."""
+"""Rule `updated`: each trainable tile is updated once, after the clip, and all its copies are refreshed."""
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
@@ -10,13 +10,13 @@ from megacompile.ir.program import Program, argument, find, op_of, operands, rea
 from megacompile.verify.fault import Fault
 from megacompile.verify.sums import UPDATE_OPS
 
-#: What the sections that run between steps do for each tile that is updated on the device.
+#: Section that runs between steps -> the op that it has for each tile that is updated on the device.
 _MOVES = {"load": "fetch_state", "store": "store_state", "rescue": "offload_weights", "refresh": "fetch_gradients"}
 
 
 def once(program: Program, name: str, graph: fx.Graph, ops: tuple[str, ...], tiles: Collection[str],
           often: frozenset[str] = frozenset()) -> Iterator[Fault]:
-    """`often`: tiles of which there may be several."""
+    """Each of `tiles` has one node of `ops` in the section; those in `often` may have several. No other tile has one."""
     op = ops[0]
     seen: dict[str, fx.Node] = {}
     for node in find(graph, *ops):
@@ -32,9 +32,9 @@ def once(program: Program, name: str, graph: fx.Graph, ops: tuple[str, ...], til
 
 
 def updated(program: Program) -> Iterator[Fault]:
-    """One clip over all trainable tiles, then one adam for each, that takes it; a tile that is resident on the device is
-    copied there by `load` and again after its update, and one that was updated there is copied home. On arrival there is
-    no clip."""
+    """One clip covers all trainable tiles. Then each tile has one update, which takes the clip. `load` copies a resident tile
+    to the device, and each update is followed by another copy. A tile that is updated on the device is copied back to the
+    host. Updates on arrival have no clip."""
     tiles, there = trainable(program, program.tiles), updated_there(program)
     for name, op in _MOVES.items():
         if name in program.sections and there:
@@ -69,7 +69,7 @@ def updated(program: Program) -> Iterator[Fault]:
 
 
 def _moments(graph: fx.Graph, clips: list[fx.Node]) -> Iterator[Fault]:
-    """Where a tile's weights are updated alone, its moments follow, once, with the same clip: weights are made of old ones."""
+    """Each `adam_weights` is followed by one `adam_moments` of the same tile, with the same clip."""
     waiting: dict[str, fx.Node] = {}
     for node in find(graph, "adam_weights", "adam_moments"):
         tile = argument(node, "tile")
@@ -97,7 +97,8 @@ def updated_there(program: Program) -> list[str]:
 
 
 def consumed_there(program: Program) -> list[str]:
-    """Those of them whose gradients never go home: nobody reads any after a whole step, or after an update on arrival."""
+    """Those of them whose gradients are never copied to the host: after a whole step, or an update on arrival, none are
+    read."""
     if reached(program, "optimizer"):
         return updated_there(program) if "train_step" in program.sections or updates_on_arrival(program) else []
     sent = {argument(node, "tile") for graph in program.sections.values() for node in find(graph, "offload")}
@@ -105,7 +106,7 @@ def consumed_there(program: Program) -> list[str]:
 
 
 def _copied_home(program: Program, name: str) -> Iterator[Fault]:
-    """What was updated on the device then goes home."""
+    """Weights that were updated on the device are then copied back to the host."""
     graph = program.section(name)
     updated: dict[str, fx.Node] = {}
     for node in find(graph, "adam_resident", "offload_weights"):

@@ -1,20 +1,20 @@
-"""Proofs over a Program, made after every pass.
+"""Verifies a program after every pass.
 
-Each rule is a small generator of faults with the stage from which it must hold; `RULES` is all of them, in order, so
-that a later rule may rely on the earlier ones. The first fault is raised, and shows the program around it. The rules:
+Each rule is a generator of faults, with the stage from which it must hold. `RULES` lists them in order: a later rule may rely
+on the earlier ones. The first fault is raised, with an excerpt of the program. The rules:
 
-    well_formed     words, arguments and kinds of values; nothing is used before it is defined or after its release
+    well_formed     ops, arguments and kinds of values; nothing is used before it is defined or after its release
     belongs         each op stands in a section where it has a meaning
     returned        the caller gets each micro-batch's result, once and in order
-    added_up        each tile's gradients are added up in one value, and scaled as the caller asks
+    added_up        each tile's gradients are added up in one value, and scaled by the gradient of the caller's loss
     supplied        each compute node has the weights of its call's tiles
     trained         forward and backward visit every call in order, with the values of the right call and micro-batch
     sent_home       each trainable tile's gradients are reduced and offloaded once, after the last contribution
-    summed          what a wave adds to a tile's sum on the host is added once, before the update that reads the sum
+    summed          each wave is added once to a tile's sum on the host, before the update that reads the sum
     updated         each trainable tile is updated once, after the clip; resident copies are refreshed
-    one_version     nothing runs on weights that its own section has updated
-    placed          slots fit what they hold, nothing alive is overwritten, everything ends
-    ordered         every hazard between lanes is ordered, in a section and against whatever ran before it
+    one_version     nothing runs on weights that the same section has updated
+    placed          slots fit their values, no live value is overwritten, every value is released or leased
+    ordered         every hazard between lanes is ordered, within a section and against any section before it
     handed_on       each section hands on events that cover its last accesses
 """
 from __future__ import annotations
@@ -58,8 +58,8 @@ Rule = Callable[[Program], Iterator[Fault]]
 def verify(program: Program, others: Iterable[Program] = ()) -> None:
     """Raises ProgramError, or HazardError where accesses to a place collide, at the first rule that does not hold.
 
-    `others` are programs that run before or after this one on the same memory (other batch shapes, already verified by
-    themselves): they must agree on tiles."""
+    `others` are programs of other batch shapes that run before or after this one on the same memory, already verified one by
+    one. They must agree on tiles."""
     for rule, stage in RULES:
         if reached(program, stage):
             for fault in rule(program):
@@ -68,7 +68,7 @@ def verify(program: Program, others: Iterable[Program] = ()) -> None:
 
 
 def check_agreement(program: Program, others: Iterable[Program]) -> None:
-    """Raises ProgramError where a program and `others` that run on the same memory (all verified by themselves) disagree."""
+    """Raises ProgramError where a program disagrees with `others` that run on the same memory (each verified alone)."""
     for other in others:
         for fault in _agree(program, other):
             raise fault.error(program)
@@ -76,7 +76,7 @@ def check_agreement(program: Program, others: Iterable[Program]) -> None:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a rule says of a program: whether it `holds`; None where it has not been asked, for the reason in `why`."""
+    """Whether a rule `holds` for a program; None where it was not checked. `why`: the fault, or why it was not checked."""
 
     rule: str
     holds: bool | None
@@ -84,7 +84,7 @@ class Verdict:
 
 
 def judge(program: Program) -> tuple[list[Verdict], ProgramError | None]:
-    """Each rule's verdict, in order, and the first fault as an error; rules behind a broken one are not asked."""
+    """Each rule's verdict, in order, and the first fault as an error. Rules after a broken one are not checked."""
     verdicts: list[Verdict] = []
     error: ProgramError | None = None
     for rule, stage in RULES:
@@ -106,7 +106,7 @@ def _agree(program: Program, other: Program) -> Iterator[Fault]:
             yield Fault(f"tile {name} is {tile}, but {other.tiles[name]} in a program of another shape",
                         "make both programs from the same tiles")
     ours, theirs = kept_slots(program), kept_slots(other)
-    if sorted(ours.values()) == sorted(theirs.values()):  # else what is kept is loaded anew between the two
+    if sorted(ours.values()) == sorted(theirs.values()):  # else `load` runs between the two
         for slot, kept in ours.items():
             if theirs.get(slot, kept) != kept:
                 yield Fault(f"slot {slot} keeps tile {kept}, but {theirs[slot]} in a program of another shape",
@@ -114,8 +114,8 @@ def _agree(program: Program, other: Program) -> Iterator[Fault]:
 
 
 def ordered(program: Program) -> Iterator[Fault]:
-    """Every cross-lane read-after-write, write-after-read and write-after-write on a place is ordered, inside each
-    section and against the worst that may have run before it (`ordering.py`: this proves every pair of sections)."""
+    """Every cross-lane read-after-write, write-after-read and write-after-write on a place is ordered, within each section
+    and against the worst that may have run before it (`ordering.py` says why this proves every pair of sections)."""
     for graph in program.sections.values():
         clocks = Clocks()
         for node in nodes(graph):
@@ -144,10 +144,10 @@ def _collision(hazard: Hazard) -> Fault:
 
 
 def handed_on(program: Program) -> Iterator[Fault]:
-    """For each place that other sections know and each lane that accessed it there is one `leave`, whose event was
-    recorded at or after that lane's last access; "write" if the lane wrote the place in this section, else "read". None
-    is needed where every other lane that may conflict with that access comes after it anyway, or has to wait for a
-    later access to the place that is handed on."""
+    """For each place that other sections know, and each lane that accessed it, there is one `leave`. Its event is recorded
+    at or after that lane's last access; it says "write" if the lane wrote the place in this section, else "read". None is
+    needed where every other lane that may conflict with that access comes after it anyway, or must wait for a later access
+    to the place that is handed on."""
     for name, graph in program.sections.items():
         clocks = Clocks()
         for node in nodes(graph):
@@ -207,6 +207,6 @@ RULES: tuple[tuple[Rule, str], ...] = (
 
 
 def rule_table() -> str:
-    """The rules as Markdown, from what their docstrings say."""
+    """The rules as Markdown, from their docstrings."""
     rows = [[f"`{rule.__name__}`", stage, " ".join((rule.__doc__ or "").split())] for rule, stage in RULES]
     return str(tabulate(rows, ["rule", "from stage", "what it says"], tablefmt="github"))

@@ -1,4 +1,4 @@
-"""Rule `well_formed`: each node says something that has a meaning, by itself and with its operands."""
+"""Rule `well_formed`: each node is valid by itself and with its operands."""
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
@@ -11,7 +11,7 @@ from megacompile.ir.program import OPS, Access, CallSpec, Kept, Lane, Op, Progra
 from megacompile.ir.text import KINDS
 from megacompile.verify.fault import Fault
 
-#: What kinds of values a parameter takes; a `leased` value may be of any kind. Other parameters take any value.
+#: Parameter -> the kinds of values that it takes. A `leased` value may be of any kind; other parameters take any value.
 _TAKES = {
     "weights": {"weights"}, "inputs": {"activation", "checkpoint", "stashed"}, "gradient": {"gradient"},
     "accumulators": {"accumulators"},
@@ -22,12 +22,13 @@ _SEVERAL = (tuple, list)
 _TYPES: dict[str, type | tuple[type, ...]] = {
     "text": str, "number": int, "flag": bool, "value": fx.Node, "value or values": (fx.Node, *_SEVERAL),
     "values": _SEVERAL, "texts": _SEVERAL}
-_OF_ONE_TILE = frozenset({"reduced", "slab", "staging", "resident", "state"})  # what is passed on stays the same tile's
+#: A value that is passed as one of these, and the node that takes it, are of one tile.
+_OF_ONE_TILE = frozenset({"reduced", "slab", "staging", "resident", "state"})
 
 
 def well_formed(program: Program) -> Iterator[Fault]:
-    """Each node is a word of the language with the arguments and the kinds of values that it takes; names are declared;
-    nothing is used before it is defined or after its release, and nothing is released twice."""
+    """Each node is an op of the language, with arguments and values of the kinds that the op takes. Names are declared. Nothing
+    is used before it is defined or after its release, and nothing is released twice."""
     yield from _declarations(program)
     calls = {call.name: call for call in program.calls}
     known: dict[str, Collection[Any]] = {"tile": program.tiles, "lane": tuple(Lane), "access": tuple(Access),
@@ -57,7 +58,7 @@ def _declarations(program: Program) -> Iterator[Fault]:
 
 
 def _words(section: str, node: fx.Node) -> Iterator[Fault]:
-    """The shape of a node, before anything may be asked about its meaning (hence no excerpt)."""
+    """Checks the form of a node. Before that, nothing about its meaning can be asked; hence no excerpt."""
     where = f"section {section}, node {node.name}"
     if node.op != "call_function" or not isinstance(node.target, Op):
         yield Fault(f"{where}: {node.op} of {node.target} is not an op of a schedule", "use the ops of `program.OPS`")

@@ -1,1 +1,1 @@
-"""Passes over programs: one a file, each `run(program, plan) -> program`, pure."""
+"""Passes over programs: one in each file, each `run(program, plan) -> program`, pure."""

@@ -1,16 +1,16 @@
-"""Adds the backward: blocks in reverse, and in each block every micro-batch by itself.
+"""Adds the backward: blocks in reverse order, and in each block one micro-batch after the other.
 
     x_0 = leased("layers.3", mb=0)                                    # the block's checkpoint
     r0_0 = forward_saving("decoder", "layers.4", mb=0, ...)           # all layers of the block but the last
     g6_0 = recompute_backward("decoder", "layers.5", mb=0, ...)       # the last: its forward and backward in one graph
     g5_0 = backward("decoder", "layers.4", mb=0, saved=r0_0, ...)
 
-Two forwards and one backward of each layer in all, never three forwards, and the last layer of a block drops what its
-backward does not need. With K = 1 every layer is a last one. The backward ends at the first call that trains anything. The
-epilogue's gradients are made with the loss, in the forward, for a unit loss (the paper's loss anchoring); the backward begins
-by scaling them with what the caller sends.
+Each layer runs two forwards and one backward in all, never three forwards, and the last layer of a block drops what its
+backward does not need. With K = 1 every layer is the last of its block. The backward ends at the first call that trains
+anything. The forward computes the epilogue's gradients with the loss, for a unit loss (the paper's loss anchoring); the
+backward begins by scaling them with the gradient of the caller's loss.
 
-Where the caller gets the epilogue's outputs, the epilogue is a block of its own, whose gradient comes from the caller:
+If the caller gets the epilogue's outputs, the epilogue is a block by itself, whose gradient comes from the caller:
 
     t_0 = output_gradient("epilogue", mb=0)
     g7_0 = recompute_backward("head", "epilogue", mb=0, inputs=(h6_0, s_0), gradient=t_0)
@@ -76,12 +76,12 @@ def _anchor_loss(program: Program, section: fx.Graph) -> fx.Graph:
 
 
 def _leased_backward(program: Program, plan: Plan, forward: fx.Graph) -> fx.Graph:
-    """The section `backward`: what it needs was kept by `forward`, and is scaled by what the caller's loss sends."""
+    """The section `backward`. It takes what `forward` kept, and scales gradients with the gradient of the caller's loss."""
     graph = fx.Graph()
     build = Builder(graph, name)
     kept = {Kept.of(value): value for lease in find(forward, "lease") for value in operands(lease, "value")}
     leases: dict[Kept, fx.Node] = {}
-    for stash in find(forward, "stash"):  # above everything: what fetches them may be moved up
+    for stash in find(forward, "stash"):  # at the top, so that `prefetch` can fetch them early
         leases[Kept.of(stash)] = build.add("stashed", stash.name, call=argument(stash, "call"), mb=argument(stash, "mb"))
 
     def leased(what: Kept) -> fx.Node:
@@ -101,9 +101,9 @@ def _leased_backward(program: Program, plan: Plan, forward: fx.Graph) -> fx.Grap
 
 
 def _whole_step(program: Program, plan: Plan, forward: fx.Graph) -> fx.Graph:
-    """The section `train_step`: forward and backward of one wave of micro-batches after the other. Accumulators live
-    until the last wave has added to them, those of tiles whose sums are on the host for a wave; nothing is leased, and the
-    loss is differentiated as it is."""
+    """The section `train_step`: forward and backward of one wave of micro-batches, then of the next. Accumulators live until
+    the last wave has added to them; accumulators of tiles whose sums are on the host live for one wave. Nothing is leased, and
+    the loss is not scaled."""
     graph = fx.Graph()
     build = Builder(graph, name)
     image: dict[fx.Node, fx.Node] = {}
@@ -131,9 +131,10 @@ def _whole_step(program: Program, plan: Plan, forward: fx.Graph) -> fx.Graph:
 
 
 class _Backward:
-    """Writes the backward of some micro-batches. State: the gradient of each micro-batch, and the accumulators that exist.
+    """Writes the backward of some micro-batches. State: the current gradient of each micro-batch, and the accumulators made so
+    far.
 
-    `kept` gives what the forward keeps, which is all that is in `ever`."""
+    `kept(what)` is the node of a value that the forward keeps; `ever` holds all such values."""
 
     def __init__(self, program: Program, plan: Plan, build: Builder, kept: Callable[[Kept], fx.Node],
                  ever: Collection[Kept]) -> None:
@@ -144,13 +145,13 @@ class _Backward:
         self.gradients: dict[int, fx.Node] = {}
 
     def begin(self, micro_batches: list[int]) -> list[fx.Node]:
-        """The gradients that the loss left: of its input, and in its accumulators."""
+        """The gradients that the loss made: of its input, and in its accumulators."""
         epilogue = self.program.calls[-1]
         self.gradients = {mb: self.kept(Kept(epilogue.name, mb)) for mb in micro_batches}
         return [*self.gradients.values(), *self.accumulators_of(epilogue)]
 
     def receive(self, micro_batches: list[int]) -> None:
-        """The gradients that the caller sends, and the epilogue's backward."""
+        """Adds the gradients that the caller sends, and the epilogue's backward."""
         epilogue = self.chain[-1]
         for mb in micro_batches:
             self.gradients[mb] = self.build.add("output_gradient", f"t_{mb}", call=epilogue, mb=mb)

@@ -1,20 +1,20 @@
-"""Sends gradients home, each tile as soon as its last micro-batch has added to it.
+"""Copies gradients to the host, each tile's as soon as the last micro-batch has added to it.
 
     g5 = reduce("layers.5", a5)                            # FP32 accumulators -> link precision, and norms
     d5 = offload("layers.5", g5)                           # straight into the pinned tile
-    accumulate("layers.5", d5, overwrite=False)            # or through a slab: where tiles are not pinned, and in
-                                                           # `backward_accumulate`, which adds to gradients that exist
+    accumulate("layers.5", d5, overwrite=False)            # or through a slab: if tiles are not pinned, and in
+                                                           # `backward_accumulate`, which adds to existing gradients
 
 A tile whose optimizer state lives on the device keeps its gradients there as well. In a whole step, which has no `.grad`,
-only their norms go home, for the clip; and where the host adds gradients up, the sums come back:
+only their norms are copied to the host, for the clip. Where the host adds gradients up, the sums are copied back:
 
     g0 = fetch_gradients("layers.0")
 
-Where waves are added up on the host, each wave's gradients go home, and the cpu lane adds them to the tile's FP32 sum:
+Where waves are added up on the host, each wave's gradients are copied there, and the cpu lane adds them to the tile's FP32 sum:
 
     offload("layers.5", d5)
     add_to_sum("layers.5", overwrite=False)                # overwrite=True in the first wave
-    norms_of_sum("layers.5")                               # behind the last, for the clip
+    norms_of_sum("layers.5")                               # after the last wave, for the clip
 """
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _insert(program: Program, plan: Plan, section: str, slabs: bool, overwrite: 
         reduced = build.after(last[value], "reduce", f"d{number}", tile=tile, accumulators=value)
         stays = tile in plan.resident_state
         if stays and plan.update == "arrival":
-            continue  # consumed where they are
+            continue  # the update on the device consumes them
         if stays and section == "train_step":
             build.after(reduced, "offload_norms", tile=tile, reduced=reduced)
             continue

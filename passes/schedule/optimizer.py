@@ -1,32 +1,32 @@
-"""Adds the update: one clip, then every trainable tile in the order in which the next forward needs it.
+"""Adds the update: one clip, then every trainable tile, in the order in which the next forward needs them.
 
     c = clip(tiles=("prologue", "layers.0", ...))
     adam("prologue", c)
     adam("layers.0", c)
     w = prefetch("layers.0", into="R0")                    # a resident tile is refreshed at once
 
-A tile whose optimizer state lives on the device is updated there; its weights go home behind all updates, since the host's
-are what everybody reads:
+A tile whose optimizer state lives on the device is updated there. Its weights are copied to the host after all updates, since
+the host's weights are authoritative:
 
     w1, m1, g1 = resident("layers.0"), resident_state("layers.0"), resident_gradients("layers.0")
     adam_resident("layers.0", resident=w1, state=m1, reduced=g1, clip=c)
     offload_weights("layers.0", w1)
 
-A tile whose state visits the device is updated there as well, in the lane whose copies bring it:
+A tile whose state visits the device is updated there as well, in the lane of the copies:
 
     v5 = adam_visiting("layers.5", c, into="V0")
 
-Where the plan defers moments, all weights come first, then the moments that they were made with, in the order in which the
-next backward will bring gradients:
+If the plan defers moments, the weights of all tiles are updated first, then their moments, in the order in which the next
+backward brings gradients:
 
     adam_weights("prologue", c)
     adam_weights("layers.0", c)
     adam_moments("layers.0", c)
     adam_moments("prologue", c)
 
-Where the plan updates on arrival, the update stands behind each tile's `offload` (or `reduce`) in the backward instead, and
-nothing is clipped. Sections that run outside of steps: `load` fills what lives on the device, `store` brings its state home;
-`refresh` sends gradients that were changed on the host; `rescue` saves the weights that a failed update has left on the device.
+If the plan updates on arrival, the update follows each tile's `offload` (or `reduce`) in the backward instead, and nothing is
+clipped. Sections that run outside of steps: `load` copies resident tiles to the device, `store` copies their state to the host,
+`refresh` copies gradients that were changed on the host to the device, `rescue` saves weights that a failed update left there.
 """
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def _update(program: Program, plan: Plan, tiles: list[str]) -> fx.Graph:
 
 
 def _op(plan: Plan, tile: str) -> str:
-    """What updates a tile that is at home."""
+    """The op that updates a tile whose state is in host memory."""
     if tile in plan.visiting_state:
         return "adam_visiting"
     if tile in plan.host_sums:
@@ -111,7 +111,7 @@ def _there(build: Builder, program: Program, tile: str) -> tuple[fx.Node, fx.Nod
 
 
 def _on_arrival(program: Program, plan: Plan, graph: fx.Graph) -> fx.Graph:
-    """Each tile is updated once its gradients are home, in the order in which they arrive or in the plan's own."""
+    """Updates each tile once its gradients are in host memory, in the order of arrival or in the plan's order."""
     build = Builder(graph, name)
     for node in list(find(graph, "reduce")):
         if argument(node, "tile") in plan.resident_state:
@@ -120,7 +120,7 @@ def _on_arrival(program: Program, plan: Plan, graph: fx.Graph) -> fx.Graph:
                 _update_there(build, program, argument(node, "tile"), node, None)
     homes = {argument(node, "tile"): node for node in find(graph, "offload", "accumulate", "add_to_sum")}  # the last of each
     position = {node: number for number, node in enumerate(graph.nodes)}
-    anchor, latest = -1, None  # the offload behind which the last update stands, and the last node there
+    anchor, latest = -1, None  # the offload that the last update follows, and the last node after it
     for tile in sorted(homes, key=plan.update_order.index if plan.update_order else lambda tile: position[homes[tile]]):
         if latest is None or position[homes[tile]] > anchor:
             latest = homes[tile]
@@ -136,7 +136,7 @@ def _on_arrival(program: Program, plan: Plan, graph: fx.Graph) -> fx.Graph:
 
 
 def _load(program: Program, plan: Plan, tiles: list[str]) -> fx.Graph:
-    """Fills the resident slots: before the first step, and after weights were changed from outside."""
+    """Fills the resident slots: before the first step, and after weights were changed outside of steps."""
     graph = fx.Graph()
     build = Builder(graph, name)
     for tile in tiles:

@@ -1,4 +1,4 @@
-"""Cuts the stack in blocks of K layers: the input of each block is an activation checkpoint, kept until the backward.
+"""Cuts the stack into blocks of K layers: the input of each block is an activation checkpoint, kept until the backward.
 
     h4_0 = forward("decoder", "layers.3", mb=0)
     lease(h4_0)                                            # layers.4 begins a block
@@ -7,9 +7,9 @@
     lease(h9_0)
 
 The prologue's outputs are kept too: every layer shares them, and the first block begins with them. Layers below the first call
-that trains anything have no backward: they belong to no block, and nothing of theirs is kept. Where the caller gets the
-epilogue's outputs, the last layer's are kept, with which the epilogue's own backward begins. A checkpoint that the plan has in
-host memory is on its way there as soon as it is made:
+that trains anything have no backward: they belong to no block, and nothing of them is kept. If the caller gets the epilogue's
+outputs, the last layer's outputs are kept for the epilogue's own backward. A checkpoint that the plan keeps in host memory is
+copied there as soon as it is made:
 
     x4_0 = stash("layers.3", mb=0, value=h4_0)
 """

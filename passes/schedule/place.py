@@ -1,14 +1,14 @@
-"""Names slots, ends lives, and states how large each slot must be.
+"""Assigns slots to values, releases values, and sizes the slots.
 
     w0 = prefetch("layers.0", into="W0")
     h1_0 = forward("decoder", "layers.0", mb=0, weights=(w0,))
     release(w0)                                            # from here on W0 is free
     w2 = prefetch("layers.2", into="W0")
 
-A value lives from its node to its last use. Slots are given out in turn, the one that has been free for longest first:
-two values that follow each other then sit in different slots, which is what lets a copy run beside a kernel. Boundary
-tiles (the largest) have slots of their own, so that a slot of a layer is no larger than a layer; and so has each rank of the
-tiles of a layer (`Wb0` for the second largest), so that a slot is no larger than what takes turns there.
+A value lives from its node to its last use. The slot that has been free for longest is used first: two consecutive values are
+then in different slots, so that a copy can run beside a kernel. Boundary tiles (the largest) have their own slots, so that a
+layer's slot is no larger than a layer. Each rank of a layer's tiles has its own slots too (`Wb0` for the second largest), so
+that no slot is larger than the tiles that take turns there.
 """
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ def run(program: Program, plan: Plan) -> Program:
 
 
 def _release(graph: fx.Graph, plan: Plan) -> None:
-    """After its last use every value is released, but what later sections read, events, and values that are no memory.
+    """Releases every value after its last use, except values that later sections read, events, and values without memory.
 
-    A slab that was written for the host's gradients is no slot and needs no end; what stays on the device has none."""
+    Gradients that are offloaded straight into the tile have no slot and need no release; what stays on the device has none."""
     build = Builder(graph, name)
     last: dict[fx.Node, fx.Node] = {}
     for node in nodes(graph):
@@ -69,7 +69,7 @@ def _release(graph: fx.Graph, plan: Plan) -> None:
 
 
 def _stays(value: fx.Node, plan: Plan) -> bool:
-    """Whether a value outlives its section, in a slot of its own. Gradients that are updated with on arrival do not."""
+    """Whether a value outlives its section, in its own slot. Gradients that an update on arrival consumes do not."""
     tile = argument(value, "tile")
     match op_of(value).result:
         case "weights":
@@ -82,9 +82,9 @@ def _stays(value: fx.Node, plan: Plan) -> bool:
 
 
 class _Places:
-    """Hands out slots in one section. State: of slots that take turns (named by the first of them), how many were made and
-    which are free, in the order in which they became free; where each value is; and `stashes`, where the section before it
-    left checkpoints, by call and micro-batch."""
+    """Assigns slots in one section. State: for each group of slots that take turns (named by its first slot), how many are made
+    and which are free, in the order in which they became free; the slot of each value; and `stashes`, the slots in which an
+    earlier section left checkpoints, by call and micro-batch."""
 
     def __init__(self, program: Program, plan: Plan, sizes: dict[SlotName, int],
                  stashes: dict[tuple[str, int], SlotName]) -> None:
@@ -105,7 +105,7 @@ class _Places:
                 if (slot := self.slot_of.get(value)) is not None:
                     self.free[replace(slot, number=0)].append(slot)
             elif op.name == "offload" and not node.users:
-                continue  # straight into the tile
+                continue  # goes straight into the tile
             elif "into" in op.parameters:
                 self._put(node, self._choose(node))
 
@@ -116,7 +116,7 @@ class _Places:
                 family = {"weights": "RW", "state": "RS"}.get(kind or "", "RG")
                 return SlotName(family, number=self.plan.resident_state.index(tile))
             return SlotName("R", number=[t for t in self.plan.resident if t not in self.plan.resident_state].index(tile))
-        if kind == "visiting":  # one after the other, boundary tiles too: a chunk is no larger for them
+        if kind == "visiting":  # tiles visit one after the other, boundary tiles too: their chunks are no larger
             return self._take(SlotName("V"), 1)
         if op_of(node).name == "stashed":
             return self.stashes[argument(node, "call"), argument(node, "mb")]
@@ -134,8 +134,8 @@ class _Places:
         return self.free[first].pop(0)
 
     def _take_ranked(self, node: fx.Node) -> SlotName:
-        """The tiles of one boundary call are there together: the largest of each call take turns in WB0, the next largest
-        in WB1. `prefetch` holds those of one call at a time, so that the slot is free."""
+        """The tiles of one boundary call are on the device together: the largest of each call take turns in WB0, the next
+        largest in WB1. `prefetch` holds the tiles of one call at a time, so the slot is free."""
         call = next(argument(user, "call") for user in node.users if argument(user, "call"))
         tiles = [t for t in self.program.call(call).tiles if t in self.boundary and t not in self.plan.resident]
         tiles.sort(key=lambda t: -self.program.tiles[t].weight_bytes)

@@ -1,22 +1,22 @@
-"""Inserts arrivals, in the order of first use and as early as slots allow: of weights, but for resident tiles, and of
-checkpoints that wait in host memory.
+"""Inserts copies to the device, in the order of first use and as early as slots allow: weights of tiles that are not resident,
+and checkpoints in host memory.
 
     w0 = prefetch("layers.0")                              # slots are free: before anything else
     w1 = prefetch("layers.1")
     h1_0 = forward("decoder", "layers.0", mb=0, weights=(w0,))
-    w2 = prefetch("layers.2")                              # layers.0 has had its last use: its slot is free
+    w2 = prefetch("layers.2")                              # the last use of layers.0 is over: its slot is free
     h2_0 = forward("decoder", "layers.1", mb=0, weights=(w1,))
 
-A *stay* is one arrival of a tile and all its uses: those of one call in a forward, of one block in a backward, whose
-micro-batches all use the block's weights while they are there. Layers share `plan.weight_slots` slots; where a layer has
-several tiles, those of each rank in size have as many. The boundary tiles (prologue, epilogue, tied weights: the largest) are
-held for one call at a time. A tile that several layers' calls read stays while no other of its rank is needed between them.
+A *stay* is one arrival of a tile with all its uses: those of one call in a forward, those of one block in a backward, whose
+micro-batches all use the block's weights while they are on the device. Layers share `plan.weight_slots` slots; if layers have
+several tiles, each rank in size has that many. The boundary tiles (prologue, epilogue, tied weights: the largest) are held for
+one call at a time. A tile that several layers' calls read stays as long as no other tile of its rank is needed in between.
 
     c4_1 = fetch("layers.3", mb=1, stashed=x4_1)           # while micro-batch 0 is computed
     g5_0 = recompute_backward("decoder", "layers.4", mb=0, inputs=(c4_0, s_0), ...)
 
-Checkpoints take turns in `plan.checkpoint_slots` slots, one micro-batch's block each, from the loss on that their backward
-begins with.
+Checkpoints take turns in `plan.checkpoint_slots` slots, each for one block of one micro-batch. None is fetched before the loss
+that its backward begins with.
 """
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ class _Stay:
 
 @dataclass
 class _Return:
-    """A checkpoint that comes back from the host, and all its uses. `after`: the loss that its backward begins with; None in
-    a section of its own."""
+    """A checkpoint that is fetched from the host, and all its uses. `after`: the loss that its backward begins with; None if
+    the backward is a separate section."""
 
     stashed: fx.Node
     after: fx.Node | None
@@ -60,7 +60,7 @@ def run(program: Program, plan: Plan) -> Program:
 
 
 def layer_ranks(program: Program) -> dict[str, int]:
-    """The rank of each tile of a layer, which says in which slots it takes turns."""
+    """The rank of each tile of a layer, which decides the slots in which it takes turns."""
     return slot_ranks([call.tiles for call in program.calls if call.role == "layer"], boundary_tiles(program.calls),
                       lambda tile: program.tiles[tile].weight_bytes)
 
@@ -74,7 +74,8 @@ def _stays(program: Program, plan: Plan, graph: fx.Graph) -> list[_Stay]:
         call = program.call(argument(node, "call")) if argument(node, "template") else None
         if call is None or op_of(node).name in call.weightless:
             continue
-        # In a backward a whole block is there at once; its recomputing forwards are of layers that keep no residuals.
+        # In a backward the weights of a whole block are on the device together. A `forward_saving` of a layer in a block
+        # recomputes; other layers' are in the forward and keep residuals.
         in_backward = op_of(node).name in ("backward", "recompute_backward") or (
             op_of(node).name == "forward_saving" and call.name in block_of)
         label = in_backward, block_of.get(call.name, call.name) if in_backward else call.name
@@ -85,8 +86,7 @@ def _stays(program: Program, plan: Plan, graph: fx.Graph) -> list[_Stay]:
 
 
 def _without_interruption(program: Program, stays: list[_Stay]) -> list[_Stay]:
-    """A stay that follows one of the same tile, which several layers' calls read, is the same one: what is there already need
-    not arrive again."""
+    """Joins consecutive stays of one tile that several layers' calls read: it is on the device and need not arrive again."""
     read = Counter(tile for call in program.calls if call.role == "layer" for tile in call.tiles)
     ranks = layer_ranks(program)
     latest: dict[int, _Stay] = {}
@@ -114,7 +114,7 @@ def _returns(graph: fx.Graph) -> list[_Return]:
 
 
 def _fetch(program: Program, plan: Plan, graph: fx.Graph) -> None:
-    """Brings checkpoints back."""
+    """Inserts a `fetch` for each checkpoint in host memory."""
     build = Builder(graph, name)
     pending, present = deque(_returns(graph)), list[_Return]()
     passed: set[fx.Node] = set()
@@ -152,7 +152,7 @@ def _insert(program: Program, plan: Plan, graph: fx.Graph) -> fx.Graph:
         return sum(ranks.get(other.tile) == ranks[stay.tile] for other in present) < plan.weight_slots
 
     def issue(place_next: fx.Node) -> None:
-        """Everything that fits now, in order of first use, right before `place_next`."""
+        """Inserts every arrival that fits now, in order of first use, right before `place_next`."""
         while pending and fits(pending[0]):
             stay = pending.popleft()
             number = program.number(stay.tile)
@@ -175,7 +175,7 @@ def _insert(program: Program, plan: Plan, graph: fx.Graph) -> fx.Graph:
             if node is stay.uses[-1] and stay in present:
                 present.remove(stay)
         if here:
-            # In the order of the call's tiles, which is how a template finds its weights.
+            # In the order of the call's tiles, in which a template expects its weights.
             tiles = program.call(argument(node, "call")).tiles
             weights = {s.tile: s.weights for s in here}
             node.kwargs = {**node.kwargs, "weights": tuple(weights[t] for t in tiles)}

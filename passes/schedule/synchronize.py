@@ -8,10 +8,10 @@
     wait("h2d", e3)                                        # write after read: Buffer-Free
     w4 = prefetch("layers.4", into="W0")
 
-Nothing is placed by hand: for each node, every earlier access that conflicts and is not yet known to be done in the node's
-lane gets a wait, the latest first, since one wait often covers others. What ran before the section is unknown, so a first
-access to a place waits for the `enter` events of every lane that might have used it; each section hands its last accesses
-on with `leave`.
+Events are derived from accesses alone. For each node, each earlier access that conflicts and is not yet known to be done in
+the node's lane gets a wait, the latest access first, since one wait often covers others. What ran before the section is
+unknown, so the first access to a place waits for the `enter` events of every lane that might have used it. Each section hands
+on its last accesses with `leave`.
 """
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ Clock = dict[Lane, int]
 
 @dataclass
 class _History:
-    """What a section has done to one place: the last write, and per lane the last access since the section began."""
+    """A section's accesses to one place: the last write, the reads since then, and the last access of each lane."""
 
     writer: fx.Node | None = None
     readers: dict[Lane, fx.Node] = field(default_factory=dict)  # since the last write
-    last: dict[Lane, tuple[fx.Node, Access]] = field(default_factory=dict)  # of the section: what `leave` hands on
+    last: dict[Lane, tuple[fx.Node, Access]] = field(default_factory=dict)  # in the section: `leave` hands these on
 
 
 def run(program: Program, plan: Plan) -> Program:
@@ -55,13 +55,13 @@ def run(program: Program, plan: Plan) -> Program:
 
 
 class _Synchronizer:
-    """Decides on waits in one walk over a section, then writes the section anew with them."""
+    """Chooses the waits in one walk over a section, then rebuilds the section with them."""
 
     def __init__(self, section: fx.Graph) -> None:
         self.section = section
         self.position = {node: i for i, node in enumerate(nodes(section))}
         self.clock: dict[Lane, Clock] = {lane: dict.fromkeys(Lane, -1) for lane in Lane}
-        self.past = dict.fromkeys(Lane, 0)  # which accesses before the section each lane knows to be over, as bits
+        self.past = dict.fromkeys(Lane, 0)  # as bits: accesses before the section that each lane knows to be done
         self.bits: dict[tuple[str, Access, Lane], int] = {}
         self.done: dict[fx.Node, Clock] = {}  # what is known once a node is done
         self.past_done: dict[fx.Node, int] = {}
@@ -76,8 +76,8 @@ class _Synchronizer:
                        for node, access in history.last.values() if not self._known_to_all(node, access, place, kind)]
 
     def _known_to_all(self, node: fx.Node, access: Access, place: str, kind: str) -> bool:
-        """Whether no event need report an access: none does, and every other lane that may conflict with it is behind it, or
-        will have to wait for a later access to the place anyway."""
+        """Whether an access needs no `leave`: nothing waits for it, and every other lane that may conflict with it is ordered
+        after it, or must wait for a later access to the place anyway."""
         own, at = lane_of(node), self.position[node]
         assert own is not None
         later = [done for lane, (other, done) in self.places[place].last.items() if lane != own and self.done[other][own] >= at]
@@ -110,14 +110,14 @@ class _Synchronizer:
             self._remember(node, lane, place, access)
 
     def _enter(self, node: fx.Node, lane: Lane, place: str, access: Access) -> None:
-        """Order a first access after what ran before the section. A write that the section ordered covers the rest, and so
-        does any wait for the other lane's present: a lane's whole past comes before it. What another lane has waited for is
-        over when that lane has come so far."""
+        """Orders the first access to a place after what ran before the section. No `enter` is needed if the section has already
+        written the place, or if the node's lane has waited for an event that the other lane recorded in this section: the other
+        lane's whole past comes before that event. What that lane had waited for is done then too."""
         kind, history = place_kind(place), self.places[place]
         if kind is None or history.writer is not None:
             return
-        # A reader waits for writers; a writer for every lane that may have touched the place, whatever it did there.
-        # (`enter` of a read is the event of the lane's last access of any sort.)
+        # A reader waits for writers; a writer waits for every lane that may have accessed the place.
+        # (`enter` of a read is the event of the lane's last access of any kind.)
         others, past = lanes_that(Access.WRITE, kind), Access.WRITE
         if access == Access.WRITE:
             others, past = others | lanes_that(Access.READ, kind), Access.READ
@@ -154,8 +154,8 @@ class _Synchronizer:
         history.last[lane] = (node, Access.WRITE if Access.WRITE in (past, access) else Access.READ)
 
     def graph(self) -> fx.Graph:
-        """The section with its events: enters first, each wait right before the node that needs it, each record right
-        after the node that it reports, leaves last."""
+        """The section with its events: `enter` first, each `wait` right before the node that needs it, each `record` right
+        after the node that it reports, `leave` last."""
         new = fx.Graph()
         build = Builder(new, name)
         entered = {what: build.add("enter", "e", place=what[0], access=str(what[1]), lane=str(what[2]))

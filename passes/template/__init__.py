@@ -2,13 +2,13 @@
 
 `level` says what a pass sees:
 
-    "model"    a section as Dynamo left it, before differentiation: calls of torch functions, `meta["example_value"]`
+    "model"    a section as traced by Dynamo, before differentiation: calls of torch functions, `meta["example_value"]`
     "variant"  a variant cut from the joint graph: aten and megacompile ops, `meta["val"]`, and in the module's `meta`:
-               "gradients", ((input, (result,)), ...), how gradients leave, which a pass may rewrite,
+               "gradients", ((input, (result,)), ...), the results that hold gradients, which a pass may rewrite,
                "parameters", the indices of the inputs that are parameters,
-               "symbols", the shapes' symbols -> B and T, and "chunk", positions of a chunk of tokens, 0 for none
+               "symbols", the shapes' symbols -> B and T, and "chunk", positions in a chunk of tokens, 0 for none
 
-Passes name the megacompile ops through `torch.ops.megacompile`; whoever made the graph has registered them.
+Passes name the megacompile ops through `torch.ops.megacompile`; the frontend, which made the graph, has registered them.
 """
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torch import fx
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """Where a template will run, and in which dtype: what lowering may depend on.
+    """The device and dtype with which a template will run; passes may depend on them.
 
     Attributes:
         fused_attention: the kernel on CUDA for causal attention without extras, "flash" or "cudnn"."""
@@ -31,7 +31,7 @@ class Target:
 
 
 def copy_graph(module: fx.GraphModule) -> fx.GraphModule:
-    """A copy of `module` to rewrite: nodes and their `meta` are new, attributes are shared."""
+    """A copy of `module` to rewrite. Nodes and their `meta` are copied, attributes are shared."""
     graph = fx.Graph()
     graph.output(graph.graph_copy(module.graph, {}))
     copy = fx.GraphModule(module, graph)

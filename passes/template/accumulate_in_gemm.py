@@ -1,11 +1,12 @@
-"""accumulate_in_gemm: weight gradients leave as the operands of their GEMM.
+"""accumulate_in_gemm: weight gradients are returned as the operands of their GEMM.
 
-Before: a matrix parameter's gradient is `mm(a, b)`, perhaps transposed or viewed. After: `a` and `b` (transposed where
-the gradient was) are results instead, and `meta["gradients"]` names both: the runtime computes `addmm` into its float32
-accumulator, one rounding and one pass over memory less. The gradient of all experts' matrices, a grouped product, leaves
-as the tokens' rows, those of what they are multiplied by, and where each expert's rows end: these are small beside the
-gradient, of which the runtime then holds one at a time. Also, a gradient whose last step rounds from float32 leaves
-unrounded, to be rounded once, after accumulation. Other gradients (biases, norms, embeddings) stay as they are.
+Before: a matrix parameter's gradient is `mm(a, b)`, perhaps transposed or viewed. After: `a` and `b` (transposed if the
+gradient was) are results instead, and `meta["gradients"]` names both. The runtime computes `addmm` into its float32
+accumulator, which saves one rounding and one pass over memory. The gradient of all experts' matrices, a grouped product, is
+returned as three results: the tokens' rows, the rows that they are multiplied by, and where each expert's rows end. These are
+small compared with the gradient, and the runtime then holds one gradient at a time. If the last step of a gradient rounds it
+from float32, the unrounded value is returned, so that it is rounded once, after accumulation. Other gradients (biases, norms,
+embeddings) are unchanged.
 """
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ _VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 
 
 def run(graph: fx.GraphModule, target: Target) -> fx.GraphModule:
-    """`graph` with operands in place of GEMM results, for every parameter where the pattern holds."""
+    """`graph` with operands in place of GEMM results, for every parameter that matches the pattern."""
     result = copy_graph(graph)
     output = result.graph.output_node()
     results: list[fx.Node] = list(output.args[0])  # type: ignore[arg-type]
@@ -40,7 +41,7 @@ def run(graph: fx.GraphModule, target: Target) -> fx.GraphModule:
         kept.extend(leaving)
     output.args = (tuple(kept),)
     result.meta["gradients"] = tuple(described)
-    # A graph cut from a joint graph is functional and draws no random numbers: what nobody reads has no effect.
+    # A graph cut from a joint graph is functional and draws no random numbers: unread nodes have no effect.
     result.graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output"))
     result.recompile()
     return result
@@ -73,7 +74,7 @@ def _leaving(graph: fx.Graph, gradient: fx.Node, parameters: set[fx.Node]) -> tu
 
 
 def _is_grouped_over_rows(node: fx.Node) -> bool:
-    """Whether `node` is the product of [K, rows] and [rows, N], a matrix for each group of rows, and nothing more."""
+    """Whether `node` is exactly the grouped product of [K, rows] and [rows, N]: one matrix for each group of rows."""
     if node.target is not aten._grouped_mm.default or len(node.args) != 3 or node.kwargs:
         return False
     return all(_val(operand).dim() == 2 for operand in node.args[:2])  # type: ignore[arg-type]

@@ -1,10 +1,9 @@
-"""attention: choose the kernel that serves each attention on the device that will run.
+"""attention: chooses the kernel for each attention, for the target device.
 
 Before: `megacompile.attention(q, k, v, scale, window, softcap, "neutral")`, and a model's own causal
-`scaled_dot_product_attention`. After: both are `megacompile.attention` with the kernel's name as argument. An
-attention that matches neither (a mask, dropout, not causal) is left as it is. With segments as a further argument rows hold
-padding, or have a mask of every pair of tokens ("neutral"), or hold several sequences, each position in one of them ("packed").
-Sinks, the last argument, are added to any kernel's results.
+`scaled_dot_product_attention`. After: both are `megacompile.attention` with the kernel's name as argument. Any other attention
+(with a mask or dropout, or not causal) is unchanged. With segments as an additional argument, rows hold padding or have a mask
+of every pair of tokens ("neutral"), or hold several sequences ("packed"). Sinks, the last argument, work with any kernel.
 
     flash_cpu     on the CPU, without a window or capped scores
     ..._packed    on the CPU: the kernel without segments, each sequence of a row by itself
@@ -62,7 +61,7 @@ def _kernel(query: Tensor, target: Target, window: int, softcap: float, segmente
 
 
 def _adopt(graph: fx.Graph, node: fx.Node) -> None:
-    """Replace a causal, unmasked, dropout-free `scaled_dot_product_attention` over [B, H, T, D] by our op."""
+    """Replaces a causal, unmasked, dropout-free `scaled_dot_product_attention` over [B, H, T, D] by our op."""
     given: dict[str, Any] = dict(zip(_SDPA_ARGUMENTS, node.args, strict=False)) | dict(node.kwargs)
     query, key, value = given["query"], given["key"], given["value"]
     shapes = [tuple(_example(x).shape) for x in (query, key, value)]

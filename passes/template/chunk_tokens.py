@@ -1,12 +1,12 @@
-"""chunk_tokens: what treats each token alone is computed a chunk of tokens at a time, for sequences so long that a layer's
-widest values do not fit.
+"""chunk_tokens: tokenwise ops run on a chunk of tokens at a time, for sequences so long that a layer's widest values do not
+fit.
 
-Before: any variant. After, where the module's `meta["chunk"]` is not 0: its tokenwise ops and its sums over tokens
-(`tokenwise`) are in as few `TokenLoop`s as what must see all tokens allows. Of a decoder layer's `recompute_backward`, that
-is a loop up to attention, one from there to attention's backward, with the MLP's forward and backward in one and the same
-chunk, and one from there on. Between loops lie what attention takes and gives, and what a later loop cannot cheaply compute
-again. Gradients of weights leave as float32 totals. `forward_saving` and `backward` stay whole: residuals are of all tokens.
-A graph with sizes other than of B and T is left as it is.
+Before: any variant. After, if the module's `meta["chunk"]` is not 0: tokenwise ops and sums over tokens (`tokenwise.py`) are in
+as few `TokenLoop`s as the ops that need all tokens allow. A decoder layer's `recompute_backward` has three loops: one up to
+attention, one from there to attention's backward, with the MLP's forward and backward in the same chunk, and one for the rest.
+Loops exchange the inputs and outputs of attention, and values that a later loop cannot cheaply recompute. Gradients of weights
+are returned as float32 totals. `forward_saving` and `backward` are not changed: residuals are of all tokens. A graph with sizes
+other than those of B and T is not changed either.
 """
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def run(graph: fx.GraphModule, target: Target) -> fx.GraphModule:
 
 
 class _Rewrite:
-    """State: the new graph so far, `made`, the new node of each old one, and `exact`, new nodes that are float32 though what
-    they stand for is of a lower precision."""
+    """State: the new graph so far; `made`, the new node of each old one; `exact`, new nodes that are float32 although the old
+    node has a lower precision."""
 
     def __init__(self, module: fx.GraphModule) -> None:
         self.module, self.chunk = module, int(module.meta["chunk"])
@@ -95,7 +95,7 @@ class _Rewrite:
 
     # ---------------------------------------------------------------- nodes outside of loops
     def _copy(self, node: fx.Node) -> None:
-        """A node that is in no loop, as it is."""
+        """Copies a node that is in no loop."""
         if node.op == "output" or is_size(node):
             return
         keeps_exact = node.op == "call_function" and is_view(node) and len(node.all_input_nodes) == 1
@@ -119,7 +119,7 @@ class _Rewrite:
         return found
 
     def _return(self) -> None:
-        """Results; gradients of parameters may be more exact than the parameters."""
+        """Adds the output. Gradients of parameters may have a higher precision than the parameters."""
         results: Any = self.module.graph.output_node().args[0]
         parameters = set(self.module.meta["parameters"])
         exact = {i for index, indices in self.module.meta["gradients"] if index in parameters for i in indices}
@@ -128,7 +128,7 @@ class _Rewrite:
 
     # ---------------------------------------------------------------- loops
     def _holds_values(self, number: int, nodes: list[fx.Node]) -> bool:
-        """Whether a stretch makes anything that is not among its results: else a loop saves nothing."""
+        """Whether a stretch makes values that are not among its results; otherwise a loop saves no memory."""
         results = set(self.stretches.results(number))
         return any(node not in results and not is_view(node) and node.target is not operator.getitem for node in nodes)
 
@@ -157,7 +157,7 @@ class _Rewrite:
 
 
 class _Body:
-    """The graph of a loop. `reads`: the old nodes that it takes; `results`: those that it gives, products as operands."""
+    """The graph of a loop. `reads`: the old nodes that it takes; `results`: those that it returns, products as operands."""
 
     def __init__(self, layout: Layout, nodes: list[fx.Node], results: list[fx.Node]) -> None:
         self.results, inside = results, set(nodes)
@@ -208,7 +208,7 @@ def _is_product(node: fx.Node, layout: Layout) -> bool:
 
 
 def _sum_exactly(node: fx.Node) -> None:
-    """Lets a chunk's sum leave in the dtype in which the total grows."""
+    """Makes a chunk's sum have the dtype of the total."""
     value: Tensor = node.meta["val"]
     if value.dtype != total_dtype(value.dtype):
         node.kwargs = {**node.kwargs, "dtype": total_dtype(value.dtype)}
@@ -220,7 +220,7 @@ def _copied(graph: fx.Graph, node: fx.Node, read: Callable[[fx.Node], Any]) -> f
     copy = graph.node_copy(node, read)
     copy.meta.pop("from_node", None)
     if packet(node) in (aten.view, aten._unsafe_view):
-        # A chunk, and what a loop gives, may lie in memory otherwise than the whole did.
+        # A chunk, and the results of a loop, may have other strides than the whole values.
         copy.target = aten.reshape.default
     return copy
 
@@ -237,8 +237,8 @@ class _Sizes:
         self.written: dict[sympy.Expr, Any] = {layout.batch: batch, layout.length: length}
 
     def of(self, node: fx.Node) -> Any:
-        """The size that `node` is, as a node of this graph, or a number. Raises `_WholeError` where it is more than sums and
-        products of B, T and numbers."""
+        """The size `node` as a node of this graph, or as a number. Raises `_WholeError` unless it consists of sums and products
+        of B, T and numbers."""
         return self.write(self.layout.size(node.meta["val"]))
 
     def write(self, size: sympy.Expr) -> Any:

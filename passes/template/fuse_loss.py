@@ -1,9 +1,9 @@
-"""fuse_loss: head and cross entropy as one op over chunks of tokens, so that all logits never exist at once.
+"""fuse_loss: head and cross entropy become one op over chunks of tokens, so that all logits never exist at once.
 
 Before: `linear(hidden, weight, bias)`, perhaps scaled, capped (cap * tanh(x / cap)), cast to float32, sliced or
 reshaped in its leading dimensions, then `cross_entropy(..., reduction="sum") / loss_denominator`. After: the slices and
 reshapes are applied to `hidden`, and `megacompile.linear_cross_entropy` does the rest, forward and backward in one op.
-A chain with anything else in it, or whose logits are read elsewhere, is left as it is.
+A chain that contains anything else, or whose logits are read elsewhere, is not changed.
 """
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from megacompile.torch_compat.core import builtin_linear
 name = "fuse_loss"
 level = "model"
 
-CHUNK_TOKENS = 2048  # measured: larger chunks gain nothing, and each takes chunk x vocabulary x 4 bytes, twice
+CHUNK_TOKENS = 2048  # larger chunks were not faster, and a chunk takes 2 x chunk x vocabulary x 4 bytes
 
 
 @dataclasses.dataclass
 class _Chain:
-    """What lies between the head and the loss, walked backwards."""
+    """The chain of ops between the head and the loss, found by walking backwards."""
 
     head: fx.Node
     reshapes: list[fx.Node]  # on leading dimensions, in program order
@@ -36,7 +36,7 @@ class _Chain:
 
 
 def run(graph: fx.GraphModule, target: Target) -> fx.GraphModule:
-    """`graph` with its head and loss fused, if it has a chain of the form above."""
+    """`graph` with its head and loss fused, if its chain has the form above."""
     result = copy_graph(graph)
     for node in result.graph.find_nodes(op="call_function", target=F.cross_entropy):
         if _fuse(result.graph, node):
@@ -80,9 +80,9 @@ def _fuse(graph: fx.Graph, entropy: fx.Node) -> bool:
 
 
 def _walk(node: fx.Node, user: fx.Node) -> _Chain | None:
-    """From the loss back to the head, each value read by the next alone."""
+    """The chain from the loss back to the head, if only the next op reads each value; else None."""
     chain = _Chain(node, [])
-    multiplied, capped = 1.0, False  # by how much since the tanh, or since the loss
+    multiplied, capped = 1.0, False  # factor since the tanh, or since the loss
     while list(node.users) == [user]:
         if node.target in (F.linear, builtin_linear):
             chain.head = node
@@ -120,7 +120,7 @@ def _casts_to_float(node: fx.Node) -> bool:
 
 
 def _factor(node: fx.Node) -> float | None:
-    """The number that `node` multiplies by, if that is what it does."""
+    """The number that `node` multiplies by; None for other ops."""
     numbers = [(place, a) for place, a in enumerate(node.args) if isinstance(a, (int, float))]
     if len(node.args) != 2 or len(numbers) != 1:
         return None
@@ -145,7 +145,7 @@ def _keeps_last_dimension(node: fx.Node) -> bool:
         return after.dim() == before.dim() and all(isinstance(i, slice) or i is Ellipsis for i in index) and full
     if _is(node, "view") or _is(node, "reshape"):
         sizes = node.args[1] if isinstance(node.args[1], (tuple, list)) else node.args[1:]
-        # The vocabulary must be written out as the last size: -1 there would mean another number for `hidden`.
+        # The vocabulary must be given as the last size: -1 there would be another number for `hidden`.
         return len(node.args) > 1 and isinstance(sizes[-1], int) and sizes[-1] == before.shape[-1]
     if _is(node, "flatten") or node.target is torch.flatten:
         end: Any = node.kwargs.get("end_dim", node.args[2] if len(node.args) > 2 else -1)
@@ -154,7 +154,7 @@ def _keeps_last_dimension(node: fx.Node) -> bool:
 
 
 def _with_last(sizes: tuple[Any, ...], width: int) -> tuple[Any, ...]:
-    """A reshape's sizes for `hidden`, `width` wide, instead of the logits."""
+    """A reshape's sizes, for `hidden` of this width instead of the logits."""
     if isinstance(sizes[-1], (tuple, list)):
         return (*sizes[:-1], (*sizes[-1][:-1], width))
     return (*sizes[:-1], width)

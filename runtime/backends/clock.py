@@ -1,4 +1,4 @@
-"""When things happen in lanes, on one time scale for all of them. Only a recording asks (`recorder.py`)."""
+"""Time stamps of lanes, on one time scale for all lanes. Used only by recordings (`recorder.py`)."""
 from __future__ import annotations
 
 import time
@@ -9,17 +9,17 @@ from megacompile.ir.program import Lane
 
 
 class Clock(Protocol):
-    """Begins at 0, when it is made, with the device idle."""
+    """Begins at 0 when it is made; the device must be idle then."""
 
     def stamp(self, lane: Lane) -> Any:
-        """The moment at which the lane is done with everything issued to it so far. Called from the lane's thread."""
+        """The time at which the lane finishes everything issued to it so far. Called from the lane's thread."""
 
     def seconds(self, stamp: Any) -> float:
-        """A stamp's time, once the device has passed it."""
+        """A stamp's time in seconds, once the device has passed it."""
 
 
 class HostClock:
-    """Of lanes whose work is done when it is issued."""
+    """For lanes whose work is done when it is issued."""
 
     def __init__(self) -> None:
         self.begin_s = time.perf_counter()
@@ -32,10 +32,10 @@ class HostClock:
 
 
 class CudaClock:
-    """Of lanes that are streams of one device, where a stamp is an event, and of lanes of the host.
+    """For lanes that are streams of one device, whose stamps are events, and for lanes of the host.
 
-    The device measures the time between events of any of its streams, so that one event, which the host waits for, ties
-    its scale to the host's: to within what that wait takes to return, some ten microseconds."""
+    The device measures the time between events of any of its streams. One event, which the host waits for, relates its time
+    scale to the host's, with an error of some ten microseconds, the time in which that wait returns."""
 
     def __init__(self, cupy: Any, streams: Mapping[Lane, Any]) -> None:
         self.cupy, self.streams = cupy, streams
@@ -44,7 +44,7 @@ class CudaClock:
         self.host = HostClock()
 
     def _event(self, lane: Lane) -> Any:
-        event = self.cupy.cuda.Event()  # one that keeps its time and, waited for, spins: that returns sooner
+        event = self.cupy.cuda.Event()  # with timing, and with a spinning wait, which returns sooner
         event.record(self.streams[lane])
         return event
 

@@ -1,7 +1,7 @@
 """CUDA through CuPy: a stream per lane, events, pinned host memory, asynchronous copies.
 
-PyTorch computes on the compute lane's stream through `torch.cuda.ExternalStream`. What never crosses the link stays in
-PyTorch's caching allocator, whose segments must be expandable, or recomputation fragments it.
+PyTorch computes on the compute lane's stream through `torch.cuda.ExternalStream`. Tensors that never cross the link come from
+PyTorch's caching allocator. Its segments must be expandable, or recomputation fragments it.
 """
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ from megacompile.torch_compat.core import clear_cublas_workspaces, foreach_norm,
 
 
 def expandable_segments() -> None:
-    """Before the first CUDA allocation, unless the user has set the allocator up."""
+    """Call before the first CUDA allocation. Does nothing if the user has configured the allocator."""
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ and "PYTORCH_ALLOC_CONF" not in os.environ:
         set_allocator_settings("expandable_segments:True")
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory of a CUDA device that this process could have now: what is free, and what PyTorch's allocator keeps unused."""
+    """Bytes of a CUDA device that this process could have now: free bytes, and those that PyTorch's allocator keeps unused."""
     gc.collect()
     free, _ = torch.cuda.mem_get_info(device)
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
-#: Lanes whose work is queued on the device. The lane cpu has a stream as well, for copies that it waits for.
+#: Lanes whose work is queued on the device. The lane cpu also has a stream, for copies that it waits for.
 _QUEUES = (Lane.COMPUTE, Lane.H2D, Lane.D2H)
-#: Sets of streams that no backend uses, by device. Streams are never destroyed: PyTorch's allocator records an event on
-#: every stream that a tensor was used on when the tensor dies, and aborts the process if the stream is gone by then.
+#: Sets of streams that no backend uses, by device. Streams are never destroyed: when a tensor is freed, PyTorch's allocator
+#: records an event on each stream that used the tensor, and aborts the process if that stream does not exist any more.
 _idle_streams: dict[int, list[dict[Lane, Any]]] = {}
 
 
@@ -51,7 +51,7 @@ def _streams(cupy: Any, index: int) -> dict[Lane, Any]:
 
 
 class CudaBackend:
-    """One CUDA device. Streams belong to lanes; the lanes cpu and pack work on the host."""
+    """One CUDA device. Each lane has a stream, but pack; the lanes cpu and pack work on the host."""
 
     def __init__(self, index: int = 0) -> None:
         if not torch.cuda.is_available():
@@ -77,7 +77,7 @@ class CudaBackend:
             yield
 
     def memory(self, size: int) -> Tensor:
-        """A slot, outside PyTorch's stream bookkeeping: other streams write it, in an order that the program states."""
+        """Memory for a slot, outside PyTorch's stream bookkeeping: other streams write it, in the order of the program."""
         with torch.cuda.device(self.device), torch.cuda.stream(self.compute):
             memory = torch.empty(size, dtype=torch.uint8, device=self.device)
         self.compute.synchronize()  # the allocator may hand out memory whose last use is still queued on this stream
@@ -138,7 +138,7 @@ class CudaBackend:
     def synchronize(self) -> None:
         try:
             torch.cuda.synchronize(self.device)
-        except RuntimeError as error:  # what a kernel did wrong comes out here, and at every call from now on
+        except RuntimeError as error:  # a kernel's error is raised here, and by every call from now on
             raise LaneError(f"{self.device} has failed and works no more in this process: start a new one and load the last "
                             f"checkpoint ({str(error).splitlines()[0]})") from error
 
@@ -155,8 +155,8 @@ class CudaBackend:
         self.compute.wait_stream(torch.cuda.current_stream(self.device))
         for tensor in tensors:
             if tensor.is_cuda:
-                # The caller may free it the moment we return; without this its memory is reused while compute still
-                # reads it (the paper's own code misses one of these: its loss turns NaN).
+                # The caller may free it as soon as we return; without this, its memory is reused while compute still
+                # reads it (the paper's own code misses one of these calls, and its loss becomes NaN).
                 tensor.record_stream(self.compute)
 
     def exit(self, tensors: list[Tensor]) -> None:
@@ -170,8 +170,8 @@ class CudaBackend:
         return torch.cuda.max_memory_reserved(self.device)
 
     def trim(self) -> None:
-        # A workspace of cuBLAS stays where the first product has put it, amid the slots and activations of that plan. The next
-        # plan's would have to go around it, and leave holes that count as reserved.
+        # A cuBLAS workspace stays where the first product allocated it, between slots and activations of that plan. Those of
+        # the next plan would be placed around it, and the gaps count as reserved.
         clear_cublas_workspaces()
         with torch.cuda.device(self.device):
             torch.cuda.empty_cache()

@@ -1,7 +1,7 @@
-"""The protocol of a backend: where a lane's instructions run, how they copy, and what an event is to the device.
+"""The backend protocol: how a device runs lanes, copies memory, and records events.
 
-An event is a flag on the host, set once the recording lane has *issued* everything before it, plus the device's own event
-if the lane's work runs on after it was issued. Waiting is both: a lane that is a device queue lets the device wait, a lane
+An event is a flag on the host, set once the recording lane has *issued* everything before it, and the device's own event if
+the lane's work may still be running then. A wait waits for both: a lane that is a device queue makes the device wait, a lane
 that works on the host waits for the device.
 """
 from __future__ import annotations
@@ -19,60 +19,60 @@ from megacompile.runtime.optimizer.adam import AdamSegment
 
 
 class Backend(Protocol):
-    """What a device must offer. All methods are called from the thread of the lane that they concern."""
+    """What a device must provide. Each method is called from the thread of the lane that it concerns."""
 
     device: torch.device
 
     def lane(self, lane: Lane) -> AbstractContextManager[object]:
-        """Entered once by a lane's thread: sets device, stream, grad mode."""
+        """A context that a lane's thread enters once: sets device, stream and grad mode."""
 
     def memory(self, size: int) -> Tensor:
         """uint8 [size] on the device, for a slot."""
 
     def lock(self, host: Tensor) -> None:
-        """Pins host memory, so that copies of it run beside everything else. Idempotent."""
+        """Pins host memory, so that copies of it run asynchronously. Idempotent. Raises `InsufficientMemoryError`."""
 
     def unlock(self, host: Tensor) -> None: ...
 
     def copy(self, destination: Tensor, source: Tensor, lane: Lane) -> None:
-        """uint8 -> uint8 of one size, issued to the lane; done on return in lanes that work on the host."""
+        """Copies uint8 to uint8 of the same size. Issued to the lane; done on return in lanes that work on the host."""
 
     def norms(self, views: Sequence[Tensor], out: Tensor) -> None:
-        """The Euclidean norm of each of n tensors on the device, bf16 or fp32, into fp32 [n]."""
+        """Writes the Euclidean norm of each of n tensors on the device, bf16 or fp32, to `out`, fp32 [n]."""
 
     def adamw(self, weights: Tensor, remainder: Tensor | None, gradient: Tensor, m: Tensor, v: Tensor,
               segments: Sequence[AdamSegment], gradient_scale: float, judged: tuple[Tensor, Tensor] | None = None,
               lane: Lane = Lane.COMPUTE) -> None:
-        """`adam.adamw` on tensors of the device, issued to compute or h2d; the same bits. `judged`: the gradients' norms,
-        fp32 [n], and int32 [1]: where a norm is not finite nothing is changed, and the latter becomes 1."""
+        """`adam.adamw` on tensors of the device, with the same bits, issued to compute or h2d. `judged`: the gradients' norms,
+        fp32 [n], and a flag, int32 [1]. If a norm is not finite, nothing is changed and the flag becomes 1."""
 
     def record(self, lane: Lane) -> Any:
-        """The device's event behind everything issued to the lane; None if issuing is doing."""
+        """The device's event after everything issued to the lane; None if work is done when it is issued."""
 
     def wait(self, lane: Lane, event: Any) -> None:
-        """The lane goes no further before the device's event."""
+        """Holds the lane back until the device's event."""
 
     def clock(self) -> Clock:
-        """Of what happens in the lanes, from now on. The device must be idle."""
+        """A clock of the lanes that starts now. The device must be idle."""
 
     def synchronize(self) -> None:
         """Waits for everything on the device. Raises `LaneError` if the device is lost to this process."""
 
     def delay(self, lane: Lane, seconds: float) -> None:
-        """Makes the lane late on purpose: tests show with it that events, not luck, order the lanes."""
+        """Delays the lane on purpose: tests use it to show that events order the lanes, not luck."""
 
     def enter(self, tensors: list[Tensor]) -> None:
-        """Caller's thread: compute waits for the caller's stream; the caller may drop the tensors at any time."""
+        """Called in the caller's thread: compute waits for the caller's stream. The caller may drop the tensors at any time."""
 
     def exit(self, tensors: list[Tensor]) -> None:
-        """Caller's thread: the caller's stream waits for compute; the tensors are the caller's from here on."""
+        """Called in the caller's thread: the caller's stream waits for compute. From then on the caller owns the tensors."""
 
     def peak_bytes(self) -> int:
-        """Most device memory ever reserved, in bytes; 0 where the device is the host."""
+        """The peak of reserved device memory, in bytes; 0 if the device is the host."""
 
     def trim(self) -> None:
-        """Gives the device what was freed and is kept for later, with what libraries keep beside it: they make it anew. The
-        lanes are at rest."""
+        """Gives cached free memory back to the device, and workspaces of libraries, which allocate them again. Lanes must be
+        idle."""
 
     def free_bytes(self) -> int:
-        """Device memory that could be had now, in bytes."""
+        """Device memory that could be allocated now, in bytes."""

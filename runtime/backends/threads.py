@@ -1,4 +1,4 @@
-"""The CPU as a device: "device" memory is host memory, copies are memcpy, and what is issued is done."""
+"""The CPU as a device: "device" memory is host memory, copies are memcpy, and work is done when it is issued."""
 from __future__ import annotations
 
 import time
@@ -18,7 +18,7 @@ from megacompile.system.host_memory import available_host_bytes, host_memory
 
 
 class ThreadBackend:
-    """Lanes of threads. Overlap is small on a CPU; races are as on any device, which is what this backend shows."""
+    """Lanes that are threads. There is little overlap on a CPU, but the races are those of any device: tests find them here."""
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
@@ -33,7 +33,7 @@ class ThreadBackend:
         return host_memory(size)
 
     def lock(self, host: Tensor) -> None:
-        pass  # nothing is copied by a device
+        pass  # no device copies from it
 
     def unlock(self, host: Tensor) -> None:
         pass
@@ -42,7 +42,7 @@ class ThreadBackend:
         destination.copy_(source)
 
     def norms(self, views: Sequence[Tensor], out: Tensor) -> None:
-        # PyTorch adds squares up in FP32 one after the other here: 0.5% too little at 67 million elements.
+        # On the CPU PyTorch sums the squares sequentially in FP32: the norm is 0.5% too small at 67 million elements.
         for position, view in enumerate(views):
             out[position] = host.norm(view.flatten())
 

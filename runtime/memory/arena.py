@@ -1,4 +1,4 @@
-"""Device slots and host slabs, made once; templates find their weights through views that are bound beforehand."""
+"""Device slots and host slabs, allocated once, with cached views through which templates read their weights."""
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -37,7 +37,7 @@ class Accumulators:
 
 @dataclass(frozen=True)
 class Gradients:
-    """A tile's gradients in link precision in a slot or slab: `memory` is what crosses the link, norms behind."""
+    """A tile's gradients in link precision, in a slot or slab. `memory` crosses the link: gradients, then norms."""
 
     tile: str
     memory: Tensor
@@ -61,7 +61,8 @@ class State:
 
 
 class Arena:
-    """The memory behind slot names. Grows if a program of another shape asks for more; never shrinks before `close`."""
+    """The memory of the slots, by name. It grows if a program of another shape needs more; it shrinks only in `close` and
+    `forget`."""
 
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
@@ -72,8 +73,8 @@ class Arena:
         self._verdicts: dict[str, tuple[Tensor, Any]] = {}
 
     def reserve(self, slots: Mapping[str, Slot]) -> None:
-        """Makes what is missing, and what is too small anew (lanes must be at rest then). Raises `InsufficientMemoryError`, and
-        has made nothing, where the host has no memory for slabs."""
+        """Allocates slots that are missing, and reallocates slots that are too small (lanes must be idle then). Raises
+        `InsufficientMemoryError`, before it allocates anything, if the host has too little memory for slabs."""
         grown = [s for s in slots.values() if s.name not in self.slots or self.slots[s.name].numel() < s.bytes]
         slabs = [s for s in grown if self.is_slab(s.name)]
         needed = sum(s.bytes - (self.slots[s.name].numel() if s.name in self.slots else 0) for s in slabs)
@@ -87,20 +88,21 @@ class Arena:
                 if self.is_slab(slot.name):
                     at(slot.name)
                     self.slots[slot.name] = host_memory(slot.bytes)
-                    self.slots[slot.name].zero_()  # touched pages lock six times faster
+                    self.slots[slot.name].zero_()  # touched pages are pinned six times faster
                     self.backend.lock(self.slots[slot.name])
                 else:
                     self.slots[slot.name] = self.backend.memory(slot.bytes)
 
     def verdict(self, tile: str, update: object) -> Tensor:
-        """int32 [1] on the device: becomes 1 if an update there keeps a tile, whose gradients are not finite."""
+        """int32 [1] on the device: becomes 1 if an update there skips the tile because its gradients are not finite. `update`:
+        returned by `take_verdicts`."""
         known = self._verdicts.get(tile)
         said = torch.zeros(1, dtype=torch.int32, device=self.backend.device) if known is None else known[0]
         self._verdicts[tile] = said, update
         return said
 
     def take_verdicts(self) -> dict[str, Any]:
-        """Tiles that were kept since this was called last, and their last update. The device must be idle, and is asked."""
+        """Tiles that updates on the device have skipped since the last call -> their last update. The device must be idle."""
         if not self._verdicts or not any(kept := torch.cat([said for said, _ in self._verdicts.values()]).tolist()):
             return {}
         found = {tile: update for (tile, (_, update)), each in zip(self._verdicts.items(), kept, strict=True) if each}
@@ -133,7 +135,7 @@ class Arena:
         return self._states[key]
 
     def accumulators(self, layout: TileLayout) -> Accumulators:
-        """Fresh ones: they never cross the link, so they live in PyTorch's allocator, on the compute lane."""
+        """New accumulators, zeros. They never cross the link, so they come from PyTorch's allocator, on the compute lane."""
         flat = torch.zeros(layout.elements, dtype=torch.float32, device=self.backend.device)
         return Accumulators(layout.name, flat, layout.views(flat))
 
@@ -148,7 +150,7 @@ class Arena:
             self.forget(name)
 
     def forget(self, name: str) -> None:
-        """Gives a slot's memory back, if it is there."""
+        """Frees a slot's memory, if there is any."""
         memory = self.slots.pop(name, None)
         if memory is not None and self.is_slab(name):
             self.backend.unlock(memory)

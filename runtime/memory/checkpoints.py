@@ -1,7 +1,7 @@
-"""Pinned host buffers of activation checkpoints: a set of them for each forward that is open.
+"""Pinned host buffers for activation checkpoints: one set for each open forward.
 
-The buffers of a set have the names of the program's H slots. Copies are ordered by name, as the program says, whichever set a
-name stands for: so a set may be lent again while the last copies of the forward that had it are still on their way.
+The buffers of a set have the names of the program's H slots. The program orders copies by slot name, for all sets alike. So a
+set may be lent again while the last copies of the forward that used it are still in flight.
 """
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megacompile.sizes import format_bytes
 from megacompile.system.host_memory import available_host_bytes, host_memory
 from megacompile.system.under_way import under_way
 
-#: Of each tensor in a buffer, in bytes: what kernels expect of their inputs.
+#: Bytes. Each tensor in a buffer is aligned to this, which kernels expect of their inputs.
 ALIGNMENT = 128
 
 
@@ -31,7 +31,7 @@ class HostCheckpoint:
     parts: tuple[Tensor, ...] = ()
 
     def pieces(self) -> Iterator[tuple[Tensor, slice]]:
-        """Each part, and where its bytes are."""
+        """Each part, and the range of its bytes."""
         start = 0
         for part in self.parts:
             stop = start + part.numel() * part.element_size()
@@ -40,12 +40,12 @@ class HostCheckpoint:
 
 
 def dense(tensor: Tensor) -> Tensor:
-    """The tensor, in one piece of memory: itself, unless it has gaps or overlaps."""
+    """The tensor itself, or a contiguous copy if its memory has gaps or overlaps."""
     return tensor if torch.empty_like(tensor, device="meta").stride() == tensor.stride() else tensor.contiguous()
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """The memory of a dense tensor, uint8 [bytes], in the order in which it lies there."""
+    """The memory of a dense tensor, uint8 [bytes], in memory order."""
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
@@ -62,7 +62,7 @@ Buffers = dict[str, HostCheckpoint]
 
 
 class HostCheckpoints:
-    """State: every set of buffers that was made, and those that are `idle`: no open forward has them."""
+    """State: all sets of buffers that were `made`, and those that are `idle`, which no open forward uses."""
 
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
@@ -71,8 +71,9 @@ class HostCheckpoints:
 
     def lend(self, owner: object, slots: Mapping[str, Slot],
              settle: Callable[[], None]) -> tuple[Buffers, Callable[[], object]]:
-        """A set with these buffers, and how to give it back, which happens when `owner` dies at the latest. `settle` brings
-        the lanes to rest: copies may be on their way in a buffer that is too small. Raises `InsufficientMemoryError`."""
+        """A set that has buffers for these slots, and a function that returns it, which is called when `owner` is freed at the
+        latest. `settle` waits until lanes are idle: a buffer that is too small may be in use by a copy. Raises
+        `InsufficientMemoryError`."""
         if not slots:
             return {}, lambda: None
         if not self.idle:
@@ -104,7 +105,7 @@ class HostCheckpoints:
         with under_way("pinning memory for checkpoints"):
             for slot in slots:
                 memory = host_memory(slot.bytes)
-                memory.zero_()  # touched pages lock six times faster
+                memory.zero_()  # touched pages are pinned six times faster
                 self.backend.lock(memory)
                 buffers[slot.name] = HostCheckpoint(memory)
 
@@ -112,7 +113,7 @@ class HostCheckpoints:
         return sum(buffer.memory.numel() for buffers in self.made for buffer in buffers.values())
 
     def close(self) -> None:
-        """Gives all memory back. The lanes are at rest, and no forward has its backward after this."""
+        """Frees all memory. Lanes must be idle; no open forward can run its backward after this."""
         for buffers in self.made:
             for buffer in buffers.values():
                 self.backend.unlock(buffer.memory)

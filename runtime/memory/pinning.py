@@ -1,4 +1,4 @@
-"""Pinning memory that is there, which takes a second for each few GiB."""
+"""Pins host memory that is already allocated, which takes a second for each few GiB."""
 from __future__ import annotations
 
 from collections.abc import Iterable
@@ -11,7 +11,7 @@ from megacompile.system.under_way import at, under_way
 
 
 def pin_all(backend: Backend, memory: Iterable[Tensor]) -> None:
-    """Raises what `Backend.lock` raises."""
+    """Pins each tensor and shows progress. Raises what `Backend.lock` raises."""
     parts = list(memory)
     done, total = 0, sum(part.nbytes for part in parts)
     with under_way("pinning host memory"):

@@ -1,8 +1,8 @@
-"""The state of all tiles at one moment, read by a writer while training goes on.
+"""The state of all tiles at one moment, which a writer reads while training continues.
 
-Whoever is about to change a tile calls `preserve` first. A tile that has not been read to its end is copied aside as long as
-there is room for copies, and else the caller waits until it was read, or until another tile's copy has made room. So nothing
-is copied that the writer reads in time, and a slow disk holds training up only where memory is short as well.
+Code that is about to change a tile calls `preserve` first. A tile that the writer has not finished is copied if there is room
+for the copy. Otherwise the caller waits until the tile is read, or another tile's copy is freed. So tiles that the writer
+reads in time are never copied, and a slow disk delays training only if memory is short too.
 """
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megacompile.runtime.memory.tiles import HostTile, ParameterSlice
 from megacompile.runtime.optimizer import adam as host
 from megacompile.system.host_memory import host_memory
 
-#: What a part of a tile is called in an optimizer's state.
+#: Part of a tile -> its name in an optimizer's state.
 PARTS = {"weights": "weight", "remainder": "remainder", "m": "exp_avg", "v": "exp_avg_sq"}
 
 
@@ -43,7 +43,7 @@ class Piece:
 
 
 def pieces(tile: HostTile) -> list[Piece]:
-    """Everything of a tile that training needs to go on, gradients excepted."""
+    """All parts of a tile that training needs to resume, without gradients."""
     dtypes = {"weights": tile.layout.dtype, "remainder": torch.int16, "m": torch.float32, "v": torch.float32}
     return [Piece(part, parameter, dtype) for part, dtype in dtypes.items() if getattr(tile, part) is not None
             for parameter in tile.layout.slices if part == "weights" or parameter.trainable]
@@ -63,7 +63,7 @@ def _state(tile: HostTile) -> dict[str, Tensor]:
 
 
 def _copy(tile: HostTile) -> HostTile:
-    """A tile of the same state, without gradients. Raises `InsufficientMemoryError`."""
+    """A copy of a tile's state, without gradients. Raises `InsufficientMemoryError`."""
     copy = HostTile(tile.layout, tile.weights, None)
     for part, memory in _state(tile).items():
         aside = host_memory(memory.numel())
@@ -73,14 +73,14 @@ def _copy(tile: HostTile) -> HostTile:
 
 
 class TouchedError(Exception):
-    """A tile was changed by somebody who did not ask before."""
+    """A tile was changed without a call of `preserve`."""
 
 
 class Snapshot:
-    """State, under one lock: where each tile that was not read to its end is (`_sources`: itself, or its copy), the bytes that
-    copies may still take, and how many callers wait in `preserve`.
+    """State, under one lock: the source of each tile that is not finished (`_sources`: the tile itself, or its copy), the bytes
+    that copies may still take, and how many callers wait in `preserve`.
 
-    `stamp` gives something that changes when a tile is written to from outside, without `preserve`."""
+    `stamp(name)` changes when a tile is written from outside, without `preserve`."""
 
     def __init__(self, tiles: Mapping[str, HostTile], copy_bytes: int, stamp: Callable[[str], object]) -> None:
         self._tiles, self._sources = dict(tiles), dict(tiles)
@@ -89,9 +89,9 @@ class Snapshot:
         self._changed = threading.Condition()
         self.touched: str | None = None
 
-    # ---------------------------------------------------------------- those who write to tiles
+    # ---------------------------------------------------------------- for code that changes tiles
     def preserve(self, name: str) -> None:
-        """Returns when the tile may change."""
+        """Returns once the tile may change."""
         while (size := self._claim(name)) is not None:
             try:
                 copy = _copy(self._tiles[name])
@@ -102,13 +102,13 @@ class Snapshot:
                 if self._sources.get(name) is self._tiles[name]:
                     self._sources[name] = copy
                     self._check(name)
-                else:  # it was read meanwhile
+                else:  # the writer has finished it meanwhile
                     self._room += size
                     self._changed.notify_all()
             return
 
     def _claim(self, name: str) -> int | None:
-        """Takes room for a tile's copy, waiting for it if need be. The bytes; None if the tile may change as it is."""
+        """Reserves room for a tile's copy, and waits for it if necessary. The bytes; None if the tile needs no copy."""
         with self._changed:
             size = state_bytes(self._tiles[name])
             if not (self._free(name) or size <= self._room):
@@ -127,22 +127,22 @@ class Snapshot:
         return self._sources.get(name) is not self._tiles[name]
 
     def _room_for_none(self) -> None:
-        """The system has no memory for copies: from now on callers wait."""
+        """The system has no memory for copies: from now on callers of `preserve` wait."""
         with self._changed:
             self._room = -(1 << 62)
 
-    # ---------------------------------------------------------------- the writer
+    # ---------------------------------------------------------------- for the writer
     def read(self, name: str, piece: Piece, start: int, into: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> int:
-        """Copies bytes of a piece, from `start`, to the head of `into`; how many. 0 once the snapshot was abandoned."""
+        """Copies bytes of a piece, from `start`, to the beginning of `into`. Their number; 0 once the snapshot is abandoned."""
         with self._changed:
             if name not in self._sources:
                 return 0
             source = piece.memory(self._sources[name]).numpy()[start:start + len(into)]
-            np.copyto(into[:len(source)], source)  # without the interpreter's lock, and in this thread alone
+            np.copyto(into[:len(source)], source)  # releases the interpreter lock, and uses this thread only
             return len(source)
 
     def finish(self, name: str) -> None:
-        """The tile was read to its end. Raises `TouchedError` if what was read is not what was there."""
+        """The writer has read all of a tile. Raises `TouchedError` if a tile was changed without `preserve`."""
         with self._changed:
             source = self._sources.get(name)
             if source is self._tiles[name]:
@@ -158,18 +158,18 @@ class Snapshot:
             self.touched = name
 
     def abandon(self) -> None:
-        """Nobody reads any more: all tiles may change."""
+        """The writer stops: all tiles may change."""
         with self._changed:
             self._sources.clear()
             self._changed.notify_all()
 
     def pause(self, seconds: float) -> None:
-        """Waits so long, or until somebody waits in `preserve`."""
+        """Waits for `seconds`, or until a caller waits in `preserve`."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting > 0, timeout=seconds)
 
     def wait(self) -> None:
-        """Until every tile was read."""
+        """Waits until every tile is read."""
         with self._changed:
             self._changed.wait_for(lambda: not self._sources)
 

@@ -1,10 +1,10 @@
-"""A share of a host tile that is streamed as a tile of its own: some of the experts of a layer.
+"""A part of a host tile that is streamed as a separate tile: some of the experts of a layer.
 
     host tile    gate_up of experts 0 1 2 3 | down of experts 0 1 2 3
     in a slot    gate_up of experts     2 3 | down of experts     2 3
 
-In host memory a parameter stays in one piece, whoever reads it; a part is a run of elements of each. What crosses the link for
-a part, norms aside, is one copy a run. Norms of gradients are of parts, in memory of their own: a parameter has several.
+In host memory each parameter is contiguous; a part is one run of elements of each parameter. One copy per run crosses the link,
+besides the norms. Norms of gradients belong to parts and have their own memory: a parameter has one norm for each part.
 """
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from megacompile.system.host_memory import host_memory
 
 @dataclass
 class TilePart:
-    """`layout`: as it lies in a slot. `home`: where it lies in host memory. `norm_bytes`: uint8, of one FP32 norm a parameter;
-    None if nothing in it is trained."""
+    """`layout`: its layout in a slot. `home`: the host tile that holds it. `norm_bytes`: uint8, one FP32 norm for each
+    parameter; None if nothing in it is trained."""
 
     layout: TileLayout
     home: HostTile
@@ -33,15 +33,15 @@ class TilePart:
 
     @property
     def runs(self) -> list[tuple[slice, slice]]:
-        """Elements in a slot, and the same at home."""
+        """Elements in a slot, and the same elements of the host tile."""
         return [(slice(s.start, s.stop), self.layout.at_home(i)) for i, s in enumerate(self.layout.slices)]
 
     def weights_with(self, memory: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Bytes of a slot or slab, and the host's of the same weights."""
+        """Bytes of a slot or slab, and the host's bytes of the same weights."""
         yield from self._bytes_with(memory, self.home.weights)
 
     def gradients_with(self, memory: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Bytes of a slot or slab, and the host's of the same gradients and norms."""
+        """Bytes of a slot or slab, and the host's bytes of the same gradients and norms."""
         assert self.home.gradients is not None and self.norm_bytes is not None, f"{self.layout.name} has nothing to train"
         yield from self._bytes_with(memory, self.home.gradients)
         yield memory[self.layout.weight_bytes:self.layout.gradient_bytes], self.norm_bytes
@@ -53,6 +53,6 @@ class TilePart:
 
 
 def in_slot(segments: Sequence[AdamSegment], layout: TileLayout) -> Sequence[AdamSegment]:
-    """Segments of a host tile, as they are in a slot that has the part of it that `layout` describes."""
+    """Segments of a host tile -> segments of the slot that holds the part that `layout` describes."""
     starts = {layout.at_home(i).start: s.start for i, s in enumerate(layout.slices)}
     return [replace(s, start=starts[s.start], stop=starts[s.start] + s.stop - s.start) for s in segments]

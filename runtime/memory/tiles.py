@@ -1,4 +1,4 @@
-"""Tiles in host memory: the authoritative place of every parameter, gradient and optimizer state.
+"""Tiles in host memory, which hold the authoritative parameters, gradients and optimizer state.
 
     tile   weights    parameter dtype    streamed, pinned where the budget allows
            gradients  parameter dtype    streamed, followed by one FP32 norm per parameter
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megacompile.system.host_memory import host_memory
 
-ALIGNMENT = 64  # elements: 128 bytes at least in every dtype, so that no parameter begins in another's cache line
+ALIGNMENT = 64  # elements: at least 128 bytes in every dtype, so that no two parameters share a cache line
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,8 @@ class ParameterSlice:
 
 @dataclass(frozen=True)
 class TileLayout:
-    """The plan of a tile. All its parameters have one dtype. Of a part of a host tile (`tile_part.py`): that tile, `home`, and
-    the element at which each slice begins there."""
+    """The layout of a tile. All its parameters have one dtype. For a part of a host tile (`tile_part.py`), `home` is the name
+    of that tile and `origins` the element at which each slice begins there."""
 
     name: str
     dtype: torch.dtype
@@ -67,7 +67,7 @@ class TileLayout:
 
     @property
     def elements(self) -> int:
-        """With the padding behind each parameter."""
+        """Including the padding after each parameter."""
         return -(-self.slices[-1].stop // ALIGNMENT) * ALIGNMENT
 
     @property
@@ -94,7 +94,7 @@ class TileLayout:
 
     @property
     def sum_bytes(self) -> int:
-        """Gradients added up over waves, FP32."""
+        """Bytes of gradients added up over waves, FP32."""
         return 4 * self.elements if self.trainable else 0
 
     def host_parts(self) -> dict[str, int]:
@@ -121,7 +121,7 @@ class TileLayout:
         return memory[:self.weight_bytes].view(self.dtype)
 
     def norms(self, memory: Tensor) -> Tensor:
-        """The norms behind the gradients: FP32, one per parameter."""
+        """The norms after the gradients: FP32 [parameters]."""
         return memory[self.weight_bytes:self.gradient_bytes].view(torch.float32)
 
 
@@ -136,29 +136,29 @@ class HostTile:
     m: Tensor | None = None
     v: Tensor | None = None
     sums: Tensor | None = None  # fp32 [elements]
-    moments_written: bool = False  # by an update, or from a saved optimizer; until then they are untouched zeros
+    moments_written: bool = False  # by an update or a loaded optimizer; until then they are untouched zeros
 
     @classmethod
     def allocate(cls, layout: TileLayout) -> HostTile:
-        gradients = host_memory(layout.gradient_bytes).zero_() if layout.trainable else None  # touched: locks faster
+        gradients = host_memory(layout.gradient_bytes).zero_() if layout.trainable else None  # touched pages are pinned faster
         remainder = None
         if layout.trainable and layout.dtype == torch.bfloat16:
             remainder = host_memory(2 * layout.elements).view(torch.int16)
         return cls(layout, host_memory(layout.weight_bytes, inherited=True), gradients, remainder)
 
     def allocate_moments(self) -> None:
-        """The state of AdamW, zeros."""
+        """Allocates AdamW's moments, zeros."""
         if self.m is None and self.layout.trainable:
             self.m = host_memory(4 * self.layout.elements).view(torch.float32)
             self.v = host_memory(4 * self.layout.elements).view(torch.float32)
 
     def state(self) -> list[Tensor]:
-        """The optimizer state that there is."""
+        """The parts of the optimizer state that are allocated."""
         return [part for part in (self.remainder, self.m, self.v) if part is not None]
 
     def parameter_view(self, memory: Tensor, index: int) -> Tensor:
-        """A parameter's part of this tile's weights or gradients, with a storage of its own: with a view of one big
-        storage, `torch.save` would write the whole tile and `save_pretrained` clone everything."""
+        """A parameter's part of this tile's weights or gradients, as a tensor with its own storage. For a view of the tile's
+        storage, `torch.save` would write the whole tile and `save_pretrained` would clone everything."""
         s = self.layout.slices[index]
         size = self.layout.dtype.itemsize
         part = memory[s.start * size:s.stop * size]
@@ -170,20 +170,20 @@ class HostTile:
 
     @property
     def runs(self) -> list[tuple[slice, slice]]:
-        """Elements in a slot, and the same here."""
+        """Elements in a slot, and the same elements of this tile."""
         return [(slice(0, self.layout.elements), slice(0, self.layout.elements))]
 
     @property
     def norm_bytes(self) -> Tensor | None:
-        """uint8, of one FP32 norm of a gradient a parameter; None if nothing in it is trained."""
+        """uint8, one FP32 gradient norm for each parameter; None if nothing in it is trained."""
         return None if self.gradients is None else self.gradients[self.layout.weight_bytes:self.layout.gradient_bytes]
 
     def weights_with(self, memory: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Bytes of a slot or slab, and the host's of the same weights."""
+        """Bytes of a slot or slab, and the host's bytes of the same weights."""
         yield memory, self.weights
 
     def gradients_with(self, memory: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Bytes of a slot or slab, and the host's of the same gradients and norms."""
+        """Bytes of a slot or slab, and the host's bytes of the same gradients and norms."""
         assert self.gradients is not None, f"{self.layout.name} has nothing to train"
         yield memory, self.gradients
 

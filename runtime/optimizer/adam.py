@@ -1,14 +1,14 @@
-"""The optimizer's arithmetic over flat host tensors: AdamW, gradient norm, accumulation, FP32 master split and join.
+"""The optimizer's arithmetic on flat host tensors: AdamW, gradient norm, accumulation, FP32 master split and join.
 
-The kernels are in `csrc/adam.cpp`: one pass over memory, the same bits for any number of threads and any instruction
-set. Where they cannot be built, PyTorch operations in blocks give the same results within 1 ulp.
+The kernels are in `csrc/adam.cpp`: one pass over memory, and the same bits for any number of threads and any instruction
+set. Where they cannot be built, blocked PyTorch operations give the same results within 1 ulp.
 
 Tensors are one-dimensional, contiguous and on the CPU. The master of a bf16 weight is an exact FP32 value whose bits
 are (weight << 16) + remainder; the weight is the master rounded to nearest, ties away from zero. A NaN is stored as
 the canonical NaN, with remainder 0.
 
-`threads` defaults to `native.default_threads()`; `instruction_set` to the best one (tests force others). Both are
-ignored by the PyTorch path.
+`threads` defaults to `native.default_threads()`, `instruction_set` to the best one (tests force others). The PyTorch path
+ignores both.
 """
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from megacompile.runtime.optimizer import native
 
 _DTYPES = {torch.float32: native.FLOAT32, torch.bfloat16: native.BFLOAT16}
 _CANONICAL_NAN = 0x7FC00000
-_BLOCK = 1 << 20  # elements that the PyTorch path works on at a time: bounds its temporary memory
-_NORM_BLOCK = 16384  # kChunk of adam.cpp. PyTorch sums so few elements in one thread, hence in one order
+_BLOCK = 1 << 20  # elements that the PyTorch path processes at a time; bounds its temporary memory
+_NORM_BLOCK = 16384  # kChunk of adam.cpp. PyTorch sums so few elements in one thread, so in a fixed order
 
 
 class Part(enum.IntEnum):
-    """What of an update is stored. Both parts, the weights first, leave the bits of the whole: the next forward needs weights
-    alone, and waits for two thirds of the traffic."""
+    """Which part of an update is stored. Storing the weights, then the moments, gives the same bits as the whole. The next
+    forward needs only the weights, which are two thirds of the traffic."""
 
     WHOLE = 0
     WEIGHTS = 1
@@ -72,7 +72,7 @@ def adamw(
     instruction_set: str | None = None,
     part: Part = Part.WHOLE,
 ) -> None:
-    """Updates weights, remainder and moments in place, or `part` of them: `torch.optim.AdamW` on the FP32 master, in one pass.
+    """Updates weights, remainder and moments in place, or `part` of them: `torch.optim.AdamW` on the FP32 master in one pass.
 
     weights: bf16 [n] with remainder int16 [n], or fp32 [n] with remainder None. gradient: bf16 or fp32 [n].
     m, v: fp32 [n]. The gradient is multiplied in FP32 by `gradient_scale`, the clipping coefficient, and not changed.
@@ -117,7 +117,7 @@ def adamw(
 def squared_norm(gradient: Tensor, threads: int | None = None, instruction_set: str | None = None) -> float:
     """Sum of the squares of a bf16 or fp32 [n] tensor, in double precision. NaN and inf propagate.
 
-    The sum's shape and order depend on n alone, so that neither threads nor instruction set change a bit.
+    The order of the sum depends only on n, so threads and instruction set do not change a bit.
     """
     _check("gradient", gradient, gradient.numel(), torch.float32, torch.bfloat16)
     library = native.library()
@@ -176,7 +176,7 @@ def accumulate(
 def split_fp32(
     master: Tensor, threads: int | None = None, instruction_set: str | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(weights bf16 [n], remainder int16 [n]) of an fp32 [n] master. Exact for all but NaNs' payloads."""
+    """(weights bf16 [n], remainder int16 [n]) of an fp32 [n] master. Exact except for the payloads of NaNs."""
     _check("master", master, master.numel(), torch.float32)
     weights = torch.empty(master.numel(), dtype=torch.bfloat16)
     remainder = torch.empty(master.numel(), dtype=torch.int16)
@@ -250,7 +250,7 @@ def _execution(library: ctypes.CDLL, threads: int | None, instruction_set: str |
 
 
 def native_segment(segment: AdamSegment) -> native.Segment:
-    """The FP32 scalars as torch.optim.AdamW has them: computed in double precision, rounded once."""
+    """The FP32 scalars of torch.optim.AdamW: computed in double precision and rounded once."""
     root_correction = ctypes.c_float(segment.root_correction).value
     inverse = ctypes.c_float(1 / root_correction).value
     return native.Segment(
@@ -295,7 +295,7 @@ def _adamw_block(
         return
     master = weights if remainder is None else _join_block(weights, remainder)
     master.mul_(1 - segment.lr * segment.weight_decay)
-    # FP32 sqrt is MKL's where PyTorch has it, often 1 ulp off; rounded from double precision it is that of the kernels.
+    # PyTorch with MKL has an FP32 sqrt that is often 1 ulp off; the double-precision sqrt, rounded, equals the kernels'.
     denominator = v.double().sqrt_().float().div_(segment.root_correction).add_(segment.eps)
     master.addcdiv_(m, denominator, value=-segment.step_size)
     if remainder is not None:

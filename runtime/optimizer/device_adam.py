@@ -1,4 +1,4 @@
-"""`adam.adamw` on a CUDA device, to the bit: the same source of an element's update (`csrc/adamw.h`), compiled at run time."""
+"""`adam.adamw` on a CUDA device with the same bits: the update of an element (`csrc/adamw.h`), compiled at run time."""
 from __future__ import annotations
 
 import functools
@@ -21,7 +21,7 @@ typedef long long int64_t;
 #define FLOAT __uint_as_float
 #define VALUE(number) ((number).value)
 
-// CuPy compiles with denormals flushed to zero, whatever it is asked for: instructions that are spelt out are not.
+// CuPy always compiles with denormals flushed to zero. Inline instructions are not affected by that.
 struct Exact {
   float value;
   INLINE explicit Exact(float number) : value(number) {}
@@ -59,9 +59,9 @@ def _kernels(cupy: Any) -> dict[torch.dtype, Any]:
 
 def adamw(cupy: Any, stream: Any, weights: Tensor, remainder: Tensor | None, gradient: Tensor, m: Tensor, v: Tensor,
           segments: Sequence[AdamSegment], gradient_scale: float, judged: tuple[Tensor, Tensor] | None = None) -> None:
-    """Issues the update to a CuPy stream. Tensors are as for `adam.adamw`, on the current device, gradients in the dtype of
-    the weights. `judged`: the gradients' norms, fp32 [n], and int32 [1]: where a norm is not finite nothing is changed, and the
-    latter becomes 1."""
+    """Issues the update to a CuPy stream. Tensors are as for `adam.adamw`, on the current device, with gradients in the dtype
+    of the weights. `judged`: the gradients' norms, fp32 [n], and a flag, int32 [1]. If a norm is not finite, nothing is changed
+    and the flag becomes 1."""
     assert weights.dtype == gradient.dtype, f"gradients are {gradient.dtype}, weights {weights.dtype}"
     assert (remainder is not None) == (weights.dtype == torch.bfloat16), "bf16 weights, and only they, have a remainder"
     kernel = _kernels(cupy)[weights.dtype]

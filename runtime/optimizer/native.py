@@ -1,7 +1,7 @@
 """Builds `csrc/adam.cpp` on first use, keeps it in the user's cache and loads it with ctypes.
 
-ctypes releases the interpreter lock during a call, so an update in one thread delays no launch in another. Without a
-compiler `library()` is None, said once, and `adam.py` takes its PyTorch path.
+ctypes releases the interpreter lock during a call, so an update in one thread does not delay launches in another. Without a
+compiler `library()` warns once and returns None, and `adam.py` uses its PyTorch path.
 """
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ FLAGS = (
 )  # fmt: skip
 COMPILE_TIMEOUT_S = 300
 FLOAT32, BFLOAT16 = 0, 1
-INSTRUCTION_SETS = ("portable", "avx2", "avx512")  # index = the library's number; each includes those before it
+INSTRUCTION_SETS = ("portable", "avx2", "avx512")  # the index is the library's number; each set includes those before it
 
 
 class BuildError(Exception):
@@ -76,8 +76,8 @@ _lock = threading.Lock()
 
 
 def library() -> ctypes.CDLL | None:
-    """The loaded library, built if need be; None, with one RuntimeWarning a process, where that fails. Thread-safe."""
-    with _lock:  # two lanes may ask first at the same time
+    """The loaded library, built if necessary. None, with one RuntimeWarning per process, if that fails. Thread-safe."""
+    with _lock:  # two lanes may call this first at the same time
         return _library()
 
 
@@ -109,8 +109,8 @@ def compiler_command(environment: Mapping[str, str] = os.environ) -> list[str]:
 def build(directory: Path, compiler: Sequence[str], source: Path = SOURCE) -> Path:
     """Path of the shared library in `directory`, compiled unless our own build of the same inputs is there, unchanged.
 
-    The name is a hash of source, compiler, version and flags, and a finished file is renamed into place: processes
-    may build at the same time, and nobody sees half a file. Raises BuildError with the compiler's own words.
+    The name is a hash of source, compiler, version and flags. A finished file is renamed into place: processes may build at the
+    same time, and none sees a partial file. Raises BuildError with the compiler's messages.
     """
     try:
         text = source.read_bytes() + HEADER.read_bytes()
@@ -157,7 +157,7 @@ def instruction_sets(loaded: ctypes.CDLL) -> tuple[str, ...]:
 
 
 def default_threads() -> int:
-    """`$OMP_NUM_THREADS` where it is a number (the first of a list), else the cores that this process may use."""
+    """`$OMP_NUM_THREADS` if it is a number (the first of a list), else the number of cores that this process may use."""
     wanted = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
     if wanted.isdecimal() and int(wanted) > 0:
         return int(wanted)

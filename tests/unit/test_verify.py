@@ -456,7 +456,7 @@ program:      section forward, stage synchronize
      27  .           e_11 = record w3        .
      28  .           .                       lease s_1
      29  .           .                       wait compute e_8
-to mend:      let h2d wait for an event recorded on compute after s_1'''
+to fix:       let h2d wait for an event recorded on compute after s_1'''
 
 
 def test_an_error_in_a_deep_program_stays_short(make_schedule: Callable[..., Any]) -> None:

@@ -1,6 +1,6 @@
-// AdamW on the device, for tiles that live there. Compiled at run time by device_adam.py, which puts adamw.h before it.
-// Where one of the gradients' norms is not finite, nothing is changed: a flag says so, and the host need not wait to look.
-// Memory decides: a thread takes four elements at a time, in one access per array.
+// AdamW on the device, for resident tiles. Compiled at run time by device_adam.py, which puts adamw.h before it.
+// If one of the gradients' norms is not finite, nothing is changed and a flag is set, so that the host need not wait.
+// The kernel is bound by memory: a thread takes four elements at a time, in one access per array.
 
 namespace {
 
@@ -10,7 +10,7 @@ struct alignas(Bytes) Four {
 };
 
 __device__ bool all_finite(const float* norms, int64_t count) {
-  for (int64_t i = 0; i < count; ++i)  // of one tile's parameters: a few, and the same for all threads
+  for (int64_t i = 0; i < count; ++i)  // the norms of one tile's parameters: few, and the same for all threads
     if ((BITS(norms[i]) & 0x7F800000u) == 0x7F800000u) return false;
   return true;
 }
@@ -38,7 +38,7 @@ __device__ void run(Weight* weights, int16_t* remainders, const Gradient* gradie
     *reinterpret_cast<Moments*>(first + i) = m;
     *reinterpret_cast<Moments*>(second + i) = v;
   }
-  for (; i < s.stop; ++i) {  // one thread has the last few
+  for (; i < s.stop; ++i) {  // one thread updates the last few
     int16_t none = 0;
     update(weights[i], is_split ? remainders[i] : none, gradients[i], first[i], second[i], scale, s);
   }
@@ -46,7 +46,7 @@ __device__ void run(Weight* weights, int16_t* remainders, const Gradient* gradie
 
 }  // namespace
 
-// A segment comes field by field: launches take numbers.
+// A segment is passed field by field, since launches take numbers only.
 #define KERNEL(name, Weight, Gradient)                                                                                     \
   extern "C" __global__ void name(Weight* weights, int16_t* remainders, const Gradient* gradients, float* first,           \
                                   float* second, float scale, const float* norms, int64_t norm_count, int32_t* kept,       \

@@ -1,7 +1,7 @@
 // One element's AdamW update, and how values are stored: one source for every processor, so that a tile may be updated
 // on the host or on the device and get the same bits. Included by adam.cpp, and put before adam.cu by device_adam.py.
 //
-// Whoever includes it defines INLINE, the bit casts BITS(float) and FLOAT(uint32_t), and the type Exact: an FP32 number
+// The including file defines INLINE, the bit casts BITS(float) and FLOAT(uint32_t), and the type Exact: an FP32 number
 // made from a float, whose + - * /, FMA(a, b, c) and SQRT(x) round once, to nearest, and keep denormals; VALUE(x) is its
 // float.
 #pragma once
@@ -28,7 +28,7 @@ INLINE void store_master(float& weight, int16_t&, float master) { weight = canon
 INLINE void store_master(BFloat16& hi, int16_t& remainder, float master) {
   const uint32_t bits = BITS(canonical(master));
   hi.bits = static_cast<uint16_t>((bits + 0x8000u) >> 16);
-  remainder = static_cast<int16_t>(bits & 0xFFFFu);  // bits - (hi << 16), which the low half read as signed is
+  remainder = static_cast<int16_t>(bits & 0xFFFFu);  // bits - (hi << 16): the low half, read as signed
 }
 
 constexpr float kLargest = 3.40282346638528859812e+38f;  // finite
@@ -45,7 +45,7 @@ struct Segment {           // native.Segment mirrors it
   float negative_step;     // -lr / (1 - beta1 ** step)
 };
 
-// x / s.root_correction, with the bits of a division: processors divide one after the other, and multiply and add in a row.
+// x / s.root_correction, with the bits of a division. Divisions are not pipelined; multiplications and additions are.
 // The first quotient is at most a hair more than half a unit off, so that its remainder is exact, and adding the remainder
 // over the divisor rounds correctly (Markstein, IBM J. Res. Dev. 34, 1990). x is a square root: nothing here underflows.
 INLINE Exact over_root_correction(Exact x, const Segment& s) {
