@@ -70,7 +70,7 @@ def run_pass(each: Pass, program: Program, plan: Plan) -> Program:
         error.add_note(f"in pass {each.name}")
         raise
     if not isinstance(made, Program):
-        raise MegacompileError(f"pass {each.name} returns {type(made).__name__}, not a program: let run return the new one")
+        raise MegacompileError(f"pass {each.name} returns {type(made).__name__}, not a program: make run return the new one")
     if made.stage != each.provides:
         raise MegacompileError(f"pass {each.name} provides stage {each.provides}, but its program says {made.stage}: return "
                                f"program.evolve(stage={each.provides!r}, ...)")

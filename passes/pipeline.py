@@ -59,14 +59,14 @@ def check_pipeline(pipeline: Any) -> None:
     for each in _each(pipeline, "passes", ("requires", "provides")):
         for word in ("requires", "provides"):
             if getattr(each, word) not in STAGES:
-                raise MegacompileError(f"pass {each.name} {word} stage {getattr(each, word)!r}, which there is not: name one "
+                raise MegacompileError(f"pass {each.name} {word} stage {getattr(each, word)!r}, which does not exist: name one "
                                        f"of {', '.join(STAGES)}")
         if each.requires not in made:
             raise MegacompileError(f"pass {each.name} requires stage {each.requires}, which no pass before it provides: insert "
-                                   f"it behind one that does (behind {previous} the program is of stage {made[-1]})")
+                                   f"it after one that does (after {previous} the program is at stage {made[-1]})")
         if STAGES.index(each.provides) < STAGES.index(made[-1]):
-            raise MegacompileError(f"pass {each.name} provides stage {each.provides}, but stands where the program is of stage "
-                                   f"{made[-1]} already: insert it before {previous}, or let it provide {made[-1]}")
+            raise MegacompileError(f"pass {each.name} provides stage {each.provides}, but the program is already at stage "
+                                   f"{made[-1]} there: insert it before {previous}, or make it provide {made[-1]}")
         made.append(each.provides)
         previous = f"pass {each.name}"
     if made[-1] != STAGES[-1]:

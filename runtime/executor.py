@@ -154,7 +154,7 @@ class Executor:
         """Raises the failure of the earliest run that failed, or the error that the device is lost."""
         if os.getpid() != self._process:
             raise LaneError("this process was forked from the one that trains the model, whose lanes do not run here: use the "
-                            "model there alone")
+                            "model only there")
         if self.lost is not None:
             raise type(self.lost)(str(self.lost)) from self.lost.__cause__
         if self.failure is None:

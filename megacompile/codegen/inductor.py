@@ -63,7 +63,7 @@ class Inductor:
             except Exception:  # not caused by the cache
                 discard(fresh)
                 raise error from None
-            warnings.warn(f"compiled code in {folder} could not be used ({type(error).__name__}) and was compiled anew: the "
+            warnings.warn(f"compiled code in {folder} could not be used ({type(error).__name__}) and was compiled again: the "
                           "folder can be deleted", RuntimeWarning, stacklevel=2)
         self.compiled += not found
         self.from_cache += found

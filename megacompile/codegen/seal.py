@@ -171,7 +171,7 @@ class SealedFolder:
             raise OSError(f"{self.path} is in use, and not all of it is sealed")
         if changed:
             warnings.warn(f"compiled code in {self.path} ({changed[0]}) was changed since megacompile wrote it, and is "
-                          "compiled anew", RuntimeWarning, stacklevel=2)
+                          "compiled again", RuntimeWarning, stacklevel=2)
             foreign += [*changed, *self._sealed]
             self._sealed.clear()
         for name in foreign:

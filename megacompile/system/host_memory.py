@@ -24,8 +24,8 @@ def host_memory(size: int, inherited: bool = False) -> Tensor:
         area = mmap.mmap(-1, max(PAGE, -(-size // PAGE) * PAGE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise InsufficientMemoryError(
-            f"the system gives no {size} bytes of host memory ({error.strerror}), and {available_host_bytes()} are available: "
-            "use a smaller model, or raise the limit (ulimit -v, vm.overcommit_memory)") from error
+            f"the system cannot provide {size} bytes of host memory ({error.strerror}); {available_host_bytes()} are "
+            "available: use a smaller model, or raise the limit (ulimit -v, vm.overcommit_memory)") from error
     if hasattr(mmap, "MADV_HUGEPAGE"):
         area.madvise(mmap.MADV_HUGEPAGE)  # pinning and page faults cost per page
     if not inherited and hasattr(mmap, "MADV_DONTFORK"):

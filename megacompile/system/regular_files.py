@@ -47,7 +47,7 @@ def refuse_irregular(source: Path) -> None:
             if path.exists() and not path.is_dir():
                 _require_regular(path, path.stat())
     except OSError as error:
-        raise ArgumentError(f"{path} cannot be read ({error.strerror}): give files") from error
+        raise ArgumentError(f"{path} cannot be read ({error.strerror}): give regular files") from error
 
 
 def _require_regular(path: Path, status: os.stat_result) -> None:

@@ -123,7 +123,7 @@ def _visits(program: Program, name: str, found: list[fx.Node], order: list[str],
             yield Fault(f"{describe(node)} is the second visit of {call} for micro-batch {mb} in {name}",
                         "visit it once", node, seen[call, mb])
         elif call not in place:
-            yield Fault(f"{describe(node)} has no place in {name}", "visit it where the loss is computed", node)
+            yield Fault(f"{describe(node)} does not belong in {name}", "visit it where the loss is computed", node)
         elif mb in latest and place[call] < place[argument(latest[mb], "call")]:
             yield Fault(f"{describe(node)} comes after {describe(latest[mb])} in {name}", "visit calls in order",
                         node, latest[mb])
@@ -184,7 +184,7 @@ def _leases(program: Program, name: str, graph: fx.Graph, origins: _Origins) -> 
             yield Fault(f"{what} is leased twice", "lease each value once", lease, given[what])
         given[what] = lease
         if what not in taken:
-            yield Fault(f"lease {what} is never taken in {name}: its memory would never be free",
+            yield Fault(f"lease {what} is never taken in {name}: its memory would never be freed",
                         "take it in the backward", lease)
     yield from _stashes(name, graph, program.section("forward"))
 
@@ -197,7 +197,7 @@ def _stashes(name: str, graph: fx.Graph, forward: fx.Graph) -> Iterator[Fault]:
         for node in find(forward if op == "stash" else graph, op):
             checkpoint = argument(node, "call"), argument(node, "mb")
             if checkpoint in seen:
-                yield Fault(f"{describe(node)} is the second of its checkpoint", f"{op} each once", node, seen[checkpoint])
+                yield Fault(f"{describe(node)} is the second {op} of its checkpoint", f"{op} each once", node, seen[checkpoint])
             seen[checkpoint] = node
     for checkpoint, node in taken.items():
         source = sent.pop(checkpoint, None)
@@ -207,7 +207,7 @@ def _stashes(name: str, graph: fx.Graph, forward: fx.Graph) -> Iterator[Fault]:
             yield Fault(f"{describe(node)} takes its checkpoint from {argument(node, 'into')}, but the forward puts it into "
                         f"{argument(source, 'into')}", "take it from there", node, hazard=True)
     for node in sent.values():
-        yield Fault(f"{describe(node)} is never taken in {name}: its memory would never be free",
+        yield Fault(f"{describe(node)} is never taken in {name}: its memory would never be freed",
                     "take it in the backward", node)
 
 
@@ -253,13 +253,13 @@ def _arrival(program: Program, name: str, offload: fx.Node, overwrite: bool) -> 
     added = [user for user in offload.users if op_of(user).name == "accumulate"]
     slab = bool(added) if not reached(program, "place") else argument(offload, "into") is not None
     if len(added) != slab:
-        yield Fault(f"{describe(offload)} goes {'to a slab' if slab else 'straight home'} and is accumulated "
+        yield Fault(f"{describe(offload)} goes {'to a slab' if slab else 'straight to the tile'} and is accumulated "
                     f"{len(added)} times", "accumulate each slab once, and nothing else", offload)
     if not overwrite and not slab:
         yield Fault(f"{describe(offload)} overwrites gradients that {name} must add to", "offload to a slab", offload)
     for node in added:
         if argument(node, "overwrite") != overwrite:
-            yield Fault(f"{describe(node)} {'adds to' if overwrite else 'overwrites'} what is there in {name}",
+            yield Fault(f"{describe(node)} {'adds to' if overwrite else 'overwrites'} the tile's gradients in {name}",
                         f"say overwrite={overwrite}", node)
 
 

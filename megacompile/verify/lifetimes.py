@@ -20,7 +20,7 @@ def placed(program: Program) -> Iterator[Fault]:
     tile has one slot in all sections."""
     for slot in program.slots:
         if slot_family(slot) not in SLOT_KINDS:
-            yield Fault(f"slot {slot} is of no kind", f"begin its name with one of {', '.join(SLOT_KINDS)}")
+            yield Fault(f"slot {slot} is of an unknown family", f"begin its name with one of {', '.join(SLOT_KINDS)}")
     resident: dict[str, fx.Node] = {}
     stay: dict[tuple[str, str], fx.Node] = {}  # (kind of value, tile) -> the first node that uses its slot
     awaited = {_checkpoint(node) for graph in program.sections.values() for node in find(graph, "stashed")}
@@ -38,7 +38,7 @@ def placed(program: Program) -> Iterator[Fault]:
                                 "give each resident tile a slot of its own", node, other, hazard=True)
                 first = stay.setdefault((str(op_of(node).result), argument(node, "tile")), node)
                 if argument(first, "into") != place:
-                    yield Fault(f"{describe(node)} uses slot {place}, but what stays of that tile is in "
+                    yield Fault(f"{describe(node)} uses slot {place}, but its tile stays in slot "
                                 f"{argument(first, 'into')}", "use one slot for it in every section", node, first, hazard=True)
 
 
@@ -100,7 +100,7 @@ def _lives(name: str, graph: fx.Graph, awaited: set[Checkpoint]) -> Iterator[Fau
                 yield Fault(f"slot {place} is overwritten by {describe(node)} while {alive[place].name} "
                             f"({describe(alive[place])}) is alive in it", "release that value first, or use another",
                             node, alive[place], hazard=True,
-                            order=f"write of {place} by {describe(node)} is not behind the release of {alive[place].name}")
+                            order=f"write of {place} by {describe(node)} is not after the release of {alive[place].name}")
             alive[place] = node
     for node in nodes(graph):
         place = argument(node, "into")

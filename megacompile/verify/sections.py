@@ -104,13 +104,13 @@ def one_version(program: Program) -> Iterator[Fault]:
             if op in UPDATE_OPS:
                 updated[tile] = node
                 if op != "adam_resident" and name != "update" and tile not in home:
-                    yield Fault(f"{describe(node)} comes before the tile's gradients are home in {name}",
+                    yield Fault(f"{describe(node)} comes before the tile's gradients are in host memory in {name}",
                                 "update it after its offload (or accumulate)", node)
             elif op in ("accumulate", "offload", "add_to_sum"):
                 home[tile] = node
                 if tile in updated:
                     yield Fault(f"{describe(node)} brings gradients of a tile that {describe(updated[tile])} has updated",
-                                "update it after its gradients are home", node, updated[tile])
+                                "update it after its gradients are offloaded", node, updated[tile])
             elif op in ("pack", "prefetch") and tile in updated:
                 stale[node] = updated[tile]
             for value in operands(node, "weights"):

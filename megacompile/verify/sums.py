@@ -64,7 +64,7 @@ def _waves(graph: fx.Graph, tile: str) -> Iterator[Fault]:
             case "offload":
                 (value,) = operands(node, "reduced")
                 if value in sent:
-                    yield Fault(f"{describe(node)} sends a wave home that {sent[value].name} has sent",
+                    yield Fault(f"{describe(node)} offloads a wave that {sent[value].name} has offloaded",
                                 "offload each wave once", node, sent[value])
                 straight = not any(op_of(user).name == "add_to_sum" for user in node.users)
                 before = next((other for other in waiting if straight), None)
@@ -77,8 +77,8 @@ def _waves(graph: fx.Graph, tile: str) -> Iterator[Fault]:
                 slab = operands(node, "slab")
                 arrived = slab[0] if slab else next(iter(waiting), None)
                 if arrived not in waiting:
-                    yield Fault(f"{describe(node)} adds what no wave has brought, or what was added before",
-                                "add each wave once, behind its offload", node)
+                    yield Fault(f"{describe(node)} adds a wave that was not offloaded, or was added before",
+                                "add each wave once, after its offload", node)
                     continue
                 del waiting[arrived]
                 if argument(node, "overwrite") == begun:
@@ -93,7 +93,7 @@ def _waves(graph: fx.Graph, tile: str) -> Iterator[Fault]:
         if argument(value, "tile") == tile and value not in sent:
             yield Fault(f"{describe(value)} is never offloaded: a wave would be lost", "offload each wave once", value)
     for node in waiting:
-        yield Fault(f"{describe(node)} is never added to the sum: a wave would be lost", "add_to_sum behind it", node)
+        yield Fault(f"{describe(node)} is never added to the sum: a wave would be lost", "add_to_sum after it", node)
 
 
 def _norms(program: Program, graph: fx.Graph, tile: str) -> Iterator[Fault]:
@@ -105,5 +105,5 @@ def _norms(program: Program, graph: fx.Graph, tile: str) -> Iterator[Fault]:
     if arrival or not reached(program, "optimizer"):
         return
     if len(norms) != 1 or found[-1] is not norms[0]:
-        yield Fault(f"the clip reads norms of the sum of {tile}, which are taken {len(norms)} times, not once behind its last "
-                    "wave", "norms_of_sum behind the last add_to_sum", found[-1])
+        yield Fault(f"the clip reads norms of the sum of {tile}, which are taken {len(norms)} times, not once after its last "
+                    "wave", "norms_of_sum after the last add_to_sum", found[-1])

@@ -77,11 +77,12 @@ def _moments(graph: fx.Graph, clips: list[fx.Node]) -> Iterator[Fault]:
             waiting[tile] = node
         elif waiting.pop(tile, None) is None:
             yield Fault(f"{describe(node)} does not follow an adam_weights of {tile}",
-                        "update each tile's moments once, behind its weights", node)
+                        "update each tile's moments once, after its weights", node)
         elif operands(node, "clip") != tuple(clips):
             yield Fault(f"{describe(node)} does not take the clip", "give it the clip of its section", node)
     for tile, node in waiting.items():
-        yield Fault(f"{describe(node)} updates the weights of {tile}, and nothing its moments", "adam_moments behind it", node)
+        yield Fault(f"{describe(node)} updates the weights of {tile}, but nothing updates its moments",
+                    "add adam_moments after it", node)
 
 
 def updates_on_arrival(program: Program) -> bool:
@@ -116,7 +117,7 @@ def _copied_home(program: Program, name: str) -> Iterator[Fault]:
         else:
             updated.pop(tile, None)
     for tile, node in updated.items():
-        yield Fault(f"tile {tile} is updated on the device in {name}, and the host keeps its old weights",
+        yield Fault(f"tile {tile} is updated on the device in {name}, but the host keeps its old weights",
                     "offload_weights after its update", node)
 
 
@@ -125,7 +126,7 @@ def _loaded(program: Program) -> Iterator[Fault]:
     for graph in program.sections.values():
         for node in find(graph, "resident"):
             if argument(node, "tile") not in loaded:
-                yield Fault(f"tile {argument(node, 'tile')} is resident on the device, and load does not bring it there",
+                yield Fault(f"tile {argument(node, 'tile')} is resident on the device, but load does not copy it there",
                             "prefetch it in load", node)
 
 
@@ -137,5 +138,5 @@ def _refreshed(program: Program, name: str, tiles: Collection[str]) -> Iterator[
         fresh[argument(node, "tile")] = node if op_of(node).name in ("adam_resident", "prefetch") else None
     for tile, node in resident.items():
         if tile in tiles and fresh.get(tile) is None:
-            yield Fault(f"tile {tile} is resident on the device, and {name} leaves its old weights there",
+            yield Fault(f"tile {tile} is resident on the device, but {name} leaves its old weights there",
                         "prefetch it after its adam", node)

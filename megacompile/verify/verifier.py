@@ -165,7 +165,7 @@ def handed_on(program: Program) -> Iterator[Fault]:
                 continue
             access = Access.WRITE if Access.WRITE in here else Access.READ
             if argument(leave, "access") != access:
-                yield Fault(f"{describe(leave)} is not true: {lane} does {access} the place in {name}",
+                yield Fault(f"{describe(leave)} is wrong: {lane} does {access} the place in {name}",
                             f'say "{access}"', leave, here[access], hazard=True)
             left += [(place, lane, access, node) for node in here.values()]
             late = next((node for node in here.values() if not clocks.covers(event, node)), None)

@@ -139,8 +139,8 @@ class CudaBackend:
         try:
             torch.cuda.synchronize(self.device)
         except RuntimeError as error:  # a kernel's error is raised here, and by every call from now on
-            raise LaneError(f"{self.device} has failed and works no more in this process: start a new one and load the last "
-                            f"checkpoint ({str(error).splitlines()[0]})") from error
+            raise LaneError(f"{self.device} has failed and cannot be used in this process any more: start a new one and load "
+                            f"the last checkpoint ({str(error).splitlines()[0]})") from error
 
     def delay(self, lane: Lane, seconds: float) -> None:
         if lane not in _QUEUES:

@@ -82,7 +82,7 @@ class Arena:
             raise InsufficientMemoryError(
                 f"{len(slabs)} pinned slabs need {format_bytes(needed)} of host memory and {format_bytes(available)} are "
                 "available: stream with fewer gradient_slabs, or take one backward a step, with a larger batch")
-        with under_way("making slots and pinned slabs"):
+        with under_way("allocating slots and pinned slabs"):
             for slot in grown:
                 self.forget(slot.name)
                 if self.is_slab(slot.name):

@@ -207,12 +207,12 @@ def edited(program: Program, section: str, op: str, change: Any) -> Program:
 
 @pytest.mark.parametrize(("section", "op", "change", "message"), [
     ("backward", "stashed", lambda n, b: n.update_kwarg("into", "H3"), "takes its checkpoint from H3, but the forward puts it"),
-    ("backward", "stashed", lambda n, b: n.update_kwarg("mb", 1), "the second of its checkpoint"),
+    ("backward", "stashed", lambda n, b: n.update_kwarg("mb", 1), "is the second stashed of its checkpoint"),
     ("backward", "fetch", lambda n, b: n.update_kwarg("call", "layers.2"), "another checkpoint"),
     ("forward", "stash", lambda n, b: n.update_kwarg("mb", 1), "another checkpoint"),
     ("forward", "stash", lambda n, b: n.graph.erase_node(n), "that no forward stashes"),
     ("forward", "stash", lambda n, b: b.after(n, "release", value=n), "although a later section fetches it"),
-    ("forward", "stash", lambda n, b: b.after(n, "stash", **n.kwargs), "the second of its checkpoint"),
+    ("forward", "stash", lambda n, b: b.after(n, "stash", **n.kwargs), "is the second stash of its checkpoint"),
 ])
 def test_a_checkpoint_that_is_not_where_it_is_taken_from_is_refused(section: str, op: str, change: Any, message: str,
                                                                     make_schedule: Any) -> None:

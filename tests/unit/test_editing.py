@@ -196,7 +196,7 @@ REFUSED: dict[str, tuple[str, tuple[tuple[str, str], ...], str]] = {
                                      "leave W0 read e_11 is not ordered after read by forward model.layers.2 mb 1"),
     "a slot that is taken": ("forward", (('w2 = p.prefetch("model.layers.1", into="W1")',
                                            'w2 = p.prefetch("model.layers.1", into="W0")'),),
-                             "write of W0 by prefetch model.layers.1 is not behind the release of w1"),
+                             "write of W0 by prefetch model.layers.1 is not after the release of w1"),
     "no result": ("forward", (('    p.result("loss", values=(l_0, l_1))\n', ""),), "never handed to the caller"),
     "another op": ("evaluate", (("l_0 = p.evaluate(", "l_0 = p.outputs("),), "hands over l_0, which is of outputs"),
     "no head": ("", (('program.shape(batch=3, length=9, labels=True, training=True, lean=False, update="step", '

@@ -28,7 +28,7 @@ import test_inductor as tests
 with warnings.catch_warnings(record=True) as said:
     warnings.simplefilter("always")
     print(json.dumps([*tests.compile_once(lambda x: x.sin() * 2 + 1),
-                      [str(w.message) for w in said if "compiled anew" in str(w.message)]]))
+                      [str(w.message) for w in said if "compiled again" in str(w.message)]]))
 """
 
 

@@ -309,7 +309,7 @@ def test_a_damaged_or_foreign_checkpoint_is_refused_with_place_and_reason(saved:
 def test_a_pipe_in_a_file_s_place_is_refused_at_once(saved: Path, name: str) -> None:
     (saved / name).unlink()
     os.mkfifo(saved / name)
-    with pytest.raises(MegacompileError, match=rf"{name} cannot be read \(it is a FIFO, not a regular file\): give files"):
+    with pytest.raises(MegacompileError, match=rf"{name} cannot be read \(it is a FIFO, not a regular file\): give regular"):
         megacompile.from_pretrained(saved, device="cpu")
 
 

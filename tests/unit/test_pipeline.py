@@ -52,9 +52,9 @@ def test_a_pass_that_is_not_there_is_named_beside_those_that_are(change: Callabl
 
 @pytest.mark.parametrize(("pipeline", "message"), [
     (insert_before(PIPELINE, "prefetch", schedule_pass()), "mine requires stage prefetch, which no pass before it provides"),
-    (insert_after(PIPELINE, "place", schedule_pass()), "pass mine provides stage prefetch, but stands where the program is of "
-                                                       "stage place already"),
-    (insert_after(PIPELINE, "place", schedule_pass(provides="placed")), "mine provides stage 'placed', which there is not"),
+    (insert_after(PIPELINE, "place", schedule_pass()), "pass mine provides stage prefetch, but the program is already at "
+                                                       "stage place there"),
+    (insert_after(PIPELINE, "place", schedule_pass(provides="placed")), "mine provides stage 'placed', which does not exist"),
     (replace_pass(PIPELINE, "prefetch"), "pass offload requires stage prefetch, which no pass before it provides"),
     (replace_pass(PIPELINE, "synchronize"), "the pipeline ends at stage place"),
     (insert_after(PIPELINE, "prefetch", schedule_pass("place")), "two passes called place"),

@@ -211,7 +211,7 @@ def test_an_example_that_is_not_a_tensor_is_refused() -> None:
 
 
 def test_host_memory_that_the_system_does_not_give_is_refused() -> None:
-    with pytest.raises(InsufficientMemoryError, match="the system gives no 1152921504606846976 bytes of host memory"):
+    with pytest.raises(InsufficientMemoryError, match="the system cannot provide 1152921504606846976 bytes of host memory"):
         host_memory(1 << 60)
 
 

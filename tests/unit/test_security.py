@@ -183,14 +183,14 @@ def test_a_planted_file_is_removed_before_it_is_read(folder: Path, tmp_path: Pat
 
 def test_no_file_is_used_if_one_was_changed(folder: Path) -> None:
     (folder / "fxgraph/entry").write_bytes(pickle.dumps(Trap()))
-    with pytest.warns(RuntimeWarning, match=r"fxgraph/entry\) was changed since megacompile wrote it, and is compiled anew"):
+    with pytest.warns(RuntimeWarning, match=r"fxgraph/entry\) was changed since megacompile wrote it, and is compiled again"):
         seal.SealedFolder(folder)
     assert not files(folder)
 
 
 def test_a_file_that_takes_another_s_name_is_not_used(folder: Path) -> None:
     (folder / "kernel.so").replace(folder / "fxgraph/entry")
-    with pytest.warns(RuntimeWarning, match="compiled anew"):
+    with pytest.warns(RuntimeWarning, match="compiled again"):
         seal.SealedFolder(folder)
     assert not files(folder)
 
@@ -210,7 +210,7 @@ def test_an_emptied_file_counts_as_changed_and_an_unsealed_empty_file_is_removed
     os.close(seal.SealedFolder(folder)._lock)
     assert files(folder) == {"fxgraph/entry", "kernel.so"}
     os.truncate(folder / "kernel.so", 0)
-    with pytest.warns(RuntimeWarning, match=r"kernel.so\) was changed since megacompile wrote it, and is compiled anew"):
+    with pytest.warns(RuntimeWarning, match=r"kernel.so\) was changed since megacompile wrote it, and is compiled again"):
         seal.SealedFolder(folder)
     assert not files(folder)
 

@@ -49,7 +49,7 @@ TEXT_EDITS: dict[tuple[str, str], tuple[dict[str, Any], str, str, str, str, str]
     ("well_formed", "event of a node that no lane runs"): (
         STREAMED, "synchronize", "forward", r"record\(w1\)", "record(e)", "is of a node that no lane executes"),
     ("well_formed", "event of the past handed on"): (
-        STREAMED, "synchronize", "forward", r'("W0", "read", )e_12', r"\1e_3", "hands on an event of the past"),
+        STREAMED, "synchronize", "forward", r'("W0", "read", )e_12', r"\1e_3", "hands on an event of an earlier section"),
     ("well_formed", "release of an event"): (
         STREAMED, "synchronize", "forward", r"release\(w1\)", "release(e_1)", "takes e_1, but enter keeps nothing"),
     ("well_formed", "residuals of a plain forward"): (
@@ -119,7 +119,7 @@ TEXT_EDITS: dict[tuple[str, str], tuple[dict[str, Any], str, str, str, str, str]
         r'reduce("layers.0"\1offload("layers.0"', "tile layers.0 has a second reduce in backward"),
     ("sent_home", "gradients overwritten that must be added to"): (
         STREAMED, "offload", "backward_accumulate", r"overwrite=False", "overwrite=True",
-        "accumulate epilogue overwrites what is there in backward_accumulate"),
+        "accumulate epilogue overwrites the tile's gradients in backward_accumulate"),
     ("sent_home", "slab that is never accumulated"): (
         STREAMED, "place", "backward_accumulate", r"    p.accumulate\(\"layers.1\".*\n", "", "is accumulated 0 times"),
     ("sent_home", "gradients offloaded over those that exist"): (
@@ -139,13 +139,13 @@ TEXT_EDITS: dict[tuple[str, str], tuple[dict[str, Any], str, str, str, str, str]
         "one clip over all trainable tiles"),
     ("updated", "resident copy not refreshed"): (
         RESIDENT, "optimizer", "update", r'    w2 = .*\n', "",
-        "tile layers.1 is resident on the device, and update leaves its old weights there"),
+        "tile layers.1 is resident on the device, but update leaves its old weights there"),
     ("updated", "resident copy never made"): (
         RESIDENT, "optimizer", "load", r"    w1 = p.prefetch\(.*\n", "",
-        "tile layers.0 is resident on the device, and load does not bring it there"),
+        "tile layers.0 is resident on the device, but load does not copy it there"),
     ("one_version", "update in a loop's backward before the gradients"): (
         {**STREAMED, "update": "arrival"}, "optimizer", "backward", r'(    o2 = .*\n)(    p.adam\("layers.1".*\n)', r"\2\1",
-        "adam layers.1 comes before the tile's gradients are home in backward"),
+        "adam layers.1 comes before the tile's gradients are in host memory in backward"),
     ("one_version", "update in a loop's backward before its slab was added"): (
         {**SLABS, "update": "arrival"}, "optimizer", "backward",
         r'(    p.accumulate\("layers.1".*\n)(    p.adam\("layers.1".*\n)', r"\2\1",
@@ -187,7 +187,7 @@ TEXT_EDITS: dict[tuple[str, str], tuple[dict[str, Any], str, str, str, str, str]
         "scale g2_0 scales a value, not a gradient that the forward kept"),
     ("one_version", "update before the gradients"): (
         ARRIVAL, "optimizer", "train_step", r"(    o2 = .*\n)(    p.adam\(\"layers.1\".*\n)", r"\2\1",
-        "adam layers.1 comes before the tile's gradients are home in train_step"),
+        "adam layers.1 comes before the tile's gradients are in host memory in train_step"),
     ("one_version", "run on weights of the next step"): (
         ARRIVAL, "optimizer", "train_step", r'(    p.adam\("layers.0"\).*\n)',
         r'\1    w = p.prefetch("layers.0")\n'
@@ -201,7 +201,7 @@ TEXT_EDITS: dict[tuple[str, str], tuple[dict[str, Any], str, str, str, str, str]
         "offload layers.1 overwrites a wave that was not added to the sum yet"),
     ("summed", "wave that is added twice"): (
         SUMS, "offload", "train_step", r'(    p.add_to_sum\("layers.1", overwrite=False\).*\n)', r"\1\1",
-        "adds what no wave has brought, or what was added before"),
+        "adds a wave that was not offloaded, or was added before"),
     ("summed", "second wave that overwrites the first"): (
         SUMS, "offload", "train_step", r'add_to_sum\("layers.1", overwrite=False\)', 'add_to_sum("layers.1", overwrite=True)',
         "add_to_sum layers.1 loses the waves before it"),
@@ -211,7 +211,7 @@ TEXT_EDITS: dict[tuple[str, str], tuple[dict[str, Any], str, str, str, str, str]
     ("summed", "norms of a part"): (
         SUMS, "optimizer", "train_step",
         r'(    p.add_to_sum\("layers.1", overwrite=False\).*\n)(    p.norms_of_sum.*\n)', r"\2\1",
-        "the clip reads norms of the sum of layers.1, which are taken 1 times, not once behind its last wave"),
+        "the clip reads norms of the sum of layers.1, which are taken 1 times, not once after its last wave"),
     ("summed", "update with the last wave alone"): (
         SUMS, "optimizer", "update", r'adam_of_sum\("layers.1"', 'adam("layers.1"',
         "adam layers.1 would be wrong: gradients of layers.1 are added up on the host"),
@@ -254,9 +254,9 @@ TEXT_EDITS: dict[tuple[str, str], tuple[dict[str, Any], str, str, str, str, str]
         "slot R0 is resident for layers.0, but resident layers.1"),
     ("placed", "resident tile in another slot than it was loaded into"): (
         RESIDENT, "place", "", r'(?s)(program.slot\("R1", )(bytes=\d+\)\n)(.*def backward\(.*?)into="R1"',
-        r'\1\2program.slot("R9", \2\3into="R9"', "layers.1 uses slot R9, but what stays of that tile is in R1"),
+        r'\1\2program.slot("R9", \2\3into="R9"', "layers.1 uses slot R9, but its tile stays in slot R1"),
     ("placed", "slot of no kind"): (
-        STREAMED, "place", "", r'slot\("W1"', 'slot("X1", bytes=1)\nprogram.slot("W1"', "slot X1 is of no kind"),
+        STREAMED, "place", "", r'slot\("W1"', 'slot("X1", bytes=1)\nprogram.slot("W1"', "slot X1 is of an unknown family"),
     ("ordered", "read after write"): (
         STREAMED, "synchronize", "forward", r'    p.wait\("compute", e_8\).*\n', "",
         "slot W0 is read by forward layers.0 mb 0 while prefetch layers.0 may still write it"),
@@ -279,10 +279,10 @@ TEXT_EDITS: dict[tuple[str, str], tuple[dict[str, Any], str, str, str, str, str]
         "W0 is accessed by forward layers.0 mb 1, but no leave hands on an event of compute"),
     ("handed_on", "read for a write"): (
         STREAMED, "synchronize", "forward", r'leave\("W0", "write"', 'leave("W0", "read"',
-        "is not true: h2d does write the place"),
+        "is wrong: h2d does write the place"),
     ("handed_on", "write for a read"): (
         STREAMED, "synchronize", "forward", r'leave\("W0", "read"', 'leave("W0", "write"',
-        "is not true: compute does read the place"),
+        "is wrong: compute does read the place"),
     ("handed_on", "event that fires too early"): (
         STREAMED, "synchronize", "forward", r'(leave\("W1", "write", )e_9', r"\1e_8",
         "hands on e_8, which fires before prefetch layers.1 is done"),
