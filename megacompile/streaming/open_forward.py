@@ -17,7 +17,7 @@ from megacompile.streaming.shapes import CompiledShape
 @dataclass(eq=False)
 class OpenForward:
     """A forward whose backward has not run. `version`: of the weights that it read. `values`: kept activations, and gradients
-    that the epilogue has computed already, by the name under which the program hands them on. `host`: buffers in host memory,
+    that the epilogue has computed already, by the call and micro-batch, or the tile, of each. `host`: buffers in host memory,
     by slot, for checkpoints. `give_back` returns these buffers; it runs at the latest when the object dies."""
 
     shape: CompiledShape
