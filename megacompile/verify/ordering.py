@@ -123,7 +123,7 @@ class Clocks:
         return found
 
     def known_to(self, node: fx.Node, lanes: Iterable[Lane]) -> bool:
-        """Whether each of these lanes is certain to run on only after `node`, an executed node of another lane."""
+        """Whether each of these lanes is ordered, from here on, after `node`, an executed node of another lane."""
         own = lane_of(node)
         assert own is not None, f"{node.name} runs on no lane"
         return all(self._lanes[lane].done[_INDEX[own]] >= self._position[node] for lane in lanes)

@@ -58,7 +58,7 @@ def _declarations(program: Program) -> Iterator[Fault]:
 
 
 def _words(section: str, node: fx.Node) -> Iterator[Fault]:
-    """Checks the form of a node. Before that, nothing about its meaning can be asked; hence no excerpt."""
+    """Checks the form of a node. These faults show no excerpt, which only nodes of valid form have."""
     where = f"section {section}, node {node.name}"
     if node.op != "call_function" or not isinstance(node.target, Op):
         yield Fault(f"{where}: {node.op} of {node.target} is not an op of a schedule", "use the ops of `program.OPS`")
