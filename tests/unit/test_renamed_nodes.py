@@ -70,7 +70,8 @@ SCHEDULES: dict[str, dict[str, Any]] = {
     "updates on arrival": {"update": "arrival", "resident": ("layers.0", "layers.1"), "resident_state": ("layers.0",)},
     "whole step": {"whole_step": True, "micro_batches": (1, 1), "waves": 2, "host_sums": ("layers.1", "epilogue")},
     "whole step, checkpoints on the host": {"whole_step": True, "micro_batches": (1, 1, 1), "waves": 2, "host_checkpoints": 1},
-    "tied": {"tied": True, "micro_batches": (1, 1)}}
+    "tied": {"tied": True, "micro_batches": (1, 1)},
+    "layers that run twice": {"runs": 2, "shared": True, "checkpoint_interval": 2, "weight_slots": 3, "micro_batches": (1, 1)}}
 
 
 @pytest.mark.parametrize("shuffled", [True, False], ids=["shuffled", "new names"])
@@ -79,7 +80,7 @@ def test_passes_verifier_and_simulator_read_no_names(schedule: dict[str, Any], s
                                                      make_schedule: Callable[..., Compiled]) -> None:
     usual = make_schedule(**schedule)
     chosen = {"micro_batches": (1,), **{key: value for key, value in schedule.items()
-                                        if key not in ("whole_step", "outputs", "tied")}}
+                                        if key not in ("whole_step", "outputs", "tied", "runs", "shared")}}
     plan = Plan(sum(chosen["micro_batches"]), 8, **chosen)
     renamed = compile_program(usual.stages["model"], plan, renaming(shuffled)).program
     assert without_names(renamed) == without_names(usual.program)
