@@ -1,4 +1,4 @@
-"""How long each step of a row took, for how many tokens, and what else took time meanwhile."""
+"""Measures how long each step of a row takes, how many tokens it computes, and how long garbage collections take."""
 from __future__ import annotations
 
 import contextlib
@@ -15,17 +15,17 @@ from megacompile.bench.rows import Row
 
 
 class Clock(transformers.TrainerCallback):
-    """When each step's loss was known, in seconds since the first step began.
+    """Records when the loss of each step is known, in seconds since the first step began.
 
-    A step of Trainer ends when its loss is logged, not in `on_step_end`: the device is still at work then, and the wait for it
-    would count as the next step's. What came before `on_step_end` is the time to submit the step. `wait` is called before the
-    clock is read. `computed` returns the tokens that all steps so far have computed, padding included.
+    For Trainer, a step ends when its loss is logged and not in `on_step_end`, when the device is still working: waiting for it
+    would count for the next step. The time until `on_step_end` is the time to submit the step. `wait` is called before the
+    clock is read. `computed` returns the number of tokens that all steps so far have computed, including padding.
     """
 
     def __init__(self, wait: Callable[[], None] = lambda: None, computed: Callable[[], int] = lambda: 0) -> None:
         self.wait, self.computed, self.began = wait, computed, math.nan
         self.ends: list[float] = []
-        self.submitted_by: list[float] = []  # Trainer's alone
+        self.submitted_by: list[float] = []  # when each step was submitted; only for Trainer
         self.computed_by: list[int] = []  # tokens computed by the end of each step
 
     def begin(self) -> None:
@@ -48,17 +48,18 @@ class Clock(transformers.TrainerCallback):
 
     @property
     def times(self) -> list[float]:
-        """Seconds of each step."""
+        """The duration of each step in seconds."""
         return _differences(self.ends)
 
     @property
     def submitting(self) -> list[float]:
-        """Seconds from the end of the step before until each step was submitted, its batch collated."""
+        """The seconds from the end of the previous step until each step was submitted, including the time to collate its
+        batch."""
         return [at - before for before, at in zip([0.0, *self.ends], self.submitted_by, strict=False)]
 
     @property
     def tokens(self) -> list[int]:
-        """Tokens that each step computed."""
+        """The number of tokens that each step computed."""
         return _differences(self.computed_by)
 
 
@@ -68,7 +69,8 @@ def _differences(sums: Sequence[Any]) -> list[Any]:
 
 @contextlib.contextmanager
 def collections() -> Iterator[list[tuple[float, float]]]:
-    """Python's full garbage collections within: when each ended, by `time.perf_counter`, and the seconds that it took."""
+    """A context that records Python's full garbage collections: when each ended (`time.perf_counter`), and its duration in
+    seconds."""
     found: list[tuple[float, float]] = []
     began = 0.0
 
@@ -88,8 +90,8 @@ def collections() -> Iterator[list[tuple[float, float]]]:
 
 
 def step_fields(warm_up: int, times: Sequence[float], useful: Sequence[int], computed: Sequence[int]) -> Row:
-    """What a row says of its steps, given the seconds, the useful tokens and the computed tokens of each. A step takes as long
-    as its tokens need, so `slowest_over_median_by_token` compares seconds per computed token."""
+    """The fields of a row about its steps, from the seconds, useful tokens and computed tokens of each. The duration of a step
+    depends on its number of tokens, so `slowest_over_median_by_token` compares seconds per computed token."""
     median = statistics.median(times[warm_up:])
     by_token = [seconds / tokens for seconds, tokens in zip(times, computed, strict=True)]
     return dict(

@@ -326,7 +326,7 @@ def _of_command(given: argparse.Namespace, folder: Path) -> rows.Row:
 
 
 def row_of_log(given: argparse.Namespace, log: Path, whole: float) -> rows.Row:
-    """What the log of a run of `megacompile train` says, which took `whole` seconds."""
+    """A row from the log of a run of `megacompile train` that took `whole` seconds."""
     entries = [entry for entry in read_log(log) if "seconds" in entry]
     times = [entry["seconds"] for entry in entries]
     rate = statistics.median(entry["tokens_per_second"] for entry in entries[given.warm_up:])

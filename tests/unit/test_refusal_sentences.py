@@ -142,6 +142,25 @@ def test_an_unknown_mode_of_compilation_is_refused(model: Any) -> None:
         compile_variant(variant, [], "fast")
 
 
+class LastLogits(LossAlone):
+    """Without labels, it returns logits of the last position only."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Any:
+        x = self.embed(input_ids)
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(x if labels is not None else x[:, -1:])
+        loss = None if labels is None else nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return {"loss": loss, "logits": logits}
+
+
+def test_logits_that_only_exist_without_labels_are_refused() -> None:
+    model = megacompile.stream(LastLogits(), device="cpu")
+    with torch.no_grad(), pytest.raises(UnsupportedError, match="the model computes other logits than with them"):
+        model(torch.ones(2, 4, dtype=torch.int64))
+    model.megacompile.close()
+
+
 class HoldsALock(LossAlone):
     def __init__(self) -> None:
         super().__init__()
