@@ -293,7 +293,7 @@ WAYS = dict(trainer=through_trainer, sft=through_sft, loop=through_loop, native=
 def measure(given: argparse.Namespace) -> rows.Row:
     with tempfile.TemporaryDirectory() as folder:
         if given.cold and given.cache is not None and given.cache.exists():
-            raise MegacompileError(f"{given.cache} exists, and a cold run begins with an empty cache: give another --cache")
+            raise MegacompileError(f"{given.cache} exists, but --cold needs an empty cache: give another --cache")
         if given.cold or given.cache is not None:
             os.environ["MEGACOMPILE_CACHE"] = str(given.cache or f"{folder}/cache")
         return _of_command(given, Path(folder)) if given.through == "train" else _measure(given, folder)
@@ -381,7 +381,7 @@ def _measure(given: argparse.Namespace, folder: str) -> rows.Row:
 
 
 def _seconds(done: Sequence[tuple[str, float]]) -> list[tuple[str, float]]:
-    """Work that took long enough to be worth a line: what it was, and its seconds."""
+    """The operations that took long enough to be reported, with their durations in seconds."""
     return [(task, round(seconds, 2)) for task, seconds in done if seconds >= 0.05]
 
 
