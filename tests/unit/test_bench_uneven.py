@@ -125,5 +125,5 @@ def test_full_collections_are_timed() -> None:
 
 
 def test_a_cold_run_begins_with_an_empty_cache(tmp_path: Path) -> None:
-    with pytest.raises(MegacompileError, match="a cold run begins with an empty cache: give another --cache"):
+    with pytest.raises(MegacompileError, match="--cold needs an empty cache: give another --cache"):
         row_of("--cold", "--cache", str(tmp_path))
