@@ -399,7 +399,7 @@ def test_a_log_on_a_full_disk_is_said_once_and_ends_nothing(tmp_path: Path) -> N
         reports._log = open("/dev/full", "w", buffering=1)  # noqa: SIM115
         reports.evaluation(1, 1.5)
         reports.evaluation(2, 1.5)
-    assert heard == ["/dev/full cannot be written after step 1 (No space left on device): training continues"]
+    assert heard == ["/dev/full cannot be written after step 1 (No space left on device): training continues without it"]
 
 
 class Disk:
@@ -497,7 +497,7 @@ def test_a_checkpoint_of_something_else_is_refused(tmp_path: Path, monkeypatch: 
     for extra in ({"batch": 3}, {"done": -5, "fixed": {}}, {"done": 2.5, "fixed": {}}, {"done": 3, "fixed": None}, None):
         monkeypatch.setattr(megacompile, "load_checkpoint", lambda *arguments, found=extra, **options: found)
         with pytest.raises(CheckpointError, match="was not saved by megacompile train"):
-            runs._go_on(tmp_path, {}, None, None, None)
+            runs._resume(tmp_path, {}, None, None, None)
 
 
 def test_the_settings_of_a_run_are_yaml_that_people_can_read(tmp_path: Path) -> None:
