@@ -45,25 +45,27 @@ napoleon_use_ivar = True
 
 _CODE = re.compile(r"``[^`]+``|`[^`]+`")
 _SPECIAL = re.compile(r"[*|]|(?<=\w)_(?=\W|$)")
+_SECTION = re.compile(r"(Args|Arguments|Attributes|Returns|Yields|Raises|Notes?|Examples?):")
 _PAGE = re.compile(r"(?:docs/)?([\w-]+(?:/[\w-]+)*)\.md(?:#([\w-]+))?")
 
 
 def plain_to_rst(lines: Iterable[str]) -> list[str]:
-    """A plain docstring as reStructuredText: single backticks are code, indented paragraphs stay as they are, and nothing else
-    is markup."""
+    """A plain docstring as reStructuredText. Single backticks are code, indented paragraphs and tables (paragraphs with a
+    hanging indent) stay as they are, and nothing else is markup."""
     made: list[str] = []
-    indent, after_blank, verbatim = 0, False, -1  # `verbatim`: the indentation of the block that a line is in, or -1
-    for line in lines:
-        here = len(line) - len(line.lstrip())
-        if line.strip():
-            verbatim = -1 if here < verbatim else verbatim
-            if verbatim < 0 and after_blank and here > indent:
-                verbatim = here
-                made += [" " * indent + "::", ""]
-            indent = here
-        after_blank = not line.strip()
-        made.append(line if verbatim >= 0 else _marked_up(line))
-    return made
+    whole = _CODE.sub(lambda code: " ".join(code[0].split()), "\n".join(lines))
+    indent = 0  # of the last line
+    for paragraph in re.split(r"\n[ ]*\n", whole.strip("\n")):
+        rows = paragraph.splitlines()
+        here, *others = (len(row) - len(row.lstrip()) for row in rows)
+        section = _SECTION.fullmatch(rows[0]) is not None
+        hanging = here == 0 and any(others) and not section and not rows[0].startswith(("- ", "* "))
+        if here > indent or hanging:
+            made += [" " * indent + "::", "", *(f"    {row}" if hanging else row for row in rows), ""]
+            continue  # the text goes on where it was
+        made += [*map(_marked_up, rows), ""]
+        indent = others[-1] if section and others else here
+    return made[:-1]
 
 
 def _marked_up(line: str) -> str:

@@ -51,3 +51,5 @@ def test_docstrings_become_markup() -> None:
     assert convert(["A `x`s, *args, foo_ and ``z``."]) == [r"A ``x``\ s, \*args, foo\_ and ``z``."]
     assert convert(["Like so:", "", "    a * `b`", "", "Args:", "    c: of d"]) == [
         "Like so:", "", "::", "", "    a * `b`", "", "Args:", "    c: of d"]
+    assert convert(["Gives `f(a,", "b)` of a.", "", "one     the first", "        of all", "", "End."]) == [
+        "Gives ``f(a, b)`` of a.", "", "::", "", "    one     the first", "            of all", "", "End."]
