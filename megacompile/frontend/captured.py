@@ -169,8 +169,8 @@ class CapturedModel(LayerFacts, BatchFacts, AttentionFacts, LossFacts):
     def require_heads(self) -> Heads:
         """Raises `UnsupportedError` for a model that returns only its loss."""
         if self.heads is None:
-            raise UnsupportedError("the model returns its loss alone: let its forward return logits [batch, length, "
-                                   "vocabulary] as well, and they can be differentiated")
+            raise UnsupportedError("the model returns only its loss: let its forward return logits [batch, length, "
+                                   "vocabulary] as well")
         return self.heads
 
     def same_in_evaluation(self) -> bool:

@@ -79,7 +79,7 @@ def test_what_cannot_be_given_is_refused(model: Any) -> None:
 
 def test_logits_that_are_made_otherwise_have_no_last_hidden_state(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hidden_states, "_PRODUCTS", ())
-    with pytest.raises(UnsupportedError, match="makes its logits by something else than one product with its"):
+    with pytest.raises(UnsupportedError, match="does not make its logits by one product with its"):
         model.megacompile.streamed.captured.require_heads().hidden.last()
 
 
@@ -88,5 +88,5 @@ def test_a_model_that_means_other_hidden_states_is_refused(model: Any, monkeypat
     found = model.megacompile.streamed.captured.require_heads().hidden
     found.beside_logits()
     monkeypatch.setattr(found.twin.config, "tie_last_hidden_states", False, raising=False)
-    with pytest.raises(UnsupportedError, match="means other hidden states than its layers hand on"):
+    with pytest.raises(UnsupportedError, match="means other hidden states than its layers' outputs"):
         found.beside_logits()

@@ -207,7 +207,7 @@ class Described(nn.Module):
 def test_a_list_of_images_that_is_more_than_joined_is_refused(way: str) -> None:
     given = pictured(3, 12)
     example = {"input_ids": given["input_ids"], "images": torch.zeros(3, PATCHES, 8), "labels": given["input_ids"]}
-    with pytest.raises(CaptureError, match="does more with the list of its images' features than to join it"):
+    with pytest.raises(CaptureError, match="does more than join the list of its images' features"):
         capture(Described(way), example=example)
 
 

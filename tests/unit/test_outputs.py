@@ -285,13 +285,13 @@ def test_memory_of_outputs_is_counted(model: Any) -> None:
 
 @pytest.mark.parametrize(("function", "tensors", "message"), [
     (lambda logits: logits.sum(), {}, "a value for each token"),
-    (lambda logits: logits[:, 0] * (1 if logits.sum() > 0 else 2), {}, "cannot be traced: .*, and decide nothing by values"),
+    (lambda logits: logits[:, 0] * (1 if logits.sum() > 0 else 2), {}, "cannot be traced: .*let no branch depend on values"),
     (lambda logits: logits.argmax(-1), {}, r"returns nothing that has a gradient: call it under torch\.no_grad"),
-    (lambda logits: logits[:, 0] - logits.mean(0)[0], {}, "does not treat each token alone.*aten.mean"),
-    (lambda logits: logits[:, 0] - logits.sum(0)[0], {}, "does not treat each token alone.*aten.sum"),
-    (lambda logits: logits[:, 0] / logits.shape[0], {}, "does not treat each token alone.*aten.div"),
-    (lambda logits: logits[:, 0].cumsum(0), {}, "does not treat each token alone.*aten.cumsum"),
-    (lambda logits: logits[:, 0] * torch.arange(logits.shape[0]), {}, "does not treat each token alone.*aten.arange"),
+    (lambda logits: logits[:, 0] - logits.mean(0)[0], {}, "does not compute each token alone.*aten.mean"),
+    (lambda logits: logits[:, 0] - logits.sum(0)[0], {}, "does not compute each token alone.*aten.sum"),
+    (lambda logits: logits[:, 0] / logits.shape[0], {}, "does not compute each token alone.*aten.div"),
+    (lambda logits: logits[:, 0].cumsum(0), {}, "does not compute each token alone.*aten.cumsum"),
+    (lambda logits: logits[:, 0] * torch.arange(logits.shape[0]), {}, "does not compute each token alone.*aten.arange"),
     (log_probabilities, {"targets": torch.zeros(3, 8, dtype=torch.int64)}, r"must be a tensor \[3, 9\]"),
     (lambda logits, weights: logits[:, 0] * weights, {"weights": torch.ones(3, 9, requires_grad=True)}, "weights.detach"),
 ])

@@ -266,7 +266,7 @@ def test_an_encoder_that_cannot_run_again_is_refused(way: str, message: str) -> 
 def test_models_that_say_images_otherwise_are_refused() -> None:
     given = {"input_ids": torch.zeros(2, 5, dtype=torch.long), "pixel_values": torch.zeros(4, 8),
              "image_grid_thw": torch.ones(1, 3, dtype=torch.long)}
-    with pytest.raises(CaptureError, match="Tower takes image_grid_thw, but does not say its images as models of transformers"):
+    with pytest.raises(CaptureError, match="Tower takes image_grid_thw, but does not describe its images as models of"):
         install_encoders(Tower(), given)
 
     class Adding(Tower):
@@ -305,9 +305,9 @@ class Scaled(nn.Module):
 def test_features_of_which_more_is_made_are_refused() -> None:
     given = pictured(9, [(1, 1, 2)], [])
     example = {name: given[name] for name in ("input_ids", "labels", "image_grid_thw")} | {"pixel_values": torch.zeros(8, 8)}
-    with pytest.raises(UnsupportedError, match="Scaled puts features among its tokens that are not as many for each sequence"):
+    with pytest.raises(UnsupportedError, match="Scaled puts another number of features into each sequence"):
         capture(Scaled(), example=example)
-    with pytest.raises(CaptureError, match="Scaled puts features of pixel_values in no places of its tokens"):
+    with pytest.raises(CaptureError, match="Scaled does not put features of pixel_values among its tokens"):
         capture(Scaled(idle=True), example=example)
 
 

@@ -180,7 +180,7 @@ def test_a_model_that_cannot_be_captured_is_refused(make: Callable[[], nn.Module
 def test_what_a_model_without_logits_cannot_do_is_refused() -> None:
     ids = torch.ones(2, 4, dtype=torch.int32)
     model = megacompile.stream(LossAlone(), device="cpu", example={"input_ids": ids, "labels": ids.long()})
-    with pytest.raises(UnsupportedError, match="the model returns its loss alone: let its forward return logits"):
+    with pytest.raises(UnsupportedError, match="the model returns only its loss: let its forward return logits"):
         model.megacompile.streamed.captured.require_heads()
     with pytest.raises(UnsupportedError, match=r"input_ids is torch\.int64, which torch\.int32 does not hold: cast it to"):
         model(ids.long(), ids.long())

@@ -76,8 +76,8 @@ def _place(graph: ModelGraph, node: fx.Node, name: str, images: Collection[str],
 
 def _unknown(name: str, node: fx.Node) -> UnsupportedError:
     return UnsupportedError(
-        f"{name} puts features among its tokens that are not as many for each sequence, or in places that its arguments do not "
-        f"say: stream it for text alone, without images in the example{source_line(node)}")
+        f"{name} puts another number of features into each sequence, or at positions that its arguments do not "
+        f"determine: stream it for text alone, without images in the example{source_line(node)}")
 
 
 def _of_tokens(mask: fx.Node) -> fx.Node:

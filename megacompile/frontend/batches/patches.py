@@ -71,7 +71,7 @@ def _found(model: Any, modality: Modality, patches: Tensor) -> tuple[nn.Module, 
     merged = getattr(getattr(getattr(model, "config", None), "vision_config", None), "spatial_merge_size", None)
     if len(owners) != 1 or merged is None or patches.dim() < 2:
         raise CaptureError(
-            f"{name} takes {modality.sizes}, but does not say its images as models of transformers do ({modality.method}, "
+            f"{name} takes {modality.sizes}, but does not describe its images as models of transformers do ({modality.method}, "
             f"config.vision_config.spatial_merge_size, {modality.patches} [patches, ...]): stream it for text alone, without "
             f"{modality.patches} in the example")
     owner: Any = owners[0]
@@ -152,7 +152,7 @@ def with_places(found: Collection[Patches], places: Mapping[int, TargetCount], n
     none."""
     for each in found:
         if each.encoder.number not in places:
-            raise CaptureError(f"{name} puts features of {each.modality.patches} in no places of its tokens by masked_scatter: "
+            raise CaptureError(f"{name} does not put features of {each.modality.patches} among its tokens by masked_scatter: "
                                f"stream it for text alone, without {each.modality.patches} in the example")
     return tuple(dataclasses.replace(each, places=places[each.encoder.number]) for each in found)
 

@@ -86,8 +86,8 @@ def output_structure(model: ModelGraph, name: str, other_loss: bool = False) -> 
             raise UnsupportedError(f"{name} returns {key}={type(value).__name__}: return loss and logits only")
         fields.append((key, role))
     if other_loss and ("logits" not in found or ("loss" not in found and not isinstance(returned, Tensor))):
-        raise UnsupportedError(f"{name} returns no logits for a loss of your own, or has no place for the loss: return logits "
-                               "alone, or in a structure that has a loss as well")
+        raise UnsupportedError(f"{name} returns no logits for a loss of your own, or has no place for the loss: return only "
+                               "logits, or a structure that has a loss as well")
     if "loss" not in found and not other_loss and not _whole_batch_makes(model, found.get("logits"), trained):
         raise UnsupportedError(
             f"{name} returns no scalar loss that depends on what is trained: return the loss when labels are given, and "

@@ -79,7 +79,7 @@ class _Cut:
                 raise CaptureError(f"{self.section.name} changes a value in place that pieces of its experts read: let it make "
                                    f"another value, or {_WHOLE}{source_line(node)}")
             if stage[node] and getattr(node.target, "__name__", "") in MODES:
-                raise CaptureError(f"{self.section.name} switches gradients or autocast around its experts or behind them: "
+                raise CaptureError(f"{self.section.name} switches gradients or autocast around its experts or after them: "
                                    f"{_WHOLE}{source_line(node)}")
         return stage
 

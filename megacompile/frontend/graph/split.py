@@ -3,6 +3,7 @@ equal."""
 from __future__ import annotations
 
 import dataclasses
+import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
@@ -52,58 +53,84 @@ def split_at_layers(model: ModelGraph, module: nn.Module, stack: LayerStack, res
                     chained: bool = False) -> list[Section]:
     """Prologue, layers in the order in which they run, epilogue; the epilogue computes `results`. `module`: what was traced.
 
-    What is computed between two layers from an earlier one's output goes to the front of the second; totals over tokens that
-    the model makes behind the last layer, of every layer's values, are made in the layers (`totals.py`). Only the call that
-    follows is handed a call's outputs: a value that is read further on (an early layer's keys, an embedding added at the end)
-    is one more output of every call on its way. Prologue values without a gradient, which all calls may read, need no such way.
+    What is computed between two layers from an earlier one's output goes to the front of the second. Totals over tokens that
+    the model computes after the last layer, from every layer's values, are computed in the layers (`totals.py`). Only the next
+    call gets a call's outputs: a value that is read later (an early layer's keys, an embedding added at the end) is one more
+    output of every call in between. All calls may read the prologue's values without a gradient directly.
 
-    Raises `CaptureError` where a layer reads nothing that an earlier call hands on; if `chained`, nothing that the call before
-    it makes, or what is made of that. No dead-code elimination here: Dynamo's
-    graph still has in-place ops whose results nobody reads. After AOT, which makes it functional, it is safe.
+    Raises `CaptureError` if a layer reads nothing that an earlier call hands on; if `chained`, nothing that the call before it
+    makes, or that is made from that. No dead-code elimination here: Dynamo's graph still has in-place ops whose results nobody
+    reads. It is safe after AOT, which makes the graph functional.
     """
     body = [n for n in model.graph.graph.nodes if n.op not in ("placeholder", "output") and n not in model.sources]
     found = layer_calls(model, module, stack)
     if chained:
         check_chain(body, found)
-    calls = [call.node for call in found]
-    members, made_by = _members([n for n in body if not _goes_along(model, n)], calls)
-    _move(members, made_by, made_in_layers(members[-1], made_by, model.sources, results, len(calls)))
-    last = len(calls) + 1
-    reads = {stage: _outside(model, nodes, results if stage == last else (), calls[stage - 1] if 0 < stage < last else None)[0]
-             for stage, nodes in enumerate(members)}
-    last_read = {value: stage for stage, values in reads.items() for value in values if value not in model.sources}
-    outer = [n for n in members[0] if n in last_read and last_read[n] > 0 and isinstance(n.meta["example_value"], Tensor)]
-    carried = _carried_from_prologue(outer, calls, last_read)
-    shared = [*carried, *(n for n in outer if n not in carried)]
-
-    def handed_on(stage: int) -> list[fx.Node]:
-        """A call's own results, then what it passes on."""
-        travelling = [n for n in last_read if made_by[n] <= stage < last_read[n] and (n not in shared or n in carried)]
-        return sorted(travelling, key=lambda n: (made_by[n] != stage, order[n]))
-
-    def source_of(reader: str, previous: Sequence[fx.Node], stage: int) -> Callable[[fx.Node], Source]:
-        def source(node: fx.Node) -> Source:
-            if node in model.sources:
-                found = model.sources[node]
-                return Source("random", index=stage) if found.kind == "random" else found
-            if node in previous:
-                return Source("carried", index=previous.index(node))
-            assert node in shared, f"{reader} reads {node.name}, which nothing hands on to it"
-            return Source("shared", index=shared.index(node))
-        return source
-
-    order = {node: position for position, node in enumerate(body)}
-    sections = [extract("prologue", model, members[0], shared, source_of("the prologue", [], 0), carried)]
-    previous: list[fx.Node] = list(carried)
+    cut = _Cut(model, body, [call.node for call in found], results)
+    sections = [cut.prologue()]
+    previous = cut.carried
     for stage, call in enumerate(found, 1):
-        outputs = handed_on(stage)
-        sections.append(_layer_section(call, model, members[stage], previous, outputs,
-                                       source_of(call.layer, previous, stage)))
+        outputs = cut.handed_on(stage)
+        sections.append(cut.layer(stage, call, previous, outputs))
         if not any(s.kind == "carried" for s in sections[-1].sources) and previous:
             raise CaptureError(f"{call.layer} does not read the output of the call before it: the layers must form a chain")
         previous = outputs
-    sections.append(extract("epilogue", model, members[last], results, source_of("the epilogue", previous, last), []))
+    sections.append(cut.epilogue(previous))
     return sections
+
+
+class _Cut:
+    """A model graph, divided into stages: 0 is the prologue, then come the layer calls, then the epilogue.
+
+    State, made once: `members`, the nodes outside of layers by stage; `made_by`, the stage that makes each value; `last_read`,
+    the last stage that reads it; the prologue's results that are handed on like a layer's (`carried`), and all of them, which
+    any call may read (`shared`).
+    """
+
+    def __init__(self, model: ModelGraph, body: Sequence[fx.Node], calls: Sequence[fx.Node],
+                 results: Sequence[fx.Node]) -> None:
+        self.model, self.results, self.last = model, results, len(calls) + 1
+        self.order = {node: position for position, node in enumerate(body)}
+        self.members, self.made_by = _members([n for n in body if not _goes_along(model, n)], calls)
+        _move(self.members, self.made_by, made_in_layers(self.members[-1], self.made_by, model.sources, results, len(calls)))
+        self.last_read = {value: stage for stage in range(self.last + 1) for value in self._reads(stage, calls)}
+        outer = [n for n in self.members[0] if self.last_read.get(n, 0) > 0 and isinstance(n.meta["example_value"], Tensor)]
+        self.carried = _carried_from_prologue(outer, calls, self.last_read)
+        self.shared = [*self.carried, *(n for n in outer if n not in self.carried)]
+
+    def _reads(self, stage: int, calls: Sequence[fx.Node]) -> list[fx.Node]:
+        """The values of the model that a stage reads from outside, other than weights and inputs."""
+        call = calls[stage - 1] if 0 < stage < self.last else None
+        outside, _ = _outside(self.model, self.members[stage], self.results if stage == self.last else (), call)
+        return [value for value in outside if value not in self.model.sources]
+
+    def handed_on(self, stage: int) -> list[fx.Node]:
+        """What the next call gets from a layer call: its own results, then what it passes on."""
+        travelling = [n for n in self.last_read if self.made_by[n] <= stage < self.last_read[n]
+                      and (n not in self.shared or n in self.carried)]
+        return sorted(travelling, key=lambda n: (self.made_by[n] != stage, self.order[n]))
+
+    def _source(self, stage: int, previous: Sequence[fx.Node], node: fx.Node) -> Source:
+        """Where a stage gets a value from that it does not make. `previous`: what the call before it hands on."""
+        if node in self.model.sources:
+            found = self.model.sources[node]
+            return Source("random", index=stage) if found.kind == "random" else found
+        if node in previous:
+            return Source("carried", index=previous.index(node))
+        assert node in self.shared, f"stage {stage} reads {node.name}, which nothing hands on to it"
+        return Source("shared", index=self.shared.index(node))
+
+    def prologue(self) -> Section:
+        return extract("prologue", self.model, self.members[0], self.shared,
+                       functools.partial(self._source, 0, []), self.carried)
+
+    def layer(self, stage: int, call: LayerCall, previous: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> Section:
+        return _layer_section(call, self.model, self.members[stage], previous, outputs,
+                              functools.partial(self._source, stage, previous))
+
+    def epilogue(self, previous: Sequence[fx.Node]) -> Section:
+        return extract("epilogue", self.model, self.members[self.last], self.results,
+                       functools.partial(self._source, self.last, previous), [])
 
 
 def _members(body: Sequence[fx.Node], calls: Sequence[fx.Node]) -> tuple[list[list[fx.Node]], dict[fx.Node, int]]:

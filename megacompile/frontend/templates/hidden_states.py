@@ -62,7 +62,7 @@ class HiddenStates:
                    if source.kind == "parameter" and source.name == names.get(id(getattr(head, "weight", None)))]
         products = [user for weight in weights for user in weight.users if user.target in _PRODUCTS and user.args[1] is weight]
         if len(products) != 1:
-            raise UnsupportedError(f"{self.name} makes its logits by something else than one product with its output "
+            raise UnsupportedError(f"{self.name} does not make its logits by one product with its output "
                                    "embeddings: stream the model without its head (AutoModel) for its hidden states")
         return products[0].args[0]  # type: ignore[return-value]
 
@@ -71,8 +71,8 @@ class HiddenStates:
         prologue, *layers = self.sections
         alone = sum(prologue.carried) == 1 and all(len(layer.has_gradient) == 1 for layer in layers)
         if not alone or not self._are_meant():
-            raise UnsupportedError(f"{self.name} means other hidden states than its layers hand on, one each, or has none: "
-                                   "read them of the model before it is streamed")
+            raise UnsupportedError(f"{self.name} means other hidden states than its layers' outputs, one each, or has none: "
+                                   "read them before the model is streamed")
 
     def _are_meant(self) -> bool:
         """Runs the twin on fakes: whether it returns exactly the tensors that enter its first layer, leave all layers but the

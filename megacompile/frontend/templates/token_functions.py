@@ -89,8 +89,8 @@ def _check_alone(model: ModelGraph, renaming: Renaming, name: str, module: fx.Gr
     traced = forward_graph(module, model.fakes, LOSSES_OF_TOKENS)
     mixing = across_tokens(cut_graph(traced.graph, traced.inputs, traced.outputs).graph, renaming)
     if mixing is not None:
-        raise UnsupportedError(f"the function {name} does not treat each token alone, or that is not known of {mixing.target}: "
-                               "compute that outside, of what it returns, or of the model's logits")
+        raise UnsupportedError(f"the function {name} does not compute each token alone, or {mixing.target} is not known to: "
+                               "compute that part outside, from what the function returns or from the model's logits")
 
 
 def with_loss(model: ModelGraph, renaming: Renaming, logits: Section, function: Callable[..., Any],
@@ -137,8 +137,8 @@ def _trial(model: ModelGraph, name: str, tokenwise: _OfTokens, arguments: Sequen
     except UnsupportedError:
         raise
     except TRACING_ERRORS as reason:
-        raise UnsupportedError(f"the function {name} cannot be traced: {first_line(reason)}; let it compute with torch "
-                               "functions of what it is given, and decide nothing by values") from reason
+        raise UnsupportedError(f"the function {name} cannot be traced: {first_line(reason)}; let it use only torch "
+                               "functions of its arguments, and let no branch depend on values") from reason
 
 
 class _OfTokens:

@@ -64,8 +64,8 @@ def trace(
             raise
         graph, batch = found.graph, found.batch
         if images_apart and not join_rows(graph, images_of(batch), key.images):
-            raise CaptureError(f"{type(model).__name__} does more with the list of its images' features than to join it, so "
-                               "that a graph would hold for one number of images: compute with "
+            raise CaptureError(f"{type(model).__name__} does more than join the list of its images' features, so a graph "
+                               "would only hold for one number of images: compute with "
                                f"{', '.join(sorted(images_of(batch)))} as one tensor [batch, ...], without a list")
         if attention is None or all_layers_call_attention(graph):
             return found
