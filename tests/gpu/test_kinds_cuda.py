@@ -1,4 +1,4 @@
-"""Kinds of layers on CUDA, in bf16, compiled, beside native float32 and bf16: experts, windows, sinks, soft-caps, images."""
+"""Kinds of layers compiled on CUDA in bf16, against native float32 and bf16: experts, windows, sinks, soft-caps, images."""
 from __future__ import annotations
 
 import copy

@@ -1,4 +1,4 @@
-"""On CUDA: gradients that are not finite, of tiles that are updated there as gradients arrive."""
+"""Non-finite gradients with updates on arrival, for tiles that are updated on the device (CUDA)."""
 from __future__ import annotations
 
 from typing import Any

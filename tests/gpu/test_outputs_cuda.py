@@ -1,4 +1,4 @@
-"""Outputs that the caller differentiates, and out of memory in mid-step, on CUDA lanes: beside native PyTorch in float32."""
+"""Outputs that the caller differentiates, and out of memory in the middle of a step, on CUDA against native float32."""
 from __future__ import annotations
 
 import copy

@@ -1,4 +1,4 @@
-"""Kernels of padded and packed rows on CUDA, beside explicit scores; and models in bf16 beside native PyTorch."""
+"""Kernels of padded and packed rows on CUDA against explicit scores, and bf16 models against native PyTorch."""
 from __future__ import annotations
 
 import copy

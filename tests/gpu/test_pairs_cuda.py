@@ -1,4 +1,4 @@
-"""Masks of every pair of tokens on CUDA: the kernel beside explicit scores, and models in bf16 beside native PyTorch."""
+"""Masks of token pairs on CUDA: the kernel against explicit scores, and bf16 models against native PyTorch."""
 from __future__ import annotations
 
 import copy

@@ -1,4 +1,4 @@
-"""On CUDA: a run that is saved beside training, with tiles that are updated on the device, goes on to the bit."""
+"""On CUDA, a run that saves during training and updates tiles on the device resumes bit-exactly."""
 from __future__ import annotations
 
 from collections.abc import Iterator

@@ -1,5 +1,5 @@
-"""A plan says where things are and when they move, never what is computed: every plan gives the same bits, on late
-lanes too. A schedule less one wait gives other bits: it is the waits, not luck, that keep these."""
+"""A plan decides where values are and when they move, never what is computed: every plan gives the same bits, on late lanes
+too. A schedule without one of its waits gives other bits, so the waits, and not luck, keep the bits the same."""
 from __future__ import annotations
 
 import functools

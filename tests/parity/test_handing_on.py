@@ -1,4 +1,4 @@
-"""Values that are read further on than by the next call, and work between layers, train exactly."""
+"""Values that a later call than the next one reads, and work between layers, train exactly."""
 from __future__ import annotations
 
 import pytest

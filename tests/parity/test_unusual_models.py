@@ -1,4 +1,4 @@
-"""Models that write buffers, hand on what they were given, use distributions, or see all of a sequence train exactly."""
+"""Models that write buffers, pass on their input, use distributions, or see the whole sequence train exactly."""
 from __future__ import annotations
 
 from typing import Any

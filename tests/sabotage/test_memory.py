@@ -1,6 +1,6 @@
-"""What is stated of memory against a walk: values live from the node that makes them to their last use, in program order.
+"""The memory that a plan states, against a walk over its program: a value lives from its node to its last use.
 
-Nothing is asked of `release` or of slots: a walk knows who uses what, and how large each value is."""
+The walk ignores `release` and slots. It uses only the readers and the size of each value."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator

@@ -1,8 +1,8 @@
-"""The verifier is tested by breaking programs, one edit at a time, and by asking somebody else whether that does harm.
+"""The verifier is tested by breaking programs, one edit at a time, against an independent oracle (`oracle.py`).
 
-Of every edit the oracle (`oracle.py`) says whether it is harmful. The verifier must refuse every harmful one, and must not
-call a hazard what is none: where it refuses a harmless edit, that is for a rule about something else than order (a value
-that is never released, a tile that is sent home twice), and those are counted by rule. Counts are printed at the end.
+The oracle decides whether an edit is harmful. The verifier must refuse every harmful edit, and must not report a harmless one
+as a hazard. It may refuse a harmless edit by a rule that is not about order (a value that is never released, a tile whose
+gradients are offloaded twice). These are counted by rule. Counts are printed at the end.
 
     pytest tests/sabotage                            some edits of each golden and of 40 random programs
     pytest tests/sabotage --sabotage-programs 500    many more of each golden, and 500 random programs

@@ -1,4 +1,4 @@
-"""The word problems of benchmarks/accuracy.py: right, told apart, and judged exactly."""
+"""The word problems of benchmarks/accuracy.py: correct, split into disjoint sets, and judged exactly."""
 from __future__ import annotations
 
 import runpy

@@ -1,4 +1,4 @@
-"""PEFT's adapters on a streamed model, beside the same unstreamed."""
+"""PEFT's adapters on a streamed model, against the same model unstreamed."""
 from __future__ import annotations
 
 import copy

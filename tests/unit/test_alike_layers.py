@@ -1,4 +1,4 @@
-"""Layers that are like others are not traced: a capture has the calls and templates that it would have if they were."""
+"""Layers that are alike are traced once: a capture has the same calls and templates as if all were traced."""
 from __future__ import annotations
 
 from collections.abc import Mapping

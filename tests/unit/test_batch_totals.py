@@ -1,4 +1,4 @@
-"""Numbers that a model makes of all rows of a batch: those of the whole batch, in each of its micro-batches."""
+"""Values that a model computes from all rows of a batch are the whole batch's values in each micro-batch."""
 from __future__ import annotations
 
 import copy

@@ -1,4 +1,4 @@
-"""Benchmarks: what a row says, which rows are measured, what becomes of those that fail, and how tables print."""
+"""Benchmarks: what a row contains, which rows are measured, what happens to failed rows, and how tables print."""
 from __future__ import annotations
 
 import argparse

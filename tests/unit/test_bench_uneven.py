@@ -1,4 +1,4 @@
-"""The benchmark of rows of uneven length: what it trains on, what a row says, and what the table compares."""
+"""The benchmark of rows of uneven length: its data, what a row contains, and what the table compares."""
 from __future__ import annotations
 
 import gc

@@ -1,4 +1,4 @@
-"""Decoders whose tokens see later ones, by an option of their config: exact, and padding is never left out for them."""
+"""Decoders whose tokens see later ones, by a config option: exact, and padding is never left out for them."""
 from __future__ import annotations
 
 import copy

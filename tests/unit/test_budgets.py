@@ -1,4 +1,4 @@
-"""What memory plans are made for: one answer for `stream`, `schedule` and `megacompile plan`."""
+"""Memory budgets of plans: `stream`, `schedule` and `megacompile plan` use the same ones."""
 from __future__ import annotations
 
 import sys

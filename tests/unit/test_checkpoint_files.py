@@ -1,4 +1,4 @@
-"""Files of a checkpoint: whole or not there, whatever happens while they are written; refused if they are not as they were.
+"""Files of a checkpoint: complete or absent, whatever happens during the write; refused if they were changed.
 
     pytest tests/unit/test_checkpoint_files.py --kill-moments 100
 """

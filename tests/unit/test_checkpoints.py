@@ -1,4 +1,4 @@
-"""Activation checkpoints in host memory: who has the buffers, when they are free again, and when a plan asks for them."""
+"""Activation checkpoints in host memory: which buffers are in use, when they are freed, and when a plan uses them."""
 from __future__ import annotations
 
 import gc

@@ -1,4 +1,4 @@
-"""Templates a chunk of tokens at a time: the same training, fewer bytes, and chosen only where nothing else fits."""
+"""Templates that compute a chunk of tokens at a time: the same training in less memory, chosen only if nothing else fits."""
 from __future__ import annotations
 
 from typing import Any

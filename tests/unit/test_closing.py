@@ -1,4 +1,4 @@
-"""What a model leaves behind in the process when it is closed or forgotten."""
+"""What a closed or forgotten model leaves in the process."""
 from __future__ import annotations
 
 import multiprocessing

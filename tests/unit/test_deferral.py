@@ -1,4 +1,4 @@
-"""Moments behind all weights: the bits of whole updates, also where a step stops between both; and when plans defer."""
+"""Moments updated after all weights: the bits of whole updates, also if a step stops between both; and when plans defer."""
 from __future__ import annotations
 
 import dataclasses

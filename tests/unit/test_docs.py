@@ -1,4 +1,4 @@
-"""docs/passes.md and docs/packages.md are what the code makes; every fault of docs/faults.md has its test."""
+"""docs/passes.md and docs/packages.md match the code, and every fault in docs/faults.md has its test."""
 from __future__ import annotations
 
 import re

@@ -1,4 +1,4 @@
-"""`megacompile doctor`: what is amiss is found, with its remedy, and decides what can train."""
+"""`megacompile doctor` finds problems, names the remedy, and says what can train."""
 from __future__ import annotations
 
 import os

@@ -1,4 +1,4 @@
-"""Edited programs: a safe edit runs and changes no bit, an unsafe one is refused with what is missing, and one can go back."""
+"""Edited programs: a safe edit runs and changes no bit, an unsafe one is refused with the reason, and both can be undone."""
 from __future__ import annotations
 
 import random

@@ -1,4 +1,4 @@
-"""What the endurance benchmark calls growth."""
+"""What the endurance benchmark counts as growth."""
 from __future__ import annotations
 
 from typing import Any

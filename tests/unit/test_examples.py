@@ -1,4 +1,4 @@
-"""Every example runs, as a user would run it, and shows what it promises."""
+"""Every example runs as a user would run it, and prints what it promises."""
 from __future__ import annotations
 
 import re

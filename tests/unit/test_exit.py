@@ -1,4 +1,4 @@
-"""The interpreter ends while lanes are at work: no hang, no abort, nothing on stderr; nor in a forked child."""
+"""The interpreter, or a forked child, exits while lanes are running: no hang, no abort, nothing on stderr."""
 from __future__ import annotations
 
 import os

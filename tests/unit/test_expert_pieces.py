@@ -1,4 +1,4 @@
-"""A layer whose experts are divided among several calls trains as it does whole, and is one parameter to everybody else."""
+"""A layer whose experts are divided among several calls trains as if it were whole, and its parameters stay whole."""
 from __future__ import annotations
 
 import copy

@@ -1,4 +1,4 @@
-"""A fault in a lane reaches the caller with the program around it, soon; nothing hangs, and training goes on."""
+"""A fault in a lane reaches the caller quickly, with the program around it; nothing hangs, and training can continue."""
 from __future__ import annotations
 
 import copy

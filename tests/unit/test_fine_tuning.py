@@ -1,4 +1,4 @@
-"""`megacompile train` on rows: what is trained, what is written, and going on after a stop."""
+"""`megacompile train` on rows: what is trained, what is written, and how a stopped run continues."""
 from __future__ import annotations
 
 import dataclasses

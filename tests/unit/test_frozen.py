@@ -1,4 +1,4 @@
-"""Frozen parameters: weights alone in host memory, no gradients, no backward below the first layer that trains."""
+"""Frozen parameters: only weights in host memory, no gradients, no backward below the first trained layer."""
 from __future__ import annotations
 
 from collections.abc import Iterator

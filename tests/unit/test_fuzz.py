@@ -1,4 +1,4 @@
-"""Whatever text comes: it parses and is judged, or is refused with its place; in linear time, and nothing of it is executed."""
+"""Any text either parses and is verified, or is refused with its position, in linear time; nothing of it is executed."""
 from __future__ import annotations
 
 import contextlib

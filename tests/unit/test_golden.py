@@ -1,7 +1,6 @@
 """Golden schedules: whole texts of compiled programs, compared as strings.
 
-`pytest tests/unit/test_golden.py --update-golden` rewrites them; a change in a pass then shows as a diff of schedules,
-which is to be read.
+`pytest tests/unit/test_golden.py --update-golden` rewrites them. Read the diff: it shows how a changed pass changes the schedules.
 """
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rates of machines: profiles, what is measured, and where it is kept."""
+"""Rates of machines: profiles, measurements, and where they are stored."""
 from __future__ import annotations
 
 import dataclasses

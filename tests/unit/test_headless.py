@@ -1,4 +1,4 @@
-"""Models without a head (`AutoModel`): losses are made of their last hidden states, beside native PyTorch."""
+"""Models without a head (`AutoModel`): losses of their last hidden states, against native PyTorch."""
 from __future__ import annotations
 
 import copy

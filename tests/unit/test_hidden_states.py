@@ -1,4 +1,4 @@
-"""Hidden states: of all layers where nothing is differentiated, and the last one with a gradient; beside native PyTorch."""
+"""Hidden states of all layers without gradients, and the last one with a gradient, against native PyTorch."""
 from __future__ import annotations
 
 import copy

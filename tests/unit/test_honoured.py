@@ -1,4 +1,4 @@
-"""What a model or its caller does between calls is honoured or refused, never ignored."""
+"""Changes that a model or its caller makes between calls take effect or are refused, never ignored."""
 from __future__ import annotations
 
 from typing import Any

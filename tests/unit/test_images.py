@@ -1,4 +1,4 @@
-"""Encoders beside the stack: images in the batch, as many as each sequence has, at places that differ from batch to batch."""
+"""Encoders of images: any number of images per sequence, at places that differ from batch to batch."""
 from __future__ import annotations
 
 import copy

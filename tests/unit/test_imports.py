@@ -1,4 +1,4 @@
-"""What starting costs: the package and every command's help import no torch, and no name is lost by that."""
+"""Start-up cost: the package and every command's help import no torch, and every public name still resolves."""
 from __future__ import annotations
 
 import ast

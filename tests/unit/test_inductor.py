@@ -1,4 +1,4 @@
-"""Compiled code that outlives a process: what one start compiled the next one finds, whole or damaged."""
+"""Compiled code that outlives a process: the next start finds it, and handles damaged files."""
 from __future__ import annotations
 
 import json

@@ -1,4 +1,4 @@
-"""Ctrl-C at any line of ours that the caller's thread comes to: a step has happened or it has not, and the next one runs."""
+"""Ctrl-C at any line of ours in the caller's thread: the step has happened or not, and the next one runs."""
 from __future__ import annotations
 
 import pathlib

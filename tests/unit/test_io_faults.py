@@ -1,4 +1,4 @@
-"""Input and output that fails, at each call to the system in turn: an error of ours or none, and nothing is lost."""
+"""I/O failures at each system call in turn: one of our errors or none, and nothing is lost."""
 from __future__ import annotations
 
 import errno

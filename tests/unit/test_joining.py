@@ -1,4 +1,4 @@
-"""Batches joined to one: what is padded with what, and what cannot be joined."""
+"""Batches joined into one: which values pad which inputs, and which batches cannot be joined."""
 from __future__ import annotations
 
 import pytest

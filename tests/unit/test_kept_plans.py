@@ -1,4 +1,4 @@
-"""A plan that was searched once is found on the disk: for the same question alone, and only as it was written."""
+"""Plans kept on disk: found only for the same question, and only if the file is unchanged."""
 from __future__ import annotations
 
 import contextlib

@@ -1,4 +1,4 @@
-"""The calls that Lightning makes, without Lightning: beside native PyTorch."""
+"""The calls that Lightning makes, without Lightning, against native PyTorch."""
 from __future__ import annotations
 
 import time

@@ -1,4 +1,4 @@
-"""PyTorch Lightning's own Trainer, beside the same training unstreamed. Skipped where Lightning is not installed."""
+"""PyTorch Lightning's own Trainer, against the same training unstreamed. Skipped without Lightning."""
 from __future__ import annotations
 
 import copy

@@ -1,4 +1,4 @@
-"""What no machine can do is refused at once, in a short message: numbers, names, whatever is repeated."""
+"""Values that no machine can handle are refused at once, in a short message: numbers, names, repetitions."""
 from __future__ import annotations
 
 import pickle

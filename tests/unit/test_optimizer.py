@@ -1,4 +1,4 @@
-"""Options, groups, states and gradients that are changed from outside: a streamed optimizer does what `torch.optim` does."""
+"""Options, groups, states and gradients changed from outside: a streamed optimizer behaves like `torch.optim`."""
 from __future__ import annotations
 
 import copy

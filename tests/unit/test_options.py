@@ -1,4 +1,4 @@
-"""Options of a config: those that cannot be captured are refused by name and at once, those that change nothing are taken."""
+"""Config options that cannot be captured are refused by name at once; options without an effect are accepted."""
 from __future__ import annotations
 
 import copy

@@ -1,4 +1,4 @@
-"""Logits and values of tokens that are differentiated outside of the model: beside native PyTorch."""
+"""Logits and values of tokens that are differentiated outside the model, against native PyTorch."""
 from __future__ import annotations
 
 import copy

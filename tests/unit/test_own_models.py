@@ -1,4 +1,4 @@
-"""What graphs of a model of one's own assume: rows that are computed apart, one mode, Python objects that stay, grad modes."""
+"""What graphs of custom models assume: independent rows, one mode, constant Python state, grad modes."""
 from __future__ import annotations
 
 import re

@@ -1,4 +1,4 @@
-"""Rows with padding that must be seen, and with several sequences: exact, or refused; free for batches that have neither."""
+"""Padded rows whose padding tokens could see, and rows of several sequences: exact or refused; free for other batches."""
 from __future__ import annotations
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""Masks of every pair of tokens: exact, or refused; of the caller's choice, for models of transformers and of one's own."""
+"""Masks of token pairs, chosen by the caller: exact or refused, for models of transformers and custom models."""
 from __future__ import annotations
 
 import copy

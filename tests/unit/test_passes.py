@@ -1,4 +1,4 @@
-"""What schedules must be like whatever the plan: counts that can be said without listing nodes."""
+"""Properties of every schedule, for any plan: counts that follow without listing nodes."""
 from __future__ import annotations
 
 from collections import Counter

@@ -1,4 +1,4 @@
-"""Pipelines as values: passes of a user's own run where they were put, are checked beforehand, and are named when they err."""
+"""Pipelines as values: user passes run at their place, are checked before they run, and are named in errors."""
 from __future__ import annotations
 
 import runpy

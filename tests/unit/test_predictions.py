@@ -1,4 +1,4 @@
-"""Predicted = measured: every row of `benchmarks/results/` that was taken on hardware of which there is a profile."""
+"""Predicted = measured: every row of `benchmarks/results/` whose hardware has a profile."""
 from __future__ import annotations
 
 import json

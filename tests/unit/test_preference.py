@@ -1,4 +1,4 @@
-"""TRL's DPOTrainer and GRPOTrainer on streamed models, beside themselves on the same models unstreamed."""
+"""TRL's DPOTrainer and GRPOTrainer on streamed models, against the same models unstreamed."""
 from __future__ import annotations
 
 import copy

@@ -1,4 +1,4 @@
-"""Random training loops beside native PyTorch: what users do with gradients, optimizers and their state, in any order."""
+"""Random training loops against native PyTorch: gradients, optimizers and their state used in any order."""
 from __future__ import annotations
 
 import copy

@@ -1,4 +1,4 @@
-"""The measured timeline: what a simulation says of a step, a recording says of one that ran."""
+"""The measured timeline has the same content as a simulated one, for a step that ran."""
 from __future__ import annotations
 
 import itertools

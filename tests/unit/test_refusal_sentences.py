@@ -1,4 +1,4 @@
-"""Every sentence that refuses what a user does stands in a test; those that no other file triggers are triggered here."""
+"""A test triggers every sentence that refuses something; this file triggers those that no other file does."""
 from __future__ import annotations
 
 import ast

@@ -1,4 +1,4 @@
-"""What cannot be honoured is refused: one exception of ours, naming cause and remedy, before anything has changed."""
+"""Unsupported use is refused before anything changes, with one of our exceptions that names cause and remedy."""
 from __future__ import annotations
 
 import copy

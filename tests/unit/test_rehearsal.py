@@ -1,4 +1,4 @@
-"""Which trace would be of no use is known before it is made."""
+"""A plain run decides beforehand which trace would be useless."""
 from __future__ import annotations
 
 import functools

@@ -1,4 +1,4 @@
-"""Other plans between two steps: nothing but the plan changes, and what the last plan took is given back."""
+"""Another plan between two steps changes nothing else, and the last plan's memory is freed."""
 from __future__ import annotations
 
 from collections.abc import Iterator

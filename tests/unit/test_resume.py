@@ -1,4 +1,4 @@
-"""Going on from a checkpoint gives the bits of a run that was never interrupted; what is saved is the state of one moment."""
+"""A resumed run has the bits of an uninterrupted one, and a save has the state of one moment."""
 from __future__ import annotations
 
 import copy

@@ -1,4 +1,4 @@
-"""Routers' auxiliary losses: of all layers' router logits, exact, and what becomes of them where a batch is split."""
+"""Routers' auxiliary losses of all layers' router logits: exact, and what happens if a batch is split."""
 from __future__ import annotations
 
 import copy

@@ -1,4 +1,4 @@
-"""The runtime where no step of a healthy model goes: huge tensors, forked processes, lanes and devices that fail."""
+"""The runtime in unusual conditions: huge tensors, forked processes, lanes and devices that fail."""
 from __future__ import annotations
 
 import contextlib

@@ -1,4 +1,4 @@
-"""Nothing that is read is executed, and of the cache only what megacompile itself has written there (docs/security.md)."""
+"""Nothing that is read is executed, and only megacompile's own cache files are loaded (docs/security.md)."""
 from __future__ import annotations
 
 import ast

@@ -1,4 +1,4 @@
-"""TRL's SFTTrainer on streamed models, beside itself on the same models unstreamed."""
+"""TRL's SFTTrainer on streamed models, against the same models unstreamed."""
 from __future__ import annotations
 
 from pathlib import Path

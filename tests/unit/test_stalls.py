@@ -1,4 +1,4 @@
-"""A lane that hangs is told, with the instruction at which each one stands; nothing waits for it afterwards, not even exit."""
+"""A lane that hangs is reported with the instruction of each lane; nothing waits for it afterwards, not even exit."""
 from __future__ import annotations
 
 import threading

@@ -1,4 +1,4 @@
-"""The benchmark of loading and saving: what its row says."""
+"""The benchmark of loading and saving: what its row contains."""
 from __future__ import annotations
 
 from pathlib import Path

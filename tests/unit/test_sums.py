@@ -1,4 +1,4 @@
-"""Waves whose gradients the host adds up in FP32: the sums, who reads them, the rule that guards them, and who plans them."""
+"""Waves whose gradients the host sums in FP32: the sums, their readers, the verifier's rule, and the planner."""
 from __future__ import annotations
 
 import random

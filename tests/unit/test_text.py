@@ -1,4 +1,4 @@
-"""Programs as text: what prints parses, what does not print is refused with its place."""
+"""Programs as text: a printed program parses, and any other text is refused with its position."""
 from __future__ import annotations
 
 import builtins

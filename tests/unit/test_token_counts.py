@@ -1,4 +1,4 @@
-"""What `model.megacompile.stats` says of tokens, plans and kernels."""
+"""What `model.megacompile.stats` counts of tokens, plans and kernels."""
 from __future__ import annotations
 
 from pathlib import Path

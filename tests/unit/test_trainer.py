@@ -1,4 +1,4 @@
-"""transformers' Trainer on streamed models, beside itself on the same models unstreamed."""
+"""transformers' Trainer on streamed models, against the same models unstreamed."""
 from __future__ import annotations
 
 from pathlib import Path

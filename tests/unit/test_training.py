@@ -1,4 +1,4 @@
-"""The training loop, on plain PyTorch models: it asks nothing of a model but a loss."""
+"""The training loop on plain PyTorch models: it needs nothing of a model but a loss."""
 from __future__ import annotations
 
 import functools

@@ -1,4 +1,4 @@
-"""What takes long is said on one line; what does not, is not."""
+"""Slow work reports progress on one line; fast work prints nothing."""
 from __future__ import annotations
 
 import contextlib

@@ -1,4 +1,4 @@
-"""Trainer over rows of random lengths: few kernels, one plan, and a run that goes on to the bit."""
+"""Trainer over rows of random lengths: few kernels, one plan, and a bit-exact resume."""
 from __future__ import annotations
 
 from collections.abc import Iterator

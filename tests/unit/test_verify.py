@@ -1,4 +1,4 @@
-"""Each rule of the verifier is broken in a good program, in each way that it names, and must say so."""
+"""Each rule of the verifier finds every way of breaking it in a good program."""
 from __future__ import annotations
 
 import re

@@ -1,4 +1,4 @@
-"""Tiles that visit the device for their update: the bits of updates at home, whatever the chunks and whoever is late."""
+"""Tiles that visit the device for their update have the bits of host updates, with any chunks and lane timing."""
 from __future__ import annotations
 
 import dataclasses
