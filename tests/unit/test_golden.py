@@ -1,6 +1,7 @@
 """Golden schedules: whole texts of compiled programs, compared as strings.
 
-`pytest tests/unit/test_golden.py --update-golden` rewrites them. Read the diff: it shows how a changed pass changes the schedules.
+`pytest tests/unit/test_golden.py --update-golden` rewrites them. Read the diff: it shows how a pass changed
+the schedules.
 """
 from __future__ import annotations
 
