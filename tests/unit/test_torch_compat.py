@@ -104,7 +104,10 @@ def test_private_attributes_are_where_they_should_be() -> None:
     module: Any = nn.Linear(2, 2)
     assert module._parameters.keys() == {"weight", "bias"} and module._buffers == {} == module._modules
     assert nn.ModuleList([module])._modules["0"] is module
-    assert module.weight._version == 0 and not module.weight._backward_hooks
+    before = module.weight._version
+    with torch.no_grad():
+        module.weight.add_(1)
+    assert module.weight._version == before + 1 and not module.weight._backward_hooks
     module.register_forward_hook(print)
     assert list(module._forward_hooks.values()) == [print]
     assert torch.ops.aten.add_.Tensor._schema.arguments[0].alias_info.is_write
