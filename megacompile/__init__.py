@@ -23,7 +23,7 @@ __all__ = ["AdamW", "CheckpointWriter", "MegacompileError", "explain_capture", "
 
 #: The module of each public name. The imports under `TYPE_CHECKING` below tell type checkers the same; a test compares both.
 _MODULE_OF = {
-    "AdamW": "megacompile.streaming.optim",
+    "AdamW": "megacompile.streaming.optimizer.adamw",
     "CheckpointWriter": "megacompile.checkpoint",
     "explain_capture": "megacompile.capture_report",
     "from_pretrained": "megacompile.loading",
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from megacompile.frontend.tracing.layers import layer_stack, register_layers
     from megacompile.loading import from_pretrained
     from megacompile.scheduling import schedule
-    from megacompile.streaming.optim import AdamW
+    from megacompile.streaming.optimizer.adamw import AdamW
 else:
     def __getattr__(name: str) -> Any:
         """Imports a public name or a module of the package on first access."""

@@ -26,9 +26,9 @@ from megacompile.runtime.memory.store import Store
 from megacompile.sizes import parse_bytes
 from megacompile.streaming.differentiable_results import refuse_hooks
 from megacompile.streaming.handle import Handle
-from megacompile.streaming.owners import check_unclaimed, claim
 from megacompile.streaming.streamed import Streamed
 from megacompile.streaming.streamed_module import streamed_class
+from megacompile.streaming.user_tensors.owners import check_unclaimed, claim
 from megacompile.system.host_memory import available_host_bytes
 from megacompile.system.under_way import under_way
 from megacompile.weights.tiling import Tiling, build_store, check_device_memory, check_host_memory

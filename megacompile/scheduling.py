@@ -31,7 +31,7 @@ from megacompile.predict.durations import Durations
 from megacompile.predict.hardware import Hardware
 from megacompile.predict.simulate import Timeline
 from megacompile.sizes import parse_bytes
-from megacompile.streaming.shapes import planned_and_not_taken
+from megacompile.streaming.programs.shapes import planned_and_not_taken
 from megacompile.system.host_memory import available_host_bytes
 from megacompile.system.under_way import under_way
 from megacompile.weights.tiling import HOST_MARGIN_BYTES, Tiling

@@ -23,7 +23,7 @@ from megacompile.errors import MegacompileError
 from megacompile.frontend.capture import CapturedModel
 from megacompile.inputs.batch_concat import join
 from megacompile.inputs.token_counts import TokenRate
-from megacompile.streaming.optim import AdamW
+from megacompile.streaming.optimizer.adamw import AdamW
 from megacompile.streaming.streamed_module import StreamedModule
 from megacompile.trainers.trainer_arguments import check_arguments, check_model, refuse_other_forwards
 

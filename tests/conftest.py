@@ -30,7 +30,7 @@ from megacompile.ir.program import CallSpec, Program, Tile
 from megacompile.passes import PIPELINE
 from megacompile.passes.manager import Compiled, compile_program
 from megacompile.planning import planner
-from megacompile.streaming import shapes
+from megacompile.streaming.programs import shapes
 
 LAYER_BYTES, BORDER_BYTES, OUTPUT_BYTES = 2048, 8192, 512
 

@@ -10,7 +10,7 @@ from megacompile.checkpoint.files import DTYPES
 from megacompile.checkpoint.values import encode
 from megacompile.errors import MegacompileError, UnsupportedError
 from megacompile.ir.program import argument, nodes, op_of
-from megacompile.streaming.optim import AdamW
+from megacompile.streaming.optimizer.adamw import AdamW
 from megacompile.streaming.streamed import Streamed
 
 

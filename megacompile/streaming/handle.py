@@ -24,15 +24,15 @@ from megacompile.predict.durations import Durations
 from megacompile.predict.hardware import Hardware
 from megacompile.predict.simulate import Timeline
 from megacompile.streaming.differentiable_results import StreamedResults, refuse_hooks
-from megacompile.streaming.editing import editable_text, load
-from megacompile.streaming.optim import AdamW
-from megacompile.streaming.owners import disclaim
+from megacompile.streaming.optimizer.adamw import AdamW
+from megacompile.streaming.programs.editing import editable_text, load
+from megacompile.streaming.programs.shapes import CompiledShape
 from megacompile.streaming.recording import Recording
 from megacompile.streaming.replanning import replan
-from megacompile.streaming.shapes import CompiledShape
 from megacompile.streaming.streamed import Streamed
 from megacompile.streaming.streamed_module import StreamedModule, original_class
 from megacompile.streaming.turns import in_turn
+from megacompile.streaming.user_tensors.owners import disclaim
 from megacompile.torch_compat.core import pytree
 
 

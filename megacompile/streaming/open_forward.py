@@ -11,7 +11,7 @@ from megacompile.ir.program import Kept
 from megacompile.runtime.kernels import Activation, Batch
 from megacompile.runtime.memory.arena import Accumulators
 from megacompile.runtime.memory.checkpoints import HostCheckpoint
-from megacompile.streaming.shapes import CompiledShape
+from megacompile.streaming.programs.shapes import CompiledShape
 
 
 @dataclass(eq=False)

@@ -13,8 +13,8 @@ import torch
 from megacompile.errors import LaneError
 from megacompile.ir.program import stays
 from megacompile.runtime.memory.pinning import pin_all
+from megacompile.streaming.programs.shapes import CompiledShape
 from megacompile.streaming.section_runner import SectionRunner
-from megacompile.streaming.shapes import CompiledShape
 from megacompile.streaming.step_state import StepState
 
 

@@ -16,11 +16,11 @@ from megacompile.runtime.memory.store import Store
 from megacompile.runtime.operations import Frame
 from megacompile.runtime.reference import ReferenceExecutor
 from megacompile.runtime.update import Update
-from megacompile.streaming.captures import ModelCaptures
-from megacompile.streaming.external_writes import Constants
 from megacompile.streaming.open_forward import OpenForward
 from megacompile.streaming.out_of_memory import allocator_error, device_memory_error
-from megacompile.streaming.shapes import CompiledShape
+from megacompile.streaming.programs.captures import ModelCaptures
+from megacompile.streaming.programs.shapes import CompiledShape
+from megacompile.streaming.user_tensors.external_writes import Constants
 
 
 class SectionRunner:

@@ -16,7 +16,7 @@ from megacompile.errors import MegacompileError, TornError
 from megacompile.inputs.token_counts import TokenCounts
 from megacompile.runtime.kernels import Batch
 from megacompile.runtime.update import Update
-from megacompile.streaming.shapes import CompiledShape
+from megacompile.streaming.programs.shapes import CompiledShape
 
 
 class StepState:

@@ -29,19 +29,19 @@ from megacompile.runtime.reference import ReferenceExecutor
 from megacompile.runtime.update import Update
 from megacompile.sizes import format_bytes, parse_bytes
 from megacompile.streaming import batch_io
-from megacompile.streaming.captures import ModelCaptures
-from megacompile.streaming.external_writes import Constants, ForeignWrites
-from megacompile.streaming.gradients import Gradients
-from megacompile.streaming.nonfinite import report_late
 from megacompile.streaming.open_forward import OpenForward
-from megacompile.streaming.optimizer_in_backward import OptimizerInBackward
-from megacompile.streaming.optimizer_state import StateMemory
+from megacompile.streaming.optimizer.in_backward import OptimizerInBackward
+from megacompile.streaming.optimizer.nonfinite import report_late
+from megacompile.streaming.optimizer.state import StateMemory
 from megacompile.streaming.out_of_memory import allocator_error
+from megacompile.streaming.programs.captures import ModelCaptures
+from megacompile.streaming.programs.shapes import CompiledShape, Shape, Shapes
 from megacompile.streaming.residency import Residency
 from megacompile.streaming.section_runner import SectionRunner
-from megacompile.streaming.shapes import CompiledShape, Shape, Shapes
 from megacompile.streaming.step_state import StepState
 from megacompile.streaming.teardown import give_back
+from megacompile.streaming.user_tensors.external_writes import Constants, ForeignWrites
+from megacompile.streaming.user_tensors.gradients import Gradients
 from megacompile.weights.tiling import Tiling
 
 R = TypeVar("R")

@@ -19,7 +19,7 @@ from megacompile.runtime.backends.cuda import CudaBackend
 from megacompile.runtime.backends.threads import ThreadBackend
 from megacompile.scheduling import Schedule
 from megacompile.sizes import format_bytes, parse_bytes
-from megacompile.streaming import shapes
+from megacompile.streaming.programs import shapes
 from megacompile.weights.tiling import HOST_MARGIN_BYTES
 
 GIB = 2**30

@@ -71,7 +71,7 @@ def test_no_files_import_each_other_in_a_circle() -> None:
 
 
 def test_an_import_upwards_is_seen() -> None:
-    assert rank("megacompile.streaming.captures") > rank("megacompile.inputs.batch") > rank("megacompile.ir.ops")
+    assert rank("megacompile.streaming.programs.captures") > rank("megacompile.inputs.batch") > rank("megacompile.ir.ops")
     assert rank("megacompile") == rank("megacompile.__init__") > rank("megacompile.checkpoint.writer")
 
 

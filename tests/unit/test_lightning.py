@@ -11,7 +11,7 @@ from torch import Tensor
 
 import megacompile
 from megacompile.ir.program import Lane
-from megacompile.streaming.owners import require_owner
+from megacompile.streaming.user_tensors.owners import require_owner
 
 
 class AroundModel(torch.nn.Module):

@@ -31,7 +31,7 @@ from megacompile.planning.planner import Planner
 from megacompile.predict import cost
 from megacompile.runtime.backends.threads import ThreadBackend
 from megacompile.sizes import format_bytes
-from megacompile.streaming import shapes
+from megacompile.streaming.programs import shapes
 from megacompile.system.control_groups import host_bytes
 from megacompile.system.host_memory import available_host_bytes
 

@@ -555,7 +555,7 @@ def test_shapes_longest_unused_are_forgotten(model: Any, native: Any) -> None:
 
 
 def test_the_default_bound_on_shapes_is_documented() -> None:
-    from megacompile.streaming.shapes import MAX_SHAPES
+    from megacompile.streaming.programs.shapes import MAX_SHAPES
     assert MAX_SHAPES == 32
 
 

@@ -26,7 +26,7 @@ from megacompile.frontend.templates.template import BATCH
 from megacompile.ir.plan import PLAIN, CaptureKey, Plan, Shape
 from megacompile.planning.config import StreamConfig
 from megacompile.planning.packed_plans import derived
-from megacompile.streaming.binding import Binder
+from megacompile.streaming.programs.binding import Binder
 
 #: Rows of 64 tokens in micro-batches of at most 5.
 OPTIONS: dict[str, Any] = dict(device="cpu", compile=True, repack=64, micro_batch_size=5)

@@ -21,8 +21,8 @@ from megacompile.finetuning.progress import ProgressDisplay
 from megacompile.predict.hardware import Hardware
 from megacompile.runtime.memory.pinning import pin_all
 from megacompile.sizes import format_bytes
-from megacompile.streaming import shapes
-from megacompile.streaming.binding import Binder
+from megacompile.streaming.programs import shapes
+from megacompile.streaming.programs.binding import Binder
 from megacompile.system import under_way as module
 from megacompile.system.under_way import at, shown_by, under_way, work_done
 

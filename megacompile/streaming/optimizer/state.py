@@ -20,8 +20,8 @@ from torch import Tensor
 
 from megacompile.errors import MegacompileError, UnsupportedError
 from megacompile.runtime.memory.store import Store
-from megacompile.streaming.hyper_parameters import is_number
-from megacompile.streaming.lent import Lent
+from megacompile.streaming.optimizer.hyper_parameters import is_number
+from megacompile.streaming.user_tensors.lent import Lent
 from megacompile.weights.tiling import Tiling
 
 MOMENTS = ("exp_avg", "exp_avg_sq")

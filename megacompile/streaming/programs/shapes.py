@@ -20,7 +20,7 @@ from megacompile.planning.memory import Estimate
 from megacompile.planning.packed_plans import PackedPlans
 from megacompile.planning.planner import Planner
 from megacompile.runtime.kernels import Kernel
-from megacompile.streaming.captures import ModelCaptures
+from megacompile.streaming.programs.captures import ModelCaptures
 from megacompile.system.under_way import under_way
 from megacompile.verify.verifier import check_agreement
 

@@ -15,7 +15,7 @@ from megacompile.errors import UnsupportedError
 from megacompile.frontend.templates.template import Call
 from megacompile.runtime.memory.store import Store
 from megacompile.runtime.memory.tiles import HostTile
-from megacompile.streaming.gradients import Gradients
+from megacompile.streaming.user_tensors.gradients import Gradients
 from megacompile.weights.tiling import Tiling
 
 

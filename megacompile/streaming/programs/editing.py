@@ -26,7 +26,7 @@ from megacompile.ir.text import parse_with_plan, print_program
 from megacompile.passes.manager import Compiled, run_pass
 from megacompile.planning.memory import Estimate
 from megacompile.sizes import format_bytes
-from megacompile.streaming.shapes import CompiledShape, Shapes
+from megacompile.streaming.programs.shapes import CompiledShape, Shapes
 from megacompile.system.reading import source_text
 from megacompile.verify.lifetimes import kept_slots
 from megacompile.verify.sums import summed_tiles

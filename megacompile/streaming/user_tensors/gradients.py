@@ -17,7 +17,7 @@ from megacompile.errors import UnsupportedError
 from megacompile.runtime.memory.store import Store
 from megacompile.runtime.memory.tiles import TileLayout
 from megacompile.runtime.optimizer import adam as host
-from megacompile.streaming.lent import Lent, move
+from megacompile.streaming.user_tensors.lent import Lent, move
 from megacompile.weights.tiling import Tiling, named_gradients
 
 #: Sampled elements per gradient. Most rows of an embedding's gradient are zero.

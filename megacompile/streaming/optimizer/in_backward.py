@@ -15,9 +15,9 @@ from typing import Any, Protocol
 
 from megacompile.errors import LeaseError, MegacompileError
 from megacompile.runtime.update import Update
-from megacompile.streaming.gradients import Gradients
 from megacompile.streaming.open_forward import OpenForward
 from megacompile.streaming.step_state import StepState
+from megacompile.streaming.user_tensors.gradients import Gradients
 
 
 class Updater(Protocol):

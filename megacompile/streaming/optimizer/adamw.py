@@ -16,12 +16,12 @@ from megacompile.errors import MegacompileError, UnsupportedError
 from megacompile.runtime.optimizer import native
 from megacompile.runtime.optimizer.adam import AdamSegment, join_fp32, split_fp32
 from megacompile.runtime.update import Update, counting
-from megacompile.streaming.hyper_parameters import HyperParameters, check_options, checked_norm
-from megacompile.streaming.nonfinite import NonFinite
-from megacompile.streaming.optimizer_state import KEYS, OptimizerState, ParameterState, SavedState, StateMemory
-from megacompile.streaming.owners import owner_of, owners_of, require_owner
+from megacompile.streaming.optimizer.hyper_parameters import HyperParameters, check_options, checked_norm
+from megacompile.streaming.optimizer.nonfinite import NonFinite
+from megacompile.streaming.optimizer.state import KEYS, OptimizerState, ParameterState, SavedState, StateMemory
 from megacompile.streaming.streamed import Streamed
 from megacompile.streaming.turns import in_turn
+from megacompile.streaming.user_tensors.owners import owner_of, owners_of, require_owner
 
 
 class AdamW(torch.optim.Optimizer):

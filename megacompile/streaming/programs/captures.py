@@ -30,7 +30,7 @@ from megacompile.predict.hardware import Hardware
 from megacompile.runtime.backends.lanes import Backend
 from megacompile.sizes import parse_bytes
 from megacompile.streaming.adapters import AdapterStates
-from megacompile.streaming.binding import Binder
+from megacompile.streaming.programs.binding import Binder
 from megacompile.weights.tiling import Tiling
 
 
