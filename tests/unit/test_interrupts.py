@@ -14,16 +14,21 @@ import torch
 from tiny_models import batch, same_bits, weights
 
 import megacompile
-from megacompile import codegen, inputs, planning, predict, streaming, system, verify
-from megacompile import weights as weights_package
+from megacompile import frontend, runtime
 from megacompile.errors import TornError
-from megacompile.runtime import backends, executor, memory, optimizer
 
-#: Folders of the code that a step runs in the caller's thread.
-OURS = {str(pathlib.Path(module.__file__ or "").parent) for module in (
-    megacompile, backends, codegen, executor, inputs, memory, optimizer, planning, predict, streaming, system, verify,
-    weights_package)}
+
+def folder(package: Any) -> str:
+    return str(pathlib.Path(package.__file__).parent) + "/"
+
+
+#: The code that a step runs in the caller's thread: all of ours but the capture, which runs once.
+OURS, CAPTURE = (folder(megacompile), folder(runtime)), folder(frontend)
 SOON_S = 5.0
+
+
+def is_ours(file: str) -> bool:
+    return file.startswith(OURS) and not file.startswith(CAPTURE)
 
 
 class Interrupter:
@@ -33,7 +38,7 @@ class Interrupter:
         self.moment, self.lines, self.where = moment, 0, ""
 
     def __call__(self, frame: FrameType, event: str, argument: object) -> Any:
-        if str(pathlib.Path(frame.f_code.co_filename).parent) not in OURS:
+        if not is_ours(frame.f_code.co_filename):
             return None
         if event == "line":
             self.lines += 1
