@@ -11,17 +11,22 @@ import math
 from collections import Counter
 from dataclasses import replace
 
+from megacompile.errors import InsufficientMemoryError
 from megacompile.ir.plan import FULL_TOKENS, Plan, Shape
 from megacompile.planning.planner import Choice, Planner
 
+#: Balanced micro-batches that a step may have beyond the fewest possible, where device memory is short.
+MORE_MICRO_BATCHES = 2
+
 
 class PackedPlans:
-    """State: the plans that were searched, by shape. `balanced`: a step's micro-batches have about the same size, which may be
-    any number."""
+    """State: the plans that were searched, by shape; and the shape that is searched for in place of another. `balanced`: a
+    step's micro-batches have about the same size, which may be any number."""
 
     def __init__(self, balanced: bool = False) -> None:
         self.balanced = balanced
         self._searched: dict[Shape, Plan] = {}
+        self._instead: dict[Shape, Shape] = {}
 
     def choose(self, planner: Planner, shape: Shape) -> Choice:
         """The plan of a training step of packed rows. Raises as `Planner.choose`.
@@ -30,19 +35,40 @@ class PackedPlans:
         same bits as one that was not interrupted."""
         full = max(1, FULL_TOKENS // shape.length)
         # About as much work as the step, which decides how much of the update is hidden; or at least as much.
-        alike, enough = _power_of_two_in(max(1, shape.batch // full)), -(-shape.batch // full)
+        counts = _power_of_two_in(max(1, shape.batch // full)), -(-shape.batch // full)
+        alike, enough = (replace(shape, batch=full * count) for count in counts)
         answers = Counter[str]()
-        for count, anew in ((alike, False), (enough, False), (enough, True)):  # anew: less memory may be free now
-            wanted = replace(shape, batch=full * count)
+        if alike not in self._instead:
+            choice = self._with_room(planner, alike)
+            planner, answers = planner.after(choice), choice.answers
+        for wanted, anew in ((self._instead[alike], False), (enough, False), (enough, True)):  # anew: less may be free now
             base = None if anew else self._searched.get(wanted)
             if base is None or base.resident_state != planner.resident_state():
-                choice = planner.choose(wanted.batch, shape.length, True, shape.update, shape.whole_step, shape.output)
+                choice = _search(planner, wanted)
                 base = self._searched[wanted] = choice.plan
                 planner, answers = planner.after(choice), answers + choice.answers
             for plan in derived(base, shape, self.balanced):
                 if planner.fits(plan):
                     return Choice(plan, planner.stateful, answers)
         raise AssertionError("a plan for no fewer rows fits, and so do its choices for these")
+
+    def _with_room(self, planner: Planner, usual: Shape) -> Choice:
+        """The plan for steps with the `usual` number of rows, whose choices also fit half as many rows again.
+
+        Steps of real data have that many now and then. If the plan for the usual number fills the device, such a step would
+        stop training for a search, whose plan updates fewer tiles on the device from then on. So the search is for half as
+        many rows again at once, unless no plan fits these."""
+        more = replace(usual, batch=usual.batch + usual.batch // 2)
+        choice = _search(planner, usual)
+        self._searched[usual], self._instead[usual] = choice.plan, usual
+        if any(map(planner.after(choice).fits, derived(choice.plan, more, self.balanced))):
+            return choice
+        try:
+            roomy = _search(planner, more)
+        except InsufficientMemoryError:
+            return choice
+        self._searched[more], self._instead[usual] = roomy.plan, more
+        return replace(roomy, answers=choice.answers + roomy.answers)
 
     def in_few_sizes(self, plan: Plan) -> Plan:
         """The plan of an evaluation with micro-batches of powers of two, or `balanced` ones, none larger than it has."""
@@ -54,23 +80,33 @@ class PackedPlans:
 
     def clear(self) -> None:
         self._searched.clear()
+        self._instead.clear()
+
+
+def _search(planner: Planner, wanted: Shape) -> Choice:
+    return planner.choose(wanted.batch, wanted.length, True, wanted.update, wanted.whole_step, wanted.output)
 
 
 def derived(base: Plan, shape: Shape, balanced: bool = False) -> list[Plan]:
     """Plans with the choices of `base` for a shape with another number of rows.
 
     Micro-batches have the size of those of `base`, and smaller ones of powers of two follow; or they are `balanced`, as few as
-    possible. For a whole step, the first plan has about as many rows per wave as `base`, the second at most as many
-    micro-batches per wave."""
+    possible, and in later plans a few more, which need less memory. For a whole step, the first plan has about as many rows per
+    wave as `base`, the second at most as many micro-batches per wave."""
     size = max(base.micro_batches)
-    whole = (size,) * (shape.batch // size)
-    micro_batches = _balanced(shape.batch, size) if balanced else whole + _powers_of_two(shape.batch % size)
-    alike = round(shape.batch * base.waves / base.batch)
-    no_more = math.ceil(len(micro_batches) * base.waves / len(base.micro_batches))
-    counts = (alike, no_more) if shape.whole_step else (1,)
-    plans = (replace(base, batch=shape.batch, micro_batches=micro_batches, waves=waves,
-                     host_sums=base.host_sums if waves > 1 else ())
-             for waves in (min(max(1, count), len(micro_batches)) for count in counts))
+    if balanced:
+        fewest = -(-shape.batch // size)
+        divisions = [_parts(shape.batch, count) for count in range(fewest, min(fewest + MORE_MICRO_BATCHES, shape.batch) + 1)]
+    else:
+        divisions = [(size,) * (shape.batch // size) + _powers_of_two(shape.batch % size)]
+    plans = []
+    for micro_batches in divisions:
+        alike = round(shape.batch * base.waves / base.batch)
+        no_more = math.ceil(len(micro_batches) * base.waves / len(base.micro_batches))
+        counts = (alike, no_more) if shape.whole_step else (1,)
+        plans += [replace(base, batch=shape.batch, micro_batches=micro_batches, waves=waves,
+                          host_sums=base.host_sums if waves > 1 else ())
+                  for waves in (min(max(1, count), len(micro_batches)) for count in counts)]
     return list(dict.fromkeys(plans))
 
 
@@ -85,7 +121,11 @@ def _powers_of_two(number: int) -> tuple[int, ...]:
 
 
 def _balanced(number: int, most: int) -> tuple[int, ...]:
-    """`number` in as few parts as possible, none above `most`, which differ by at most one; the larger ones first."""
-    count = -(-number // most)
+    """`number` in as few parts as possible, none above `most`."""
+    return _parts(number, -(-number // most))
+
+
+def _parts(number: int, count: int) -> tuple[int, ...]:
+    """`number` in `count` parts, which differ by at most one; the larger ones first."""
     least, larger = divmod(number, count)
     return (least + 1,) * larger + (least,) * (count - larger)

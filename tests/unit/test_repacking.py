@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, GptOssConfig
 
 import megacompile
+from megacompile.errors import InsufficientMemoryError
 from megacompile.inputs.packed_layout import LENGTH, Span, lay_out, spans_of
 from megacompile.ir.plan import Plan, Shape
 from megacompile.planning.packed_plans import PackedPlans, derived
@@ -246,6 +247,38 @@ def test_the_plan_of_a_step_is_the_same_whatever_steps_came_before() -> None:
     upwards = plans([*range(1, 60)])
     assert upwards == plans([*range(59, 0, -1)]) == plans([33, 3, 8, *range(1, 60)])
     assert upwards[15].checkpoint_interval == 1 and upwards[16].checkpoint_interval == 2
+
+
+class SmallDevice(Planner):
+    """Plans serve a tenth more rows than they were searched for; none is found for more than `most` rows."""
+
+    def __init__(self, most: int) -> None:
+        self.most, self.searched = most, list[int]()
+
+    def fits(self, plan: Plan) -> bool:
+        return plan.batch <= 8.8 * plan.checkpoint_interval
+
+    def choose(self, batch: int, length: int, *_: Any) -> Choice:
+        self.searched.append(batch)
+        if batch > self.most:
+            raise InsufficientMemoryError("too many rows")
+        return super().choose(batch, length)
+
+
+def test_where_memory_is_short_a_plan_leaves_room_for_half_more_rows() -> None:
+    """So that a step with more rows than usual does not stop training for another search."""
+    packed, planner = PackedPlans(balanced=True), SmallDevice(most=100)
+    plans = [packed.choose(planner, shape_of(rows, whole_step=True)).plan  # type: ignore[arg-type]
+             for rows in (16, 22, 17, 24)]
+    assert planner.searched == [16, 24] and {plan.checkpoint_interval for plan in plans} == {3}
+    packed.choose(planner, shape_of(30, whole_step=True))  # type: ignore[arg-type]
+    assert planner.searched == [16, 24, 32], "too many for that plan"
+
+
+def test_where_nothing_leaves_room_for_more_rows_the_plan_is_that_of_the_usual_number() -> None:
+    packed, planner = PackedPlans(balanced=True), SmallDevice(most=20)
+    plan = packed.choose(planner, shape_of(17, whole_step=True)).plan  # type: ignore[arg-type]
+    assert plan.checkpoint_interval == 2 and planner.searched == [16, 24]
 
 
 def test_evaluations_of_packed_rows_have_micro_batches_of_few_sizes() -> None:
