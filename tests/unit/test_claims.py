@@ -138,4 +138,4 @@ def test_the_table_of_uneven_rows_is_its_rows() -> None:
     kept = {(str(row["layers"]), f"{row['tokens_per_s']:,}", f"{row['step_s']:.3f}", row["commit"])
             for row in results("rows.jsonl")}
     shown = {(row[0], row[3], row[5], row[6]) for row in table_after("Rows of uneven length")}
-    assert len(shown) >= 10 and shown - kept <= {("8", "33,150", "0.466", "d7da796")}, "only this one is from a log"
+    assert len(shown) >= 10 and shown <= kept
