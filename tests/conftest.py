@@ -59,9 +59,10 @@ def pytest_sessionstart() -> None:
 
 def pytest_runtest_setup() -> None:
     """Modules and captures stay to the end, half a million objects and more: the collector, which would read them all each time
-    (a tenth of the tests' time), need not look at them. Done between tests, so that no test's own objects are among them."""
+    (a tenth of the tests' time), need not look at them. Done between tests, so that no test's own objects are among them, and
+    only when there are many new ones, since looking for them takes a tenth of a second."""
     now = [len(sys.modules), len(_lasting)]
-    if now != _frozen:
+    if now[0] >= _frozen[0] + 50 or now[1] >= _frozen[1] + 4:
         gc.collect()
         gc.freeze()
         _frozen[:] = now

@@ -147,7 +147,7 @@ def test_adapters_train_against_their_base(run: Any, trainers: tuple[type, type]
     peft = pytest.importorskip("peft")
     logs, adapters = [], []
     for trainer in trainers:
-        model = tiny_models.build()
+        model = tiny_models.build(num_hidden_layers=1)
         if trainer in (DPOTrainer, GRPOTrainer):
             model = megacompile.stream(model, device="cpu")
         adapter = peft.LoraConfig(r=4, target_modules=["v_proj", "down_proj"], task_type="CAUSAL_LM")
