@@ -13,10 +13,12 @@ import json
 import os
 import re
 import shlex
+import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 TUTORIALS = Path(__file__).resolve().parent / "tutorials"
@@ -53,6 +55,18 @@ def cells(page: str) -> Iterator[Cell]:
         yield Cell(block["kind"], block["source"].rstrip("\n"), (block["output"] or "").rstrip("\n"))
         end = block.end()
     yield Cell("markdown", page[end:])
+
+
+@contextlib.contextmanager
+def namespace() -> Iterator[dict[str, Any]]:
+    """The names of one page: those of a module that can be imported, since Dynamo looks up a function's globals by its module's
+    name."""
+    module = ModuleType("tutorial")
+    sys.modules[module.__name__] = module
+    try:
+        yield module.__dict__
+    finally:
+        del sys.modules[module.__name__]
 
 
 def run(cell: Cell, names: dict[str, Any]) -> str:
@@ -104,13 +118,13 @@ def notebook(page: str) -> str:
 def executed(page: str) -> str:
     """The page with what its cells print now. Output that the page abbreviates with "..." stays if it still fits."""
     made: list[str] = []
-    names: dict[str, Any] = {"__name__": "__main__"}
-    for cell in cells(page):
-        if cell.kind == "markdown":
-            made.append(cell.text())
-            continue
-        printed = run(cell, names)
-        made.append(Cell(cell.kind, cell.source, cell.output if same(cell.output, printed) else printed).text())
+    with namespace() as names:
+        for cell in cells(page):
+            if cell.kind == "markdown":
+                made.append(cell.text())
+                continue
+            printed = run(cell, names)
+            made.append(Cell(cell.kind, cell.source, cell.output if same(cell.output, printed) else printed).text())
     return "".join(made)
 
 

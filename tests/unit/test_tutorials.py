@@ -23,13 +23,13 @@ def pinned_torch() -> bool:
 def test_a_tutorial_prints_what_it_shows(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """To fix: `python docs/make_notebooks.py --execute`, and read the diff."""
     monkeypatch.chdir(tmp_path)
-    names: dict[str, object] = {"__name__": "__main__"}
     cells = [cell for cell in MAKER["cells"](PAGES[name]) if cell.kind != "markdown"]
     assert len(cells) >= 4
-    for cell in cells:
-        printed = MAKER["run"](cell, names)
-        if pinned_torch():  # others trace other graphs
-            assert MAKER["same"](cell.output, printed), f"{cell.source}\n\nprinted:\n{printed}\n\nshown:\n{cell.output}"
+    with MAKER["namespace"]() as names:
+        for cell in cells:
+            printed = MAKER["run"](cell, names)
+            if pinned_torch():  # others trace other graphs
+                assert MAKER["same"](cell.output, printed), f"{cell.source}\n\nprinted:\n{printed}\n\nshown:\n{cell.output}"
 
 
 @pytest.mark.parametrize("name", PAGES)
