@@ -485,7 +485,7 @@ def test_a_table_is_drawn(table: Table, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     plots.draw(table, [result_of(OURS, tflops=90.0), result_of(BEST, tflops=120.0)], tmp_path / "plots/some.svg")
     assert "<svg" in (tmp_path / "plots/some.svg").read_text()
-    with pytest.raises(MegacompileError, match="nothing to draw"):
+    with pytest.raises(MegacompileError, match="has been measured: measure some before drawing"):
         plots.draw(table, [result_of(OURS, error="broken")], tmp_path / "none.svg")
 
 

@@ -142,7 +142,7 @@ class Trap:
 
 DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a flipped bit": (lambda f: flip(f / "tensors-00002.safetensors"), "tensors-00002.safetensors is damaged: its checksum"),
-    "truncated": (lambda f: os.truncate(f / "tensors-00000.safetensors", 99), r"tensors-00000.* it has 99 bytes, and \d+ were"),
+    "truncated": (lambda f: os.truncate(f / "tensors-00000.safetensors", 99), r"tensors-00000.* it has 99 bytes, but \d+ were"),
     "missing": (lambda f: (f / "tensors-00003.safetensors").unlink(), "tensors-00003.safetensors cannot be read .No such"),
     "a link": (lambda f: link_elsewhere(f / SHARD), "tensors-00001.safetensors cannot be read .it is a link, which is not"),
     "a FIFO": (lambda f: fifo(f / SHARD), "tensors-00001.safetensors cannot be read .it is a FIFO, not a regular file"),

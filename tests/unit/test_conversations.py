@@ -76,7 +76,7 @@ def test_columns_of_no_format_or_of_two_are_refused() -> None:
     (Format.SHAREGPT, {"conversations": []}, "conversations is empty"),
     (Format.SHAREGPT, {"conversations": [{"from": "human", "value": "hi"}, {"from": "bot", "value": "x"}]},
      "message 2: from is 'bot', which is none of human"),
-    (Format.SHAREGPT, {"conversations": [{"from": "human", "value": "hi"}]}, "no message is the assistant's"),
+    (Format.SHAREGPT, {"conversations": [{"from": "human", "value": "hi"}]}, "no message is by the assistant"),
     (Format.MESSAGES, {"messages": [USER, "hello"]}, "message 2: is a str, not an object with role"),
     (Format.MESSAGES, {"messages": [USER, {"role": "assistant", "content": None}]}, "message 2: content is missing"),
     (Format.MESSAGES, {"messages": LONG, "system": "be long"}, "both the column system and the first message"),

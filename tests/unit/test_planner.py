@@ -472,9 +472,9 @@ def test_attention_s_results_alone_are_kept_by_more_layers_and_in_blocks_of_one(
     whole, alone = (planner(analysis, budget, micro_batch_size=8, residuals=kind).plan(8, LENGTH) for kind in RESIDUALS)
     assert (whole.residuals, alone.residuals) == RESIDUALS and alone.saved_layers > whole.saved_layers == 3
     assert {plan.checkpoint_interval for plan in planner(analysis, residuals="attention")._candidates(8, LENGTH)} == {1}
-    with pytest.raises(MegacompileError, match="needs checkpoint_interval=1"):
+    with pytest.raises(MegacompileError, match="needs checkpoint_interval=1: a block of several"):
         planner(analysis, residuals="attention", checkpoint_interval=2).plan(8, LENGTH)
-    with pytest.raises(MegacompileError, match="needs checkpoint_interval=1"):
+    with pytest.raises(MegacompileError, match="needs checkpoint_interval=1: a block of several"):
         replace(alone, checkpoint_interval=2)  # which no options were asked for
     with pytest.raises(MegacompileError, match="residuals must be one of all, attention, not 'some'"):
         StreamConfig(residuals="some")
