@@ -289,7 +289,7 @@ def _header_of_a_terabyte(folder: Path) -> None:
     (_truncate, r"model-00002-of-00004.safetensors is damaged or truncated"),
     (_header_of_a_terabyte, r"model-00001-of-00004.safetensors is damaged or truncated"),
     (_copy_a_shard, "mixes two checkpoints"),
-    (_only_pickles, r"has only pytorch_model.bin, a pickle, which can run code when it is read: convert them once"),
+    (_only_pickles, r"has only pytorch_model.bin, a pickle, which can run code when it is read"),
     (lambda f: (f / "config.json").write_text("{"), "transformers cannot read the config"),
     (lambda f: edit_config(f, auto_map={"AutoConfig": "x.Y"}, model_type="own"), "trust_remote_code"),
     (lambda f: (f / INDEX).write_text("[" * 100_000), "is not an index of weight files"),

@@ -204,5 +204,5 @@ def test_an_evaluation_is_neither_simulated_nor_explained(model: Any) -> None:
     with torch.no_grad():
         model(input_ids=batch()["input_ids"])
     for act in (model.megacompile.simulate, model.megacompile.explain):
-        with pytest.raises(MegacompileError, match="not those of evaluations: pass a batch with labels"):
+        with pytest.raises(MegacompileError, match="pass a batch with labels"):
             act(hardware="h200")
