@@ -21,15 +21,15 @@ LONG = [{"role": "system", "content": "be brief"}, USER, HELLO, MORE, BYE]
 
 
 def shown(tokenizer: Any, messages: list[dict[str, Any]], tools: Any = None) -> list[str]:
-    """Each sequence as text, with what is learnt in brackets."""
+    """Each sequence as text, with what is learned in brackets."""
     found = []
     for encoded in ChatEncoder(tokenizer).encode(messages, tools):
-        assert len(encoded.tokens) == len(encoded.learnt)
+        assert len(encoded.tokens) == len(encoded.learned)
         text, before = "", False
-        for token, learnt in zip([*encoded.tokens, None], [*encoded.learnt, False], strict=True):
-            text += "]" if before and not learnt else "[" if learnt and not before else ""
+        for token, learned in zip([*encoded.tokens, None], [*encoded.learned, False], strict=True):
+            text += "]" if before and not learned else "[" if learned and not before else ""
             text += tokenizer.decode([token]) if token is not None else ""
-            before = learnt
+            before = learned
         found.append(text)
     return found
 
@@ -63,9 +63,9 @@ def test_conversations_go_before_texts_and_other_columns_are_not_read(columns: t
 
 
 def test_columns_of_no_format_or_of_two_are_refused() -> None:
-    with pytest.raises(MegacompileError, match=r"the columns answer, question fit no format: rename them to those of messages"):
+    with pytest.raises(MegacompileError, match=r"the columns answer, question fit no format: rename them"):
         detect(["question", "answer"])
-    with pytest.raises(MegacompileError, match=r"fit messages and sharegpt: say which with --format"):
+    with pytest.raises(MegacompileError, match=r"fit messages and sharegpt: choose one with --format"):
         detect(["messages", "conversations"])
 
 
@@ -75,11 +75,11 @@ def test_columns_of_no_format_or_of_two_are_refused() -> None:
     (Format.SHAREGPT, {"conversations": "hi"}, "conversations is a str, not a list of messages"),
     (Format.SHAREGPT, {"conversations": []}, "conversations is empty"),
     (Format.SHAREGPT, {"conversations": [{"from": "human", "value": "hi"}, {"from": "bot", "value": "x"}]},
-     "message 2: from is 'bot', which is none of human"),
+     "message 2: from is 'bot', but must be one of human"),
     (Format.SHAREGPT, {"conversations": [{"from": "human", "value": "hi"}]}, "no message is by the assistant"),
     (Format.MESSAGES, {"messages": [USER, "hello"]}, "message 2: is a str, not an object with role"),
     (Format.MESSAGES, {"messages": [USER, {"role": "assistant", "content": None}]}, "message 2: content is missing"),
-    (Format.MESSAGES, {"messages": LONG, "system": "be long"}, "both the column system and the first message"),
+    (Format.MESSAGES, {"messages": LONG, "system": "be long"}, "both a column system and a first message"),
     (Format.ALPACA, {"instruction": "hi", "output": "hello", "history": [["a", "b"]]}, "history is not empty"),
     (Format.SHAREGPT, {"conversations": [{"from": "function_call", "value": "add(1)"}]}, "message 1: the function call"),
     (Format.MESSAGES, {"messages": [{"role": "assistant", "tool_calls": ["add"]}]}, "message 1: a tool call must be an object"),
@@ -110,9 +110,9 @@ def test_tools_are_told_and_calls_of_them_are_learnt() -> None:
 
 
 def test_a_template_that_says_nothing_of_tools_or_calls_is_refused() -> None:
-    with pytest.raises(MegacompileError, match="says nothing of tools"):
+    with pytest.raises(MegacompileError, match="ignores tools"):
         ChatEncoder(build()).encode([USER, HELLO], [TOOL])
-    with pytest.raises(MegacompileError, match="says nothing of tool calls"):
+    with pytest.raises(MegacompileError, match="ignores tool calls"):
         ChatEncoder(build()).encode([USER, CALL])
 
 
@@ -126,7 +126,7 @@ def test_every_answer_and_its_end_are_learnt_and_nothing_else(template: str) -> 
 
 
 def test_a_mark_that_ends_in_a_space_ends_there() -> None:
-    """Offsets of some tokenizers leave spaces out; the token behind the mark is not learnt for that."""
+    """Offsets of some tokenizers leave spaces out; the token behind the mark is not learned for that."""
     tokenizer = build("{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}"
                       "{% else %}{{ m.content }}{% endif %}{% endfor %}")
     tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
@@ -150,8 +150,8 @@ def test_a_prompt_has_the_tokens_of_generation_where_the_answer_would_join_them(
     answer = {"role": "assistant", "content": "\nhello"}
     (encoded,) = ChatEncoder(tokenizer).encode([USER, answer])
     prompt = tokenizer.apply_chat_template([USER], add_generation_prompt=True)["input_ids"]
-    assert encoded.tokens[:len(prompt)] == prompt and not any(encoded.learnt[:len(prompt)])
-    assert tokenizer.decode([t for t, learnt in zip(encoded.tokens, encoded.learnt, strict=True) if learnt]) == (
+    assert encoded.tokens[:len(prompt)] == prompt and not any(encoded.learned[:len(prompt)])
+    assert tokenizer.decode([t for t, learned in zip(encoded.tokens, encoded.learned, strict=True) if learned]) == (
         "\nhello<|im_end|>")
     joined = tokenizer.apply_chat_template([USER, answer])["input_ids"]
     assert joined[:len(prompt)] != prompt, "the tokenizer of this test joins nothing"
@@ -166,9 +166,9 @@ def test_a_tokenizer_without_a_template_gets_one() -> None:
 
 
 @pytest.mark.parametrize(("template", "messages", "reason"), [
-    (UNLIKE, [USER, HELLO], r"does not begin an answered conversation with its prompt.*mark them in it"),
-    ("{{ raise_exception('roles must alternate') }}", [USER, HELLO], r"the chat template refuses it \(roles must alternate\)"),
-    ("{{ messages[0].content }}{% generation %}{% endgeneration %}", [USER, HELLO], "marks nothing of it as generated"),
+    (UNLIKE, [USER, HELLO], r"does not begin an answered conversation with its prompt.*mark them in the template"),
+    ("{{ raise_exception('roles must alternate') }}", [USER, HELLO], r"refuses the conversation \(roles must"),
+    ("{{ messages[0].content }}{% generation %}{% endgeneration %}", [USER, HELLO], "marks no text as generated"),
     (CHATML, [HELLO, USER, BYE], "the first message is the assistant's"),
 ])
 def test_what_a_template_cannot_do_is_refused(template: str, messages: list[dict[str, str]], reason: str) -> None:

@@ -342,7 +342,7 @@ def test_too_little_memory_is_refused_with_what_is_needed(analysis: Analysis, tr
 
 def test_a_loss_that_cannot_be_split_is_not_split(analysis: Analysis) -> None:
     captured, tiling = analysis
-    whole = replace(captured, has_loss_denominator=False)
+    whole = replace(captured, count_targets=None)
     least = planner(analysis).estimate(plan(analysis, micro_batch_size=8)).total
     assert planner((whole, tiling)).plan(8, LENGTH).micro_batches == (8,)
     with pytest.raises(InsufficientMemoryError):
