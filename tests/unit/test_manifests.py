@@ -177,7 +177,7 @@ def test_a_scheduler_that_refuses_its_state_leaves_everything_as_it_was(run: Run
     with torch.no_grad():
         run.model.head.weight.add_(1)
     before = state_of(run)
-    with pytest.raises(CheckpointError, match=r"Own cannot load the state that was saved \(RuntimeError: not seven\): create it"):
+    with pytest.raises(CheckpointError, match=r"Own cannot load the state that was saved \(RuntimeError: not seven\): create"):
         load(saved, run)
     after = state_of(run)
     assert same_bits(after[0], before[0]) and repr(after[1]) == repr(before[1]) and run.scheduler.count == 3

@@ -126,7 +126,7 @@ STREAM_REFUSALS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], type[M
     "a parameter's hook": (lambda: hooked(Model()), {}, UnsupportedError, "embed.weight has a gradient hook.*remove it"),
     "a module's hook": (lambda: module_hooked(Model()), {}, UnsupportedError, "blocks.1 has a hook.*remove it"),
     "a stack that is not there": (Model, {"layers": "layers"}, CaptureError, r'layers="layers" does not exist .*found: blocks'),
-    "a tile that is not there": (Model, {"resident": ("block",)}, MegacompileError, "resident names block.*choose from prologue"),
+    "a tile that is not there": (Model, {"resident": ("block",)}, MegacompileError, "resident names block.*from prologue"),
     "device memory below a layer": (
         Model, {"device_memory": "64B"}, InsufficientMemoryError,
         r"one layer needs \S+ \S+ of device memory and 64 B are available: use a larger device_memory"),
