@@ -120,6 +120,8 @@ class Loop:
             lambda g: g.mul_(0.5), lambda g: g.data.mul_(3.0), lambda g: g[:1].zero_(), lambda g: g.clamp_(-1e-2, 1e-2),
             lambda g: torch._foreach_mul_([g], 2.0), lambda g: g.numpy().__imul__(2.0)])
         _, parameter = self.one()
+        if self.streamed:
+            self.model.megacompile.streamed.settle()  # an update in flight reads the memory that is about to be written
         if parameter.grad is not None:
             change(parameter.grad)
 

@@ -33,11 +33,11 @@ class AdamW(torch.optim.Optimizer):
     (`remainder`, int16). `state` has no remainder: removing or replacing a state restarts the moments, as in torch.optim, and
     leaves the master unchanged.
 
-    Parameters that the model's forward does not read are not updated, like parameters without a gradient.
+    Parameters that the model's forward does not read, or whose gradient is None, are not updated.
 
     Changes of `.grad` between backward and step count, in the norm too. Changes that PyTorch does not track (`.grad.data`,
     NumPy, `GradScaler.unscale_`) are found by sampling 256 elements of each gradient: a change of whole gradients is always
-    seen, a change of a few elements may not be. A parameter whose gradient is None is not updated.
+    seen, a change of a few elements may not be. After `step()`, synchronize (`model.megacompile`) before you change one.
 
     Several optimizers may each update their own parameters. An optimizer that is made for parameters of another one takes over
     their state; later uses of the other one raise. Whole steps, updates on arrival and checkpoints need one optimizer. Group
