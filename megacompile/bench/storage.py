@@ -57,7 +57,7 @@ def measure(given: argparse.Namespace) -> rows.Row:
         capture_s = model.megacompile.stats["capture_s"]
         row = dict(
             layers=model.config.num_hidden_layers, parameters=sum(p.numel() for p in model.parameters()),
-            files_gib=gib(size), disk_s=round(disk_s, 2), load_s=round(load_s, 2),
+            files_gib=gib(size), disk_s=round(disk_s, 6), load_s=round(load_s, 2),
             capture_s=round(capture_s, 2), disk_gb_per_s=rate(size, disk_s), load_gb_per_s=rate(size, load_s - capture_s),
             resident_set_gib=gib(resident_bytes() - before), losses=[])
         row |= saving(model, Path(folder, "checkpoints"), given) if given.save else {}

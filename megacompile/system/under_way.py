@@ -87,14 +87,17 @@ def under_way(task: str) -> Iterator[None]:
         return
     work, done = _Work(task), threading.Event()
     teller = threading.Thread(target=_tell, args=(work, done), name="megacompile progress", daemon=True)
-    token = _current.set(work)
-    teller.start()
-    try:
+    token = None
+    try:  # Ctrl-C may come at any line: work that never ends would hide all later work of this thread
+        token = _current.set(work)
+        teller.start()
         yield
     finally:
-        _current.reset(token)
+        if token is not None:
+            _current.reset(token)
         done.set()
-        teller.join()
+        if teller.ident is not None:
+            teller.join()
         for listener in _listeners:
             listener.append((task, work.seconds()))
 
