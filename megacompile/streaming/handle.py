@@ -137,7 +137,7 @@ class Handle:
         values that change as tensors. The results are [B, T, ...]. Nothing is shifted: a position's logits predict the next
         token.
 
-        Raises `UnsupportedError` for a function that cannot be traced, and for arguments that cannot be honoured."""
+        Raises `UnsupportedError` for a function that cannot be traced, and for arguments that are not supported."""
         return self.values_of_tokens(function, batch, tensors)
 
     def values_of_tokens(self, function: Callable[..., Any], batch: Mapping[str, Any], tensors: Mapping[str, Tensor],
@@ -245,7 +245,7 @@ class Handle:
         if stage is None:
             return self.compiled(batch).program
         if stage not in stages:
-            raise MegacompileError(f"there is no stage {stage!r}: there are {', '.join(stages)}")
+            raise MegacompileError(f"unknown stage {stage!r}: choose one of {', '.join(stages)}")
         return stages[stage]
 
     def table(self, batch: Mapping[str, Tensor] | None = None, section: str | None = None) -> str:

@@ -40,5 +40,4 @@ def replan(streamed: Streamed, **options: Any) -> None:
     streamed.backend.trim()
     streamed.shapes.note_budget()
     budget = device_budget(config, streamed.backend.free_bytes())
-    streamed.config = config
     streamed.captures.plan_with(config=config, budget_bytes=budget)

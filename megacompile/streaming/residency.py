@@ -59,10 +59,11 @@ class Residency:
 
     def surplus(self, shape: CompiledShape) -> list[str]:
         """Device slots that other shapes have left, or have made larger, if the budget does not hold them beside this shape."""
-        arena, planner, own = self.runner.arena, self.runner.planner, shape.program.slots
+        arena, own = self.runner.arena, shape.program.slots
         more = {name: memory.numel() - (own[name].bytes if name in own else 0) for name, memory in arena.slots.items()
                 if not arena.is_slab(name)}
         found = {name: size for name, size in more.items() if size > 0}
+        planner = self.runner.shapes.planner
         if not found or shape.estimate.total + planner.margin_bytes + sum(found.values()) <= planner.device_bytes:
             return []
         return [name for name in found if name not in self.awaited()]
@@ -70,7 +71,7 @@ class Residency:
     def _pin_visiting(self, shape: CompiledShape) -> None:
         """Pins optimizer state that visits the device, once there is any, unless the user has limited pinned memory. Copies of
         memory that is not pinned are correct too, and slower."""
-        if self.runner.planner.pinned_bytes is None:
+        if self.runner.shapes.planner.pinned_bytes is None:
             tiles = map(self.runner.store.__getitem__, shape.plan.visiting_state)
             pin_all(self.runner.backend, (part for tile in tiles for part in tile.home.state()))
 

@@ -7,7 +7,6 @@ from typing import Any
 
 from megacompile.errors import DeviceMemoryError
 from megacompile.ir.program import Slot
-from megacompile.planning.planner import Planner
 from megacompile.runtime.backends.lanes import Backend
 from megacompile.runtime.executor import Executor
 from megacompile.runtime.kernels import Batch
@@ -18,8 +17,7 @@ from megacompile.runtime.reference import ReferenceExecutor
 from megacompile.runtime.update import Update
 from megacompile.streaming.open_forward import OpenForward
 from megacompile.streaming.out_of_memory import allocator_error, device_memory_error
-from megacompile.streaming.programs.captures import ModelCaptures
-from megacompile.streaming.programs.shapes import CompiledShape
+from megacompile.streaming.programs.shapes import CompiledShape, Shapes
 from megacompile.streaming.user_tensors.external_writes import Constants
 
 
@@ -27,21 +25,16 @@ class SectionRunner:
     """State: `running`, the shape of the section that ran last."""
 
     def __init__(self, executor: Executor | ReferenceExecutor, backend: Backend, store: Store, arena: Arena,
-                 captures: ModelCaptures, constants: Constants) -> None:
+                 shapes: Shapes, constants: Constants) -> None:
         self.executor, self.backend, self.store, self.arena = executor, backend, store, arena
-        self.captures, self.constants = captures, constants
+        self.shapes, self.constants = shapes, constants
         self.running: CompiledShape | None = None
-
-    @property
-    def planner(self) -> Planner:
-        """The planner of plain batches, which knows the budgets."""
-        return self.captures.first.planner
 
     def submit(self, shape: CompiledShape, section: str, batch: Batch | None = None, forward: OpenForward | None = None,
                update: Update | None = None) -> Any:
         """Hands a section to the lanes, and returns at once a run that can be waited for. Slots must be reserved."""
         if section not in shape.kernels:
-            served = self.captures.serve(shape.shape.capture_key)
+            served = self.shapes.captures.serve(shape.shape.capture_key)
             self.constants.add(served.captured.calls)
             shape.kernels[section] = served.binder.bind(shape.program, section, shape.plan, shape.shape.labels)
         self.running = shape
@@ -76,4 +69,4 @@ class SectionRunner:
         if isinstance(error, DeviceMemoryError) or (cause := allocator_error(error)) is None:
             return None
         planned = None if self.running is None else (self.running.shape, self.running.estimate.total)
-        return device_memory_error(error, cause, planned, self.planner.device_bytes, self.backend.free_bytes, torn)
+        return device_memory_error(error, cause, planned, self.shapes.planner.device_bytes, self.backend.free_bytes, torn)

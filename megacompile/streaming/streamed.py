@@ -58,7 +58,7 @@ class Streamed:
                  config: StreamConfig) -> None:
         self.turn = threading.RLock()  # see turns.py
         self.model, self.captured, self.tiling, self.store = model, captured, tiling, store
-        self.backend, self.config = backend, config
+        self.backend = backend
         self.arena, self.checkpoints = Arena(backend), HostCheckpoints(backend)
         self.parameters = {n: p for n, p in model.named_parameters() if n in tiling.position}
         self.gradients = Gradients(self.parameters, tiling, store)
@@ -72,7 +72,7 @@ class Streamed:
         self.shapes = Shapes(self.captures)
         self.step = StepState()
         executor = ReferenceExecutor(backend) if config.reference else Executor(backend, stall_timeout_s=config.stall_timeout)
-        self.runner = SectionRunner(executor, backend, store, self.arena, self.captures, self.constants)
+        self.runner = SectionRunner(executor, backend, store, self.arena, self.shapes, self.constants)
         self.residency = Residency(self.runner, self.step)
         self.optimizer_in_backward = OptimizerInBackward(self.step, self.gradients)
         self._forwards: weakref.WeakSet[OpenForward] = weakref.WeakSet()
@@ -89,6 +89,11 @@ class Streamed:
     def planner(self) -> Planner:
         """The planner of plain batches, with what is known now."""
         return self.shapes.planner
+
+    @property
+    def config(self) -> StreamConfig:
+        """The options of `stream`, with those that `replan` has changed."""
+        return self.captures.config
 
     @property
     def executor(self) -> Executor | ReferenceExecutor:

@@ -415,6 +415,24 @@ def test_models_on_one_device_share_what_was_free(monkeypatch: pytest.MonkeyPatc
         second.megacompile.close()
 
 
+def test_slots_of_other_shapes_go_where_other_models_have_planned_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ThreadBackend, "free_bytes", lambda self: 3 * 2**20)
+    monkeypatch.setattr(shapes, "_live", weakref.WeakSet())  # models of other tests
+    first, second = (megacompile.stream(tiny_models.build(), device="cpu") for _ in range(2))
+    streamed, small = second.megacompile.streamed, tiny_models.batch()
+    try:
+        shape = second.megacompile.compiled(small)
+        left = bytes(1000)
+        streamed.arena.slots["W9"] = torch.frombuffer(bytearray(left), dtype=torch.uint8)
+        streamed.captures.plan_with(budget_bytes=shape.estimate.total + streamed.planner.margin_bytes + len(left))
+        assert streamed.residency.surplus(shape) == []
+        first(**small)
+        assert streamed.residency.surplus(shape) == ["W9"]
+    finally:
+        for model in (first, second):
+            model.megacompile.close()
+
+
 def test_a_model_streamed_beside_a_running_one_does_not_count_its_slots_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shapes, "_live", weakref.WeakSet())
     first = megacompile.stream(tiny_models.build(), device="cpu")

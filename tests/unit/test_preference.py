@@ -177,7 +177,7 @@ def test_the_default_reference_is_a_frozen_copy_of_the_policy(
 def test_references_that_cannot_be_had_are_refused(policy: Any, tokenizer: Any, tmp_path: Path,
                                                    monkeypatch: pytest.MonkeyPatch) -> None:
     streamed = policy.megacompile.streamed
-    monkeypatch.setattr(streamed, "config", dataclasses.replace(streamed.config, device_memory="1GiB"))
+    monkeypatch.setattr(type(streamed), "config", dataclasses.replace(streamed.config, device_memory="1GiB"))
     with pytest.raises(UnsupportedError, match="a share of device_memory, which was given to the policy"):
         dpo(DPOTrainer, tmp_path, policy, tokenizer)
     for trainer, settings, more in ((DPOTrainer, trl.DPOConfig, {}), (GRPOTrainer, trl.GRPOConfig, {"reward_funcs": len})):
