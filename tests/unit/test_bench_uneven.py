@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 
+from megacompile import api
 from megacompile.bench import rows, uneven
 from megacompile.bench.step_clock import Clock, collections, step_fields
 from megacompile.bench.table import markdown
 from megacompile.bench.tables import Spec, Table
 from megacompile.errors import MegacompileError
+from megacompile.frontend.capture import capture
 from megacompile.losses import IGNORED
 
 TINY = ["--shape", "tiny", "--layers", "2", "--batch", "6", "--steps", "2", "--warm-up", "1", "--device", "cpu"]
@@ -23,9 +25,9 @@ def row_of(*arguments: str) -> dict[str, Any]:
     return dict(rows.finished(uneven.measure(uneven.options().parse_args([*TINY, *arguments]))))
 
 
-def test_all_trainers_see_the_same_rows_and_count_the_same_tokens() -> None:
-    deeper = ("--layers", "5")  # no other test has this model, so it is traced here
-    ours, native = row_of(*deeper), row_of(*deeper, "--through", "native", "--micro-batch-size", "2")
+def test_all_trainers_see_the_same_rows_and_count_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(api, "capture", capture)  # tests share captures; a row says how long its own took
+    ours, native = row_of(), row_of("--through", "native", "--micro-batch-size", "2")
     assert ours["losses"] == pytest.approx(native["losses"], rel=1e-3)
     assert ours["tokens_per_step"] == native["tokens_per_step"] and 0 < native["padding"] < ours["padding"] < 1
     assert len(ours["times_s"]) == len(ours["losses"]) == 3 and ours["first_step_s"] == pytest.approx(
