@@ -44,5 +44,5 @@ def _default(parameter: Any) -> str:
 
 
 def _cell(text: str) -> str:
-    """Of a table: one line, in which nothing but backticks is markup."""
+    """Formats text for one line of a table cell. Only backticks stay markup."""
     return re.sub(r"([|*<>_\[\]])", r"\\\1", " ".join(text.split()))

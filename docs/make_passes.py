@@ -41,7 +41,7 @@ from the docstrings and from runs of the passes on a small model.
 
 ## A pass of your own
 
-A pipeline is data; there is no registry. Make another tuple, and give it to `stream` (or `schedule`).
+A pipeline is a tuple of passes. To change it, build another tuple and pass it to `stream` or `schedule`.
 
 ```python
 from megacompile.passes import PIPELINE, TEMPLATE_PIPELINE, insert_after, insert_before, replace_pass

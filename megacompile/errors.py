@@ -56,7 +56,7 @@ class CaptureError(MegacompileError):
 
 
 class UnsupportedError(MegacompileError):
-    """An argument, mask, dropout or module feature that cannot be honoured yet. Never ignored silently."""
+    """An argument, mask, dropout or module feature that is not supported yet. Never ignored silently."""
 
 
 class CompilationError(MegacompileError):
@@ -81,7 +81,7 @@ class DeviceUnavailableError(MegacompileError):
 
 
 class LeaseError(MegacompileError):
-    """A backward that cannot be honoured: stale weights, a second backward, `retain_graph`, gradients of some parameters."""
+    """A backward that is not supported: stale weights, a second backward, `retain_graph`, gradients of some parameters."""
 
 
 class ProgramError(MegacompileError):

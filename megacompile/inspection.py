@@ -47,7 +47,7 @@ def check_options(given: Collection[str]) -> None:
 def choose(choices: Mapping[str, T], name: str, what: str) -> T:
     """The choice with this name. Raises `ArgumentError`, which lists the choices, if there is none."""
     if name not in choices:
-        raise ArgumentError(f"there is no {what} {name!r}: choose one of {', '.join(choices)}")
+        raise ArgumentError(f"unknown {what} {name!r}: choose one of {', '.join(choices)}")
     return choices[name]
 
 

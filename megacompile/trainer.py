@@ -38,7 +38,7 @@ class Trainer(transformers.Trainer):
     `whole_steps`: whether a step may run as one program, which never exposes gradients. Set it to False if a callback reads
     `.grad`, or if the batches of a step must not be joined.
 
-    Raises `UnsupportedError` for arguments that cannot be honoured, `MegacompileError` for a model that is not streamed."""
+    Raises `UnsupportedError` for arguments that are not supported, `MegacompileError` for a model that is not streamed."""
 
     whole_steps: bool = True
     #: Implementations of `compute_loss` that return the model's own loss, the one that a whole step computes.

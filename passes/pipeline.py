@@ -48,7 +48,7 @@ def replace_pass(pipeline: Sequence[P], name: str, *passes: P) -> tuple[P, ...]:
 def _position(pipeline: Sequence[Named], name: str) -> int:
     names = [each.name for each in pipeline]
     if name not in names:
-        raise MegacompileError(f"there is no pass {name!r} in this pipeline: it has {', '.join(names)}")
+        raise MegacompileError(f"the pipeline has no pass {name!r}: choose one of {', '.join(names)}")
     return names.index(name)
 
 

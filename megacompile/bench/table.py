@@ -209,7 +209,7 @@ def main(default: Path | None = None) -> None:
     parser.add_argument("--brief", action="store_true", help="print only the most important columns")
     given = parser.parse_args()
     if unknown := set(given.tables) - set(TABLES):
-        parser.error(f"there is no table {', '.join(sorted(unknown))}: choose from {', '.join(TABLES)}")
+        parser.error(f"unknown table {', '.join(sorted(unknown))}: choose from {', '.join(TABLES)}")
     found = rows.read(given.file)
     print("\n\n".join(markdown(TABLES[name], found, given.brief) for name in given.tables) if given.tables else plain(found))
 

@@ -76,7 +76,7 @@ def _find(directory: Path) -> Path:
         return directory
     latest = latest_checkpoint(directory)
     if latest is None:
-        raise CheckpointError(f"there is no complete checkpoint in {directory}: give a checkpoint, or a folder in which "
+        raise CheckpointError(f"{directory} has no complete checkpoint: give a checkpoint, or a folder in which "
                               "megacompile has saved checkpoints")
     return latest
 

@@ -38,7 +38,7 @@ def is_text(source: str) -> bool:
     can be read only once, such as a pipe."""
     path = Path(source)
     if not path.exists() and (_kind(path) in _READERS or not _HUB_ID.fullmatch(source)):
-        raise ArgumentError(f"there is no file or folder {source!r}: give existing data, or the id of a data set on the "
+        raise ArgumentError(f"file or folder {source!r} does not exist: give existing data, or the id of a data set on the "
                             "Hugging Face Hub (owner/name)")
     if path.exists():
         refuse_irregular(path)

@@ -67,7 +67,7 @@ def with_hyphens(words: Sequence[str]) -> list[str]:
         option, sign, value = word.partition("=")
         if option.startswith("--"):
             if reason := REFUSED.get(key_of(option)):
-                raise ArgumentError(f"there is no option {option}: {reason}")
+                raise ArgumentError(f"unknown option {option}: {reason}")
             option = f"--{key_of(option).replace('_', '-')}" if option != "--" else option
         found.append(f"{option}{sign}{value}")
     return found

@@ -165,12 +165,12 @@ def _start(settings: Settings, console: Console) -> Path | None:
         assert folder is not None, "settings were not checked"
         latest = latest_checkpoint(folder)
         if latest is None:
-            console.print(f"there is no checkpoint in {folder} yet: starting from the beginning")
+            console.print(f"{folder} has no checkpoint yet: starting a new run")
         return latest
     if settings.resume is not None:
         given = Path(settings.resume)
         if not given.is_dir():
-            raise ArgumentError(f"there is no folder {given} to resume from: give a checkpoint, a folder of checkpoints, or "
+            raise ArgumentError(f"cannot resume: folder {given} does not exist: give a checkpoint, a folder of checkpoints, or "
                                 "latest")
         return given / CHECKPOINTS if (given / CHECKPOINTS).is_dir() else given
     if folder is not None and latest_checkpoint(folder) is not None:

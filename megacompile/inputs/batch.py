@@ -1,6 +1,6 @@
 """Reads the arguments of a call of a streamed model into the batch that a program runs on.
 
-Every argument is either honoured or refused with `UnsupportedError`; none is ignored.
+Every argument is either honored or refused with `UnsupportedError`; none is ignored.
 """
 from __future__ import annotations
 
@@ -110,8 +110,8 @@ def read_arguments(model: nn.Module, forward: Callable[..., Any], captures: Repa
     """Reads the arguments of `forward(*args, **kwargs)`. `wanted`: the outputs that the caller reads; `differentiating`: a
     backward may follow, so that a batch with labels returns only the loss.
 
-    The first batch of a new kind captures the model again. Raises `UnsupportedError` for an argument that cannot be
-    honoured."""
+    The first batch of a new kind captures the model again. Raises `UnsupportedError` for an argument that is not
+    supported."""
     name, first = type(model).__name__, captures.first
     given, options = _take_options(_bind(name, first.captured, forward, args, kwargs), first.captured)
     given = align_patches(model, first.captured, given, first.device)
@@ -142,7 +142,7 @@ def _bind(name: str, plain: CapturedModel, forward: Callable[..., Any], args: tu
         if parameter.kind is parameter.VAR_KEYWORD:
             given |= given.pop(parameter.name, {})
     if given.get("use_cache") is True:  # a decoding loop would pass only the newest token to its next call
-        raise UnsupportedError(f"{name}: use_cache=True cannot be honoured, since a streamed model keeps no cache: leave it "
+        raise UnsupportedError(f"{name}: use_cache=True is not supported, since a streamed model keeps no cache: leave it "
                                "out and pass all tokens, or call generate")
     return given | of_loss
 
@@ -235,7 +235,7 @@ def _loss_denominator(name: str, captured: CapturedModel, inputs: Mapping[str, T
         assert captured.count_targets is not None
         return captured.count_targets(inputs) if given is None else torch.as_tensor(given, dtype=torch.float32)
     if given is not None:
-        raise UnsupportedError(f"{name}: num_items_in_batch cannot be honoured, since the loss is not a cross entropy over "
+        raise UnsupportedError(f"{name}: num_items_in_batch is not supported, since the loss is not a cross entropy over "
                                "tokens: leave it out")
     return None
 

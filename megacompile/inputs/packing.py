@@ -26,7 +26,7 @@ def further_arguments(name: str, captured: CapturedModel, given: Mapping[str, An
     """The arguments among `given` that change what is computed: int64 [batch, length], or masks of pairs (see `pairs.py`).
 
     `given`: the arguments that plain batches do not have; `inputs`: those that they have; `known`: the parameter names of the
-    model's forward. Raises `UnsupportedError` for an argument that cannot be honoured."""
+    model's forward. Raises `UnsupportedError` for an argument that is not supported."""
     first = next(iter(inputs.values()))
     rest = dict(given)
     further: dict[str, Tensor] = {}
@@ -49,7 +49,7 @@ def further_arguments(name: str, captured: CapturedModel, given: Mapping[str, An
             what = f"of shape {list(mask.shape)}" if isinstance(mask, Tensor) else f"that is a {type(mask).__name__}"
             rows, length = first.shape[:2]
             of_pairs = f", or a mask of pairs of tokens {[rows, 1, length, length]}" if takes_pairs else ""
-            raise UnsupportedError(f"{name}: an attention_mask {what} cannot be honoured yet: pass a tensor of shape "
+            raise UnsupportedError(f"{name}: an attention_mask {what} is not supported yet: pass a tensor of shape "
                                    f"{[rows, length]}{of_pairs}, or none")
         # With other arguments, such as position IDs that restart within a row, the mask must stay: given any mask, transformers
         # assumes one sequence in each row. Some losses need it too: a user's own may count tokens labelled -100, and an
@@ -63,7 +63,7 @@ def further_arguments(name: str, captured: CapturedModel, given: Mapping[str, An
 
 
 def _refused(name: str, captured: CapturedModel, key: str) -> UnsupportedError:
-    return UnsupportedError(f"{name}: argument {key} cannot be honoured yet by a streamed model: leave it out (it takes "
+    return UnsupportedError(f"{name}: argument {key} is not supported yet by a streamed model: leave it out (it takes "
                             f"{', '.join(captured.batch_inputs)})")
 
 
@@ -100,7 +100,7 @@ def _check_bounds(name: str, captured: CapturedModel, rest: dict[str, Any], posi
     if positions is None or not captured.fused_attention:
         why = ("without position_ids that start again with each sequence" if positions is None else
                "by a model whose layers are not all attention")
-        raise UnsupportedError(f"{name}: {names} cannot be honoured {why}: leave {names} out")
+        raise UnsupportedError(f"{name}: {names} cannot be used {why}: leave {names} out")
     begins = torch.ones_like(positions, dtype=torch.bool)
     begins[:, 1:] = positions[:, 1:] != positions[:, :-1] + 1
     starts = begins.flatten().nonzero().squeeze(1)

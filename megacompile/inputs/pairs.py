@@ -1,4 +1,4 @@
-"""Reads masks of pairs of tokens from a batch: bool or floats, [B, T, T] or [B, n, T, T]. They are honoured or refused.
+"""Reads masks of pairs of tokens from a batch: bool or floats, [B, T, T] or [B, n, T, T]. They are honored or refused.
 
 Models from transformers pass a four-dimensional `attention_mask` to every layer unchanged, with or without a sliding window.
 Float masks are added to attention scores, which forces the model's own attention code. A float mask that only hides tokens is

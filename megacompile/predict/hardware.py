@@ -147,7 +147,7 @@ class Hardware:
         if len(meant) > 1:
             raise ArgumentError(f"{shortened(str(name))!r} may be {' or '.join(meant)}: give one of them")
         if not meant or not any(map(str.isdigit, short)):
-            raise ArgumentError(f"there is no hardware {shortened(str(name))!r}: give one of {', '.join(known)}, or a file "
+            raise ArgumentError(f"unknown hardware {shortened(str(name))!r}: give one of {', '.join(known)}, or a file "
                                 "that megacompile calibrate --output has written")
         found = cls.load(known[meant[0]])
         if size is not None and abs(size - found.device_memory / 2**30) > 0.1 * size:

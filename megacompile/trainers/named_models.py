@@ -30,11 +30,11 @@ def load_named(name: str, args: Any, options: Mapping[str, Any], adapter: Any = 
     float32, and with bf16=True it computes in bfloat16; this corresponds to a model streamed in bfloat16, which has FP32
     masters. `adapter`: a `peft.LoraConfig`, or None.
 
-    Raises `UnsupportedError` for options that cannot be honoured, and what `from_pretrained` raises."""
+    Raises `UnsupportedError` for options that are not supported, and what `from_pretrained` raises."""
     given = dict(options)
     for key, (allowed, reason) in _REFUSED.items():
         if key in given and given.pop(key) not in allowed:
-            raise UnsupportedError(f"{key}={options[key]!r} cannot be honoured: {reason}")
+            raise UnsupportedError(f"{key}={options[key]!r} is not supported: {reason}")
     dtypes = [given.pop(key) for key in ("dtype", "torch_dtype") if key in given]
     dtype = torch.bfloat16 if args.bf16 else _dtype(dtypes[0] if dtypes else "float32")
     streaming = {key: given.pop(key) for key in list(given) if key in _STREAMING}

@@ -1,4 +1,4 @@
-"""Refuses trainer arguments that a streamed model cannot honour, before the first step, with the reason and the remedy."""
+"""Refuses trainer arguments that a streamed model does not support, before the first step, with the reason and the remedy."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -31,7 +31,7 @@ _REFUSED: tuple[tuple[Callable[[Any, Streamed], bool], str], ...] = (
     (_asks("fsdp"), "fsdp places weights by itself, as streaming does: leave one of them out"),
     (_elsewhere, "the model is streamed on another device than the one in TrainingArguments: pass use_cpu=True for a model "
                  "streamed with device='cpu', or call stream(model) without device= for CUDA"),
-    (_asks("fp16"), "fp16 cannot be honoured: call stream(model, dtype=torch.bfloat16) and pass bf16=True"),
+    (_asks("fp16"), "fp16 is not supported: call stream(model, dtype=torch.bfloat16) and pass bf16=True"),
     (_stays_fp32, "bf16=True requests bf16, but the model is streamed in fp32: call stream(model, dtype=torch.bfloat16), which "
                   "keeps FP32 masters, or pass bf16=False"),
     (_asks("fp16_full_eval"), "fp16_full_eval would cast the weights: leave it out"),
@@ -47,7 +47,7 @@ _REFUSED: tuple[tuple[Callable[[Any, Streamed], bool], str], ...] = (
 
 
 def check_arguments(args: Any, streamed: Streamed) -> None:
-    """Raises `UnsupportedError` if TrainingArguments request something that a streamed model cannot honour."""
+    """Raises `UnsupportedError` if TrainingArguments request something that a streamed model does not support."""
     for asked, reason in _REFUSED:
         if asked(args, streamed):
             raise UnsupportedError(reason)

@@ -6,9 +6,9 @@
     w2 = prefetch("layers.2", into="W0")
 
 A value lives from its node to its last use. The slot that has been free for longest is used first: two consecutive values are
-then in different slots, so that a copy can run beside a kernel. Boundary tiles (the largest) have their own slots, so that a
-layer's slot is no larger than a layer. Each rank of a layer's tiles has its own slots too (`Wb0` for the second largest), so
-that no slot is larger than the tiles that take turns there.
+then in different slots, so that a copy can run beside a kernel. Boundary tiles are the largest and have their own slots.
+Otherwise every slot of a layer would need the size of a boundary tile. For the same reason, each rank of a layer's tiles has
+its own slots (`Wb0` for the second largest).
 """
 from __future__ import annotations
 

@@ -381,8 +381,8 @@ def test_the_command_measures_a_table_and_prints_it(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.parametrize(("arguments", "message", "code"), [
-    (["nothing"], "there is no table 'nothing': choose one of gates", 2),
-    (["gates", "--shape", "huge"], "there is no shape 'huge'", 2)])
+    (["nothing"], "unknown table 'nothing': choose one of gates", 2),
+    (["gates", "--shape", "huge"], "unknown shape 'huge'", 2)])
 def test_what_there_is_not_is_refused_with_what_there_is(arguments: list[str], message: str, code: int) -> None:
     result = CliRunner().invoke(cli.app, ["bench", *arguments])
     assert result.exit_code == code and message in result.output

@@ -154,7 +154,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a folder as manifest": (lambda f: a_folder(f / manifest.NAME), "manifest.json cannot be read .it is a folder"),
     "a flipped bit of the manifest": (lambda f: rewrite_raw(f, '"step": 2', '"step": 3'), "is damaged: its check"),
     "half a manifest": (lambda f: os.truncate(f / manifest.NAME, 500), "manifest.json is damaged: it is not JSON"),
-    "no manifest": (lambda f: (f / manifest.NAME).unlink(), "there is no complete checkpoint"),
+    "no manifest": (lambda f: (f / manifest.NAME).unlink(), "has no complete checkpoint"),
     "deep values": (lambda f: rewrite_raw(f, '"extra": null', f'"extra": {"[" * 400}{"]" * 400}', crc32=True),
                     "manifest.json (contains an invalid value|is not a valid manifest|is damaged)"),
     "nesting": (lambda f: (f / manifest.NAME).write_text("[" * 100000), "manifest.json is damaged: it is not JSON"),

@@ -278,14 +278,14 @@ def test_inspect_writes_a_trace_and_draws_a_picture(config: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize(("more", "message"), [
-    (("--stage", "absent"), "there is no stage 'absent': choose one of model, micro_batch, "),
-    (("--section", "absent"), "there is no section 'absent': choose one of forward, "),
-    (("--template", "absent"), "there is no template 'absent': choose one of prologue, "),
-    (("--template", "decoder", "--stage", "absent"), "there is no stage of template decoder 'absent': choose one of captured"),
+    (("--stage", "absent"), "unknown stage 'absent': choose one of model, micro_batch, "),
+    (("--section", "absent"), "unknown section 'absent': choose one of forward, "),
+    (("--template", "absent"), "unknown template 'absent': choose one of prologue, "),
+    (("--template", "decoder", "--stage", "absent"), "unknown stage of template decoder 'absent': choose one of captured"),
     (("--template", "decoder", "--stage", "joint", "--format", "json"), "a template's stages exist only as Python: leave out"),
     (("--layers", "2:9"), "'2:9' is not a range of layers: write first:end, from 0 to 3, such as 0:3"),
     (("--diff", "prefetch"), "'prefetch' does not name two stages: write two of model, "),
-    (("--hardware", "absent"), "there is no hardware 'absent': give one of a100, "),
+    (("--hardware", "absent"), "unknown hardware 'absent': give one of a100, "),
     (("--diff", "prefetch..place", "--format", "json"), "--diff and --format cannot be combined: leave one of them out"),
     (("--log", "--stage", "place"), "--log and --stage cannot be combined"),
     (("--template", "decoder", "--layers", "0:1"), "--template and --layers cannot be combined"),
@@ -478,6 +478,6 @@ def test_verify_says_where_a_text_is_malformed_and_what_was_expected(tmp_path: P
     assert re.match(r"megacompile: line \d+, column 12: unknown lane gpu; expected one of compute, h2d", result.stderr)
     for absent in (tmp_path / "nowhere.txt", tmp_path):
         result = megacompile_command("verify", absent)
-        assert result.exit_code == 2 and f"there is no file {absent}: give a file with a program's text, or -" in result.stderr
+        assert result.exit_code == 2 and f"file {absent} does not exist: give a file with a program's text" in result.stderr
     broken.write_bytes(b"\xff\xfe\x00")
     assert "the program cannot be read" in megacompile_command("verify", broken).stderr

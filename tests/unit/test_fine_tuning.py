@@ -253,7 +253,7 @@ def test_runs_killed_at_random_moments_end_like_an_undisturbed_run(
 def test_ctrl_c_saves_a_checkpoint_and_says_how_to_go_on(model: Path, data: Path, tmp_path: Path) -> None:
     result = command("train", model, "--data", data, *FLAGS, "--output", tmp_path, "--resume", "latest")
     assert result.exit_code == cli.EXIT_INTERRUPTED, result.output
-    assert "there is no checkpoint" in result.output
+    assert "has no checkpoint yet" in result.output
     assert "stopped by Ctrl-C after 2 of 5 steps; continue with --resume latest" in result.output
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["000001-step-2"]
 
@@ -315,7 +315,7 @@ def test_the_settings_that_are_written_ask_for_the_same_again(asked: list[Any], 
     ("{a: " * 100_000, "is nested too deeply"), ("steps: 1\nlr: 1\nsteps: 2", "has the key steps twice: remove one"),
     ("save-interval: 1\nsave_interval: 2", "has the key save_interval twice"),
     ("steps: 1.5", "Invalid value for '--steps'"), ("lr: -1", "Invalid value for '--lr'"), ("overlap: 3", "'--overlap'")])
-def test_a_file_that_cannot_be_honoured_is_refused(asked: list[Any], tmp_path: Path, text: str, reason: str) -> None:
+def test_a_file_that_is_not_supported_is_refused(asked: list[Any], tmp_path: Path, text: str, reason: str) -> None:
     (tmp_path / "a.yaml").write_text(text)
     result = command("train", "m", "--data", "d", "--config", tmp_path / "a.yaml")
     assert result.exit_code == 2 and reason in result.stderr and not asked, result.output

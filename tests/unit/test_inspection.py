@@ -120,7 +120,7 @@ def test_a_stage_does_not_differ_from_itself(compiled: Compiled) -> None:
 
 @pytest.mark.parametrize(("written", "message"), [
     ("prefetch", "does not name two stages: write two of model, "),
-    ("prefetch..absent", "there is no stage 'absent': choose one of model, ")])
+    ("prefetch..absent", "unknown stage 'absent': choose one of model, ")])
 def test_stages_that_there_are_not_are_refused(written: str, message: str, compiled: Compiled) -> None:
     with pytest.raises(ArgumentError, match=re.escape(message)):
         stage_range(written, compiled.stages)

@@ -13,9 +13,9 @@ from megacompile.trainers.named_models import load_named
 @pytest.mark.parametrize(("options", "reason"), [
     ({"dtype": "float16"}, "dtype='float16' cannot be trained: pass float32 or bfloat16"),
     ({"torch_dtype": "int8"}, "dtype='int8' cannot be trained: pass float32 or bfloat16"),
-    ({"quantization_config": object()}, "cannot be honoured: quantized weights cannot be trained"),
-    ({"device_map": "balanced"}, "cannot be honoured: streaming decides where weights are"),
-    ({"trust_remote_code": True}, "cannot be honoured: code that comes with a model is not run")])
+    ({"quantization_config": object()}, "is not supported: quantized weights cannot be trained"),
+    ({"device_map": "balanced"}, "is not supported: streaming decides where weights are"),
+    ({"trust_remote_code": True}, "is not supported: code that comes with a model is not run")])
 def test_what_a_model_by_name_cannot_have_is_refused(options: dict[str, Any], reason: str) -> None:
     with pytest.raises(UnsupportedError, match=reason):
         load_named("no/model", SimpleNamespace(bf16=False, device="cpu"), options)

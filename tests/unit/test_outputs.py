@@ -295,7 +295,7 @@ def test_memory_of_outputs_is_counted(model: Any) -> None:
     (log_probabilities, {"targets": torch.zeros(3, 8, dtype=torch.int64)}, r"must be a tensor \[3, 9\]"),
     (lambda logits, weights: logits[:, 0] * weights, {"weights": torch.ones(3, 9, requires_grad=True)}, "weights.detach"),
 ])
-def test_what_cannot_be_honoured_is_refused(function: Any, tensors: dict[str, Tensor], message: str, model: Any) -> None:
+def test_what_is_not_supported_is_refused(function: Any, tensors: dict[str, Tensor], message: str, model: Any) -> None:
     with pytest.raises(UnsupportedError, match=message):
         model.megacompile.per_token(function, {"input_ids": ids()}, **tensors)
     with pytest.raises(UnsupportedError, match="leave labels out of the batch"):

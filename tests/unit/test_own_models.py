@@ -181,7 +181,7 @@ class Valued(nn.Module):
      r"Model reads a weight and its \.T within one layer at .*: write weight\.t\(\) in the place of"),
     (with_layers(checkpointed), r"blocks are called through torch\.utils\.checkpoint: call them as they are, since"),
 ], ids=["hidden states", "views", "counter", "T", "checkpoint"])
-def test_a_forward_that_cannot_be_honoured_is_refused_with_the_remedy(model: type[nn.Module], message: str) -> None:
+def test_a_forward_that_is_not_supported_is_refused_with_the_remedy(model: type[nn.Module], message: str) -> None:
     with pytest.raises(CaptureError, match=message):
         capture(model())
 

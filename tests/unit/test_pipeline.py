@@ -46,7 +46,7 @@ def test_a_pipeline_is_changed_by_making_another() -> None:
 
 @pytest.mark.parametrize("change", [insert_after, insert_before, replace_pass])
 def test_a_pass_that_is_not_there_is_named_beside_those_that_are(change: Callable[..., Any]) -> None:
-    with pytest.raises(MegacompileError, match="no pass 'prefetsch' in this pipeline: it has micro_batch, partition"):
+    with pytest.raises(MegacompileError, match="the pipeline has no pass 'prefetsch': choose one of micro_batch, partition"):
         change(PIPELINE, "prefetsch", schedule_pass())
 
 

@@ -226,7 +226,7 @@ USES: dict[str, tuple[Callable[[Any], Any], str]] = {
 
 @pytest.mark.filterwarnings("ignore:Using backward")  # torch's own advice against create_graph
 @pytest.mark.parametrize("what", USES)
-def test_a_use_that_cannot_be_honoured_is_refused(model: Any, what: str) -> None:
+def test_a_use_that_is_not_supported_is_refused(model: Any, what: str) -> None:
     use, message = USES[what]
     with pytest.raises(MegacompileError, match=message):
         use(model)

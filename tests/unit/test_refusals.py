@@ -254,17 +254,17 @@ def mask(*rows: list[int]) -> torch.Tensor:
 IDS = torch.arange(8).view(2, 4)
 PADDED = torch.where(mask([1, 1, 1, 1], [1, 1, 0, 0]) == 1, IDS, -100)
 CALL_REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
-    "position_ids of floats": ({"position_ids": IDS.float()}, "position_ids cannot be honoured yet .*leave it out"),
-    "positions of three kinds": ({"position_ids": IDS.expand(3, 2, 4)}, "position_ids cannot be honoured yet"),
+    "position_ids of floats": ({"position_ids": IDS.float()}, "position_ids is not supported yet .*leave it out"),
+    "positions of three kinds": ({"position_ids": IDS.expand(3, 2, 4)}, "position_ids is not supported yet"),
     "bounds without positions": ({"cu_seq_lens_q": torch.tensor([0, 2, 8])}, "without position_ids that start again"),
-    "inputs_embeds": ({"inputs_embeds": torch.zeros(2, 4, 16)}, "inputs_embeds cannot be honoured yet"),
+    "inputs_embeds": ({"inputs_embeds": torch.zeros(2, 4, 16)}, "inputs_embeds is not supported yet"),
     "a cache": ({"use_cache": True}, "keeps no cache: leave it out and pass all tokens, or call generate"),
-    "past_key_values": ({"past_key_values": object()}, "past_key_values cannot be honoured yet"),
+    "past_key_values": ({"past_key_values": object()}, "past_key_values is not supported yet"),
     "hidden states": ({"output_hidden_states": True}, "leave labels out and call under"),
-    "attentions": ({"output_attentions": True}, "output_attentions cannot be honoured yet"),
-    "a tuple": ({"return_dict": False}, "return_dict cannot be honoured yet"),
+    "attentions": ({"output_attentions": True}, "output_attentions is not supported yet"),
+    "a tuple": ({"return_dict": False}, "return_dict is not supported yet"),
     "some logits": ({"logits_to_keep": 2}, "logits_to_keep must be a non-negative integer, and 0 for a batch with labels"),
-    "an unknown argument": ({"tokens": IDS}, "tokens cannot be honoured yet"),
+    "an unknown argument": ({"tokens": IDS}, "tokens is not supported yet"),
     "pairs as 0 and 1": ({"attention_mask": torch.ones(2, 1, 4, 4).tril()}, "holds 0 and 1 as floats, .*: pass floats, 0"),
     "pairs as bool": ({"attention_mask": torch.ones(2, 1, 4, 4).bool()}, "is bool, and eager attention adds .*: pass floats"),
     "pairs as integers": ({"attention_mask": IDS[:, None, :, None].expand(2, 1, 4, 4)},
@@ -272,8 +272,8 @@ CALL_REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     "pairs of another length": ({"attention_mask": torch.zeros(2, 1, 4, 5)}, r"not torch\.float32 of shape \[2, 1, 4, 5\]"),
     "pairs with a gradient": ({"attention_mask": torch.zeros(2, 1, 4, 4, requires_grad=True)},
                               r"attention_mask requires a gradient, which .*: pass attention_mask\.detach\(\)"),
-    "a mask of another batch": ({"attention_mask": torch.ones(1, 4)}, r"shape \[1, 4\] cannot be honoured"),
-    "masks by kind": ({"attention_mask": {"full_attention": None}}, "that is a dict cannot be honoured"),
+    "a mask of another batch": ({"attention_mask": torch.ones(1, 4)}, r"shape \[1, 4\] is not supported"),
+    "masks by kind": ({"attention_mask": {"full_attention": None}}, "that is a dict is not supported"),
     "no input": ({"input_ids": None}, "input_ids must be given"),
     "floats": ({"input_ids": torch.zeros(2, 4)}, "input_ids must be an integer tensor"),
     "one sequence without batch": ({"input_ids": IDS[0], "labels": IDS[0]}, r"integer tensor \[batch, length\], not"),
@@ -286,7 +286,7 @@ CALL_REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("what", CALL_REFUSALS)
-def test_an_argument_that_cannot_be_honoured_is_refused(untouched: Any, what: str) -> None:
+def test_an_argument_that_is_not_supported_is_refused(untouched: Any, what: str) -> None:
     changes, message = CALL_REFUSALS[what]
     for training in (True, False):
         with torch.set_grad_enabled(training), pytest.raises(UnsupportedError, match=message):
@@ -335,7 +335,7 @@ def test_batches_that_the_captured_graph_does_not_hold_for_are_refused() -> None
         model(tokens, tokens)
     with pytest.raises(UnsupportedError, match="cannot be split into micro-batches: give micro_batch_size=6 or smaller"):
         model(torch.zeros(6, 8, dtype=torch.long), torch.zeros(6, 8, dtype=torch.long))
-    with pytest.raises(UnsupportedError, match=r"num_items_in_batch cannot be honoured.*leave it out"):
+    with pytest.raises(UnsupportedError, match=r"num_items_in_batch is not supported.*leave it out"):
         model(tokens[:, :8], tokens[:, :8], num_items_in_batch=7)
     model(tokens[:, :32], tokens[:, :32]).backward()
     model.megacompile.close()
@@ -393,7 +393,7 @@ BACKWARD_REFUSALS: dict[str, tuple[Callable[[Any, torch.Tensor], Any], type[Mega
 
 @pytest.mark.filterwarnings("ignore:Using backward")  # torch's own advice against create_graph
 @pytest.mark.parametrize("what", BACKWARD_REFUSALS)
-def test_a_backward_that_cannot_be_honoured_is_refused(model: Any, native: Any, what: str) -> None:
+def test_a_backward_that_is_not_supported_is_refused(model: Any, native: Any, what: str) -> None:
     act, kind, message = BACKWARD_REFUSALS[what]
     loss = model(**batch(1)).loss
     with pytest.raises(kind, match=message):
@@ -482,7 +482,7 @@ def test_an_argument_that_is_not_a_batch_is_refused(model: Any, given: Any) -> N
 
 
 def test_a_stage_that_is_not_there_is_refused(model: Any) -> None:
-    with pytest.raises(MegacompileError, match="there is no stage 'final': there are model, micro_batch"):
+    with pytest.raises(MegacompileError, match="unknown stage 'final': choose one of model, micro_batch"):
         model.megacompile.program(batch(1), stage="final")
 
 

@@ -97,7 +97,7 @@ def test_packed_rows_are_trained_alike(strategy: str, model: Any, native: Any, t
 @pytest.mark.parametrize(("changes", "remedy"), [
     (dict(bf16=True), "bf16=False"),
 ])
-def test_what_cannot_be_honoured_is_refused_at_once(changes: Any, remedy: str, model: Any, tokenizer: Any,
+def test_what_is_not_supported_is_refused_at_once(changes: Any, remedy: str, model: Any, tokenizer: Any,
                                                      tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match=remedy):
         make(SFTTrainer, tmp_path, model, tokenizer, **changes)
@@ -162,7 +162,7 @@ def test_a_model_given_by_name_is_loaded_and_streamed_as_trl_loads_it(tokenizer:
     ({"dtype": "float16"}, "cannot be trained"),
     ({"device_map": "balanced"}, "streaming decides where weights are"), ({"trust_remote_code": True}, "is not run"),
     ({"absent_option": 1}, "absent_option, which is an option of neither the config")])
-def test_model_init_kwargs_that_cannot_be_honoured_are_refused(
+def test_model_init_kwargs_that_are_not_supported_are_refused(
         options: dict[str, Any], reason: str, tokenizer: Any, tmp_path: Path) -> None:
     tiny_models.build(num_hidden_layers=1).config.save_pretrained(tmp_path)
     with pytest.raises(UnsupportedError, match=reason):

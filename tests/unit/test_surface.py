@@ -414,7 +414,7 @@ def test_frozen_parameters_stay_as_they_are_and_cost_no_gradients() -> None:
     model.megacompile.close()
 
 
-def test_the_number_of_items_in_the_batch_is_honoured(model: Any, native: Any) -> None:
+def test_the_number_of_items_in_the_batch_divides_the_loss(model: Any, native: Any) -> None:
     items = torch.tensor(100)
     losses = []
     for each in (model, native):

@@ -201,7 +201,7 @@ def test_an_optimizer_of_torch_is_refused(model: Any, tmp_path: Path) -> None:
     (dict(torch_compile=True), "leave it out"),
     (dict(optim="adafactor"), "optim must be adamw_torch"),
 ])
-def test_arguments_that_cannot_be_honoured_are_refused_at_once(changes: Any, remedy: str, model: Any, tmp_path: Path) -> None:
+def test_arguments_that_are_not_supported_are_refused_at_once(changes: Any, remedy: str, model: Any, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match=remedy):
         Trainer(model=model, args=trained.arguments(tmp_path, **changes))
 
