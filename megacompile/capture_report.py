@@ -13,7 +13,7 @@ from megacompile.api import analyse, check_module
 from megacompile.errors import MegacompileError
 from megacompile.frontend.capture import CapturedModel
 from megacompile.frontend.ops.attention_kernels import fused_kernel
-from megacompile.frontend.pipeline import Step
+from megacompile.frontend.pipeline import Step, Watch
 from megacompile.frontend.templates.template import Call, Template
 from megacompile.frontend.tracing.adapters import forward_signature
 from megacompile.frontend.tracing.layers import Layers, stack_candidates
@@ -25,7 +25,7 @@ from megacompile.sizes import format_bytes
 from megacompile.streaming.streamed_module import StreamedModule
 from megacompile.weights.tiling import Tiling
 
-#: Of what a step changes, so many lines are shown, each cut at so many characters.
+#: The most lines of a step's changes that are shown, and the characters that are shown of each.
 STEP_LINES, STEP_WIDTH = 24, 160
 
 
@@ -46,14 +46,14 @@ def explain_capture(model: nn.Module, *, layers: Layers | None = None, example: 
         streamed = model.megacompile.streamed
         return report(model, streamed.captured, streamed.tiling)
 
-    def show(step: Step, before: str, after: str) -> None:
-        if show_steps is not None:
-            show_steps(step_text(step, before, after))
-
     config = StreamConfig.of(**options)
     device = compute_device(config.device)
     return report(model, *analyse(model, config, device.type, layers, example, fused_kernel(device),
-                                  device_budget(config, free_device_bytes(device)), watch=show_steps and show))
+                                  device_budget(config, free_device_bytes(device)), watch=show_steps and _shown_by(show_steps)))
+
+
+def _shown_by(show: Callable[[str], None]) -> Watch:
+    return lambda step, before, after: show(step_text(step, before, after))
 
 
 def step_text(step: Step, before: str, after: str) -> str:

@@ -41,8 +41,8 @@ class PackedPlans:
         if alike not in self._instead:
             choice = self._with_room(planner, alike)
             planner, answers = planner.after(choice), choice.answers
-        for wanted, anew in ((self._instead[alike], False), (enough, False), (enough, True)):  # anew: less may be free now
-            base = None if anew else self._searched.get(wanted)
+        for wanted, again in ((self._instead[alike], False), (enough, False), (enough, True)):  # again: less may be free now
+            base = None if again else self._searched.get(wanted)
             if base is None or base.resident_state != planner.resident_state():
                 choice = _search(planner, wanted)
                 base = self._searched[wanted] = choice.plan

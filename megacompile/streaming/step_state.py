@@ -113,10 +113,10 @@ class StepState:
         self.version += 1
 
     def weights_replaced(self) -> None:
-        """All weights were written anew: what an update left undone is no longer wanted."""
+        """The user has written all weights, so nothing of an unfinished update is missing any more."""
         self.unfinished = None
         self.ended()
 
     def programs_dropped(self) -> None:
-        """Plans are made anew, and no gradients are waiting."""
+        """All programs were discarded while no gradients were waiting."""
         self.trained = None

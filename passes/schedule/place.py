@@ -126,7 +126,7 @@ class _Places:
         return self._take_ranked(node) if kind == "weights" else self._take(SlotName(family, boundary=True), 1)
 
     def _take(self, first: SlotName, count: int) -> SlotName:
-        """Of the slots that take turns with `first`, one that was never used; else the one that has been free for longest."""
+        """A slot from the group of `first`: one that was never used, or else the one that has been free for longest."""
         if self.made[first] < count:
             self.made[first] += 1
             return replace(first, number=self.made[first] - 1)

@@ -51,7 +51,7 @@ def survey(encoder: PatchEncoder, name: str) -> int:
                            f"{encoder.per_feature}: stream it for text alone, without images in the example")
     if forward.random is not None:
         raise UnsupportedError(f"the encoder of {name} draws random numbers ({forward.random}), which its backward would draw "
-                               "anew: set its dropout to 0")
+                               "again: set its dropout to 0")
     encoder.levels = len(levels)
     encoder.held_bytes = -(-forward.most // side**2), -(-backward.most // side**2)
     return levels[0].shape[1]

@@ -52,8 +52,8 @@ def register_layers(model_class: type[nn.Module], layers: Layers) -> None:
     """Declare that instances of `model_class` (and of its subclasses) keep their decoder layers at `layers`.
 
     `layers` is the qualified name of an `nn.ModuleList` or `nn.Sequential`, e.g. "decoder.blocks", or a sequence of several
-    such names. An explicit `layers=` of `capture` or `stream` wins over it. Raises `CaptureError` if `model_class` is no module
-    class.
+    such names. An explicit `layers=` of `capture` or `stream` wins over it. Raises `CaptureError` if `model_class` is not a
+    module class.
     """
     if not (isinstance(model_class, type) and issubclass(model_class, nn.Module)):
         raise CaptureError(f"cannot register layers for {model_class!r}: give a subclass of torch.nn.Module")

@@ -98,7 +98,7 @@ class StateMemory:
             former.memory = None
         self._state, state.memory = weakref.ref(state), self
 
-    def begin_anew(self, state: ParameterState) -> None:
+    def restart(self, state: ParameterState) -> None:
         """Starts as an optimizer's first step does: zero moments, step 0."""
         self._rest()
         tile = self._tile
@@ -117,7 +117,7 @@ class StateMemory:
             step_count(value, self.name)
         elif key in MOMENTS and (not isinstance(value, Tensor) or value.shape != self._part.shape):
             raise MegacompileError(f"the {key} of {self.name} must be a tensor of shape {list(self._part.shape)}: assign one, "
-                                   "or remove the state (optimizer.state.pop(parameter)) to start it anew")
+                                   "or remove the state (optimizer.state.pop(parameter)) to restart it")
 
     def check_saved(self, saved: Mapping[str, Any]) -> None:
         """Raises `MegacompileError` for a saved state that does not fit. It may be empty, or have only a remainder."""
@@ -223,8 +223,8 @@ class OptimizerState(_Assigned, defaultdict[Tensor, ParameterState]):
             self[parameter] = state
             state = self[parameter]
         if not state.keys() & set(KEYS):
-            memory.begin_anew(state)
+            memory.restart(state)
         elif missing := [key for key in KEYS if key not in state]:
             raise MegacompileError(f"the optimizer's state of {memory.name} has no {missing[0]}: remove all of it "
-                                   "(optimizer.state.pop(parameter)), and the parameter starts anew")
+                                   "(optimizer.state.pop(parameter)), and the moments restart")
         return state

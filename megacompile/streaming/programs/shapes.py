@@ -111,7 +111,7 @@ class Shapes:
         return sum(s.planned - self._not_free.get(s, 0) for s in self._others())
 
     def clear(self) -> None:
-        """Forgets every program and plan, those edited by hand too."""
+        """Discards every program and plan, including programs edited by hand."""
         self.table.clear()
         self.packed.clear()
         self.planned = self.slot_bytes = 0
@@ -134,7 +134,7 @@ class Shapes:
         Raises `InsufficientMemoryError`, `UnsupportedError`, `ProgramError`; then nothing has changed."""
         found = self.table.get(shape)
         if found is None or not (found in keep or found.loaded or found.plan.resident_state == self.planner.resident_state()):
-            found = self._compile(shape)  # anew, where less is updated on the device than was planned first
+            found = self._compile(shape)  # again, if plans since then update fewer tiles on the device
         self.table.pop(shape, None)
         self.table[shape] = found
         self._forget(keep)

@@ -63,10 +63,10 @@ class Gradients(Mapping[str, Tensor]):
         """Before a backward. Returns whether it adds to gradients. In that case tiles hold them, or zeros where `.grad` is None
         or a tensor of the user's. No update may be reading gradients. Raises `UnsupportedError` for a sparse gradient."""
         replaced, added = self._replaced(), self.waiting
-        anew = [name for name in self._stored if self.parameters[name].grad is None or name in replaced]
-        self._write_anew(anew, replaced)
+        overwritten = [name for name in self._stored if self.parameters[name].grad is None or name in replaced]
+        self._before_overwrite(overwritten, replaced)
         self._noted, self._sampled = {}, {}
-        for name in anew if added else ():
+        for name in overwritten if added else ():
             self._stored[name].zero_()
         return added
 
@@ -106,7 +106,7 @@ class Gradients(Mapping[str, Tensor]):
                 found[name] = given
         return found
 
-    def _write_anew(self, names: Collection[str], replaced: Mapping[str, Tensor]) -> None:
+    def _before_overwrite(self, names: Collection[str], replaced: Mapping[str, Tensor]) -> None:
         """Before the memory of these gradients is overwritten: tensors that users keep move to memory of their own."""
         held: dict[int, list[Tensor]] = {}  # by address: two parameters' gradients may have been exchanged
         for given in replaced.values():
@@ -163,7 +163,7 @@ class Gradients(Mapping[str, Tensor]):
         # Code that changes one gradient untracked, such as a scaler, changes others too, maybe outside the samples.
         untold = any(name not in replaced and (given := self.parameters[name].grad) is not None and self._is_noted(name, given)
                      for name in self._changed())
-        self._write_anew(replaced, replaced)
+        self._before_overwrite(replaced, replaced)
         changed = False
         for name, stored in self._stored.items():
             given = self.parameters[name].grad
