@@ -30,7 +30,7 @@ SHOWN = {
     "micro_batch": ("forward", "forward", ""), "partition": ("forward", "forward", ""),
     "differentiate": ("forward", "backward", ""), "prefetch": ("forward", "forward", ""),
     "offload": ("backward", "backward", "p.scale(a3)"), "optimizer": ("update", "update", "c = "),
-    "place": ("forward", "forward", "w1 = "),
+    "shard": ("backward", "backward", "d2 = "), "place": ("forward", "forward", "w1 = "),
     "synchronize": ("forward", "forward", "w1 = "), "chunk_tokens": ("", "", "tokens_0")}
 
 HEAD = """# Passes
@@ -111,7 +111,7 @@ def _schedule_passes() -> list[str]:
     parts = []
     for number, (each, program) in enumerate(zip(PIPELINE, stages.values(), strict=False), 1):
         old, new, begin = SHOWN[each.name]
-        made = stages[each.name]
+        made = stages[each.name] if each.name != "shard" else each.run(program, Plan(2, 8, (1, 1), ranks=2))
         before, after = _around(_lines(program, old), _lines(made, new), begin, same=old == new)
         parts.append(_section(number, each, f"Requires `{each.requires}`, provides `{each.provides}`.",
                               (f"Before, in `{old}`", before), (f"After, in `{new}`", after)))

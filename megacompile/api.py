@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -19,10 +20,13 @@ from megacompile.planning.device import compute_device, device_budget
 from megacompile.planning.expert_split import expert_pieces
 from megacompile.planning.host_needs import check_host_first
 from megacompile.planning.pinned_memory import spend_pinned_memory
+from megacompile.planning.process_group import connected_ranks, device_of_rank
 from megacompile.runtime.backends.cuda import CudaBackend
 from megacompile.runtime.backends.lanes import Backend
 from megacompile.runtime.backends.threads import ThreadBackend
 from megacompile.runtime.memory.store import Store
+from megacompile.runtime.memory.tile_memory import SharedTileMemory
+from megacompile.runtime.ranks import Ranks
 from megacompile.sizes import parse_bytes
 from megacompile.streaming.differentiable_results import refuse_hooks
 from megacompile.streaming.handle import Handle
@@ -61,21 +65,39 @@ def stream(model: M, *, layers: Layers | None = None, example: Mapping[str, Tens
     return attach(model, build_store, StreamConfig.of(**options), layers, example)
 
 
-def attach(model: M, fill: Callable[[nn.Module, Tiling], Store], config: StreamConfig, layers: Layers | None,
+def attach(model: M, fill: Callable[..., Store], config: StreamConfig, layers: Layers | None,
            example: Mapping[str, Tensor] | None) -> M:
-    """Like `stream`, for a model whose weights may not be loaded yet. `fill` creates the tiles and makes the model's parameters
-    views of them."""
-    backend = make_backend(config.device)
+    """Like `stream`, for a model whose weights may not be loaded yet. `fill(model, tiling, memory=...)` creates
+    the tiles in that `TileMemory` (None: of this process) and makes the model's parameters views of them."""
+    device = device_of_rank(config)
+    ranks = connected_ranks(config, device)
+    try:
+        return _attach(model, fill, config, layers, example, make_backend(device), ranks)
+    except BaseException as error:
+        if ranks is not None:
+            ranks.failed(error)
+        raise
+
+
+def _attach(model: M, fill: Callable[..., Store], config: StreamConfig, layers: Layers | None,
+            example: Mapping[str, Tensor] | None, backend: Backend, ranks: Ranks | None) -> M:
     there = available_host_bytes()
     check_host_first(model, layers, config, min(there, parse_bytes(config.host_memory) or there))
     device_bytes = device_budget(config, backend.free_bytes())
-    captured, tiling = analyse(model, config, backend.device.type, layers, example, fused_kernel(backend.device), device_bytes)
+    if ranks is not None:  # all ranks must make the same plans
+        there, device_bytes = map(min, zip(*ranks.agree("stream", (there, device_bytes)), strict=True))
+        config = replace(config, device_memory=device_bytes, host_memory=min(there, parse_bytes(config.host_memory) or there))
+    captured, tiling = analyse(model, config, backend.device.type, layers, example, fused_kernel(backend.device), device_bytes,
+                               ranks=1 if ranks is None else ranks.size)
     check_host_memory(tiling, parse_bytes(config.host_memory))
     check_device_memory(tiling, device_bytes)
     spend_pinned_memory(captured, tiling, parse_bytes(config.pinned_memory), config.gradient_slabs)
     with under_way(f"moving the weights of {type(model).__name__} into tiles"):
-        store = fill(model, tiling)
-    streamed = Streamed(model, captured, tiling, store, backend, config)
+        store = fill(model, tiling, memory=None if ranks is None else SharedTileMemory(tiling.host.values(), ranks))
+    if ranks is not None:
+        store.divide(tiling.layouts, ranks.rank)
+        ranks.agree("stream")  # every tile is filled
+    streamed = Streamed(model, captured, tiling, store, backend, config, ranks)
     claim(streamed)
     handle = Handle(streamed)
     model.__dict__["megacompile"] = handle
@@ -97,10 +119,10 @@ def make_backend(device: str | torch.device | None) -> Backend:
 
 def analyse(model: nn.Module, config: StreamConfig, device_type: str, layers: Layers | None,
             example: Mapping[str, Tensor] | None, fused_attention: str = "flash",
-            device_bytes: int | None = None, watch: Watch | None = None) -> tuple[CapturedModel, Tiling]:
+            device_bytes: int | None = None, watch: Watch | None = None, ranks: int = 1) -> tuple[CapturedModel, Tiling]:
     """Captures a model for a device and divides its parameters into tiles, without changing it. `fused_attention`: see
     `Target`. `device_bytes`: the device's memory; with None, experts are split only if the user asks for it. `watch`: as in
-    `capture`."""
+    `capture`. `ranks`: the number of processes that share the tiles."""
     refuse_hooks(model)
     check_unclaimed(model)
     if wrong := [key for key, value in (example or {}).items() if not isinstance(value, Tensor)]:
@@ -115,7 +137,7 @@ def analyse(model: nn.Module, config: StreamConfig, device_type: str, layers: La
     captured = capture(subject, layers=layers, example=example, pipeline=config.template_passes,
                        target=Target(device_type, dtype, fused_attention), loss=config.loss,
                        expert_pieces=expert_pieces(model, layers, config, device_bytes), watch=watch)
-    tiling = Tiling.of(model, captured.calls, config.dtype, captured.rows)
+    tiling = Tiling.of(model, captured.calls, config.dtype, captured.rows, ranks)
     config.check_tiles(tiling.layouts, type(model).__name__)
     return captured, tiling
 

@@ -100,6 +100,11 @@ class StallError(LaneError):
     """No lane made progress for too long. The message gives the instruction that each lane is waiting at."""
 
 
+class RankError(StallError):
+    """Another rank of a job with several ranks has ended, has failed, or does something else. The message names the rank and
+    the cause. The job cannot go on: start it again from the last checkpoint."""
+
+
 class DeviceMemoryError(InsufficientMemoryError, LaneError):
     """The device ran out of memory in the middle of a step. The step was abandoned."""
 

@@ -100,9 +100,10 @@ class Schedule:
 
 def schedule(model: nn.Module, *, batch: int, length: int, layers: Layers | None = None,
              example: Mapping[str, Tensor] | None = None, update: str = "step", whole_step: bool = False,
-             hardware: str | Path | Hardware | None = None, **options: Any) -> Schedule:
-    """The schedule of a training step for `batch` sequences of `length` tokens. `model` may be on the meta device; it is not
-    changed. Options as for `stream`; a schedule for device="cuda" does not need CUDA. Raises what `stream` raises.
+             hardware: str | Path | Hardware | None = None, gpus: int = 1, **options: Any) -> Schedule:
+    """The schedule of a training step for `batch` sequences of `length` tokens on each of `gpus` devices of one host. `model`
+    may be on the meta device; it is not changed. Options as for `stream`; a schedule for device="cuda" does not need CUDA.
+    Raises what `stream` raises.
 
     By default the schedule is for a training loop (forward, backward and step); with `whole_step` it is the single program of
     `train_step`. `update` says when tiles are updated: at the end of the step ("step"), or in the backward as gradients arrive
@@ -113,6 +114,7 @@ def schedule(model: nn.Module, *, batch: int, length: int, layers: Layers | None
         raise MegacompileError(f"update must be {' or '.join(map(repr, UPDATES))}, not {update!r}")
     check_whole("batch", batch)
     check_whole("length", length)
+    check_whole("gpus", gpus)
     config = StreamConfig.of(**options)
     if isinstance(hardware, str | Path):
         hardware = Hardware.find(hardware)
@@ -122,7 +124,8 @@ def schedule(model: nn.Module, *, batch: int, length: int, layers: Layers | None
     check_host_first(model, layers, config, there)
     budget = device_budget(config, free_device_bytes(device, hardware))
     captured, tiling = analyse(model, config, device_type, layers, example,
-                               hardware.fused_attention if hardware is not None else fused_kernel(device), budget)
+                               hardware.fused_attention if hardware is not None else fused_kernel(device), budget,
+                               ranks=gpus)
     if not tiling.trains:
         raise UnsupportedError(f"no parameter of {type(model).__name__} is trained, so there is no training step to plan: set "
                                "requires_grad=True for some")

@@ -21,7 +21,7 @@ from megacompile.ir.program import Lane, op_of, place_of
 from megacompile.predict.simulate import Item, Timeline
 
 #: The lanes from top to bottom, in the order in which weights and gradients pass through them.
-LANES = (Lane.PACK, Lane.H2D, Lane.COMPUTE, Lane.D2H, Lane.CPU)
+LANES = (Lane.PACK, Lane.H2D, Lane.COLLECTIVE, Lane.COMPUTE, Lane.D2H, Lane.CPU)
 #: The purpose of an instruction, by op. Ops that are not listed only order or keep values and take no significant time.
 KINDS: dict[str, str] = {
     "pack": "weights to the device", "prefetch": "weights to the device",

@@ -10,6 +10,7 @@ from megacompile.passes.schedule import (
                                          partition,
                                          place,
                                          prefetch,
+                                         shard,
                                          synchronize,
 )
 from megacompile.passes.template import accumulate_in_gemm, attention, chunk_tokens, fuse_loss
@@ -20,4 +21,4 @@ __all__ = ["PIPELINE", "TEMPLATE_PIPELINE", "insert_after", "insert_before", "re
 TEMPLATE_PIPELINE = (attention, fuse_loss, chunk_tokens, accumulate_in_gemm)
 
 #: Over programs. Each is `run(program, plan) -> program`.
-PIPELINE = (micro_batch, partition, differentiate, prefetch, offload, optimizer, place, synchronize)
+PIPELINE = (micro_batch, partition, differentiate, prefetch, offload, optimizer, shard, place, synchronize)

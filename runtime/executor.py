@@ -22,7 +22,8 @@ from megacompile.errors import LaneError, StallError
 from megacompile.ir.listing import excerpt
 from megacompile.ir.program import Access, Lane, argument, lane_of, nodes, op_of, operands
 from megacompile.runtime.backends.lanes import Backend
-from megacompile.runtime.operations import OPERATIONS, Frame
+from megacompile.runtime.frame import Frame
+from megacompile.runtime.operations import OPERATIONS
 from megacompile.runtime.recorder import Recorder
 from megacompile.runtime.run import CarriedEvents, Event, Run
 from megacompile.runtime.watchdog import Watchdog
@@ -49,11 +50,12 @@ class Failure:
 
 
 class Executor:
-    """Runs sections on the lanes of a backend. `delay` is called before every instruction (tests delay lanes with it)."""
+    """Runs sections on the lanes of a backend. `delay` is called before every instruction (tests delay lanes with it).
+    `check_others` is called while a caller waits: it raises `RankError` if lanes wait for a rank that has failed."""
 
     def __init__(self, backend: Backend, delay: Callable[[Lane], None] | None = None,
-                 stall_timeout_s: float | None = None) -> None:
-        self.backend, self.delay = backend, delay
+                 stall_timeout_s: float | None = None, check_others: Callable[[], None] | None = None) -> None:
+        self.backend, self.delay, self.check_others = backend, delay, check_others
         self.watchdog = Watchdog(stall_timeout_s)
         self.carried: CarriedEvents[Event] = CarriedEvents()
         self.failure: Failure | None = None
@@ -145,9 +147,18 @@ class Executor:
         return isinstance(self.lost, StallError)
 
     def _look(self) -> None:
-        """Called by a waiting thread: marks the lanes as hanging if none has moved for too long."""
-        if not self.hangs and self.watchdog.look(_POLL_S):
+        """Called by a waiting thread: marks the lanes as hanging if none has moved for too long, or if they wait for a rank
+        that has failed."""
+        if self.hangs:
+            return
+        if self.watchdog.look(_POLL_S):
             self.lost = self.watchdog.error(self._queues)
+        elif self.check_others is not None:
+            try:
+                self.check_others()
+            except StallError as error:
+                self.lost = error
+        if self.lost is not None:
             self.fail(Failure(0, self.lost, None, None))  # a lane that wakes up later stops there
 
     def check(self) -> None:

@@ -14,7 +14,8 @@ from torch import fx
 from megacompile.errors import LaneError
 from megacompile.ir.program import Lane, argument, lane_of, nodes, op_of, operands
 from megacompile.runtime.backends.lanes import Backend
-from megacompile.runtime.operations import OPERATIONS, Frame
+from megacompile.runtime.frame import Frame
+from megacompile.runtime.operations import OPERATIONS
 
 
 class ReferenceRun:

@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 from torch import fx
 
 from megacompile.ir.program import Access, Lane
-from megacompile.runtime.operations import Frame
+from megacompile.runtime.frame import Frame
 
 
 class Event:

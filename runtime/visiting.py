@@ -13,12 +13,12 @@ from torch import Tensor
 
 from megacompile.ir.program import Lane
 from megacompile.runtime.backends.lanes import Backend
-from megacompile.runtime.memory.tile_part import TilePart
-from megacompile.runtime.memory.tiles import ALIGNMENT, HostTile
+from megacompile.runtime.memory.shards import Share
+from megacompile.runtime.memory.tiles import ALIGNMENT
 from megacompile.runtime.optimizer.adam import AdamSegment
 
 
-def visit(backend: Backend, memory: Tensor, tile: HostTile | TilePart, segments: Sequence[AdamSegment],
+def visit(backend: Backend, memory: Tensor, tile: Share, segments: Sequence[AdamSegment],
           gradient_scale: float) -> None:
     """Updates a tile with the same bits as `adam.adamw`. `memory`: uint8, on the device. `segments`: of the host tile. Returns
     once the last copy is issued to h2d; the host has the tile's new weights and state when that lane has finished the copy."""
@@ -44,7 +44,7 @@ def visit(backend: Backend, memory: Tensor, tile: HostTile | TilePart, segments:
             backend.copy(_bytes(here), _bytes(away), Lane.H2D)
 
 
-def _chunks(tile: HostTile | TilePart, count: int) -> Iterator[tuple[int, int]]:
+def _chunks(tile: Share, count: int) -> Iterator[tuple[int, int]]:
     """[start, stop) of elements of the host tile, at most `count` each. Only this tile's: others may be in an update."""
     for _, run in tile.runs:
         for start in range(run.start, run.stop, count):

@@ -42,7 +42,8 @@ class BatchArguments:
     `logits_to_keep`: the number of last positions to return logits for, 0 for all. `hidden_states`: whether the hidden states
     of all layers were requested. `layout`: where the tokens of the caller's batch are in a packed batch, or None.
     `useful_tokens`: the number of the caller's tokens that are not padding. `not_packed`: the reason why the batch was not
-    packed, or ""."""
+    packed, or "". `counted`: the loss denominator was counted in the batch, and not given by the caller. `own_size`: with
+    several ranks, [rows, length] before padding to the size of the other ranks' batches."""
 
     inputs: Mapping[str, Tensor]
     rows: int
@@ -55,11 +56,15 @@ class BatchArguments:
     layout: Layout | None = None
     useful_tokens: int = 0
     not_packed: str = ""
+    counted: bool = True
+    own_size: tuple[int, int] | None = None
 
     @property
     def caller_size(self) -> tuple[int, int]:
         """[batch, length] of the batch that the caller passed."""
-        return (self.rows, self.length) if self.layout is None else self.layout.size
+        if self.layout is not None:
+            return self.layout.size
+        return self.own_size or (self.rows, self.length)
 
     def packed(self, tensor: Tensor) -> Tensor:
         """A tensor [batch, length, ...] of the caller, rearranged in the same way as `inputs`."""
@@ -67,6 +72,8 @@ class BatchArguments:
 
     def unpacked(self, tensor: Tensor) -> Tensor:
         """Values of the tokens of `inputs`, rearranged as in the caller's batch: [batch, length, ...], zeros for padding."""
+        if self.own_size is not None:
+            tensor = tensor[:self.own_size[0], :self.own_size[1]]
         return tensor if self.layout is None else self.layout.unpack(tensor)
 
 
@@ -225,7 +232,7 @@ def _result(name: str, captured: CapturedModel, types: Mapping[str, TemplateInpu
     size = next(tensor.shape for argument, tensor in inputs.items() if not _is_per_row(types.get(argument)))
     loss_denominator = _loss_denominator(name, captured, inputs, options.loss_denominator) if has_labels else None
     return BatchArguments(inputs, size[0], size[1], key, has_labels, loss_denominator, kept, options.hidden_states, rows.layout,
-                          rows.useful_tokens, rows.not_packed)
+                          rows.useful_tokens, rows.not_packed, options.loss_denominator is None)
 
 
 def _loss_denominator(name: str, captured: CapturedModel, inputs: Mapping[str, Tensor], given: Any) -> Tensor | None:

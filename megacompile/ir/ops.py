@@ -19,6 +19,7 @@ class Lane(enum.StrEnum):
     D2H = "d2h"
     CPU = "cpu"
     PACK = "pack"
+    COLLECTIVE = "collective"
 
 
 class Access(enum.StrEnum):
@@ -54,6 +55,11 @@ class Op:
         """The parameters that every node must have."""
         return tuple(name for name in self.parameters if name not in self.optional)
 
+    @property
+    def collective(self) -> bool:
+        """Whether all ranks must run it together."""
+        return self.lane == Lane.COLLECTIVE or self.name == "share_host_norms"
+
     def __call__(self, **_: Any) -> Any:
         raise AssertionError(f"{self.name} is an op of a schedule, which only an executor can run")
 
@@ -66,6 +72,13 @@ OPS: dict[str, Op] = {op.name: op for op in (
        "copies a tile's weights into a pinned slab"),
     Op("prefetch", Lane.H2D, ("tile", "staging", "into"), ("staging", "into"), ("weights[tile]", "staging"), ("result",),
        "weights", "a tile's weights, host -> a weight slot (from the tile, or from the slab `staging`)"),
+    # With several ranks each rank copies its share of a tile, and the ranks exchange shares.
+    Op("pack_shard", Lane.PACK, ("tile", "into"), ("into",), ("weights[tile]",), ("result",), "packed_shard",
+       "copies this rank's shard of a tile's weights into a pinned slab"),
+    Op("prefetch_shard", Lane.H2D, ("tile", "staging", "into"), ("staging", "into"), ("weights[tile]", "staging"), ("result",),
+       "shard", "this rank's shard of a tile's weights, host -> a slot"),
+    Op("gather", Lane.COLLECTIVE, ("tile", "shard", "into"), ("into",), ("shard",), ("result",), "weights",
+       "a tile's weights, from the shards of all ranks"),
     Op("resident", None, ("tile", "into"), ("into",), (), (), "weights", "the weights of a tile that stays on the device"),
     Op("resident_state", None, ("tile", "into"), ("into",), (), (), "state", "its optimizer state, if that stays there too"),
     Op("resident_gradients", None, ("tile", "into"), ("into",), (), (), "gradients", "its gradients, until the update"),
@@ -90,14 +103,20 @@ OPS: dict[str, Op] = {op.name: op for op in (
     Op("zeros", Lane.COMPUTE, ("tile",), (), (), ("result",), "accumulators", "a tile's FP32 gradient accumulators, zeroed"),
     Op("scale", Lane.COMPUTE, ("value",), (), ("value",), ("value",), None,
        "multiplies by the gradient that the caller's loss sent"),
+    Op("reduce_scatter", Lane.COLLECTIVE, ("tile", "accumulators"), (), ("accumulators",), ("accumulators",), None,
+       "adds up the accumulators of all ranks, in this rank's shard of them"),
     Op("reduce", Lane.COMPUTE, ("tile", "accumulators", "into"), ("into",), ("accumulators",), ("result",), "reduced",
        "FP32 accumulators -> gradients in link precision, and each parameter's norm"),
+    Op("share_norms", Lane.COLLECTIVE, ("tile", "reduced"), (), ("reduced",), ("reduced",), None,
+       "the norms of each parameter's whole gradient, from the norms of all ranks' shards"),
     Op("offload", Lane.D2H, ("tile", "reduced", "into"), ("into",), ("reduced",), ("result",), "slab",
        "gradients, device -> the tile's gradients (or the slab `into`)", "gradients"),
     Op("offload_norms", Lane.D2H, ("tile", "reduced"), (), ("reduced",), ("gradients[tile]",), None,
        "only the norms, for gradients that stay on the device"),
     Op("accumulate", Lane.CPU, ("tile", "slab", "overwrite"), (), ("slab",), ("gradients[tile]",), None,
        "adds a slab to the tile's gradients (or overwrites them)"),
+    Op("share_host_norms", Lane.CPU, ("tile",), (), ("gradients[tile]",), ("gradients[tile]",), None,
+       "the same, of norms in host memory"),
     Op("clip", Lane.CPU, ("tiles",), (), ("gradients[tiles]",), ("result",), "clip",
        "the global norm of all gradients, and the factor that clips them"),
     Op("adam", Lane.CPU, ("tile", "clip"), ("clip",), ("gradients[tile]", "clip"), ("weights[tile]",), None,
@@ -117,6 +136,8 @@ OPS: dict[str, Op] = {op.name: op for op in (
     # Both directions use one lane; otherwise prefetches would wait for one lane more, in every program.
     Op("adam_visiting", Lane.H2D, ("tile", "clip", "into"), ("into",), ("gradients[tile]", "clip"), ("weights[tile]", "result"),
        "visiting", "the same update, on the device: weights, gradients and state are copied there a chunk at a time, and back"),
+    Op("announce", Lane.CPU, ("tiles",), (), ("weights[tiles]",), (), None,
+       "tells the other ranks that this rank's shards of these tiles are updated"),
     # Host state is not a place of its own: every op that touches it also touches the tile's weights, which orders both.
     Op("fetch_state", Lane.CPU, ("tile", "into"), ("into",), ("weights[tile]",), ("result",), "state",
        "a tile's optimizer state, host -> device"),
@@ -130,6 +151,10 @@ OPS: dict[str, Op] = {op.name: op for op in (
     Op("adam_resident", Lane.COMPUTE, ("tile", "resident", "state", "reduced", "clip"), ("clip",),
        ("state", "reduced", "clip"), ("resident", "state"), None,
        "the same update, bit for bit, on the device, of a tile that stays there with its state"),
+    Op("gather_resident", Lane.COLLECTIVE, ("tile", "resident"), (), ("resident",), ("resident",), None,
+       "weights that each rank has updated a shard of, from all ranks"),
+    Op("total_loss", Lane.COMPUTE, ("values",), (), ("values",), ("result",), "activation", "the sum of losses"),
+    Op("share_loss", Lane.COLLECTIVE, ("value",), (), ("value",), ("value",), None, "adds up a loss over all ranks"),
     Op("result", Lane.COMPUTE, ("key", "values"), (), ("values",), (), None, "hands values to the caller"),
     Op("lease", Lane.COMPUTE, ("value",), (), ("value",), (), None, "keeps a value for a later section"),
     Op("leased", Lane.COMPUTE, ("call", "mb", "tile"), ("call", "mb", "tile"), (), (), "activation",

@@ -17,17 +17,20 @@ TILE_PARTS = ("weights", "gradients", "sums")
 #: W: weights; G: reduced gradients; R: weights that stay on the device; RW, RS, RG: weights, optimizer state and gradients of a
 #: tile that is updated there; S, D: pinned host slabs for weights on their way to the device and gradients on their way to the
 #: host; H: pinned host buffers of checkpoints, one set for each open forward; C: device slots for checkpoints fetched back; V:
-#: a chunk of a tile that visits the device for its update.
-SLOT_KINDS = {"W": ("weights",), "G": ("reduced",), "S": ("staging",), "D": ("slab",),
+#: a chunk of a tile that visits the device for its update; P: a rank's shard of a tile's weights.
+SLOT_KINDS = {"W": ("weights",), "G": ("reduced",), "S": ("staging", "packed_shard"), "D": ("slab",), "P": ("shard",),
               "H": ("stashed",), "C": ("checkpoint", "inputs"), "V": ("visiting",),
               "R": ("weights",), "RW": ("weights", "resident"), "RS": ("state",), "RG": ("gradients", "reduced")}
 
 
 @functools.cache
-def lanes_that(access: Access, kind: str) -> frozenset[Lane]:
-    """The lanes that have an op which may access a place of this kind (`place_kind`). Other sections may use any of them."""
+def lanes_that(access: Access, kind: str, several_ranks: bool = False) -> frozenset[Lane]:
+    """The lanes that have an op which may access a place of this kind (`place_kind`). Other sections may use any of them. The
+    lane `collective` counts only where programs have `several_ranks`."""
     found = set()
     for op in OPS.values():
+        if op.lane == Lane.COLLECTIVE and not several_ranks:
+            continue
         rules = op.reads if access == Access.READ else op.writes
         if kind in TILE_PARTS:
             touches = any(r.startswith(f"{kind}[") for r in rules) or ("result" in rules and op.home == kind)
@@ -38,10 +41,11 @@ def lanes_that(access: Access, kind: str) -> frozenset[Lane]:
     return frozenset(found)
 
 
-def lanes_against(access: Access, kind: str) -> frozenset[Lane]:
+def lanes_against(access: Access, kind: str, several_ranks: bool = False) -> frozenset[Lane]:
     """The lanes that have an op which may conflict with an access to a place of this kind. Reads conflict with writes; writes
     conflict with every access."""
-    return lanes_that(Access.WRITE, kind) | (lanes_that(Access.READ, kind) if access == Access.WRITE else frozenset())
+    readers = lanes_that(Access.READ, kind, several_ranks) if access == Access.WRITE else frozenset()
+    return lanes_that(Access.WRITE, kind, several_ranks) | readers
 
 
 def place_kind(place: str) -> str | None:

@@ -103,6 +103,9 @@ class Plan:
     weights of all other tiles and then their moments, beside the next forward and backward. Between waves gradients are added
     up in FP32: on the device, or for `host_sums` tiles in host memory, to which each wave's gradients come in link precision.
 
+    `ranks` processes, each with its own device and batch, run the program together. They share the tiles: each rank copies and
+    updates its shard of every tile, and the ranks exchange shards.
+
     Pinned memory: with `pinned` the tiles themselves are pinned. Otherwise weights pass through `staging_slabs` and gradients
     through `gradient_slabs` pinned slabs (the paper's pinned slab pool)."""
 
@@ -129,11 +132,13 @@ class Plan:
     visiting_state: tuple[str, ...] = ()
     deferred_moments: bool = False
     residuals: str = "all"
+    ranks: int = 1
 
     def __post_init__(self) -> None:
         """Raises `MegacompileError` for choices that exclude each other: a person may have written the plan."""
         least = {"batch": 1, "length": 1, "weight_slots": 1, "gradient_slots": 1, "staging_slabs": 1, "gradient_slabs": 1,
-                 "checkpoint_slots": 1, "checkpoint_interval": 1, "saved_layers": 0, "token_chunk": 0, "host_checkpoints": 0}
+                 "checkpoint_slots": 1, "checkpoint_interval": 1, "saved_layers": 0, "token_chunk": 0, "host_checkpoints": 0,
+                 "ranks": 1}
         for name, value in least.items():
             check_whole(name, getattr(self, name), value)
         check_micro_batches(len(self.micro_batches))

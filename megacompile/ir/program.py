@@ -73,19 +73,25 @@ class Tile:
     trainable: bool
     state_bytes: int = 0
 
-    def bytes_of(self, kind: str) -> int:
-        """Bytes that a value of this kind takes in a slot."""
-        if kind == "state":
-            return self.state_bytes
-        if kind == "visiting":
-            return min(VISITING_BYTES, self.state_bytes + 2 * self.weight_bytes)
-        return self.weight_bytes if kind in ("weights", "staging") else self.gradient_bytes
+    def bytes_of(self, kind: str, ranks: int = 1) -> int:
+        """Bytes that a value of this kind takes in a slot of one of `ranks` ranks."""
+        shard = self.weight_bytes // ranks
+        match kind:
+            case "state":
+                return self.state_bytes // ranks
+            case "visiting":
+                return min(VISITING_BYTES, self.state_bytes // ranks + 2 * shard)
+            case "weights" | "staging":
+                return self.weight_bytes
+            case "shard" | "packed_shard":
+                return shard
+        return shard + self.gradient_bytes - self.weight_bytes  # each rank has all norms
 
-    def moved_bytes(self, op: Op) -> int:
+    def moved_bytes(self, op: Op, ranks: int = 1) -> int:
         """Bytes that a copy moves."""
         if op.name == "offload_norms":
             return 0  # a few
-        return self.weight_bytes if op.name == "offload_weights" else self.bytes_of(op.result or "")
+        return self.weight_bytes // ranks if op.name == "offload_weights" else self.bytes_of(op.result or "", ranks)
 
 
 @dataclass(frozen=True)
@@ -113,7 +119,8 @@ class Slot:
 
 @dataclass(frozen=True)
 class Program:
-    """A schedule at one stage of compilation. A pass never changes a program; it returns another one."""
+    """A schedule at one stage of compilation. A pass never changes a program; it returns another one. `ranks`: the number of
+    processes, each with its device, that run this program together."""
 
     stage: str
     micro_batches: tuple[int, ...]
@@ -121,6 +128,7 @@ class Program:
     calls: tuple[CallSpec, ...]
     slots: Mapping[str, Slot] = field(default_factory=dict)
     sections: Mapping[str, fx.Graph] = field(default_factory=dict)
+    ranks: int = 1
 
     def section(self, name: str) -> fx.Graph:
         return self.sections[name]
@@ -138,7 +146,7 @@ class Program:
     def value_bytes(self, node: fx.Node) -> int:
         """Bytes that a node's value takes in a slot: a tile, or a call's output for one micro-batch."""
         if argument(node, "tile") is not None:
-            return self.tiles[argument(node, "tile")].bytes_of(op_of(node).result or "")
+            return self.tiles[argument(node, "tile")].bytes_of(op_of(node).result or "", self.ranks)
         sequences: int = self.micro_batches[argument(node, "mb")]
         return self.call(argument(node, "call")).output_bytes * sequences
 
@@ -147,13 +155,13 @@ class Program:
         if op_of(node).name in ("stash", "fetch"):
             return self.value_bytes(node)
         tile = argument(node, "tile")
-        return self.tiles[tile].moved_bytes(op_of(node)) if tile is not None else 0
+        return self.tiles[tile].moved_bytes(op_of(node), self.ranks) if tile is not None else 0
 
     def head(self, made_for: tuple[Shape, Plan] | None = None) -> str:
         """The text above the sections: what is declared. `made_for` is declared in it (`text.parse_with_plan`)."""
         declared = [*zip(printing.MADE_FOR, made_for or (), strict=False), *(("tile", tile) for tile in self.tiles.values()),
                     *(("call", call) for call in self.calls), *(("slot", slot) for slot in self.slots.values())]
-        return printing.print_head(self.stage, self.micro_batches, declared)
+        return printing.print_head(self.stage, self.micro_batches, self.ranks, declared)
 
     def text(self, section: str | None = None, *, fold: bool = False, made_for: tuple[Shape, Plan] | None = None) -> str:
         """Python that rebuilds this program (`text.parse`), the same whenever it is printed; with `section` only that section's
@@ -195,8 +203,8 @@ def trainable(program: Program, tiles: Iterable[str]) -> tuple[str, ...]:
 
 
 #: The stages of compilation, in order; a stage is named after the pass that made it.
-STAGES = ("model", "micro_batch", "partition", "differentiate", "prefetch", "offload", "optimizer", "place",
-          "synchronize")
+STAGES = ("model", "micro_batch", "partition", "differentiate", "prefetch", "offload", "optimizer", "shard",
+          "place", "synchronize")
 
 
 def reached(program: Program, stage: str) -> bool:

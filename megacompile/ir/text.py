@@ -31,7 +31,7 @@ from megacompile.errors import MegacompileError, shortened
 from megacompile.ir.nodes import Builder
 from megacompile.ir.ops import OPS, Access, Lane
 from megacompile.ir.plan import UPDATES, Plan, Shape
-from megacompile.ir.printing import DECLARATIONS, MADE_FOR, OPENING, call_form, positional_parameters
+from megacompile.ir.printing import DECLARATIONS, MADE_FOR, OPENING, OPENING_OPTIONAL, call_form, positional_parameters
 from megacompile.ir.printing import form as form
 from megacompile.ir.printing import print_node as print_node
 from megacompile.ir.printing import print_section as print_section
@@ -49,8 +49,8 @@ KINDS = {
     **dict.fromkeys(("tile", "template", "call", "key", "into", "place", "access", "lane"), "text"), "tiles": "texts",
     "mb": "number", "overwrite": "flag", **dict.fromkeys(("weights", "inputs", "values"), "values"),
     "accumulators": "value or values",
-    **dict.fromkeys(("staging", "gradient", "saved", "reduced", "resident", "slab", "state", "clip", "value", "node", "event",
-                     "stashed"), "value")}
+    **dict.fromkeys(("staging", "shard", "gradient", "saved", "reduced", "resident", "slab", "state", "clip", "value", "node",
+                     "event", "stashed"), "value")}
 _CHOICES = {"lane": tuple(map(str, Lane)), "access": tuple(map(str, Access)), "stage": STAGES, "update": UPDATES}
 _MADE = {"tile": Tile, "call": CallSpec, "slot": Slot}
 #: The line above repeated lines in a folded text (`folding.py`), which shows them only once.
@@ -121,7 +121,7 @@ class _Parser:
         match statement:
             case Statement(start=Token(column=1), target=Token(text="program"),
                            call=Call(owner=None, word=Token(text="Program")) as call):
-                head = self.arguments(call, OPENING, (), form)
+                head = self.arguments(call, OPENING, OPENING_OPTIONAL, form)
                 try:
                     check_micro_batches(len(head["micro_batches"]))
                 except MegacompileError as error:
@@ -161,7 +161,8 @@ class _Parser:
         if self.shape is None or self.head is None:
             self.fail(call.word, "a plan without a shape; expected `program.shape(...)` above it")
         try:
-            self.plan = Plan(self.shape.batch, self.shape.length, self.head["micro_batches"], **given)
+            self.plan = Plan(self.shape.batch, self.shape.length, self.head["micro_batches"], ranks=self.head.get("ranks", 1),
+                             **given)
         except MegacompileError as error:
             self.fail(call.word, f"{error}; expected a valid plan")
 

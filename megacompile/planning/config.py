@@ -84,6 +84,8 @@ class StreamConfig:
             which says what each lane is doing; None: no limit. Half an hour is longer than any instruction takes.
         repack: whether the rows of a padded batch are packed into rows of one length, where that changes only the time; a
             number: the minimum length of these rows in tokens (rounded up to a power of two; 2048 by default).
+        distributed: whether this process trains the model together with the other processes of torch.distributed's default
+            group (torchrun), which must be on the same host. None: where there are several processes.
         reference: run the reference interpreter (one thread, program order), for checking.
     """
 
@@ -115,6 +117,7 @@ class StreamConfig:
     loss: Callable[..., Any] | None = None
     stall_timeout: float | None = 1800.0
     repack: bool | int = True
+    distributed: bool | None = None
     reference: bool = False
 
     def __post_init__(self) -> None:
@@ -145,7 +148,7 @@ class StreamConfig:
         parse_bytes(self.device_memory)
         parse_bytes(self.pinned_memory)
         parse_bytes(self.host_memory)
-        for name in ("compile", "dynamic", "deferred_moments", "reference"):
+        for name in ("compile", "dynamic", "deferred_moments", "distributed", "reference"):
             if getattr(self, name) not in (None, True, False):
                 raise MegacompileError(f"{name} must be True or False, not {getattr(self, name)!r}")
         if self.loss is not None and not callable(self.loss):

@@ -65,9 +65,10 @@ def slot_bytes(captured: CapturedModel, tiling: Tiling, plan: Plan) -> int:
                   for layers in tiling.ranked(captured.calls))
             + sum(max(sizes) for sizes in zip_longest(*ranked, fillvalue=0))
             + sum(layouts[t].weight_bytes for t in plan.resident)
-            + sum(layouts[t].state_bytes for t in plan.resident_state) + sum(layouts[t].gradient_bytes for t in kept)
+            + sum(layouts[t].shard_state_bytes for t in plan.resident_state) + sum(layouts[t].reduced_bytes for t in kept)
             + _visiting(tiling, plan)
-            + max((layouts[t].gradient_bytes for t in boundary if layouts[t].trainable and t not in kept), default=0))
+            + max((layouts[t].reduced_bytes for t in boundary if layouts[t].trainable and t not in kept), default=0)
+            + (_shards(captured, tiling, plan) if plan.ranks > 1 else 0))
 
 
 def _visiting(tiling: Tiling, plan: Plan) -> int:
@@ -75,7 +76,16 @@ def _visiting(tiling: Tiling, plan: Plan) -> int:
     if not plan.visiting_state:
         return 0
     tiles = tiling.tiles()
-    return max(tiles[name].bytes_of("visiting") for name in plan.visiting_state)
+    return max(tiles[name].bytes_of("visiting", plan.ranks) for name in plan.visiting_state)
+
+
+def _shards(captured: CapturedModel, tiling: Tiling, plan: Plan) -> int:
+    """Bytes of the slots through which shards pass before they are gathered: two for each rank of layers' tiles, and one for
+    the boundary. Tiles that are updated on the device arrive only in `load`, whole."""
+    arriving = [layout for name, layout in tiling.layouts.items() if name not in plan.resident_state]
+    boundary = tiling.boundary(captured.calls)
+    of_layers = [max((x.shard_bytes for x in layers if x in arriving), default=0) for layers in tiling.ranked(captured.calls)]
+    return 2 * sum(of_layers) + max((x.shard_bytes for x in arriving if x.name in boundary), default=0)
 
 
 def _turns(layers: list[TileLayout], plan: Plan, kept: Sequence[str], runs: Callable[[str], int]) -> int:
@@ -86,7 +96,7 @@ def _turns(layers: list[TileLayout], plan: Plan, kept: Sequence[str], runs: Call
     sent = len(trained) + (plan.waves - 1) * sum(x.name in plan.host_sums for x in trained)
     arrivals = 2 * plan.waves * sum(runs(x.name) for x in streamed)
     return (min(plan.weight_slots, arrivals) * max((x.weight_bytes for x in streamed), default=0)
-            + min(plan.gradient_slots, sent) * max((x.gradient_bytes for x in trained), default=0))
+            + min(plan.gradient_slots, sent) * max((x.reduced_bytes for x in trained), default=0))
 
 
 def training_bytes(captured: CapturedModel, tiling: Tiling, plan: Plan, fused: bool = False) -> Estimate:
@@ -131,6 +141,9 @@ def training_bytes(captured: CapturedModel, tiling: Tiling, plan: Plan, fused: b
                     "prologue": _sum(tiling, first & passing),
                     **dict.fromkeys(("backward", "recompute"), _sum(tiling, spanning & passing) + block * layer)}
     staying = _sum(tiling, set(tiling.layouts) - passing)
+    if plan.ranks > 1:  # the ranks add up a tile's accumulators beside the backward of the next one
+        waiting = max(layer, _sum(tiling, last & passing))
+        accumulators |= {moment: accumulators[moment] + waiting for moment in ("epilogue", "backward", "recompute", "prologue")}
     accumulators = {moment: staying + live for moment, live in accumulators.items()}
 
     def peak(template: str, variant: str) -> int:

@@ -35,10 +35,14 @@ COSTS: dict[str, str] = {
     **dict.fromkeys(sorted(TEMPLATE_OPS), "the variant's products over the GEMM rate (grouped ones over theirs), or their "
                     "bytes over memory bandwidth where that is longer; attention over its rate; other bytes over memory "
                     "bandwidth; at least its launches"),
-    "prefetch": "weight bytes / h2d rate", "fetch_gradients": "gradient bytes / h2d rate",
+    "prefetch": "weight bytes / h2d rate", "prefetch_shard": "weight bytes / ranks / h2d rate",
+    **dict.fromkeys(("gather", "gather_resident"), "weight bytes of the other ranks' shards / peer bandwidth"),
+    "reduce_scatter": "accumulators (FP32) of the other ranks' shards / peer bandwidth",
+    "fetch_gradients": "gradient bytes / h2d rate",
     "offload": "gradient bytes / d2h rate", "offload_weights": "weight bytes / d2h rate",
     "stash": "the checkpoint's bytes / d2h rate", "fetch": "the checkpoint's bytes / h2d rate",
-    "pack": "weight bytes / host copy rate", **dict.fromkeys(("fetch_state", "store_state"), "state bytes / host copy rate"),
+    **dict.fromkeys(("pack", "pack_shard"), "weight bytes / host copy rate"),
+    **dict.fromkeys(("fetch_state", "store_state"), "state bytes / host copy rate"),
     "accumulate": "gradient bytes / host copy rate; twice that where it adds",
     **dict.fromkeys(("adam", "adam_of_sum"), "parameters / rate of the update"),
     **{f"adam_{part}": f"the same over the rate of its {part} alone" for part in ("weights", "moments")},
@@ -124,12 +128,18 @@ class Durations:
             return self.seconds(argument(node, "template"), op, program.micro_batches[argument(node, "mb")], plan.length,
                                 plan.token_chunk, plan.residuals)
         tile: Any = program.tiles.get(argument(node, "tile") or "")
+        ranks = program.ranks
+        others = (ranks - 1) / ranks
         match op:
-            case "prefetch" | "fetch_gradients" | "fetch":
+            case "prefetch" | "prefetch_shard" | "fetch_gradients" | "fetch":
                 return program.moved_bytes(node) / hardware.link["h2d"]
             case "offload" | "offload_weights" | "offload_norms" | "stash":
                 return program.moved_bytes(node) / hardware.link["d2h"]
-            case "pack":
+            case "gather" | "gather_resident":
+                return tile.weight_bytes * others / hardware.peer_rate
+            case "reduce_scatter":
+                return 4 * self.layouts[tile.name].elements * others / hardware.peer_rate
+            case "pack" | "pack_shard":  # all ranks share the host's rates, and each does its share of the work
                 return tile.weight_bytes / hardware.host_copy
             case "fetch_state" | "store_state":
                 return tile.state_bytes / hardware.host_copy
@@ -148,18 +158,18 @@ class Durations:
                 return tile.parameters / (hardware.adam * hardware.adam_parts["moments"])
             case "adam_visiting":  # the update itself overlaps the next copy
                 back = tile.weight_bytes + tile.state_bytes
-                return (back + tile.gradient_bytes) / hardware.link["h2d"] + back / hardware.link["d2h"]
+                return ((back + tile.gradient_bytes) / hardware.link["h2d"] + back / hardware.link["d2h"]) / ranks
             case "adam_resident":  # gradients are read, weights and state read and written
-                return self._through_memory(tile.gradient_bytes + 2 * (tile.weight_bytes + tile.state_bytes))
+                return self._through_memory((tile.gradient_bytes + 2 * (tile.weight_bytes + tile.state_bytes)) / ranks)
             case "zeros":
                 return self._through_memory(4 * self.layouts[tile.name].elements)
             case "reduce":  # reads FP32, writes gradients, and reads them for their norms
-                return self._through_memory(4 * self.layouts[tile.name].elements + 2 * tile.gradient_bytes)
+                return self._through_memory((4 * self.layouts[tile.name].elements + 2 * tile.gradient_bytes) / ranks)
             case "scale":
                 return self._through_memory(2 * self._held(program, operands(node, "value")[0], plan.length))
         return 0.0
 
-    def _through_memory(self, count: int) -> float:
+    def _through_memory(self, count: float) -> float:
         return max(count / self.hardware.memory_bandwidth, self.hardware.launch_s)
 
     def _held(self, program: Program, value: fx.Node, length: int) -> int:

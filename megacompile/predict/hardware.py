@@ -41,7 +41,8 @@ _PROFILE = schema.record({
 }, optional={
     "beside": schema.table(_lanes, schema.table(schema.one_of(tuple(Lane)), _rate)), "grouped_efficiency": _rate,
     "fused_attention": schema.one_of(("flash", "cudnn")), "flash_efficiency": schema.table(schema.text(), _rate),
-    "attention_overhead": _both_ways, "adam_parts": schema.record(dict.fromkeys(("weights", "moments"), _rate)),
+    "attention_overhead": _both_ways, "peer_bandwidth": _rate,
+    "adam_parts": schema.record(dict.fromkeys(("weights", "moments"), _rate)),
 })
 
 
@@ -70,6 +71,8 @@ class Hardware:
         adam_parts: the rates of updating its "weights" alone and its "moments" alone, over `adam`. (Each moves 18 bytes of 26;
             1.3 and 1.66 on a Xeon.)
         beside: for sets of lanes that are busy together ("d2h h2d"), the share of each lane's rate that remains, 0 to 1.
+        peer_bandwidth: bytes/s that each device receives from the other devices of the host while all of them do; None: devices
+            have no link of their own, and what they exchange crosses the host's memory twice.
         device_memory: bytes of the device.
         host_memory: bytes of the host.
         fused_attention: the attention kernel of templates on this machine, "flash" or "cudnn".
@@ -94,14 +97,21 @@ class Hardware:
     attention_overhead: Mapping[str, float] = field(default_factory=lambda: dict.fromkeys(("forward", "backward"), 0.0))
     grouped_efficiency: float = 1.0
     adam_parts: Mapping[str, float] = field(default_factory=lambda: dict.fromkeys(("weights", "moments"), 1.3))
+    peer_bandwidth: float | None = None
 
     def __post_init__(self) -> None:
         rates = [*self.gemm_flops.values(), self.grouped_efficiency, *self.attention_efficiency.values(), self.memory_bandwidth,
                  *self.flash_efficiency.values(), *self.link.values(), self.host_copy, self.adam, *self.adam_parts.values(),
-                 *(left for lanes in self.beside.values() for left in lanes.values())]
+                 *(left for lanes in self.beside.values() for left in lanes.values()),
+                 *([] if self.peer_bandwidth is None else [self.peer_bandwidth])]
         if not all(rate > 0 for rate in rates):
             raise MegacompileError(f"the profile of {self.name} has a rate that is not positive: measure it again with "
                                    "megacompile calibrate")
+
+    @property
+    def peer_rate(self) -> float:
+        """Bytes/s that each device receives from the others while all of them do."""
+        return self.peer_bandwidth or 1 / (1 / self.link["h2d"] + 1 / self.link["d2h"])
 
     def attention_share(self, kernel: str, way: str) -> float:
         """FLOP/s of an attention kernel over that of GEMMs. `way`: "forward" or "backward"."""

@@ -8,24 +8,28 @@ import torch
 from torch import Tensor
 
 from megacompile.frontend.capture import CapturedModel
+from megacompile.inputs.across_ranks import AllRows
 from megacompile.ir.plan import Plan
 from megacompile.ir.program import Lane
 from megacompile.runtime.backends.lanes import Backend
 from megacompile.runtime.kernels import Activation, Batch
-from megacompile.streaming.dropout_seed import draw
+from megacompile.streaming.dropout_seed import positions
 
 
 def batch_of(backend: Backend, captured: CapturedModel, plan: Plan, constants: Mapping[str, Tensor],
-             inputs: Mapping[str, Tensor], loss_denominator: Tensor | None) -> Batch:
+             inputs: Mapping[str, Tensor], loss_denominator: Tensor | None, seed: int | None,
+             all_rows: AllRows | None = None) -> Batch:
     """Copies a batch to the device, outside of the program. It is a few kilobytes per step, except for images and masks of
-    pairs of tokens."""
+    pairs of tokens. `seed`: of dropout. `all_rows`: of which this batch is a part; None: it is whole."""
+    all_rows = all_rows or AllRows(0, plan.batch, inputs)
     # Copies tensors that are on the device too: the caller may refill its batch before the backward.
     moved = {name: tensor.to(backend.device, copy=True) for name, tensor in inputs.items()}
     if loss_denominator is not None:
         loss_denominator = loss_denominator.to(device=backend.device, dtype=torch.float32, copy=True)
-    random = draw(captured, plan.micro_batches, backend.device)
-    shares = torch.tensor([n / plan.batch for n in plan.micro_batches]).to(backend.device) if captured.is_averaged else None
-    totals = _totals_of(backend, captured, inputs)
+    random = None if seed is None else positions(seed, captured, plan.micro_batches, all_rows.first, all_rows.total,
+                                                 backend.device)
+    shares = torch.tensor([n / all_rows.total for n in plan.micro_batches]).to(backend.device) if captured.is_averaged else None
+    totals = _totals_of(backend, captured, all_rows.inputs)
     backend.enter([*moved.values(), *(t for t in (loss_denominator, random, shares, *totals) if t is not None)])
     micro_batches = [{name: tensor[a:b] for name, tensor in moved.items()} for a, b in _cuts(plan)]
     return Batch(micro_batches, constants, loss_denominator, shares, totals, random)
@@ -84,8 +88,13 @@ def evaluation_of(backend: Backend, batch: Batch) -> tuple[Tensor | None, Tensor
 
 
 def send_gradients(backend: Backend, plan: Plan, batch: Batch, gradients: Sequence[Tensor]) -> None:
-    """Sends the gradient of the loss, or of each output, to the device. The backward starts from it."""
+    """Sends the gradient of the loss, or of each output, to the device. The backward starts from it.
+
+    The loss is that of all ranks' rows. A loss that the caller computes from outputs is that of its own rows, and the gradients
+    are those of the mean of the ranks' losses, as with `DistributedDataParallel`."""
     moved = [gradient.to(backend.device).contiguous() for gradient in gradients]
+    if plan.output != "loss" and plan.ranks > 1:
+        moved = [gradient / plan.ranks for gradient in moved]
     backend.enter(moved)
     if plan.output == "loss":
         (batch.scale,) = moved

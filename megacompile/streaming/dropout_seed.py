@@ -13,14 +13,19 @@ from torch import Tensor
 from megacompile.frontend.capture import CapturedModel
 
 
-def draw(captured: CapturedModel, micro_batches: Sequence[int], device: torch.device) -> Tensor | None:
-    """int64 [micro-batches, calls, 5], in the format that `megacompile.frontend.graph.randomness` reads. None for a model
-    without dropout."""
+def seed_of_forward(captured: CapturedModel) -> int | None:
+    """A new seed. None for a model without dropout."""
     if not any(source.kind == "random" for call in captured.calls for source in call.sources):
         return None
-    seed = int(torch.randint(1 << 62, ()))
-    first, drawn = 0, []
+    return int(torch.randint(1 << 62, ()))
+
+
+def positions(seed: int, captured: CapturedModel, micro_batches: Sequence[int], first: int, total: int,
+              device: torch.device) -> Tensor:
+    """int64 [micro-batches, calls, 5], in the format that `megacompile.frontend.graph.randomness` reads. `first`: the number of
+    the first row, of `total` rows."""
+    drawn = []
     for rows in micro_batches:
-        drawn.append([[seed, call, first, rows, sum(micro_batches)] for call in range(len(captured.calls))])
+        drawn.append([[seed, call, first, rows, total] for call in range(len(captured.calls))])
         first += rows
     return torch.tensor(drawn, dtype=torch.int64).to(device)

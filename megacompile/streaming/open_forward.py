@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from megacompile.errors import LeaseError
 from megacompile.ir.program import Kept
 from megacompile.runtime.kernels import Activation, Batch
 from megacompile.runtime.memory.arena import Accumulators
@@ -27,6 +28,15 @@ class OpenForward:
     host: Mapping[str, HostCheckpoint] = field(default_factory=dict)
     give_back: Callable[[], object] = lambda: None
     closed: bool = False
+
+    def check_open(self, version: int | None) -> None:
+        """Raises `LeaseError` if its backward cannot run any more. `version`: of the weights now; None: just changed."""
+        if self.closed:
+            raise LeaseError("this loss was already used by a backward, or its backward was refused: run the forward again "
+                             "(retain_graph is not supported, since the backward frees activations as it runs)")
+        if self.version != version:
+            raise LeaseError("the weights have changed since this loss was computed: run backward before optimizer.step(), "
+                             "or the forward again")
 
     def end(self) -> None:
         """Releases everything. The batch itself is kept until the update, which may dump it."""

@@ -6,13 +6,14 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from megacompile.errors import DeviceMemoryError
-from megacompile.ir.program import Slot
+from megacompile.ir.program import Slot, find
 from megacompile.runtime.backends.lanes import Backend
 from megacompile.runtime.executor import Executor
+from megacompile.runtime.frame import Frame
 from megacompile.runtime.kernels import Batch
 from megacompile.runtime.memory.arena import Arena
 from megacompile.runtime.memory.store import Store
-from megacompile.runtime.operations import Frame
+from megacompile.runtime.ranks import Ranks
 from megacompile.runtime.reference import ReferenceExecutor
 from megacompile.runtime.update import Update
 from megacompile.streaming.open_forward import OpenForward
@@ -25,9 +26,9 @@ class SectionRunner:
     """State: `running`, the shape of the section that ran last."""
 
     def __init__(self, executor: Executor | ReferenceExecutor, backend: Backend, store: Store, arena: Arena,
-                 shapes: Shapes, constants: Constants) -> None:
+                 shapes: Shapes, constants: Constants, ranks: Ranks | None = None) -> None:
         self.executor, self.backend, self.store, self.arena = executor, backend, store, arena
-        self.shapes, self.constants = shapes, constants
+        self.shapes, self.constants, self.ranks = shapes, constants, ranks
         self.running: CompiledShape | None = None
 
     def submit(self, shape: CompiledShape, section: str, batch: Batch | None = None, forward: OpenForward | None = None,
@@ -40,7 +41,9 @@ class SectionRunner:
         self.running = shape
         batch = batch if batch is not None else Batch([], self.constants.on_device)
         held = (forward.values, forward.host) if forward is not None else ({}, {})
-        frame = Frame(self.backend, self.store, self.arena, shape.kernels[section], batch, *held, update)
+        frame = Frame(self.backend, self.store, self.arena, shape.kernels[section], batch, *held, update, self.ranks)
+        if self.ranks is not None and any(find(shape.program.section(section), "announce")):
+            self.ranks.submitted += 1
         return self.executor.submit(shape.program.section(section), frame, section)
 
     def lacks(self, slots: Mapping[str, Slot]) -> bool:

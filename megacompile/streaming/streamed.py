@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from megacompile.errors import InsufficientMemoryError, LaneError, LeaseError
 from megacompile.frontend.capture import CapturedModel
 from megacompile.frontend.templates.hidden_states import ALL
+from megacompile.inputs.across_ranks import AllRows
 from megacompile.inputs.batch import BatchArguments
 from megacompile.ir.program import Lane
 from megacompile.planning.config import StreamConfig
@@ -25,6 +26,7 @@ from megacompile.runtime.memory.arena import Arena
 from megacompile.runtime.memory.checkpoints import HostCheckpoints
 from megacompile.runtime.memory.pinning import pin_all
 from megacompile.runtime.memory.store import Store
+from megacompile.runtime.ranks import Ranks
 from megacompile.runtime.reference import ReferenceExecutor
 from megacompile.runtime.update import Update
 from megacompile.sizes import format_bytes, parse_bytes
@@ -40,6 +42,7 @@ from megacompile.streaming.residency import Residency
 from megacompile.streaming.section_runner import SectionRunner
 from megacompile.streaming.step_state import StepState
 from megacompile.streaming.teardown import give_back
+from megacompile.streaming.together import Together
 from megacompile.streaming.user_tensors.external_writes import Constants, ForeignWrites
 from megacompile.streaming.user_tensors.gradients import Gradients
 from megacompile.weights.tiling import Tiling
@@ -55,7 +58,7 @@ class Streamed:
     `optimizer_in_backward` updates on arrival. State here: the forwards that are open."""
 
     def __init__(self, model: nn.Module, captured: CapturedModel, tiling: Tiling, store: Store, backend: Backend,
-                 config: StreamConfig) -> None:
+                 config: StreamConfig, ranks: Ranks | None = None) -> None:
         self.turn = threading.RLock()  # see turns.py
         self.model, self.captured, self.tiling, self.store = model, captured, tiling, store
         self.backend = backend
@@ -68,16 +71,19 @@ class Streamed:
         self.constants.add(captured.calls)
         self.writes = ForeignWrites(model, self.parameters, tiling, store, self.gradients)
         self.captures = ModelCaptures(model, captured, tiling, config, backend, store.room(parse_bytes(config.host_memory)))
+        self.together = Together(ranks, self.captures)
         self.binder = self.captures.first.binder
         self.shapes = Shapes(self.captures)
         self.step = StepState()
-        executor = ReferenceExecutor(backend) if config.reference else Executor(backend, stall_timeout_s=config.stall_timeout)
-        self.runner = SectionRunner(executor, backend, store, self.arena, self.shapes, self.constants)
+        check_others = None if ranks is None else ranks.check
+        executor = (ReferenceExecutor(backend) if config.reference else
+                    Executor(backend, stall_timeout_s=config.stall_timeout, check_others=check_others))
+        self.runner = SectionRunner(executor, backend, store, self.arena, self.shapes, self.constants, ranks)
         self.residency = Residency(self.runner, self.step)
         self.optimizer_in_backward = OptimizerInBackward(self.step, self.gradients)
         self._forwards: weakref.WeakSet[OpenForward] = weakref.WeakSet()
         # Runs when the model is closed, and when it is forgotten: threads end, and no page stays pinned.
-        self._give_back = weakref.finalize(self, give_back, executor, self.arena, self.checkpoints, store, backend)
+        self._give_back = weakref.finalize(self, give_back, executor, self.arena, self.checkpoints, store, backend, ranks)
         if self.planner.pinned().tiles:
             pin_all(backend, store.streamed_memory())
 
@@ -161,14 +167,15 @@ class Streamed:
 
     def forward(self, given: BatchArguments, output: str = "loss") -> tuple[tuple[Tensor, ...], OpenForward]:
         """The loss of a batch (0-d), or a head's outputs, on the compute device; and what its backward needs."""
-        with self.guarded():
+        with self.guarded(), self.together.failing():
             self.executor.check()
+            given, all_rows = self.together.joined(given, "forward")
             wanted = self.shape_of(given, training=True, output=output)
             shape = self.compiled(wanted)
             if shape.plan.saved_layers and not self._fits(shape):  # beside the open forwards
                 shape = self.compiled(replace(wanted, lean=True))
             self._enter(shape, "forward", "backward", "update")
-            batch = self._batch(shape, given)
+            batch = self._batch(shape, given, all_rows)
             forward = self._open(shape, batch)
             try:
                 self.runner.submit(shape, "forward", batch, forward).wait((Lane.COMPUTE,))
@@ -187,13 +194,14 @@ class Streamed:
 
     def train_step(self, given: BatchArguments, update: Update, overlap: bool) -> Tensor:
         """The loss of a step that runs as one program. Without `overlap`, its update goes on beside the next step's forward."""
-        with self.guarded():
+        with self.guarded(), self.together.failing():
             self.executor.check()
+            given, all_rows = self.together.joined(given, "train_step")
             shape = self.compiled(replace(self.shape_of(given, training=True), update="arrival" if overlap else "step",
                                           whole_step=True))
             self.store.allocate_sums(shape.plan.host_sums)
             self._enter(shape, "train_step", "update")
-            batch = self._batch(shape, given)
+            batch = self._batch(shape, given, all_rows)
             self.gradients.gather()
             self.step.backward_began(shape, batch)
             if overlap:
@@ -227,8 +235,9 @@ class Streamed:
         with self.guarded():
             self.executor.check()
             shape = self.compiled(self.shape_of(given, training=False, output=output))
+            self.together.wait_for_updates()
             self._enter(shape, "evaluate")
-            batch = self._batch(shape, given)
+            batch = self._batch(shape, given, None)
             self.runner.submit(shape, "evaluate", batch).wait((Lane.COMPUTE,))
             return results_of(self.backend, batch)
 
@@ -239,19 +248,22 @@ class Streamed:
 
         Whatever stops it, no parameter has a `.grad` afterwards: some would hold this batch's gradients, others not."""
         self.raise_pending()
-        self._check_open(forward)
+        if self.closed:
+            raise LeaseError("the model was closed since this loss was computed: run the forward of the plain model again")
+        forward.check_open(None if self.writes.pending() else self.step.version)
         self.optimizer_in_backward.check(forward, [each for each in self.open_forwards() if each is not forward])
         if self.gradients.waiting:
             self.settle()  # an update in flight reads them
         added = self.gradients.gather()
         section = "backward_accumulate" if added else "backward"
-        with self.guarded():
+        with self.guarded(), self.together.failing():
+            self.together.agree(section)  # also: no rank has yet to clear gradients that another one writes
             self._reserve(forward.shape, section)
             self._load(forward.shape)
         forward.closed = True
         self.step.backward_began(forward.shape, forward.batch, added)
         try:
-            with self.guarded():
+            with self.guarded(), self.together.failing():
                 batch_io.send_gradients(self.backend, forward.shape.plan, forward.batch, gradients)
                 update = self.optimizer_in_backward.request(forward)
                 if update is not None:
@@ -262,6 +274,7 @@ class Streamed:
                     return
                 run.wait()
                 self.drain()
+                self.together.agree("the end of backward")  # every rank's shards of gradients are there
         except BaseException:
             self.step.backward_updates(None)
             self.gradients.clear()
@@ -271,23 +284,13 @@ class Streamed:
         self.gradients.hand_out()
         self.step.gradients_stored()
 
-    def _check_open(self, forward: OpenForward) -> None:
-        """Raises `LeaseError` if a forward cannot have its backward any more."""
-        if self.closed:
-            raise LeaseError("the model was closed since this loss was computed: run the forward of the plain model again")
-        if forward.closed:
-            raise LeaseError("this loss was already used by a backward, or its backward was refused: run the forward again "
-                             "(retain_graph is not supported, since the backward frees activations as it runs)")
-        if forward.version != self.step.version or self.writes.pending():
-            raise LeaseError("the weights have changed since this loss was computed: run backward before optimizer.step(), "
-                             "or the forward again")
-
     def update(self, update: Update) -> None:
         """Hands an optimizer step to the cpu lane and returns. Raises the failure of the step before it."""
         self.settle()  # the step before it is over, or `recover` would take this one for the one that failed
         trained = self.step.trained
         assert trained is not None, "no backward has stored gradients"
-        with self.guarded():
+        with self.guarded(), self.together.failing():
+            self.together.agree("step")
             self._reserve(trained, "update")
             self._load(trained)
             self.residency.refresh_gradients(trained)
@@ -335,6 +338,7 @@ class Streamed:
         with self.turn:
             with self.guarded():
                 self.runner.drain()
+                self.together.wait_for_updates()
             self.residency.rescue()
             report_late(self.arena.take_verdicts(), self.step.kept)
 
@@ -343,9 +347,10 @@ class Streamed:
         """Copies optimizer state that is newer on the device to the host. All lanes are idle on return."""
         self.settle()
         if self.residency.state_ahead:
-            with self.guarded():
+            with self.guarded(), self.together.failing():
                 self.residency.store_state()
             self.settle()
+            self.together.agree("copying state back to the host")
             self.residency.stored_state()
 
     def copy_back_whole(self) -> None:
@@ -376,10 +381,11 @@ class Streamed:
                      update=self.optimizer_in_backward.update_at if training else "step", output=output, further=key.further,
                      evaluating=key.evaluating, without_adapters=key.without_adapters, images=key.images)
 
-    def _batch(self, shape: CompiledShape, given: BatchArguments) -> Batch:
+    def _batch(self, shape: CompiledShape, given: BatchArguments, all_rows: AllRows | None) -> Batch:
         captured, constants = self.captures.serve(shape.shape.capture_key).captured, self.constants.on_device
         loss_denominator = given.loss_denominator if shape.shape.labels else None
-        batch = batch_io.batch_of(self.backend, captured, shape.plan, constants, given.inputs, loss_denominator)
+        seed = self.together.confirm(shape, captured, all_rows)
+        batch = batch_io.batch_of(self.backend, captured, shape.plan, constants, given.inputs, loss_denominator, seed, all_rows)
         batch.useful_tokens, batch.computed_tokens = given.useful_tokens, shape.plan.batch * shape.plan.length
         return batch
 

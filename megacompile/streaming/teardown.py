@@ -7,11 +7,12 @@ from megacompile.runtime.executor import Executor
 from megacompile.runtime.memory.arena import Arena
 from megacompile.runtime.memory.checkpoints import HostCheckpoints
 from megacompile.runtime.memory.store import Store
+from megacompile.runtime.ranks import Ranks
 from megacompile.runtime.reference import ReferenceExecutor
 
 
 def give_back(executor: Executor | ReferenceExecutor, arena: Arena, checkpoints: HostCheckpoints, store: Store,
-              backend: Backend) -> None:
+              backend: Backend, ranks: Ranks | None = None) -> None:
     """Stops the lanes once they have finished their work, and then frees the memory that they used."""
 
     def memory() -> None:
@@ -21,6 +22,8 @@ def give_back(executor: Executor | ReferenceExecutor, arena: Arena, checkpoints:
         store.drop_sums()
         for part in (*store.streamed_memory(), *(state for tile in store.tiles.values() for state in tile.state())):
             backend.unlock(part)
+        if ranks is not None:
+            ranks.close()
 
     executor.close(then=memory)
     forget_symbols()

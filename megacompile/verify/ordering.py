@@ -64,13 +64,14 @@ class Hazard:
 class Clocks:
     """Runs the nodes of one section in program order.
 
-        clocks = Clocks()
+        clocks = Clocks(program.ranks > 1)
         for node in nodes(graph):
             for hazard in clocks.hazards(node): ...       # conflicts that nothing orders
             clocks.step(node)
     """
 
-    def __init__(self) -> None:
+    def __init__(self, several_ranks: bool = False) -> None:
+        self.several_ranks = several_ranks
         unknown = Clock((-1,) * len(_INDEX))
         self._lanes = {lane: unknown.tick(lane) for lane in Lane}
         self._after: dict[fx.Node, Clock] = {}  # what is done once a node is, or an event has fired
@@ -94,7 +95,7 @@ class Clocks:
                     if earlier is not None:  # its lane's past comes before it
                         if known.done[_INDEX[other]] < self._position[earlier]:
                             yield Hazard(place, node, earlier, earlier_access, other)
-                    elif (_in_past(place, earlier_access, other) and known.done[_INDEX[other]] < 0
+                    elif (self._in_past(place, earlier_access, other) and known.done[_INDEX[other]] < 0
                             and not known.past & self._bit(place, earlier_access, other)):
                         yield Hazard(place, node, None, earlier_access, other)
 
@@ -145,7 +146,6 @@ class Clocks:
     def _bit(self, place: str, access: Access, lane: Lane) -> int:
         return 1 << self._bits.setdefault((place, access, lane), len(self._bits))
 
-
-def _in_past(place: str, access: Access, lane: Lane) -> bool:
-    kind = place_kind(place)
-    return kind is not None and lane in lanes_that(access, kind)
+    def _in_past(self, place: str, access: Access, lane: Lane) -> bool:
+        kind = place_kind(place)
+        return kind is not None and lane in lanes_that(access, kind, self.several_ranks)

@@ -25,8 +25,14 @@ _SECTIONS: dict[str, tuple[str, ...]] = {
     "clip": ("update",), **dict.fromkeys(("adam", "adam_resident"), _UPDATES), "adam_of_sum": ("update", "train_step"),
     **dict.fromkeys(("adam_weights", "adam_moments", "adam_visiting"), ("update",)),
     "offload_weights": (*_UPDATES, "rescue"), "fetch_gradients": ("backward_accumulate", "refresh"),
-    "fetch_state": ("load",), "store_state": ("store",)}
+    "fetch_state": ("load",), "store_state": ("store",),
+    **dict.fromkeys(("reduce_scatter", "share_norms"), _BACKWARDS), "share_host_norms": ("backward_accumulate", "train_step"),
+    **dict.fromkeys(("pack_shard", "prefetch_shard", "gather"), ("forward", "update", *_BACKWARDS)),
+    **dict.fromkeys(("gather_resident", "announce"), _UPDATES),
+    **dict.fromkeys(("total_loss", "share_loss"), ("forward", "train_step"))}
 _RESULTS = ("loss", "evaluate", "outputs")
+#: Ops that copy weights from the host, the whole tile or a shard.
+_FETCHES = ("pack", "prefetch", "pack_shard", "prefetch_shard")
 _GRADIENTS = ("gradient", "accumulators")
 
 
@@ -47,7 +53,7 @@ def returned(program: Program) -> Iterator[Fault]:
         given: list[fx.Node] = []
         hidden: list[fx.Node] = []
         for result in find(graph, "result"):
-            for value in operands(result, "values"):
+            for value in _parts(result):
                 (hidden if op_of(value).name == "forward" else given).append(value)
                 if argument(result, "key") != op_of(value).name:
                     yield Fault(f"{describe(result)} hands over {value.name}, which is of {op_of(value).name}",
@@ -63,6 +69,12 @@ def returned(program: Program) -> Iterator[Fault]:
         if hidden and (hidden != wanted or not any(find(graph, "outputs"))):
             yield Fault(f"{name} hands over hidden states, and not those of every call but the last two",
                         "hand over each call's, of each micro-batch, in order, or none", next(find(graph, "result"), None))
+
+
+def _parts(result: fx.Node) -> Iterator[fx.Node]:
+    """The values that a result hands over; those of a total loss are its parts."""
+    for value in operands(result, "values"):
+        yield from operands(value, "values") if op_of(value).name == "total_loss" else (value,)
 
 
 def added_up(program: Program) -> Iterator[Fault]:
@@ -111,8 +123,10 @@ def one_version(program: Program) -> Iterator[Fault]:
                 if tile in updated:
                     yield Fault(f"{describe(node)} brings gradients of a tile that {describe(updated[tile])} has updated",
                                 "update it after its gradients are offloaded", node, updated[tile])
-            elif op in ("pack", "prefetch") and tile in updated:
+            elif op in _FETCHES and tile in updated:
                 stale[node] = updated[tile]
+            elif op == "gather" and (shard := operands(node, "shard")[0]) in stale:
+                stale[node] = stale[shard]
             for value in operands(node, "weights"):
                 newer = stale.get(value) or (updated.get(str(argument(value, "tile"))) if op_of(value).name == "resident"
                                              else None)

@@ -134,8 +134,8 @@ def _refreshed(program: Program, name: str, tiles: Collection[str]) -> Iterator[
     graph = program.section(name)
     resident = {argument(node, "tile"): node for g in program.sections.values() for node in find(g, "resident")}
     fresh: dict[str, fx.Node | None] = {}
-    for node in find(graph, *UPDATE_OPS, "prefetch"):
-        fresh[argument(node, "tile")] = node if op_of(node).name in ("adam_resident", "prefetch") else None
+    for node in find(graph, *UPDATE_OPS, "prefetch", "gather"):
+        fresh[argument(node, "tile")] = node if op_of(node).name in ("adam_resident", "prefetch", "gather") else None
     for tile, node in resident.items():
         if tile in tiles and fresh.get(tile) is None:
             yield Fault(f"tile {tile} is resident on the device, but {name} leaves its old weights there",

@@ -13,6 +13,7 @@ on the earlier ones. The first fault is raised, with an excerpt of the program. 
     summed          each wave is added once to a tile's sum on the host, before the update that reads the sum
     updated         each trainable tile is updated once, after the clip; resident copies are refreshed
     one_version     nothing runs on weights that the same section has updated
+    together        several ranks exchange shards, gradients, norms and losses once, and before they are read
     placed          slots fit their values, no live value is overwritten, every value is released or leased
     ordered         every hazard between lanes is ordered, within a section and against any section before it
     handed_on       each section hands on events that cover its last accesses
@@ -47,6 +48,7 @@ from megacompile.verify.completeness import sent_home, supplied, trained
 from megacompile.verify.fault import Fault
 from megacompile.verify.lifetimes import kept_slots, placed
 from megacompile.verify.ordering import Clocks, Hazard
+from megacompile.verify.ranks import together
 from megacompile.verify.sections import added_up, belongs, one_version, returned
 from megacompile.verify.sums import summed
 from megacompile.verify.updates import updated
@@ -117,7 +119,7 @@ def ordered(program: Program) -> Iterator[Fault]:
     """Every cross-lane read-after-write, write-after-read and write-after-write on a place is ordered, within each section
     and against the worst that may have run before it (`ordering.py` says why this proves every pair of sections)."""
     for graph in program.sections.values():
-        clocks = Clocks()
+        clocks = Clocks(program.ranks > 1)
         for node in nodes(graph):
             for hazard in clocks.hazards(node):
                 yield _collision(hazard)
@@ -149,9 +151,10 @@ def handed_on(program: Program) -> Iterator[Fault]:
     needed where every other lane that may conflict with that access comes after it anyway, or must wait for a later access
     to the place that is handed on."""
     for name, graph in program.sections.items():
-        clocks = Clocks()
+        clocks = Clocks(program.ranks > 1)
         for node in nodes(graph):
             clocks.step(node)
+        several_ranks = program.ranks > 1
         owed = clocks.last()
         left: list[tuple[str, Lane, Access, fx.Node]] = []
         for leave in find(graph, "leave"):
@@ -178,9 +181,9 @@ def handed_on(program: Program) -> Iterator[Fault]:
             assert kind is not None, "a place that no other section knows is not handed on"
             if all(clocks.known_to(node, {other}) or any(
                     where == place and by != other and clocks.covers(last, node) and
-                    (how == Access.WRITE or access == Access.READ or other not in lanes_that(Access.READ, kind))
+                    (how == Access.WRITE or access == Access.READ or other not in lanes_that(Access.READ, kind, several_ranks))
                     for where, by, how, last in left)
-                    for access, node in here.items() for other in lanes_against(access, kind) - {lane}):
+                    for access, node in here.items() for other in lanes_against(access, kind, several_ranks) - {lane}):
                 continue
             node = next(iter(here.values()))
             yield Fault(f"{place} is accessed by {describe(node)}, but no leave hands on an event of {lane}: a later "
@@ -200,6 +203,7 @@ RULES: tuple[tuple[Rule, str], ...] = (
     (summed, "offload"),
     (updated, "optimizer"),
     (one_version, "optimizer"),
+    (together, "shard"),
     (placed, "place"),
     (ordered, "synchronize"),
     (handed_on, "synchronize"),

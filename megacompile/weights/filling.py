@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from megacompile.runtime.memory.store import Store
-from megacompile.runtime.memory.tiles import HostTile
+from megacompile.runtime.memory.tile_memory import TileMemory
 from megacompile.weights.tiling import Tiling, place
 from megacompile.weights.weight_files import DTYPES, StoredTensor, WeightReader
 
@@ -44,22 +44,25 @@ class Part:
 
 
 def fill(model: nn.Module, tiling: Tiling, sources: Mapping[str, StoredTensor], reader: WeightReader,
-         block: int = BLOCK_ELEMENTS) -> Store:
+         block: int = BLOCK_ELEMENTS, memory: TileMemory | None = None) -> Store:
     """Allocates the tiles of a model whose parameters are on the meta device, reads their values, and puts parameters over the
     tiles into the model. `sources`: stored tensors by the first name of a parameter, or the name of a buffer. Parameters
     without one must have values, which are copied.
 
     Raises `CheckpointError` for a file that cannot be read; the model is then unchanged."""
+    memory = memory or TileMemory()
     with ThreadPoolExecutor(READERS, "megacompile-read") as pool:
-        store = tiling.store(dict(zip(tiling.host, pool.map(HostTile.allocate, tiling.host.values()), strict=True)))
+        store = tiling.store(dict(zip(tiling.host, pool.map(memory.allocate, tiling.host.values()), strict=True)))
         made: dict[int, nn.Parameter] = {}
         parts: list[Part] = []
         for name, parameter in model.named_parameters():
             value, weights, remainder = _home(name, parameter, tiling, store)
             made[id(parameter)] = nn.Parameter(value, parameter.requires_grad)
+            shared = name in tiling.position  # by all ranks; else each has its own
             if name in sources:
-                parts.extend(_parts(sources[name], weights, remainder, block))
-            else:
+                found = list(_parts(sources[name], weights, remainder, block))
+                parts.extend(memory.share(found) if shared else found)
+            elif memory.writes or not shared:
                 assert not parameter.is_meta, f"{name} has no values"
                 place(parameter.detach().flatten(), weights, remainder)
         for name, buffer in model.named_buffers():

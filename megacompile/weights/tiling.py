@@ -25,6 +25,7 @@ from megacompile.ir.program import CallSpec, Tile, slot_ranks
 from megacompile.ir.stack import boundary_tiles, differentiated_layers, first_trained
 from megacompile.predict import cost
 from megacompile.runtime.memory.store import Store
+from megacompile.runtime.memory.tile_memory import TileMemory
 from megacompile.runtime.memory.tile_part import TilePart
 from megacompile.runtime.memory.tiles import HostTile, TileLayout
 from megacompile.runtime.optimizer.adam import split_fp32
@@ -57,9 +58,9 @@ class Tiling:
 
     @classmethod
     def of(cls, model: nn.Module, calls: Sequence[Call], dtype: torch.dtype | None,
-           rows: Mapping[str, Rows] = MappingProxyType({})) -> Tiling:
+           rows: Mapping[str, Rows] = MappingProxyType({}), ranks: int = 1) -> Tiling:
         """The tiling of a model. `dtype`: that of all parameters; None: each has its own. `rows`: names that calls read which
-        are shares of a parameter."""
+        are shares of a parameter. `ranks`: the number of processes that share the tiles."""
         readers: dict[str, list[str]] = {}
         for call in calls:
             for source in call.sources:
@@ -91,9 +92,9 @@ class Tiling:
                 share.stop - share.first, *parameters[share.parameter].shape[1:])
 
         own, on_host, streamed = (_tiles(members, kind, shape) for members in (whole, experts, parts))
-        host = {tile: _layout(tile, names, kind, shape) for tile, names in (own | on_host).items()}
+        host = {tile: _layout(tile, names, kind, shape, ranks) for tile, names in (own | on_host).items()}
         position = {s.name: (tile, i) for tile, layout in host.items() for i, s in enumerate(layout.slices)}
-        layouts = {tile: host[tile] if tile in own else _part(_layout(tile, names, kind, shape), shared, host, position)
+        layouts = {tile: host[tile] if tile in own else _part(_layout(tile, names, kind, shape, ranks), shared, host, position)
                    for tile, names in (own | streamed).items()}
         read_at = {name: (tile, i) for tile, names in (own | streamed).items() for i, name in enumerate(names)}
         readers_of = {tile: readers[names[0]] for tile, names in (streamed | own).items()}
@@ -106,6 +107,11 @@ class Tiling:
         ordered = {tile: layouts[tile] for call in calls for tile in tiles_of[call.name]}
         homes = {layout.home or tile: host[layout.home or tile] for tile, layout in ordered.items()}
         return cls(ordered, homes, tiles_of, position, places, read_at)
+
+    @property
+    def ranks(self) -> int:
+        """The number of processes that share the tiles."""
+        return next(iter(self.layouts.values())).ranks
 
     @property
     def trains(self) -> bool:
@@ -211,9 +217,9 @@ def _tiles(members: Mapping[str, Sequence[str]], kind: Callable[[str], Kind],
 
 
 def _layout(tile: str, names: Sequence[str], kind: Callable[[str], Kind],
-            shape: Callable[[str], tuple[int, ...]]) -> TileLayout:
+            shape: Callable[[str], tuple[int, ...]], ranks: int) -> TileLayout:
     trainable, dtype = kind(names[0])
-    return TileLayout.of(tile, dtype, [(name, shape(name), trainable) for name in names])
+    return TileLayout.of(tile, dtype, [(name, shape(name), trainable) for name in names], ranks)
 
 
 def _part(layout: TileLayout, shares: Mapping[str, Rows], host: Mapping[str, TileLayout],
@@ -272,15 +278,16 @@ def check_device_memory(tiling: Tiling, budget: int) -> None:
             "use a larger device_memory, or a smaller model")
 
 
-def build_store(model: nn.Module, tiling: Tiling) -> Store:
+def build_store(model: nn.Module, tiling: Tiling, memory: TileMemory | None = None) -> Store:
     """Moves the model's parameters into tiles, one tile at a time, and points the parameters there, so that no second copy of
     the model ever exists. A bf16 tile made from fp32 weights keeps their exact remainder."""
     tiles: dict[str, HostTile] = {}
+    memory = memory or TileMemory()
     parameters = dict(model.named_parameters())
     for name, layout in tiling.host.items():
-        tile = tiles[name] = HostTile.allocate(layout)
+        tile = tiles[name] = memory.allocate(layout)
         flat = layout.flat(tile.weights)
-        for s in layout.slices:
+        for s in layout.slices if memory.writes else ():
             place(parameters[s.name].data.flatten(), flat[s.start:s.stop],
                   None if tile.remainder is None else tile.remainder[s.start:s.stop])
         point_parameters(tile, parameters)

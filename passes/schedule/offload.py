@@ -10,6 +10,9 @@ only their norms are copied to the host, for the clip. Where the host adds gradi
 
     g0 = fetch_gradients("layers.0")
 
+Several ranks first add up accumulators between them, beside the next tile's backward. So there each tile is reduced after the
+last contribution to the next one.
+
 Where waves are added up on the host, each wave's gradients are copied there, and the cpu lane adds them to the tile's FP32 sum:
 
     offload("layers.5", d5)
@@ -39,15 +42,12 @@ def run(program: Program, plan: Plan) -> Program:
 def _insert(program: Program, plan: Plan, section: str, slabs: bool, overwrite: bool) -> fx.Graph:
     graph = copy_section(program.section(section))
     build = Builder(graph, name)
-    last: dict[fx.Node, fx.Node] = {}
-    for node in nodes(graph):
-        for value in (*operands(node, "accumulators"), *operands(node, "value")):
-            last[value] = node
     accumulators = [node for node in find(graph, "zeros", "leased") if argument(node, "tile") is not None]
+    anchors = _anchors(graph, accumulators, plan)
     for value in accumulators:
         tile: str = argument(value, "tile")
         number = program.number(tile)
-        reduced = build.after(last[value], "reduce", f"d{number}", tile=tile, accumulators=value)
+        reduced = build.after(anchors[value], "reduce", f"d{number}", tile=tile, accumulators=value)
         stays = tile in plan.resident_state
         if stays and plan.update == "arrival":
             continue  # the update on the device consumes them
@@ -66,3 +66,18 @@ def _insert(program: Program, plan: Plan, section: str, slabs: bool, overwrite: 
             if stays and not overwrite:
                 build.after(added, "fetch_gradients", f"g{number}", tile=tile)
     return graph
+
+
+def _anchors(graph: fx.Graph, accumulators: list[fx.Node], plan: Plan) -> dict[fx.Node, fx.Node]:
+    """The node after which each of the accumulators is reduced."""
+    last: dict[fx.Node, fx.Node] = {}
+    position: dict[fx.Node, int] = {}
+    for number, node in enumerate(nodes(graph)):
+        position[node] = number
+        for value in (*operands(node, "accumulators"), *operands(node, "value")):
+            last[value] = node
+    if plan.ranks == 1:
+        return last
+    ends = sorted({last[value] for value in accumulators}, key=position.__getitem__)
+    following = dict(zip(ends, (*ends[1:], ends[-1]), strict=True)) if ends else {}
+    return {value: following[last[value]] for value in accumulators}

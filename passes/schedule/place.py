@@ -35,7 +35,7 @@ from megacompile.ir.stack import boundary_tiles
 
 from .prefetch import layer_ranks
 
-name, requires, provides = "place", "optimizer", "place"
+name, requires, provides = "place", "shard", "place"
 
 
 def run(program: Program, plan: Plan) -> Program:
@@ -81,6 +81,11 @@ def _stays(value: fx.Node, plan: Plan) -> bool:
     return False
 
 
+#: Kinds of values that take turns in slots -> the family of their slots.
+_FAMILIES = {"weights": "W", "reduced": "G", "staging": "S", "packed_shard": "S", "shard": "P", "slab": "D", "stashed": "H",
+             "checkpoint": "C"}
+
+
 class _Places:
     """Assigns slots in one section. State: for each group of slots that take turns (named by its first slot), how many are made
     and which are free, in the order in which they became free; the slot of each value; and `stashes`, the slots in which an
@@ -94,7 +99,7 @@ class _Places:
         self.made: dict[SlotName, int] = defaultdict(int)
         self.slot_of: dict[fx.Node, SlotName] = {}
         self.counts = {"W": plan.weight_slots, "G": plan.gradient_slots, "S": plan.staging_slabs,
-                       "D": plan.gradient_slabs, "C": plan.checkpoint_slots,
+                       "D": plan.gradient_slabs, "P": 2, "C": plan.checkpoint_slots,
                        "H": len(plan.from_host(differentiated(program))) * len(plan.wave(0))}
 
     def assign(self, graph: fx.Graph) -> None:
@@ -120,7 +125,7 @@ class _Places:
             return self._take(SlotName("V"), 1)
         if op_of(node).name == "stashed":
             return self.stashes[argument(node, "call"), argument(node, "mb")]
-        family = {"weights": "W", "reduced": "G", "staging": "S", "slab": "D", "stashed": "H", "checkpoint": "C"}[kind or ""]
+        family = _FAMILIES[kind or ""]
         if tile not in self.boundary:
             return self._take(SlotName(family, rank=self.ranks.get(tile, 0)), self.counts[family])
         return self._take_ranked(node) if kind == "weights" else self._take(SlotName(family, boundary=True), 1)

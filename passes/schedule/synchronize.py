@@ -51,14 +51,15 @@ class _History:
 
 
 def run(program: Program, plan: Plan) -> Program:
-    return program.evolve(stage=provides, sections={k: _Synchronizer(g).graph() for k, g in program.sections.items()})
+    return program.evolve(stage=provides, sections={
+        name: _Synchronizer(graph, program.ranks > 1).graph() for name, graph in program.sections.items()})
 
 
 class _Synchronizer:
     """Chooses the waits in one walk over a section, then rebuilds the section with them."""
 
-    def __init__(self, section: fx.Graph) -> None:
-        self.section = section
+    def __init__(self, section: fx.Graph, several_ranks: bool) -> None:
+        self.section, self.several_ranks = section, several_ranks
         self.position = {node: i for i, node in enumerate(nodes(section))}
         self.clock: dict[Lane, Clock] = {lane: dict.fromkeys(Lane, -1) for lane in Lane}
         self.past = dict.fromkeys(Lane, 0)  # as bits: accesses before the section that each lane knows to be done
@@ -83,11 +84,11 @@ class _Synchronizer:
         later = [done for lane, (other, done) in self.places[place].last.items() if lane != own and self.done[other][own] >= at]
 
         def waits(lane: Lane) -> bool:
-            writes_only = access == Access.READ or lane not in lanes_that(Access.READ, kind)
+            writes_only = access == Access.READ or lane not in lanes_that(Access.READ, kind, self.several_ranks)
             return Access.WRITE in later or (writes_only and Access.READ in later)
 
         return node not in self.recorded and all(
-            self.clock[lane][own] >= at or waits(lane) for lane in lanes_against(access, kind) - {own})
+            self.clock[lane][own] >= at or waits(lane) for lane in lanes_against(access, kind, self.several_ranks) - {own})
 
     def _visit(self, node: fx.Node) -> None:
         lane = lane_of(node)
@@ -118,9 +119,9 @@ class _Synchronizer:
             return
         # A reader waits for writers; a writer waits for every lane that may have accessed the place.
         # (`enter` of a read is the event of the lane's last access of any kind.)
-        others, past = lanes_that(Access.WRITE, kind), Access.WRITE
+        others, past = lanes_that(Access.WRITE, kind, self.several_ranks), Access.WRITE
         if access == Access.WRITE:
-            others, past = others | lanes_that(Access.READ, kind), Access.READ
+            others, past = others | lanes_that(Access.READ, kind, self.several_ranks), Access.READ
         for other in sorted(others):
             waited = self._bit(place, Access.WRITE, other) | self._bit(place, past, other)
             if other != lane and self.clock[lane][other] < 0 and waited & ~self.past[lane]:

@@ -4,34 +4,45 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
 from megacompile.errors import InsufficientMemoryError
+from megacompile.runtime.memory.shards import Share, TileShard
 from megacompile.runtime.memory.snapshot import Snapshot
 from megacompile.runtime.memory.tile_part import TilePart
 from megacompile.runtime.memory.tiles import HostTile
-from megacompile.system.host_memory import available_host_bytes, host_memory
+from megacompile.system.host_memory import available_host_bytes
 
 
 @dataclass
 class Store:
-    """All tiles of a streamed model, in the order of the model's calls, and `parts` of tiles that are streamed separately. Call
-    `preserve` before changing state that a checkpoint holds: a `snapshot` may not be fully written yet."""
+    """All tiles of a streamed model, in the order of the model's calls, `parts` of tiles that are streamed separately, and with
+    several ranks this rank's `shards` of both. Call `preserve` before changing state that a checkpoint holds: a `snapshot` may
+    not be fully written yet."""
 
     tiles: dict[str, HostTile] = field(default_factory=dict)
     parts: dict[str, TilePart] = field(default_factory=dict)
     snapshot: Snapshot | None = None
+    shards: dict[str, TileShard] = field(default_factory=dict)
 
-    def __getitem__(self, name: str) -> HostTile | TilePart:
+    def __getitem__(self, name: str) -> Share:
+        """What this rank copies and updates of the tile, or part of a tile, that is streamed under a name."""
+        return self.shards[name] if name in self.shards else self.whole(name)
+
+    def whole(self, name: str) -> HostTile | TilePart:
         """The tile, or part of a tile, that is streamed under a name."""
         return self.parts[name] if name in self.parts else self.tiles[name]
+
+    def divide(self, names: Iterable[str], rank: int) -> None:
+        """From now on this process copies and updates only the shards of one rank."""
+        self.shards = {name: TileShard.of(self.whole(name), rank) for name in names}
 
     def streamed_memory(self) -> Iterator[Tensor]:
         """The host memory that copies over the link read and write."""
         for tile in self.tiles.values():
             yield from (part for part in (tile.weights, tile.gradients) if part is not None)
-        yield from (part.norm_bytes for part in self.parts.values() if part.norm_bytes is not None)
+        parts: list[TilePart | TileShard] = [*self.parts.values(), *self.shards.values()]
+        yield from (part.norm_bytes for part in parts if part.norm_bytes is not None)
 
     def allocate_sums(self, tiles: Iterable[str]) -> None:
         """Allocates FP32 sums of gradients for those of these tiles that have none. Raises `InsufficientMemoryError`; then
@@ -45,7 +56,7 @@ class Store:
                 f"sums of gradients over waves take {needed} bytes of host memory, and {available} are available: use one wave "
                 "(waves=1), or a machine with more memory")
         for tile in missing:
-            tile.sums = host_memory(tile.layout.sum_bytes).view(torch.float32)
+            tile.allocate_sums()
 
     def room(self, budget: int | None = None) -> int:
         """Bytes of host memory for training: available bytes plus those that weights and gradients take already; at most

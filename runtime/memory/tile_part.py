@@ -32,6 +32,11 @@ class TilePart:
         return cls(layout, home, host_memory(4 * len(layout.slices)).zero_() if layout.trainable else None)
 
     @property
+    def held(self) -> slice:
+        """The elements of a slot of the whole part that one rank alone copies and updates: all."""
+        return slice(0, self.layout.elements)
+
+    @property
     def runs(self) -> list[tuple[slice, slice]]:
         """Elements in a slot, and the same elements of the host tile."""
         return [(slice(s.start, s.stop), self.layout.at_home(i)) for i, s in enumerate(self.layout.slices)]
@@ -52,7 +57,18 @@ class TilePart:
             yield memory[here.start * size:here.stop * size], home[there.start * size:there.stop * size]
 
 
-def in_slot(segments: Sequence[AdamSegment], layout: TileLayout) -> Sequence[AdamSegment]:
-    """Segments of a host tile -> segments of the slot that holds the part that `layout` describes."""
-    starts = {layout.at_home(i).start: s.start for i, s in enumerate(layout.slices)}
-    return [replace(s, start=starts[s.start], stop=starts[s.start] + s.stop - s.start) for s in segments]
+def in_slot(segments: Sequence[AdamSegment], runs: Sequence[tuple[slice, slice]]) -> list[AdamSegment]:
+    """Segments of a host tile -> segments of the slot that holds some `runs` of it."""
+    return sorted((replace(part, start=part.start - there.start + here.start, stop=part.stop - there.start + here.start)
+                   for here, there in runs for part in _within(segments, there)), key=lambda s: s.start)
+
+
+def at_home(segments: Sequence[AdamSegment], runs: Sequence[tuple[slice, slice]]) -> list[AdamSegment]:
+    """The parts of segments of a host tile that lie in some `runs` of it."""
+    return sorted((part for _, there in runs for part in _within(segments, there)), key=lambda s: s.start)
+
+
+def _within(segments: Sequence[AdamSegment], elements: slice) -> Iterator[AdamSegment]:
+    for s in segments:
+        if max(s.start, elements.start) < min(s.stop, elements.stop):
+            yield replace(s, start=max(s.start, elements.start), stop=min(s.stop, elements.stop))

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from megacompile.system.host_memory import host_memory
+from megacompile.system.shared_memory import SharedMemory
 
 ALIGNMENT = 64  # elements: at least 128 bytes in every dtype, so that no two parameters share a cache line
 
@@ -43,21 +44,24 @@ class ParameterSlice:
 @dataclass(frozen=True)
 class TileLayout:
     """The layout of a tile. All its parameters have one dtype. For a part of a host tile (`tile_part.py`), `home` is the name
-    of that tile and `origins` the element at which each slice begins there."""
+    of that tile and `origins` the element at which each slice begins there. `ranks`: how many shards of equal size it is
+    divided into (`shards.py`)."""
 
     name: str
     dtype: torch.dtype
     slices: tuple[ParameterSlice, ...]
     home: str = ""
     origins: tuple[int, ...] = ()
+    ranks: int = 1
 
     @classmethod
-    def of(cls, name: str, dtype: torch.dtype, parameters: Iterable[tuple[str, Sequence[int], bool]]) -> TileLayout:
+    def of(cls, name: str, dtype: torch.dtype, parameters: Iterable[tuple[str, Sequence[int], bool]],
+           ranks: int = 1) -> TileLayout:
         slices, position = [], 0
         for parameter, shape, trainable in parameters:
             slices.append(ParameterSlice(parameter, tuple(shape), position, trainable))
             position += -(-slices[-1].count // ALIGNMENT) * ALIGNMENT
-        return cls(name, dtype, tuple(slices))
+        return cls(name, dtype, tuple(slices), ranks=ranks)
 
     def at_home(self, index: int) -> slice:
         """The elements of a slice in its host tile."""
@@ -67,8 +71,8 @@ class TileLayout:
 
     @property
     def elements(self) -> int:
-        """Including the padding after each parameter."""
-        return -(-self.slices[-1].stop // ALIGNMENT) * ALIGNMENT
+        """Including the padding after each parameter, and so many that shards are aligned."""
+        return -(-self.slices[-1].stop // (ALIGNMENT * self.ranks)) * ALIGNMENT * self.ranks
 
     @property
     def parameters(self) -> int:
@@ -97,6 +101,22 @@ class TileLayout:
         """Bytes of gradients added up over waves, FP32."""
         return 4 * self.elements if self.trainable else 0
 
+    # ---------------------------------------------------------------- one rank's shard, in a slot
+    @property
+    def shard_bytes(self) -> int:
+        """Bytes of a shard of the weights."""
+        return self.weight_bytes // self.ranks
+
+    @property
+    def reduced_bytes(self) -> int:
+        """Bytes of a shard of the gradients, then the norms of all parameters."""
+        return self.shard_bytes + 4 * len(self.slices)
+
+    @property
+    def shard_state_bytes(self) -> int:
+        """Bytes of a shard of AdamW's state."""
+        return self.state_bytes // self.ranks
+
     def host_parts(self) -> dict[str, int]:
         """Bytes that training this tile with AdamW takes, by part."""
         moments = 8 * self.elements if self.trainable else 0
@@ -105,6 +125,13 @@ class TileLayout:
 
     def host_bytes(self) -> int:
         return sum(self.host_parts().values())
+
+    def shared_pieces(self) -> dict[str, int]:
+        """Bytes of every part that a tile of this layout may have, by the name of its piece of `SharedMemory`. What is never
+        touched takes no memory."""
+        moments = dict.fromkeys(("m", "v", "sums"), self.sum_bytes)
+        sizes = self.host_parts() | {"remainder": self.state_bytes - 2 * self.sum_bytes} | moments
+        return {f"{self.name} {part}": size for part, size in sizes.items() if size and part != "moments"}
 
     def state(self, memory: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """m, v (fp32) and the remainder (int16; None of fp32 weights) in a slot's memory."""
@@ -137,20 +164,36 @@ class HostTile:
     v: Tensor | None = None
     sums: Tensor | None = None  # fp32 [elements]
     moments_written: bool = False  # by an update or a loaded optimizer; until then they are untouched zeros
+    shared: SharedMemory | None = None  # with several ranks: where all parts are
 
     @classmethod
-    def allocate(cls, layout: TileLayout) -> HostTile:
-        gradients = host_memory(layout.gradient_bytes).zero_() if layout.trainable else None  # touched pages are pinned faster
+    def allocate(cls, layout: TileLayout, shared: SharedMemory | None = None) -> HostTile:
+        """Makes a tile, zeros. `shared`: memory for the `shared_pieces` of its layout."""
+
+        def memory(part: str, size: int, inherited: bool = False) -> Tensor:
+            return host_memory(size, inherited) if shared is None else shared.piece(f"{layout.name} {part}")
+
+        gradients = memory("gradients", layout.gradient_bytes) if layout.trainable else None
+        if gradients is not None and shared is None:
+            gradients.zero_()  # touched pages are pinned faster
         remainder = None
         if layout.trainable and layout.dtype == torch.bfloat16:
-            remainder = host_memory(2 * layout.elements).view(torch.int16)
-        return cls(layout, host_memory(layout.weight_bytes, inherited=True), gradients, remainder)
+            remainder = memory("remainder", 2 * layout.elements).view(torch.int16)
+        return cls(layout, memory("weights", layout.weight_bytes, inherited=True), gradients, remainder, shared=shared)
 
     def allocate_moments(self) -> None:
         """Allocates AdamW's moments, zeros."""
         if self.m is None and self.layout.trainable:
-            self.m = host_memory(4 * self.layout.elements).view(torch.float32)
-            self.v = host_memory(4 * self.layout.elements).view(torch.float32)
+            self.m, self.v = (self._fp32(part) for part in ("m", "v"))
+
+    def allocate_sums(self) -> None:
+        """Allocates the sums of gradients."""
+        self.sums = self._fp32("sums")
+
+    def _fp32(self, part: str) -> Tensor:
+        size = 4 * self.layout.elements
+        memory = host_memory(size) if self.shared is None else self.shared.piece(f"{self.layout.name} {part}")
+        return memory.view(torch.float32)
 
     def state(self) -> list[Tensor]:
         """The parts of the optimizer state that are allocated."""
@@ -167,6 +210,11 @@ class HostTile:
     @property
     def home(self) -> HostTile:
         return self
+
+    @property
+    def held(self) -> slice:
+        """The elements of a slot of the whole tile that one rank alone copies and updates: all."""
+        return slice(0, self.layout.elements)
 
     @property
     def runs(self) -> list[tuple[slice, slice]]:

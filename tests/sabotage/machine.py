@@ -57,6 +57,7 @@ MAY_TOUCH: dict[str, frozenset[tuple[str, str]]] = {kind: frozenset(
         "G": {"compute": (READ, WRITE), "d2h": (READ,)},
         "S": {"pack": (WRITE,), "h2d": (READ,)},
         "D": {"d2h": (WRITE,), "cpu": (READ,)},
+        "P": {"h2d": (WRITE,)},  # programs of several ranks read it in a lane of their own
         "H": {"d2h": (WRITE,), "h2d": (READ,)},
         "C": {"h2d": (WRITE,), "compute": (READ,)},
         "V": {"h2d": (WRITE,)},

@@ -54,7 +54,7 @@ def uncaptured(monkeypatch: pytest.MonkeyPatch) -> Loaded:
     """`from_pretrained` fills tiles and returns the plain model over them: captures take seconds."""
     loaded = Loaded()
 
-    def attach(model: nn.Module, fill: Callable[[nn.Module, Tiling], Store], *_: Any) -> nn.Module:
+    def attach(model: nn.Module, fill: Callable[..., Store], *_: Any) -> nn.Module:
         loaded.store = fill(model, two_tiles(model))
         return model
 
@@ -101,7 +101,7 @@ def test_a_loaded_model_trains_with_the_bits_of_one_that_was_streamed(model: Any
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_stored_value_is_in_its_master_exactly(
         saved: Path, uncaptured: Loaded, stored: torch.dtype, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megacompile.weights.filling.fill.__defaults__", (100,))  # elements: parts end in mid-row
+    monkeypatch.setattr("megacompile.weights.filling.fill.__defaults__", (100, None))  # elements: parts end in mid-row
     edit(saved, lambda tensors: tensors.update({n: t.to(stored) for n, t in tensors.items()}))
     tensors = load_file(saved / "model.safetensors")
     loaded = megacompile.from_pretrained(saved, dtype=dtype, device="cpu")

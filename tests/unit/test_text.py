@@ -36,6 +36,9 @@ def forward(p):
     e = p.enter("W0", "read", "compute")
     k = p.pack("layers.0", into="S0")                                                  # pack
     w = p.prefetch("layers.0", staging=k, into="W0")                                   # h2d
+    k_1 = p.pack_shard("layers.0", into="S0")                                          # pack
+    n = p.prefetch_shard("layers.0", staging=k_1, into="P0")                           # h2d
+    w_1 = p.gather("layers.0", shard=n, into="W0")                                     # collective
     v = p.resident("layers.0", into="R0")
     h = p.forward("decoder", "layers.0", mb=0, weights=(w,), inputs=())                # compute
     r = p.forward_saving("decoder", "layers.0", mb=1, weights=(w, v), inputs=(h, h))   # compute
@@ -47,19 +50,23 @@ def forward(p):
     p.scale(l)                                                                         # compute
     g = p.recompute_backward("decoder", "layers.0", mb=0, inputs=(h, h), gradient=l)   # compute
     g_1 = p.backward("decoder", "layers.0", mb=0, inputs=(h, h), saved=r, gradient=l)  # compute
+    p.reduce_scatter("layers.0", accumulators=a)                                       # collective
     d = p.reduce("layers.0", accumulators=a, into="G0")                                # compute
+    p.share_norms("layers.0", reduced=d)                                               # collective
     o = p.offload("layers.0", reduced=d, into="D0")                                    # d2h
     p.accumulate("layers.0", slab=o, overwrite=False)                                  # cpu
     p.offload_norms("layers.0", reduced=d)                                             # d2h
     p.add_to_sum("layers.0", slab=o, overwrite=True)                                   # cpu
     p.add_to_sum("layers.0", overwrite=False)                                          # cpu
     p.norms_of_sum("layers.0")                                                         # cpu
+    p.share_host_norms("layers.0")                                                     # cpu
     q = p.fetch_gradients("layers.0", into="RG0")                                      # cpu
     q_1 = p.resident_gradients("layers.0", into="RG0")
     c = p.clip(tiles=("layers.0",))                                                    # cpu
     s = p.fetch_state("layers.0", into="RS0")                                          # cpu
     s_1 = p.resident_state("layers.0", into="RS0")
     p.adam_resident("layers.0", resident=v, state=s, reduced=q, clip=c)                # compute
+    p.gather_resident("layers.0", resident=v)                                          # collective
     p.store_state("layers.0", state=s_1)                                               # cpu
     p.offload_weights("layers.0", resident=v)                                          # cpu
     update = p.adam("layers.0", clip=c)                                                # cpu
@@ -67,6 +74,9 @@ def forward(p):
     p.adam_moments("layers.0", clip=c)                                                 # cpu
     p.adam_of_sum("layers.0", clip=c)                                                  # cpu
     v_3 = p.adam_visiting("layers.0", clip=c, into="V0")                               # h2d
+    p.announce(tiles=("layers.0",))                                                    # cpu
+    z = p.total_loss(values=(l,))                                                      # compute
+    p.share_loss(z)                                                                    # collective
     p.result("loss", values=(l,))                                                      # compute
     p.lease(h)                                                                         # compute
     x = p.leased("layers.0", mb=0)                                                     # compute
@@ -91,6 +101,9 @@ CASES: dict[str, dict[str, Any]] = {
     "outputs": {"outputs": True, "micro_batches": (1, 1)},
     "checkpoints on the host": {"micro_batches": (2, 1), "host_checkpoints": 2},
     "updated on the device": {"resident": ("prologue", "layers.1"), "resident_state": ("prologue", "layers.1")},
+    "two ranks": {"micro_batches": (2, 1), "ranks": 2},
+    "two ranks, slabs": {"micro_batches": (1, 1), "pinned": False, "ranks": 2},
+    "two ranks, updated on the device": {"resident": ("layers.0", "layers.1"), "resident_state": ("layers.1",), "ranks": 2},
     "visiting the device": {"resident": ("layers.1",), "visiting_state": ("prologue", "layers.1"), "deferred_moments": True},
 }
 
@@ -438,7 +451,7 @@ def test_the_page_lists_every_op_and_every_rule() -> None:
 def test_the_ops_that_cost_something_are_those_that_do_work() -> None:
     """Others mark, order and hand over, or move a few bytes."""
     marks = {"result", "lease", "leased", "release", "record", "wait", "enter", "leave", "clip", "offload_norms",
-             "output_gradient"}
+             "output_gradient", "share_norms", "share_host_norms", "share_loss", "total_loss", "announce"}
     assert set(COSTS) == {op.name for op in OPS.values() if op.lane is not None} - marks
 
 

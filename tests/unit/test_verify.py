@@ -19,6 +19,9 @@ SLABS: dict[str, Any] = {**STREAMED, "pinned": False}
 RESIDENT: dict[str, Any] = {**STREAMED, "resident": ("layers.0", "layers.1")}
 ARRIVAL: dict[str, Any] = {**STREAMED, "whole_step": True, "update": "arrival"}
 SUMS: dict[str, Any] = {**STREAMED, "whole_step": True, "waves": 2, "host_sums": ("layers.1", "epilogue")}
+RANKS: dict[str, Any] = {**STREAMED, "ranks": 2}
+RANKS_RESIDENT: dict[str, Any] = {**RANKS, "resident": ("layers.0",), "resident_state": ("layers.0",)}
+RANKS_SUMS: dict[str, Any] = {**SUMS, "ranks": 2}
 BLOCK: dict[str, Any] = {**STREAMED, "checkpoint_interval": 2}
 
 #: (rule, case): schedule, stage, section, pattern and replacement in that section's text, what the message says
@@ -283,6 +286,42 @@ TEXT_EDITS: dict[tuple[str, str], tuple[dict[str, Any], str, str, str, str, str]
     ("handed_on", "write for a read"): (
         STREAMED, "synchronize", "forward", r'leave\("W0", "read"', 'leave("W0", "write"',
         "is wrong: compute does read the place"),
+    ("together", "whole tile of shards"): (
+        RANKS, "shard", "forward", r'w1 = p.gather\("layers.0", shard=s1\)', 'w1 = p.prefetch("layers.0")',
+        "copies a whole tile, whose other shards other ranks may be updating"),
+    ("together", "shard that is never gathered"): (
+        RANKS, "shard", "forward", r"(    w1 = )", r'    s_9 = p.prefetch_shard("layers.0")\n\1',
+        "prefetch_shard layers.0 is never gathered"),
+    ("together", "gradients of one rank alone"): (
+        RANKS, "shard", "backward", r'    p.reduce_scatter\("layers.1".*\n', "",
+        "reduce layers.1 reduces gradients of this rank alone"),
+    ("together", "gradients added up twice"): (
+        RANKS, "shard", "backward", r'(    p.reduce_scatter\("layers.1".*\n)', r"\1\1",
+        "adds up a2 over the ranks a second time"),
+    ("together", "contribution that comes too late"): (
+        RANKS, "shard", "backward", r"(    g2_1 = .*\n)(    p.reduce_scatter.*\n)", r"\2\1",
+        "adds to a2 after it was added up over the ranks"),
+    ("together", "norms of a shard"): (
+        RANKS, "shard", "backward", r'    p.share_norms\("layers.1".*\n', "",
+        "offload layers.1 reads norms of this rank's shard"),
+    ("together", "norms of a shard's sum"): (
+        RANKS_SUMS, "shard", "train_step", r'    p.share_host_norms\("layers.1".*\n', "",
+        "norms_of_sum layers.1 takes are those of a shard, and are never exchanged"),
+    ("together", "norms that are shared twice"): (
+        RANKS_SUMS, "shard", "train_step", r'(    p.share_host_norms\("layers.1".*\n)', r"\1\1",
+        "would add up norms of whole gradients"),
+    ("together", "weights of one device"): (
+        RANKS_RESIDENT, "shard", "update", r"    p.gather_resident.*\n", "",
+        "each device has only its own shard of the weights"),
+    ("together", "loss of one rank"): (
+        RANKS, "shard", "forward", r"    share_loss.*\n|    p.share_loss.*\n", "", "returns the loss of this rank's rows"),
+    ("together", "update that is not announced"): (
+        RANKS, "shard", "update", r"    p.announce.*\n", "", "0 announce in a section that updates"),
+    ("together", "tile that is not announced"): (
+        RANKS, "shard", "update", r'announce\(tiles=\("prologue", ', 'announce(tiles=(', "leaves out prologue"),
+    ("together", "exchange of one rank"): (
+        STREAMED, "shard", "update", r"(    c = p.clip.*\n)", r'\1    p.announce(tiles=("layers.0",))\n',
+        "exchanges values between ranks, but the program has one rank"),
     ("handed_on", "event that fires too early"): (
         STREAMED, "synchronize", "forward", r'(leave\("W1", "write", )e_9', r"\1e_8",
         "hands on e_8, which fires before prefetch layers.1 is done"),

@@ -64,7 +64,9 @@ class ModelCaptures:
         compiling = config.compile if config.compile is not None else backend.device.type == "cuda"
         budget = device_budget(config, backend.free_bytes())
         planner = Planner(captured, tiling, config, budget, parse_bytes(config.pinned_memory), *margins(backend.device.type),
-                          fused=compiling, host_bytes=host_bytes, output=captured.main_output, keeping=True,
+                          fused=compiling, host_bytes=host_bytes, output=captured.main_output,
+                          keeping=tiling.ranks == 1,  # ranks that find different plans on disk could not run together
+
                           simulator=simulator_of(captured, tiling, Hardware.known(backend.device), compiling, config.passes))
         binder = Binder(captured, tiling, backend.device, compiling, compiling and config.dynamic is not False,
                         config.micro_batch_size)

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import weakref
 from collections import Counter
 from collections.abc import Collection, Mapping
@@ -52,6 +53,11 @@ class CompiledShape:
     @property
     def program(self) -> Program:
         return self.compiled.program
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """A hash of the program: ranks run together only if they have the same one."""
+        return hashlib.sha256(self.program.text().encode()).hexdigest()
 
     def slots(self, *sections: str) -> dict[str, Slot]:
         """The slots and slabs that these sections use, of those that the program has; but no `host_slots`."""

@@ -1,0 +1,140 @@
+"""Makes the batches of all ranks one batch: the same shape on every rank, and one loss for all rows.
+
+All ranks run one program, so each rank's rows are padded to the most rows and the longest length of any rank. A rank with fewer
+rows would otherwise wait for the others, so this costs no time. Added rows repeat the rank's first row, without targets. Added
+tokens come after a row's own, where no other token sees them.
+
+The target tokens of all ranks divide each rank's loss. The sum of the ranks' losses is then the loss of one process that has
+all rows.
+"""
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from megacompile.errors import UnsupportedError
+from megacompile.frontend.capture import CapturedModel
+from megacompile.inputs.batch import BatchArguments
+from megacompile.inputs.captures import Captures
+from megacompile.ir.plan import CaptureKey
+from megacompile.losses import IGNORED
+from megacompile.runtime.ranks import Ranks
+
+#: Arguments that only some ranks may pass, and what stands for them on the others.
+_IMPLIED = ("attention_mask", "position_ids")
+
+
+@dataclass(frozen=True)
+class _Summary:
+    """What the other ranks need to know of a rank's batch."""
+
+    rows: int
+    length: int
+    key: CaptureKey
+    has_labels: bool
+    names: tuple[str, ...]
+    targets: float | None  # None: the caller gave the loss denominator, or there is none
+
+
+@dataclass(frozen=True)
+class AllRows:
+    """The rows of all ranks, of which a batch has some. `first`: the number of its first row. `total`: of all rows. `inputs`:
+    the arguments, for all rows, that values are computed from which depend on all of them."""
+
+    first: int
+    total: int
+    inputs: Mapping[str, Tensor]
+
+
+def joined(ranks: Ranks, captures: Captures, given: BatchArguments,
+           doing: str) -> tuple[BatchArguments, AllRows]:
+    """This rank's batch, padded to the shape that all ranks agree on for the batches that they pass to `doing`. Raises
+    `UnsupportedError` where the model computes with all rows at once, or would see padding; `RankError`."""
+    mine = _Summary(given.rows, given.length, given.key, given.has_labels, tuple(given.inputs), _targets(given))
+    all_ranks: list[_Summary] = ranks.agree(doing, mine)
+    key = _common_key(all_ranks)
+    captured = captures.serve(key).captured
+    rows, length = max(each.rows for each in all_ranks), max(each.length for each in all_ranks)
+    _check(captured, all_ranks, key)
+    inputs = _with_implied(given, captures, key)
+    own = given.rows, given.length
+    inputs = {name: _padded(name, tensor, own, (rows, length), captured) for name, tensor in inputs.items()}
+    denominator = given.loss_denominator
+    counts = [each.targets for each in all_ranks]
+    if denominator is not None and mine.targets is not None:
+        denominator = torch.tensor(float(sum(count for count in counts if count is not None)))
+    padded = replace(given, inputs=inputs, rows=rows, length=length, key=key, loss_denominator=denominator,
+                     own_size=own)
+    read = {source.name for total in captured.totals for source in total.sources} & inputs.keys()
+    parts = ranks.agree(doing, {name: inputs[name].cpu() for name in read}) if captured.totals else []
+    whole = {name: torch.cat([part[name] for part in parts]) for name in read}
+    return padded, AllRows(ranks.rank * rows, ranks.size * rows, whole)
+
+
+def _targets(given: BatchArguments) -> float | None:
+    return float(given.loss_denominator) if given.loss_denominator is not None and given.counted else None
+
+
+def _common_key(all_ranks: list[_Summary]) -> CaptureKey:
+    """The capture key that serves the batches of all ranks. Raises `UnsupportedError` if there is none."""
+    keys = {each.key for each in all_ranks}
+    further = {each.key.further for each in all_ranks}
+    most = max(further, key=len)
+    alike = {replace(key, further=()) for key in keys}
+    if len(alike) > 1 or any(other not in ((), most) for other in further) or (
+            len(further) > 1 and not set(most) <= set(_IMPLIED)) or len({each.has_labels for each in all_ranks}) > 1:
+        listed = "; ".join(f"rank {rank}: {', '.join((*each.names, *each.key.further))}" for rank, each in enumerate(all_ranks))
+        raise UnsupportedError("the ranks' batches have different arguments, or some can be packed and some cannot: pass the "
+                               f"same arguments on every rank, or stream with repack=False ({listed})")
+    return replace(alike.pop(), further=most)
+
+
+def _check(captured: CapturedModel, all_ranks: list[_Summary], key: CaptureKey) -> None:
+    uneven = len({each.rows for each in all_ranks}) > 1
+    sizes = ", ".join(f"{each.rows} x {each.length}" for each in all_ranks)
+    if captured.across_rows:
+        raise UnsupportedError("the model computes with several sequences of a batch at once, so that ranks would change what "
+                               f"it computes: train it with one process; in {captured.across_rows}")
+    if all_ranks[0].has_labels and not captured.has_loss_denominator:
+        raise UnsupportedError("the model's loss is not a cross entropy over tokens, so that it cannot be divided among ranks: "
+                               "pass stream() a loss, or train with one process")
+    if uneven and captured.is_averaged:
+        raise UnsupportedError(f"the model's loss is an average over rows, and the ranks have batches of {sizes}: give every "
+                               "rank the same number of rows")
+    longer = len({each.length for each in all_ranks}) > 1
+    if longer and (captured.counts_places or not (captured.causal or "attention_mask" in key.further)):
+        raise UnsupportedError(f"the ranks have batches of {sizes}, and the model would see padding: pad all of them to one "
+                               "length")
+
+
+def _with_implied(given: BatchArguments, captures: Captures, key: CaptureKey) -> dict[str, Tensor]:
+    """The batch arguments, with those that other ranks pass and this one implies."""
+    served, inputs = captures.serve(key), dict(given.inputs)
+    for name in set(key.further) - inputs.keys():
+        dtype = served.types[name].dtype
+        values = torch.arange(given.length) if name == "position_ids" else torch.ones(given.length)
+        inputs[name] = values.to(dtype).expand(given.rows, -1).contiguous()
+    return {name: inputs[name] for name in (*(n for n in served.captured.batch_inputs if n in inputs),
+                                            *(n for n in inputs if n not in served.captured.batch_inputs))}
+
+
+def _padded(name: str, tensor: Tensor, size: tuple[int, int], wanted: tuple[int, int], captured: CapturedModel) -> Tensor:
+    """A batch argument for `wanted` = [rows, length]."""
+    if size == wanted:
+        return tensor
+    if tensor.shape[0] != size[0] or (size[1] != wanted[1] and (tensor.dim() < 2 or tensor.shape[1] != size[1])):
+        raise UnsupportedError(f"the ranks have batches of different shapes, and {name}, {list(tensor.shape)}, cannot be "
+                               "padded: give every rank the same number of rows of one length")
+    if size[1] < wanted[1]:
+        if name in captured.labels:
+            filling = tensor.new_full((), IGNORED)
+        else:  # a token that is there already; position 0 begins a sequence of its own
+            filling = tensor.new_zeros(()) if name in _IMPLIED else tensor[:, -1:]
+        tensor = torch.cat([tensor, filling.expand(size[0], wanted[1] - size[1], *tensor.shape[2:])], dim=1)
+    if size[0] < wanted[0]:
+        first = tensor.new_full((), IGNORED) if name in captured.labels else tensor[:1]
+        tensor = torch.cat([tensor, first.expand(wanted[0] - size[0], *tensor.shape[1:])])
+    return tensor.contiguous()

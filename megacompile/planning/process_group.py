@@ -1,0 +1,44 @@
+"""Which processes train together: those of torch.distributed's default group, or of a job that torchrun has started."""
+from __future__ import annotations
+
+import os
+
+import torch
+import torch.distributed as dist
+
+from megacompile.errors import MegacompileError
+from megacompile.planning.config import StreamConfig
+from megacompile.planning.device import compute_device
+from megacompile.runtime.ranks import Ranks, connect
+
+
+def process_count() -> int:
+    """The processes of the default group, or of the job that this process was started in."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_world_size()
+    return int(os.environ.get("WORLD_SIZE", "1")) if "MASTER_ADDR" in os.environ else 1
+
+
+def device_of_rank(config: StreamConfig) -> torch.device:
+    """The device of this process: the one that was given, or with several processes the CUDA device of its local rank."""
+    device = compute_device(config.device)
+    if device.type != "cuda" or process_count() == 1 or config.distributed is False or ":" in str(config.device or ""):
+        return device
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+
+
+def connected_ranks(config: StreamConfig, device: torch.device) -> Ranks | None:
+    """The other ranks that train the model together with this process; None if it trains alone. Initializes torch.distributed
+    if the user has not. Raises `MegacompileError` if `distributed` is asked for and there is one process, and what `connect`
+    raises."""
+    count = process_count()
+    if config.distributed is False or count == 1:
+        if config.distributed:
+            raise MegacompileError("distributed=True needs several processes, and there is one: start the script with torchrun "
+                                   "--nproc-per-node N, or leave distributed out")
+        return None
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if not dist.is_initialized():
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    return connect(device, config.stall_timeout)

@@ -1,0 +1,57 @@
+"""What a streamed model does together with other ranks: agreements before sections that all ranks run, and waits for updates.
+
+A process that trains alone agrees with itself, and waits for nobody.
+"""
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from megacompile.frontend.capture import CapturedModel
+from megacompile.inputs.across_ranks import AllRows, joined
+from megacompile.inputs.batch import BatchArguments
+from megacompile.runtime.ranks import Ranks
+from megacompile.streaming.dropout_seed import seed_of_forward
+from megacompile.streaming.programs.captures import ModelCaptures
+from megacompile.streaming.programs.shapes import CompiledShape
+
+
+class Together:
+    """`ranks`: None where this process trains alone."""
+
+    def __init__(self, ranks: Ranks | None, captures: ModelCaptures) -> None:
+        self.ranks, self.captures = ranks, captures
+
+    @contextlib.contextmanager
+    def failing(self) -> Iterator[None]:
+        """Around what all ranks do together: a rank that fails tells the others, which would wait for it."""
+        try:
+            yield
+        except BaseException as error:
+            if self.ranks is not None:
+                self.ranks.failed(error)
+            raise
+
+    def agree(self, doing: str) -> None:
+        """Waits until all ranks are about to do the same. Raises `RankError`."""
+        if self.ranks is not None:
+            self.ranks.agree(doing)
+
+    def joined(self, given: BatchArguments, doing: str) -> tuple[BatchArguments, AllRows | None]:
+        """The batch in the shape that all ranks agree on, and the rows that it is a part of; None: it has all rows. Raises what
+        `across_ranks.joined` raises."""
+        return (given, None) if self.ranks is None else joined(self.ranks, self.captures, given, doing)
+
+    def confirm(self, shape: CompiledShape, captured: CapturedModel, all_rows: AllRows | None) -> int | None:
+        """Checks that all ranks have the same program for a step. Returns the seed of its dropout, or None. Raises
+        `RankError`."""
+        seed = seed_of_forward(captured)
+        if self.ranks is None or all_rows is None:
+            return seed
+        self.ranks.agree_on("compile", "program", shape.digest)
+        return None if seed is None else self.ranks.agree("draw", seed)[0]
+
+    def wait_for_updates(self) -> None:
+        """Waits until host tiles have the updates of all ranks. Raises `RankError`."""
+        if self.ranks is not None:
+            self.ranks.wait_for_updates()

@@ -1,0 +1,21 @@
+"""Collectives whose names differ between the versions of PyTorch that we support."""
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+#: PyTorch 2.13 renamed these, and warns about the old names.
+_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def all_gather(whole: Tensor, own: Tensor, group: dist.ProcessGroup, wait: bool) -> Any:
+    """Fills `whole`, [ranks * n], with the tensors [n] of all ranks. Returns the work, unless it is to `wait`."""
+    return _gather(whole, own, group=group, async_op=not wait)
+
+
+def reduce_scatter(own: Tensor, whole: Tensor, group: dist.ProcessGroup) -> None:
+    """Fills `own`, [n], with this rank's part of the sum of all ranks' `whole`, [ranks * n]. It may be a part of it."""
+    _reduce_scatter(own, whole, group=group)

@@ -1,0 +1,142 @@
+"""Rule `together`: what several ranks run together is complete, and in the same order on every rank.
+
+All ranks run one program, and its collectives run in one lane, in program order. So every rank runs the same sequence. The rule
+says that each exchange happens once and in time: a weight slot holds all shards before it is read, a gradient is the sum over
+all ranks before it is rounded, and a norm is that of the whole gradient before anything reads it.
+"""
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import fx
+
+from megacompile.ir.listing import describe
+from megacompile.ir.program import Program, argument, find, nodes, op_of, operands
+from megacompile.verify.fault import Fault
+from megacompile.verify.sums import UPDATE_OPS
+
+#: Sections that all ranks run together. In other sections a rank works alone.
+_TOGETHER = ("forward", "backward", "backward_accumulate", "train_step", "update")
+_OF_SEVERAL = ("pack_shard", "prefetch_shard", "gather", "reduce_scatter", "share_norms", "share_host_norms",
+               "gather_resident", "total_loss", "share_loss", "announce")
+
+
+def together(program: Program) -> Iterator[Fault]:
+    """With several ranks, each rank copies its shard of a tile and all shards are gathered. Gradients are added up over the
+    ranks once, after the last contribution and before they are reduced. Norms and losses are exchanged before they are read,
+    and weights that are updated on the devices are gathered after that. A program of one rank exchanges nothing."""
+    for name, graph in program.sections.items():
+        if program.ranks == 1 or name not in _TOGETHER:
+            for node in find(graph, *_OF_SEVERAL):
+                why = "has one rank" if program.ranks == 1 else f"runs {name} on each rank alone"
+                yield Fault(f"{describe(node)} exchanges values between ranks, but the program {why}", "drop it", node)
+            continue
+        for node in find(graph, "pack", "prefetch"):
+            yield Fault(f"{describe(node)} copies a whole tile, whose other shards other ranks may be updating",
+                        f"{op_of(node).name}_shard and gather", node)
+        yield from _gathered(graph)
+        yield from _summed(graph)
+        yield from _norms(graph)
+        yield from _resident(graph)
+        yield from _losses(graph)
+        yield from _announced(graph)
+
+
+def _gathered(graph: fx.Graph) -> Iterator[Fault]:
+    gathered: dict[fx.Node, fx.Node] = {}
+    for node in find(graph, "gather"):
+        (shard,) = operands(node, "shard")
+        if shard in gathered:
+            yield Fault(f"{describe(node)} gathers {shard.name} a second time", "gather each shard once", node, gathered[shard])
+        gathered[shard] = node
+    for shard in find(graph, "prefetch_shard"):
+        if shard not in gathered:
+            yield Fault(f"{describe(shard)} is never gathered", "gather it", shard)
+
+
+def _summed(graph: fx.Graph) -> Iterator[Fault]:
+    """Accumulators: contributions, then one `reduce_scatter`, then `reduce`."""
+    scattered: dict[fx.Node, fx.Node] = {}
+    for node in nodes(graph):
+        op = op_of(node).name
+        for value in operands(node, "accumulators"):
+            if op == "reduce_scatter":
+                if value in scattered:
+                    yield Fault(f"{describe(node)} adds up {value.name} over the ranks a second time", "do it once", node,
+                                scattered[value])
+                if argument(value, "tile") != argument(node, "tile"):
+                    yield Fault(f"{describe(node)} takes accumulators of {argument(value, 'tile')}", "give it its own", node,
+                                value)
+                scattered[value] = node
+            elif op == "reduce" and value not in scattered:
+                yield Fault(f"{describe(node)} reduces gradients of this rank alone", "reduce_scatter before it", node, value)
+            elif op != "reduce" and value in scattered:
+                yield Fault(f"{describe(node)} adds to {value.name} after it was added up over the ranks",
+                            "reduce_scatter after the last contribution", node, scattered[value])
+
+
+def _norms(graph: fx.Graph) -> Iterator[Fault]:
+    alone: dict[fx.Node, fx.Node] = {}  # reduced -> itself, while its norms are those of a shard
+    on_host: dict[str, fx.Node] = {}  # tile -> the node that took norms of a shard in host memory
+    for node in nodes(graph):
+        op, tile = op_of(node).name, argument(node, "tile")
+        for value in operands(node, "reduced"):
+            if op == "share_norms":
+                alone.pop(value, None)
+            elif value in alone:
+                yield Fault(f"{describe(node)} reads norms of this rank's shard", "share_norms before it", node, value)
+        if op == "reduce":
+            alone[node] = node
+        elif op == "norms_of_sum" or (op == "accumulate" and not argument(node, "overwrite")):
+            on_host[tile] = node
+        elif op == "share_host_norms":
+            if on_host.pop(tile, None) is None:
+                yield Fault(f"{describe(node)} would add up norms of whole gradients", "drop it", node)
+        elif op in (*UPDATE_OPS, "fetch_gradients") and tile in on_host:
+            yield Fault(f"{describe(node)} reads norms of this rank's shard", "share_host_norms before it", node, on_host[tile])
+    for node in (*alone.values(), *on_host.values()):
+        yield Fault(f"the norms that {describe(node)} takes are those of a shard, and are never exchanged",
+                    f"{'share_norms' if op_of(node).name == 'reduce' else 'share_host_norms'} after it", node)
+
+
+def _resident(graph: fx.Graph) -> Iterator[Fault]:
+    updated: dict[str, fx.Node] = {}
+    for node in find(graph, "adam_resident", "gather_resident"):
+        tile = argument(node, "tile")
+        if op_of(node).name == "adam_resident":
+            updated[tile] = node
+        elif updated.pop(tile, None) is None:
+            yield Fault(f"{describe(node)} does not follow an update of {tile} on the device", "drop it", node)
+    for tile, node in updated.items():
+        yield Fault(f"each device has only its own shard of the weights of {tile} updated", "gather_resident after it", node)
+
+
+def _announced(graph: fx.Graph) -> Iterator[Fault]:
+    updates = {argument(node, "tile"): node for node in find(graph, *UPDATE_OPS, "offload_weights", "adam_moments")}
+    announced = list(find(graph, "announce"))
+    if len(announced) != bool(updates):
+        yield Fault(f"{len(announced)} announce in a section that updates {len(updates)} tiles",
+                    "announce once, after the last update, where any tile is updated", next(iter(announced), None))
+        return
+    for node in announced:
+        if missing := sorted(updates.keys() - set(argument(node, "tiles"))):
+            yield Fault(f"{describe(node)} leaves out {missing[0]}", "announce every tile that is updated", node,
+                        updates[missing[0]])
+        late = next((other for other in graph.nodes if other in updates.values() and other > node), None)
+        if late is not None:
+            yield Fault(f"{describe(node)} comes before {describe(late)}", "announce after the last update", node, late)
+
+
+def _losses(graph: fx.Graph) -> Iterator[Fault]:
+    shared: set[fx.Node] = set()
+    for node in nodes(graph):
+        if op_of(node).name == "share_loss":
+            (value,) = operands(node, "value")
+            if value in shared or op_of(value).name != "total_loss":
+                yield Fault(f"{describe(node)} takes {value.name}, which is not a loss of this rank", "give it a total_loss, "
+                            "once", node, value)
+            shared.add(value)
+        elif op_of(node).name == "result":
+            for value in operands(node, "values"):
+                if op_of(value).name == "loss" or (op_of(value).name == "total_loss" and value not in shared):
+                    yield Fault(f"{describe(node)} returns the loss of this rank's rows", "share_loss before it", node, value)

@@ -1,0 +1,112 @@
+"""Shares each tile's traffic between ranks: each rank copies and updates its shard, and the ranks exchange shards.
+
+    s3 = prefetch_shard("layers.3")                        # h2d: 1/N of the tile
+    w3 = gather("layers.3", s3)                            # collective
+    h4_0 = forward("decoder", "layers.3", mb=0, weights=(w3,))
+
+Gradients are added up in FP32 over the ranks before they are rounded. Each rank keeps its shard of the sum:
+
+    reduce_scatter("layers.3", a3)                         # collective, beside the backward of layers.2
+    d3 = reduce("layers.3", a3)                            # after it: of this rank's shard
+    share_norms("layers.3", d3)                            # collective: each parameter's norm over all shards
+    offload("layers.3", d3)
+
+Where the host adds gradients up, norms are taken there, and shared after that (`share_host_norms`). A tile that is updated on
+the device has a shard of its state on each device, and all of its weights:
+
+    adam_resident("layers.3", resident=w3, state=m3, reduced=d3, clip=c)
+    gather_resident("layers.3", w3)
+
+After the last update a rank says so, since the others may read its shards in host memory:
+
+    announce(("layers.0", "layers.1", ...))
+
+The loss is that of all ranks' rows:
+
+    l = total_loss((l_0, l_1))
+    share_loss(l)                                          # collective
+    result("loss", (l,))
+
+Evaluations and `load` stay as they are: there each rank copies whole tiles, so that a rank can evaluate alone.
+"""
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx
+
+from megacompile.ir.plan import Plan
+from megacompile.ir.program import Builder, Program, argument, find, nodes, op_of, operands, rebuild
+
+name, requires, provides = "shard", "optimizer", "shard"
+
+#: Ops that update a tile.
+UPDATE_OPS = ("adam", "adam_weights", "adam_of_sum", "adam_resident", "adam_visiting")
+#: Sections that all ranks run together.
+TOGETHER = ("forward", "backward", "backward_accumulate", "train_step", "update")
+
+
+def run(program: Program, plan: Plan) -> Program:
+    if plan.ranks == 1:
+        return program.evolve(stage=provides)
+    sections = {key: _shard(graph) if key in TOGETHER else graph for key, graph in program.sections.items()}
+    for graph in sections.values():
+        if updated := tuple(dict.fromkeys(argument(node, "tile") for node in find(graph, *UPDATE_OPS))):
+            Builder(graph, name).add("announce", tiles=updated)
+    return program.evolve(stage=provides, ranks=plan.ranks, sections=sections)
+
+
+def _shard(graph: fx.Graph) -> fx.Graph:
+    complete: dict[fx.Node, list[fx.Node]] = {}  # last contribution -> the accumulators that are complete after it
+    last = {value: node for node in nodes(graph) for value in (*operands(node, "accumulators"), *operands(node, "value"))
+            if op_of(node).name != "reduce"}
+    for node in find(graph, "reduce"):
+        (value,) = operands(node, "accumulators")
+        complete.setdefault(last.get(value, value), []).append(value)
+    image: dict[fx.Node, fx.Node] = {}
+
+    def visit(node: fx.Node, arguments: dict[str, Any], build: Builder) -> fx.Node:
+        made = image[node] = _replaced(node, arguments, build)
+        for value in complete.get(node, ()):
+            build.add("reduce_scatter", tile=argument(value, "tile"), accumulators=image[value])
+        return made
+
+    return rebuild(graph, visit, name)
+
+
+def _replaced(node: fx.Node, arguments: dict[str, Any], build: Builder) -> fx.Node:
+    """Adds what stands for a node with several ranks. Returns the node that its users read."""
+    op, tile = op_of(node).name, arguments.get("tile")
+
+    def again(op: str = op) -> fx.Node:
+        made = build.add(op, node.name, **arguments)
+        made.meta["pass"] = node.meta.get("pass", "")
+        return made
+
+    match op:
+        case "pack":
+            return build.add("pack_shard", node.name, **arguments)
+        case "prefetch":
+            shard = build.add("prefetch_shard", f"s{node.name.lstrip('w')}", tile=tile, staging=arguments.get("staging"))
+            return build.add("gather", node.name, tile=tile, shard=shard)
+        case "reduce":
+            reduced = again()
+            build.add("share_norms", tile=tile, reduced=reduced)
+            return reduced
+        case "accumulate" if not arguments["overwrite"]:
+            made = again()
+            build.add("share_host_norms", tile=tile)
+            return made
+        case "norms_of_sum":
+            made = again()
+            build.add("share_host_norms", tile=tile)
+            return made
+        case "adam_resident":
+            made = again()
+            build.add("gather_resident", tile=tile, resident=arguments["resident"])
+            return made
+        case "result" if all(op_of(value).name == "loss" for value in operands(node, "values")):
+            total = build.add("total_loss", "l", values=arguments["values"])
+            build.add("share_loss", value=total)
+            return build.add("result", key="loss", values=(total,))
+    return again()

@@ -1,0 +1,40 @@
+"""Where the host tiles of a model are allocated: in memory of this process, or in memory that all ranks share."""
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import TypeVar
+
+from megacompile.runtime.memory.tiles import HostTile, TileLayout
+from megacompile.runtime.ranks import Ranks
+
+T = TypeVar("T")
+
+
+class TileMemory:
+    """Memory of this process. `writes`: whether this process writes the values of a model that is in memory."""
+
+    writes = True
+
+    def allocate(self, layout: TileLayout) -> HostTile:
+        return HostTile.allocate(layout)
+
+    def share(self, work: Collection[T]) -> list[T]:
+        """The part of some work, the same on every rank, that this process does."""
+        return list(work)
+
+
+class SharedTileMemory(TileMemory):
+    """Memory that all ranks map. Rank 0's values are those of the model, as with `DistributedDataParallel`. Raises `RankError`
+    if the ranks' models differ."""
+
+    def __init__(self, layouts: Collection[TileLayout], ranks: Ranks) -> None:
+        self._ranks = ranks
+        self.writes = ranks.rank == 0
+        ranks.agree_on("stream", "model", [repr(layout) for layout in layouts])
+        self._memory = ranks.shared_memory({name: size for layout in layouts for name, size in layout.shared_pieces().items()})
+
+    def allocate(self, layout: TileLayout) -> HostTile:
+        return HostTile.allocate(layout, self._memory)
+
+    def share(self, work: Collection[T]) -> list[T]:
+        return list(work)[self._ranks.rank::self._ranks.size]

@@ -1,0 +1,201 @@
+"""The other ranks of a job: collectives of the lanes, and agreements between the callers.
+
+Three process groups, because three threads of a process use them at the same time: the lane `collective` exchanges weights and
+gradients (NCCL, or gloo on CPUs), the lane `cpu` exchanges norms in host memory, and the caller's thread agrees with the other
+callers on what runs next. The collectives of a group run in the same order on every rank.
+
+Every wait looks at the board (`StatusBoard`): a rank that has ended, or has failed, ends the others with its name and cause.
+"""
+from __future__ import annotations
+
+import os
+import pickle
+import time
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megacompile.errors import RankError, UnsupportedError
+from megacompile.system.shared_memory import SharedMemory
+from megacompile.system.status_board import ROW_BYTES, StatusBoard
+from megacompile.torch_compat.distributed import all_gather, reduce_scatter
+
+#: How long a wait sleeps between two looks, in seconds: at first, and at most.
+_FIRST_S, _LONGEST_S = 2e-5, 2e-3
+#: How often a wait looks at the board, in seconds.
+_LOOK_S = 0.05
+
+
+class Ranks:
+    """`rank`: this process, of `size`. State: the process groups, the `board` once all ranks have it, how many updates were
+    submitted, and how many of them this rank's lanes have finished."""
+
+    def __init__(self, device: torch.device, timeout_s: float | None) -> None:
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.device = device
+        limit = timedelta(seconds=timeout_s or 10**6)
+        self._lane = dist.new_group(backend="nccl" if device.type == "cuda" else "gloo", timeout=limit)
+        self._host = dist.new_group(backend="gloo", timeout=limit)
+        self._callers = dist.new_group(backend="gloo", timeout=limit)
+        self.board: StatusBoard | None = None
+        self.submitted = self.finished = 0
+
+    # ---------------------------------------------------------------- in lanes
+    def gather(self, whole: Tensor, shard: Tensor) -> None:
+        """Fills `whole`, uint8 [size * n] on the device, with the shards of all ranks, uint8 [n] each. `shard` may be this
+        rank's part of `whole`."""
+        if self.device.type == "cuda":
+            all_gather(whole, shard, self._lane, wait=True)
+            return
+        self._finish(all_gather(whole, shard.clone(), self._lane, wait=False))
+
+    def reduce_scatter(self, flat: Tensor) -> None:
+        """Adds up `flat`, fp32 [size * n], over the ranks. This rank's n elements hold the sums afterwards; the others hold
+        nothing of use. The sums are taken in the order of the ranks on a CPU, and in NCCL's order on CUDA."""
+        count = flat.numel() // self.size
+        own = flat[self.rank * count:(self.rank + 1) * count]
+        if self.device.type == "cuda":
+            reduce_scatter(own, flat, self._lane)
+            return
+        received = torch.empty_like(flat)
+        self._finish(dist.all_to_all_single(received, flat, group=self._lane, async_op=True))
+        parts = received.view(self.size, count)
+        own.copy_(parts[0])
+        for part in parts[1:]:
+            own.add_(part)
+
+    def join_norms(self, norms: Tensor) -> None:
+        """Norms of shards, fp32 [n] on the device -> norms of whole gradients, the same bits on every rank."""
+        self._join(norms, self._lane)
+
+    def join_host_norms(self, norms: Tensor) -> None:
+        """As `join_norms`, in host memory and in the lane cpu."""
+        self._join(norms, self._host)
+
+    def _join(self, norms: Tensor, group: dist.ProcessGroup) -> None:
+        squares = norms.double().square()  # the square of a large fp32 norm is not an fp32 number
+        self._sum(squares, group)
+        norms.copy_(squares.sqrt())
+
+    def updated(self) -> None:
+        """Called by the last op of an update: this rank's shards in host memory are those of the update."""
+        self.finished += 1
+        if self.board is not None:
+            self.board.finished(self.finished)
+
+    def add_up(self, value: Tensor) -> None:
+        """Adds up a tensor on the device over the ranks, in place, with the same bits on every rank."""
+        self._sum(value, self._lane)
+
+    def _sum(self, value: Tensor, group: dist.ProcessGroup) -> None:
+        if value.device.type == "cuda":
+            dist.all_reduce(value, group=group)
+        else:
+            self._finish(dist.all_reduce(value, group=group, async_op=True))
+
+    # ---------------------------------------------------------------- in the caller's thread
+    def agree(self, doing: str, value: Any = None) -> list[Any]:
+        """Waits until all ranks call this, and returns their values in the order of the ranks. Raises `RankError` if another
+        rank does something else, has failed or has ended."""
+        found = self._exchange((doing, value))
+        for rank, (other, _) in enumerate(found):
+            if other != doing:
+                raise RankError(f"rank {rank} calls {other} while rank {self.rank} calls {doing}: make the same calls in the "
+                                "same order on every rank (only evaluations may differ)")
+        return [given for _, given in found]
+
+    def agree_on(self, doing: str, what: str, value: Any) -> None:
+        """As `agree`. Raises `RankError` unless all ranks give the same value, which is `what` it is for a message."""
+        values = self.agree(doing, value)
+        for rank, other in enumerate(values):
+            if other != values[0]:
+                raise RankError(f"rank {rank} has another {what} than rank 0: start all ranks with the same model, options and "
+                                "versions")
+
+    def wait_for_updates(self) -> None:
+        """Waits until every rank has finished all updates that were submitted here. Then the tiles in host memory are whole.
+        Raises `RankError`."""
+        pause, looked = _FIRST_S, time.monotonic()
+        while self.board is not None and not self.board.all_finished(self.submitted):
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_S)
+            if time.monotonic() - looked > _LOOK_S:
+                looked = time.monotonic()
+                self.check()
+
+    def _exchange(self, value: Any) -> list[Any]:
+        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        sizes = torch.zeros(self.size, dtype=torch.int64)
+        self._finish(all_gather(sizes, torch.tensor([data.numel()]), self._callers, wait=False))
+        longest = int(sizes.max())
+        padded, received = torch.zeros(longest, dtype=torch.uint8), torch.zeros(self.size * longest, dtype=torch.uint8)
+        padded[:data.numel()] = data
+        self._finish(all_gather(received, padded, self._callers, wait=False))
+        parts = received.view(self.size, longest)
+        return [pickle.loads(part[:size].numpy().tobytes()) for part, size in zip(parts, sizes.tolist(), strict=True)]
+
+    def shared_memory(self, sizes: Mapping[str, int]) -> SharedMemory:
+        """Memory that all ranks map, made by rank 0. Each rank must give the same sizes."""
+        memory = SharedMemory(sizes) if self.rank == 0 else None
+        address = self.agree("stream", None if memory is None else memory.address)[0]
+        memory = memory or SharedMemory(sizes, address)
+        self.agree("stream")  # the others have opened it before rank 0 may close it
+        return memory
+
+    # ---------------------------------------------------------------- waiting and failing
+    def _finish(self, work: Any) -> None:
+        """Waits for a collective on the host."""
+        pause, looked = _FIRST_S, time.monotonic()
+        try:
+            while not work.is_completed():
+                time.sleep(pause)
+                pause = min(2 * pause, _LONGEST_S)
+                if time.monotonic() - looked > _LOOK_S:
+                    looked = time.monotonic()
+                    self.check()
+            work.wait()
+        except RuntimeError as error:  # a connection was closed
+            if isinstance(error, RankError):
+                raise
+            time.sleep(_LOOK_S)  # until the rank that closed it has ended, and can be named
+            self.check()
+            raise RankError(f"the ranks have lost their connection ({str(error).splitlines()[0]}): start the job again from "
+                            "the last checkpoint") from error
+
+    def check(self) -> None:
+        """Raises `RankError` if another rank has ended or has failed."""
+        if self.board is not None and (cause := self.board.trouble()):
+            raise RankError(f"{cause}: the other ranks cannot go on; start the job again from the last checkpoint")
+
+    def failed(self, error: BaseException) -> None:
+        """Tells the other ranks that this one has failed, unless it is because another rank has."""
+        if self.board is not None and not isinstance(error, RankError):
+            self.board.fail(error)
+
+    def close(self) -> None:
+        """Ends the process groups. The lanes must be idle."""
+        if self.board is not None:
+            self.board.close()
+            self.board = None
+        for group in (self._lane, self._host, self._callers):
+            dist.destroy_process_group(group)
+
+
+def connect(device: torch.device, timeout_s: float | None) -> Ranks:
+    """Connects the processes of torch.distributed's default group, which must all be on this host. Raises `UnsupportedError` if
+    they are not."""
+    ranks = Ranks(device, timeout_s)
+    hosts = ranks.agree("stream", Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii"))
+    if len(set(hosts)) > 1:
+        raise UnsupportedError("the ranks are on several hosts, which is not supported yet: start them on one host (torchrun "
+                               "--standalone)")
+    processes = ranks.agree("stream", os.getpid())
+    memory = ranks.shared_memory({"board": ROW_BYTES * ranks.size})
+    ranks.board = StatusBoard(memory.piece("board"), ranks.rank, processes)
+    memory.close()
+    return ranks

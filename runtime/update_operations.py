@@ -1,0 +1,168 @@
+"""The ops that add up gradients in host memory, clip them and update tiles."""
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, fx
+
+from megacompile.ir.program import argument
+from megacompile.runtime.frame import Frame, gradients_of, norms_of, own_bytes, sums_of
+from megacompile.runtime.memory.arena import Gradients, State
+from megacompile.runtime.memory.shards import Share
+from megacompile.runtime.memory.tile_part import at_home, in_slot
+from megacompile.runtime.optimizer import adam as host
+from megacompile.runtime.update import Update
+from megacompile.runtime.visiting import visit
+
+
+def _accumulate(frame: Frame, node: fx.Node) -> None:
+    tile = frame.store[argument(node, "tile")]
+    slab: Gradients = frame.read(node, "slab")
+    if argument(node, "overwrite"):
+        for here, there in tile.gradients_with(slab.memory):
+            host.copy(there, here)
+        return
+    flat, norms = gradients_of(tile), norms_of(tile)
+    for position, s in enumerate(tile.layout.slices):
+        there = flat[tile.layout.at_home(position)]
+        host.accumulate(there, slab.flat[s.start:s.stop], overwrite=False)
+        norms[position] = host.norm(there)
+
+
+def _clip(frame: Frame, node: fx.Node) -> float:
+    """The clipping factor of `torch.nn.utils.clip_grad_norm_`: max_norm / (norm + 1e-6), at most 1."""
+    update = frame.update
+    assert update is not None, "an update without an optimizer"
+    if update.norm is None:  # else a failed step is being completed, and gradients of finished tiles may be gone
+        update.judge({name: _norms(frame, update, name) for name in argument(node, "tiles")})
+    assert update.norm is not None
+    return 1.0 if update.max_grad_norm is None else min(1.0, update.max_grad_norm / (update.norm + 1e-6))
+
+
+def _norms(frame: Frame, update: Update, name: str, memory: Tensor | None = None) -> dict[str, float]:
+    """Norms of the gradients that count, by parameter: those of the host tile, or those in `memory`, a slab."""
+    tile = frame.store[name]
+    norms = (norms_of(tile) if memory is None else tile.layout.norms(memory)).tolist()
+    return {tile.layout.slices[position].name: norms[position] for position in update.counted.get(name, ())}
+
+
+def _add_to_sum(frame: Frame, node: fx.Node) -> None:
+    tile, slab = frame.store[argument(node, "tile")], frame.read(node, "slab")
+    sums, source = sums_of(tile), None if slab is None else slab.flat
+    if frame.update is not None and frame.update.on_arrival:  # before the global norm is known, and a sum has no norms
+        frame.update.judge_tile(tile.layout.name, _norms(frame, frame.update, tile.layout.name, slab and slab.memory))
+    for here, there in tile.runs:
+        host.accumulate(sums[there], gradients_of(tile)[there] if source is None else source[here], argument(node, "overwrite"))
+
+
+def _norms_of_sum(frame: Frame, node: fx.Node) -> None:
+    tile = frame.store[argument(node, "tile")]
+    norms = norms_of(tile)
+    for position in range(len(tile.layout.slices)):
+        norms[position] = host.norm(sums_of(tile)[tile.layout.at_home(position)])
+
+
+def _adam(frame: Frame, node: fx.Node) -> None:
+    tile = frame.store[argument(node, "tile")]
+    _update(frame, node, tile, gradients_of(tile))
+
+
+def _adam_weights(frame: Frame, node: fx.Node) -> None:
+    tile = frame.store[argument(node, "tile")]
+    if argument(node, "tile") not in _updating(frame).halfway:
+        _update(frame, node, tile, gradients_of(tile), host.Part.WEIGHTS)
+
+
+def _adam_moments(frame: Frame, node: fx.Node) -> None:
+    tile = frame.store[argument(node, "tile")]
+    _update(frame, node, tile, gradients_of(tile), host.Part.MOMENTS)
+
+
+def _adam_of_sum(frame: Frame, node: fx.Node) -> None:
+    tile = frame.store[argument(node, "tile")]
+    _update(frame, node, tile, sums_of(tile))
+
+
+def _update(frame: Frame, node: fx.Node, tile: Share, gradients: Tensor,
+            part: host.Part = host.Part.WHOLE) -> None:
+    """Updates a tile on the host. `gradients`: [elements] of the host tile, in the weights' dtype or FP32."""
+    update, home = _updating(frame), tile.home
+    if update.on_arrival and gradients is not home.sums and tile.layout.name in update.segments:
+        update.judge_tile(tile.layout.name, _norms(frame, update, tile.layout.name))
+    if segments := update.pending(tile.layout.name):
+        assert home.m is not None and home.v is not None, "the optimizer made no state"
+        frame.store.preserve(tile.layout.name)
+        host.adamw(home.layout.flat(home.weights), home.remainder, gradients, home.m, home.v, at_home(segments, tile.runs),
+                   _gradient_scale(frame, node), part=part)
+        if part == host.Part.WEIGHTS:
+            update.halfway.add(tile.layout.name)
+        else:
+            _updated(update, tile)
+
+
+def _adam_resident(frame: Frame, node: fx.Node) -> None:
+    update, tile = _updating(frame), frame.store[argument(node, "tile")]
+    if segments := update.pending(tile.layout.name):
+        weights, state, gradients = (frame.read(node, name) for name in ("resident", "state", "reduced"))
+        # On arrival the device itself checks the norms: otherwise the host would wait for the device in every layer.
+        judged = (gradients.norms, frame.arena.verdict(tile.layout.name, update)) if update.on_arrival else None
+        own = tile.layout.flat(own_bytes(tile, weights.memory))
+        frame.backend.adamw(own, state.remainder, gradients.flat, state.m, state.v,
+                            in_slot(segments, tile.runs), _gradient_scale(frame, node), judged)
+        _updated(update, tile)
+
+
+def _adam_visiting(frame: Frame, node: fx.Node) -> None:
+    update, tile = _updating(frame), frame.store[argument(node, "tile")]
+    if segments := update.pending(tile.layout.name):
+        frame.store.preserve(tile.layout.name)
+        visit(frame.backend, frame.memory(argument(node, "into")), tile, segments, _gradient_scale(frame, node))
+        _updated(update, tile)
+
+
+def _updating(frame: Frame) -> Update:
+    assert frame.update is not None, "an update without an optimizer"
+    return frame.update
+
+
+def _gradient_scale(frame: Frame, node: fx.Node) -> float:
+    """The clipping factor; 1 without a clip."""
+    return frame.read(node, "clip") if "clip" in node.kwargs else 1.0
+
+
+def _updated(update: Update, tile: Share) -> None:
+    tile.home.moments_written = True
+    update.finish(tile.layout.name)
+
+
+def _fetch_state(frame: Frame, node: fx.Node) -> State:
+    tile = frame.store[argument(node, "tile")]
+    state = frame.arena.state(argument(node, "into"), tile.layout)
+    for there, here in zip(state.parts, _state(tile), strict=True):
+        if there is not None and here is not None:
+            for in_it, at_home in tile.runs:
+                there[in_it].copy_(here[at_home])
+        elif there is not None:  # no optimizer has allocated moments yet
+            there.zero_()
+    return state
+
+
+def _store_state(frame: Frame, node: fx.Node) -> None:
+    frame.store.preserve(argument(node, "tile"))
+    tile, state = frame.store[argument(node, "tile")], frame.read(node, "state")
+    for there, here in zip(state.parts, _state(tile), strict=True):
+        if there is not None and here is not None:
+            for in_it, at_home in tile.runs:
+                here[at_home].copy_(there[in_it])
+
+
+def _state(tile: Share) -> tuple[Tensor | None, ...]:
+    """The host tile's optimizer state, in the order of `State.parts`."""
+    return tile.home.m, tile.home.v, tile.home.remainder
+
+
+UPDATE_OPERATIONS: dict[str, Callable[[Frame, fx.Node], Any]] = dict(
+    accumulate=_accumulate, clip=_clip, add_to_sum=_add_to_sum, norms_of_sum=_norms_of_sum, adam=_adam,
+    adam_weights=_adam_weights, adam_moments=_adam_moments, adam_of_sum=_adam_of_sum, adam_resident=_adam_resident,
+    adam_visiting=_adam_visiting, fetch_state=_fetch_state, store_state=_store_state)
