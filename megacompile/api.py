@@ -1,7 +1,6 @@
 """`stream(model)` turns a model into a streamed model, in place."""
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -13,7 +12,7 @@ from megacompile.errors import MegacompileError, UnsupportedError
 from megacompile.frontend.capture import CapturedModel, capture
 from megacompile.frontend.ops.attention_kernels import fused_kernel
 from megacompile.frontend.pipeline import Watch
-from megacompile.frontend.tracing.layers import Layers
+from megacompile.frontend.tracing.layers import Layers, find_layers
 from megacompile.passes.template import Target
 from megacompile.planning.config import StreamConfig
 from megacompile.planning.device import compute_device, device_budget
@@ -82,13 +81,12 @@ def attach(model: M, fill: Callable[..., Store], config: StreamConfig, layers: L
 def _attach(model: M, fill: Callable[..., Store], config: StreamConfig, layers: Layers | None,
             example: Mapping[str, Tensor] | None, backend: Backend, ranks: Ranks | None) -> M:
     there = available_host_bytes()
-    check_host_first(model, layers, config, min(there, parse_bytes(config.host_memory) or there))
     device_bytes = device_budget(config, backend.free_bytes())
     if ranks is not None:  # all ranks must make the same plans
         there, device_bytes = map(min, zip(*ranks.agree("stream", (there, device_bytes)), strict=True))
         config = replace(config, device_memory=device_bytes, host_memory=min(there, parse_bytes(config.host_memory) or there))
     captured, tiling = analyse(model, config, backend.device.type, layers, example, fused_kernel(backend.device), device_bytes,
-                               ranks=1 if ranks is None else ranks.size)
+                               min(there, parse_bytes(config.host_memory) or there), ranks=1 if ranks is None else ranks.size)
     check_host_memory(tiling, parse_bytes(config.host_memory))
     check_device_memory(tiling, device_bytes)
     spend_pinned_memory(captured, tiling, parse_bytes(config.pinned_memory), config.gradient_slabs)
@@ -119,10 +117,12 @@ def make_backend(device: str | torch.device | None) -> Backend:
 
 def analyse(model: nn.Module, config: StreamConfig, device_type: str, layers: Layers | None,
             example: Mapping[str, Tensor] | None, fused_attention: str = "flash",
-            device_bytes: int | None = None, watch: Watch | None = None, ranks: int = 1) -> tuple[CapturedModel, Tiling]:
+            device_bytes: int | None = None, host_bytes: int | None = None,
+            watch: Watch | None = None, ranks: int = 1) -> tuple[CapturedModel, Tiling]:
     """Captures a model for a device and divides its parameters into tiles, without changing it. `fused_attention`: see
-    `Target`. `device_bytes`: the device's memory; with None, experts are split only if the user asks for it. `watch`: as in
-    `capture`. `ranks`: the number of processes that share the tiles."""
+    `Target`. `device_bytes`: the device's memory; with None, experts are split only if the user asks for it. `host_bytes`: the
+    host's memory, which is checked before the capture; with None, it is not. `watch`: as in `capture`. `ranks`: the number of
+    processes that share the tiles."""
     refuse_hooks(model)
     check_unclaimed(model)
     if wrong := [key for key, value in (example or {}).items() if not isinstance(value, Tensor)]:
@@ -133,19 +133,13 @@ def analyse(model: nn.Module, config: StreamConfig, device_type: str, layers: La
         raise UnsupportedError(f"parameters are {', '.join(sorted(map(str, dtypes)))}: megacompile trains float32 and "
                                "bfloat16; cast the model to one of them")
     dtype = torch.bfloat16 if torch.bfloat16 in dtypes else torch.float32
-    subject = model if config.dtype is None else _meta_copy(model, config.dtype)
-    captured = capture(subject, layers=layers, example=example, pipeline=config.template_passes,
+    stack = find_layers(model, layers)
+    if host_bytes is not None:
+        check_host_first(model, stack, config, host_bytes)
+    pieces = expert_pieces(model, stack, config, device_bytes)
+    captured = capture(model, layers=stack, example=example, pipeline=config.template_passes,
                        target=Target(device_type, dtype, fused_attention), loss=config.loss,
-                       expert_pieces=expert_pieces(model, layers, config, device_bytes), watch=watch)
+                       expert_pieces=pieces, dtype=config.dtype, watch=watch)
     tiling = Tiling.of(model, captured.calls, config.dtype, captured.rows, ranks)
     config.check_tiles(tiling.layouts, type(model).__name__)
     return captured, tiling
-
-
-def _meta_copy(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """A copy of the model whose parameters have `dtype` and are on the meta device. Buffers keep their dtype: rotary
-    frequencies are fp32 on purpose."""
-    memo: dict[int, Any] = {}
-    for parameter in model.parameters():
-        memo[id(parameter)] = nn.Parameter(torch.empty_like(parameter, dtype=dtype, device="meta"), parameter.requires_grad)
-    return copy.deepcopy(model, memo)

@@ -23,7 +23,7 @@ from megacompile.passes.manager import compile_program
 from megacompile.planning.config import StreamConfig
 from megacompile.planning.device import compute_device, device_budget, free_device_bytes
 from megacompile.planning.explain import Outlook, outlook
-from megacompile.planning.host_needs import check_host_first, host_too_small
+from megacompile.planning.host_needs import host_too_small
 from megacompile.planning.memory_budget import margins
 from megacompile.planning.planner import Planner
 from megacompile.planning.step_time import simulator_of
@@ -121,17 +121,16 @@ def schedule(model: nn.Module, *, batch: int, length: int, layers: Layers | None
     device = compute_device(config.device, hardware)
     device_type = device.type
     there = parse_bytes(config.host_memory) or (hardware.host_memory if hardware is not None else available_host_bytes())
-    check_host_first(model, layers, config, there)
     budget = device_budget(config, free_device_bytes(device, hardware))
     captured, tiling = analyse(model, config, device_type, layers, example,
-                               hardware.fused_attention if hardware is not None else fused_kernel(device), budget,
+                               hardware.fused_attention if hardware is not None else fused_kernel(device), budget, there,
                                ranks=gpus)
     if not tiling.trains:
         raise UnsupportedError(f"no parameter of {type(model).__name__} is trained, so there is no training step to plan: set "
                                "requires_grad=True for some")
     fused = config.compile if config.compile is not None else device_type == "cuda"
     if tiling.host_bytes() + HOST_MARGIN_BYTES > there:
-        raise host_too_small(model, find_layers(model, layers), config, tiling.host_bytes(), there)
+        raise host_too_small(model, find_layers(model, captured.stacks), config, tiling.host_bytes(), there)
     taken = planned_and_not_taken(device) if hardware is None and config.device_memory is None else 0
     simulator = simulator_of(captured, tiling, hardware or Hardware.known(device), fused, config.passes)
     planner = Planner(captured, tiling, config, budget, parse_bytes(config.pinned_memory), *margins(device_type), fused=fused,

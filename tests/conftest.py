@@ -24,6 +24,7 @@ from torch import fx, nn
 from megacompile import api
 from megacompile.frontend.capture import CapturedModel
 from megacompile.frontend.templates.joint import JointGraph
+from megacompile.frontend.tracing.layers import LayerStack
 from megacompile.ir.lowering import model_program
 from megacompile.ir.plan import Plan
 from megacompile.ir.program import CallSpec, Program, Tile
@@ -153,10 +154,11 @@ def shared_captures() -> Iterator[None]:
     def shared(model: nn.Module, **options: Any) -> CapturedModel:
         bound = signature.bind(model, **options)
         bound.apply_defaults()
-        alike, example = _alike(model), bound.arguments.pop("example") or {}
+        alike, example, layers = _alike(model), bound.arguments.pop("example") or {}, bound.arguments.pop("layers")
         if alike is None:
             return capture(model, **options)
-        key = (alike, *((name, tensor.shape, tensor.dtype) for name, tensor in example.items()), *bound.kwargs.values())
+        lists = (layers.paths, layers.largest) if isinstance(layers, LayerStack) else layers
+        key = (alike, lists, *((name, tensor.shape, tensor.dtype) for name, tensor in example.items()), *bound.kwargs.values())
         if key not in _lasting:
             _lasting[key] = capture(model, **options)
         return _lasting[key]

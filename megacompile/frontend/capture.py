@@ -18,7 +18,7 @@ from megacompile.frontend.pipeline import CaptureState, Watch, run_steps
 from megacompile.frontend.steps import STEPS
 from megacompile.frontend.templates.template import TargetLike, TemplatePass
 from megacompile.frontend.tracing.fake_model import CAPTURE_SHAPE
-from megacompile.frontend.tracing.layers import Layers, find_layers, largest_of
+from megacompile.frontend.tracing.layers import Layers, LayerStack, find_layers
 from megacompile.frontend.tracing.options import refuse_options
 from megacompile.frontend.tracing.trace import our_attention, subject
 from megacompile.frontend.tracing.validity import Validity, recording
@@ -37,30 +37,31 @@ class CpuTarget:
 
 
 def capture(
-    model: nn.Module, *, layers: Layers | None = None, example: Mapping[str, Tensor] | None = None,
+    model: nn.Module, *, layers: Layers | LayerStack | None = None, example: Mapping[str, Tensor] | None = None,
     pipeline: Sequence[TemplatePass] = (), target: TargetLike | None = None, key: CaptureKey = PLAIN,
-    loss: Callable[..., Any] | None = None, expert_pieces: int = 1, watch: Watch | None = None,
+    loss: Callable[..., Any] | None = None, expert_pieces: int = 1, dtype: torch.dtype | None = None,
+    watch: Watch | None = None,
 ) -> CapturedModel:
     """Capture `model` for batches of one `key`, once, on fakes: no weight is read or copied, and `meta` models work too.
 
-    `layers` names the lists of layers (see `find_layers`); `example` gives the batch arguments if they are not `input_ids` and
+    `layers` names the lists of layers, or is what `find_layers` found; `example` gives the batch arguments if they are not `input_ids` and
     `labels`; `pipeline` and `target` are the template passes and what they lower to; `loss`, a function of tokens, replaces the
-    model's own loss; `expert_pieces` is the number of calls that a layer's experts are divided among; `watch` is called after
-    each step of `STEPS`. If several lists were found, not named, and their layers form no chain, the largest one is the stack:
+    model's own loss; `expert_pieces` is the number of calls that a layer's experts are divided among; `dtype` is that of all
+    parameters (None: each has its own); `watch` is called after each step of `STEPS`. If several lists were found, not named, and their layers form no chain, the largest one is the stack:
     the steps then run twice.
     Raises `CaptureError` or `UnsupportedError`, naming the module, for what cannot be streamed faithfully.
     """
     def attempt(paths: tuple[str, ...], chained: bool = False) -> CapturedModel:
-        state = CaptureState(model, paths, example, pipeline, target or CpuTarget(), key, loss, expert_pieces, chained)
+        state = CaptureState(model, paths, example, pipeline, target or CpuTarget(), key, loss, expert_pieces, dtype, chained)
         return _captured(state, watch)
 
-    stack = find_layers(model, layers)
+    stack = layers if isinstance(layers, LayerStack) else find_layers(model, layers)
     refuse_options(model, stack)
     with under_way(f"tracing {type(model).__name__}"):
-        if stack.found and len(stack.paths) > 1:
+        if stack.largest is not None and len(stack.paths) > 1:
             with contextlib.suppress(CaptureError, UnsupportedError):
                 return attempt(stack.paths, chained=True)
-            return attempt((largest_of(model, stack),))
+            return attempt((stack.largest,))
         return attempt(stack.paths)
 
 

@@ -52,6 +52,7 @@ class Given:
     key: CaptureKey
     loss: Callable[..., Any] | None
     expert_pieces: int = 1
+    dtype: torch.dtype | None = None
     chained: bool = False
     known_patches: tuple[Patches, ...] | None = None
     known_trace: Traced | None = None

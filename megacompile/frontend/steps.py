@@ -55,9 +55,9 @@ Loss = Callable[..., Any] | None
 
 
 # ---------------------------------------------------------------- the copy that is traced
-def copy_model(model: nn.Module) -> nn.Module:
+def copy_model(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
     """A fake copy of the model as it is now: the model may be streamed when it is captured again."""
-    return fake_twin(model, FakeTensorMode())
+    return fake_twin(model, FakeTensorMode(), dtype=dtype)
 
 
 def divide_experts(plain: nn.Module, layers: tuple[str, ...], expert_pieces: int) -> Mapping[str, Rows]:

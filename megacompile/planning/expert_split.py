@@ -8,19 +8,19 @@ from torch import nn
 
 from megacompile.errors import UnsupportedError
 from megacompile.frontend.graph.expert_pieces import counts_of, experts_in
-from megacompile.frontend.tracing.layers import Layers, find_layers
+from megacompile.frontend.tracing.layers import LayerStack
 from megacompile.planning.config import StreamConfig
 
 #: Share of device memory for experts in transit. Activations, boundary tiles and checkpoints need the rest.
 SHARE = 0.5
 
 
-def expert_pieces(model: nn.Module, layers: Layers | None, config: StreamConfig, device_bytes: int | None) -> int:
+def expert_pieces(model: nn.Module, stack: LayerStack, config: StreamConfig, device_bytes: int | None) -> int:
     """The number of pieces that the user has given; else the fewest whose slots and sums fit `SHARE` of `device_bytes`, or one
     for each expert. Decided once: tiles, templates and calls follow from it.
 
     Raises `UnsupportedError` for a given number where the model has no experts to divide."""
-    found = dict(experts_in(find_layers(model, layers)))
+    found = dict(experts_in(stack))
     if config.expert_pieces is not None:
         if config.expert_pieces > 1 and not found:
             raise UnsupportedError(

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from megacompile.errors import CaptureError, InsufficientMemoryError
-from megacompile.frontend.tracing.layers import Layers, LayerStack, find_layers
+from megacompile.errors import InsufficientMemoryError
+from megacompile.frontend.tracing.layers import LayerStack
 from megacompile.planning.config import StreamConfig
 from megacompile.sizes import format_bytes
 from megacompile.weights.tiling import HOST_MARGIN_BYTES
@@ -16,13 +16,9 @@ from megacompile.weights.tiling import HOST_MARGIN_BYTES
 TRAINED_BYTES = 14
 
 
-def check_host_first(model: nn.Module, layers: Layers | None, config: StreamConfig, available: int) -> None:
+def check_host_first(model: nn.Module, stack: LayerStack, config: StreamConfig, available: int) -> None:
     """Raises `InsufficientMemoryError`, with what would fit, if the layers alone take more than the host has. All of them are
     read; only a trace can say which other parameters are."""
-    try:
-        stack = find_layers(model, layers)
-    except CaptureError:  # capturing the model will raise it
-        return
     if host_bytes(stack.layers, config) + HOST_MARGIN_BYTES > available:
         raise host_too_small(model, stack, config, host_bytes([model], config), available)
 

@@ -15,6 +15,7 @@ import megacompile
 from megacompile.errors import CaptureError, InsufficientMemoryError, MegacompileError, UnsupportedError
 from megacompile.frontend.graph.expert_pieces import Rows, counts_of
 from megacompile.frontend.templates.template import Call, Source
+from megacompile.frontend.tracing.layers import find_layers
 from megacompile.planning.config import StreamConfig
 from megacompile.planning.expert_split import expert_pieces
 from megacompile.weights.tiling import Tiling, build_store
@@ -158,7 +159,7 @@ def test_experts_are_divided_where_half_of_the_device_cannot_hold_those_under_wa
     each = sum(p.numel() for n, p in model.named_parameters() if "layers.0.mlp.experts" in n) // 3
 
     def pieces(device_bytes: int, **options: Any) -> int:
-        return expert_pieces(model, None, StreamConfig.of(device="cpu", **options), device_bytes)
+        return expert_pieces(model, find_layers(model), StreamConfig.of(device="cpu", **options), device_bytes)
 
     assert [pieces(2 * 20 * each * held) for held in (3, 2, 1)] == [1, 2, 3]
     assert pieces(2 * 20 * each * 3 - 1) == 2 and pieces(1) == 3
@@ -172,7 +173,7 @@ def test_what_has_no_experts_is_not_divided() -> None:
     import tiny_models
 
     plain = tiny_models.build()
-    assert expert_pieces(plain, None, StreamConfig.of(device="cpu"), 1) == 1
+    assert expert_pieces(plain, find_layers(plain), StreamConfig.of(device="cpu"), 1) == 1
     with pytest.raises(UnsupportedError, match="expert_pieces=2 divides experts, and Qwen2ForCausalLM has none"):
         megacompile.stream(plain, device="cpu", expert_pieces=2)
 

@@ -30,8 +30,9 @@ def is_transformers_model(model: nn.Module) -> bool:
 
 
 def fake_twin(model: nn.Module, fakes: FakeTensorMode, attention: str | None = None, training: bool = True,
-              layers: Layers | None = None) -> nn.Module:
-    """A copy of `model` in training mode (or not) with fake parameters and buffers of the same shapes, strides and dtypes.
+              layers: Layers | None = None, dtype: torch.dtype | None = None) -> nn.Module:
+    """A copy of `model` in training mode (or not) with fake parameters and buffers of the same shapes, strides and dtypes. Only
+    parameters get the `dtype`, if it is given: rotary frequencies, which are buffers, are fp32 on purpose.
 
     A transformers model is switched to the `attention` implementation, one of ours. Encoders outside its stack of `layers`
     keep theirs, which is not causal. Ties between parameters survive.
@@ -39,7 +40,7 @@ def fake_twin(model: nn.Module, fakes: FakeTensorMode, attention: str | None = N
     memo: dict[int, object] = {}
     with fakes:
         for parameter in model.parameters():
-            memo[id(parameter)] = nn.Parameter(_fake_like(parameter), requires_grad=parameter.requires_grad)
+            memo[id(parameter)] = nn.Parameter(_fake_like(parameter, dtype), requires_grad=parameter.requires_grad)
         for buffer in model.buffers():
             memo[id(buffer)] = _fake_like(buffer)
     try:
@@ -69,8 +70,8 @@ def fake_twin(model: nn.Module, fakes: FakeTensorMode, attention: str | None = N
     return twin
 
 
-def _fake_like(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty_strided(tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype, device="cpu")
+def _fake_like(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    return torch.empty_strided(tuple(tensor.shape), tensor.stride(), dtype=dtype or tensor.dtype, device="cpu")
 
 
 def fake_batch(

@@ -37,12 +37,12 @@ Layers = str | Sequence[str]
 @dataclasses.dataclass(frozen=True)
 class LayerStack:
     """The decoder layers of a model, list by list, with their qualified names ("model.layers.0", ...). `paths`: the names of
-    the lists. `found`: the lists were found, not named."""
+    the lists. `largest`: if the lists were found, the one of them with the most parameters; None if they were named."""
 
     paths: tuple[str, ...]
     names: tuple[str, ...]
     layers: tuple[nn.Module, ...]
-    found: bool = False
+    largest: str | None = None
 
     def __str__(self) -> str:
         return " and ".join(self.paths)
@@ -96,12 +96,7 @@ def find_layers(model: nn.Module, layers: Layers | None = None) -> LayerStack:
             if layer is not None:
                 items.setdefault(id(layer), (f"{path}.{name}", layer))
     names, modules = zip(*items.values(), strict=True)
-    return LayerStack(paths, names, modules, found=not named)
-
-
-def largest_of(model: nn.Module, stack: LayerStack) -> str:
-    """The list with the most parameters among those of a stack."""
-    return max(stack.paths, key=lambda path: sum(p.numel() for p in model.get_submodule(path).parameters()))
+    return LayerStack(paths, names, modules, None if named else max(paths, key=lambda path: candidates.get(path, 0)))
 
 
 def _paths(layers: Layers) -> tuple[str, ...]:
