@@ -15,7 +15,6 @@ from megacompile.frontend.capture import CapturedModel
 from megacompile.frontend.ops.attention_kernels import fused_kernel
 from megacompile.frontend.pipeline import Step, Watch
 from megacompile.frontend.templates.template import Call, Template
-from megacompile.frontend.tracing.adapters import forward_signature
 from megacompile.frontend.tracing.layers import Layers, stack_candidates
 from megacompile.inputs.batch import batch_types
 from megacompile.inputs.repacking import obstacle
@@ -185,7 +184,7 @@ def _remarks(model: nn.Module, captured: CapturedModel, tiling: Tiling) -> Itera
            f"loss: a sum over target tokens{fused}: micro-batches change nothing" if captured.has_loss_denominator else
            "loss: none, it is made outside, of the model's output" if not captured.has_loss else
            "loss: no cross entropy over tokens that is recognised: one micro-batch a step")
-    why = obstacle(captured, batch_types(captured), forward_signature(model).parameters)
+    why = obstacle(captured, batch_types(captured))
     yield f"padded rows: {f'computed as they come, since {why}' if why else 'packed into rows of one length'}"
     if captured.across_rows:
         yield f"rows of a batch are computed with at once, so that it is not split: {captured.across_rows}"

@@ -44,11 +44,11 @@ def capture(
 ) -> CapturedModel:
     """Capture `model` for batches of one `key`, once, on fakes: no weight is read or copied, and `meta` models work too.
 
-    `layers` names the lists of layers, or is what `find_layers` found; `example` gives the batch arguments if they are not `input_ids` and
-    `labels`; `pipeline` and `target` are the template passes and what they lower to; `loss`, a function of tokens, replaces the
-    model's own loss; `expert_pieces` is the number of calls that a layer's experts are divided among; `dtype` is that of all
-    parameters (None: each has its own); `watch` is called after each step of `STEPS`. If several lists were found, not named, and their layers form no chain, the largest one is the stack:
-    the steps then run twice.
+    `layers` names the lists of layers, or is what `find_layers` found; `example` gives the batch arguments if they are not
+    `input_ids` and `labels`; `pipeline` and `target` are the template passes and what they lower to; `loss`, a function of
+    tokens, replaces the model's own loss; `expert_pieces` is the number of calls that a layer's experts are divided among;
+    `dtype` is that of all parameters (None: each has its own); `watch` is called after each step of `STEPS`. If several lists
+    were found, not named, and their layers form no chain, the largest one is the stack: the steps then run twice.
     Raises `CaptureError` or `UnsupportedError`, naming the module, for what cannot be streamed faithfully.
     """
     def attempt(paths: tuple[str, ...], chained: bool = False) -> CapturedModel:

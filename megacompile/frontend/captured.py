@@ -55,8 +55,9 @@ class LayerFacts:
 class BatchFacts:
     """What the model reads from a batch, and what it computes across the batch's rows.
 
-    `batch_inputs`: the batch arguments, in the positional order of the model's forward. `labels`: those that only the loss
-    reads. `same_logits_without_labels`: a forward without labels computes the logits that were captured with them.
+    `forward_arguments`: the names of all arguments of the model's forward. `batch_inputs`: those that are read from a batch, in
+    their positional order. `labels`: those that only the loss reads. `same_logits_without_labels`: a forward without labels
+    computes the logits that were captured with them.
     `across_rows`: the name and source line of an operation on several sequences at once, in which case batches are not split;
     else "". `totals`: how values made of all rows of a batch are computed, for each of its micro-batches. `counts_places`: the
     model computes with such a value of the positions in a row, which differs for longer rows.
@@ -64,6 +65,7 @@ class BatchFacts:
     of any size, whose batch arguments are aligned with tokens.
     """
 
+    forward_arguments: frozenset[str]
     batch_inputs: tuple[str, ...]
     labels: tuple[str, ...]
     same_logits_without_labels: bool

@@ -314,7 +314,8 @@ def describe_batch(
                    if loss_facts.has_loss and n not in read_early and n not in map(argument, key.further))
     same_logits = _same_logits_without_labels(twin, graph, positions, model_arguments(batch, key.images), labels)
     return BatchFacts(
-        batch_inputs=inputs, labels=labels, same_logits_without_labels=same_logits,
+        forward_arguments=frozenset(forward_signature(twin).parameters), batch_inputs=inputs, labels=labels,
+        same_logits_without_labels=same_logits,
         across_rows=arguments_mix or ("" if loss_facts.is_averaged else layers_mix), totals=totals,
         counts_places=counts_places, places=places, patches=patches)
 

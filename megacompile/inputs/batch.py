@@ -198,7 +198,7 @@ def _pack(name: str, captures: RepackedCaptures, given: Mapping[str, Any], input
     """Packs the rows of a batch if that changes no result, and reads the arguments that not every batch of the model has."""
     plain = captures.first.captured
     others = {key: value for key, value in given.items() if key not in plain.batch_inputs and not _is_neutral(key, value)}
-    further = further_arguments(name, plain, others, inputs, captures.parameters)
+    further = further_arguments(name, plain, others, inputs)
     mask = others.get("attention_mask")
     present = present_tokens(inputs, mask, plain.labels, wanted)
     packed = captures.repacking.pack(inputs, present, mask, further, training, wanted)

@@ -27,14 +27,10 @@ class Capture(Protocol):
 
 
 class Captures(Protocol):
-    """All captures of a model. `first`: the capture for plain batches; `parameters`: the parameter names of the model's
-    forward."""
+    """All captures of a model. `first`: the capture for plain batches."""
 
     @property
     def first(self) -> Capture: ...
-
-    @property
-    def parameters(self) -> frozenset[str]: ...
 
     def capture_key(self, further: tuple[str, ...], training: bool, images: int = 1) -> CaptureKey:
         """The key of a batch with `further` arguments, beside those of plain batches, and `images` for each sequence."""

@@ -21,12 +21,12 @@ _BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k")
 _LONGEST = ("max_length_q", "max_length_k")
 
 
-def further_arguments(name: str, captured: CapturedModel, given: Mapping[str, Any], inputs: Mapping[str, Tensor],
-                      known: Collection[str]) -> dict[str, Tensor]:
+def further_arguments(name: str, captured: CapturedModel, given: Mapping[str, Any],
+                      inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The arguments among `given` that change what is computed: int64 [batch, length], or masks of pairs (see `pairs.py`).
 
-    `given`: the arguments that plain batches do not have; `inputs`: those that they have; `known`: the parameter names of the
-    model's forward. Raises `UnsupportedError` for an argument that is not supported."""
+    `given`: the arguments that plain batches do not have; `inputs`: those that they have. Raises
+    `UnsupportedError` for an argument that is not supported."""
     first = next(iter(inputs.values()))
     rest = dict(given)
     further: dict[str, Tensor] = {}
@@ -37,18 +37,18 @@ def further_arguments(name: str, captured: CapturedModel, given: Mapping[str, An
     mask = rest.pop("attention_mask", None)
     _check_bounds(name, captured, rest, further.get("position_ids"))
     for key, value in rest.items():
-        if key not in known:
+        if key not in captured.forward_arguments:
             raise _refused(name, captured, key)
         square = isinstance(value, Tensor) and value.dim() in (3, 4) and value.shape[-1] == value.shape[-2]
         further[key] = read_mask(name, key, value, first.shape) if square else _rows(name, captured, key, value, first)
-    takes_pairs = "attention_mask" in known
-    if takes_pairs and isinstance(mask, Tensor) and (mask.dim() == 4 or (mask.dim() == 3 and not captured.masks_hide)):
+    takes_mask = "attention_mask" in captured.forward_arguments
+    if takes_mask and isinstance(mask, Tensor) and (mask.dim() == 4 or (mask.dim() == 3 and not captured.masks_hide)):
         further["attention_mask"] = read_attention_mask(name, captured, mask, first.shape)
     elif mask is not None:
         if not isinstance(mask, Tensor) or mask.shape != first.shape[:2]:
             what = f"of shape {list(mask.shape)}" if isinstance(mask, Tensor) else f"that is a {type(mask).__name__}"
             rows, length = first.shape[:2]
-            of_pairs = f", or a mask of pairs of tokens {[rows, 1, length, length]}" if takes_pairs else ""
+            of_pairs = f", or a mask of pairs of tokens {[rows, 1, length, length]}" if takes_mask else ""
             raise UnsupportedError(f"{name}: an attention_mask {what} is not supported yet: pass a tensor of shape "
                                    f"{[rows, length]}{of_pairs}, or none")
         # With other arguments, such as position IDs that restart within a row, the mask must stay: given any mask, transformers
@@ -56,7 +56,7 @@ def further_arguments(name: str, captured: CapturedModel, given: Mapping[str, An
         # auxiliary loss counts padding unless the mask hides it.
         labels = () if captured.token_loss or captured.is_averaged else captured.labels
         # A model without such a parameter sees the padding anyway.
-        right = (captured.causal and captured.masks_hide) or "attention_mask" not in known
+        right = (captured.causal and captured.masks_hide) or not takes_mask
         if further or not _changes_nothing(mask, [inputs[key] for key in labels if key in inputs] if right else []):
             further["attention_mask"] = (mask != 0).long()
     return further

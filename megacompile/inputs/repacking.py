@@ -7,7 +7,7 @@ for a model, `pack` for a batch.
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 
 import numpy as np
@@ -113,7 +113,7 @@ class Repacking:
     @cached_property
     def obstacle(self) -> str:
         """Why the model's batches cannot be packed; "" if nothing is known against it without another capture."""
-        return obstacle(self.captures.first.captured, self.captures.first.types, self.captures.parameters)
+        return obstacle(self.captures.first.captured, self.captures.first.types)
 
     @property
     def known_refusal(self) -> str:
@@ -183,23 +183,22 @@ class Repacking:
         return self._counted[key]
 
 
-def obstacle(captured: CapturedModel, types: Mapping[str, TemplateInput], parameters: Collection[str]) -> str:
+def obstacle(captured: CapturedModel, types: Mapping[str, TemplateInput]) -> str:
     """Why batches of a model cannot be packed, with the names of the inputs or calls that prevent it; "" if its graphs for
     plain batches show no reason.
 
-    `captured`: the capture for plain batches; `types`: those of its batch arguments; `parameters`: the parameter names of the
-    model's forward."""
-    return next(_obstacles(captured, types, parameters), "")
+    `captured`: the capture for plain batches; `types`: those of its batch arguments."""
+    return next(_obstacles(captured, types), "")
 
 
-def _obstacles(captured: CapturedModel, types: Mapping[str, TemplateInput], parameters: Collection[str]) -> Iterator[str]:
+def _obstacles(captured: CapturedModel, types: Mapping[str, TemplateInput]) -> Iterator[str]:
     images = {name for places in captured.places for name in places.images}
     of_rows = [name for name, given in types.items() if len(given.shape) < 2 or given.shape[1] != LENGTH_SYMBOL]
     if images or captured.places or captured.patches:
         yield f"the model takes images{_named(sorted(images) or of_rows)}"
     if of_rows:
         yield f"some arguments have values for rows instead of tokens{_named(of_rows)}"
-    if not captured.masks_hide or _POSITIONS not in parameters:
+    if not captured.masks_hide or _POSITIONS not in captured.forward_arguments:
         yield "the model's forward does not take attention_mask and position_ids as models from transformers do"
     if not captured.causal or not captured.fused_attention:
         yield f"not all layers are causal attention that streaming has kernels for{_named(_mixing(captured))}"

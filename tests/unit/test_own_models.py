@@ -134,7 +134,7 @@ def test_a_model_of_ones_own_is_given_padding_on_the_right() -> None:
     mask = torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0], [1, 1, 0, 0]])
     inputs = {"input_ids": IDS, "labels": IDS.masked_fill(mask == 0, -100)}
     assert captured.causal
-    assert "attention_mask" in further_arguments("Pools", captured, {"attention_mask": mask}, inputs, {"attention_mask"})
+    assert "attention_mask" in further_arguments("Pools", captured, {"attention_mask": mask}, inputs)
 
 
 def counting(self: Any, x: Tensor) -> Tensor:

@@ -17,7 +17,6 @@ from megacompile.errors import CaptureError, UnsupportedError
 from megacompile.frontend.batches.pairs import argument, masks_in
 from megacompile.frontend.capture import CapturedModel
 from megacompile.frontend.templates.template import TemplateInput
-from megacompile.frontend.tracing.adapters import forward_signature
 from megacompile.inputs.batch import batch_types
 from megacompile.inputs.repacking import Repacking
 from megacompile.ir.plan import PLAIN, CaptureKey
@@ -60,7 +59,6 @@ class ModelCaptures:
     def __init__(self, model: nn.Module, captured: CapturedModel, tiling: Tiling, config: StreamConfig, backend: Backend,
                  host_bytes: int) -> None:
         self.model, self.tiling = model, tiling
-        self.parameters = frozenset(forward_signature(model).parameters)  # of the model's forward, by name
         compiling = config.compile if config.compile is not None else backend.device.type == "cuda"
         budget = device_budget(config, backend.free_bytes())
         planner = Planner(captured, tiling, config, budget, parse_bytes(config.pinned_memory), *margins(backend.device.type),

@@ -73,7 +73,7 @@ def _check_declared(shapes: Shapes, shape: Shape, plan: Plan) -> None:
     if plan.output != shape.output:
         raise ProgramError(f'the plan says output="{shortened(plan.output)}", but the shape "{shortened(shape.output)}": say '
                            "the same in both")
-    further, parameters = [argument_of(each) for each in shape.further], shapes.captures.parameters
+    further, parameters = [argument_of(each) for each in shape.further], shapes.captured.forward_arguments
     if len(set(further)) < len(further) or not parameters.issuperset(further):
         raise ProgramError(f"the shape has the additional batch arguments {listed(further)}: name each once, from "
                            f"{listed(sorted(parameters))}")
