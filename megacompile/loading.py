@@ -93,7 +93,7 @@ def from_pretrained(source: str | Path, *, dtype: torch.dtype | None = None, con
         found.check(source, model, strict)
         if problems := found.text():
             warnings.warn(f"{source} does not match {type(model).__name__} exactly:\n{problems}", stacklevel=2)
-        _initialise(model, found.missing)
+        _initialize(model, found.missing)
         _keep_precise(model, parameters=dtype is None)
         _read_generation_config(model, folder)
         sources = found.sources
@@ -208,7 +208,7 @@ def _widest(stored: Any) -> torch.dtype:
     return torch.bfloat16 if {d for d in found if d.is_floating_point} == {torch.bfloat16} else torch.float32
 
 
-def _initialise(model: Any, missing: Sequence[str]) -> None:
+def _initialize(model: Any, missing: Sequence[str]) -> None:
     """Initializes the `missing` parameters as in a new model. Other parameters stay on the meta device."""
     parameters = dict(model.named_parameters())
     made = {id(parameters[name]): nn.Parameter(torch.empty_like(parameters[name], device="cpu"), parameters[name].requires_grad)

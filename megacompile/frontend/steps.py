@@ -24,7 +24,7 @@ from megacompile.frontend.graph.batch_totals import counts_places as computes_wi
 from megacompile.frontend.graph.batch_totals import take_totals
 from megacompile.frontend.graph.expert_pieces import Rows, rows_of, split_experts
 from megacompile.frontend.graph.grad_modes import follow_gradients
-from megacompile.frontend.graph.loss import TargetCount, is_averaged, normalise_loss
+from megacompile.frontend.graph.loss import TargetCount, is_averaged, normalize_loss
 from megacompile.frontend.graph.output import OutputStructure, output_structure
 from megacompile.frontend.graph.pieces import in_pieces
 from megacompile.frontend.graph.randomness import draw_functionally, number_draws
@@ -153,12 +153,12 @@ def place_images(graph: ModelGraph, name: str, patches: tuple[Patches, ...], bat
     return patches, places_of(graph, name, images_of(batch), key.images)
 
 
-def normalize_loss(graph: ModelGraph, loss: Loss, output: OutputStructure,
-                   positions: Sequence[int]) -> tuple[bool, CountTargets | None]:
+def normalize(graph: ModelGraph, loss: Loss, output: OutputStructure,
+              positions: Sequence[int]) -> tuple[bool, CountTargets | None]:
     """Turns a mean over targets into a sum divided by an input; returns how to count a batch's targets on the host."""
     if loss is not None:
         return True, _one
-    return output.has_loss, normalise_loss(graph, graph.results[positions[0]]) if output.has_loss else None
+    return output.has_loss, normalize_loss(graph, graph.results[positions[0]]) if output.has_loss else None
 
 
 def _one(batch: Mapping[str, Tensor]) -> Tensor:
@@ -355,7 +355,7 @@ STEPS: tuple[Step, ...] = (
     Step("adopt attention", adopt_attention, changes=("graph",)),
     Step("find the output", find_output, gives=("output", "positions")),
     Step("place images", place_images, gives=("patches", "places"), changes=("graph",)),
-    Step("normalize the loss", normalize_loss, gives=("has_loss", "count_targets"), changes=("graph",)),
+    Step("normalize the loss", normalize, gives=("has_loss", "count_targets"), changes=("graph",)),
     Step("take batch totals", take_batch_totals, gives=("counts_places", "totals", "arguments_mix"), changes=("graph",)),
     Step("draw dropout", draw_dropout, changes=("graph",)),
     Step("split at layers", split, gives=("sections",)),

@@ -30,12 +30,12 @@ class Rows:
     stop: int
 
 
-border = torch.library.custom_op("megacompile::piece_border", lambda value: value.clone(), mutates_args=(),
-                                 schema="(Tensor value) -> Tensor")
-border.register_fake(torch.empty_like)
-border.register_autograd(lambda _, gradient: gradient)
+boundary = torch.library.custom_op("megacompile::piece_boundary", lambda value: value.clone(), mutates_args=(),
+                                   schema="(Tensor value) -> Tensor")
+boundary.register_fake(torch.empty_like)
+boundary.register_autograd(lambda _, gradient: gradient)
 #: Marks in a model's graph where each piece begins and where the last one ends. `pieces.py` cuts there and removes it.
-BORDER = torch.ops.megacompile.piece_border
+BOUNDARY = torch.ops.megacompile.piece_boundary
 
 
 class ExpertPieces(nn.Module):
@@ -54,14 +54,14 @@ class ExpertPieces(nn.Module):
         first = torch.zeros((), dtype=torch.int64, device=top_k_index.device)
         total: Any = None
         for piece in self.pieces:
-            first = BORDER(first)
+            first = BOUNDARY(first)
             count: Any = piece.num_experts
             number = top_k_index - first
             number = torch.where((number >= 0) & (number < count), number, count)
             part = run(piece, hidden_states, number, top_k_weights)
             total = part if total is None else total + part
             first = first + count
-        return BORDER(total)
+        return BOUNDARY(total)
 
 
 def _piece(experts: nn.Module, first: int, stop: int) -> nn.Module:

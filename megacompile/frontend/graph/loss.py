@@ -42,7 +42,7 @@ class TargetCount:
         return torch.as_tensor(count, dtype=self.dtype)  # a plain number where it is a size of the batch
 
 
-def normalise_loss(model: ModelGraph, loss: fx.Node) -> TargetCount | None:
+def normalize_loss(model: ModelGraph, loss: fx.Node) -> TargetCount | None:
     """Rewrite `model` so that `loss` is a cross entropy's sum over the loss denominator, a new last placeholder.
 
     Recognized: a mean over target tokens or over elements of targets, and a sum divided by something computed from the batch
@@ -54,7 +54,7 @@ def normalise_loss(model: ModelGraph, loss: fx.Node) -> TargetCount | None:
     others: list[tuple[fx.Node, fx.Node]] = []
     while (inner := _scaled(node) or _addend(node, others)) is not None:
         node = inner
-    count = _normalise(model, node)
+    count = _normalize(model, node)
     if count is not None:
         _weigh(model, others)
     return count
@@ -65,13 +65,13 @@ def is_averaged(model: ModelGraph) -> bool:
     return SHARE in model.sources.values()
 
 
-def _normalise(model: ModelGraph, node: fx.Node) -> TargetCount | None:
+def _normalize(model: ModelGraph, node: fx.Node) -> TargetCount | None:
     if node.target is F.cross_entropy:
-        return _normalise_mean(model, node)
+        return _normalize_mean(model, node)
     if node.target in _OF_ELEMENTS:
-        return _normalise_elements(model, node)
+        return _normalize_elements(model, node)
     if node.target in (operator.truediv, torch.div) and isinstance(node.args[1], fx.Node):
-        return _normalise_sum(model, *node.args)  # type: ignore[arg-type]
+        return _normalize_sum(model, *node.args)  # type: ignore[arg-type]
     return None
 
 
@@ -107,7 +107,7 @@ def _weigh(model: ModelGraph, others: Sequence[tuple[fx.Node, fx.Node]]) -> None
     model.graph.recompile()
 
 
-def _normalise_elements(model: ModelGraph, node: fx.Node) -> TargetCount | None:
+def _normalize_elements(model: ModelGraph, node: fx.Node) -> TargetCount | None:
     """A mean over the elements of targets (`mse_loss` and the like), with the same number of elements in every row."""
     bound = inspect.signature(node.target).bind(*node.args, **node.kwargs)  # type: ignore[arg-type]
     bound.apply_defaults()
@@ -160,7 +160,7 @@ def _sums_over_targets(arguments: dict[str, Any], reduction: str) -> bool:
             and arguments["reduce"] is None and not target.is_floating_point())
 
 
-def _normalise_mean(model: ModelGraph, node: fx.Node) -> TargetCount | None:
+def _normalize_mean(model: ModelGraph, node: fx.Node) -> TargetCount | None:
     arguments = cross_entropy_arguments(node)
     if not _sums_over_targets(arguments, "mean"):
         return None
@@ -180,7 +180,7 @@ def _normalise_mean(model: ModelGraph, node: fx.Node) -> TargetCount | None:
     return count
 
 
-def _normalise_sum(model: ModelGraph, total: fx.Node, divisor: fx.Node) -> TargetCount | None:
+def _normalize_sum(model: ModelGraph, total: fx.Node, divisor: fx.Node) -> TargetCount | None:
     if total.target is not F.cross_entropy or not _sums_over_targets(cross_entropy_arguments(total), "sum"):
         return None
     count = count_batch(model, divisor, lambda g, t: t)

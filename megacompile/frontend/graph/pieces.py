@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from megacompile.errors import CaptureError
-from megacompile.frontend.graph.expert_pieces import BORDER, Rows
+from megacompile.frontend.graph.expert_pieces import BOUNDARY, Rows
 from megacompile.frontend.graph.split import NUMBERS, Section, needs_gradient, owned
 from megacompile.frontend.graph.totals import MODES, writes
 from megacompile.frontend.templates.template import Source
@@ -31,26 +31,26 @@ def in_pieces(section: Section, rows: Mapping[str, Rows], sizes: Mapping[sympy.S
     """The sections that `section` is cut into; only itself if its experts are not in pieces. `sizes`: the source of each of a
     batch's sizes. Raises `CaptureError` if pieces cannot run apart, because one would change another's value in place."""
     graph = section.graph.graph
-    borders = [n for n in graph.nodes if n.target in (BORDER, BORDER.default)]
-    if not borders:
+    boundaries = [n for n in graph.nodes if n.target in (BOUNDARY, BOUNDARY.default)]
+    if not boundaries:
         return [section]
     pieces = {source.name.rpartition(".")[0] for source in section.sources if source.name in rows}
-    if len(borders) != len(pieces) + 1:
+    if len(boundaries) != len(pieces) + 1:
         raise CaptureError(f"{section.name} runs its experts more than once: {_WHOLE}")
-    return _Cut(section, rows, sizes, borders).sections()
+    return _Cut(section, rows, sizes, boundaries).sections()
 
 
 class _Cut:
     """State, made once: the stage of each node (0 before the pieces, then the pieces) and where each value is last read."""
 
     def __init__(self, section: Section, rows: Mapping[str, Rows], sizes: Mapping[sympy.Symbol, Source],
-                 borders: Sequence[fx.Node]) -> None:
-        self.section, self.rows, self.borders = section, rows, borders
+                 boundaries: Sequence[fx.Node]) -> None:
+        self.section, self.rows, self.boundaries = section, rows, boundaries
         self.nodes = [n for n in section.graph.graph.nodes if n.op != "output"]
         self.sources = dict(zip((n for n in self.nodes if n.op == "placeholder"), section.sources, strict=True))
         (results,) = section.graph.graph.output_node().args
         self.results: list[fx.Node] = list(results)  # type: ignore[arg-type]
-        self.last = len(borders) - 1
+        self.last = len(boundaries) - 1
         self.stage = self._stages()
         numbers = {n: n.meta["example_value"] for n in self.nodes
                    if n not in self.sources and isinstance(n.meta.get("example_value"), NUMBERS)}
@@ -65,8 +65,8 @@ class _Cut:
     def _stages(self) -> dict[fx.Node, int]:
         stage, now = dict.fromkeys(self.sources, 0), 0
         for node in self.nodes:
-            now = min(now + (node in self.borders), self.last + 1)
-            if now > self.last and node is self.borders[-1]:
+            now = min(now + (node in self.boundaries), self.last + 1)
+            if now > self.last and node is self.boundaries[-1]:
                 stage[node] = self.last
             elif node not in stage and now <= self.last:
                 stage[node] = now
@@ -137,7 +137,7 @@ class _Cut:
             if any(n not in copies for n in node.all_input_nodes):
                 assert node in self.along, f"{node.name} reads what is not there"
                 continue  # numbers of another stage
-            copies[node] = (copies[node.all_input_nodes[0]] if node in self.borders else
+            copies[node] = (copies[node.all_input_nodes[0]] if node in self.boundaries else
                             graph.node_copy(node, copies.__getitem__))
         graph.output(owned(graph, [copies[n] for n in results]))
         carried = self.section.carried if stage == self.last else [True] * len(results)
