@@ -89,7 +89,7 @@ def _attach(model: M, fill: Callable[..., Store], config: StreamConfig, layers: 
                                min(there, parse_bytes(config.host_memory) or there), ranks=1 if ranks is None else ranks.size)
     check_host_memory(tiling, parse_bytes(config.host_memory))
     check_device_memory(tiling, device_bytes)
-    spend_pinned_memory(captured, tiling, parse_bytes(config.pinned_memory), config.gradient_slabs)
+    spend_pinned_memory(tiling, parse_bytes(config.pinned_memory), config.gradient_slabs)
     with under_way(f"moving the weights of {type(model).__name__} into tiles"):
         store = fill(model, tiling, memory=None if ranks is None else SharedTileMemory(tiling.host.values(), ranks))
     if ranks is not None:

@@ -105,7 +105,7 @@ class Outlook:
         assert planner.simulator is not None, "nothing is known of the machine"
         hardware = planner.simulator.durations.hardware
         parameters = sum(layout.parameters for layout in planner.tiling.layouts.values())
-        operations = planner.tiling.operations(planner.captured.calls) * plan.batch * plan.length
+        operations = planner.tiling.operations() * plan.batch * plan.length
         trained = sum(layout.parameters for layout in planner.tiling.layouts.values() if layout.trainable)
         frozen = f", {trained:,} of them trained" if trained < parameters else ""
         update = ", updates on arrival of gradients" if plan.update == "arrival" else ""

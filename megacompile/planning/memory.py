@@ -53,7 +53,7 @@ def host_parts(captured: CapturedModel, tiling: Tiling, plan: Plan) -> dict[str,
 def slot_bytes(captured: CapturedModel, tiling: Tiling, plan: Plan) -> int:
     """Bytes of the slots of weights, gradients and fetched checkpoints. They are allocated once and stay, so an evaluation
     counts all of them too."""
-    layouts, boundary = tiling.layouts, tiling.boundary(captured.calls)
+    layouts, boundary = tiling.layouts, tiling.boundary()
     kept = plan.resident_state if plan.update == "step" else ()  # tiles whose gradients have their own slots
     streamed = boundary.difference(plan.resident)
     ranked = [sorted((layouts[t].weight_bytes for t in streamed.intersection(tiling.tiles_of[call.name])), reverse=True)
@@ -61,8 +61,8 @@ def slot_bytes(captured: CapturedModel, tiling: Tiling, plan: Plan) -> int:
     fetched = checkpoint_bytes(captured, tiling, plan)
     # A section takes an unused slot before it reuses one. A whole step has one forward and one backward per wave.
     return (min(plan.checkpoint_slots, plan.waves * len(fetched)) * max(fetched, default=0)
-            + sum(_turns(layers, plan, kept, lambda tile: tiling.runs(captured.calls, tile))
-                  for layers in tiling.ranked(captured.calls))
+            + sum(_turns(layers, plan, kept, lambda tile: tiling.runs(tile))
+                  for layers in tiling.ranked())
             + sum(max(sizes) for sizes in zip_longest(*ranked, fillvalue=0))
             + sum(layouts[t].weight_bytes for t in plan.resident)
             + sum(layouts[t].shard_state_bytes for t in plan.resident_state) + sum(layouts[t].reduced_bytes for t in kept)
@@ -134,7 +134,7 @@ def training_bytes(captured: CapturedModel, tiling: Tiling, plan: Plan, fused: b
     # Accumulators of tiles that are added up on the device live until the last wave has added to them.
     passing = set(tiling.layouts) if plan.waves == 1 else set(plan.host_sums)
     # The accumulators of a tile that several calls read live from the backward of its last call to that of its first.
-    spanning = (first & last) | {tile for tile in passing if tiling.runs(captured.calls, tile) > (tile not in first | last)}
+    spanning = (first & last) | {tile for tile in passing if tiling.runs(tile) > (tile not in first | last)}
     layer = max((_sum(tiling, passing.intersection(tiling.tiles_of[call.name]) - first - last - spanning)
                  for call in layer_calls), default=0)
     accumulators = {"forward": 0, "outputs": 0, **dict.fromkeys(("loss", "epilogue"), _sum(tiling, last & passing)),

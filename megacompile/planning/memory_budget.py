@@ -71,7 +71,7 @@ class MemoryBudget:
 
     def pinned(self) -> PinnedMemory:
         """How the budget of pinned memory is spent. Raises `InsufficientMemoryError`."""
-        return spend_pinned_memory(self.captured, self.tiling, self.pinned_bytes, self.config.gradient_slabs)
+        return spend_pinned_memory(self.tiling, self.pinned_bytes, self.config.gradient_slabs)
 
     def estimate(self, plan: Plan, training: bool = True) -> Estimate:
         """Device bytes of a training step (or of an evaluation) under a plan, without the margin."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megacompile.errors import InsufficientMemoryError
-from megacompile.frontend.capture import CapturedModel
 from megacompile.sizes import format_bytes
 from megacompile.weights.tiling import Tiling
 
@@ -22,18 +21,18 @@ class PinnedMemory:
     gradient_slabs: int
 
 
-def spend_pinned_memory(captured: CapturedModel, tiling: Tiling, budget: int | None, gradient_slabs: int) -> PinnedMemory:
+def spend_pinned_memory(tiling: Tiling, budget: int | None, gradient_slabs: int) -> PinnedMemory:
     """Spends at most `budget` bytes (None: no limit) on at most `gradient_slabs` slabs for gradients, fewer if they do not fit.
 
     Raises `InsufficientMemoryError` if not even one slab for weights and one for gradients fit."""
     if budget is None:
         return PinnedMemory(True, STAGING_SLABS, gradient_slabs)
-    boundary, layouts = tiling.boundary(captured.calls), tiling.layouts.values()
+    boundary, layouts = tiling.boundary(), tiling.layouts.values()
     trained = [x for x in layouts if x.trainable]
     # Boundary tiles have their own slabs, one for weights and one for gradients.
     boundary_weights = max((x.weight_bytes for x in layouts if x.name in boundary), default=0)
     boundary_gradients = max((x.gradient_bytes for x in trained if x.name in boundary), default=0)
-    ranked = tiling.ranked(captured.calls)  # the tiles of each rank have their own slabs
+    ranked = tiling.ranked()  # the tiles of each rank have their own slabs
     weights = sum(max(x.weight_bytes for x in layers) for layers in ranked)
     gradients = sum(max((x.gradient_bytes for x in layers if x.trainable), default=0) for layers in ranked)
 

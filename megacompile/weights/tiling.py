@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +43,13 @@ Place = tuple[str, int]
 Kind = tuple[bool, torch.dtype]
 
 
+class Spec(NamedTuple):
+    """What a tile needs to know of a parameter, or of a share of one."""
+
+    kind: Kind
+    shape: tuple[int, ...]
+
+
 @dataclass(frozen=True)
 class Tiling:
     """The tiles of a model: `layouts` as they are streamed, `host` as they are in host memory.
@@ -61,50 +69,28 @@ class Tiling:
            rows: Mapping[str, Rows] = MappingProxyType({}), ranks: int = 1) -> Tiling:
         """The tiling of a model. `dtype`: that of all parameters; None: each has its own. `rows`: names that calls read which
         are shares of a parameter. `ranks`: the number of processes that share the tiles."""
-        readers: dict[str, list[str]] = {}
-        for call in calls:
-            for source in call.sources:
-                if source.kind == "parameter" and call.name not in readers.setdefault(source.name, []):
-                    readers[source.name].append(call.name)
-        groups = _groups(calls, [tuple(group) for group in readers.values()])
-        parameters = dict(model.named_parameters())  # in the model's own order
-        shared = {name: share for name, share in rows.items() if name in readers}
-        whole: dict[str, list[str]] = {}
-        for name in parameters:
-            if name in readers:
-                whole.setdefault(groups[tuple(readers[name])], []).append(name)
-        experts: dict[str, list[str]] = {}
-        for name in dict.fromkeys(share.parameter for share in shared.values()):
-            experts.setdefault(name.rpartition(".")[0], []).append(name)
-        parts: dict[str, list[str]] = {}
-        for name in shared:
-            parts.setdefault(groups[tuple(readers[name])], []).append(name)
+        readers = _readers(calls)
+        group = _groups(calls, readers)
+        shares = {name: share for name, share in rows.items() if name in readers}
+        specs = _specs(model, dtype, shares)
+        whole = _members({name: group[name] for name in specs if name in readers and name not in shares})
+        experts = _members({share.parameter: share.parameter.rpartition(".")[0] for share in shares.values()})
+        parts = _members({name: group[name] for name in shares})
         # Other parameters that a piece reads (a norm after the experts) are not part of the experts' host tile.
         whole = {f"{tile}.rest" if tile in parts else tile: names for tile, names in whole.items()}
 
-        def kind(name: str) -> Kind:
-            p = parameters[rows[name].parameter if name in rows else name]
-            return p.requires_grad, dtype or p.dtype
-
-        def shape(name: str) -> tuple[int, ...]:
-            share = rows.get(name)
-            return tuple(parameters[name].shape) if share is None else (
-                share.stop - share.first, *parameters[share.parameter].shape[1:])
-
-        own, on_host, streamed = (_tiles(members, kind, shape) for members in (whole, experts, parts))
-        host = {tile: _layout(tile, names, kind, shape, ranks) for tile, names in (own | on_host).items()}
-        position = {s.name: (tile, i) for tile, layout in host.items() for i, s in enumerate(layout.slices)}
-        layouts = {tile: host[tile] if tile in own else _part(_layout(tile, names, kind, shape, ranks), shared, host, position)
+        own, on_host, streamed = (_tiles(members, specs) for members in (whole, experts, parts))
+        host = {tile: _layout(tile, names, specs, ranks) for tile, names in (own | on_host).items()}
+        position = _places(own | on_host)
+        layouts = {tile: host[tile] if tile in own else _part(_layout(tile, names, specs, ranks), shares, host, position)
                    for tile, names in (own | streamed).items()}
-        read_at = {name: (tile, i) for tile, names in (own | streamed).items() for i, name in enumerate(names)}
-        readers_of = {tile: readers[names[0]] for tile, names in (streamed | own).items()}
-        tiles_of = {call.name: tuple(sorted((t for t, by in readers_of.items() if call.name in by),
-                                            key=lambda tile: len(readers_of[tile]))) for call in calls}
+        tiles_of = _tiles_of(calls, {tile: readers[names[0]] for tile, names in (streamed | own).items()})
+        read_at = _places(own | streamed)
         places: dict[str, tuple[Place, ...]] = {}
         for name, place in read_at.items():
-            parameter = shared[name].parameter if name in shared else name
+            parameter = shares[name].parameter if name in shares else name
             places[parameter] = (*places.get(parameter, ()), place)
-        ordered = {tile: layouts[tile] for call in calls for tile in tiles_of[call.name]}
+        ordered = {tile: layouts[tile] for tiles in tiles_of.values() for tile in tiles}
         homes = {layout.home or tile: host[layout.home or tile] for tile, layout in ordered.items()}
         return cls(ordered, homes, tiles_of, position, places, read_at)
 
@@ -123,30 +109,29 @@ class Tiling:
 
     def differentiated(self, calls: Sequence[Call]) -> list[Call]:
         """The layers that have a backward: those from the first call on that trains a parameter."""
-        names = set(differentiated_layers(self._chain(calls), self._trains))
+        names = set(differentiated_layers(self._chain(), self._trains))
         return [call for call in calls if call.name in names]
 
-    def operations(self, calls: Sequence[Call]) -> int:
+    def operations(self) -> int:
         """FLOPs per token of a step's products with parameters, without recomputation. Per parameter: 2 for the forward, 2 for
         the gradient of the other operand if there is a backward, 2 for the parameter's own gradient if it is trained."""
-        chain = self._chain(calls)
+        chain = self._chain()
         reached = {tile for call in chain[first_trained(chain, self._trains):] for tile in call.tiles}
-        boundary = self.boundary(calls)  # an embedding tied to the head does not add a product
+        boundary = self.boundary()  # an embedding tied to the head does not add a product
         return sum(layout.parameters * (6 if layout.trainable else 4 if tile in reached else 2)
-                   * (1 if tile in boundary else self.runs(calls, tile)) for tile, layout in self.layouts.items())
+                   * (1 if tile in boundary else self.runs(tile)) for tile, layout in self.layouts.items())
 
-    def runs(self, calls: Sequence[Call], tile: str) -> int:
+    def runs(self, tile: str) -> int:
         """How many calls of layers read a tile."""
-        return sum(tile in self.tiles_of[call.name] for call in calls[1:-1])
+        return sum(tile in tiles for tiles in self._layers())
 
-    def boundary(self, calls: Sequence[Call]) -> set[str]:
+    def boundary(self) -> set[str]:
         """The tiles that the prologue or the epilogue reads."""
-        return boundary_tiles(self._chain(calls))
+        return boundary_tiles(self._chain())
 
-    def ranked(self, calls: Sequence[Call]) -> list[list[TileLayout]]:
+    def ranked(self) -> list[list[TileLayout]]:
         """The tiles that only layers read, by rank (see `slot_ranks`). Tiles of one rank take turns in slots."""
-        ranks = slot_ranks([self.tiles_of[call.name] for call in calls[1:-1]], self.boundary(calls),
-                           lambda tile: self.layouts[tile].weight_bytes)
+        ranks = slot_ranks(self._layers(), self.boundary(), lambda tile: self.layouts[tile].weight_bytes)
         return [[self.layouts[tile] for tile, rank in ranks.items() if rank == each] for each in sorted(set(ranks.values()))]
 
     def host_parts(self) -> dict[str, int]:
@@ -174,24 +159,41 @@ class Tiling:
         """The calls as schedules for sequences of `length` tokens see them."""
         layers = {call.template for call in calls[1:-1]}
         handed_on = {name: cost.checkpoint_bytes(templates[name], length) for name in layers}
-        return tuple(replace(call, weightless=_weightless(templates[call.template]),
-                             output_bytes=handed_on.get(call.template, 0)) for call in self._chain(calls))
+        return tuple(replace(spec, template=call.template, weightless=_weightless(templates[call.template]),
+                             output_bytes=handed_on.get(call.template, 0))
+                     for spec, call in zip(self._chain(), calls, strict=True))
 
-    def _chain(self, calls: Sequence[Call]) -> tuple[CallSpec, ...]:
-        """The calls, with their roles and the tiles that each reads."""
-        roles = {calls[0].name: "prologue", calls[-1].name: "epilogue"}
-        return tuple(CallSpec(c.name, roles.get(c.name, "layer"), c.template, self.tiles_of[c.name]) for c in calls)
+    def _layers(self) -> list[tuple[str, ...]]:
+        """The tiles that each call of a layer reads."""
+        return [*self.tiles_of.values()][1:-1]
+
+    def _chain(self) -> tuple[CallSpec, ...]:
+        """The calls, with their roles and the tiles that each reads, but without templates."""
+        first, *_, last = self.tiles_of
+        roles = {first: "prologue", last: "epilogue"}
+        return tuple(CallSpec(name, roles.get(name, "layer"), "", tiles) for name, tiles in self.tiles_of.items())
 
 
-def _groups(calls: Sequence[Call], readers: Sequence[tuple[str, ...]]) -> dict[tuple[str, ...], str]:
-    """The name of the tile that each group of calls shares. `readers`: for each parameter, the calls that read it. A layer's
-    tile has the layer's name, even if it runs several times; parameters that only some of its runs read are in a tile apart."""
+def _readers(calls: Sequence[Call]) -> dict[str, tuple[str, ...]]:
+    """The calls that read each parameter, in order."""
+    readers: dict[str, dict[str, None]] = {}
+    for call in calls:
+        for source in call.sources:
+            if source.kind == "parameter":
+                readers.setdefault(source.name, {})[call.name] = None
+    return {name: tuple(names) for name, names in readers.items()}
+
+
+def _groups(calls: Sequence[Call], readers: Mapping[str, tuple[str, ...]]) -> dict[str, str]:
+    """The name of the tile, or of the tiles if there are several kinds, that each parameter belongs to. `readers`: the calls
+    that read it. A layer's tile has the layer's name, even if it runs several times; parameters that only some of its runs read
+    are in a tile apart."""
     runs: dict[str, list[str]] = {}
     for call in calls:
         runs.setdefault(call.again or call.name, []).append(call.name)
     names: dict[tuple[str, ...], str] = {}
     tied = 0
-    for group in dict.fromkeys(readers):
+    for group in dict.fromkeys(readers.values()):
         if list(group) == runs.get(group[0]):
             names[group] = group[0]
         elif len(group) == 1:
@@ -199,27 +201,52 @@ def _groups(calls: Sequence[Call], readers: Sequence[tuple[str, ...]]) -> dict[t
         else:
             names[group] = f"tied.{tied}" if tied else "tied"
             tied += 1
-    return names
+    return {name: names[group] for name, group in readers.items()}
 
 
-def _tiles(members: Mapping[str, Sequence[str]], kind: Callable[[str], Kind],
-           shape: Callable[[str], tuple[int, ...]]) -> dict[str, list[str]]:
+def _specs(model: nn.Module, dtype: torch.dtype | None, shares: Mapping[str, Rows]) -> dict[str, Spec]:
+    """What tiles need to know of each parameter of a model, in the model's own order, and of each share of one."""
+    specs = {name: Spec((p.requires_grad, dtype or p.dtype), tuple(p.shape)) for name, p in model.named_parameters()}
+    for name, share in shares.items():
+        of = specs[share.parameter]
+        specs[name] = Spec(of.kind, (share.stop - share.first, *of.shape[1:]))
+    return specs
+
+
+def _members(groups: Mapping[str, str]) -> dict[str, list[str]]:
+    """The parameters in each group, given the group of each."""
+    members: dict[str, list[str]] = {}
+    for name, group in groups.items():
+        members.setdefault(group, []).append(name)
+    return members
+
+
+def _tiles_of(calls: Sequence[Call], readers: Mapping[str, Sequence[str]]) -> dict[str, tuple[str, ...]]:
+    """The tiles that each call reads: those of the fewest calls first, so its own first. `readers`: the calls of each tile."""
+    return {call.name: tuple(sorted((tile for tile, names in readers.items() if call.name in names),
+                                    key=lambda tile: len(readers[tile]))) for call in calls}
+
+
+def _places(tiles: Mapping[str, Sequence[str]]) -> dict[str, Place]:
+    return {name: (tile, i) for tile, names in tiles.items() for i, name in enumerate(names)}
+
+
+def _tiles(members: Mapping[str, Sequence[str]], specs: Mapping[str, Spec]) -> dict[str, list[str]]:
     """The parameters in each tile. `members`: groups of parameters. Each kind in a group has its own tile, the kind with the
     most elements first."""
     tiles: dict[str, list[str]] = {}
     for group, names in members.items():
         kinds: dict[Kind, list[str]] = {}
         for name in names:
-            kinds.setdefault(kind(name), []).append(name)
-        ordered = sorted(kinds, key=lambda each: -sum(math.prod(shape(name)) for name in kinds[each]))
+            kinds.setdefault(specs[name].kind, []).append(name)
+        ordered = sorted(kinds, key=lambda each: -sum(math.prod(specs[name].shape) for name in kinds[each]))
         tiles |= zip(_names(group, ordered), (kinds[each] for each in ordered), strict=True)
     return tiles
 
 
-def _layout(tile: str, names: Sequence[str], kind: Callable[[str], Kind],
-            shape: Callable[[str], tuple[int, ...]], ranks: int) -> TileLayout:
-    trainable, dtype = kind(names[0])
-    return TileLayout.of(tile, dtype, [(name, shape(name), trainable) for name in names], ranks)
+def _layout(tile: str, names: Sequence[str], specs: Mapping[str, Spec], ranks: int) -> TileLayout:
+    trainable, dtype = specs[names[0]].kind
+    return TileLayout.of(tile, dtype, [(name, specs[name].shape, trainable) for name in names], ranks)
 
 
 def _part(layout: TileLayout, shares: Mapping[str, Rows], host: Mapping[str, TileLayout],
