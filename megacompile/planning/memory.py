@@ -11,6 +11,7 @@ from itertools import pairwise, zip_longest
 
 from megacompile.frontend.capture import CapturedModel
 from megacompile.frontend.templates.hidden_states import ALL
+from megacompile.frontend.templates.template import Call
 from megacompile.ir.plan import Plan
 from megacompile.predict import cost
 from megacompile.runtime.memory.tiles import TileLayout
@@ -130,22 +131,6 @@ def training_bytes(captured: CapturedModel, tiling: Tiling, plan: Plan, fused: b
     # before the first layer is recomputed.
     kept = checkpoints + sum(residuals[name] + hidden[name] for name in names[recomputing:])
 
-    first, last = (set(tiling.tiles_of[call.name]) for call in (captured.calls[0], captured.calls[-1]))
-    # Accumulators of tiles that are added up on the device live until the last wave has added to them.
-    passing = set(tiling.layouts) if plan.waves == 1 else set(plan.host_sums)
-    # The accumulators of a tile that several calls read live from the backward of its last call to that of its first.
-    spanning = (first & last) | {tile for tile in passing if tiling.runs(tile) > (tile not in first | last)}
-    layer = max((_sum(tiling, passing.intersection(tiling.tiles_of[call.name]) - first - last - spanning)
-                 for call in layer_calls), default=0)
-    accumulators = {"forward": 0, "outputs": 0, **dict.fromkeys(("loss", "epilogue"), _sum(tiling, last & passing)),
-                    "prologue": _sum(tiling, first & passing),
-                    **dict.fromkeys(("backward", "recompute"), _sum(tiling, spanning & passing) + block * layer)}
-    staying = _sum(tiling, set(tiling.layouts) - passing)
-    if plan.ranks > 1:  # the ranks add up a tile's accumulators beside the backward of the next one
-        waiting = max(layer, _sum(tiling, last & passing))
-        accumulators |= {moment: accumulators[moment] + waiting for moment in ("epilogue", "backward", "recompute", "prologue")}
-    accumulators = {moment: staying + live for moment, live in accumulators.items()}
-
     def peak(template: str, variant: str) -> int:
         return _peak(captured, template, variant, plan, fused)
 
@@ -169,9 +154,28 @@ def training_bytes(captured: CapturedModel, tiling: Tiling, plan: Plan, fused: b
     activations = {**dict.fromkeys(workspace, kept), "recompute": checkpoints, "prologue": given + shared + on_the_way}
     for moment in ("epilogue", "backward", "recompute", "prologue") if outputs else ():
         activations[moment] += 2 * sum(outputs)  # the caller's outputs and their gradient
-    slots = slot_bytes(captured, tiling, plan)
+    slots, accumulators = slot_bytes(captured, tiling, plan), _accumulators(tiling, plan, layer_calls)
     moments = (Estimate(slots, accumulators[at], activations[at], workspace[at]) for at in workspace)
     return max(moments, key=lambda moment: moment.total)
+
+
+def _accumulators(tiling: Tiling, plan: Plan, layers: Sequence[Call]) -> dict[str, int]:
+    """Bytes of the FP32 accumulators of gradients at each of these moments. `layers`: those that have a backward."""
+    prologue, *_, epilogue = map(set, tiling.tiles_of.values())
+    # Accumulators of tiles that are added up on the device live until the last wave has added to them.
+    passing = set(tiling.layouts) if plan.waves == 1 else set(plan.host_sums)
+    # The accumulators of a tile that several calls read live from the backward of its last call to that of its first.
+    spanning = (prologue & epilogue) | {tile for tile in passing if tiling.runs(tile) > (tile not in prologue | epilogue)}
+    layer = max((_sum(tiling, passing.intersection(tiling.tiles_of[call.name]) - prologue - epilogue - spanning)
+                 for call in layers), default=0)
+    loss, first = _sum(tiling, epilogue & passing), _sum(tiling, prologue & passing)
+    inside = _sum(tiling, spanning & passing) + plan.checkpoint_interval * layer
+    staying = _sum(tiling, set(tiling.layouts) - passing)
+    live = {"forward": 0, "outputs": 0, "loss": loss, "epilogue": loss, "backward": inside, "recompute": inside,
+            "prologue": first}
+    if plan.ranks > 1:  # the ranks add up a tile's accumulators beside the backward of the next one
+        live |= {moment: live[moment] + max(layer, loss) for moment in ("epilogue", "backward", "recompute", "prologue")}
+    return {moment: staying + size for moment, size in live.items()}
 
 
 def evaluation_bytes(captured: CapturedModel, tiling: Tiling, plan: Plan, fused: bool = False) -> Estimate:

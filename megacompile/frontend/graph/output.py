@@ -61,29 +61,20 @@ def output_structure(model: ModelGraph, name: str, other_loss: bool = False) -> 
     """
     returned = model.returned
     trained = any(getattr(n.meta["example_value"], "requires_grad", False) for n in model.sources)
-    if isinstance(returned, Tensor):
-        items: Sequence[tuple[Any, Any]] = [(0, returned)]
-    elif isinstance(returned, (tuple, list)) and not hasattr(returned, "_fields"):
-        items = list(enumerate(returned))
-    elif hasattr(returned, "items"):
-        items = list(returned.items())
-    else:
-        raise UnsupportedError(f"{name} returns a {type(returned).__name__}: return a tensor, tuple or ModelOutput")
     position = {id(n.meta["example_value"]): i for i, n in enumerate(model.results) if isinstance(n, fx.Node)}
     fields, found = [], {}
-    for key, value in items:
-        role = "part" if key in _PARTS and value is not None else ""
-        if isinstance(value, Tensor) and not role:
-            scalar = value.dim() == 0 and value.is_floating_point() and value.requires_grad == trained
-            rows = value.dim() >= 3 or (value.dim() == 2 and isinstance(value.shape[0], torch.SymInt))  # of a classifier
-            role = "loss" if scalar else "logits" if rows and value.is_floating_point() else "other"
-            if role in found or role == "other" or id(value) not in position:
-                raise UnsupportedError(
-                    f"{name} returns {key} of shape {list(value.shape)} besides a scalar loss and [batch, length, "
-                    "vocabulary] logits: switch such outputs off in its config, or return loss and logits only")
-            found[role] = position[id(value)]
-        elif value is not None and not role:
+    for key, value in _items(returned, name):
+        if value is None or key in _PARTS:
+            fields.append((key, "" if value is None else "part"))
+            continue
+        if not isinstance(value, Tensor):
             raise UnsupportedError(f"{name} returns {key}={type(value).__name__}: return loss and logits only")
+        role = _role(value, trained)
+        if role is None or role in found or id(value) not in position:
+            raise UnsupportedError(
+                f"{name} returns {key} of shape {list(value.shape)} besides a scalar loss and [batch, length, vocabulary] "
+                "logits: switch such outputs off in its config, or return loss and logits only")
+        found[role] = position[id(value)]
         fields.append((key, role))
     if other_loss and ("logits" not in found or ("loss" not in found and not isinstance(returned, Tensor))):
         raise UnsupportedError(f"{name} returns no logits for a loss of your own, or has no place for the loss: return only "
@@ -93,6 +84,27 @@ def output_structure(model: ModelGraph, name: str, other_loss: bool = False) -> 
             f"{name} returns no scalar loss that depends on what is trained: return the loss when labels are given, and "
             "compute it with some parameter that has requires_grad=True")
     return OutputStructure(type(returned), tuple(fields)), [found[r] for r in ("loss", "logits") if r in found]
+
+
+def _items(returned: Any, name: str) -> Sequence[tuple[Any, Any]]:
+    """What a model returns, by key or position. Raises `UnsupportedError` for another structure."""
+    if isinstance(returned, Tensor):
+        return [(0, returned)]
+    if isinstance(returned, (tuple, list)) and not hasattr(returned, "_fields"):
+        return list(enumerate(returned))
+    if hasattr(returned, "items"):
+        return list(returned.items())
+    raise UnsupportedError(f"{name} returns a {type(returned).__name__}: return a tensor, tuple or ModelOutput")
+
+
+def _role(value: Tensor, trained: bool) -> str | None:
+    """What a returned tensor is by its shape: the "loss", the "logits", or None. `trained`: the model has gradients."""
+    if not value.is_floating_point():
+        return None
+    if value.dim() == 0 and value.requires_grad == trained:
+        return "loss"
+    rows = value.dim() >= 3 or (value.dim() == 2 and isinstance(value.shape[0], torch.SymInt))  # of a classifier
+    return "logits" if rows else None
 
 
 def _whole_batch_makes(model: ModelGraph, position: int | None, trained: bool) -> bool:
