@@ -69,7 +69,7 @@ def slot_bytes(captured: CapturedModel, tiling: Tiling, plan: Plan) -> int:
             + sum(layouts[t].shard_state_bytes for t in plan.resident_state) + sum(layouts[t].reduced_bytes for t in kept)
             + _visiting(tiling, plan)
             + max((layouts[t].reduced_bytes for t in boundary if layouts[t].trainable and t not in kept), default=0)
-            + (_shards(captured, tiling, plan) if plan.ranks > 1 else 0))
+            + (_shards(tiling, plan) if plan.ranks > 1 else 0))
 
 
 def _visiting(tiling: Tiling, plan: Plan) -> int:
@@ -80,12 +80,12 @@ def _visiting(tiling: Tiling, plan: Plan) -> int:
     return max(tiles[name].bytes_of("visiting", plan.ranks) for name in plan.visiting_state)
 
 
-def _shards(captured: CapturedModel, tiling: Tiling, plan: Plan) -> int:
+def _shards(tiling: Tiling, plan: Plan) -> int:
     """Bytes of the slots through which shards pass before they are gathered: two for each rank of layers' tiles, and one for
     the boundary. Tiles that are updated on the device arrive only in `load`, whole."""
     arriving = [layout for name, layout in tiling.layouts.items() if name not in plan.resident_state]
-    boundary = tiling.boundary(captured.calls)
-    of_layers = [max((x.shard_bytes for x in layers if x in arriving), default=0) for layers in tiling.ranked(captured.calls)]
+    boundary = tiling.boundary()
+    of_layers = [max((x.shard_bytes for x in layers if x in arriving), default=0) for layers in tiling.ranked()]
     return 2 * sum(of_layers) + max((x.shard_bytes for x in arriving if x.name in boundary), default=0)
 
 
