@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import pickle
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -20,10 +20,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megacompile.errors import RankError, UnsupportedError
+from megacompile.errors import RankError, UnsupportedError, shortened
 from megacompile.system.shared_memory import SharedMemory
 from megacompile.system.status_board import ROW_BYTES, StatusBoard
 from megacompile.torch_compat.distributed import all_gather, reduce_scatter
+from megacompile.version import __version__
 
 #: How long a wait sleeps between two looks, in seconds: at first, and at most.
 _FIRST_S, _LONGEST_S = 2e-5, 2e-3
@@ -37,8 +38,8 @@ class Ranks:
 
     def __init__(self, device: torch.device, timeout_s: float | None) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self.device = device
-        limit = timedelta(seconds=timeout_s or 10**6)
+        self.device, self.timeout_s = device, timeout_s
+        limit = timedelta(seconds=2 * timeout_s if timeout_s is not None else 10**7)  # later than `_finish` gives up
         self._lane = dist.new_group(backend="nccl" if device.type == "cuda" else "gloo", timeout=limit)
         self._host = dist.new_group(backend="gloo", timeout=limit)
         self._callers = dist.new_group(backend="gloo", timeout=limit)
@@ -102,6 +103,8 @@ class Ranks:
     def agree(self, doing: str, value: Any = None) -> list[Any]:
         """Waits until all ranks call this, and returns their values in the order of the ranks. Raises `RankError` if another
         rank does something else, has failed or has ended."""
+        if self.board is not None:
+            self.board.reached()
         found = self._exchange((doing, value))
         for rank, (other, _) in enumerate(found):
             if other != doing:
@@ -115,18 +118,29 @@ class Ranks:
         for rank, other in enumerate(values):
             if other != values[0]:
                 raise RankError(f"rank {rank} has another {what} than rank 0: start all ranks with the same model, options and "
-                                "versions")
+                                f"versions (rank {rank}: {shortened(str(other))}; rank 0: {shortened(str(values[0]))})")
 
     def wait_for_updates(self) -> None:
         """Waits until every rank has finished all updates that were submitted here. Then the tiles in host memory are whole.
         Raises `RankError`."""
-        pause, looked = _FIRST_S, time.monotonic()
-        while self.board is not None and not self.board.all_finished(self.submitted):
+        if (board := self.board) is not None:
+            self._wait(lambda: board.all_finished(self.submitted))
+
+    def _wait(self, done: Callable[[], bool]) -> None:
+        """Sleeps until `done`, and looks at the board from time to time."""
+        pause, begun = _FIRST_S, time.monotonic()
+        looked = begun
+        while not done():
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_S)
-            if time.monotonic() - looked > _LOOK_S:
-                looked = time.monotonic()
+            now = time.monotonic()
+            if now - looked > _LOOK_S:
+                looked = now
                 self.check()
+            if self.timeout_s is not None and now - begun > self.timeout_s:
+                behind = "" if self.board is None else self.board.behind()
+                raise RankError(f"rank {self.rank} has waited for {self.timeout_s:g} s{behind}: find out what the other ranks "
+                                "do, or raise stall_timeout, and start the job again from the last checkpoint")
 
     def _exchange(self, value: Any) -> list[Any]:
         data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
@@ -149,15 +163,9 @@ class Ranks:
 
     # ---------------------------------------------------------------- waiting and failing
     def _finish(self, work: Any) -> None:
-        """Waits for a collective on the host."""
-        pause, looked = _FIRST_S, time.monotonic()
+        """Waits for a collective on the host. Raises `RankError`."""
         try:
-            while not work.is_completed():
-                time.sleep(pause)
-                pause = min(2 * pause, _LONGEST_S)
-                if time.monotonic() - looked > _LOOK_S:
-                    looked = time.monotonic()
-                    self.check()
+            self._wait(work.is_completed)
             work.wait()
         except RuntimeError as error:  # a connection was closed
             if isinstance(error, RankError):
@@ -194,6 +202,7 @@ def connect(device: torch.device, timeout_s: float | None) -> Ranks:
     if len(set(hosts)) > 1:
         raise UnsupportedError("the ranks are on several hosts, which is not supported yet: start them on one host (torchrun "
                                "--standalone)")
+    ranks.agree_on("stream", "version", f"megacompile {__version__}, torch {torch.__version__}")
     processes = ranks.agree("stream", os.getpid())
     memory = ranks.shared_memory({"board": ROW_BYTES * ranks.size})
     ranks.board = StatusBoard(memory.piece("board"), ranks.rank, processes)

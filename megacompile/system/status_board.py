@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megacompile.errors import first_line
 
-#: Bytes of a row: four int64, of which three are used, then the text of an error.
+#: Bytes of a row: four int64, then the text of an error.
 ROW_BYTES = 4096
 _TEXT = 32
 
@@ -20,7 +20,8 @@ _TEXT = 32
 class StatusBoard:
     """`memory`: uint8 [ranks * ROW_BYTES], zeros, shared. State: descriptors of the other ranks' processes.
 
-    A row: how many updates the rank's lanes have finished, how often the rank has failed, the length of its last error's text.
+    A row: how many updates the rank's lanes have finished, how often the rank has failed, the length of its last error's text,
+    how many agreements the rank has reached.
     Errors that all ranks have, such as a batch that no rank can take, do not divide them: a rank is in trouble only if it has
     failed more often than this one."""
 
@@ -60,6 +61,16 @@ class StatusBoard:
         row[_TEXT:_TEXT + len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         numbers[2] = len(text)
         numbers[1] += 1
+
+    def reached(self) -> None:
+        """This rank has reached one more agreement."""
+        self._numbers[self.rank][3] += 1
+
+    def behind(self) -> str:
+        """The ranks that have not reached this rank's agreement yet, for a message."""
+        here = int(self._numbers[self.rank][3])
+        late = [str(rank) for rank, numbers in enumerate(self._numbers) if int(numbers[3]) < here]
+        return f" for rank {', '.join(late)}" if late else ""
 
     def finished(self, updates: int) -> None:
         """This rank's lanes have finished so many updates."""

@@ -37,7 +37,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 #: Lanes whose work is queued on the device. The lane cpu also has a stream, for copies that it waits for.
-_QUEUES = (Lane.COMPUTE, Lane.H2D, Lane.D2H)
+_QUEUES = (Lane.COMPUTE, Lane.H2D, Lane.D2H, Lane.COLLECTIVE)
 #: Sets of streams that no backend uses, by device. Streams are never destroyed: when a tensor is freed, PyTorch's allocator
 #: records an event on each stream that used the tensor, and aborts the process if that stream does not exist any more.
 _idle_streams: dict[int, list[dict[Lane, Any]]] = {}
@@ -66,14 +66,16 @@ class CudaBackend:
         self.device = torch.device("cuda", index)
         expandable_segments()
         self.streams = _streams(cupy, index)
-        self.compute = torch.cuda.ExternalStream(self.streams[Lane.COMPUTE].ptr, device=self.device)
+        self.compute, self.collective = (torch.cuda.ExternalStream(self.streams[lane].ptr, device=self.device)
+                                         for lane in (Lane.COMPUTE, Lane.COLLECTIVE))
         self._pinned: dict[int, int] = {}
         weakref.finalize(self, _idle_streams.setdefault(index, []).append, self.streams)
 
     @contextlib.contextmanager
     def lane(self, lane: Lane) -> Iterator[None]:
-        with (self.cupy.cuda.Device(self.index), torch.cuda.device(self.device), torch.no_grad(),
-              torch.cuda.stream(self.compute)):
+        # PyTorch's operations of the lane collective are those of NCCL, which wait for the current stream.
+        stream = self.collective if lane == Lane.COLLECTIVE else self.compute
+        with (self.cupy.cuda.Device(self.index), torch.cuda.device(self.device), torch.no_grad(), torch.cuda.stream(stream)):
             yield
 
     def memory(self, size: int) -> Tensor:

@@ -1,0 +1,38 @@
+"""Jobs of several processes on the CPU, with gloo."""
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # modules beside the tests can be imported
+
+from processes import Job, start
+
+
+@pytest.fixture
+def start_job(tmp_path: Path) -> Iterator[Callable[..., Job]]:
+    """Starts a script's source in several processes. Whatever is left of them is killed at the end."""
+    jobs: list[Job] = []
+
+    def run(source: str, ranks: int, *arguments: str, **environment: str) -> Job:
+        folder = tmp_path / str(len(jobs))
+        folder.mkdir()
+        (folder / "script.py").write_text(source)
+        jobs.append(start(folder / "script.py", ranks, folder, arguments, **environment))
+        return jobs[-1]
+
+    yield run
+    for job in jobs:
+        for process in job.processes:
+            process.kill()
+            process.wait()
+
+
+@pytest.fixture
+def launch(start_job: Callable[..., Job]) -> Callable[..., list[Any]]:
+    """Runs a script's source in several processes. Returns what each rank wrote to `$RESULTS/$RANK.json`."""
+    return lambda source, ranks, *arguments, **environment: start_job(source, ranks, *arguments, **environment).results()

@@ -1,0 +1,189 @@
+"""The models and batches that ranks train, and native PyTorch over all rows: `python jobs.py NAME ...` in each rank."""
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+STEPS, VOCABULARY, LR = 20, 64, 1e-3
+_SIZES = dict(vocab_size=VOCABULARY, hidden_size=16, intermediate_size=24, num_hidden_layers=3, num_attention_heads=2,
+              num_key_value_heads=1, max_position_embeddings=64)
+
+
+def _model(config: str, **changes: Any) -> Any:
+    import transformers
+
+    torch.manual_seed(0)
+    made = getattr(transformers, config)(**{**_SIZES, **changes})
+    return transformers.AutoModelForCausalLM.from_config(made, attn_implementation="eager").train()
+
+
+def qwen2() -> Any:
+    return _model("Qwen2Config", tie_word_embeddings=False)
+
+
+def llama() -> Any:
+    return _model("LlamaConfig", tie_word_embeddings=True)
+
+
+def gpt2() -> Any:
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(vocab_size=VOCABULARY, n_embd=16, n_layer=3, n_head=2, n_positions=64, resid_pdrop=0.0,
+                                     embd_pdrop=0.0, attn_pdrop=0.0)
+    return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").train()
+
+
+def qwen3() -> Any:
+    return _model("Qwen3Config", head_dim=8)
+
+
+def experts() -> Any:
+    return _model("MixtralConfig", num_local_experts=4, num_experts_per_tok=2, output_router_logits=False)
+
+
+def adapters() -> Any:
+    import peft
+
+    model = peft.get_peft_model(qwen2(), peft.LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj", "v_proj", "up_proj"]))
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.02)
+    return model
+
+
+def even(rank: int, step: int) -> dict[str, Tensor]:
+    """Three full rows for each rank."""
+    ids = torch.randint(0, VOCABULARY, (3, 9), generator=torch.Generator().manual_seed(1000 * step + rank))
+    return {"input_ids": ids, "labels": ids.clone()}
+
+
+def uneven(rank: int, step: int) -> dict[str, Tensor]:
+    """Another number of rows of other lengths for each rank, padded on the right as collators do."""
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    rows, longest = 1 + (rank + step) % 3, 5 + 3 * rank + step % 4
+    lengths = torch.randint(2, longest + 1, (rows,), generator=generator)
+    lengths[0] = longest
+    mask = (torch.arange(longest) < lengths[:, None]).long()
+    ids = torch.randint(0, VOCABULARY, (rows, longest), generator=generator) * mask
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+
+
+#: Name of a job -> (model, batch of a rank and step, how it trains, options of `stream`).
+JOBS: dict[str, tuple[Callable[[], Any], Callable[[int, int], dict[str, Tensor]], str, dict[str, Any]]] = {
+    "qwen2": (qwen2, even, "loop", {"micro_batch_size": 2}),
+    "tied": (llama, even, "step", {}),
+    "gpt2": (gpt2, even, "loop", {"checkpoint_interval": 2}),
+    "qwen3": (qwen3, even, "step", {"micro_batch_size": 1, "resident": "all"}),
+    "experts": (experts, even, "step", {}),
+    "expert pieces": (experts, even, "loop", {"expert_pieces": 2}),
+    "adapters": (adapters, even, "loop", {}),
+    "uneven rows": (qwen2, uneven, "loop", {}),
+    "uneven rows, packed": (qwen2, uneven, "step", {"repack": 16}),
+    "waves": (qwen2, even, "step", {"micro_batch_size": 1, "waves": 2}),
+    "sums on the host": (qwen2, even, "step", {"micro_batch_size": 1, "waves": 3, "host_sums": "all"}),
+    "accumulation": (qwen2, even, "accumulation", {}),
+    "arrival": (qwen2, even, "arrival", {}),
+    "arrival, loop": (llama, even, "arrival loop", {}),
+    "updated on the device": (qwen2, even, "step", {"resident_state": "all"}),
+    "some updated on the device": (qwen2, even, "loop", {"resident_state": ("model.layers.1", "epilogue")}),
+    "arrival on the device": (qwen2, even, "arrival", {"resident_state": ("prologue", "model.layers.2")}),
+    "visits": (qwen2, even, "step", {"visiting_state": "all"}),
+    "deferred moments": (qwen2, even, "step", {"deferred_moments": True}),
+    "slabs": (qwen2, even, "loop", {"pinned_memory": "1MiB"}),
+    "checkpoints on the host": (qwen2, even, "loop", {"host_checkpoints": True}),
+    "saved layers": (qwen2, even, "step", {"saved_layers": 2, "micro_batch_size": 1}),
+    "custom loss": (qwen2, even, "custom", {}),
+}
+#: Jobs that every run of the tests includes. The others run on demand.
+USUAL = ("qwen2", "tied", "gpt2", "qwen3", "expert pieces", "adapters", "uneven rows", "uneven rows, packed",
+         "sums on the host", "accumulation", "arrival on the device", "some updated on the device", "custom loss")
+
+
+def custom_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """A loss that the caller computes: the mean over its own tokens."""
+    return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
+
+
+def train(name: str, rank: int, **more: Any) -> dict[str, Any]:
+    """Trains a job's model streamed. Returns losses, the first step's gradients, weights and the last norm."""
+    import megacompile
+
+    build, batch_of, how, options = JOBS[name]
+    model = megacompile.stream(build(), device="cpu", compile=False, **options, **more)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    arrival = how.startswith("arrival")
+    optimizer = megacompile.AdamW(trained, lr=LR, **({"overlap": "backward"} if arrival else {"max_grad_norm": 0.5}))
+    losses, gradients = [], {}
+    for step in range(STEPS):
+        if how in ("step", "arrival"):
+            losses.append(float(model.megacompile.train_step(batch_of(rank, step), optimizer)))
+            continue
+        for part in range(2 if how == "accumulation" else 1):
+            batch = batch_of(rank, step + 100 * part)
+            if how == "custom":
+                loss = custom_loss(model(input_ids=batch["input_ids"]).logits, batch["labels"])
+            else:
+                loss = model(**batch).loss
+            (loss / 2 if how == "accumulation" else loss).backward()
+            losses.append(loss.item())
+        if step == 0 and not arrival:
+            gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+        optimizer.step()
+        optimizer.zero_grad()
+    model.megacompile.synchronize()
+    weights = {n: p.detach().clone() for n, p in model.named_parameters()}
+    norm, state = optimizer.grad_norm, optimizer.state_dict()["state"]
+    moments = {f"{i}.{key}": torch.as_tensor(value).clone() for i, each in state.items() for key, value in each.items()}
+    model.megacompile.close()
+    return {"losses": losses, "gradients": gradients, "weights": weights, "norm": norm, "moments": moments}
+
+
+def train_native(name: str, ranks: int) -> dict[str, Any]:
+    """The same with PyTorch in one process that has the rows of all ranks."""
+    build, batch_of, how, _ = JOBS[name]
+    model = build()
+    arrival = how.startswith("arrival")
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=LR)
+    losses, gradients, norm = [], {}, None
+    for step in range(STEPS):
+        for part in range(2 if how == "accumulation" else 1):
+            batches = [batch_of(rank, step + 100 * part) for rank in range(ranks)]
+            if how == "custom":
+                each = [custom_loss(model(input_ids=b["input_ids"]).logits, b["labels"]) for b in batches]
+                loss = torch.stack(each).mean()
+                losses.append([value.item() for value in each])
+            else:
+                targets = sum(int((b["labels"][:, 1:] != -100).sum()) for b in batches)
+                loss = torch.stack([model(**b, num_items_in_batch=targets).loss for b in batches]).sum()
+                losses.append(loss.item())
+            (loss / 2 if how == "accumulation" else loss).backward()
+        if step == 0:
+            gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+        if not arrival:
+            norm = float(nn.utils.clip_grad_norm_(model.parameters(), 0.5))
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"losses": losses, "gradients": gradients, "weights": dict(model.named_parameters()), "norm": norm}
+
+
+def main() -> None:
+    rank, folder = int(os.environ["RANK"]), Path(os.environ["RESULTS"])
+    for name in sys.argv[1:]:
+        name, _, kind = name.partition("|")
+        more = {"reference": True} if kind == "reference" else {}
+        torch.save(train(name, rank, **more), folder / f"{name}|{kind}.{rank}.pt")
+    (folder / f"{rank}.json").write_text(json.dumps("done"))
+
+
+if __name__ == "__main__":
+    main()

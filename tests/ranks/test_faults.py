@@ -1,0 +1,134 @@
+"""A rank that ends, fails, stalls or differs ends the others within seconds, with its name and the cause."""
+from __future__ import annotations
+
+import json
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from processes import Job
+
+#: Trains until rank 1 does what the argument says. Each rank writes how it ended.
+SCRIPT = """
+import json, os, signal, sys, time
+from pathlib import Path
+import torch
+import megacompile
+from jobs import LR, even, qwen2
+from transformers import Qwen2Config, AutoModelForCausalLM
+
+rank, fault, folder = int(os.environ["RANK"]), sys.argv[1], Path(os.environ["RESULTS"])
+
+def end(error):
+    (folder / f"{rank}.json").write_text(json.dumps({"error": type(error).__name__, "message": str(error), "at": time.time()}))
+    raise error
+
+try:
+    if fault == "version" and rank == 1:
+        import megacompile.runtime.ranks as ranks
+        ranks.__version__ = "0.0.1"
+    if fault == "cannot be captured" and rank == 1:
+        model = torch.nn.Linear(3, 3)
+    elif fault == "other model" and rank == 1:
+        config = qwen2().config
+        config.intermediate_size = 32
+        model = AutoModelForCausalLM.from_config(config)
+    else:
+        model = qwen2()
+    options = {"saved_layers": 1} if fault == "other options" and rank == 1 else {}
+    model = megacompile.stream(model, device="cpu", compile=False, **options)
+    optimizer = megacompile.AdamW(model.parameters(), lr=LR, max_grad_norm=1.0)
+    loop = fault.startswith("loop")
+    for step in range(10**6):
+        batch = even(rank, step)
+        if rank == 1 and step == 3:
+            (folder / "begun").write_text(str(time.time()))
+            if fault == "raises":
+                raise ValueError("no more rows")
+            if fault == "wrong batch":
+                batch = {"input_ids": batch["input_ids"].float(), "labels": batch["labels"]}
+            if fault == "kernel":
+                def probe(node):
+                    raise RuntimeError("power cut")
+                model.megacompile.streamed.executor.probe = probe
+            if fault == "loop, other call":
+                model.megacompile.train_step(batch, optimizer)
+            if fault == "exits":
+                sys.exit(0)
+        if loop:
+            model(**batch).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        else:
+            model.megacompile.train_step(batch, optimizer)
+except BaseException as error:
+    end(error)
+"""
+
+
+def ended(job: Job, rank: int) -> dict[str, Any]:
+    return json.loads((job.folder / f"{rank}.json").read_text())
+
+
+def began(job: Job, seconds: float = 120.0) -> float:
+    """When rank 1 began what goes wrong."""
+    limit = time.monotonic() + seconds
+    while not (job.folder / "begun").exists() or not (text := (job.folder / "begun").read_text()):
+        assert time.monotonic() < limit and job.processes[1].poll() is None, job.errors(0) + job.errors(1)
+        time.sleep(0.1)
+    return float(text)
+
+
+@pytest.mark.parametrize(("fault", "says"), [
+    ("raises", "rank 1 (process"), ("exits", "rank 1 (process"), ("wrong batch", "rank 1 has failed with UnsupportedError"),
+    ("kernel", "rank 1 has failed with LaneError"), ("loop, other call", "rank 1 calls train_step while rank 0 calls forward")])
+def test_a_rank_that_fails_ends_the_others_with_its_name(start_job: Callable[..., Job], fault: str, says: str) -> None:
+    job = start_job(SCRIPT, 2, fault)
+    begun = began(job)
+    codes = job.wait(60)
+    other = ended(job, 0)
+    assert codes[0] not in (0, -signal.SIGKILL), job.errors(0)
+    assert other["error"] == "RankError" and says in other["message"].splitlines()[0], other
+    assert other["at"] - begun < 30
+
+
+@pytest.mark.parametrize(("fault", "says"), [
+    ("version", "another version than rank 0"), ("other model", "another model than rank 0"),
+    ("other options", "another program than rank 0"), ("cannot be captured", "rank 1 has failed with CaptureError")])
+def test_ranks_that_differ_are_refused_before_the_first_step(start_job: Callable[..., Job], fault: str, says: str) -> None:
+    job = start_job(SCRIPT, 2, fault)
+    codes = job.wait(90)
+    found = ended(job, 0)
+    assert codes[0] not in (0, -signal.SIGKILL), job.errors(0)
+    assert found["error"] == "RankError" and says in found["message"].splitlines()[0], found
+
+
+@pytest.mark.parametrize(("number", "says"), [(signal.SIGKILL, "has ended"), (signal.SIGSTOP, "was stopped by a signal")])
+def test_a_rank_that_is_killed_or_stopped_ends_the_others(start_job: Callable[..., Job], number: signal.Signals,
+                                                          says: str) -> None:
+    job = start_job(SCRIPT, 2, "loop")
+    began(job)
+    time.sleep(0.5)
+    job.processes[1].send_signal(number)
+    sent = time.time()
+    code = job.processes[0].wait(40)
+    found = ended(job, 0)
+    assert code not in (0, -signal.SIGKILL)
+    assert found["error"] == "RankError" and f"rank 1 (process {job.processes[1].pid}) {says}" in found["message"], found
+    assert found["at"] - sent < 30
+
+
+def test_nothing_of_the_shared_memory_is_left(start_job: Callable[..., Job], tmp_path: Path) -> None:
+    """It has no name in /dev/shm, and ends with the processes that map it."""
+    before = set(Path("/dev/shm").iterdir())
+    job = start_job(SCRIPT, 2, "loop")
+    began(job)
+    maps = Path(f"/proc/{job.processes[1].pid}/maps").read_text()
+    assert "/memfd:megacompile (deleted)" in maps
+    for process in job.processes:
+        process.kill()
+        process.wait()
+    assert set(Path("/dev/shm").iterdir()) <= before

@@ -1,0 +1,81 @@
+"""Several ranks compute what one process does that has the rows of all of them: native PyTorch in fp32."""
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from jobs import JOBS, USUAL, train_native
+from processes import start
+from torch import Tensor
+
+#: Run by two ranks in one job, which takes seconds to start; four ranks run those that shards of another size may break.
+OF_FOUR = ("expert pieces", "uneven rows", "some updated on the device")
+AGAIN = ("qwen2|again", "arrival on the device|reference", "sums on the host|reference")
+#: (ranks, job)
+ALL = [*((2, name) for name in JOBS), *((4, name) for name in OF_FOUR)]
+
+
+def chosen(jobs: Sequence[Any], usual: Callable[[Any], bool]) -> list[Any]:
+    """Test parameters: those that are not usual run on demand."""
+    return [job if usual(job) else pytest.param(*(job if isinstance(job, tuple) else (job,)), marks=pytest.mark.on_demand)
+            for job in jobs]
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Callable[[int], Callable[..., Any]]:
+    """By number of ranks: what each rank had at the end of a job."""
+    folders: dict[int, Path] = {}
+    jobs = JOBS if request.config.getoption("--all-families") else USUAL
+
+    def run(ranks: int) -> Callable[..., Any]:
+        if ranks not in folders:
+            folders[ranks] = tmp_path_factory.mktemp(f"ranks{ranks}")
+            names = [f"{name}|" for name in (jobs if ranks == 2 else OF_FOUR)] + (list(AGAIN) if ranks == 2 else [])
+            start(Path(__file__).with_name("jobs.py"), ranks, folders[ranks], names).results(420)
+        return lambda name, rank, kind="": torch.load(folders[ranks] / f"{name}|{kind}.{rank}.pt")
+
+    return run
+
+
+@pytest.mark.parametrize(("ranks", "name"), chosen(ALL, lambda job: job[0] == 4 or job[1] in USUAL))
+def test_ranks_train_as_one_process_with_all_rows(trained: Callable[[int], Callable[..., Any]], ranks: int, name: str) -> None:
+    expected = train_native(name, ranks)
+    for rank in range(ranks):
+        found = trained(ranks)(name, rank)
+        wanted = [loss[rank] if isinstance(loss, list) else loss for loss in expected["losses"]]
+        assert found["losses"][0] == pytest.approx(wanted[0], rel=1e-6, abs=1e-6)
+        assert found["losses"] == pytest.approx(wanted, rel=2e-4)
+        for key, gradient in found["gradients"].items():
+            assert torch.linalg.vector_norm(gradient - expected["gradients"][key]) <= 1e-5 * torch.linalg.vector_norm(
+                expected["gradients"][key]) + 1e-8, key
+        # Of the whole model: the gradient of a key's bias is rounding alone, which Adam makes steps of full size of.
+        assert distance(found["weights"], expected["weights"]) <= 2e-4 * distance(expected["weights"])
+        if expected["norm"] is not None:
+            assert found["norm"] == pytest.approx(expected["norm"], rel=1e-3)
+
+
+def distance(tensors: Mapping[str, Tensor], others: Mapping[str, Tensor] | None = None) -> float:
+    """The Euclidean norm of all tensors, less the others."""
+    return sum(float((tensor if others is None else tensor - others[key]).detach().double().square().sum())
+               for key, tensor in tensors.items()) ** 0.5
+
+
+@pytest.mark.parametrize("again", AGAIN)
+def test_repeated_runs_and_the_reference_interpreter_have_the_same_bits(trained: Callable[[int], Callable[..., Any]],
+                                                                        again: str) -> None:
+    name, _, kind = again.partition("|")
+    for rank in range(2):
+        one, other = trained(2)(name, rank), trained(2)(name, rank, kind)
+        assert one["losses"] == other["losses"] and one["norm"] == other["norm"]
+        for part in ("weights", "moments", "gradients"):
+            assert all(torch.equal(one[part][key], other[part][key]) for key in one[part] | other[part])
+
+
+@pytest.mark.parametrize("name", chosen(list(JOBS), lambda name: name in USUAL))
+def test_every_rank_reads_the_same_weights_and_state(trained: Callable[[int], Callable[..., Any]], name: str) -> None:
+    one, other = (trained(2)(name, rank) for rank in range(2))
+    for part in ("weights", "moments", "gradients"):
+        assert all(torch.equal(one[part][key], other[part][key]) for key in one[part] | other[part])
