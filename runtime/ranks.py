@@ -23,13 +23,15 @@ from torch import Tensor
 from megacompile.errors import RankError, UnsupportedError, shortened
 from megacompile.system.shared_memory import SharedMemory
 from megacompile.system.status_board import ROW_BYTES, StatusBoard
-from megacompile.torch_compat.distributed import all_gather, reduce_scatter
+from megacompile.torch_compat.distributed import all_gather, never_end, reduce_scatter
 from megacompile.version import __version__
 
 #: How long a wait sleeps between two looks, in seconds: at first, and at most.
 _FIRST_S, _LONGEST_S = 2e-5, 2e-3
 #: How often a wait looks at the board, in seconds.
 _LOOK_S = 0.05
+#: How long a process may take to end once it has closed its connections, in seconds.
+_ENDING_S = 5.0
 
 
 class Ranks:
@@ -43,6 +45,7 @@ class Ranks:
         self._lane = dist.new_group(backend="nccl" if device.type == "cuda" else "gloo", timeout=limit)
         self._host = dist.new_group(backend="gloo", timeout=limit)
         self._callers = dist.new_group(backend="gloo", timeout=limit)
+        self._groups: tuple[dist.ProcessGroup, ...] = (self._lane, self._host, self._callers)
         self.board: StatusBoard | None = None
         self.submitted = self.finished = 0
 
@@ -167,13 +170,22 @@ class Ranks:
         try:
             self._wait(work.is_completed)
             work.wait()
+        except RankError:
+            for each in (work, *self._groups):
+                never_end(each)
+            self._groups = ()
+            raise
         except RuntimeError as error:  # a connection was closed
-            if isinstance(error, RankError):
-                raise
-            time.sleep(_LOOK_S)  # until the rank that closed it has ended, and can be named
-            self.check()
+            self._name_the_rank_that_ends()
             raise RankError(f"the ranks have lost their connection ({str(error).splitlines()[0]}): start the job again from "
                             "the last checkpoint") from error
+
+    def _name_the_rank_that_ends(self) -> None:
+        """Raises `RankError` as soon as another rank has ended. A process closes its connections a while before."""
+        limit = time.monotonic() + _ENDING_S
+        while time.monotonic() < limit:
+            self.check()
+            time.sleep(_LOOK_S)
 
     def check(self) -> None:
         """Raises `RankError` if another rank has ended or has failed."""
@@ -190,7 +202,7 @@ class Ranks:
         if self.board is not None:
             self.board.close()
             self.board = None
-        for group in (self._lane, self._host, self._callers):
+        for group in self._groups:
             dist.destroy_process_group(group)
 
 

@@ -1,6 +1,7 @@
-"""Collectives whose names differ between the versions of PyTorch that we support."""
+"""Collectives whose names differ between the versions of PyTorch that we support, and the end of groups that have failed."""
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
 import torch.distributed as dist
@@ -19,3 +20,9 @@ def all_gather(whole: Tensor, own: Tensor, group: dist.ProcessGroup, wait: bool)
 def reduce_scatter(own: Tensor, whole: Tensor, group: dist.ProcessGroup) -> None:
     """Fills `own`, [n], with this rank's part of the sum of all ranks' `whole`, [ranks * n]. It may be a part of it."""
     _reduce_scatter(own, whole, group=group)
+
+
+def never_end(group_or_work: Any) -> None:
+    """Keeps a process group, or the work of one, until the process has ended. A group's destructor waits for its collectives,
+    and those of gloo cannot be aborted: a process could not end while another one was stopped."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group_or_work))
