@@ -82,7 +82,8 @@ def _norms(graph: fx.Graph) -> Iterator[Fault]:
         op, tile = op_of(node).name, argument(node, "tile")
         for value in operands(node, "reduced"):
             if op == "share_norms":
-                alone.pop(value, None)
+                if alone.pop(value, None) is None:
+                    yield Fault(f"{describe(node)} would add up norms of whole gradients", "drop it", node)
             elif value in alone:
                 yield Fault(f"{describe(node)} reads norms of this rank's shard", "share_norms before it", node, value)
         if op == "reduce":

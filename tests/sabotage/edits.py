@@ -16,6 +16,8 @@ DROPPED = ("adam", "adam_weights", "adam_moments", "adam_resident", "adam_visiti
            "stash", "fetch", "offload", "accumulate", "clip", "add_to_sum", "norms_of_sum", "adam_of_sum",
            "fetch_gradients", "fetch_state", "store_state", "scale")
 UPDATES = ("adam", "adam_weights", "adam_moments", "adam_resident", "adam_of_sum", "adam_visiting", "offload_weights")
+#: What several ranks do together, or tell each other.
+EXCHANGES = ("gather", "reduce_scatter", "share_norms", "share_host_norms", "gather_resident", "share_loss", "announce")
 #: What stands for a copy that was dropped: the parameter that it copied.
 _SOURCES = {"stash": "value", "fetch": "stashed"}
 
@@ -49,7 +51,8 @@ def single(program: Program) -> Iterator[Edit]:
                 yield Edit("release removed", section, what, _removed(at))
                 yield from (Edit("release moved", section, f"{what} by {by}", _moved(at, by)) for by in (-12, -3, 3, 12)
                             if 0 <= at + by < len(listed))
-            elif op in DROPPED or (op in ("prefetch", "pack") and not _computes(node)):
+            elif op in DROPPED or (
+                    op in ("prefetch", "pack", "prefetch_shard", "pack_shard") and not _computes(node)):
                 yield Edit("op dropped", section, what, _dropped(at))
             if op == "wait":
                 behind = next((i for i in range(at + 1, len(listed)) if op_of(listed[i]).lane == argument(node, "lane")), None)
@@ -60,6 +63,8 @@ def single(program: Program) -> Iterator[Edit]:
                             if 0 <= at + by < len(listed))
             if op in (*UPDATES, "accumulate", "add_to_sum", "norms_of_sum", "offload"):
                 yield Edit("op repeated", section, what, _repeated(at))
+            if op in EXCHANGES:
+                yield from _exchange(section, listed, at)
         yield from _slots(program, section, listed)
 
 
@@ -72,6 +77,22 @@ def double(program: Program, rng: random.Random, count: int) -> Iterator[Edit]:
             listed = list(nodes(program.section(section)))
             one, other = sorted(rng.sample([i for i, n in enumerate(listed) if op_of(n).name in SYNCHRONIZING], 2))
             yield Edit("two removed", section, f"{describe(listed[one])}, {describe(listed[other])}", _removed(one, other))
+
+
+def _exchange(section: str, listed: list[fx.Node], at: int) -> Iterator[Edit]:
+    """Every edit of what ranks exchange."""
+    node = listed[at]
+    op, what = op_of(node).name, describe(node)
+    if op != "gather" or not _computes(node):
+        yield Edit("exchange dropped", section, what, _dropped(at))
+    yield Edit("exchange repeated", section, what, _repeated(at))
+    yield from (Edit("exchange moved", section, f"{what} by {by}", _moved(at, by)) for by in (-12, -3, -1, 1, 3, 12)
+                if 0 <= at + by < len(listed))
+    following = next((i for i in range(at + 1, len(listed)) if op_of(listed[i]).lane == op_of(node).lane), None)
+    if following is not None:
+        yield Edit("exchanges swapped", section, f"{what}, {describe(listed[following])}", _moved(at, following - at))
+    if op == "gather":
+        yield Edit("whole tile copied", section, what, _copied_whole(at))
 
 
 def _computes(node: fx.Node) -> bool:
@@ -149,4 +170,19 @@ def _repeated(number: int) -> Callable[[list[fx.Node]], None]:
     def change(listed: list[fx.Node]) -> None:
         node = listed[number]
         Builder(node.graph).after(node, op_of(node).name, **node.kwargs)
+    return change
+
+
+def _copied_whole(number: int) -> Callable[[list[fx.Node]], None]:
+    """A copy of all shards from the host stands for their exchange."""
+    def change(listed: list[fx.Node]) -> None:
+        node = listed[number]
+        (shard,) = operands(node, "shard")
+        for user in list(node.users):
+            if op_of(user).name in ("record", "release"):
+                _erase(user)
+        copied = Builder(node.graph).after(shard, "prefetch", tile=argument(node, "tile"), into=argument(node, "into"))
+        node.replace_all_uses_with(copied)
+        Builder(node.graph).after(copied, "release", value=copied)
+        _erase(node)
     return change

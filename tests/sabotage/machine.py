@@ -1,28 +1,26 @@
 """What ops do to memory, told a second time: places that hold contents, instructions that read and write them.
 
-Nothing here is the verifier's or the vocabulary's: lanes, reads, writes and meanings are written down anew from what an
-op is for (`docs/schedule-language.md`), and only the graph's nodes are read. A *content* is a number that stands for what
-is in memory. Copies hand contents on; a kernel's content is a hash of the kernel's and of what it read; sums are sums, so
-that they come out the same in any order. Two programs with the same contents compute the same.
+Nothing here is the verifier's or the vocabulary's: lanes, reads, writes and meanings (`contents.py`) are written down anew from
+what an op is for (`docs/schedule-language.md`), and only the graph's nodes are read.
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import fx
 
-LANES = ("compute", "h2d", "d2h", "cpu", "pack")
+LANES = ("compute", "h2d", "d2h", "cpu", "pack", "collective")
 READ, WRITE = "read", "write"
 _OF_KERNELS = ("weights", "inputs", "saved", "gradient", "accumulators")
-_KERNELS = ("forward", "forward_saving", "loss", "evaluate", "outputs", "recompute_backward", "backward")
+KERNELS = ("forward", "forward_saving", "loss", "evaluate", "outputs", "recompute_backward", "backward")
 
 #: op -> (lane, what it reads, what it writes): a parameter, "result", or a part of its tiles in host memory.
 TOUCHES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "pack": ("pack", ("weights/",), ("result",)),
     "prefetch": ("h2d", ("staging", "weights/"), ("result",)),
-    **dict.fromkeys(_KERNELS, ("compute", _OF_KERNELS, ("accumulators", "result"))),
+    **dict.fromkeys(KERNELS, ("compute", _OF_KERNELS, ("accumulators", "result"))),
     "zeros": ("compute", (), ("result",)),
     "scale": ("compute", ("value",), ("value",)),
     "reduce": ("compute", ("accumulators",), ("result",)),
@@ -48,7 +46,22 @@ TOUCHES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "output_gradient": ("compute", (), ("result",)),
     "stash": ("d2h", ("value",), ("result",)),
     "fetch": ("h2d", ("stashed",), ("result",)),
+    "pack_shard": ("pack", ("weights/",), ("result",)),
+    "prefetch_shard": ("h2d", ("staging", "weights/"), ("result",)),
+    "gather": ("collective", ("shard",), ("result",)),
+    "gather_resident": ("collective", ("resident",), ("resident",)),
+    "reduce_scatter": ("collective", ("accumulators",), ("accumulators",)),
+    "share_norms": ("collective", ("reduced",), ("reduced",)),
+    "share_host_norms": ("cpu", ("gradients/",), ("gradients/",)),
+    "total_loss": ("compute", ("values",), ("result",)),
+    "share_loss": ("collective", ("value",), ("value",)),
+    "announce": ("cpu", ("weights/",), ("announced/",)),
 }
+#: What only several ranks do, all of them or none.
+OF_SEVERAL = ("pack_shard", "prefetch_shard", "gather", "gather_resident", "reduce_scatter", "share_norms", "share_host_norms",
+              "total_loss", "share_loss", "announce")
+#: Sections that each of several ranks runs when it likes. Before them the caller waits until all have announced their updates.
+ALONE = ("evaluate", "load", "store", "refresh", "rescue")
 
 #: What any section of any program may do to a kind of place: (lane, access).
 MAY_TOUCH: dict[str, frozenset[tuple[str, str]]] = {kind: frozenset(
@@ -57,7 +70,7 @@ MAY_TOUCH: dict[str, frozenset[tuple[str, str]]] = {kind: frozenset(
         "G": {"compute": (READ, WRITE), "d2h": (READ,)},
         "S": {"pack": (WRITE,), "h2d": (READ,)},
         "D": {"d2h": (WRITE,), "cpu": (READ,)},
-        "P": {"h2d": (WRITE,)},  # programs of several ranks read it in a lane of their own
+        "P": {"h2d": (WRITE,)},
         "H": {"d2h": (WRITE,), "h2d": (READ,)},
         "C": {"h2d": (WRITE,), "compute": (READ,)},
         "V": {"h2d": (WRITE,)},
@@ -68,6 +81,10 @@ MAY_TOUCH: dict[str, frozenset[tuple[str, str]]] = {kind: frozenset(
         "weights": {"cpu": (READ, WRITE), "h2d": (READ, WRITE), "pack": (READ,)},
         "gradients": {"d2h": (WRITE,), "cpu": (READ, WRITE), "h2d": (READ,)},
         "sums": {"cpu": (READ, WRITE)}}.items()}
+#: The same of programs of several ranks, which exchange weights and norms in a lane of its own.
+_EXCHANGED = {"W": (WRITE,), "P": (READ,), "R": (WRITE,), **dict.fromkeys(("G", "RW", "RG"), (READ, WRITE))}
+MAY_TOUCH_OF_SEVERAL = {kind: accesses | {("collective", access) for access in _EXCHANGED.get(kind, ())}
+                        for kind, accesses in MAY_TOUCH.items()}
 #: `state` is not there: whoever touches a tile's state touches its weights too, and of two in different lanes one writes them;
 #: but moments alone, which only another update follows in another lane, of gradients that come behind those read for them.
 
@@ -127,6 +144,7 @@ class Step:
     at: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     says: Mapping[str, Any] = field(default_factory=dict)
     event: Any = None  # that it waits for, or fires
+    several: bool = False  # whether it is one of several ranks' that do the same
 
 
 #: A release of a slot is no lane's; in program order it still ends what is there.
@@ -145,12 +163,19 @@ class Machine:
     """Turns sections, run one after the other, into steps. State: what sections leave to those behind them.
 
     `leases`: of each open forward, subject -> place; `sets`: the buffers for checkpoints that open forwards use; `carried`:
-    place -> lane -> (whether it has written, event of its last access, event of its last write)."""
+    place -> lane -> (whether it has written, event of its last access, event of its last write); `announced`: the event of the
+    last announcement. `several`: whether several ranks run the sections."""
 
+    several: bool = False
     leases: dict[int, dict[tuple[Any, ...], str]] = field(default_factory=dict)
     sets: dict[int, int] = field(default_factory=dict)
     carried: dict[str, dict[str, tuple[Any, Any]]] = field(default_factory=dict)
+    announced: Any = None
     runs: int = 0
+
+    def wait_for_updates(self) -> list[Step]:
+        """What the caller of several ranks does: nothing begins before the others' updates are over, as this rank's are."""
+        return [] if self.announced is None else [Step("the caller", "wait", lane, event=self.announced) for lane in LANES]
 
     def run(self, section: Sequence[Instruction], lease: int | None = None) -> list[Step]:
         """The steps of a section. `lease`: the number of the forward that it opens or goes back."""
@@ -200,23 +225,25 @@ class Machine:
                 if op in TOUCHES:
                     steps.append(self._touching(each, where))
                     lanes[each.name] = steps[-1].lane
+                if op == "announce":
+                    self.announced = number, each.name, "announced"
+                    steps.append(Step(each.name, "record", lanes[each.name], event=self.announced))
         self._carry(left)
         return steps
 
-    @staticmethod
-    def _touching(each: Instruction, where: Mapping[str, str]) -> Step:
+    def _touching(self, each: Instruction, where: Mapping[str, str]) -> Step:
         lane, *touched = TOUCHES[each.op]
         at = {parameter: tuple(where[name] for name in names) for parameter, names in each.takes.items()}
         at["result"] = (where[each.name],)
         tiles = each.says.get("tiles") or ((each.says["tile"],) if "tile" in each.says else ())
-        for part in ("weights", "gradients", "sums", "state"):
+        for part in ("weights", "gradients", "sums", "state", "announced"):
             at[f"{part}/"] = tuple(f"{part}/{tile}" for tile in tiles)
         if "staging" in at:
             at["weights/"] = ()
         if each.op == "add_to_sum" and "slab" in at:
             at["gradients/"] = ()
         reads, writes = (tuple(place for name in names for place in at.get(name, ())) for names in touched)
-        return Step(each.name, each.op, lane, reads, writes, at, each.says)
+        return Step(each.name, each.op, lane, reads, writes, at, each.says, several=self.several)
 
     def give_back(self, lease: int) -> None:
         """A backward has run, or its loss has died: the forward's buffers may be used by the next."""
@@ -230,88 +257,3 @@ class Machine:
         for place, access, lane, event in left:
             lanes = self.carried.setdefault(place, {})
             lanes[lane] = (event, event if access == WRITE else lanes.get(lane, (None, None))[1])
-
-
-# Contents
-
-_MODULUS = 1 << 61
-Content = Any
-Look = Callable[[str], Content]
-
-
-def mix(*parts: Any) -> int:
-    return hash(parts) % _MODULUS
-
-
-def total(*contents: int) -> int:
-    """A sum: the same in any order."""
-    return sum(contents) % _MODULUS
-
-
-def effect(step: Step, look: Look) -> dict[str, Content]:
-    """What a step writes, place by place. `look` says what is in a place, and raises `HarmError` if nothing is."""
-    op, at, says = step.op, step.at, step.says
-    result = at["result"][0]
-
-    def one(parameter: str) -> Content:
-        (place,) = at[parameter]
-        return look(place)
-
-    if op in _KERNELS:
-        made = mix("forward", says["call"], says["mb"], *(look(p) for p in at.get("weights", ())), "of",
-                   *(look(p) for p in at.get("inputs", ())))
-        if "saved" in at and one("saved") != made:
-            made = mix("residuals of another forward", made, one("saved"))
-        if op in ("recompute_backward", "backward"):
-            made = mix("backward", made, one("gradient"))
-        elif op in ("loss", "evaluate", "outputs"):
-            made = mix(op, made)
-        return {result: made, **{place: total(look(place), mix("part", number, made))
-                                 for number, place in enumerate(at.get("accumulators", ()))}}
-    match op:
-        case "pack" | "prefetch":
-            return {result: one("staging") if "staging" in at else one("weights/")}
-        case "stash" | "fetch":
-            return {result: one("value" if op == "stash" else "stashed")}
-        case "offload":
-            return {result: one("reduced")}
-        case "fetch_state" | "fetch_gradients":
-            return {result: one("state/" if op == "fetch_state" else "gradients/")}
-        case "store_state":
-            return {at["state/"][0]: one("state")}
-        case "offload_weights":
-            return {at["weights/"][0]: one("resident")}
-        case "offload_norms":
-            return {at["gradients/"][0]: ("norms", one("reduced"))}
-        case "zeros":
-            return {result: 0}
-        case "output_gradient":
-            return {result: mix("sent", says["call"], says["mb"])}
-        case "scale":
-            return {at["value"][0]: mix("scaled", one("value"))}
-        case "reduce":
-            return {result: mix("reduced", one("accumulators"))}
-        case "accumulate":
-            added = one("slab") if says["overwrite"] else total(one("gradients/"), one("slab"))
-            return {at["gradients/"][0]: added}
-        case "add_to_sum":
-            wave = one("slab" if "slab" in at else "gradients/")
-            return {at["sums/"][0]: wave if says["overwrite"] else total(one("sums/"), wave)}
-        case "norms_of_sum":
-            return {at["gradients/"][0]: ("norms", one("sums/"))}
-        case "clip":
-            stored = {place: look(place) for place in at["gradients/"]}
-            return {result: mix("clip", *sorted((p, g[1] if isinstance(g, tuple) else g) for p, g in stored.items()))}
-        case "adam" | "adam_weights" | "adam_moments" | "adam_of_sum" | "adam_resident" | "adam_visiting":
-            state = at["state" if op == "adam_resident" else "state/"][0]
-            gradients = one({"adam_of_sum": "sums/", "adam_resident": "reduced"}.get(op, "gradients/"))
-            moments = mix("moments", look(state), gradients, *([one("clip")] if "clip" in at else []))
-            if op == "adam_moments":
-                return {state: moments}
-            weights = at["resident" if op == "adam_resident" else "weights/"][0]
-            made = {weights: mix("weights", look(weights), moments)}
-            return made if op == "adam_weights" else made | {state: moments}
-        case "result":
-            for value in at["values"]:
-                look(value)
-    return {}

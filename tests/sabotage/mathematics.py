@@ -1,9 +1,10 @@
 """What a training loop computes, written down without any schedule: the contents that every program must come to."""
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from machine import mix, total
+from contents import mix, total
 from oracle import Loop
 
 from megacompile.ir.plan import Plan
@@ -26,6 +27,8 @@ class Training:
         for tile in self.program.tiles:
             self.host |= {f"{part}/{tile}": hash(f"{part}/{tile}") for part in ("weights", "state")}
         self.given = "outputs" if gives_outputs(self.program) else "loss"
+        self.several = self.program.ranks > 1
+        self.host |= {f"announced/{tile}": self.host[f"weights/{tile}"] for tile in self.program.tiles}
         self.trained = [name for name, tile in self.program.tiles.items() if tile.trainable]
 
     def run(self, loop: Loop) -> None:
@@ -34,7 +37,7 @@ class Training:
             match line:
                 case "forward":
                     open_forwards[lease] = forward = self.forward()
-                    self.results.append((self.given, *forward[1].values()))
+                    self.results.append((self.given, *self.told(forward[1].values())))
                 case "evaluate":
                     made, _ = self.forward()
                     last = self.program.calls[-1].name
@@ -46,7 +49,7 @@ class Training:
                 case "train_step":
                     made, losses = self.forward()
                     waves = [{mb: losses[mb] for mb in self.plan.wave(wave)} for wave in range(self.plan.waves)]
-                    self.results += [("loss", *wave.values()) for wave in waves]
+                    self.results += [("loss", *self.told(wave.values())) for wave in waves]
                     shares = [self.backward((made, wave), scaled=False) for wave in waves]
                     summed = {tile: total(*(share[tile] for share in shares)) for tile in self.plan.host_sums
                               if tile in self.trained}
@@ -60,6 +63,10 @@ class Training:
                         self.host[f"gradients/{tile}"] = hash(("lost", f"gradients/{tile}"))
                 case "update":
                     self.update(mix("clip", *sorted((f"gradients/{t}", self.host[f"gradients/{t}"]) for t in self.trained)))
+
+    def told(self, values: Collection[int]) -> Collection[int]:
+        """What the caller is told: of several ranks, the loss of all rows."""
+        return [mix("over ranks", mix("total", total(*values)))] if self.several and self.given == "loss" else values
 
     @property
     def micro_batches(self) -> range:
@@ -100,7 +107,8 @@ class Training:
                 gradient = mix("backward", made[call.name, mb], gradient)
                 add(call, gradient)
             add(first, mix("backward", self.visit(first, mb, weightless="recompute_backward" in first.weightless), gradient))
-        return {tile: mix("reduced", gradients) for tile, gradients in sums.items()}
+        return {tile: mix("reduced", mix("over ranks", gradients) if self.several else gradients)
+                for tile, gradients in sums.items()}
 
     def gather(self, gradients: dict[str, int], adds: bool) -> None:
         for tile, gradient in gradients.items():
@@ -117,3 +125,4 @@ class Training:
             weights, state = f"weights/{tile}", f"state/{tile}"
             moments = mix("moments", self.host[state], self.host[f"gradients/{tile}"], *clip)
             self.host |= {weights: mix("weights", self.host[weights], moments), state: moments}
+            self.host[f"announced/{tile}"] = self.host[weights]

@@ -20,18 +20,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from contents import Content, effect
 from machine import (
+    ALONE,
     LANES,
     MAY_TOUCH,
+    MAY_TOUCH_OF_SEVERAL,
     NOWHERE,
+    OF_SEVERAL,
     READ,
     WRITE,
-    Content,
     HarmError,
     Instruction,
     Machine,
     Step,
-    effect,
     instructions,
     kind_of,
 )
@@ -42,7 +44,7 @@ Section = list[Instruction]
 #: (section, the forward that it opens or goes back): one line of a loop.
 Loop = tuple[tuple[str, int | None], ...]
 _RELEASED = object()
-_INITIAL = ("weights", "state")
+_INITIAL = ("weights", "state", "announced")
 
 
 def loops(sections: Mapping[str, Section]) -> list[Loop]:
@@ -66,15 +68,16 @@ def loops(sections: Mapping[str, Section]) -> list[Loop]:
                      for a, b in ((0, 1), (1, 0)))]
 
 
-def link(sections: Mapping[str, Section], loop: Loop) -> list[Step]:
-    """All steps of a loop, in program order."""
-    machine, steps = Machine(), list[Step]()
+def link(sections: Mapping[str, Section], loop: Loop, several: bool = False) -> list[Step]:
+    """All steps of a loop, in program order. `several`: ranks run it."""
+    machine, steps = Machine(several), list[Step]()
     for name, lease in loop:
         if name.endswith("_lost"):
             part = {"refresh": "gradients", "rescue": "weights"}[name.removesuffix("_lost")]
             steps += [Step(name, "lost", NOWHERE, (), (f"{part}/{tile}",)) for tile in sorted(
                 {each.says["tile"] for each in sections[name.removesuffix("_lost")] if "tile" in each.says})]
             continue
+        steps += machine.wait_for_updates() if name in ALONE else []
         steps += machine.run(sections[name], lease)
         if lease is not None and name != "forward":
             machine.give_back(lease)
@@ -91,9 +94,10 @@ class Meaning:
     results: list[Content] = field(default_factory=list)
     host: dict[str, Content] = field(default_factory=dict)
     taken: int = 0  # memory of values' own that nobody has released
+    announced: int = 0  # how often other ranks were told of updates, each time of one more
 
     def same(self, other: Meaning) -> bool:
-        return (self.results, self.host, self.taken) == (other.results, other.host, other.taken)
+        return all(getattr(self, what) == getattr(other, what) for what in ("results", "host", "taken", "announced"))
 
 
 class Memory(dict[str, Content]):
@@ -101,7 +105,7 @@ class Memory(dict[str, Content]):
 
     def look(self, place: str) -> Content:
         if place not in self and kind_of(place) in _INITIAL:
-            self[place] = hash(place)
+            self[place] = hash(place.replace("announced", "weights"))
         if place not in self or self[place] is _RELEASED:
             raise HarmError(f"{place} is read {'after its release' if place in self else 'and nobody has written it'}")
         return self[place]
@@ -127,6 +131,7 @@ def meaning(steps: Sequence[Step]) -> Meaning:
         found.reads.append(tuple(read))
         if step.op == "result":
             found.results.append((step.says["key"], *read))
+        found.announced += step.op == "announce"
     found.host = {place: content for place, content in memory.items() if "/" in place}
     found.taken = sum(place.startswith("%") and content is not _RELEASED for place, content in memory.items())
     return found
@@ -244,18 +249,20 @@ def collision(steps: Sequence[Step]) -> str | None:
     return f"{steps[later].name} may touch {place} before {steps[earlier].name} is over"
 
 
-def beside_any_section(section: Section) -> str | None:
-    """The same of one section behind any other, and before any other.
+def beside_any_section(section: Section, several: bool = False) -> str | None:
+    """The same of one section behind any other, and before any other. `several`: of programs of several ranks.
 
     What ran before may have touched every place in every way that the language has; of each such access only its own event
     says that it is over, and whatever its lane does from here on. What comes after waits for everything that is handed on
     and that it could collide with."""
-    touched = {place for step in Machine().run(section, 0) for place in (*step.reads, *step.writes)}
+    may_touch = MAY_TOUCH_OF_SEVERAL if several else MAY_TOUCH
+    steps = Machine().run(section, 0)
+    touched = {place for step in steps for place in (*step.reads, *step.writes)}
     places = {place: _Touched() for place in touched}
     past, events, names, machine = dict.fromkeys(LANES, 0), dict[Any, int](), dict[int, str](), Machine()
-    bit = 1 << len(section)
+    bit = 1 << max(len(section), len(steps))
     for place in sorted(touched):
-        for lane, access in sorted(MAY_TOUCH.get(kind_of(place), ())):
+        for lane, access in sorted(may_touch.get(kind_of(place), ())):
             names[bit.bit_length() - 1] = f"a {access} on {lane} by an earlier section"
             places[place].add(lane, bit, access == WRITE)
             past[lane] |= bit
@@ -273,7 +280,7 @@ def beside_any_section(section: Section) -> str | None:
         number, later, place = race
         return f"{steps[later].name} may touch {place} before {names.get(number) or steps[number].name} is over"
     for place in sorted(touched):
-        for lane, access in sorted(MAY_TOUCH.get(kind_of(place), ())):
+        for lane, access in sorted(may_touch.get(kind_of(place), ())):
             over = found.lanes[lane]
             for other, (last, last_write) in machine.carried.get(place, {}).items():
                 event = last if access == WRITE else last_write
@@ -288,17 +295,25 @@ def beside_any_section(section: Section) -> str | None:
 #: Of which bytes of a tile an op's result is.
 _BYTES = {"pack": "weight_bytes", "prefetch": "weight_bytes", "resident": "weight_bytes", "reduce": "gradient_bytes",
           "offload": "gradient_bytes", "resident_gradients": "gradient_bytes", "fetch_gradients": "gradient_bytes",
-          "resident_state": "state_bytes", "fetch_state": "state_bytes"}
+          "resident_state": "state_bytes", "fetch_state": "state_bytes", "gather": "weight_bytes"}
 _CHUNK = 1 << 25  # bytes of a tile that visit the device at once, at most
 
 
 def result_bytes(program: Program, each: Instruction) -> int:
-    """Bytes of what stands in a slot."""
-    if each.op == "adam_visiting":  # weights and gradients are of one size
-        tile = program.tiles[each.says["tile"]]
-        return int(min(_CHUNK, tile.state_bytes + 2 * tile.weight_bytes))
-    if each.op in _BYTES:
-        return int(getattr(program.tiles[each.says["tile"]], _BYTES[each.op]))
+    """Bytes of what stands in a slot. Weights stand there whole; of anything else a rank has its shard, and all norms."""
+    if "tile" in each.says:
+        tile, ranks = program.tiles[each.says["tile"]], program.ranks
+        if each.op == "adam_visiting":  # weights and gradients are of one size
+            return int(min(_CHUNK, (tile.state_bytes + 2 * tile.weight_bytes) // ranks))
+        if each.op in ("pack_shard", "prefetch_shard"):
+            return int(tile.weight_bytes // ranks)
+        size, norms = getattr(tile, _BYTES[each.op]), tile.gradient_bytes - tile.weight_bytes
+        match _BYTES[each.op]:
+            case "weight_bytes":
+                return int(size)
+            case "state_bytes":
+                return int(size // ranks)
+        return int((size - norms) // ranks + norms)
     (output,) = (call.output_bytes for call in program.calls if call.name == each.says["call"])
     return int(output) * program.micro_batches[each.says["mb"]]
 
@@ -310,6 +325,17 @@ def overflow(program: Program, section: Section) -> str | None:
     return None
 
 
+def stranger(section: Section, several: bool, name: str) -> str | None:
+    """What is wrong with who runs a section: other ranks do not run it, or run it and update what it copies."""
+    together = several and name not in ALONE
+    for each in section:
+        if each.op in OF_SEVERAL and not together:
+            return f"{each.name} waits for ranks that do not run {name}"
+        if each.op in ("pack", "prefetch") and together:
+            return f"{each.name} copies shards that other ranks may be updating"
+    return None
+
+
 # The verdict
 
 class Oracle:
@@ -318,7 +344,8 @@ class Oracle:
     def __init__(self, program: Program) -> None:
         self.sections = {name: instructions(graph) for name, graph in program.sections.items()}
         self.loops = loops(self.sections)
-        self.expected = [meaning(link(self.sections, loop)) for loop in self.loops]
+        self.several = program.ranks > 1
+        self.expected = [meaning(link(self.sections, loop, self.several)) for loop in self.loops]
 
     def harm(self, edited: Program, name: str) -> str | None:
         """What goes wrong in a program whose section of that name was edited; None: nothing does."""
@@ -327,11 +354,13 @@ class Oracle:
         try:
             if (wrong := overflow(edited, section)) is not None:
                 return wrong
-            alone = beside_any_section(section)
+            if (wrong := stranger(section, self.several, name)) is not None:
+                return wrong
+            alone = beside_any_section(section, self.several)
             if alone is not None:
                 return f"{name}: {alone}"
             for loop, expected in zip(self.loops, self.expected, strict=True):
-                steps = link(sections, loop)
+                steps = link(sections, loop, self.several)
                 if not meaning(steps).same(expected):
                     return "the loop computes something else"
                 if (wrong := collision(steps)) is not None:
@@ -341,7 +370,7 @@ class Oracle:
         return None
 
 
-def removable(section: Section) -> list[str]:
+def removable(section: Section, several: bool = False) -> list[str]:
     """Names of the waits and events that nobody would miss: without one of them (an event with its waits and leaves) the
     section still runs safely behind and before any other."""
     found = []
@@ -349,7 +378,7 @@ def removable(section: Section) -> list[str]:
         if each.op not in ("wait", "record", "enter"):
             continue
         rest = [other for other in section if other is not each and each.name not in other.takes.get("event", ())]
-        if beside_any_section(rest) is None:
+        if beside_any_section(rest, several) is None:
             found.append(each.name)
     return found
 

@@ -48,10 +48,22 @@ NAMED |= {
         ("all streamed", 1, (2, 2, 1)), ("all streamed", 4, (1,)), ("all resident", 2, (2, 2, 1))}}
 
 
+#: Of several ranks: each way in which they exchange what they have.
+OF_SEVERAL: dict[str, dict[str, Any]] = {
+    f"{ranks} ranks, {name}": {**NAMED[name], "ranks": ranks} for ranks, name in (
+        (2, "streamed"), (4, "blocks of two, three micro-batches"), (2, "one block, slab pool"),
+        (2, "resident, three micro-batches"), (2, "updated on the device"), (2, "visiting the device"),
+        (4, "moments behind all weights, two micro-batches"), (2, "updates on arrival"),
+        (2, "checkpoints on the host, two micro-batches"), (2, "three waves added up on the host"),
+        (4, "waves on the host through slabs, updates on arrival"), (2, "outputs, two micro-batches"),
+        (2, "outputs, tied, updates on arrival"), (2, "layers that run twice"),
+        (2, "layers that run twice, waves on the host, a shared tile"), (2, "tied, residuals kept, a frozen layer"))}
+
+
 @st.composite
-def schedules(draw: st.DrawFn, layers: int | None = None, often: bool = True) -> dict[str, Any]:
+def schedules(draw: st.DrawFn, layers: int | None = None, often: bool = True, several: bool = False) -> dict[str, Any]:
     """Arguments of `make_schedule`: a small model, of so many layers, and a plan for it. `often`: its layers may run twice, and
-    share a tile."""
+    share a tile. `several`: two or four ranks run it."""
     layers = layers or draw(st.integers(1, 4))
     runs = 2 if often and layers < 3 and draw(st.booleans()) else 1
     whole_step, tied = draw(st.booleans()), draw(st.booleans())
@@ -78,7 +90,8 @@ def schedules(draw: st.DrawFn, layers: int | None = None, often: bool = True) ->
         "resident_state": stateful, "host_sums": summed, "visiting_state": visiting,
         "pinned": draw(st.booleans()), "staging_slabs": draw(st.integers(1, 2)), "gradient_slabs": draw(st.integers(1, 3)),
         "waves": waves, "update": update, "deferred_moments": update == "step" and draw(st.booleans()), "update_order": order,
-        "host_checkpoints": draw(st.integers(0, 2)), "checkpoint_slots": draw(st.integers(1, 2))}
+        "host_checkpoints": draw(st.integers(0, 2)), "checkpoint_slots": draw(st.integers(1, 2)),
+        **({"ranks": draw(st.sampled_from((2, 4)))} if several else {})}
 
 
 def plan_of(schedule: dict[str, Any]) -> Plan:

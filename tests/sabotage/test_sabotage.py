@@ -18,10 +18,10 @@ import pytest
 from edits import Edit, double, single
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from machine import MAY_TOUCH, TOUCHES, Machine, instructions
+from machine import MAY_TOUCH, MAY_TOUCH_OF_SEVERAL, TOUCHES, Machine, instructions
 from mathematics import Training
 from oracle import Oracle, beside_any_section, collision, interleave, link, meaning, removable
-from plans import NAMED, plan_of, schedules
+from plans import NAMED, OF_SEVERAL, plan_of, schedules
 
 from megacompile.ir.program import SLOT_KINDS, TILE_PARTS, Access, Program, lanes_that, reached
 from megacompile.ir.text import parse
@@ -34,10 +34,10 @@ Schedules = Callable[..., Compiled]
 SOME, MANY = 2, 30
 
 
-@pytest.fixture(params=[*GOLDENS, *NAMED], ids=lambda param: getattr(param, "stem", param))
+@pytest.fixture(params=[*GOLDENS, *NAMED, *OF_SEVERAL], ids=lambda param: getattr(param, "stem", param))
 def golden(request: pytest.FixtureRequest, make_schedule: Schedules) -> Program:
     text = request.param
-    program = parse(text.read_text()) if isinstance(text, Path) else make_schedule(**NAMED[text]).program
+    program = parse(text.read_text()) if isinstance(text, Path) else make_schedule(**(NAMED | OF_SEVERAL)[text]).program
     assert reached(program, "synchronize")
     return program
 
@@ -81,16 +81,16 @@ def sabotage(program: Program, oracle: Oracle, edits: Iterator[Edit], tally: Cou
 
 def assert_harmless(oracle: Oracle) -> None:
     for name, section in oracle.sections.items():
-        assert beside_any_section(section) is None, name
+        assert beside_any_section(section, oracle.several) is None, name
     for loop in oracle.loops:
-        assert collision(link(oracle.sections, loop)) is None, loop
+        assert collision(link(oracle.sections, loop, oracle.several)) is None, loop
 
 
 def test_goldens_are_harmless_and_interleave_as_they_like(golden: Program) -> None:
     oracle = Oracle(golden)
     assert_harmless(oracle)
     for loop in oracle.loops:
-        steps = link(oracle.sections, tuple(line for line in loop if not line[0].endswith("_lost")))
+        steps = link(oracle.sections, tuple(line for line in loop if not line[0].endswith("_lost")), oracle.several)
         expected = meaning(steps).reads
         for seed in range(8):
             assert interleave(steps, expected, str(seed)) is None
@@ -102,12 +102,13 @@ def test_every_harmful_edit_of_a_golden_is_refused(golden: Program, programs: in
     assert tally["edits, harmful"] > 10
 
 
-def test_every_harmful_edit_of_a_random_program_is_refused(make_schedule: Schedules, programs: int,
+@pytest.mark.parametrize("several", [False, True], ids=["one rank", "several ranks"])
+def test_every_harmful_edit_of_a_random_program_is_refused(make_schedule: Schedules, programs: int, several: bool,
                                                            tally: Counter[str]) -> None:
     """And each of these programs computes what training is, whatever its plan, and races with nothing."""
     @settings(max_examples=programs, deadline=None, derandomize=True, database=None, phases=[Phase.generate],
               suppress_health_check=list(HealthCheck))
-    @given(schedule=schedules(), seed=st.integers(0, 1 << 30))
+    @given(schedule=schedules(several=several), seed=st.integers(0, 1 << 30))
     def broken_in_all_ways(schedule: dict[str, object], seed: int) -> None:
         program = make_schedule(**schedule).program
         oracle = Oracle(program)
@@ -128,7 +129,7 @@ def test_no_event_can_go(golden: Program, tally: Counter[str]) -> None:
     """Each wait is needed, and each event with its waits and leaves."""
     for name, graph in golden.sections.items():
         section = instructions(graph)
-        assert not (unneeded := removable(section)), f"{name}: {unneeded}"
+        assert not (unneeded := removable(section, golden.ranks > 1)), f"{name}: {unneeded}"
         tally["events and waits"] += sum(each.op in ("wait", "record", "enter") for each in section)
 
 
@@ -172,6 +173,8 @@ def test_ops_on_optimizer_state_are_ordered_by_the_weights() -> None:
 
 def test_oracle_and_vocabulary_agree_on_lanes() -> None:
     """Both were written down by themselves."""
-    for kind in (*SLOT_KINDS, *TILE_PARTS):
-        for access in Access:
-            assert {lane for lane, there in MAY_TOUCH[kind] if there == access} == lanes_that(access, kind), (kind, access)
+    for several, may_touch in ((False, MAY_TOUCH), (True, MAY_TOUCH_OF_SEVERAL)):
+        assert may_touch.keys() == {*SLOT_KINDS, *TILE_PARTS}
+        for kind, touching in may_touch.items():
+            for access in Access:
+                assert {lane for lane, there in touching if there == access} == lanes_that(access, kind, several), (kind, access)
