@@ -5,7 +5,7 @@ device is ahead of the host: weights are copied back with every update, the stat
 """
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -35,8 +35,9 @@ class Residency:
             return False
         return _tiles(self.shape) != _tiles(shape) or (self.stale and bool(shape.plan.resident))
 
-    def load(self, shape: CompiledShape) -> None:
-        """Before sections of a shape: what its plan keeps on the device is there. Nothing is, that `must_leave`."""
+    def load(self, shape: CompiledShape, wait_for_updates: Callable[[], None]) -> None:
+        """Before sections of a shape: what its plan keeps on the device is there. Nothing is, that `must_leave`.
+        `wait_for_updates`: until host tiles have those of all ranks, whose shards are copied too."""
         if self.shape is None:  # slots that another plan had would be in the way
             kept = {slot for slot in (*shape.program.slots, *self.awaited()) if stays(slot)}
             self.runner.forget_slots([slot for slot in self.runner.arena.slots if stays(slot) and slot not in kept])
@@ -44,6 +45,7 @@ class Residency:
         if not shape.plan.resident:
             return
         if self.shape is None:
+            wait_for_updates()
             self._run(shape, "load")
         self.shape = shape
 

@@ -154,7 +154,7 @@ class Streamed:
     def _load(self, shape: CompiledShape) -> None:
         if self.residency.must_leave(shape):
             self.evict()
-        self.residency.load(shape)
+        self.residency.load(shape, self.together.wait_for_updates)
 
     def adopt_writes(self) -> None:
         """Takes over what was written to parameters and buffers from outside."""

@@ -272,6 +272,18 @@ TEXT_EDITS: dict[tuple[str, str], tuple[dict[str, Any], str, str, str, str, str]
     ("ordered", "read after write of an earlier section"): (
         STREAMED, "synchronize", "forward", r'    p.wait\("h2d", e_2\).*\n', "",
         "tile part weights/layers.0 is read by prefetch layers.0 while cpu may still write it from an earlier section"),
+    ("ordered", "shard overwritten while it is gathered"): (
+        RANKS, "synchronize", "forward", r'    p.wait\("h2d", e_11\).*\n', "",
+        "slot PB0 is overwritten by prefetch_shard epilogue while gather prologue may still read it"),
+    ("ordered", "gradients reduced while ranks add them up"): (
+        RANKS, "synchronize", "backward", r'    p.wait\("compute", e_17\).*\n', "",
+        "value %a3 is read by reduce epilogue while reduce_scatter epilogue may still write it"),
+    ("ordered", "weights read while they are gathered"): (
+        RANKS, "synchronize", "forward", r'    p.wait\("compute", e_13\).*\n', "",
+        "slot W0 is read by forward layers.0 mb 0 while gather layers.0 may still write it"),
+    ("ordered", "norms copied while ranks share them"): (
+        RANKS, "synchronize", "backward", r'    p.wait\("d2h", e_25\).*\n', "",
+        "slot G0 is read by offload layers.1 while reduce layers.1 may still write it"),
     ("ordered", "event of the wrong access"): (
         STREAMED, "synchronize", "forward", r'enter\("W0", "read"', 'enter("W0", "write"', "compute may still read it"),
     ("ordered", "event of the wrong lane"): (
@@ -304,6 +316,9 @@ TEXT_EDITS: dict[tuple[str, str], tuple[dict[str, Any], str, str, str, str, str]
     ("together", "norms of a shard"): (
         RANKS, "shard", "backward", r'    p.share_norms\("layers.1".*\n', "",
         "offload layers.1 reads norms of this rank's shard"),
+    ("together", "norms of whole gradients, shared again"): (
+        RANKS, "shard", "backward", r'(    p.share_norms\("layers.1".*\n)', r"\1\1",
+        "share_norms layers.1 would add up norms of whole gradients"),
     ("together", "norms of a shard's sum"): (
         RANKS_SUMS, "shard", "train_step", r'    p.share_host_norms\("layers.1".*\n', "",
         "norms_of_sum layers.1 takes are those of a shard, and are never exchanged"),
