@@ -33,11 +33,14 @@ def decoder(frozen_layers: int = 0) -> nn.Module:
     return model
 
 
-@pytest.fixture(scope="module", params=["decoder", "frozen below", "layers that run twice"])
+@pytest.fixture(scope="module", params=[
+    ("decoder", 1), ("frozen below", 1), ("layers that run twice", 1), ("decoder", 2), ("frozen below", 4),
+    ("layers that run twice", 2)], ids=lambda param: f"{param[0]}, {param[1]} GPUs")
 def planner(request: pytest.FixtureRequest) -> Planner:
+    kind, gpus = request.param
     with torch.device("meta"):
-        model = Loops() if request.param == "layers that run twice" else decoder(2 if request.param == "frozen below" else 0)
-    return megacompile.schedule(model, batch=1, length=LENGTH, hardware="h200").planner
+        model = Loops() if kind == "layers that run twice" else decoder(2 if kind == "frozen below" else 0)
+    return megacompile.schedule(model, batch=1, length=LENGTH, hardware="h200", gpus=gpus).planner
 
 
 def of_this_model(planner: Planner, schedule: dict[str, Any]) -> Plan:
@@ -48,7 +51,7 @@ def of_this_model(planner: Planner, schedule: dict[str, Any]) -> Plan:
     for key in ("resident", "resident_state", "visiting_state", "update_order", "host_sums"):
         there = dict.fromkeys(tile for each in schedule[key] if (tile := named.get(each, each)) in layouts)
         tiles[key] = tuple(tile for tile in there if key == "resident" or layouts[tile].trainable)
-    return replace(plan_of(schedule), output="logits" if schedule["outputs"] else "loss", **tiles)
+    return replace(plan_of(schedule), output="logits" if schedule["outputs"] else "loss", ranks=planner.tiling.ranks, **tiles)
 
 
 def templates_s(planner: Planner, program: Program, plan: Plan) -> float:

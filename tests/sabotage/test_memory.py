@@ -68,10 +68,11 @@ def slots_stated(program: Program) -> tuple[int, int]:
             sum(size for kind, size in sizes if kind.startswith("R")))
 
 
-def test_slots_hold_what_lives_at_once(make_schedule: Callable[..., Compiled]) -> None:
+@pytest.mark.parametrize("several", [False, True], ids=["one rank", "several ranks"])
+def test_slots_hold_what_lives_at_once(make_schedule: Callable[..., Compiled], several: bool) -> None:
     @settings(max_examples=30, deadline=None, derandomize=True, database=None, phases=[Phase.generate],
               suppress_health_check=list(HealthCheck))
-    @given(schedules())
+    @given(schedules(several=several))
     def of_any_plan(schedule: dict[str, Any]) -> None:
         program, plan = make_schedule(**schedule).program, plan_of(schedule)
         turns, stays = slots_stated(program)
@@ -79,23 +80,24 @@ def test_slots_hold_what_lives_at_once(make_schedule: Callable[..., Compiled]) -
             assert slots_needed(program, instructions(graph)) <= turns
         tiles = [program.tiles[tile] for tile in plan.resident]
         there = [program.tiles[tile] for tile in plan.resident_state]
-        kept = sum(tile.gradient_bytes for tile in there) if plan.update == "step" else 0
-        assert stays == sum(tile.weight_bytes for tile in tiles) + sum(tile.state_bytes for tile in there) + kept
+        kept = sum(tile.gradient_bytes for tile in there) if plan.update == "step" else 0  # the tiles here have no norms
+        shares = sum(tile.state_bytes for tile in there) + kept
+        assert stays == sum(tile.weight_bytes for tile in tiles) + shares // plan.ranks
 
     of_any_plan()
 
 
 # Predictions for a model that was captured
 
-@pytest.fixture(scope="module")
-def model() -> Schedule:
+@pytest.fixture(scope="module", params=[1, 2, 4], ids="{} GPUs".format)
+def model(request: pytest.FixtureRequest) -> Schedule:
     from transformers import AutoModelForCausalLM, Qwen2Config
 
     config = Qwen2Config(vocab_size=64, hidden_size=16, intermediate_size=24, num_hidden_layers=4, num_attention_heads=2,
                          num_key_value_heads=1, max_position_embeddings=64)
     with torch.device("meta"):
         bare: nn.Module = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
-    return megacompile.schedule(bare.train(), batch=1, length=LENGTH)
+    return megacompile.schedule(bare.train(), batch=1, length=LENGTH, gpus=request.param)
 
 
 class Loops(nn.Module):
@@ -124,11 +126,11 @@ class Shares(nn.Module):
         return x + self.down(torch.tanh(self.up(x)))
 
 
-@pytest.fixture(scope="module")
-def loops() -> Schedule:
+@pytest.fixture(scope="module", params=[1, 2], ids="{} GPUs".format)
+def loops(request: pytest.FixtureRequest) -> Schedule:
     with torch.device("meta"):
         bare = Loops()
-    return megacompile.schedule(bare, batch=1, length=LENGTH)
+    return megacompile.schedule(bare, batch=1, length=LENGTH, gpus=request.param)
 
 
 def compiled(model: Schedule, plan: Plan, whole_step: bool) -> Program:
@@ -190,7 +192,8 @@ def of_any_plan(model: Schedule, layers: int, examples: int) -> None:
               suppress_health_check=list(HealthCheck))
     @given(schedules(layers=layers, often=False))
     def walked(schedule: dict[str, Any]) -> None:
-        plan = replace(plan_of(schedule), output="logits" if schedule["outputs"] else "loss", **{key: tuple(dict.fromkeys(
+        output, ranks = "logits" if schedule["outputs"] else "loss", model.tiling.ranks
+        plan = replace(plan_of(schedule), output=output, ranks=ranks, **{key: tuple(dict.fromkeys(
             tile for tile in (names.get(t, t) for t in schedule[key]) if tile in model.tiling.layouts))
             for key in ("resident", "resident_state", "visiting_state", "update_order", "host_sums")})
         program = compiled(model, plan, schedule["whole_step"])
