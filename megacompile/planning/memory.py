@@ -154,12 +154,12 @@ def training_bytes(captured: CapturedModel, tiling: Tiling, plan: Plan, fused: b
     activations = {**dict.fromkeys(workspace, kept), "recompute": checkpoints, "prologue": given + shared + on_the_way}
     for moment in ("epilogue", "backward", "recompute", "prologue") if outputs else ():
         activations[moment] += 2 * sum(outputs)  # the caller's outputs and their gradient
-    slots, accumulators = slot_bytes(captured, tiling, plan), _accumulators(tiling, plan, layer_calls)
+    slots, accumulators = slot_bytes(captured, tiling, plan), accumulator_bytes(tiling, plan, layer_calls)
     moments = (Estimate(slots, accumulators[at], activations[at], workspace[at]) for at in workspace)
     return max(moments, key=lambda moment: moment.total)
 
 
-def _accumulators(tiling: Tiling, plan: Plan, layers: Sequence[Call]) -> dict[str, int]:
+def accumulator_bytes(tiling: Tiling, plan: Plan, layers: Sequence[Call]) -> dict[str, int]:
     """Bytes of the FP32 accumulators of gradients at each of these moments. `layers`: those that have a backward."""
     prologue, *_, epilogue = map(set, tiling.tiles_of.values())
     # Accumulators of tiles that are added up on the device live until the last wave has added to them.
@@ -173,9 +173,19 @@ def _accumulators(tiling: Tiling, plan: Plan, layers: Sequence[Call]) -> dict[st
     staying = _sum(tiling, set(tiling.layouts) - passing)
     live = {"forward": 0, "outputs": 0, "loss": loss, "epilogue": loss, "backward": inside, "recompute": inside,
             "prologue": first}
-    if plan.ranks > 1:  # the ranks add up a tile's accumulators beside the backward of the next one
-        live |= {moment: live[moment] + max(layer, loss) for moment in ("epilogue", "backward", "recompute", "prologue")}
+    if plan.ranks > 1:
+        waiting = max(_sum(tiling, passing & tiles) for tiles in _complete(tiling))
+        live |= {moment: live[moment] + waiting for moment in ("backward", "recompute", "prologue")}
     return {moment: staying + size for moment, size in live.items()}
+
+
+def _complete(tiling: Tiling) -> list[set[str]]:
+    """The tiles whose gradients are complete with the backward of each call but the prologue. Several ranks add up their
+    accumulators beside the backward of the next call."""
+    found: list[set[str]] = []
+    for tiles in tiling.tiles_of.values():
+        found.append(set(tiles).difference(*found))
+    return found[1:]
 
 
 def evaluation_bytes(captured: CapturedModel, tiling: Tiling, plan: Plan, fused: bool = False) -> Estimate:

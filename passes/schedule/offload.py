@@ -11,7 +11,7 @@ only their norms are copied to the host, for the clip. Where the host adds gradi
     g0 = fetch_gradients("layers.0")
 
 Several ranks first add up accumulators between them, beside the next tile's backward. So there each tile is reduced after the
-last contribution to the next one.
+last contribution to the next one, or at once if that is of another wave.
 
 Where waves are added up on the host, each wave's gradients are copied there, and the cpu lane adds them to the tile's FP32 sum:
 
@@ -20,6 +20,8 @@ Where waves are added up on the host, each wave's gradients are copied there, an
     norms_of_sum("layers.5")                               # after the last wave, for the clip
 """
 from __future__ import annotations
+
+from itertools import pairwise
 
 from torch import fx
 
@@ -79,5 +81,9 @@ def _anchors(graph: fx.Graph, accumulators: list[fx.Node], plan: Plan) -> dict[f
     if plan.ranks == 1:
         return last
     ends = sorted({last[value] for value in accumulators}, key=position.__getitem__)
-    following = dict(zip(ends, (*ends[1:], ends[-1]), strict=True)) if ends else {}
-    return {value: following[last[value]] for value in accumulators}
+    following = {end: after for end, after in pairwise(ends) if _wave(end, plan) == _wave(after, plan)}
+    return {value: following.get(last[value], last[value]) for value in accumulators}
+
+
+def _wave(node: fx.Node, plan: Plan) -> int:
+    return plan.wave_of(argument(node, "mb") or 0)
