@@ -78,8 +78,9 @@ class Schedule:
                   "saved layers": plan.saved_layers, "residuals": plan.residuals, "token chunk": plan.token_chunk}
         shown = ", ".join(f"{name} {value}" for name, value in chosen.items()
                           if value and (name, value) not in (("waves", 1), ("residuals", "all")))
+        each = f" on each of {plan.ranks} GPUs" if plan.ranks > 1 else ""
         return (f"{parameters / 1e9:.3g}B parameters, {len(self.captured.layer_names)} layers, {plan.batch} x {plan.length} "
-                f"tokens, {shown}, {where}")
+                f"tokens{each}, {shown}, {where}")
 
     def explain(self) -> str:
         """The plan and its alternatives as text: memory needs, predicted times, and what limits them."""
@@ -129,7 +130,7 @@ def schedule(model: nn.Module, *, batch: int, length: int, layers: Layers | None
         raise UnsupportedError(f"no parameter of {type(model).__name__} is trained, so there is no training step to plan: set "
                                "requires_grad=True for some")
     fused = config.compile if config.compile is not None else device_type == "cuda"
-    if tiling.host_bytes() + HOST_MARGIN_BYTES > there:
+    if tiling.host_bytes() + gpus * HOST_MARGIN_BYTES > there:
         raise host_too_small(model, find_layers(model, captured.stacks), config, tiling.host_bytes(), there)
     taken = planned_and_not_taken(device) if hardware is None and config.device_memory is None else 0
     simulator = simulator_of(captured, tiling, hardware or Hardware.known(device), fused, config.passes)

@@ -56,7 +56,8 @@ def _candidate(planner: Planner, plan: Plan, whole_step: bool) -> Candidate:
     if not plan.pinned or plan.host_checkpoints:
         program = planner.simulator.program(plan, whole_step)
         used = places(program.section(section) for section in step_of(program))
-        slabs = sum(slot.bytes for name, slot in program.slots.items() if name in used and place_kind(name) in _SLABS)
+        slabs = plan.ranks * sum(
+            slot.bytes for name, slot in program.slots.items() if name in used and place_kind(name) in _SLABS)
     return Candidate(plan, needed, host_bytes + slabs, planner.simulator.times(plan, whole_step))
 
 
@@ -92,15 +93,15 @@ class Outlook:
 
     @property
     def host_needed(self) -> int:
-        """Bytes of host memory that training needs, the margin included."""
-        return sum(self.host_parts.values()) + HOST_MARGIN_BYTES
+        """Bytes of host memory that training needs, the margin of each rank included."""
+        return sum(self.host_parts.values()) + self.plan.ranks * HOST_MARGIN_BYTES
 
     def text(self) -> str:
         """The verdict, the host's memory, the chosen plan's lanes, then a row for each candidate; an arrow marks the chosen
         one.
 
-        TFLOPS are 6 x parameters x tokens / step (4 for frozen parameters, 2 below the backward). "critical" is the share of a
-        step that waits for each lane; the lane with the largest share binds."""
+        TFLOPS are 6 x parameters x tokens / step (4 for frozen parameters, 2 below the backward), those of one GPU. "critical"
+        is the share of a step that waits for each lane; the lane with the largest share binds."""
         plan, chosen, planner = self.plan, self.chosen, self.planner
         assert planner.simulator is not None, "nothing is known of the machine"
         hardware = planner.simulator.durations.hardware
@@ -109,14 +110,16 @@ class Outlook:
         trained = sum(layout.parameters for layout in planner.tiling.layouts.values() if layout.trainable)
         frozen = f", {trained:,} of them trained" if trained < parameters else ""
         update = ", updates on arrival of gradients" if plan.update == "arrival" else ""
-        lines = [f"{plan.batch} x {plan.length} tokens a step{update}, {parameters:,} parameters{frozen}",
+        several = f" on each of {plan.ranks} GPUs" if plan.ranks > 1 else ""
+        lines = [f"{plan.batch} x {plan.length} tokens a step{several}{update}, {parameters:,} parameters{frozen}",
                  f"rates of {hardware.name}: {hardware.source}", "",
                  _verdict("device", chosen.device_bytes, planner.device_bytes),
                  _verdict("host", self.host_needed, self.host_budget)]
         if chosen.times is not None:
-            step = chosen.times
-            lines += [f"speed: {step.step_s:.3f} s a step, {plan.batch * plan.length / step.step_s:,.0f} tokens/s, "
-                      f"{operations / step.step_s / 1e12:.3g} TFLOPS; {step.binds} binds "
+            step, rate = chosen.times, plan.batch * plan.length / chosen.times.step_s
+            whole = f" ({rate:,.0f} on each of {plan.ranks} GPUs)" if plan.ranks > 1 else ""
+            lines += [f"speed: {step.step_s:.3f} s a step, {plan.ranks * rate:,.0f} tokens/s{whole}, "
+                      f"{operations / step.step_s / 1e12:.3g} TFLOPS{' each' if whole else ''}; {step.binds} binds "
                       f"({step.critical_s[step.binds] / step.step_s:.0%} of the step)"]
         slots = {"weights": plan.weight_slots, "gradients": plan.gradient_slots}
         if single := [name for name, count in slots.items() if count == 1]:

@@ -46,8 +46,9 @@ def checkpoint_bytes(captured: CapturedModel, tiling: Tiling, plan: Plan) -> lis
 
 
 def host_parts(captured: CapturedModel, tiling: Tiling, plan: Plan) -> dict[str, int]:
-    """Bytes of host memory that a plan takes in addition to tiles and slabs, by purpose."""
-    return {"checkpoints": sum(checkpoint_bytes(captured, tiling, plan)),
+    """Bytes of host memory that a plan takes in addition to tiles and slabs, by purpose. Ranks share sums, and have checkpoints
+    of their own."""
+    return {"checkpoints": plan.ranks * sum(checkpoint_bytes(captured, tiling, plan)),
             "sums": sum(tiling.layouts[tile].sum_bytes for tile in plan.host_sums)}
 
 

@@ -49,9 +49,9 @@ class MemoryBudget:
 
     @property
     def host_room(self) -> int:
-        """Bytes of the host budget that a plan may take in addition to tiles and slabs."""
-        slabs = 0 if self.pinned_bytes is None else self.pinned_bytes  # they take no more
-        fixed = self.tiling.host_bytes() + HOST_MARGIN_BYTES + (0 if self.pinned().tiles else slabs)
+        """Bytes of the host budget that a plan may take in addition to tiles and slabs. Each rank has slabs."""
+        slabs = 0 if self.pinned_bytes is None or self.pinned().tiles else self.pinned_bytes  # they take no more
+        fixed = self.tiling.host_bytes() + self.tiling.ranks * (HOST_MARGIN_BYTES + slabs)
         return max(0, self.host_bytes - fixed)
 
     def fits(self, plan: Plan) -> bool:

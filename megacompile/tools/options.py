@@ -141,7 +141,7 @@ class Planning:
     """What to make a schedule for. A batch or length of None stands for the default of `train`."""
 
     batch: Annotated[int | None, typer.Option(
-        min=1, max=LARGEST["batch"], rich_help_panel=_SCHEDULE_PANEL, help="Number of sequences per step.",
+        min=1, max=LARGEST["batch"], rich_help_panel=_SCHEDULE_PANEL, help="Number of sequences per step, on each GPU.",
         show_default=default_words("batch"))] = None
     length: Annotated[int | None, typer.Option(
         min=2, max=LARGEST["length"], rich_help_panel=_SCHEDULE_PANEL, help="Number of tokens per sequence.",
@@ -157,6 +157,9 @@ class Planning:
         rich_help_panel=_SCHEDULE_PANEL,
         help="Machine to plan for: a profile (h200, a100, 4090, ...) or a file that calibrate has written.",
         show_default=f"this machine, or {DEFAULT_HARDWARE} if it has no GPU")] = None
+    gpus: Annotated[int, typer.Option(
+        min=1, max=LARGEST["gpus"], rich_help_panel=_SCHEDULE_PANEL,
+        help="Number of GPUs of one host that train one copy of the model, each on sequences of its own.")] = 1
     dtype: ModelDType = DType.AUTO
     frozen_layers: Annotated[int, typer.Option(
         min=0, rich_help_panel=_SCHEDULE_PANEL,
@@ -181,7 +184,8 @@ class Planning:
         hardware = self.hardware or (None if here else DEFAULT_HARDWARE)
         default = default_of(Kind.LORA if lora.lora else Kind.FULL, getattr(loaded.config, "max_position_embeddings", None))
         return schedule(loaded, batch=self.batch or default.batch, length=self.length or default.length,
-                        update=self.update.value, whole_step=self.train_step, hardware=hardware, **knobs.given())
+                        update=self.update.value, whole_step=self.train_step, hardware=hardware, gpus=self.gpus,
+                        **knobs.given())
 
 
 def with_options(command: Callable[..., None]) -> Callable[..., None]:

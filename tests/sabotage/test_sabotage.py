@@ -177,4 +177,5 @@ def test_oracle_and_vocabulary_agree_on_lanes() -> None:
         assert may_touch.keys() == {*SLOT_KINDS, *TILE_PARTS}
         for kind, touching in may_touch.items():
             for access in Access:
-                assert {lane for lane, there in touching if there == access} == lanes_that(access, kind, several), (kind, access)
+                lanes = {lane for lane, there in touching if there == access}
+                assert lanes == lanes_that(access, kind, several), (kind, access)
