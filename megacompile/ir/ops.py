@@ -45,6 +45,7 @@ class Op:
     result: str | None = None  # what kind of value a node of this op is; None: no value
     meaning: str = ""
     home: str | None = None  # the part of the tile that holds the result where no `into` is given
+    only_waits: bool = False  # its reads wait for writes, but read no memory: nothing waits for them
 
     @property
     def __name__(self) -> str:  # fx prints and hashes targets by name
@@ -137,7 +138,7 @@ OPS: dict[str, Op] = {op.name: op for op in (
     Op("adam_visiting", Lane.H2D, ("tile", "clip", "into"), ("into",), ("gradients[tile]", "clip"), ("weights[tile]", "result"),
        "visiting", "the same update, on the device: weights, gradients and state are copied there a chunk at a time, and back"),
     Op("announce", Lane.CPU, ("tiles",), (), ("weights[tiles]",), (), None,
-       "tells the other ranks that this rank's shards of these tiles are updated"),
+       "tells the other ranks that this rank's shards of these tiles are updated", only_waits=True),
     # Host state is not a place of its own: every op that touches it also touches the tile's weights, which orders both.
     Op("fetch_state", Lane.CPU, ("tile", "into"), ("into",), ("weights[tile]",), ("result",), "state",
        "a tile's optimizer state, host -> device"),

@@ -111,7 +111,7 @@ class Clocks:
             return
         self._lanes[lane] = self._after[node] = self._lanes[lane].tick(lane)
         self._position[node] = self._lanes[lane].done[_INDEX[lane]]
-        for place, access in accesses(node):
+        for place, access in accesses(node) if not op_of(node).only_waits else ():
             self._accesses.setdefault(place, {})[lane, access] = node
 
     def last(self) -> dict[tuple[str, Lane], dict[Access, fx.Node]]:

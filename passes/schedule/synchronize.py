@@ -107,7 +107,7 @@ class _Synchronizer:
                 self._enter(node, lane, place, access)
         self.clock[lane][lane] = self.position[node]
         self.done[node], self.past_done[node] = dict(self.clock[lane]), self.past[lane]
-        for place, access in touched:
+        for place, access in touched if not op_of(node).only_waits else ():
             self._remember(node, lane, place, access)
 
     def _enter(self, node: fx.Node, lane: Lane, place: str, access: Access) -> None:

@@ -146,6 +146,11 @@ class Step:
     event: Any = None  # that it waits for, or fires
     several: bool = False  # whether it is one of several ranks' that do the same
 
+    @property
+    def only_waits(self) -> bool:
+        """Whether it reads no memory, but says that what it names is written."""
+        return self.op == "announce"
+
 
 #: A release of a slot is no lane's; in program order it still ends what is there.
 NOWHERE = ""

@@ -214,7 +214,8 @@ def races(steps: Sequence[Step], found: Reach, places: dict[str, _Touched]) -> t
                 missing = here.conflicts(step.lane, writes) & ~before
                 if missing:
                     return missing.bit_length() - 1, number, place
-                here.add(step.lane, 1 << number, writes)
+                if not step.only_waits:
+                    here.add(step.lane, 1 << number, writes)
     return None
 
 
