@@ -2,6 +2,7 @@
 `simulate.py` adds how lanes slow each other down."""
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -81,9 +82,10 @@ class Durations:
     def simulate(self, program: Program, plan: Plan, without: Callable[[Op], bool] | None = None) -> Timeline:
         """A few training steps of a program under its plan. Ops for which `without` is true take no time."""
         seconds = self.of(program, plan)
+        speeds = functools.partial(self.hardware.speeds, ranks=program.ranks)
         if without is None:
-            return simulate(program, seconds, self.hardware.speeds)
-        return simulate(program, lambda node: 0.0 if without(op_of(node)) else seconds(node), self.hardware.speeds)
+            return simulate(program, seconds, speeds)
+        return simulate(program, lambda node: 0.0 if without(op_of(node)) else seconds(node), speeds)
 
     def work(self, template: str, variant: str, chunk: int = 0, residuals: str = "all") -> Work:
         """A variant's FLOPs and bytes in B and T."""

@@ -27,6 +27,10 @@ from megacompile.system.regular_files import read_regular
 from megacompile.version import __version__
 
 PROFILES = Path(__file__).parents[1] / "profiles"
+#: Bytes of host memory that AdamW reads and writes for each parameter in bf16. It takes what the memory gives.
+ADAM_BYTES = 26
+#: The lanes whose bytes cross the host's memory.
+_CROSSING = frozenset({Lane.CPU, Lane.PACK, Lane.H2D, Lane.D2H})
 
 _rate = schema.finite(least=0)
 _size = schema.whole(0, 2**63 - 1)
@@ -118,11 +122,31 @@ class Hardware:
         own = kernel.startswith("flash") and self.flash_efficiency
         return (own or self.attention_efficiency)[way]
 
-    def speeds(self, busy: Collection[Lane]) -> dict[Lane, float]:
-        """The share of each lane's rate that remains while all of `busy` work. A set that was not measured is as slow as the
-        slowest of its measured subsets, since more work beside a lane does not make it faster."""
-        return {lane: min((lanes[lane] for together, lanes in self._beside if lane in lanes and together <= set(busy)),
-                          default=1.0) for lane in busy}
+    def speeds(self, busy: Collection[Lane], ranks: int = 1) -> dict[Lane, float]:
+        """The share of each lane's rate that remains while all of `busy` work, on each of `ranks` devices. A set that was not
+        measured is as slow as the slowest of its measured subsets, since more work beside a lane does not make it faster."""
+        speeds = {lane: min((lanes[lane] for together, lanes in self._beside if lane in lanes and together <= set(busy)),
+                            default=1.0) for lane in busy}
+        return self._shared(speeds, ranks) if ranks > 1 else speeds
+
+    def _shared(self, speeds: dict[Lane, float], ranks: int) -> dict[Lane, float]:
+        """What remains where several devices share the host's memory. Without links between them, exchanges share each device's
+        link to the host with its copies."""
+        if self.peer_bandwidth is None and Lane.COLLECTIVE in speeds and {Lane.H2D, Lane.D2H} & speeds.keys():
+            shared = speeds.keys() & {Lane.COLLECTIVE, Lane.H2D, Lane.D2H}
+            speeds |= {lane: 0.5 * speeds[lane] for lane in shared}
+        traffic = self._host_traffic(speeds, ranks)
+        most = max([self._host_traffic({Lane.CPU: 1.0}, 1), *(self._host_traffic(lanes, 1) for _, lanes in self._beside)])
+        crossing = _CROSSING | ({Lane.COLLECTIVE} if self.peer_bandwidth is None else set())
+        left = min(1.0, most / traffic) if traffic else 1.0
+        return {lane: speed * left if lane in crossing else speed for lane, speed in speeds.items()}
+
+    def _host_traffic(self, speeds: Mapping[Lane, float], ranks: int) -> float:
+        """Bytes/s that cross the host's memory. All ranks share the rates of the host's own work."""
+        rates = {Lane.CPU: ADAM_BYTES * self.adam, Lane.PACK: 2 * self.host_copy,
+                 **{lane: ranks * self.link[lane] for lane in (Lane.H2D, Lane.D2H)},
+                 Lane.COLLECTIVE: 2 * ranks * self.peer_rate if self.peer_bandwidth is None else 0.0}
+        return sum(rates[lane] * speed for lane, speed in speeds.items() if lane in rates)
 
     @functools.cached_property
     def _beside(self) -> list[tuple[frozenset[Lane], dict[Lane, float]]]:
@@ -204,7 +228,8 @@ class Hardware:
         """Writes a JSON file. Raises `ArgumentError` if it cannot be written."""
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            replace_file(path, [json.dumps(dataclasses.asdict(self), indent=1).encode() + b"\n"])
+            rates = {name: rate for name, rate in dataclasses.asdict(self).items() if rate is not None}
+            replace_file(path, [json.dumps(rates, indent=1).encode() + b"\n"])
         except OSError as error:
             raise ArgumentError(f"{path} cannot be written ({error.strerror}): give another file") from error
 

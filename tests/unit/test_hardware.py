@@ -129,12 +129,29 @@ def test_a_rate_of_zero_is_refused() -> None:
 
 def test_lanes_alone_run_at_full_speed_and_company_never_helps() -> None:
     found = Hardware.find("h200")
-    for lane in Lane:
+    for lane in set(Lane) - {Lane.COMPUTE, Lane.COLLECTIVE}:
         assert found.speeds({lane, Lane.COMPUTE})[lane] == 1.0
     pair, three = found.speeds({Lane.H2D, Lane.CPU}), found.speeds({Lane.H2D, Lane.CPU, Lane.D2H})
     assert three[Lane.H2D] < pair[Lane.H2D] < 1 and three[Lane.CPU] <= pair[Lane.CPU] < 1
     everything = found.speeds(set(Lane))
-    assert everything == {**dict.fromkeys(Lane, 1.0), **three}
+    exchanging = found.speeds({Lane.COLLECTIVE, Lane.COMPUTE})
+    assert everything == {**dict.fromkeys(Lane, 1.0), **three, **exchanging} and exchanging[Lane.COMPUTE] < 1
+
+
+def test_devices_of_a_host_share_its_memory() -> None:
+    found, both_ways = Hardware.find("h200"), {Lane.H2D, Lane.D2H}
+    one, two, eight = (found.speeds(both_ways, ranks) for ranks in (1, 2, 8))
+    assert all(one[lane] > two[lane] > eight[lane] for lane in both_ways)
+    assert found.speeds({Lane.COLLECTIVE}, 8)[Lane.COLLECTIVE] == 1.0, "devices have links of their own"
+    crossing = 8 * sum(found.link[lane] * eight[lane] for lane in both_ways)
+    assert 26 * found.adam <= crossing < 1.2 * 26 * found.adam
+
+
+def test_without_links_between_devices_exchanges_slow_copies_down() -> None:
+    found = Hardware.find("rtx4090")
+    for busy in ({Lane.H2D, Lane.COLLECTIVE}, {Lane.D2H, Lane.COLLECTIVE}):
+        assert all(share <= 0.5 for share in found.speeds(busy, 2).values())
+    assert found.speeds({Lane.COLLECTIVE, Lane.COMPUTE}, 8)[Lane.COLLECTIVE] < found.speeds({Lane.COLLECTIVE}, 2)[Lane.COLLECTIVE]
 
 
 def test_the_flash_kernel_has_a_rate_of_its_own_where_another_is_the_fused_one() -> None:
