@@ -232,7 +232,7 @@ def test_inspect_prints_what_a_pass_changed(config: Path) -> None:
 def test_inspect_prints_the_log_of_the_passes(config: Path) -> None:
     result = inspect(config, "--log")
     assert result.exit_code == 0, result.output
-    assert re.search(r"^4/8 prefetch: \d+ -> \d+ nodes, \+\d+ prefetch", result.output, re.MULTILINE)
+    assert re.search(r"^4/9 prefetch: \d+ -> \d+ nodes, \+\d+ prefetch", result.output, re.MULTILINE)
     assert re.search(r"^prefetch +\d+", result.output, re.MULTILINE)
 
 
@@ -367,6 +367,35 @@ def test_plan_predicts_a_step_on_hardware_that_is_not_there(config: Path) -> Non
     assert result.exit_code == 0, result.output
     assert "rates of NVIDIA H200" in result.output
     assert re.search(r"^->  +1 +4 ", result.output, re.MULTILINE)
+
+
+@pytest.mark.parametrize("hardware", ["h200", "rtx4090"])  # with links between GPUs, and without
+def test_plan_says_what_all_gpus_of_a_host_train_together(hardware: str, config: Path) -> None:
+    result = megacompile_command("plan", config, "--batch", 4, "--length", 16, "--hardware", hardware, "--gpus", 4)
+    assert result.exit_code == 0, result.output
+    assert "4 x 16 tokens a step on each of 4 GPUs" in result.output and re.search("^collective ", result.output, re.MULTILINE)
+    whole, each = (int(rate.replace(",", "")) for rate in re.findall(
+        r"([\d,]+) tokens/s \(([\d,]+) on each of 4 GPUs\), \S+ TFLOPS each", result.output)[0])
+    assert abs(whole - 4 * each) <= 4
+
+
+def test_inspect_shows_the_program_of_several_gpus_which_can_be_verified(config: Path, tmp_path: Path) -> None:
+    shown = megacompile_command("inspect", config, "--batch", 4, "--length", 16, "--gpus", 2)
+    assert "4 x 16 tokens on each of 2 GPUs" in shown.output and "p.gather(" in shown.output
+    (tmp_path / "program.py").write_text(shown.output)
+    verified = megacompile_command("verify", tmp_path / "program.py")
+    assert verified.exit_code == 0 and re.search(r"^together +holds", verified.output, re.MULTILINE)
+    shown = megacompile_command("inspect", config, "--batch", 4, "--length", 16, "--gpus", 2, "--format", "json")
+    assert json.loads(shown.output)["ranks"] == 2
+    alone = megacompile_command("inspect", config, "--batch", 4, "--length", 16)
+    assert "GPUs" not in alone.output and "gather" not in alone.output
+
+
+@pytest.mark.parametrize("command", ["plan", "inspect"])
+@pytest.mark.parametrize("gpus", [0, 5000])
+def test_a_number_of_gpus_that_no_host_has_is_refused(command: str, gpus: int, config: Path) -> None:
+    refused = megacompile_command(command, config, "--gpus", gpus)
+    assert refused.exit_code == 2 and "--gpus" in refused.stderr
 
 
 def test_plan_refuses_a_machine_that_was_not_measured_and_takes_one_that_was(
