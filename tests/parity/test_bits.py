@@ -40,7 +40,7 @@ ANALYSE = api.analyse
 def exact_and_captured_once() -> Iterator[None]:
     """Deterministic kernels, which the property takes for granted."""
     patch = pytest.MonkeyPatch()
-    patch.setattr(api, "analyse", lambda model, *_: analysed(next(model.parameters()).dtype))
+    patch.setattr(api, "analyse", lambda model, *_, **__: analysed(next(model.parameters()).dtype))
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)

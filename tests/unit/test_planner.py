@@ -221,7 +221,7 @@ class LiveBytes(TorchDispatchMode):
 def test_what_is_predicted_holds_what_is_measured(options: dict[str, Any], analysis: Analysis,
                                                   monkeypatch: pytest.MonkeyPatch) -> None:
     """Slots aside, which are counted exactly: never less, and at most 40% more."""
-    monkeypatch.setattr(api, "analyse", lambda *_: analysis)
+    monkeypatch.setattr(api, "analyse", lambda *_, **__: analysis)
     analysis[0].check_shape(1, LENGTH)
     for template in analysis[0].templates.values():  # what is traced and lowered once is no part of a step
         for name in template.variant_names:
