@@ -24,12 +24,15 @@ from megacompile.predict.simulate import Item, Timeline
 LANES = (Lane.PACK, Lane.H2D, Lane.COLLECTIVE, Lane.COMPUTE, Lane.D2H, Lane.CPU)
 #: The purpose of an instruction, by op. Ops that are not listed only order or keep values and take no significant time.
 KINDS: dict[str, str] = {
-    "pack": "weights to the device", "prefetch": "weights to the device",
+    **dict.fromkeys(("pack", "prefetch", "pack_shard", "prefetch_shard"), "weights to the device"),
+    **dict.fromkeys(("gather", "gather_resident"), "weights from all GPUs"),
     "forward": "forward", "forward_saving": "forward, residuals kept", "evaluate": "forward", "outputs": "forward",
     "loss": "loss and its gradient",
     "recompute_backward": "recompute and backward", "backward": "backward",
     "zeros": "gradients summed", "scale": "gradients summed", "reduce": "gradients summed", "accumulate": "gradients summed",
     "add_to_sum": "gradients summed", "norms_of_sum": "gradients summed",
+    "reduce_scatter": "gradients summed over GPUs",
+    **dict.fromkeys(("share_norms", "share_host_norms", "share_loss"), "norms and losses of all GPUs"),
     "offload": "gradients to the host", "offload_norms": "gradients to the host",
     **dict.fromkeys(("stash", "fetch"), "checkpoints to the host and back"),
     "clip": "clip", "adam": "update", "adam_weights": "update", "adam_moments": "update",
@@ -39,7 +42,7 @@ KINDS: dict[str, str] = {
     "offload_weights": "updated weights to the host"}
 #: Ops that do no work.
 MARKS = frozenset({"record", "wait", "enter", "leave", "release", "lease", "leased", "result", "resident", "resident_state",
-                   "resident_gradients", "stashed", "output_gradient"})
+                   "resident_gradients", "stashed", "output_gradient", "total_loss", "announce"})
 
 
 def kind_of(item: Item) -> str | None:

@@ -24,8 +24,8 @@ After the last update a rank says so, since the others may read its shards in ho
 The loss is that of all ranks' rows:
 
     l = total_loss((l_0, l_1))
-    share_loss(l)                                          # collective
-    result("loss", (l,))
+    share_loss(l)                                          # collective, before the sums of gradients, which take long
+    result("loss", (l,))                                   # in a whole step behind the next backward, which need not wait
 
 Evaluations and `load` stay as they are: there each rank copies whole tiles, so that a rank can evaluate alone.
 """
@@ -42,6 +42,7 @@ name, requires, provides = "shard", "optimizer", "shard"
 
 #: Ops that update a tile.
 UPDATE_OPS = ("adam", "adam_weights", "adam_of_sum", "adam_resident", "adam_visiting")
+_BACKWARDS = ("backward", "recompute_backward")
 #: Sections that all ranks run together.
 TOGETHER = ("forward", "backward", "backward_accumulate", "train_step", "update")
 
@@ -58,15 +59,23 @@ def run(program: Program, plan: Plan) -> Program:
 
 def _shard(graph: fx.Graph) -> fx.Graph:
     complete: dict[fx.Node, list[fx.Node]] = {}  # last contribution -> the accumulators that are complete after it
+    results = {value: node for node in find(graph, "result") for value in operands(node, "values")}
+    backwards = [*find(graph, *_BACKWARDS)]
     last = {value: node for node in nodes(graph) for value in (*operands(node, "accumulators"), *operands(node, "value"))
             if op_of(node).name != "reduce"}
     for node in find(graph, "reduce"):
         (value,) = operands(node, "accumulators")
-        complete.setdefault(last.get(value, value), []).append(value)
+        contribution = last.get(value, value)
+        complete.setdefault(results.get(contribution, contribution), []).append(value)
     image: dict[fx.Node, fx.Node] = {}
+    waiting: list[fx.Node] = []  # a wave's loss that is not returned yet
 
     def visit(node: fx.Node, arguments: dict[str, Any], build: Builder) -> fx.Node:
         made = image[node] = _replaced(node, arguments, build)
+        if op_of(made).name == "total_loss":
+            waiting.append(made)
+        if waiting and (op_of(node).name in _BACKWARDS or not backwards or node > backwards[-1]):
+            build.add("result", key="loss", values=(waiting.pop(),))
         for value in complete.get(node, ()):
             build.add("reduce_scatter", tile=argument(value, "tile"), accumulators=image[value])
         return made
@@ -108,5 +117,5 @@ def _replaced(node: fx.Node, arguments: dict[str, Any], build: Builder) -> fx.No
         case "result" if all(op_of(value).name == "loss" for value in operands(node, "values")):
             total = build.add("total_loss", "l", values=arguments["values"])
             build.add("share_loss", value=total)
-            return build.add("result", key="loss", values=(total,))
+            return total
     return again()
