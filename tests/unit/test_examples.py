@@ -46,7 +46,7 @@ def test_train_lowers_the_loss(run_here: Run) -> None:
 
 def test_inspect_schedule_shows_each_stage_the_program_and_a_table(run_here: Run) -> None:
     printed = run_here("inspect_schedule.py")
-    assert len(re.findall(r"^after \w+ +\d+ nodes$", printed, re.MULTILINE)) == 9
+    assert len(re.findall(r"^after \w+ +\d+ nodes$", printed, re.MULTILINE)) == 10
     assert "prefetch(" in printed and "h2d" in printed
 
 
