@@ -214,7 +214,8 @@ def test_adapters_and_dropout_are_refused(policy: Any, tokenizer: Any, tmp_path:
 
 
 @pytest.mark.parametrize(("run", "trainers", "changes"), [
-    (dpo, (trl.DPOTrainer, DPOTrainer), {}), (grpo, (trl.GRPOTrainer, GRPOTrainer), {"beta": 0.05})], ids=["dpo", "grpo"])
+    pytest.param(dpo, (trl.DPOTrainer, DPOTrainer), {}, id="dpo"),
+    pytest.param(grpo, (trl.GRPOTrainer, GRPOTrainer), {"beta": 0.05}, id="grpo", marks=pytest.mark.on_demand)])
 def test_a_policy_given_by_name_is_streamed_and_its_reference_is_a_frozen_copy(
         run: Any, trainers: tuple[type, type], changes: dict[str, Any], tokenizer: Any, tmp_path: Path) -> None:
     tiny_models.build().save_pretrained(tmp_path / "base")
