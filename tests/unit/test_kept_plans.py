@@ -20,7 +20,7 @@ import tiny_models
 import torch
 from test_inductor import fresh_process
 
-from megacompile import api
+from megacompile import api, scheduling
 from megacompile.codegen import seal
 from megacompile.errors import NoFittingPlanError
 from megacompile.ir.plan import Plan
@@ -391,19 +391,28 @@ def test_a_search_says_how_many_plans_it_has_simulated(analysis: Any, monkeypatc
 
 
 SCHEDULE = """
-import json, sys, test_kept_plans as tests, torch
-from megacompile import scheduling
-model = tests.tiny_models.build(**tests.SIZES)
-searched, search = [], tests.Planner._search
-tests.Planner._search = lambda *asked: searched.append(asked) or search(*asked)
-made = scheduling.schedule(model, batch=16, length=64, hardware="h200", whole_step=True)
-print(json.dumps([len(searched), repr(made.plan), *(t.digest for t in made.templates.values())]))
+import json, test_kept_plans as tests
+print(json.dumps(tests.scheduled()))
 """
 
 
-def test_a_second_process_does_not_search(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = []
-    for seed in "1", "2":
-        monkeypatch.setenv("PYTHONHASHSEED", seed)
-        found.append(fresh_process(SCHEDULE, cache))
-    assert [searched for searched, *_ in found] == [1, 0] and found[0][1:] == found[1][1:]
+def scheduled() -> list[Any]:
+    """How many plans were searched for a schedule, its plan, and the digests of its templates."""
+    searched, search = [], Planner._search
+
+    def counted(*asked: Any) -> Any:
+        searched.append(asked)
+        return search(*asked)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Planner, "_search", counted)
+        made = scheduling.schedule(tiny_models.build(**SIZES), batch=16, length=64, hardware="h200", whole_step=True)
+    return [len(searched), repr(made.plan), *(template.digest for template in made.templates.values())]
+
+
+def test_a_second_process_does_not_search(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first process is this one, which has captured the model already; the second one hashes strings otherwise."""
+    monkeypatch.setattr(seal, "_key", lambda: seal.key_in(tmp_path / "configuration" / "megacompile"))
+    monkeypatch.setenv("PYTHONHASHSEED", "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1")
+    first, second = scheduled(), fresh_process(SCHEDULE, cache)
+    assert (first[0], second[0]) == (1, 0) and first[1:] == second[1:]
