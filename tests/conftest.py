@@ -49,7 +49,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 _lasting: dict[Hashable, CapturedModel] = {}  # see `shared_captures`
 #: What a config says of the file that a model was read from, and of its weights, whose dtypes count by themselves.
-_OF_FILES = ("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version")
+_OF_FILES = ("_name_or_path", "architectures", "dtype", "initializer_range", "torch_dtype", "transformers_version")
 _OF_MODULES = vars(nn.Module()).keys() - {"training"}  # what every module has, and no setting
 _frozen = [0, 0]  # how many modules and captures there were when the heap was frozen
 

@@ -210,7 +210,8 @@ def stragglers(seed: int) -> Any:
     return delay
 
 
-@pytest.mark.parametrize("seed", range(2 * len(LATE_PLANS)))
+@pytest.mark.parametrize("seed", [*range(len(LATE_PLANS)), *(
+    pytest.param(seed, marks=pytest.mark.on_demand) for seed in range(len(LATE_PLANS), 5 * len(LATE_PLANS)))])
 def test_late_lanes_change_no_bit(seed: int, late_models: dict[str, tuple[Any, Weights]]) -> None:
     model, initial = late_models[LATE_PLANS[seed % len(LATE_PLANS)]]
     model.load_state_dict(initial)
@@ -222,7 +223,7 @@ def test_late_lanes_change_no_bit(seed: int, late_models: dict[str, tuple[Any, W
         executor.delay = None
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.on_demand) for seed in range(1, 5))])
 def test_late_lanes_change_no_bit_in_bf16(seed: int) -> None:
     model = stream(torch.bfloat16, checkpoint_interval=2)
     model.megacompile.streamed.executor.delay = stragglers(seed)

@@ -319,8 +319,11 @@ def test_plan_says_whether_the_host_holds_it(config: Path) -> None:
     assert re.search(r"^(moments +\S+ +8\.\d\d)$", result.output, re.MULTILINE)
 
 
+ADAPTED = ("--lora", "--lora-rank", 4, "--lora-targets", "q_proj,v_proj")
+
+
 @pytest.mark.parametrize(("more", "said"), [
-    (("--lora", "--lora-rank", 4, "--lora-targets", "q_proj,v_proj"), r"parameters, [\d,]+ of them trained"),
+    (ADAPTED, r"parameters, [\d,]+ of them trained"),
     (("--frozen-layers", 2, "--update", "arrival"), r"updates on arrival of gradients, .* parameters, [\d,]+ of them trained")])
 def test_plan_knows_adapters_frozen_layers_and_updates_on_arrival(config: Path, more: tuple[object, ...], said: str) -> None:
     plan = ("plan", config, "--batch", 4, "--length", 16, "--hardware", "4090")
@@ -332,7 +335,8 @@ def test_plan_knows_adapters_frozen_layers_and_updates_on_arrival(config: Path, 
 
 
 def test_inspect_shows_what_is_frozen_and_an_adapter_s_program(config: Path) -> None:
-    frozen, adapted = inspect(config, "--frozen-layers", 2), inspect(config, "--lora", "--lora-rank", 4)
+    of_a_gpu = ("inspect", config, "--batch", 4, "--length", 16, "--hardware", "4090")  # shares the captures above
+    frozen, adapted = (megacompile_command(*of_a_gpu, *more) for more in (("--frozen-layers", 2), ADAPTED))
     assert frozen.exit_code == adapted.exit_code == 0, frozen.output + adapted.output
     assert 'offload("model.layers.2"' in frozen.output and 'offload("model.layers.1"' not in frozen.output
     assert "layers.0.frozen" in adapted.output
