@@ -117,7 +117,8 @@ def make_schedule() -> Callable[..., Compiled]:
 
 
 def _alike(model: nn.Module) -> Hashable | None:
-    """The same for models that are built alike; None for one of which that cannot be said."""
+    """The same for models that are built alike; None for one of which that cannot be said. A capture copies the model onto fakes
+    in a mode of its own: neither the model's mode nor its device counts."""
     modules = list(model.modules())
     if any("forward" in vars(each) for each in modules):
         return None
@@ -133,10 +134,10 @@ def _alike(model: nn.Module) -> Hashable | None:
             return None
         settings = repr(held)
     first: dict[int, str] = {}
-    parameters = [(name, first.setdefault(id(p), name), tuple(p.shape), p.dtype, p.requires_grad, p.device.type)
+    parameters = [(name, first.setdefault(id(p), name), tuple(p.shape), p.dtype, p.requires_grad)
                   for name, p in model.named_parameters(remove_duplicate=False)]
     buffers = [(name, tuple(b.shape), b.dtype) for name, b in model.named_buffers()]
-    return settings, *parameters, *buffers, *((name, type(each), each.training) for name, each in model.named_modules())
+    return settings, *parameters, *buffers, *((name, type(each)) for name, each in model.named_modules())
 
 
 def _is_plain(value: Any) -> bool:
