@@ -117,8 +117,8 @@ def make_schedule() -> Callable[..., Compiled]:
 
 
 def _alike(model: nn.Module) -> Hashable | None:
-    """The same for models that are built alike; None for one of which that cannot be said. A capture copies the model onto fakes
-    in a mode of its own: neither the model's mode nor its device counts."""
+    """The same for models that are built alike; None for one of which that cannot be said. A model's mode and device do not
+    count: a capture copies the model onto fakes, in a mode of its own."""
     modules = list(model.modules())
     if any("forward" in vars(each) for each in modules):
         return None

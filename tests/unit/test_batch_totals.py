@@ -19,7 +19,7 @@ from megacompile.errors import UnsupportedError
 ROWS, LENGTH, ORIGINAL = 4, 24, 16
 FACTORS = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "rope_theta": 10000.0}
 SIZES: dict[str, Any] = dict(
-    vocab_size=64, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
+    vocab_size=64, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2,
     pad_token_id=0, max_position_embeddings=64, initializer_range=0.5)
 #: Two sequences in each row; the largest position of the first two rows is below `ORIGINAL`, that of the others is not.
 UNLIKE = torch.stack([torch.cat([torch.arange(n), torch.arange(LENGTH - n)]) for n in (12, 10, 23, 20)])

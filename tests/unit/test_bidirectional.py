@@ -17,7 +17,7 @@ SIZES = dict(vocab_size=64, hidden_size=16, intermediate_size=24, num_hidden_lay
 def llama() -> Any:
     from transformers import LlamaConfig
 
-    return LlamaConfig(**SIZES, is_causal=False)
+    return LlamaConfig(**{**SIZES, "num_hidden_layers": 1}, is_causal=False)
 
 
 def gemma() -> Any:

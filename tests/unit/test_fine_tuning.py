@@ -183,7 +183,7 @@ def test_rows_that_cannot_be_packed_have_few_widths_which_is_said(
     tokenizer = AutoTokenizer.from_pretrained(model)
     rope = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "rope_theta": 10000.0}
     config = Phi3Config(
-        vocab_size=len(tokenizer), hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+        vocab_size=len(tokenizer), hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
         num_key_value_heads=2, pad_token_id=0, max_position_embeddings=128, original_max_position_embeddings=16,
         rope_parameters=rope)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")

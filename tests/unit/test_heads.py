@@ -89,7 +89,7 @@ def test_a_loss_that_is_not_a_sum_over_rows_is_not_split() -> None:
 def test_a_classifier_of_transformers_is_exact() -> None:
     from transformers import AutoModelForSequenceClassification, Qwen2Config
 
-    config = Qwen2Config(vocab_size=64, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+    config = Qwen2Config(vocab_size=64, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
                          num_key_value_heads=1, max_position_embeddings=64, pad_token_id=0, num_labels=CLASSES)
     torch.manual_seed(0)
     native = AutoModelForSequenceClassification.from_config(config).train()

@@ -22,7 +22,7 @@ def gemma(attention: str = "eager", frozen: str = "") -> Any:
     from transformers import Gemma3Config, Gemma3ForConditionalGeneration, Gemma3TextConfig, SiglipVisionConfig
 
     torch.manual_seed(0)
-    vision = SiglipVisionConfig(hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+    vision = SiglipVisionConfig(hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
                                 image_size=SIZE, patch_size=2)
     text = Gemma3TextConfig(vocab_size=64, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
                             num_key_value_heads=1, head_dim=8, sliding_window=3, query_pre_attn_scalar=8,
@@ -36,8 +36,8 @@ def llava(frozen: str = "") -> Any:
     from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
 
     torch.manual_seed(0)
-    vision = CLIPVisionConfig(hidden_size=16, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, image_size=SIZE,
-                              patch_size=4, projection_dim=16)
+    vision = CLIPVisionConfig(hidden_size=16, intermediate_size=160, num_hidden_layers=1, num_attention_heads=2,
+                              image_size=SIZE, patch_size=4, projection_dim=16)
     text = LlamaConfig(vocab_size=64, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
                        num_key_value_heads=1)
     config = LlavaConfig(vision_config=vision, text_config=text, image_token_index=IMAGE, vision_feature_layer=-1)

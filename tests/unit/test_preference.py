@@ -252,7 +252,7 @@ def test_grpo_needs_no_more_than_a_name_and_a_reward(adapted: bool, tokenizer: A
 def test_dropout_of_a_model_given_by_name_is_refused(trainer: Any, settings: Any, tokenizer: Any, tmp_path: Path) -> None:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    config = GPT2Config(vocab_size=64, n_embd=16, n_layer=2, n_head=2, n_positions=64)
+    config = GPT2Config(vocab_size=64, n_embd=16, n_layer=1, n_head=2, n_positions=64)
     GPT2LMHeadModel(config).save_pretrained(tmp_path / "base")
     more = {"reward_funcs": len} if trainer is GRPOTrainer else {}
     with pytest.raises(UnsupportedError, match="set its dropout to 0 before"):

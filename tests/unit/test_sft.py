@@ -108,7 +108,7 @@ def test_an_adapter_is_trained_as_it_is_by_an_unstreamed_trainer(tokenizer: Any,
     peft = pytest.importorskip("peft")
     curves = []
     for trainer in (trl.SFTTrainer, SFTTrainer):
-        model = tiny_models.build(num_hidden_layers=2)
+        model = tiny_models.build(num_hidden_layers=1)
         if trainer is SFTTrainer:
             megacompile.stream(model, device="cpu")
         config = peft.LoraConfig(r=4, target_modules=["v_proj", "down_proj"])
@@ -144,7 +144,7 @@ def test_a_trainer_that_replaces_the_forward_is_refused(model: Any, tokenizer: A
 def test_a_model_given_by_name_is_loaded_and_streamed_as_trl_loads_it(tokenizer: Any, tmp_path: Path) -> None:
     """With its config changed by `model_init_kwargs`, and an adapter."""
     peft = pytest.importorskip("peft")
-    tiny_models.build(num_hidden_layers=2).save_pretrained(tmp_path / "base")
+    tiny_models.build(num_hidden_layers=1).save_pretrained(tmp_path / "base")
     curves = []
     for trainer in (trl.SFTTrainer, SFTTrainer):
         config = peft.LoraConfig(r=4, target_modules=["v_proj", "down_proj"])
