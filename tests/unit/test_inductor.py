@@ -33,7 +33,8 @@ with warnings.catch_warnings(record=True) as said:
 
 
 def fresh_process(script: str, cache: Path) -> Any:
-    """What a Python process prints last, as JSON."""
+    """What a Python process prints last, as JSON. Its collector runs as seldom as that of the tests (see tests/conftest.py)."""
+    script = f"import gc\ngc.set_threshold(100_000, 20, 50)\n{script}"
     path = os.pathsep.join([str(HERE), *filter(None, sys.path)])
     environment = {**os.environ, "MEGACOMPILE_CACHE": str(cache), "PYTHONPATH": path}
     command = [sys.executable, "-c", script, str(HERE)]
