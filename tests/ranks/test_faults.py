@@ -11,6 +11,9 @@ from typing import Any
 import pytest
 from processes import Job
 
+from megacompile.errors import RankError
+from megacompile.system.shared_memory import SharedMemory
+
 #: Trains until rank 1 does what the argument says. Each rank writes how it ended.
 SCRIPT = """
 import json, os, signal, sys, time
@@ -38,7 +41,8 @@ try:
         model = AutoModelForCausalLM.from_config(config)
     else:
         model = qwen2()
-    options = {"saved_layers": 1} if fault == "other options" and rank == 1 else {}
+    options = {"stall_timeout": 3.0} if fault == "late" else {}
+    options |= {"saved_layers": 1} if fault == "other options" and rank == 1 else {}
     model = megacompile.stream(model, device="cpu", compile=False, **options)
     optimizer = megacompile.AdamW(model.parameters(), lr=LR, max_grad_norm=1.0)
     loop = fault.startswith("loop")
@@ -56,6 +60,8 @@ try:
                 model.megacompile.streamed.executor.probe = probe
             if fault == "loop, other call":
                 model.megacompile.train_step(batch, optimizer)
+            if fault == "late":
+                time.sleep(10)
             if fault == "exits":
                 sys.exit(0)
         if loop:
@@ -84,7 +90,8 @@ def began(job: Job, seconds: float = 120.0) -> float:
 
 @pytest.mark.parametrize(("fault", "says"), [
     ("raises", "rank 1 (process"), ("exits", "rank 1 (process"), ("wrong batch", "rank 1 (process"),
-    ("kernel", "rank 1 has failed with LaneError"), ("loop, other call", "rank 1 calls train_step while rank 0 calls forward")])
+    ("kernel", "rank 1 has failed with LaneError: "), ("late", "rank 0 has waited for 3 s for rank 1: find out what the other ranks do"),
+    ("loop, other call", "rank 1 calls train_step while rank 0 calls forward: make the same calls in the same order")])
 def test_a_rank_that_fails_ends_the_others_with_its_name(start_job: Callable[..., Job], fault: str, says: str) -> None:
     job = start_job(SCRIPT, 2, fault)
     begun = began(job)
@@ -92,6 +99,7 @@ def test_a_rank_that_fails_ends_the_others_with_its_name(start_job: Callable[...
     other = ended(job, 0)
     assert codes[0] not in (0, -signal.SIGKILL), job.errors(0)
     assert other["error"] == "RankError" and says in other["message"].splitlines()[0], other
+    assert fault == "loop, other call" or "start the job again from the last checkpoint" in other["message"]
     assert other["at"] - begun < 30
 
 
@@ -104,6 +112,7 @@ def test_ranks_that_differ_are_refused_before_the_first_step(start_job: Callable
     found = ended(job, 0)
     assert codes[0] not in (0, -signal.SIGKILL), job.errors(0)
     assert found["error"] == "RankError" and says in found["message"].splitlines()[0], found
+    assert "has failed" in says or "start all ranks with the same model, options and versions" in found["message"]
 
 
 @pytest.mark.parametrize(("number", "says"), [(signal.SIGKILL, "has ended"), (signal.SIGSTOP, "was stopped by a signal")])
@@ -132,3 +141,11 @@ def test_nothing_of_the_shared_memory_is_left(start_job: Callable[..., Job], tmp
         process.kill()
         process.wait()
     assert set(Path("/dev/shm").iterdir()) <= before
+
+
+def test_memory_of_a_process_that_has_ended_is_refused() -> None:
+    memory = SharedMemory({"piece": 64})
+    _, descriptor = memory.address
+    with pytest.raises(RankError, match="cannot be opened .*run all ranks of a host as the same user and in the same container"):
+        SharedMemory({"piece": 64}, (2**22 + 1, descriptor))
+    memory.close()

@@ -22,7 +22,7 @@ from megacompile.ir.plan import Plan
 ROOT = Path(__file__).resolve().parents[2]
 ERRORS = {
     "ArgumentError", "CaptureError", "DeviceMemoryError", "DeviceUnavailableError", "InsufficientMemoryError", "LeaseError",
-    "MegacompileError", "TornError", "UnsupportedError"}
+    "MegacompileError", "RankError", "TornError", "UnsupportedError"}
 #: Packages that a loop of the user's own does not reach.
 APART = ("bench", "finetuning")
 _AGAIN = "the model is then captured with attention of its own"

@@ -1,0 +1,74 @@
+"""What several ranks cannot train together is refused on every rank, before anything runs, and training goes on."""
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+#: Each rank tries every batch, and writes what it was told: None, or the error.
+SCRIPT = """
+import json, os
+from pathlib import Path
+import torch, transformers
+import torch.nn.functional as F
+import megacompile
+from megacompile.errors import UnsupportedError
+from jobs import experts, qwen2
+from test_heads import Pooled
+from test_own_models import IDS, of
+
+rank = int(os.environ["RANK"])
+
+def ids(rows, length):
+    return torch.randint(1, 64, (rows, length), generator=torch.Generator().manual_seed(rank))
+
+def labeled(rows, length, **more):
+    return {"input_ids": ids(rows, length), "labels": ids(rows, length), **more}
+
+def both_ways():
+    config = transformers.LlamaConfig(vocab_size=64, hidden_size=16, intermediate_size=24, num_hidden_layers=1,
+                                      num_attention_heads=2, num_key_value_heads=1, is_causal=False)
+    return transformers.AutoModelForCausalLM.from_config(config)
+
+def routed():
+    model = experts()
+    model.config.output_router_logits = True
+    return model
+
+classes = torch.tensor([0, 2, 1])
+#: What is tried -> (model, this rank's batch, the batch that it would take).
+TRIED = {
+    "labels on one rank": (qwen2(), labeled(2, 5) if rank else {"input_ids": ids(2, 5)}, labeled(2, 5)),
+    "rows of an average": (routed(), labeled(2 + rank, 5), labeled(2, 5)),
+    "padding that tokens see": (both_ways(), labeled(2, 5 + rank), labeled(2, 5)),
+    "rows that read each other": (of(lambda self, x: self.first(x) - x.mean(0, keepdim=True))(),
+                                  {"input_ids": IDS, "labels": IDS}, None),
+    "another loss": (Pooled(lambda scores, labels: F.cross_entropy(scores, labels).square(), 3),
+                     {"input_ids": ids(3, 5), "labels": classes}, None),
+}
+found = {}
+for what, (model, batch, good) in TRIED.items():
+    model = megacompile.stream(model, device="cpu", compile=False, example=batch if good is None else None)
+    try:
+        model(**batch)
+    except UnsupportedError as error:
+        found[what] = str(error)
+    if good is not None:
+        assert (getattr(model(**good), "loss")).isfinite()
+    model.megacompile.close()
+(Path(os.environ["RESULTS"]) / f"{rank}.json").write_text(json.dumps(found))
+"""
+
+SAYS = {
+    "labels on one rank": "the ranks' batches have different arguments",
+    "rows of an average": "the model's loss is an average over rows, and the ranks have batches of 2 x 5, 3 x 5: give every rank",
+    "padding that tokens see": "and the model would see padding: pad all of them to one length",
+    "rows that read each other": "several sequences of a batch at once, so that ranks would change what it computes",
+    "another loss": "the model's loss is not a cross entropy over tokens, so that it cannot be divided among ranks",
+}
+
+
+def test_what_ranks_cannot_train_together_is_refused_on_every_rank(launch: Callable[..., list[Any]]) -> None:
+    for found in launch(SCRIPT, 2):
+        assert found.keys() == SAYS.keys()
+        for what, says in SAYS.items():
+            assert says in found[what].splitlines()[0], (what, found[what])
