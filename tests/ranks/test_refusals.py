@@ -60,7 +60,7 @@ for what, (model, batch, good) in TRIED.items():
 
 SAYS = {
     "labels on one rank": "the ranks' batches have different arguments",
-    "rows of an average": "the model's loss is an average over rows, and the ranks have batches of 2 x 5, 3 x 5: give every rank",
+    "rows of an average": "the model's loss is an average over rows, and the ranks have batches of 2 x 5, 3 x 5: give every",
     "padding that tokens see": "and the model would see padding: pad all of them to one length",
     "rows that read each other": "several sequences of a batch at once, so that ranks would change what it computes",
     "another loss": "the model's loss is not a cross entropy over tokens, so that it cannot be divided among ranks",
