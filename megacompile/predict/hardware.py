@@ -1,6 +1,7 @@
 """The rates of a machine, measured there by `calibrate` or given by a profile that is shipped with the package.
 
     Hardware.find("h200")       a profile of `megacompile/profiles/`, or a JSON file
+    Hardware.find("8xh200")     the profile of a host with eight of them
     Hardware.here(device)       what `megacompile calibrate` left in the user's cache; else the profile of this GPU
 """
 from __future__ import annotations
@@ -48,6 +49,9 @@ _PROFILE = schema.record({
     "attention_overhead": _both_ways, "peer_bandwidth": _rate,
     "adam_parts": schema.record(dict.fromkeys(("weights", "moments"), _rate)),
 })
+
+#: The profile of one device, which the profile of a host with several such devices adds to.
+_LIKE = schema.text(r"[a-z0-9]+", "the name of a profile")
 
 
 @dataclass(frozen=True)
@@ -216,6 +220,9 @@ class Hardware:
         """The rates in a file. Raises `MegacompileError` for a file that cannot be read or is not a profile."""
         try:
             found = json.loads(read_regular(path))
+            if isinstance(found, dict) and (device := found.pop("like", None)) is not None:
+                _LIKE(device, "like")
+                found = {**json.loads(read_regular(PROFILES / f"{device}.json")), **found}
             _PROFILE(found, "profile")
             return cls(**found)
         except (OSError, RecursionError, ValueError) as error:
@@ -250,7 +257,9 @@ def _plain(name: str, known: Collection[str]) -> tuple[str, int | None]:
 
 
 def _parts(stem: str) -> list[str]:
-    """A profile's name, and its letters and its number, which people also use alone."""
+    """A profile's name, and its letters and its number, which people also use alone (but not those of "8xh200")."""
+    if stem[0].isdigit():
+        return [stem]
     return [stem, *(part for part in re.split(r"(?<=[a-z])(?=\d)", stem) if part != stem)]
 
 

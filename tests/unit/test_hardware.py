@@ -48,7 +48,8 @@ def test_profiles_load_and_say_where_their_numbers_are_from(name: str) -> None:
 
 
 def test_there_are_the_profiles_that_are_documented() -> None:
-    documented = {"h200", "h100", "a100", "l40s", "rtx3090", "rtx4090", "rtx5090", "gb10"}
+    documented = {"b200", "h200", "h100", "a100", "l40s", "rtx3090", "rtx4090", "rtx5090", "gb10",
+                  "8xh100", "8xh200", "8xb200", "4xrtx4090", "4xrtx5090"}
     assert documented == {path.stem for path in PROFILES.glob("*.json")}
 
 
@@ -74,6 +75,14 @@ def test_a_nominal_profile_says_what_its_numbers_are_from(name: str) -> None:
     assert source.startswith("measured") if name == "h200" else source.startswith("nominal: ") and "data sheet:" in source
 
 
+@pytest.mark.parametrize("name", [path.stem for path in PROFILES.glob("[0-9]x*.json")])
+def test_a_host_with_several_devices_has_their_rates_and_more_memory(name: str) -> None:
+    host, one = Hardware.find(name), Hardware.find(name.partition("x")[2])
+    assert host.name == f"{name[0]} x {one.name.removesuffix(' 80GB HBM3')}" and host.cores > one.cores
+    assert host.gemm_flops == one.gemm_flops and host.link == one.link and host.peer_bandwidth == one.peer_bandwidth
+    assert host.adam > one.adam and host.host_copy > one.host_copy and host.host_memory > one.host_memory
+
+
 def test_newer_cards_are_faster() -> None:
     for slower, faster in (("rtx3090", "rtx4090"), ("rtx4090", "rtx5090"), ("a100", "h100")):
         one, two = Hardware.find(slower), Hardware.find(faster)
@@ -88,14 +97,14 @@ def test_an_unknown_profile_is_refused_with_those_there_are() -> None:
 
 @pytest.mark.parametrize(("name", "profile"), [
     ("RTX4090", "rtx4090"), ("4090", "rtx4090"), ("rtx-4090", "rtx4090"), ("RTX 4090", "rtx4090"), ("H100", "h100"),
-    ("NVIDIA GeForce RTX 4090", "rtx4090"), ("A100-80GB", "a100"), ("NVIDIA A100-SXM4-80GB", "a100"), ("a100_80g", "a100"),
+    ("NVIDIA GeForce RTX 4090", "rtx4090"), ("A100-80GB", "a100"), ("8 x H200", "8xh200"), ("NVIDIA A100-SXM4-80GB", "a100"), ("a100_80g", "a100"),
     ("NVIDIA H100 80GB HBM3", "h100"), ("H100-PCIe", "h100"), ("3090_24GB", "rtx3090"), ("L40S", "l40s"), ("gb-10", "gb10")])
 def test_a_profile_is_found_by_the_names_that_people_write(name: str, profile: str) -> None:
     assert Hardware.find(name) == Hardware.find(profile)
 
 
 @pytest.mark.parametrize(("name", "said"), [
-    ("rtx", "'rtx' may be rtx3090 or rtx4090 or rtx5090: give one of them"), ("100", "'100' may be a100 or h100"),
+    ("rtx", "'rtx' may be rtx3090 or rtx4090 or rtx5090: give one of them"), ("100", "'100' may be a100 or h100"), ("9xh200", "unknown hardware '9xh200'"),
     ("A100-40GB", "'A100-40GB' has 40 GB and the profile a100 80 GiB: give a100, and device_memory='40GB'"),
     ("h20", "unknown hardware 'h20'"), ("L40", "unknown hardware 'L40'"),
     ("RTX 4090 Ti", "unknown hardware"), ("4090D", "unknown hardware"), ("a", "unknown hardware 'a'"),
