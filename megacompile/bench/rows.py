@@ -2,6 +2,9 @@
 
 A row is a JSON line. Its `system`, its `options` (those that differ from the defaults) and its `device` identify what was
 measured. A row that could not be measured has an `error`.
+
+Under torchrun, all processes measure the same rows together, each with batches of its own. Rates are those of all of them.
+Times are those of the first, which alone prints and appends rows.
 """
 from __future__ import annotations
 
@@ -25,6 +28,7 @@ from torch import Tensor
 from megacompile.bench import clocks
 from megacompile.bench.shapes import SHAPES, active_parameters, attention_flops, layers_that_fit
 from megacompile.errors import MegacompileError, named_line
+from megacompile.planning.process_group import process_count, rank_in_job
 from megacompile.predict.hardware import device_name
 from megacompile.system.regular_files import read_regular
 
@@ -72,9 +76,9 @@ def layer_count(given: argparse.Namespace) -> int:
 def timed(step: Callable[[Tensor], float], given: argparse.Namespace, before: Callable[[], None] = lambda: None,
           seed: int = 0) -> Row:
     """Times `step(ids)`, which returns the loss when the step is done. Each call gets a new random batch, int64 [batch,
-    length], which depends only on the seed. `before` is called between warm-up and timing."""
+    length], which depends only on the seed and the rank. `before` is called between warm-up and timing."""
     vocabulary = SHAPES[given.shape]["vocab_size"]
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed + 10**6 * rank_in_job())
     times: list[float] = []
     losses: list[float] = []
 
@@ -97,7 +101,7 @@ def rates(model: Any, given: argparse.Namespace, step_s: float) -> Row:
     """Parameters and rates. `tflops` counts 6 FLOPs per active parameter and token (only the experts that a token is routed
     to), without recomputation; `tflops_with_attention` adds causal attention."""
     active = active_parameters(model)
-    tokens = given.batch * given.length
+    tokens = given.batch * given.length * process_count()
     return dict(parameters=sum(p.numel() for p in model.parameters()), active_parameters=active,
                 tflops=significant(6 * active * tokens / step_s / 1e12),
                 tflops_with_attention=significant(
@@ -140,13 +144,17 @@ def command_lines(arguments: list[str]) -> list[list[str]]:
 
 def one(system: str, options: argparse.ArgumentParser, given: argparse.Namespace, measure: Measure) -> Row:
     """Measures a row, prints it, and appends it to the file given by --append unless it failed."""
-    head = dict(system=system, options=identifying(options, given), shape=given.shape, batch=given.batch, length=given.length)
+    several = {"gpus": process_count()} if process_count() > 1 else {}
+    head = dict(system=system, options=identifying(options, given) | several, shape=given.shape, batch=given.batch,
+                length=given.length)
     try:
         row = finished(measure(given))
     except Exception as error:  # any error is the result of the row
         traceback.print_exc()
         row = dict(error=named_line(error))
     row = head | row | machine(given.device) | dict(commit=given.commit or commit(), date=time.strftime("%Y-%m-%d"))
+    if rank_in_job() > 0:
+        return row
     print(json.dumps(row), flush=True)
     if given.append and "error" not in row:
         append(given.append, row)

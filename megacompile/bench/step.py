@@ -6,6 +6,10 @@ Prints one JSON line: machine, versions, commit, the time of every step, TFLOPS 
 recomputation), predicted time, how busy each lane was, peak device memory, host bytes, and losses. `--append FILE` appends the
 line to a file. `--then` begins the options of another row, which the same process measures. If only the plan and the batch
 differ, it uses the same model.
+
+Several GPUs train one copy of the model, each on `--batch` sequences of its own:
+
+    torchrun --standalone --nproc-per-node 2 benchmarks/step.py --batch 64 --train-step
 """
 from __future__ import annotations
 
@@ -31,6 +35,7 @@ from megacompile.bench.shapes import random_model
 from megacompile.errors import MegacompileError
 from megacompile.ir.plan import RESIDUALS
 from megacompile.ir.program import OPS, Lane, Op
+from megacompile.planning.process_group import process_count
 from megacompile.predict.hardware import Hardware, device_name
 from megacompile.predict.simulate import Timeline
 from megacompile.runtime.backends.lanes import Backend
@@ -311,6 +316,8 @@ def gib(count: int) -> float:
 
 
 def main() -> None:
+    if torch.cuda.is_available() and process_count() > 1:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     with Models() as models:
         rows.main("megacompile", options(), functools.partial(measure, models=models))
 

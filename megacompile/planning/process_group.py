@@ -19,6 +19,13 @@ def process_count() -> int:
     return int(os.environ.get("WORLD_SIZE", "1")) if "MASTER_ADDR" in os.environ else 1
 
 
+def rank_in_job() -> int:
+    """This process's number in the default group, or in the job that it was started in."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank()
+    return int(os.environ.get("RANK", "0")) if process_count() > 1 else 0
+
+
 def device_of_rank(config: StreamConfig) -> torch.device:
     """The device of this process: the one that was given, or with several processes the CUDA device of its local rank."""
     device = compute_device(config.device)

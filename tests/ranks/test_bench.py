@@ -1,0 +1,19 @@
+"""A benchmark under torchrun: one row of all ranks."""
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from processes import ROOT, start
+
+
+def test_a_row_of_two_ranks_is_written_once_and_counts_the_tokens_of_both(tmp_path: Path) -> None:
+    arguments = ["--shape", "tiny", "--batch", "3", "--length", "16", "--train-step", "--uncompiled", "--append",
+                 str(tmp_path / "rows.jsonl")]
+    job = start(ROOT / "benchmarks" / "step.py", 2, tmp_path / "job", arguments)
+    assert job.wait() == [0, 0], job.errors(0) + job.errors(1)
+    row, = map(json.loads, (tmp_path / "rows.jsonl").read_text().splitlines())
+    tokens_per_second = row["tflops"] * 1e12 / (6 * row["active_parameters"])
+    assert abs(tokens_per_second * row["step_s"] / (2 * 3 * 16) - 1) < 0.1
+    assert row["options"]["gpus"] == 2 and row["occupancy"]["collective"] > 0
+    assert not job.errors(1).count('"system"')
