@@ -8,8 +8,8 @@ Every wait looks at the board (`StatusBoard`): a rank that has ended, or has fai
 """
 from __future__ import annotations
 
+import io
 import os
-import pickle
 import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
@@ -104,8 +104,8 @@ class Ranks:
 
     # ---------------------------------------------------------------- in the caller's thread
     def agree(self, doing: str, value: Any = None) -> list[Any]:
-        """Waits until all ranks call this, and returns their values in the order of the ranks. Raises `RankError` if another
-        rank does something else, has failed or has ended."""
+        """Waits until all ranks call this, and returns their values in the order of the ranks: tensors, numbers, text, and tuples,
+        lists and dicts of them. Raises `RankError` if another rank does something else, has failed or has ended."""
         if self.board is not None:
             self.board.reached()
         found = self._exchange((doing, value))
@@ -146,7 +146,9 @@ class Ranks:
                                 "do, or raise stall_timeout, and start the job again from the last checkpoint")
 
     def _exchange(self, value: Any) -> list[Any]:
-        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        written = io.BytesIO()
+        torch.save(value, written)
+        data = torch.frombuffer(written.getbuffer(), dtype=torch.uint8)
         sizes = torch.zeros(self.size, dtype=torch.int64)
         self._finish(all_gather(sizes, torch.tensor([data.numel()]), self._callers, wait=False))
         longest = int(sizes.max())
@@ -154,7 +156,8 @@ class Ranks:
         padded[:data.numel()] = data
         self._finish(all_gather(received, padded, self._callers, wait=False))
         parts = received.view(self.size, longest)
-        return [pickle.loads(part[:size].numpy().tobytes()) for part, size in zip(parts, sizes.tolist(), strict=True)]
+        return [torch.load(io.BytesIO(part[:size].numpy()), weights_only=True)
+                for part, size in zip(parts, sizes.tolist(), strict=True)]
 
     def shared_memory(self, sizes: Mapping[str, int]) -> SharedMemory:
         """Memory that all ranks map, made by rank 0. Each rank must give the same sizes."""

@@ -10,7 +10,8 @@ all rows.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,6 +39,12 @@ class _Summary:
     names: tuple[str, ...]
     targets: float | None  # None: the caller gave the loss denominator, or there is none
 
+    @classmethod
+    def of(cls, fields: tuple[Any, ...]) -> _Summary:
+        """The summary with these values, those of `astuple`."""
+        rows, length, key, *others = fields
+        return cls(rows, length, CaptureKey(*key), *others)
+
 
 @dataclass(frozen=True)
 class AllRows:
@@ -54,7 +61,7 @@ def joined(ranks: Ranks, captures: Captures, given: BatchArguments,
     """This rank's batch, padded to the shape that all ranks agree on for the batches that they pass to `doing`. Raises
     `UnsupportedError` where the model computes with all rows at once, or would see padding; `RankError`."""
     mine = _Summary(given.rows, given.length, given.key, given.has_labels, tuple(given.inputs), _targets(given))
-    all_ranks: list[_Summary] = ranks.agree(doing, mine)
+    all_ranks = [_Summary.of(fields) for fields in ranks.agree(doing, astuple(mine))]
     key = _common_key(all_ranks)
     captured = captures.serve(key).captured
     rows, length = max(each.rows for each in all_ranks), max(each.length for each in all_ranks)

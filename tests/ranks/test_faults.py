@@ -20,9 +20,12 @@ import json, os, signal, sys, time
 from pathlib import Path
 import torch
 import megacompile
+from megacompile.ir.program import OPS, op_of
 from jobs import LR, even, qwen2
 from transformers import Qwen2Config, AutoModelForCausalLM
 
+OPTIONS = {"pack_shard": {"pinned_memory": "32KiB"}, "gather_resident": {"resident_state": "all"},
+           "share_host_norms": {"micro_batch_size": 1, "waves": 3, "host_sums": "all"}}
 rank, fault, folder = int(os.environ["RANK"]), sys.argv[1], Path(os.environ["RESULTS"])
 
 def end(error):
@@ -42,6 +45,7 @@ try:
     else:
         model = qwen2()
     options = {"stall_timeout": 3.0} if fault == "late" else {}
+    options |= OPTIONS.get(fault, {})
     options |= {"saved_layers": 1} if fault == "other options" and rank == 1 else {}
     model = megacompile.stream(model, device="cpu", compile=False, **options)
     optimizer = megacompile.AdamW(model.parameters(), lr=LR, max_grad_norm=1.0)
@@ -54,9 +58,10 @@ try:
                 raise ValueError("no more rows")
             if fault == "wrong batch":
                 batch = {"input_ids": batch["input_ids"].float(), "labels": batch["labels"]}
-            if fault == "kernel":
+            if fault in OPS:
                 def probe(node):
-                    raise RuntimeError("power cut")
+                    if op_of(node).name == fault:
+                        raise RuntimeError("power cut")
                 model.megacompile.streamed.executor.probe = probe
             if fault == "loop, other call":
                 model.megacompile.train_step(batch, optimizer)
@@ -90,7 +95,7 @@ def began(job: Job, seconds: float = 120.0) -> float:
 
 @pytest.mark.parametrize(("fault", "says"), [
     ("raises", "rank 1 (process"), ("exits", "rank 1 (process"), ("wrong batch", "rank 1 (process"),
-    ("kernel", "rank 1 has failed with LaneError: "),
+    ("gather", "rank 1 has failed with LaneError: gather failed in lane collective: RuntimeError: power cut"),
     ("late", "rank 0 has waited for 3 s for rank 1: find out what the other ranks do"),
     ("loop, other call", "rank 1 calls train_step while rank 0 calls forward: make the same calls in the same order")])
 def test_a_rank_that_fails_ends_the_others_with_its_name(start_job: Callable[..., Job], fault: str, says: str) -> None:
@@ -102,6 +107,21 @@ def test_a_rank_that_fails_ends_the_others_with_its_name(start_job: Callable[...
     assert other["error"] == "RankError" and says in other["message"].splitlines()[0], other
     assert fault == "loop, other call" or "start the job again from the last checkpoint" in other["message"]
     assert other["at"] - begun < 30
+
+
+#: Ops that only programs of several ranks have. One of each kind of lane fails in every run, the others on demand.
+OF_SEVERAL_RANKS = ("pack_shard", "prefetch_shard", "gather_resident", "reduce_scatter", "share_norms", "share_host_norms",
+                    "total_loss", "share_loss", "announce")
+
+
+@pytest.mark.parametrize("op", [op if op in ("prefetch_shard", "share_host_norms", "announce")
+                                else pytest.param(op, marks=pytest.mark.on_demand) for op in OF_SEVERAL_RANKS])
+def test_an_op_of_several_ranks_that_fails_ends_all_ranks(start_job: Callable[..., Job], op: str) -> None:
+    job = start_job(SCRIPT, 2, op)
+    began(job)
+    codes = job.wait(60)
+    assert all(code not in (0, -signal.SIGKILL) for code in codes)
+    assert ended(job, 0)["message"].startswith(f"rank 1 has failed with LaneError: {op} failed in lane "), ended(job, 0)
 
 
 @pytest.mark.parametrize(("fault", "says"), [
