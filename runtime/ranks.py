@@ -104,8 +104,8 @@ class Ranks:
 
     # ---------------------------------------------------------------- in the caller's thread
     def agree(self, doing: str, value: Any = None) -> list[Any]:
-        """Waits until all ranks call this, and returns their values in the order of the ranks: tensors, numbers, text, and tuples,
-        lists and dicts of them. Raises `RankError` if another rank does something else, has failed or has ended."""
+        """Waits until all ranks call this, and returns their values in the order of the ranks: tensors, numbers, text, and
+        tuples, lists and dicts of them. Raises `RankError` if another rank does something else, has failed or has ended."""
         if self.board is not None:
             self.board.reached()
         found = self._exchange((doing, value))

@@ -52,7 +52,8 @@ def for_a_gpu() -> Schedule:
 @pytest.mark.parametrize("device", [None, "cuda", "cuda:0", "cuda:1"])
 def test_a_schedule_is_made_for_the_device_and_the_memory_that_stream_would_take(
         device: str | None, for_a_gpu: Schedule, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules["megacompile.scheduling"], "analyse", lambda *_, **__: (for_a_gpu.captured, for_a_gpu.tiling))
+    analysed = for_a_gpu.captured, for_a_gpu.tiling
+    monkeypatch.setattr(sys.modules["megacompile.scheduling"], "analyse", lambda *_, **__: analysed)
     pretend_two_gpus(monkeypatch)
     backend = CudaBackend.__new__(CudaBackend)  # without CuPy
     backend.device = torch.device("cuda", torch.device(device or "cuda").index or 0)
