@@ -6,11 +6,16 @@
 Three things differ. The optimizer is `megacompile.AdamW`, which clips in its update, so Trainer's own clipping (a pass over all
 gradients on the host) is skipped. The batches of a gradient accumulation step are joined into one batch, for which weights are
 streamed once. If the loss is the model's own, forward, backward and update run as one program (`train_step`).
+
+Several processes (`torchrun`, `accelerate launch`) train one copy of the model. The data are divided among them as in Trainer. The
+model adds up gradients over them, so that it is not wrapped in DistributedDataParallel.
 """
 from __future__ import annotations
 
+import contextlib
+import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +68,8 @@ class Trainer(transformers.Trainer):
         self.accelerator.device_placement = self.accelerator.native_amp = False
         # All versions of Trainer clip through this function. AdamW clips in its update by the same rule.
         self.accelerator.clip_grad_norm_ = lambda *args, **kwargs: math.nan
+        # With several processes, Accelerate would wrap a model that is prepared for training in DistributedDataParallel.
+        self.accelerator.prepare_model = functools.partial(self.accelerator.prepare_model, evaluation_mode=True)
 
     # ---------------------------------------------------------------- optimizer
     @staticmethod
@@ -92,21 +99,53 @@ class Trainer(transformers.Trainer):
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """The loss of one batch, 0-d, detached. In a whole step, the last batch returns the loss of all batches, and the others
         return 0."""
-        self._token_rate.begin(check_model(self.model).step.tokens)
+        streamed = check_model(self.model)
+        self._token_rate.begin(streamed.step.tokens)
         if num_items_in_batch is None or not self.steps_are_whole():
-            return super().training_step(model, inputs, num_items_in_batch)
+            return self._separate_step(model, inputs, num_items_in_batch)
         self._gathered.append(inputs)
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)
         batches, self._gathered = self._gathered, []
-        captured = check_model(model).captured
+        captured = streamed.captured
         apart = len(batches) > 1 and _are_apart(captured, batches)
         batch = None if apart else join(batches, captured.labels, captured.causal)
-        if batch is None:
-            losses = [super(Trainer, self).training_step(model, each, num_items_in_batch) for each in batches]
-            return torch.stack(losses).sum()
+        if not streamed.together.all_agree("training_step", batch is not None) or batch is None:
+            return torch.stack([self._separate_step(model, each, num_items_in_batch) for each in batches]).sum()
         model.train()
-        return model.megacompile.train_step({**batch, "num_items_in_batch": num_items_in_batch}, self._adamw)
+        denominator = self._loss_denominator(num_items_in_batch)
+        return model.megacompile.train_step({**batch, "num_items_in_batch": denominator}, self._adamw)
+
+    def _separate_step(self, model: Any, inputs: Any, num_items_in_batch: Any) -> Tensor:
+        """Trainer's own step: forward and backward of one batch."""
+        if not self.loss_is_of_all_processes():
+            return super().training_step(model, inputs, num_items_in_batch)
+        denominator = self._loss_denominator(num_items_in_batch)
+        with self._without_loss_factor():
+            return super().training_step(model, inputs, denominator)
+
+    def loss_is_of_all_processes(self) -> bool:
+        """Whether the loss is the model's, which is that of the rows of all processes. A loss that is computed from outputs is
+        that of one process's rows; gradients are then those of the mean of these losses, as with DistributedDataParallel."""
+        return self.compute_loss_func is None and self.label_smoother is None
+
+    def _loss_denominator(self, num_items_in_batch: Any) -> Any:
+        """What divides the model's loss. With `average_tokens_across_devices=False`, Trainer counts the items of this process
+        alone, and the mean of the losses of all processes is trained."""
+        if num_items_in_batch is None or self.args.average_tokens_across_devices:
+            return num_items_in_batch
+        return num_items_in_batch * self.args.world_size
+
+    @contextlib.contextmanager
+    def _without_loss_factor(self) -> Iterator[None]:
+        """In this context, Trainer does not multiply losses by the number of processes. It does so because
+        DistributedDataParallel averages gradients, which a streamed model adds up."""
+        asked = self.args.average_tokens_across_devices
+        self.args.average_tokens_across_devices = False
+        try:
+            yield
+        finally:
+            self.args.average_tokens_across_devices = asked
 
     def steps_are_whole(self) -> bool:
         """Whether steps run as one program. That requires that the loss is the model's own and nothing changes it."""

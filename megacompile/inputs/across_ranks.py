@@ -38,6 +38,7 @@ class _Summary:
     has_labels: bool
     names: tuple[str, ...]
     targets: float | None  # None: the caller gave the loss denominator, or there is none
+    useful_tokens: int
 
     @classmethod
     def of(cls, fields: tuple[Any, ...]) -> _Summary:
@@ -58,9 +59,11 @@ class AllRows:
 
 def joined(ranks: Ranks, captures: Captures, given: BatchArguments,
            doing: str) -> tuple[BatchArguments, AllRows]:
-    """This rank's batch, padded to the shape that all ranks agree on for the batches that they pass to `doing`. Raises
-    `UnsupportedError` where the model computes with all rows at once, or would see padding; `RankError`."""
-    mine = _Summary(given.rows, given.length, given.key, given.has_labels, tuple(given.inputs), _targets(given))
+    """This rank's batch, padded to the shape that all ranks agree on for the batches that they pass to `doing`. Its
+    `useful_tokens` are those of all ranks. Raises `UnsupportedError` where the model computes with all rows at once, or would
+    see padding; `RankError`."""
+    mine = _Summary(given.rows, given.length, given.key, given.has_labels, tuple(given.inputs), _targets(given),
+                    given.useful_tokens)
     all_ranks = [_Summary.of(fields) for fields in ranks.agree(doing, astuple(mine))]
     key = _common_key(all_ranks)
     captured = captures.serve(key).captured
@@ -74,7 +77,7 @@ def joined(ranks: Ranks, captures: Captures, given: BatchArguments,
     if denominator is not None and mine.targets is not None:
         denominator = torch.tensor(float(sum(count for count in counts if count is not None)))
     padded = replace(given, inputs=inputs, rows=rows, length=length, key=key, loss_denominator=denominator,
-                     own_size=own)
+                     own_size=own, useful_tokens=sum(each.useful_tokens for each in all_ranks))
     read = {source.name for total in captured.totals for source in total.sources} & inputs.keys()
     parts = ranks.agree(doing, {name: inputs[name].cpu() for name in read}) if captured.totals else []
     whole = {name: torch.cat([part[name] for part in parts]) for name in read}

@@ -386,7 +386,8 @@ class Streamed:
         loss_denominator = given.loss_denominator if shape.shape.labels else None
         seed = self.together.confirm(shape, captured, all_rows)
         batch = batch_io.batch_of(self.backend, captured, shape.plan, constants, given.inputs, loss_denominator, seed, all_rows)
-        batch.useful_tokens, batch.computed_tokens = given.useful_tokens, shape.plan.batch * shape.plan.length
+        batch.useful_tokens = given.useful_tokens
+        batch.computed_tokens = shape.plan.batch * shape.plan.length * self.together.size  # of all ranks, like useful_tokens
         return batch
 
     def close(self) -> None:

@@ -22,6 +22,16 @@ class Together:
     def __init__(self, ranks: Ranks | None, captures: ModelCaptures) -> None:
         self.ranks, self.captures = ranks, captures
 
+    @property
+    def size(self) -> int:
+        """The number of processes that train the model."""
+        return 1 if self.ranks is None else self.ranks.size
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process writes what is written once."""
+        return self.ranks is None or self.ranks.rank == 0
+
     @contextlib.contextmanager
     def failing(self) -> Iterator[None]:
         """Around what all ranks do together: a rank that fails tells the others, which would wait for it."""
@@ -36,6 +46,10 @@ class Together:
         """Waits until all ranks are about to do the same. Raises `RankError`."""
         if self.ranks is not None:
             self.ranks.agree(doing)
+
+    def all_agree(self, doing: str, yes: bool) -> bool:
+        """Whether the answer of every rank is yes. Raises `RankError`."""
+        return yes if self.ranks is None else all(self.ranks.agree(doing, yes))
 
     def joined(self, given: BatchArguments, doing: str) -> tuple[BatchArguments, AllRows | None]:
         """The batch in the shape that all ranks agree on, and the rows that it is a part of; None: it has all rows. Raises what

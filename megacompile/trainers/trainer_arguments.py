@@ -24,9 +24,21 @@ def _elsewhere(args: Any, streamed: Streamed) -> bool:
     return torch.device(args.device).type != streamed.backend.device.type
 
 
+def _other_processes(args: Any, streamed: Streamed) -> bool:
+    return bool(args.world_size != streamed.together.size)
+
+
+def _uneven_steps(args: Any, streamed: Streamed) -> bool:
+    even = getattr(args.accelerator_config, "even_batches", True)
+    return args.world_size > 1 and not even and not args.dataloader_drop_last
+
+
 #: (predicate, reason and remedy). The first one that is true is reported.
 _REFUSED: tuple[tuple[Callable[[Any, Streamed], bool], str], ...] = (
-    (lambda args, streamed: args.world_size > 1, "several processes cannot train one streamed model: start a single process"),
+    (_other_processes, "TrainingArguments has another number of processes than the streamed model: start all of them with "
+                       "torchrun or accelerate launch, and leave distributed=False out of stream()"),
+    (_uneven_steps, "even_batches=False gives some processes fewer batches, for which the others would wait: leave it out, or "
+                    "pass dataloader_drop_last=True"),
     (_asks("deepspeed"), "deepspeed places weights by itself, as streaming does: leave one of them out"),
     (_asks("fsdp"), "fsdp places weights by itself, as streaming does: leave one of them out"),
     (_elsewhere, "the model is streamed on another device than the one in TrainingArguments: pass use_cpu=True for a model "

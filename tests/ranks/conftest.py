@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))  # modules beside the tests can be imported
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent / "unit")]  # modules beside the tests, and beside the unit tests, can be imported
 
 from processes import Job, start
 
