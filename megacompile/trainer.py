@@ -7,8 +7,8 @@ Three things differ. The optimizer is `megacompile.AdamW`, which clips in its up
 gradients on the host) is skipped. The batches of a gradient accumulation step are joined into one batch, for which weights are
 streamed once. If the loss is the model's own, forward, backward and update run as one program (`train_step`).
 
-Several processes (`torchrun`, `accelerate launch`) train one copy of the model. The data are divided among them as in Trainer. The
-model adds up gradients over them, so that it is not wrapped in DistributedDataParallel.
+Several processes (`torchrun`, `accelerate launch`) train one copy of the model. The data are divided among them as in Trainer.
+The model adds up gradients over them, so that it is not wrapped in DistributedDataParallel.
 """
 from __future__ import annotations
 

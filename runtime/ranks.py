@@ -32,6 +32,8 @@ _FIRST_S, _LONGEST_S = 2e-5, 2e-3
 _LOOK_S = 0.05
 #: How long a process may take to end once it has closed its connections, in seconds.
 _ENDING_S = 5.0
+#: The limit of groups that wait for as long as the others work.
+_UNLIMITED = timedelta(seconds=10**6)
 
 
 class Ranks:
@@ -41,7 +43,7 @@ class Ranks:
     def __init__(self, device: torch.device, timeout_s: float | None) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.device, self.timeout_s = device, timeout_s
-        limit = timedelta(seconds=2 * timeout_s if timeout_s is not None else 10**7)  # later than `_finish` gives up
+        limit = _UNLIMITED if timeout_s is None else timedelta(seconds=2 * timeout_s)  # later than `_finish` gives up
         self._lane = dist.new_group(backend="nccl" if device.type == "cuda" else "gloo", timeout=limit)
         self._host = dist.new_group(backend="gloo", timeout=limit)
         self._callers = dist.new_group(backend="gloo", timeout=limit)
@@ -108,7 +110,7 @@ class Ranks:
         tuples, lists and dicts of them. Raises `RankError` if another rank does something else, has failed or has ended."""
         if self.board is not None:
             self.board.reached()
-        found = self._exchange((doing, value))
+        found = self.exchange((doing, value), self._callers)
         for rank, (other, _) in enumerate(found):
             if other != doing:
                 raise RankError(f"rank {rank} calls {other} while rank {self.rank} calls {doing}: make the same calls in the "
@@ -145,26 +147,40 @@ class Ranks:
                 raise RankError(f"rank {self.rank} has waited for {self.timeout_s:g} s{behind}: find out what the other ranks "
                                 "do, or raise stall_timeout, and start the job again from the last checkpoint")
 
-    def _exchange(self, value: Any) -> list[Any]:
+    def new_group(self) -> dist.ProcessGroup:
+        """A group for a thread of every rank that exchanges values beside the callers. All callers make it together. The thread
+        may wait for as long as the others work."""
+        group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=_UNLIMITED)
+        self._groups += (group,)
+        return group
+
+    def end_group(self, group: dist.ProcessGroup) -> None:
+        """Ends a group of `new_group`, unless a wait for another rank has failed."""
+        if group in self._groups:
+            self._groups = tuple(other for other in self._groups if other is not group)
+            dist.destroy_process_group(group)
+
+    def exchange(self, value: Any, group: dist.ProcessGroup) -> list[Any]:
+        """The values of all ranks, in their order. Raises `RankError` if another rank has failed or has ended."""
         written = io.BytesIO()
         torch.save(value, written)
         data = torch.frombuffer(written.getbuffer(), dtype=torch.uint8)
         sizes = torch.zeros(self.size, dtype=torch.int64)
-        self._finish(all_gather(sizes, torch.tensor([data.numel()]), self._callers, wait=False))
+        self._finish(all_gather(sizes, torch.tensor([data.numel()]), group, wait=False))
         longest = int(sizes.max())
         padded, received = torch.zeros(longest, dtype=torch.uint8), torch.zeros(self.size * longest, dtype=torch.uint8)
         padded[:data.numel()] = data
-        self._finish(all_gather(received, padded, self._callers, wait=False))
+        self._finish(all_gather(received, padded, group, wait=False))
         parts = received.view(self.size, longest)
         return [torch.load(io.BytesIO(part[:size].numpy()), weights_only=True)
                 for part, size in zip(parts, sizes.tolist(), strict=True)]
 
-    def shared_memory(self, sizes: Mapping[str, int]) -> SharedMemory:
-        """Memory that all ranks map, made by rank 0. Each rank must give the same sizes."""
+    def shared_memory(self, sizes: Mapping[str, int], doing: str = "stream") -> SharedMemory:
+        """Memory that all ranks map, made by rank 0. Each rank must give the same sizes. `doing`: as in `agree`."""
         memory = SharedMemory(sizes) if self.rank == 0 else None
-        address = self.agree("stream", None if memory is None else memory.address)[0]
+        address = self.agree(doing, None if memory is None else memory.address)[0]
         memory = memory or SharedMemory(sizes, address)
-        self.agree("stream")  # the others have opened it before rank 0 may close it
+        self.agree(doing)  # the others have opened it before rank 0 may close it
         return memory
 
     # ---------------------------------------------------------------- waiting and failing

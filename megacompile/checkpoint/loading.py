@@ -4,7 +4,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,12 @@ from megacompile.checkpoint import manifest, random_state, schedulers
 from megacompile.checkpoint.files import check_file, read_tensors
 from megacompile.checkpoint.folders import latest_checkpoint
 from megacompile.checkpoint.manifest import Manifest, Saved
+from megacompile.checkpoint.shares import share
 from megacompile.checkpoint.subject import Subject
 from megacompile.checkpoint.values import decode
 from megacompile.errors import CheckpointError, MegacompileError
+from megacompile.runtime.memory.snapshot import state_bytes
+from megacompile.streaming.shared_writes import loading
 
 _THREADS = 4
 
@@ -35,27 +38,34 @@ def load_checkpoint(directory: str | Path, model: Any, optimizer: Any, *, schedu
     Raises `CheckpointError`, with the file and the reason, before anything has changed: for a damaged or truncated file, a
     folder without a checkpoint, and a checkpoint of another model, optimizer or scheduler."""
     subject = Subject(model, optimizer, scheduler)
-    folder = _find(Path(directory))
-    saved = Manifest.read(folder)
-    path = folder / manifest.NAME
-    _check_subject(saved, subject, path)
-    decoded = _decoded(saved, subject, path)
-    with ThreadPoolExecutor(_THREADS) as pool:
-        for _ in pool.map(lambda item: check_file(folder / item[0], item[1]), saved.files.items()):
-            pass
-    tensors = dict(_tensors(saved, folder))
-    state = _optimizer_state(saved, tensors, subject, decoded.options)
-    try:
-        optimizer.check_state_dict(state)
-    except MegacompileError as error:
-        raise CheckpointError(f"{path} is from another optimizer: {error}") from error
-    subject.streamed.evict()
-    subject.streamed.store.preserve()
+    streamed = subject.streamed
+    rank, ranks = (0, 1) if streamed.together.ranks is None else (streamed.together.ranks.rank, streamed.together.ranks.size)
+    with streamed.together.all_or_none("load_checkpoint", CheckpointError):
+        folder = _find(Path(directory))
+        saved = Manifest.read(folder)
+        path = folder / manifest.NAME
+        _check_subject(saved, subject, path)
+        decoded = _decoded(saved, subject, path, rank)
+        files = share({name: written.bytes for name, written in saved.files.items()}, rank, ranks)
+        with ThreadPoolExecutor(_THREADS) as pool:
+            for _ in pool.map(lambda name: check_file(folder / name, saved.files[name]), files):
+                pass
+        tensors = dict(_tensors(saved, folder))
+        state = _optimizer_state(saved, tensors, subject, decoded.options)
+        try:
+            optimizer.check_state_dict(state)
+        except MegacompileError as error:
+            raise CheckpointError(f"{path} is from another optimizer: {error}") from error
+    if streamed.together.ranks is not None:
+        streamed.together.ranks.agree_on(
+            "load_checkpoint", "checkpoint", {name: astuple(written) for name, written in saved.files.items()})
     if scheduler is not None:
-        schedulers.load(decoded.scheduler, scheduler)  # may fail; nothing below does
-    with subject.streamed.turn:
+        with streamed.together.all_or_none("load_checkpoint", CheckpointError):
+            schedulers.load(decoded.scheduler, scheduler)  # may fail; nothing below does
+    tiles = share({name: state_bytes(tile) for name, tile in streamed.store.tiles.items()}, rank, ranks)
+    with streamed.turn, loading(streamed, "load_checkpoint", tiles):
         _load(tensors, subject, state)
-    random_state.restore(decoded.random, subject.streamed.backend.device)
+    random_state.restore(random_state.of_rank(decoded.random, rank), streamed.backend.device)
     return decoded.extra
 
 
@@ -116,7 +126,7 @@ class _Decoded:
     extra: Any
 
 
-def _decoded(saved: Manifest, subject: Subject, path: Path) -> _Decoded:
+def _decoded(saved: Manifest, subject: Subject, path: Path, rank: int) -> _Decoded:
     """Decodes and checks the values of a manifest. Raises `CheckpointError` for values that could not be restored."""
     same_torch = saved.made_with.get("torch") == torch.__version__
     try:
@@ -127,7 +137,7 @@ def _decoded(saved: Manifest, subject: Subject, path: Path) -> _Decoded:
             if subject.scheduler is not None and "initial_lr" in now:
                 _SCHEDULED(options, f"options[{number}]")
         schedulers.check(found.scheduler, subject.scheduler, same_torch)
-        random_state.check(found.random, subject.streamed.backend.device)
+        random_state.check(found.random, subject.streamed.backend.device, rank)
         return found
     except (CheckpointError, schema.SchemaError) as error:
         raise CheckpointError(f"{path} contains an invalid value ({error}): use another checkpoint") from error
@@ -174,17 +184,19 @@ def _optimizer_state(saved: Manifest, tensors: Mapping[str, Tensor], subject: Su
 
 @torch.no_grad()
 def _load(tensors: Mapping[str, Tensor], subject: Subject, optimizer_state: dict[str, Any]) -> None:
-    """Copies checked weights and optimizer state into the model and the optimizer."""
+    """Copies checked weights and optimizer state into the model and the optimizer: into the tiles that this rank writes."""
     streamed = subject.streamed
-    for name, tensor in [*streamed.parameters.items(), *subject.rest().items()]:
+    place, store = streamed.tiling.position, streamed.store
+    own = {name: parameter for name, parameter in streamed.parameters.items() if store.writes(place[name][0])}
+    for name, tensor in [*own.items(), *subject.rest().items()]:
         tensor.copy_(tensors[f"weight:{name}"])
     streamed.adopt_writes()
     streamed.step.weights_replaced()
     subject.optimizer.zero_grad()
-    subject.optimizer.load_state_dict(optimizer_state)
-    for name in subject.remainders():  # includes parameters that the optimizer does not have
-        tile_name, position = streamed.tiling.position[name]
-        tile = streamed.store.tiles[tile_name]
+    subject.optimizer.put_state(*subject.optimizer.check_state_dict(optimizer_state))
+    for name in filter(own.__contains__, subject.remainders()):  # includes parameters that the optimizer does not have
+        tile_name, position = place[name]
+        tile = store.tiles[tile_name]
         part = tile.layout.slices[position]
         assert tile.remainder is not None, f"{name} has no remainder"
         tile.remainder[part.start:part.stop].view(part.shape).copy_(tensors[f"remainder:{name}"])

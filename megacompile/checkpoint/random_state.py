@@ -37,12 +37,13 @@ def _python_words(value: Any, name: str) -> None:
     schema.whole(0, _WORDS)(value[-1], f"the position of {name}")
 
 
-_STATE = schema.record({
+_OF_ONE = schema.record({
     "python": _in_turn(schema.whole(3, 3), _python_words, schema.optional(schema.finite())),
     "numpy": _in_turn(schema.one_of(["MT19937"]), _tensor(torch.int32, _WORDS), schema.whole(0, _WORDS), schema.whole(0, 1),
                       schema.finite()),
     "torch": _tensor(torch.uint8),
-}, optional={"cuda": _tensor(torch.uint8)})
+}, optional={"cuda": _tensor(torch.uint8), "other_ranks": schema.anything})
+_OF_OTHERS = schema.sequence(_OF_ONE)
 
 
 def capture(device: torch.device) -> dict[str, Any]:
@@ -55,9 +56,22 @@ def capture(device: torch.device) -> dict[str, Any]:
     return state
 
 
-def check(state: Any, device: torch.device) -> None:
-    """Raises `SchemaError` for a state that `restore` could not restore. Changes nothing."""
-    _STATE(state, "random")
+def of_ranks(states: list[dict[str, Any]]) -> dict[str, Any]:
+    """The states of all ranks as one: that of rank 0, with those of the others."""
+    return states[0] if len(states) == 1 else {**states[0], "other_ranks": states[1:]}
+
+
+def of_rank(state: dict[str, Any], rank: int) -> dict[str, Any]:
+    """The state of one rank. A rank that did not exist when the state was saved gets that of rank 0."""
+    states = [state, *state.get("other_ranks", ())]
+    return states[rank if rank < len(states) else 0]
+
+
+def check(state: Any, device: torch.device, rank: int = 0) -> None:
+    """Raises `SchemaError` for a state that `restore` could not restore on a rank. Changes nothing."""
+    _OF_ONE(state, "random")
+    _OF_OTHERS(state.get("other_ranks", []), "random['other_ranks']")
+    state = of_rank(state, rank)
     generators = {"torch": torch.Generator()}
     if device.type == "cuda":
         generators["cuda"] = torch.Generator(device)

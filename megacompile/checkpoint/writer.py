@@ -10,7 +10,8 @@ from __future__ import annotations
 import errno
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import astuple
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -21,12 +22,15 @@ import torch
 from megacompile.checkpoint.files import Entry, Written, header, write_file
 from megacompile.checkpoint.folders import Incomplete
 from megacompile.checkpoint.manifest import MOMENTS, Manifest, Saved
-from megacompile.checkpoint.random_state import capture
+from megacompile.checkpoint.random_state import capture, of_ranks
+from megacompile.checkpoint.shares import share
 from megacompile.checkpoint.subject import Subject
 from megacompile.checkpoint.values import encode
-from megacompile.errors import CheckpointError, MegacompileError
-from megacompile.runtime.memory.snapshot import Piece, Snapshot, TouchedError, pieces
+from megacompile.errors import CheckpointError, MegacompileError, RankError
+from megacompile.runtime.memory.read_tiles import ReadTiles
+from megacompile.runtime.memory.snapshot import Piece, Snapshot, TouchedError, pieces, state_bytes
 from megacompile.sizes import parse_bytes
+from megacompile.streaming.together import Together
 from megacompile.system.host_memory import available_host_bytes
 from megacompile.version import __version__
 
@@ -89,6 +93,8 @@ class CheckpointWriter:
             for thread in save.threads:
                 thread.join()
             self._save = None
+            if isinstance(save.error, RankError):
+                raise save.error
             if save.error is not None:
                 raise CheckpointError(f"no checkpoint was saved in {self.directory} ({_reason(save.error)}): earlier ones are "
                                       f"intact, and training can continue{_remedy(save.error)}") from save.error
@@ -117,13 +123,25 @@ def save_checkpoint(directory: str | Path, model: Any, optimizer: Any, *, schedu
     return path
 
 
+class _OtherRankError(Exception):
+    """The reason why another rank could not save, and the remedy."""
+
+    def __init__(self, reason: str, remedy: str) -> None:
+        super().__init__(reason)
+        self.reason, self.remedy = reason, remedy
+
+
 def _reason(error: BaseException) -> str:
+    if isinstance(error, _OtherRankError):
+        return error.reason
     if isinstance(error, TouchedError):
         return f"the weights of {error} were written from outside before they were saved"
     return error.strerror or str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
 
 
 def _remedy(error: BaseException) -> str:
+    if isinstance(error, _OtherRankError):
+        return error.remedy
     if isinstance(error, TouchedError):
         return "; call wait() before writing to parameters"
     full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -131,39 +149,30 @@ def _remedy(error: BaseException) -> str:
 
 
 class _Save:
-    """One save. State: its `threads`; when it is done, `result` or `error`."""
+    """One save. Each rank writes some tiles; the first (or only) rank also writes the rest, and publishes the folder when all
+    ranks are done. State: its `threads`; when it is done, `result` or `error`, the same on all ranks."""
 
     def __init__(self, subject: Subject, directory: Path, keep: int, extra: Any, bandwidth: int | None,
                  copy_memory: int | None) -> None:
-        groups = subject.settled_groups()
         streamed = subject.streamed
-        self.keep = keep
-        self.rest = {name: tensor.detach().cpu().clone() for name, tensor in subject.rest().items()}
-        self.steps = subject.steps()
-        self.without_state = {name for _, names in groups for name in names} - self.steps.keys()
-        self.about: dict[str, Any] = dict(
-            step=max(self.steps.values(), default=0), model=type(streamed.model).__name__,
-            groups=[names for _, names in groups],
-            options=[encode(options, "an option") for options, _ in groups], scheduler=subject.scheduler_state(),
-            random=encode(capture(streamed.backend.device), "random"), extra=encode(extra, "extra"),
-            made_with=dict(megacompile=__version__, torch=torch.__version__))
-        self.store = streamed.store
-        self.tiles = self.store.tiles
-        self.tensors: dict[str, Saved] = {}
-        self.files: dict[str, Written] = {}
-        self.pace = _Pace(bandwidth)
+        self.keep, self.store, self.ranks = keep, streamed.store, streamed.together.ranks
+        self.rank, self.size = (0, 1) if self.ranks is None else (self.ranks.rank, self.ranks.size)
+        self.folder: Incomplete | None = None
         self.error: BaseException | None = None
         self.result: Path | None = None
         try:
-            self.folder = Incomplete(directory)
-        except OSError as error:
-            raise CheckpointError(f"nothing can be saved in {directory} ({_reason(error)}): give a writable folder") from error
+            with streamed.together.all_or_none("save", CheckpointError):
+                self._prepare(subject, directory, extra)
+            self._join(streamed.together)
+        except BaseException:
+            self._discard()
+            raise
         if self.store.snapshot is not None:
             self.store.snapshot.wait()  # a snapshot of another writer
-        copies = available_host_bytes() // 2 if copy_memory is None else copy_memory
-        self.snapshot = self.store.snapshot = Snapshot(self.tiles, copies, subject.stamp())
-        self.order = iter(subject.update_order())
-        self.numbers = {name: number for number, name in enumerate(self.tiles)}
+        copies = available_host_bytes() // (2 * self.size) if copy_memory is None else copy_memory
+        self.pace = _Pace(bandwidth)
+        self.snapshot = self.store.snapshot = Snapshot(self.tiles, copies, subject.stamp(), self.of_ranks)
+        self.order = iter([name for name in subject.update_order() if name in self.tiles])
         # All threads are started here, since the interpreter cannot start threads while it shuts down.
         workers = [threading.Thread(target=self._work, name="megacompile checkpoint") for _ in range(_THREADS)]
         last = threading.Thread(target=self._complete, args=(workers,), name="megacompile checkpoint")
@@ -174,8 +183,57 @@ class _Save:
         except BaseException as error:  # too many threads, or Ctrl-C: no update may wait for a writer that does not run
             self._fail(error)
             self.store.snapshot = None
-            self.folder.discard()
+            self._discard()
+            if self.ranks is not None:
+                self.ranks.failed(error)  # they would wait for this rank's share
             raise
+
+    def _prepare(self, subject: Subject, directory: Path, extra: Any) -> None:
+        """Fixes everything that is not in tiles, and makes the folder."""
+        groups = subject.settled_groups()
+        streamed = subject.streamed
+        self.rest = {name: tensor.detach().cpu().clone() for name, tensor in subject.rest().items()}
+        self.steps = subject.steps()
+        self.without_state = {name for _, names in groups for name in names} - self.steps.keys()
+        self.about: dict[str, Any] = dict(
+            step=max(self.steps.values(), default=0), model=type(streamed.model).__name__,
+            groups=[names for _, names in groups],
+            options=[encode(options, "an option") for options, _ in groups], scheduler=subject.scheduler_state(),
+            extra=encode(extra, "extra"), made_with=dict(megacompile=__version__, torch=torch.__version__))
+        self.random = capture(streamed.backend.device)
+        self.numbers = {name: number for number, name in enumerate(self.store.tiles)}
+        self.tensors: dict[str, Saved] = {}
+        self.files: dict[str, Written] = {}
+        if self.rank == 0:
+            try:
+                self.folder = Incomplete(directory)
+            except OSError as error:
+                raise CheckpointError(f"nothing can be saved in {directory} ({_reason(error)}): give a writable "
+                                      "folder") from error
+
+    def _join(self, together: Together) -> None:
+        """Settles with the other ranks what each of them writes, and where."""
+        tiles, randoms = self.store.tiles, [self.random]
+        self.of_ranks: ReadTiles | None = None
+        if self.ranks is None:
+            assert self.folder is not None
+            self.tiles, self.path = tiles, self.folder.path
+        else:
+            mine = share({name: state_bytes(tile) for name, tile in tiles.items()}, self.rank, self.size)
+            self.tiles = {name: tiles[name] for name in mine}
+            folder = None if self.folder is None else str(self.folder.path.absolute())
+            found = self.ranks.agree("save", (folder, self.random))
+            self.path, randoms = Path(found[0][0]), [random for _, random in found]
+            with together.failing():
+                memory = self.ranks.shared_memory({"read": len(tiles)}, "save")
+                self.of_ranks = ReadTiles(memory.piece("read"), list(tiles), self.ranks.check)
+                memory.close()
+                self.group = self.ranks.new_group()
+        self.about["random"] = encode(of_ranks(randoms), "random")
+
+    def _discard(self) -> None:
+        if self.folder is not None:
+            self.folder.discard()
 
     # ---------------------------------------------------------------- in the threads
     def _work(self) -> None:
@@ -198,7 +256,7 @@ class _Save:
             self.tensors[s.name] = Saved(tile.layout.dtype, s.shape, s.trainable, file,
                                          tuple(p.name for p in parts if p.parameter is s), self.steps.get(s.name))
         entries = [self.tensors[piece.parameter.name].entry(piece.parameter.name, piece.name) for piece in parts]
-        self.files[file] = write_file(self.folder.path / file, self._chunks(name, entries, parts, buffer))
+        self.files[file] = write_file(self.path / file, self._chunks(name, entries, parts, buffer))
 
     def _chunks(self, tile: str, entries: list[Entry], parts: list[Piece], buffer: np.ndarray[Any, Any]) -> Iterator[Any]:
         yield header(entries)
@@ -218,28 +276,64 @@ class _Save:
         for worker in workers:
             worker.join()
         try:
-            if self.error is None:
-                self._write_rest()
-                Manifest(tensors=dict(sorted(self.tensors.items())), files=dict(sorted(self.files.items())),
-                         **self.about).write(self.folder.path)
-                self.result = self.folder.publish(self.about["step"], self.keep)
+            self._publish()
         except BaseException as error:  # as above
-            self.error = error
+            self.error = self.error or error
         finally:
             if self.store.snapshot is self.snapshot:
                 self.store.snapshot = None
             if self.error is not None:
-                self.folder.discard()
+                self._discard()
+            if self.ranks is not None:
+                self.ranks.end_group(self.group)
+
+    def _publish(self) -> None:
+        """Makes the folder a checkpoint if all ranks have written their shares. Sets `result`, or `error`."""
+        if self.rank == 0:
+            self._unless_failed(self._write_rest)
+        written = ({name: astuple(saved) for name, saved in self.tensors.items()},
+                   {name: astuple(file) for name, file in self.files.items()})
+        for tensors, files in self._exchanged(written):
+            self.tensors |= {name: Saved(*fields) for name, fields in tensors.items()}
+            self.files |= {name: Written(*fields) for name, fields in files.items()}
+        if self.rank == 0:
+            self._unless_failed(self._rename)
+        folder, *_ = self._exchanged(None if self.result is None else str(self.result))
+        self.result = None if folder is None else Path(folder)
+
+    def _unless_failed(self, do: Callable[[], None]) -> None:
+        try:
+            if self.error is None:
+                do()
+        except BaseException as error:  # as above
+            self.error = error
+
+    def _exchanged(self, value: Any) -> list[Any]:
+        """The values of all ranks. If one of them has failed, all have."""
+        if self.ranks is None:
+            return [value]
+        failure = None if self.error is None else (_reason(self.error), _remedy(self.error))
+        found = self.ranks.exchange((failure, value), self.group)
+        for rank, (failure, _) in enumerate(found):
+            if failure is not None and self.error is None:
+                self.error = _OtherRankError(f"rank {rank}: {failure[0]}", failure[1])
+        return [value for _, value in found]
+
+    def _rename(self) -> None:
+        assert self.folder is not None
+        Manifest(tensors=dict(sorted(self.tensors.items())), files=dict(sorted(self.files.items())),
+                 **self.about).write(self.folder.path)
+        self.result = self.folder.publish(self.about["step"], self.keep)
 
     def _write_rest(self) -> None:
         """Writes buffers and parameters that no layer reads. They are small and were copied when the save began."""
-        file = f"tensors-{len(self.tiles):05d}.safetensors"
+        file = f"tensors-{len(self.numbers):05d}.safetensors"
         entries, chunks = [], []
         for name, tensor in sorted(self.rest.items(), key=lambda item: -item[1].dtype.itemsize):
             self.tensors[name] = Saved(tensor.dtype, tuple(tensor.shape), False, file)
             entries.append(self.tensors[name].entry(name, "weight"))
             chunks.append(tensor.contiguous().flatten().view(torch.uint8).numpy())
-        self.files[file] = write_file(self.folder.path / file, [header(entries), *chunks])
+        self.files[file] = write_file(self.path / file, [header(entries), *chunks])
 
 
 class _Pace:

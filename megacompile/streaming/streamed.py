@@ -201,8 +201,8 @@ class Streamed:
                                           whole_step=True))
             self.store.allocate_sums(shape.plan.host_sums)
             self._enter(shape, "train_step", "update")
+            self.gradients.gather()  # before all ranks agree on the program: gradients that users keep move first
             batch = self._batch(shape, given, all_rows)
-            self.gradients.gather()
             self.step.backward_began(shape, batch)
             if overlap:
                 self.begin_update(shape, update)
@@ -254,9 +254,9 @@ class Streamed:
         self.optimizer_in_backward.check(forward, [each for each in self.open_forwards() if each is not forward])
         if self.gradients.waiting:
             self.settle()  # an update in flight reads them
-        added = self.gradients.gather()
-        section = "backward_accumulate" if added else "backward"
         with self.guarded(), self.together.failing():
+            added = self.gradients.gather()
+            section = "backward_accumulate" if added else "backward"
             self.together.agree(section)  # also: no rank has yet to clear gradients that another one writes
             self._reserve(forward.shape, section)
             self._load(forward.shape)

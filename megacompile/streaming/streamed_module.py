@@ -12,6 +12,7 @@ from torch import nn
 
 from megacompile.errors import UnsupportedError
 from megacompile.streaming.adapters import base_calls_streamed
+from megacompile.streaming.shared_writes import loading
 from megacompile.streaming.streamed import Streamed
 from megacompile.torch_compat.core import parse_to
 from megacompile.weights.saving import save_whole
@@ -85,19 +86,39 @@ class StreamedModule(nn.Module):
         self.megacompile.whole()
         return super().state_dict(*args, **kwargs)
 
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+    def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
         """Writing all weights also repairs weights that an update left half-way."""
         if kwargs.get("assign"):
             raise UnsupportedError("load_state_dict(assign=True) would replace parameters that live in host tiles: leave "
                                    "assign out")
         streamed = self.megacompile.streamed
-        with streamed.turn:
-            streamed.settle()
-            streamed.store.preserve()
-            result = super().load_state_dict(*args, **kwargs)
+        with streamed.turn, loading(streamed, "load_state_dict"):
+            with streamed.writes.ignoring(self._own_values(state_dict)):
+                if streamed.store.shared:
+                    state_dict = self._without_tiles_of_others(state_dict)
+                result = super().load_state_dict(state_dict, *args, **kwargs)
+            if streamed.store.shared:
+                streamed.adopt_writes()
             if not result.missing_keys:
                 streamed.step.weights_replaced()
         return result
+
+    def _own_values(self, state_dict: Mapping[str, Any]) -> list[str]:
+        """The names of parameters whose values in a state are their own memory."""
+        return [name for name, parameter in nn.Module.named_parameters(self)
+                if isinstance(given := state_dict.get(name), torch.Tensor) and given.data_ptr() == parameter.data_ptr()]
+
+    def _without_tiles_of_others(self, state_dict: Any) -> Any:
+        """The state with which `load_state_dict` checks everything, and leaves alone the parameters that another rank writes:
+        each is copied to itself."""
+        position, store = self.megacompile.streamed.tiling.position, self.megacompile.streamed.store
+        first = {id(p): name for name, p in nn.Module.named_parameters(self)}
+        state_dict = copy.copy(state_dict)  # with its metadata
+        for name, parameter in nn.Module.named_parameters(self, remove_duplicate=False):
+            tile, _ = position.get(first[id(parameter)], (None, 0))
+            if tile is not None and not store.writes(tile) and getattr(state_dict.get(name), "shape", None) == parameter.shape:
+                state_dict[name] = parameter
+        return state_dict
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """A plain CPU model with the same weights."""
@@ -121,8 +142,13 @@ class StreamedPretrained(StreamedModule):
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], **options: Any) -> Any:
         """Like transformers' method, written from the tiles, in shards of 5 GB by default. The folder keeps the old checkpoint
-        until the new one is complete. Waits for an update in flight. Raises `CheckpointError` if it cannot be written."""
+        until the new one is complete. Waits for an update in flight. With several ranks, rank 0 writes and the others return at
+        once: the weights do not change before it takes part in the next step. Raises `CheckpointError` if it cannot be
+        written."""
         self.megacompile.whole()
+        ranks = self.megacompile.streamed.together.ranks
+        if ranks is not None and ranks.rank != 0:
+            return None
         return save_whole(super().save_pretrained, save_directory, **options)  # type: ignore[misc]
 
     def gradient_checkpointing_enable(self, *args: Any, **kwargs: Any) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
+from megacompile.errors import MegacompileError, RankError, named_line
 from megacompile.frontend.capture import CapturedModel
 from megacompile.inputs.across_ranks import AllRows, joined
 from megacompile.inputs.batch import BatchArguments
@@ -50,6 +51,23 @@ class Together:
     def all_agree(self, doing: str, yes: bool) -> bool:
         """Whether the answer of every rank is yes. Raises `RankError`."""
         return yes if self.ranks is None else all(self.ranks.agree(doing, yes))
+
+    @contextlib.contextmanager
+    def all_or_none(self, doing: str, error: type[MegacompileError] = RankError) -> Iterator[None]:
+        """Around a part of a call that may fail on one rank alone, and after which all ranks go on. If it fails, it fails on
+        all: there with its own error, elsewhere with an `error` that names the rank."""
+        own: Exception | None = None
+        try:
+            yield
+        except RankError:
+            raise
+        except Exception as caught:
+            own = caught
+        failed = [] if self.ranks is None else self.ranks.agree(doing, None if own is None else named_line(own))
+        if own is not None:
+            raise own
+        if text := next(((rank, text) for rank, text in enumerate(failed) if text), None):
+            raise error(f"rank {text[0]} has failed in {doing} ({text[1]}): nothing was done; correct it there")
 
     def joined(self, given: BatchArguments, doing: str) -> tuple[BatchArguments, AllRows | None]:
         """The batch in the shape that all ranks agree on, and the rows that it is a part of; None: it has all rows. Raises what

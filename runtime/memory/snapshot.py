@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megacompile.errors import InsufficientMemoryError
+from megacompile.runtime.memory.read_tiles import ReadTiles
 from megacompile.runtime.memory.tiles import HostTile, ParameterSlice
 from megacompile.runtime.optimizer import adam as host
 from megacompile.system.host_memory import host_memory
@@ -80,18 +81,25 @@ class Snapshot:
     """State, under one lock: the source of each tile that is not finished (`_sources`: the tile itself, or its copy), the bytes
     that copies may still take, and how many callers wait in `preserve`.
 
-    `stamp(name)` changes when a tile is written from outside, without `preserve`."""
+    `tiles`: those that the writer of this process writes. `stamp(name)` changes when a tile is written from outside, without
+    `preserve`. With several ranks, `of_ranks` says which tiles their writers have read."""
 
-    def __init__(self, tiles: Mapping[str, HostTile], copy_bytes: int, stamp: Callable[[str], object]) -> None:
+    def __init__(self, tiles: Mapping[str, HostTile], copy_bytes: int, stamp: Callable[[str], object],
+                 of_ranks: ReadTiles | None = None) -> None:
         self._tiles, self._sources = dict(tiles), dict(tiles)
         self._room, self._waiting = copy_bytes, 0
         self._stamp, self._stamps = stamp, {name: stamp(name) for name in tiles}
+        self._of_ranks = of_ranks
         self._changed = threading.Condition()
         self.touched: str | None = None
 
     # ---------------------------------------------------------------- for code that changes tiles
     def preserve(self, name: str) -> None:
-        """Returns once the tile may change."""
+        """Returns once the tile may change. Raises `RankError` if a rank whose writer must read it has ended."""
+        if name not in self._tiles:  # another rank writes it
+            if self._of_ranks is not None:
+                self._of_ranks.wait(name)
+            return
         while (size := self._claim(name)) is not None:
             try:
                 copy = _copy(self._tiles[name])
@@ -102,6 +110,7 @@ class Snapshot:
                 if self._sources.get(name) is self._tiles[name]:
                     self._sources[name] = copy
                     self._check(name)
+                    self._mark(name)
                 else:  # the writer has finished it meanwhile
                     self._room += size
                     self._changed.notify_all()
@@ -126,6 +135,11 @@ class Snapshot:
     def _free(self, name: str) -> bool:
         return self._sources.get(name) is not self._tiles[name]
 
+    def _mark(self, *names: str) -> None:
+        """Other ranks may change these tiles."""
+        if self._of_ranks is not None:
+            self._of_ranks.mark(*names)
+
     def _room_for_none(self) -> None:
         """The system has no memory for copies: from now on callers of `preserve` wait."""
         with self._changed:
@@ -149,6 +163,7 @@ class Snapshot:
                 self._check(name)
             if self._sources.pop(name, None) is not None and source is not self._tiles[name]:
                 self._room += state_bytes(self._tiles[name])
+            self._mark(name)
             self._changed.notify_all()
             if self.touched is not None:
                 raise TouchedError(self.touched)
@@ -161,6 +176,7 @@ class Snapshot:
         """The writer stops: all tiles may change."""
         with self._changed:
             self._sources.clear()
+            self._mark(*self._tiles)
             self._changed.notify_all()
 
     def pause(self, seconds: float) -> None:
@@ -169,9 +185,11 @@ class Snapshot:
             self._changed.wait_for(lambda: self._waiting > 0, timeout=seconds)
 
     def wait(self) -> None:
-        """Waits until every tile is read."""
+        """Waits until every tile is read, on all ranks. Raises `RankError`."""
         with self._changed:
             self._changed.wait_for(lambda: not self._sources)
+        if self._of_ranks is not None:
+            self._of_ranks.wait()
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._tiles)

@@ -1,7 +1,8 @@
 """The host tiles of a model by name, with their parts, FP32 sums and the snapshot that is being saved."""
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import contextlib
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -18,12 +19,13 @@ from megacompile.system.host_memory import available_host_bytes
 class Store:
     """All tiles of a streamed model, in the order of the model's calls, `parts` of tiles that are streamed separately, and with
     several ranks this rank's `shards` of both. Call `preserve` before changing state that a checkpoint holds: a `snapshot` may
-    not be fully written yet."""
+    not be fully written yet. `_own`: while all ranks load the same values, the tiles that this process writes."""
 
     tiles: dict[str, HostTile] = field(default_factory=dict)
     parts: dict[str, TilePart] = field(default_factory=dict)
     snapshot: Snapshot | None = None
     shards: dict[str, TileShard] = field(default_factory=dict)
+    _own: frozenset[str] | None = None
 
     def __getitem__(self, name: str) -> Share:
         """What this rank copies and updates of the tile, or part of a tile, that is streamed under a name."""
@@ -37,6 +39,30 @@ class Store:
         """From now on this process copies and updates only the shards of one rank."""
         self.shards = {name: TileShard.of(self.whole(name), rank) for name in names}
 
+    # ---------------------------------------------------------------- loading values that all ranks have
+    @property
+    def shared(self) -> bool:
+        """Whether other ranks have the same tiles."""
+        return bool(self.shards)
+
+    @property
+    def loading(self) -> bool:
+        return self._own is not None
+
+    @contextlib.contextmanager
+    def load(self, own: Collection[str]) -> Iterator[None]:
+        """A context in which all ranks load the same values, and this process writes only some tiles."""
+        self._own = frozenset(own)
+        try:
+            yield
+        finally:
+            self._own = None
+
+    def writes(self, tile: str) -> bool:
+        """Whether this process writes the values that are loaded into a tile."""
+        return self._own is None or tile in self._own
+
+    # ---------------------------------------------------------------- memory
     def streamed_memory(self) -> Iterator[Tensor]:
         """The host memory that copies over the link read and write."""
         for tile in self.tiles.values():

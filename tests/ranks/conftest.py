@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parent / "unit")]  # modules beside the tests, and beside the unit tests, can be imported
+# Modules beside the tests, and beside the unit tests, can be imported.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "unit"))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from processes import Job, start
 

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 import tiny_models
 import trained
 import trainer_run
@@ -59,7 +58,7 @@ def model() -> Iterator[Any]:
 def test_numbers_of_processes_that_differ_are_refused(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = trained.arguments(tmp_path)
     monkeypatch.setattr(type(arguments), "world_size", 2)
-    with pytest.raises(UnsupportedError, match="another number of processes .* leave distributed=False out"):
+    with pytest.raises(UnsupportedError, match=r"another number of processes .* leave distributed=False out"):
         Trainer(model=model, args=arguments)
     monkeypatch.setattr(type(model.megacompile.streamed.together), "size", 2)
     arguments.accelerator_config.even_batches = False

@@ -4,7 +4,7 @@ from __future__ import annotations
 import functools
 import itertools
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -14,11 +14,13 @@ from torch import Tensor
 
 from megacompile.errors import MegacompileError, UnsupportedError
 from megacompile.runtime.optimizer import native
-from megacompile.runtime.optimizer.adam import AdamSegment, join_fp32, split_fp32
+from megacompile.runtime.optimizer.adam import AdamSegment
 from megacompile.runtime.update import Update, counting
+from megacompile.streaming.optimizer import masters
 from megacompile.streaming.optimizer.hyper_parameters import HyperParameters, check_options, checked_norm
 from megacompile.streaming.optimizer.nonfinite import NonFinite
 from megacompile.streaming.optimizer.state import KEYS, OptimizerState, ParameterState, SavedState, StateMemory
+from megacompile.streaming.shared_writes import loading
 from megacompile.streaming.streamed import Streamed
 from megacompile.streaming.turns import in_turn
 from megacompile.streaming.user_tensors.owners import owner_of, owners_of, require_owner
@@ -216,8 +218,9 @@ class AdamW(torch.optim.Optimizer):
         streamed.step.check_stored()
         streamed.adopt_writes()
         update = self._request(lambda parameter: parameter.grad is not None)
-        if streamed.gradients.refresh():
-            streamed.step.gradients_changed()
+        with streamed.together.failing():
+            if streamed.gradients.refresh():
+                streamed.step.gradients_changed()
         self._update = update
         streamed.update(self._update)
 
@@ -311,7 +314,9 @@ class AdamW(torch.optim.Optimizer):
         saved = super().state_dict()
         saved["state"] = {index: dict(state) for index, state in saved["state"].items()}  # plain dicts, which unpickle anywhere
         for index, parameter in enumerate(self._parameters()):
-            if (remainder := self._remainder(parameter)) is not None:
+            owner = owner_of(parameter)
+            remainder = owner[0].writes.remainder(owner[1]) if owner else self._remainder(parameter)
+            if remainder is not None:
                 saved["state"].setdefault(index, {})["remainder"] = remainder
         return saved
 
@@ -337,19 +342,24 @@ class AdamW(torch.optim.Optimizer):
 
         Raises `MegacompileError` for other groups, parameters or shapes, and for invalid options. Then nothing has changed."""
         streamed = self.streamed
-        streamed.evict()
-        groups, states = self.check_state_dict(state_dict)
-        streamed.adopt_writes()  # clears remainders before the saved ones are loaded
+        with streamed.together.all_or_none("the optimizer's load_state_dict"):
+            groups, states = self.check_state_dict(state_dict)
+        with loading(streamed, "the optimizer's load_state_dict"):
+            streamed.adopt_writes()  # clears remainders before the saved ones are loaded
+            self.put_state(groups, states)
+
+    @torch.no_grad()
+    def put_state(self, groups: Sequence[Mapping[str, Any]], states: Sequence[SavedState]) -> None:
+        """Loads a checked state. What is on the device must be evicted, and tiles may be written."""
         self._update = None
-        streamed.step.ended()
-        streamed.store.preserve()
+        self.streamed.step.ended()
         for options, group in zip(groups, self.param_groups, strict=True):
             group.update(options)
         self._take_over([parameter for parameter, memory, _ in states if memory.optimizer is not self])
         for parameter, memory, saved in states:
             self._state[parameter] = {key: saved[key] for key in KEYS if key in saved}
             self._state.ready(parameter, memory)
-            if memory.remainder is not None and "remainder" in saved:
+            if memory.remainder is not None and "remainder" in saved and memory.writable:
                 memory.remainder.copy_(saved["remainder"])
 
     def check_state_dict(self, state_dict: dict[str, Any]) -> tuple[list[dict[str, Any]], list[SavedState]]:
@@ -377,24 +387,9 @@ class AdamW(torch.optim.Optimizer):
 
     def master(self, parameter: Tensor) -> Tensor:
         """A copy of a parameter's FP32 master weight, of its shape."""
-        self.streamed.copy_back()
-        self.streamed.adopt_writes()
-        remainder = self._remainder(parameter)
-        if remainder is None:
-            return parameter.detach().float().clone()
-        return join_fp32(parameter.detach().flatten(), remainder.flatten()).view(parameter.shape)
+        return masters.read(self.streamed, parameter, self._remainder(parameter))
 
     @torch.no_grad()
     def set_master(self, parameter: Tensor, master: Tensor) -> None:
-        """Sets a parameter's FP32 master, including the remainder."""
-        streamed = self.streamed
-        streamed.evict()
-        streamed.store.preserve()
-        remainder = self._remainder(parameter)
-        if remainder is None:
-            parameter.copy_(master)
-            return
-        high, low = split_fp32(master.detach().float().contiguous().flatten())
-        parameter.copy_(high.view(parameter.shape))
-        streamed.adopt_writes()
-        remainder.copy_(low.view(parameter.shape))
+        """Sets a parameter's FP32 master, including the remainder; with several ranks, on all of them to rank 0's."""
+        masters.write(self.streamed, parameter, self._memory(parameter), self._remainder(parameter), master)

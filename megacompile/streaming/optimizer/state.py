@@ -69,7 +69,7 @@ class StateMemory:
 
     def __init__(self, name: str, tiling: Tiling, store: Store,
                  before_write: weakref.WeakMethod[Any]) -> None:
-        self._before_write = before_write
+        self._before_write, self._store = before_write, store
         self.name = name
         self._tile_name, index = tiling.position[name]
         self._tile = store.tiles[self._tile_name]
@@ -91,6 +91,11 @@ class StateMemory:
         """The low bits of the FP32 master, int16; None for an fp32 parameter."""
         return None if self._tile.remainder is None else self._own(self._tile.remainder)
 
+    @property
+    def writable(self) -> bool:
+        """Whether this process writes the values that are loaded."""
+        return self._store.writes(self._tile_name)
+
     def bind(self, state: ParameterState) -> None:
         """Makes this the parameter's state. The former state no longer writes to the memory."""
         former = self._state() if self._state is not None else None
@@ -107,7 +112,7 @@ class StateMemory:
         # Pages that were never written are zero, and not allocated yet.
         written = tile.moments_written or tile.m._version or tile.v._version
         moments = {key: self._lend(key) for key in MOMENTS}
-        for moment in moments.values() if written else ():
+        for moment in moments.values() if written and self.writable else ():
             moment.zero_()
         dict.update(state, moments, step=0)
 
@@ -141,7 +146,8 @@ class StateMemory:
             return step_count(value, self.name)
         self._tile.allocate_moments()
         moment = self._lend(key)
-        moment.copy_(value)
+        if self.writable:
+            moment.copy_(value)
         self._tile.moments_written = True
         return moment
 

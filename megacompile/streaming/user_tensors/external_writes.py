@@ -1,12 +1,14 @@
 """Writes from outside: another optimizer, `load_state_dict`, `p.add_()`. Detected by each parameter's version counter.
 
 The remainder of a bf16 parameter is meaningless after such a write. It is set to zero, and the master becomes the written
-value.
+value. A remainder that was written from outside too belongs to the written weight and stays: `torch.distributed.checkpoint`
+loads a state into the tensors that `state_dict` returns.
 """
 from __future__ import annotations
 
+import contextlib
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +22,8 @@ from megacompile.weights.tiling import Tiling
 
 
 class ForeignWrites:
-    """State: the version and address last seen of each parameter."""
+    """State: the version and address last seen of each parameter, and the remainders that users have, with the version last
+    seen."""
 
     def __init__(self, model: nn.Module, parameters: Mapping[str, nn.Parameter], tiling: Tiling, store: Store,
                  gradients: Gradients) -> None:
@@ -28,21 +31,54 @@ class ForeignWrites:
         self.objects = {name: id(p) for name, p in nn.Module.named_parameters(model)}
         self.seen = {name: self._state(p) for name, p in parameters.items()}
         self.homes = {name: p.data_ptr() for name, p in parameters.items()}
+        self.remainders: dict[str, tuple[Tensor, int]] = {}
         self.warned = False
+
+    def remainder(self, name: str) -> Tensor | None:
+        """A parameter's remainder in its tile, for the user to read or to load; None if it has none. Our own writes do not
+        count as its changes."""
+        if name not in self.remainders:
+            if name not in self.tiling.position:  # no layer reads it
+                return None
+            tile_name, position = self.tiling.position[name]
+            tile = self.store.tiles[tile_name]
+            if tile.remainder is None:
+                return None
+            part = tile.layout.slices[position]
+            given = tile.remainder.data[part.start:part.stop].view(part.shape)
+            self.remainders[name] = given, given._version
+        return self.remainders[name][0]
+
+    def _loaded_remainder(self, name: str) -> bool:
+        given, version = self.remainders.get(name, (None, 0))
+        return given is not None and given._version != version
 
     @staticmethod
     def _state(parameter: nn.Parameter) -> tuple[int, int]:
         return parameter._version, parameter.data_ptr()
+
+    @contextlib.contextmanager
+    def ignoring(self, names: Iterable[str]) -> Iterator[None]:
+        """In this context, writes to these parameters are not writes: their own values are copied to them."""
+        parameters = {name: self.parameters[name] for name in names if name in self.parameters}
+        unwritten = [name for name, parameter in parameters.items() if self._state(parameter) == self.seen[name]]
+        yield
+        self.seen |= {name: self._state(self.parameters[name]) for name in unwritten}
 
     def pending(self) -> bool:
         """Whether any parameter was written since it was last seen."""
         return any(self._state(p) != self.seen[name] for name, p in self.parameters.items())
 
     def adopt(self) -> None:
-        """Takes over what was written. Lanes must be idle. Raises `UnsupportedError` for a changed shape or dtype."""
+        """Takes over what was written. Lanes must be idle. Raises `UnsupportedError` for a changed shape or dtype, and with
+        several ranks for any write that does not load values."""
         for name, parameter in self.parameters.items():
             if self._state(parameter) == self.seen[name]:
                 continue
+            if self.store.shared and not self.store.loading:
+                raise UnsupportedError(
+                    f"{name} was changed outside megacompile.AdamW, and all ranks share it, so that each rank's change counts: "
+                    "update with megacompile.AdamW, and set values with load_state_dict of the whole model on every rank")
             tile_name, position = self.tiling.position[name]
             tile = self.store.tiles[tile_name]
             part = tile.layout.slices[position]
@@ -52,12 +88,14 @@ class ForeignWrites:
                         f"{name} is now {parameter.dtype} of shape {list(parameter.shape)} instead of {tile.layout.dtype} of "
                         f"{list(part.shape)}: close() the model before changing its architecture, then stream() it again")
                 home = tile.parameter_view(tile.weights, position)
-                home.copy_(parameter.data)
+                if self.store.writes(tile_name):
+                    home.copy_(parameter.data)
                 parameter.data = home
-            if tile.remainder is not None:
+            if tile.remainder is not None and self.store.writes(tile_name) and not self._loaded_remainder(name):
                 tile.remainder[part.start:part.stop] = 0
                 self._warn_of_other_optimizer(tile, parameter)
             self.seen[name] = self._state(parameter)
+        self.remainders = {name: (given, given._version) for name, (given, _) in self.remainders.items()}
 
     def _warn_of_other_optimizer(self, tile: HostTile, parameter: nn.Parameter) -> None:
         if self.gradients.made and tile.m is None and not self.warned:  # gradients exist, and no megacompile.AdamW does

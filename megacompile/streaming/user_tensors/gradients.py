@@ -61,8 +61,11 @@ class Gradients(Mapping[str, Tensor]):
     # ---------------------------------------------------------------- around a backward
     def gather(self) -> bool:
         """Before a backward. Returns whether it adds to gradients. In that case tiles hold them, or zeros where `.grad` is None
-        or a tensor of the user's. No update may be reading gradients. Raises `UnsupportedError` for a sparse gradient."""
+        or a tensor of the user's. No update may be reading gradients. Raises `UnsupportedError` for a sparse gradient, and with
+        several ranks for one that the user has changed, except to zeros."""
         replaced, added = self._replaced(), self.waiting
+        if self._store.shared:
+            self._refuse_changed(replaced, zeros=True)
         overwritten = [name for name in self._stored if self.parameters[name].grad is None or name in replaced]
         self._before_overwrite(overwritten, replaced)
         self._noted, self._sampled = {}, {}
@@ -158,8 +161,11 @@ class Gradients(Mapping[str, Tensor]):
     @torch.no_grad()
     def refresh(self) -> bool:
         """Before an update: copies `.grad` into tiles where it differs, and recomputes norms. Returns whether anything had
-        changed. No update may be reading gradients."""
+        changed. No update may be reading gradients. With several ranks, raises `UnsupportedError` instead."""
         replaced = self._replaced()
+        if self._store.shared:
+            self._refuse_changed(replaced)
+            return False
         # Code that changes one gradient untracked, such as a scaler, changes others too, maybe outside the samples.
         untold = any(name not in replaced and (given := self.parameters[name].grad) is not None and self._is_noted(name, given)
                      for name in self._changed())
@@ -178,6 +184,17 @@ class Gradients(Mapping[str, Tensor]):
         if changed:
             self._note()
         return changed
+
+    def _refuse_changed(self, replaced: Collection[str], zeros: bool = False) -> None:
+        """Raises `UnsupportedError` for a gradient that the user has changed: the ranks share it, so that each rank's change
+        would count. `zeros`: unless it is zero now, which every rank may set."""
+        given = {name: tensor for name in self._stored if (tensor := self.parameters[name].grad) is not None}
+        changed = [name for name, tensor in given.items() if not self._is_noted(name, tensor)]
+        for name in (*changed, *(name for name in self._changed() if name in given)):
+            if not zeros or name in replaced or self._stored[name].any():
+                raise UnsupportedError(
+                    f"the gradient of {name} was changed, and all ranks share it, so that each rank's change would count: clip "
+                    "with megacompile.AdamW(max_grad_norm=...), and scale the loss instead of gradients")
 
     def _is_noted(self, name: str, given: Tensor) -> bool:
         tensor, version = self._noted.get(name, (None, 0))

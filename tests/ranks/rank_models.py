@@ -1,0 +1,70 @@
+"""A model that is captured quickly, and steps of a plain loop, for scripts that several processes run."""
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import megacompile
+
+VOCABULARY = 64
+RANK, SIZE = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+
+
+class Decoder(nn.Module):
+    """With a frozen parameter, one that is not read, tied weights, and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(VOCABULARY, 16), nn.Linear(16, VOCABULARY)
+        self.layers = nn.ModuleList(nn.Sequential(nn.RMSNorm(16), nn.Linear(16, 16), nn.SiLU()) for _ in range(3))
+        self.layers[0][0].weight.requires_grad_(False)
+        self.unread = nn.Parameter(torch.zeros(3))
+        self.register_buffer("scale", torch.ones(16))
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.table(input_ids) * self.scale
+        for layer in self.layers:
+            x = layer(x)
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1).float(), labels.flatten())
+
+
+def decoder(bf16: bool = False) -> Any:
+    torch.manual_seed(0)
+    return Decoder().bfloat16() if bf16 else Decoder()
+
+
+def streamed(bf16: bool = False, **options: Any) -> Any:
+    return megacompile.stream(decoder(bf16), layers="layers", device="cpu", micro_batch_size=2, compile=False, **options)
+
+
+def adamw(model: Any, **options: Any) -> Any:
+    return megacompile.AdamW(model.parameters(), **{"lr": 1e-2, "max_grad_norm": 1.0, **options})
+
+
+def rows(seed: int) -> dict[str, Tensor]:
+    """This rank's rows of the batch of a step."""
+    ids = torch.randint(0, VOCABULARY, (8, 9), generator=torch.Generator().manual_seed(seed))[RANK::SIZE]
+    return {"input_ids": ids, "labels": ids.clone()}
+
+
+def steps(model: Any, optimizer: Any, numbers: Iterable[int], whole: bool = False) -> list[float]:
+    """The losses of some steps."""
+    losses = []
+    for number in numbers:
+        if whole:
+            loss = model.megacompile.train_step(rows(number), optimizer)
+        else:
+            loss = model(**rows(number))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def values(model: Any) -> dict[str, list[float]]:
+    return {name: tensor.double().flatten().tolist() for name, tensor in model.state_dict().items()}
