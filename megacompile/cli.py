@@ -113,6 +113,9 @@ def train(
     knobs: Knobs,
     config: Annotated[Path | None, typer.Option(exists=True, dir_okay=False, is_eager=True, callback=read_defaults,
                                                 help="YAML file with options. The command line overrides it.")] = None,
+    gpus: Annotated[int, typer.Option(
+        "--gpus", min=1, max=4096, help="Number of GPUs of this host that train one copy of the model. Each takes its share of "
+                                        "the sequences of a step.")] = 1,
 ) -> None:
     """Train a model on texts or conversations, with weights streamed from host memory.
 
@@ -123,7 +126,12 @@ def train(
     """
     from rich.console import Console
 
+    from megacompile.finetuning.launch import check_gpus, launch
     from megacompile.finetuning.run import run
+    from megacompile.planning.process_group import process_count
+    if gpus > 1 and process_count() == 1:
+        check_gpus(gpus, knobs.device)
+        raise typer.Exit(launch(sys.argv[1:], gpus))
     code = run(model, data, settings, lora, knobs, Console(markup=False, highlight=False, soft_wrap=True))
     if code:
         raise typer.Exit(code)

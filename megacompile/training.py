@@ -132,6 +132,11 @@ def _write_at_once(text: str) -> None:
     os.write(2, f"{text}\n".encode())
 
 
+def name_of(number: int) -> str:
+    """What people call a signal."""
+    return "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+
+
 class Interruption:
     """A context in which a first Ctrl-C or SIGTERM requests a stop at the next step boundary, and a second one raises
     `KeyboardInterrupt`.
@@ -148,10 +153,6 @@ class Interruption:
     def asked(self) -> bool:
         return self.signal is not None
 
-    @property
-    def name(self) -> str:
-        return "Ctrl-C" if self.signal is signal.SIGINT else "SIGTERM"
-
     def __enter__(self) -> Interruption:
         self._previous = {each: signal.signal(each, self._handle) for each in self.SIGNALS}
         return self
@@ -164,7 +165,7 @@ class Interruption:
         if self.asked:
             raise KeyboardInterrupt
         self.signal = signal.Signals(signum)
-        self._announce(f"{self.name}: stopping after this step (repeat to stop immediately)")
+        self._announce(f"{name_of(signum)}: stopping after this step (repeat to stop immediately)")
 
 
 def train(model: Any, optimizer: torch.optim.Optimizer, batches: Iterator[Mapping[str, Tensor]], steps: int, *, done: int = 0,
@@ -222,9 +223,15 @@ def _tokens(model: Any, batch: Mapping[str, Tensor]) -> tuple[int, int]:
     return int(present.sum()), present.size
 
 
-@torch.no_grad()
 def evaluate(model: Any, batches: Iterable[Mapping[str, Tensor]]) -> float:
     """The mean loss over all predicted labels in nats per token. Skips batches without labels. Restores the model's mode."""
+    total, count = total_loss(model, batches)
+    return total / max(1, count)
+
+
+@torch.no_grad()
+def total_loss(model: Any, batches: Iterable[Mapping[str, Tensor]]) -> tuple[float, int]:
+    """(the sum of the losses of all predicted labels in nats, their number), as for `evaluate`."""
     training, total, count = model.training, 0.0, 0
     model.eval()
     for batch in batches:
@@ -232,7 +239,7 @@ def evaluate(model: Any, batches: Iterable[Mapping[str, Tensor]]) -> float:
         if labels:
             total, count = total + labels * float(model(**batch).loss), count + labels
     model.train(training)
-    return total / max(1, count)
+    return total, count
 
 
 def memory(model: Any) -> tuple[int, int]:

@@ -2,6 +2,8 @@
 from __future__ import annotations
 
 import enum
+import itertools
+import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -22,11 +24,14 @@ from megacompile.finetuning.data import check_sources, read
 from megacompile.finetuning.folder import check_writable, created, locked
 from megacompile.finetuning.progress import WINDOW, Entry, OneStepLate, ProgressDisplay, RunProgress
 from megacompile.finetuning.reports import LOG, Reports, draw_curve, read_log
-from megacompile.finetuning.rows import Order, Padding, Rows, collate, in_order, padded_length, split
+from megacompile.finetuning.rows import Batch, Order, Padding, Rows, collate, in_order, padded_length, split
 from megacompile.finetuning.saves import CHECKPOINTS, Saves
 from megacompile.finetuning.settings import Settings
 from megacompile.finetuning.trackers import started
 from megacompile.inputs import packed_layout
+from megacompile.losses import IGNORED
+from megacompile.planning.process_group import process_count, rank_in_job
+from megacompile.streaming.together import Together
 from megacompile.system.atomic_files import replace_file
 from megacompile.tools.lora import Lora
 from megacompile.tools.options import Knobs
@@ -42,13 +47,16 @@ _PROGRESS = schema.record({"done": schema.whole(0, 2**53), "fixed": schema.table
 
 
 def run(source: str, data: Sequence[str], settings: Settings, lora: Lora, knobs: Knobs, console: Console) -> int:
-    """Trains and returns the exit code: 0, or 128 plus the number of the signal that stopped the run.
+    """Trains and returns the exit code: 0, or 128 plus the number of the signal that stopped the run. With several ranks, each
+    takes its share of the rows of every step, and the first alone prints, and writes what is not a checkpoint.
 
     Checks as much as possible before it loads weights. Raises `MegacompileError` and its subclasses."""
     settings.check()
     lora.check()
     with ExitStack() as stack:
-        if settings.output is not None:
+        if rank_in_job() > 0:
+            console = Console(file=stack.enter_context(open(os.devnull, "w", encoding="utf-8")))
+        elif settings.output is not None:
             stack.enter_context(created(settings.output))
             stack.enter_context(locked(settings.output))
             recover(settings.output)
@@ -72,6 +80,10 @@ def _run(source: str, data: Sequence[str], settings: Settings, lora: Lora, knobs
         found = read(data, tokenizer, settings.format, recipe.length, settings.pack, outline.config.vocab_size,
                      lambda text: console.print(text, style="bold yellow"), settings.too_long)
     rows, held_out = split(found, settings.eval_share, settings.seed)
+    rank, ranks = rank_in_job(), process_count()
+    if recipe.batch < ranks:
+        raise ArgumentError(f"--batch {recipe.batch} has fewer sequences than GPUs ({ranks}): give --batch {ranks} or "
+                            "more")
     order = Order(len(rows), recipe.batch, settings.seed, None if settings.steps else recipe.epochs)
     steps = settings.steps or order.steps
     console.print(_overview(source, kind, outline, rows, held_out, recipe, asked, settings, lora, steps))
@@ -85,7 +97,8 @@ def _run(source: str, data: Sequence[str], settings: Settings, lora: Lora, knobs
     if kind is Kind.SCRATCH:
         console.print("initializing random weights ...")
     model = _open(source, settings, lora, knobs, longest := padded_length(recipe.length, rows, held_out)).train()
-    padding = _padding(model, recipe.batch, longest, rows, console)
+    together = model.megacompile.streamed.together
+    padding = _padding(model, -(-recipe.batch // ranks), longest, rows, console)
     optimizer = _optimizer(model, settings, recipe)
     schedule = training.warmup_then_decay(optimizer, steps, recipe.warmup_steps(steps), recipe.decay, recipe.final_lr)
     done = 0 if start is None else _resume(start, fixed, model, optimizer, schedule)
@@ -94,13 +107,14 @@ def _run(source: str, data: Sequence[str], settings: Settings, lora: Lora, knobs
     with ExitStack() as stack:
         stop = stack.enter_context(training.Interruption())
         saves = stack.enter_context(Saves(settings, model, optimizer, schedule, fixed, done, console.print))
-        trackers = stack.enter_context(started(settings.report_to or (), settings.output, done, _plain(
+        folder = settings.output if rank == 0 else None  # of what the first rank alone writes
+        trackers = stack.enter_context(started((rank == 0 and settings.report_to) or (), settings.output, done, _plain(
             {"model": source, **asdict(settings), **asdict(recipe), **asdict(lora)}), console.print))
-        before = [] if settings.output is None else [
-            entry["loss"] for entry in read_log(settings.output / LOG) if "loss" in entry and entry["step"] <= done][-WINDOW:]
-        reports = stack.enter_context(Reports(settings.output, done, trackers, console.print))
-        if settings.output is not None:  # only now, so that a run that is refused changes no file
-            _write_settings(settings.output / SETTINGS, source, data, settings, recipe, lora, knobs)
+        before = [] if folder is None else [
+            entry["loss"] for entry in read_log(folder / LOG) if "loss" in entry and entry["step"] <= done][-WINDOW:]
+        reports = stack.enter_context(Reports(folder, done, trackers, console.print))
+        if folder is not None:  # only now, so that a run that is refused changes no file
+            _write_settings(folder / SETTINGS, source, data, settings, recipe, lora, knobs)
         display = stack.enter_context(ProgressDisplay(console, steps, settings.log_interval, done))
         run_progress = RunProgress(steps, recipe.batch, len(rows), before)
 
@@ -120,17 +134,18 @@ def _run(source: str, data: Sequence[str], settings: Settings, lora: Lora, knobs
                 _ = optimizer.grad_norm
                 late.flush()
             if evaluates:
-                loss = training.evaluate(model, in_order(held_out, recipe.batch, padding))
+                loss = _evaluated(model, together, held_out, -(-recipe.batch // ranks), padding)
                 reports.evaluation(step.number, loss)
                 console.print(f"step {step.number}/{steps}  evaluation loss {loss:.4f}")
             saves.after(step.number)
 
-        batches = (collate(rows, each, padding) for each in order.batches(done))
+        batches = (_of_rank(rows, each, rank, ranks, padding) for each in order.batches(done))
         trained = done + len(training.train(model, optimizer, batches, steps, done=done, schedule=schedule, on_step=on_step,
-                                            stop=lambda: stop.asked))
+                                            stop=lambda: not together.all_agree("continuing", not stop.asked)))
         _ = optimizer.grad_norm  # waits for the norm of the last step
         late.flush()
-        stopped = stop.asked and trained < steps
+        stopped_by = max(together.values("stopping", int(stop.signal or 0))) if trained < steps else 0
+        stopped = stopped_by > 0
         failed: CheckpointError | None = None
         try:
             saves.last(trained)
@@ -138,7 +153,7 @@ def _run(source: str, data: Sequence[str], settings: Settings, lora: Lora, knobs
             failed = error
         if target is not None and (settings.save or not stopped):  # a stopped run is resumed from its checkpoint
             model.save_pretrained(target)
-            if isinstance(tokenizer, PretrainedTokenizer):
+            if isinstance(tokenizer, PretrainedTokenizer) and rank == 0:
                 with replacing(target) as folder:  # all of its files at once
                     tokenizer.pretrained.save_pretrained(folder)
             what = f" (an adapter for {source})" if lora.lora else ""
@@ -146,15 +161,30 @@ def _run(source: str, data: Sequence[str], settings: Settings, lora: Lora, knobs
         if failed is not None:
             raise failed
     model.megacompile.close()
-    if settings.output is not None and (reason := draw_curve(settings.output)):
+    if settings.output is not None and rank == 0 and (reason := draw_curve(settings.output)):
         console.print(f"the loss curve was not drawn: {reason}")
     if not stopped:
         return 0
-    console.print(f"stopped by {stop.name} after {trained} of {steps} steps" + (
+    console.print(f"stopped by {training.name_of(stopped_by)} after {trained} of {steps} steps" + (
         "; continue with --resume latest" if settings.output else "" if settings.save else
         "; nothing was saved, since --output was not given"))
-    assert stop.signal is not None, "stopped by nothing"
-    return 128 + stop.signal
+    return 128 + stopped_by
+
+
+def _of_rank(rows: Rows, indices: Sequence[int], rank: int, ranks: int, padding: Padding) -> Batch:
+    """A rank's share of the rows of a step. A rank without any gets a row that counts for nothing."""
+    own = indices[rank::ranks]
+    batch = collate(rows, own or indices[:1], padding)
+    if not own:
+        batch["labels"].fill_(IGNORED)
+    return batch
+
+
+def _evaluated(model: Any, together: Together, rows: Rows, batch: int, padding: Padding) -> float:
+    """The mean loss over the predicted labels of some rows in nats per token. Each rank evaluates its share of the batches."""
+    batches = itertools.islice(in_order(rows, batch, padding), rank_in_job(), None, process_count())
+    total, count = map(sum, zip(*together.values("evaluating", training.total_loss(model, batches)), strict=True))
+    return total / max(1, count)
 
 
 def _start(settings: Settings, console: Console) -> Path | None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 from megacompile.errors import MegacompileError, RankError, named_line
 from megacompile.frontend.capture import CapturedModel
@@ -48,9 +49,13 @@ class Together:
         if self.ranks is not None:
             self.ranks.agree(doing)
 
+    def values(self, doing: str, value: Any) -> list[Any]:
+        """The values of all ranks, in their order: tensors, numbers, text, and containers of them. Raises `RankError`."""
+        return [value] if self.ranks is None else self.ranks.agree(doing, value)
+
     def all_agree(self, doing: str, yes: bool) -> bool:
         """Whether the answer of every rank is yes. Raises `RankError`."""
-        return yes if self.ranks is None else all(self.ranks.agree(doing, yes))
+        return all(self.values(doing, yes))
 
     @contextlib.contextmanager
     def all_or_none(self, doing: str, error: type[MegacompileError] = RankError) -> Iterator[None]:
