@@ -37,8 +37,9 @@ def assert_parity(folder: Path, *cases: str) -> list[dict[str, Any]]:
 
 
 def test_two_processes_train_as_one_with_twice_the_rows(tmp_path: Path) -> None:
-    """Accumulated and clipped: whole steps; separate batches; and an epoch whose last batch has too few rows for both."""
-    (found, _) = assert_parity(tmp_path, "whole", "separate", "tail")
+    """Accumulated and clipped: whole steps; separate batches; an epoch whose last batch has too few rows for both; and a
+    checkpoint that is resumed."""
+    (found, _) = assert_parity(tmp_path, "whole", "separate", "tail", "resumed")
     assert curve(found["whole"]["history"], "grad_norm")[-1] > trained.ARGUMENTS["max_grad_norm"], "nothing was clipped"
 
 

@@ -58,7 +58,12 @@ def run(name: str, model: Any) -> dict[str, Any]:
         case "evaluation":
             changes.update(eval_strategy="steps", eval_steps=2, per_device_eval_batch_size=4 // SIZE)
             given.update(eval_dataset=of_one_length(trained.sequences(8, seed=1)), compute_metrics=accuracy)
-    folder = Path(os.environ.get("RESULTS", tempfile.gettempdir()))
+    folder = Path(os.environ["RESULTS"] if SIZE > 1 else tempfile.mkdtemp())
+    if name == "resumed":
+        trained.run(trainer, folder, model, given={"train_dataset": rows}, **changes, save_strategy="steps", save_steps=3)
+        wait_for_all()
+        model.load_state_dict(tiny_models.build().state_dict())
+        changes["resume"] = str(folder / "checkpoint-3")
     made = trained.run(trainer, folder, model, given={"train_dataset": rows, **given}, **changes)
     weights = {key: value.double().flatten()[::7].tolist() for key, value in tiny_models.weights(model).items()}
     return {"history": made.state.log_history, "steps": made.state.global_step, "weights": weights}
