@@ -1,7 +1,8 @@
 """Starts a command in one process for each GPU of this host, as torchrun would, and waits for them.
 
 torchrun itself passes on a Ctrl-C that the terminal has already sent to every process, and kills processes that take longer
-than half a minute to save. Here the processes get the terminal's signal once, and may finish their step and save.
+than half a minute to save. Here each process gets a signal once (its session is its own, which no terminal signals), and may
+finish its step and save.
 """
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from types import FrameType
 from typing import IO
@@ -21,6 +22,7 @@ import torch
 
 from megacompile.errors import ArgumentError
 
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 #: How long the other processes may take to end by themselves once one has failed, and how often to look, in seconds.
 _ENDING_S, _LOOK_S = 40.0, 0.1
 #: Characters of another process's output that are shown if it is the one that failed.
@@ -42,9 +44,10 @@ def launch(arguments: Sequence[str], processes: int) -> int:
     The first process has the terminal. What the others print is shown only if one of them failed first."""
     with ExitStack() as stack:
         files = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(1, processes)]
-        running = _start(arguments, processes, files)
-        previous = {each: signal.signal(each, _passed_on(running, each)) for each in (signal.SIGINT, signal.SIGTERM)}
+        running: list[subprocess.Popen[bytes]] = []
+        previous = {each: signal.signal(each, _passed_on(running, each)) for each in _SIGNALS}
         try:
+            running.extend(_started(arguments, processes, files))
             first = _wait(running)
         finally:
             for process in running:
@@ -62,25 +65,21 @@ def launch(arguments: Sequence[str], processes: int) -> int:
         return code if code > 0 else 128 - code
 
 
-def _start(arguments: Sequence[str], processes: int, files: Sequence[IO[bytes]]) -> list[subprocess.Popen[bytes]]:
+def _started(arguments: Sequence[str], processes: int, files: Sequence[IO[bytes]]) -> Iterator[subprocess.Popen[bytes]]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     outputs: list[IO[bytes] | None] = [None, *files]
-    return [subprocess.Popen(
-        [sys.executable, "-m", "megacompile", *arguments], stdout=output, stderr=output, env={
+    for rank, output in enumerate(outputs):
+        yield subprocess.Popen([sys.executable, "-m", "megacompile", *arguments], stdout=output, stderr=output, env={
             **os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(processes),
-            "LOCAL_WORLD_SIZE": str(processes), "RANK": str(rank), "LOCAL_RANK": str(rank)})
-        for rank, output in enumerate(outputs)]
+            "LOCAL_WORLD_SIZE": str(processes), "RANK": str(rank), "LOCAL_RANK": str(rank)}, start_new_session=True)
 
 
-def _passed_on(running: Sequence[subprocess.Popen[bytes]], number: signal.Signals) -> object:
-    """A handler for a signal. The terminal sends Ctrl-C to all processes itself."""
+def _passed_on(running: Sequence[subprocess.Popen[bytes]], number: signal.Signals) -> Callable[[int, FrameType | None], None]:
     def handle(_: int, frame: FrameType | None) -> None:
-        if number != signal.SIGINT or not sys.stdin.isatty():
-            for process in running:
-                if process.poll() is None:
-                    process.send_signal(number)
+        for process in running:
+            process.send_signal(number)  # does nothing to a process that has ended
     return handle
 
 
