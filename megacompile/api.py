@@ -82,7 +82,9 @@ def _attach(model: M, fill: Callable[..., Store], config: StreamConfig, layers: 
             example: Mapping[str, Tensor] | None, backend: Backend, ranks: Ranks | None) -> M:
     there = available_host_bytes()
     device_bytes = device_budget(config, backend.free_bytes())
+    agreed: list[str] = []
     if ranks is not None:  # all ranks must make the same plans
+        agreed = [name for name in ("device_memory", "host_memory") if getattr(config, name) is None]
         there, device_bytes = map(min, zip(*ranks.agree("stream", (there, device_bytes)), strict=True))
         config = replace(config, device_memory=device_bytes, host_memory=min(there, parse_bytes(config.host_memory) or there))
     captured, tiling = analyse(model, config, backend.device.type, layers, example, fused_kernel(backend.device), device_bytes,
@@ -95,7 +97,7 @@ def _attach(model: M, fill: Callable[..., Store], config: StreamConfig, layers: 
     if ranks is not None:
         store.divide(tiling.layouts, ranks.rank)
         ranks.agree("stream")  # every tile is filled
-    streamed = Streamed(model, captured, tiling, store, backend, config, ranks)
+    streamed = Streamed(model, captured, tiling, store, backend, config, ranks, agreed)
     claim(streamed)
     handle = Handle(streamed)
     model.__dict__["megacompile"] = handle

@@ -81,7 +81,8 @@ class SFTTrainer(trainer.Trainer, trl.SFTTrainer):
 
     def _count_tokens(self, inputs: Mapping[str, Any]) -> None:
         mask = inputs.get("attention_mask")
-        self._total_train_tokens += int(mask.sum()) if mask is not None and mask.dim() == 2 else inputs["input_ids"].numel()
+        count = int(mask.sum()) if mask is not None and mask.dim() == 2 else inputs["input_ids"].numel()
+        self._total_train_tokens += sum(check_model(self.model).together.values("counting tokens", count))
         self._metrics["train"]["num_tokens"] = [self._total_train_tokens]
 
 

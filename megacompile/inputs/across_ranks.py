@@ -77,7 +77,7 @@ def joined(ranks: Ranks, captures: Captures, given: BatchArguments,
     if denominator is not None and mine.targets is not None:
         denominator = torch.tensor(float(sum(count for count in counts if count is not None)))
     padded = replace(given, inputs=inputs, rows=rows, length=length, key=key, loss_denominator=denominator,
-                     own_size=own, useful_tokens=sum(each.useful_tokens for each in all_ranks))
+                     useful_tokens=sum(each.useful_tokens for each in all_ranks))
     read = {source.name for total in captured.totals for source in total.sources} & inputs.keys()
     parts = ranks.agree(doing, {name: inputs[name].cpu() for name in read}) if captured.totals else []
     whole = {name: torch.cat([part[name] for part in parts]) for name in read}

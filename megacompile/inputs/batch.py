@@ -42,8 +42,7 @@ class BatchArguments:
     `logits_to_keep`: the number of last positions to return logits for, 0 for all. `hidden_states`: whether the hidden states
     of all layers were requested. `layout`: where the tokens of the caller's batch are in a packed batch, or None.
     `useful_tokens`: the number of the caller's tokens that are not padding. `not_packed`: the reason why the batch was not
-    packed, or "". `counted`: the loss denominator was counted in the batch, and not given by the caller. `own_size`: with
-    several ranks, [rows, length] before padding to the size of the other ranks' batches."""
+    packed, or "". `counted`: the loss denominator was counted in the batch, and not given by the caller."""
 
     inputs: Mapping[str, Tensor]
     rows: int
@@ -57,23 +56,23 @@ class BatchArguments:
     useful_tokens: int = 0
     not_packed: str = ""
     counted: bool = True
-    own_size: tuple[int, int] | None = None
 
     @property
     def caller_size(self) -> tuple[int, int]:
         """[batch, length] of the batch that the caller passed."""
         if self.layout is not None:
             return self.layout.size
-        return self.own_size or (self.rows, self.length)
+        return self.rows, self.length
 
     def packed(self, tensor: Tensor) -> Tensor:
         """A tensor [batch, length, ...] of the caller, rearranged in the same way as `inputs`."""
         return tensor if self.layout is None else self.layout.pack(tensor)
 
     def unpacked(self, tensor: Tensor) -> Tensor:
-        """Values of the tokens of `inputs`, rearranged as in the caller's batch: [batch, length, ...], zeros for padding."""
-        if self.own_size is not None:
-            tensor = tensor[:self.own_size[0], :self.own_size[1]]
+        """Values of the tokens of `inputs`, rearranged as in the caller's batch: [batch, length, ...], zeros for padding. With
+        several ranks, the values may be those of a larger batch, which this one was padded to."""
+        if tensor.shape[:2] != (self.rows, self.length):
+            tensor = tensor[:self.rows, :self.length]
         return tensor if self.layout is None else self.layout.unpack(tensor)
 
 

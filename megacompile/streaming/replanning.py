@@ -22,7 +22,7 @@ def replan(streamed: Streamed, **options: Any) -> None:
     if unknown := sorted(set(options) - set(OPTIONS)):
         raise MegacompileError(f"replan() cannot change {', '.join(unknown)}: it changes {', '.join(OPTIONS)}; for others "
                                "close() the model and stream() it again")
-    config = replace(streamed.config, **options)
+    config = replace(streamed.captures.config, **options)
     config.check_tiles(streamed.tiling.layouts, type(streamed.model).__name__)
     if streamed.open_forwards():
         raise MegacompileError("a loss waits for its backward: run it, or drop the loss, before replan()")

@@ -58,7 +58,7 @@ class Streamed:
     `optimizer_in_backward` updates on arrival. State here: the forwards that are open."""
 
     def __init__(self, model: nn.Module, captured: CapturedModel, tiling: Tiling, store: Store, backend: Backend,
-                 config: StreamConfig, ranks: Ranks | None = None) -> None:
+                 config: StreamConfig, ranks: Ranks | None = None, agreed_budgets: Sequence[str] = ()) -> None:
         self.turn = threading.RLock()  # see turns.py
         self.model, self.captured, self.tiling, self.store = model, captured, tiling, store
         self.backend = backend
@@ -71,7 +71,7 @@ class Streamed:
         self.constants.add(captured.calls)
         self.writes = ForeignWrites(model, self.parameters, tiling, store, self.gradients)
         self.captures = ModelCaptures(model, captured, tiling, config, backend, store.room(parse_bytes(config.host_memory)))
-        self.together = Together(ranks, self.captures)
+        self.together = Together(ranks, self.captures, agreed_budgets)
         self.binder = self.captures.first.binder
         self.shapes = Shapes(self.captures)
         self.step = StepState()
@@ -99,7 +99,7 @@ class Streamed:
     @property
     def config(self) -> StreamConfig:
         """The options of `stream`, with those that `replan` has changed."""
-        return self.captures.config
+        return self.together.asked(self.captures.config)
 
     @property
     def executor(self) -> Executor | ReferenceExecutor:
@@ -169,7 +169,7 @@ class Streamed:
         """The loss of a batch (0-d), or a head's outputs, on the compute device; and what its backward needs."""
         with self.guarded(), self.together.failing():
             self.executor.check()
-            given, all_rows = self.together.joined(given, "forward")
+            given, all_rows, output = self.together.joined(given, "forward", output)
             wanted = self.shape_of(given, training=True, output=output)
             shape = self.compiled(wanted)
             if shape.plan.saved_layers and not self._fits(shape):  # beside the open forwards
@@ -196,7 +196,7 @@ class Streamed:
         """The loss of a step that runs as one program. Without `overlap`, its update goes on beside the next step's forward."""
         with self.guarded(), self.together.failing():
             self.executor.check()
-            given, all_rows = self.together.joined(given, "train_step")
+            given, all_rows, _ = self.together.joined(given, "train_step")
             shape = self.compiled(replace(self.shape_of(given, training=True), update="arrival" if overlap else "step",
                                           whole_step=True))
             self.store.allocate_sums(shape.plan.host_sums)

@@ -5,13 +5,15 @@ A process that trains alone agrees with itself, and waits for nobody.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from megacompile.errors import MegacompileError, RankError, named_line
 from megacompile.frontend.capture import CapturedModel
 from megacompile.inputs.across_ranks import AllRows, joined
 from megacompile.inputs.batch import BatchArguments
+from megacompile.planning.config import StreamConfig
 from megacompile.runtime.ranks import Ranks
 from megacompile.streaming.dropout_seed import seed_of_forward
 from megacompile.streaming.programs.captures import ModelCaptures
@@ -19,10 +21,16 @@ from megacompile.streaming.programs.shapes import CompiledShape
 
 
 class Together:
-    """`ranks`: None where this process trains alone."""
+    """`ranks`: None where this process trains alone. `agreed_budgets`: options for memory that the user has not given, and that
+    the ranks have agreed on."""
 
-    def __init__(self, ranks: Ranks | None, captures: ModelCaptures) -> None:
-        self.ranks, self.captures = ranks, captures
+    def __init__(self, ranks: Ranks | None, captures: ModelCaptures, agreed_budgets: Sequence[str] = ()) -> None:
+        self.ranks, self.captures, self.agreed_budgets = ranks, captures, agreed_budgets
+
+    def asked(self, config: StreamConfig) -> StreamConfig:
+        """The options that plans are made with, without budgets that the user has not given."""
+        nothing: dict[str, Any] = dict.fromkeys(self.agreed_budgets)
+        return replace(config, **nothing)
 
     @property
     def size(self) -> int:
@@ -74,10 +82,16 @@ class Together:
         if text := next(((rank, text) for rank, text in enumerate(failed) if text), None):
             raise error(f"rank {text[0]} has failed in {doing} ({text[1]}): nothing was done; correct it there")
 
-    def joined(self, given: BatchArguments, doing: str) -> tuple[BatchArguments, AllRows | None]:
-        """The batch in the shape that all ranks agree on, and the rows that it is a part of; None: it has all rows. Raises what
-        `across_ranks.joined` raises."""
-        return (given, None) if self.ranks is None else joined(self.ranks, self.captures, given, doing)
+    def joined(self, given: BatchArguments, doing: str, output: str = "loss") -> tuple[BatchArguments, AllRows | None, str]:
+        """The batch in the shape that all ranks agree on; the rows that it is a part of, or None if it has all rows; and what
+        the output is called in the capture that serves all ranks. Raises what `across_ranks.joined` raises."""
+        if self.ranks is None:
+            return given, None, output
+        padded, all_rows = joined(self.ranks, self.captures, given, doing)
+        if output != "loss" and padded.key != given.key:
+            own = self.captures.serve(given.key).captured.require_heads()
+            output = self.captures.serve(padded.key).captured.require_heads().like(own, output)
+        return padded, all_rows, output
 
     def confirm(self, shape: CompiledShape, captured: CapturedModel, all_rows: AllRows | None) -> int | None:
         """Checks that all ranks have the same program for a step. Returns the seed of its dropout, or None. Raises

@@ -103,15 +103,17 @@ JOBS: dict[str, tuple[Callable[[], Any], Callable[[int, int], dict[str, Tensor]]
     "checkpoints on the host": (qwen2, even, "loop", {"host_checkpoints": True}),
     "saved layers": (qwen2, even, "step", {"saved_layers": 2, "micro_batch_size": 1}),
     "custom loss": (qwen2, even, "custom", {}),
+    "custom loss, uneven rows": (qwen2, uneven, "custom", {}),
 }
 #: Jobs that every run of the tests includes. The others run on demand.
 USUAL = ("qwen2", "tied", "gpt2", "qwen3", "expert pieces", "adapters", "uneven rows", "uneven rows, packed",
-         "sums on the host", "accumulation", "arrival on the device", "some updated on the device", "custom loss")
+         "sums on the host", "accumulation", "arrival on the device", "some updated on the device", "custom loss, uneven rows")
 
 
-def custom_loss(logits: Tensor, labels: Tensor) -> Tensor:
+def custom_loss(model: Any, batch: dict[str, Tensor]) -> Tensor:
     """A loss that the caller computes: the mean over its own tokens."""
-    return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
+    logits = model(**{name: tensor for name, tensor in batch.items() if name != "labels"}).logits
+    return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), batch["labels"][:, 1:].flatten())
 
 
 def train(name: str, rank: int, **more: Any) -> dict[str, Any]:
@@ -131,7 +133,7 @@ def train(name: str, rank: int, **more: Any) -> dict[str, Any]:
         for part in range(2 if how == "accumulation" else 1):
             batch = batch_of(rank, step + 100 * part)
             if how == "custom":
-                loss = custom_loss(model(input_ids=batch["input_ids"]).logits, batch["labels"])
+                loss = custom_loss(model, batch)
             else:
                 loss = model(**batch).loss
             (loss / 2 if how == "accumulation" else loss).backward()
@@ -159,7 +161,7 @@ def train_native(name: str, ranks: int) -> dict[str, Any]:
         for part in range(2 if how == "accumulation" else 1):
             batches = [batch_of(rank, step + 100 * part) for rank in range(ranks)]
             if how == "custom":
-                each = [custom_loss(model(input_ids=b["input_ids"]).logits, b["labels"]) for b in batches]
+                each = [custom_loss(model, each) for each in batches]
                 loss = torch.stack(each).mean()
                 losses.append([value.item() for value in each])
             else:

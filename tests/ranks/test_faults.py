@@ -93,8 +93,12 @@ def began(job: Job, seconds: float = 120.0) -> float:
     return float(text)
 
 
+def on_demand(*case: object) -> Any:
+    return pytest.param(*case, marks=pytest.mark.on_demand)
+
+
 @pytest.mark.parametrize(("fault", "says"), [
-    ("raises", "rank 1 (process"), ("exits", "rank 1 (process"), ("wrong batch", "rank 1 (process"),
+    ("raises", "rank 1 (process"), on_demand("exits", "rank 1 (process"), on_demand("wrong batch", "rank 1 (process"),
     ("gather", "rank 1 has failed with LaneError: gather failed in lane collective: RuntimeError: power cut"),
     ("late", "rank 0 has waited for 3 s for rank 1: find out what the other ranks do"),
     ("loop, other call", "rank 1 calls train_step while rank 0 calls forward: make the same calls in the same order")])
@@ -109,13 +113,12 @@ def test_a_rank_that_fails_ends_the_others_with_its_name(start_job: Callable[...
     assert other["at"] - begun < 30
 
 
-#: Ops that only programs of several ranks have. One of each kind of lane fails in every run, the others on demand.
+#: Ops that only programs of several ranks have. One fails in every run, the others on demand.
 OF_SEVERAL_RANKS = ("pack_shard", "prefetch_shard", "gather_resident", "reduce_scatter", "share_norms", "share_host_norms",
                     "total_loss", "share_loss", "announce")
 
 
-@pytest.mark.parametrize("op", [op if op in ("prefetch_shard", "share_host_norms", "announce")
-                                else pytest.param(op, marks=pytest.mark.on_demand) for op in OF_SEVERAL_RANKS])
+@pytest.mark.parametrize("op", [op if op == "prefetch_shard" else on_demand(op) for op in OF_SEVERAL_RANKS])
 def test_an_op_of_several_ranks_that_fails_ends_all_ranks(start_job: Callable[..., Job], op: str) -> None:
     job = start_job(SCRIPT, 2, op)
     began(job)
@@ -126,7 +129,7 @@ def test_an_op_of_several_ranks_that_fails_ends_all_ranks(start_job: Callable[..
 
 @pytest.mark.parametrize(("fault", "says"), [
     ("version", "another version than rank 0"), ("other model", "another model than rank 0"),
-    ("other options", "another program than rank 0"), ("cannot be captured", "rank 1 has failed with CaptureError")])
+    on_demand("other options", "another program than rank 0"), on_demand("cannot be captured", "rank 1 has failed with CaptureError")])
 def test_ranks_that_differ_are_refused_before_the_first_step(start_job: Callable[..., Job], fault: str, says: str) -> None:
     job = start_job(SCRIPT, 2, fault)
     codes = job.wait(90)

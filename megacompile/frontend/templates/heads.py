@@ -107,6 +107,11 @@ class Heads:
             self._functions[key] = name
         return self._functions[key]
 
+    def like(self, other: Heads, name: str) -> str:
+        """The name here of a head of another capture of the same model."""
+        function = next((key for key, known in other._functions.items() if known == name), None)
+        return name if function is None else self.of_function(*function)
+
     def _add(self, name: str, section: Section, tokens_at_once: int, structure: pytree.TreeSpec | None = None) -> None:
         section = dataclasses.replace(section, name=name)
         with torch.inference_mode(False), torch.enable_grad():  # the first caller may have switched gradients off
