@@ -132,10 +132,7 @@ def train(name: str, rank: int, **more: Any) -> dict[str, Any]:
             continue
         for part in range(2 if how == "accumulation" else 1):
             batch = batch_of(rank, step + 100 * part)
-            if how == "custom":
-                loss = custom_loss(model, batch)
-            else:
-                loss = model(**batch).loss
+            loss = custom_loss(model, batch) if how == "custom" else model(**batch).loss
             (loss / 2 if how == "accumulation" else loss).backward()
             losses.append(loss.item())
         if step == 0 and not arrival:

@@ -129,7 +129,8 @@ def test_an_op_of_several_ranks_that_fails_ends_all_ranks(start_job: Callable[..
 
 @pytest.mark.parametrize(("fault", "says"), [
     ("version", "another version than rank 0"), ("other model", "another model than rank 0"),
-    on_demand("other options", "another program than rank 0"), on_demand("cannot be captured", "rank 1 has failed with CaptureError")])
+    on_demand("other options", "another program than rank 0"),
+    on_demand("cannot be captured", "rank 1 has failed with CaptureError")])
 def test_ranks_that_differ_are_refused_before_the_first_step(start_job: Callable[..., Job], fault: str, says: str) -> None:
     job = start_job(SCRIPT, 2, fault)
     codes = job.wait(90)
