@@ -123,7 +123,7 @@ def save_checkpoint(directory: str | Path, model: Any, optimizer: Any, *, schedu
     return path
 
 
-class _OtherRankError(Exception):
+class _OtherRankError(CheckpointError):
     """The reason why another rank could not save, and the remedy."""
 
     def __init__(self, reason: str, remedy: str) -> None:

@@ -179,7 +179,7 @@ class Hardware:
         of all profiles, or of those that an ambiguous name may mean."""
         if os.path.isfile(name):  # unlike Path.is_file, this does not raise for an invalid file name
             return cls.load(Path(name))
-        known = {path.stem: path for path in sorted(PROFILES.glob("*.json"))}
+        known = _profiles()
         short, size = _plain(str(name), known)
         meant = [stem for stem in known if short == stem] or [stem for stem in known if short and short in _parts(stem)]
         if len(meant) > 1:
@@ -201,11 +201,11 @@ class Hardware:
         if path.is_file():
             return cls.load(path)
         _, name = device_name(device)
-        for profile in map(cls.load, sorted(PROFILES.glob("*.json"))):
+        for profile in map(cls.load, _profiles().values()):
             if re.match(rf"{re.escape(profile.name)}\b", name):
                 return profile
         raise MegacompileError(f"{name} has not been measured: run megacompile calibrate once (a minute or two), or name "
-                               f"a profile, such as hardware={min(p.stem for p in PROFILES.glob('*.json'))!r}")
+                               f"a profile, such as hardware={next(iter(_profiles()))!r}")
 
     @classmethod
     def known(cls, device: str | torch.device | None = None) -> Hardware | None:
@@ -254,6 +254,11 @@ def _plain(name: str, known: Collection[str]) -> tuple[str, int | None]:
             if match := re.fullmatch(rf"{part}(\d{{2,3}})gb?", plain):
                 return part, int(match[1])
     return plain, None
+
+
+def _profiles() -> dict[str, Path]:
+    """The shipped profiles by name: those of one device, then those of hosts with several."""
+    return {path.stem: path for path in sorted(PROFILES.glob("*.json"), key=lambda path: (path.stem[0].isdigit(), path.stem))}
 
 
 def _parts(stem: str) -> list[str]:

@@ -30,7 +30,7 @@ class Together:
     def asked(self, config: StreamConfig) -> StreamConfig:
         """The options that plans are made with, without budgets that the user has not given."""
         nothing: dict[str, Any] = dict.fromkeys(self.agreed_budgets)
-        return replace(config, **nothing)
+        return replace(config, **nothing) if nothing else config
 
     @property
     def size(self) -> int:

@@ -4,9 +4,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from processes import ROOT, start
 
 
+@pytest.mark.on_demand
 def test_a_row_of_two_ranks_is_written_once_and_counts_the_tokens_of_both(tmp_path: Path) -> None:
     arguments = ["--shape", "tiny", "--batch", "3", "--length", "16", "--train-step", "--uncompiled", "--append",
                  str(tmp_path / "rows.jsonl")]

@@ -100,7 +100,7 @@ def on_demand(*case: object) -> Any:
 @pytest.mark.parametrize(("fault", "says"), [
     ("raises", "rank 1 (process"), on_demand("exits", "rank 1 (process"), on_demand("wrong batch", "rank 1 (process"),
     ("gather", "rank 1 has failed with LaneError: gather failed in lane collective: RuntimeError: power cut"),
-    ("late", "rank 0 has waited for 3 s for rank 1: find out what the other ranks do"),
+    on_demand("late", "rank 0 has waited for 3 s for rank 1: find out what the other ranks do"),
     ("loop, other call", "rank 1 calls train_step while rank 0 calls forward: make the same calls in the same order")])
 def test_a_rank_that_fails_ends_the_others_with_its_name(start_job: Callable[..., Job], fault: str, says: str) -> None:
     job = start_job(SCRIPT, 2, fault)

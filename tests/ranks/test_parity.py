@@ -12,8 +12,8 @@ from processes import start
 from torch import Tensor
 
 #: Run by two ranks in one job, which takes seconds to start; four ranks run those that shards of another size may break.
-OF_FOUR = ("expert pieces", "uneven rows", "some updated on the device")
-AGAIN = ("qwen2|again", "arrival on the device|reference", "sums on the host|reference")
+OF_FOUR = ("expert pieces", "uneven rows")
+AGAIN = ("qwen2|again", "sums on the host|reference")
 #: (ranks, job)
 ALL = [*((2, name) for name in JOBS), *((4, name) for name in OF_FOUR)]
 

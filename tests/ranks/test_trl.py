@@ -13,7 +13,8 @@ pytest.importorskip("trl")
 RUN = Path(__file__).with_name("trl_run.py")
 
 
-@pytest.mark.parametrize("name", ["sft", pytest.param("dpo", marks=pytest.mark.on_demand)])
+@pytest.mark.on_demand
+@pytest.mark.parametrize("name", ["sft", "dpo"])
 def test_two_ranks_have_the_curves_of_one(tmp_path: Path, name: str) -> None:
     alone = start(RUN, 1, tmp_path / "one", [name])
     ranks = start(RUN, 2, tmp_path / "two", [name]).results()
