@@ -131,8 +131,8 @@ class Ranks:
         if (board := self.board) is not None:
             self._wait(lambda: board.all_finished(self.submitted))
 
-    def _wait(self, done: Callable[[], bool]) -> None:
-        """Sleeps until `done`, and looks at the board from time to time."""
+    def _wait(self, done: Callable[[], bool], patient: bool = False) -> None:
+        """Sleeps until `done`, and looks at the board from time to time. `patient`: as in `exchange`."""
         pause, begun = _FIRST_S, time.monotonic()
         looked = begun
         while not done():
@@ -141,8 +141,8 @@ class Ranks:
             now = time.monotonic()
             if now - looked > _LOOK_S:
                 looked = now
-                self.check()
-            if self.timeout_s is not None and now - begun > self.timeout_s:
+                self.check(failures=not patient)
+            if self.timeout_s is not None and not patient and now - begun > self.timeout_s:
                 behind = "" if self.board is None else self.board.behind()
                 raise RankError(f"rank {self.rank} has waited for {self.timeout_s:g} s{behind}: find out what the other ranks "
                                 "do, or raise stall_timeout, and start the job again from the last checkpoint")
@@ -155,22 +155,23 @@ class Ranks:
         return group
 
     def end_group(self, group: dist.ProcessGroup) -> None:
-        """Ends a group of `new_group`, unless a wait for another rank has failed."""
+        """Ends a group, unless a wait for another rank has failed."""
         if group in self._groups:
             self._groups = tuple(other for other in self._groups if other is not group)
             dist.destroy_process_group(group)
 
-    def exchange(self, value: Any, group: dist.ProcessGroup) -> list[Any]:
-        """The values of all ranks, in their order. Raises `RankError` if another rank has failed or has ended."""
+    def exchange(self, value: Any, group: dist.ProcessGroup, patient: bool = False) -> list[Any]:
+        """The values of all ranks, in their order. Raises `RankError` if another rank has ended or has failed, or after
+        `timeout_s`. `patient`: only if another rank has ended or was stopped."""
         written = io.BytesIO()
         torch.save(value, written)
         data = torch.frombuffer(written.getbuffer(), dtype=torch.uint8)
         sizes = torch.zeros(self.size, dtype=torch.int64)
-        self._finish(all_gather(sizes, torch.tensor([data.numel()]), group, wait=False))
+        self._finish(all_gather(sizes, torch.tensor([data.numel()]), group, wait=False), patient)
         longest = int(sizes.max())
         padded, received = torch.zeros(longest, dtype=torch.uint8), torch.zeros(self.size * longest, dtype=torch.uint8)
         padded[:data.numel()] = data
-        self._finish(all_gather(received, padded, group, wait=False))
+        self._finish(all_gather(received, padded, group, wait=False), patient)
         parts = received.view(self.size, longest)
         return [torch.load(io.BytesIO(part[:size].numpy()), weights_only=True)
                 for part, size in zip(parts, sizes.tolist(), strict=True)]
@@ -184,10 +185,10 @@ class Ranks:
         return memory
 
     # ---------------------------------------------------------------- waiting and failing
-    def _finish(self, work: Any) -> None:
-        """Waits for a collective on the host. Raises `RankError`."""
+    def _finish(self, work: Any, patient: bool = False) -> None:
+        """Waits for a collective on the host. Raises `RankError`. `patient`: as in `exchange`."""
         try:
-            self._wait(work.is_completed)
+            self._wait(work.is_completed, patient)
             work.wait()
         except RankError:
             for each in (work, *self._groups):
@@ -195,20 +196,21 @@ class Ranks:
             self._groups = ()
             raise
         except RuntimeError as error:  # a connection was closed
-            self._name_the_rank_that_ends()
+            self._name_the_rank_that_ends(patient)
             raise RankError(f"the ranks have lost their connection ({str(error).splitlines()[0]}): start the job again from "
                             "the last checkpoint") from error
 
-    def _name_the_rank_that_ends(self) -> None:
+    def _name_the_rank_that_ends(self, patient: bool) -> None:
         """Raises `RankError` as soon as another rank has ended. A process closes its connections a while before."""
         limit = time.monotonic() + _ENDING_S
         while time.monotonic() < limit:
-            self.check()
+            self.check(failures=not patient)
             time.sleep(_LOOK_S)
 
-    def check(self) -> None:
-        """Raises `RankError` if another rank has ended or has failed."""
-        if self.board is not None and (cause := self.board.trouble()):
+    def check(self, failures: bool = True) -> None:
+        """Raises `RankError` if another rank has ended or was stopped, and with `failures` if it has failed."""
+        board = self.board  # `close` may remove it while a checkpoint's writer looks
+        if board is not None and (cause := board.trouble(failures)):
             raise RankError(f"{cause}: the other ranks cannot go on; start the job again from the last checkpoint")
 
     def failed(self, error: BaseException) -> None:
@@ -217,12 +219,12 @@ class Ranks:
             self.board.fail(error)
 
     def close(self) -> None:
-        """Ends the process groups. The lanes must be idle."""
+        """Ends the process groups of lanes and callers. The lanes must be idle. Writers of checkpoints end their own."""
         if self.board is not None:
             self.board.close()
             self.board = None
-        for group in self._groups:
-            dist.destroy_process_group(group)
+        for group in (self._lane, self._host, self._callers):
+            self.end_group(group)
 
 
 def connect(device: torch.device, timeout_s: float | None) -> Ranks:

@@ -123,16 +123,16 @@ def save_checkpoint(directory: str | Path, model: Any, optimizer: Any, *, schedu
     return path
 
 
-class _OtherRankError(CheckpointError):
-    """The reason why another rank could not save, and the remedy."""
+class _OnRankError(CheckpointError):
+    """The first rank that could not save, with its reason and the remedy: the same on all ranks."""
 
-    def __init__(self, reason: str, remedy: str) -> None:
+    def __init__(self, reason: str, remedy: str, cause: BaseException | None) -> None:
         super().__init__(reason)
-        self.reason, self.remedy = reason, remedy
+        self.reason, self.remedy, self.__cause__ = reason, remedy, cause
 
 
 def _reason(error: BaseException) -> str:
-    if isinstance(error, _OtherRankError):
+    if isinstance(error, _OnRankError):
         return error.reason
     if isinstance(error, TouchedError):
         return f"the weights of {error} were written from outside before they were saved"
@@ -140,7 +140,7 @@ def _reason(error: BaseException) -> str:
 
 
 def _remedy(error: BaseException) -> str:
-    if isinstance(error, _OtherRankError):
+    if isinstance(error, _OnRankError):
         return error.remedy
     if isinstance(error, TouchedError):
         return "; call wait() before writing to parameters"
@@ -164,11 +164,11 @@ class _Save:
             with streamed.together.all_or_none("save", CheckpointError):
                 self._prepare(subject, directory, extra)
             self._join(streamed.together)
+            if self.store.snapshot is not None:
+                self.store.snapshot.wait()  # a snapshot of another writer
         except BaseException:
             self._discard()
             raise
-        if self.store.snapshot is not None:
-            self.store.snapshot.wait()  # a snapshot of another writer
         copies = available_host_bytes() // (2 * self.size) if copy_memory is None else copy_memory
         self.pace = _Pace(bandwidth)
         self.snapshot = self.store.snapshot = Snapshot(self.tiles, copies, subject.stamp(), self.of_ranks)
@@ -296,6 +296,9 @@ class _Save:
         for tensors, files in self._exchanged(written):
             self.tensors |= {name: Saved(*fields) for name, fields in tensors.items()}
             self.files |= {name: Written(*fields) for name, fields in files.items()}
+        if self.ranks is not None:  # all have read their tiles
+            self._unless_failed(self.snapshot.check_of_others)
+            self._exchanged(None)
         if self.rank == 0:
             self._unless_failed(self._rename)
         folder, *_ = self._exchanged(None if self.result is None else str(self.result))
@@ -313,10 +316,11 @@ class _Save:
         if self.ranks is None:
             return [value]
         failure = None if self.error is None else (_reason(self.error), _remedy(self.error))
-        found = self.ranks.exchange((failure, value), self.group)
-        for rank, (failure, _) in enumerate(found):
-            if failure is not None and self.error is None:
-                self.error = _OtherRankError(f"rank {rank}: {failure[0]}", failure[1])
+        found = self.ranks.exchange((failure, value), self.group, patient=True)
+        failed = next(((rank, failure) for rank, (failure, _) in enumerate(found) if failure is not None), None)
+        if failed is not None and not isinstance(self.error, _OnRankError):
+            rank, (reason, remedy) = failed
+            self.error = _OnRankError(f"rank {rank}: {reason}", remedy, self.error if rank == self.rank else None)
         return [value for _, value in found]
 
     def _rename(self) -> None:

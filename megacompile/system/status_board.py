@@ -31,15 +31,15 @@ class StatusBoard:
         self._numbers = [row[:_TEXT].view(torch.int64) for row in self._rows]
         self._descriptors = {other: os.pidfd_open(process) for other, process in enumerate(processes) if other != rank}
 
-    def trouble(self) -> str:
-        """What has happened to another rank, or ""."""
-        failures = int(self._numbers[self.rank][1])
-        for other in self._descriptors:
+    def trouble(self, failures: bool = True) -> str:
+        """What has happened to another rank, or "". Without `failures`: only if its process cannot go on."""
+        own = int(self._numbers[self.rank][1])
+        for other in self._descriptors if failures else ():
             _, failed, length, _ = self._numbers[other].tolist()
-            if failed > failures:
+            if failed > own:
                 text = bytes(self._rows[other][_TEXT:_TEXT + length].tolist()).decode(errors="replace")
                 return f"rank {other} has failed with {text}"
-        for other, descriptor in self._descriptors.items():
+        for other, descriptor in list(self._descriptors.items()):
             if select.select([descriptor], [], [], 0)[0]:
                 return f"rank {other} (process {self.processes[other]}) has ended"
             if self._stopped(self.processes[other]):

@@ -15,11 +15,11 @@ _PAUSE_S, _LOOK_S = 5e-4, 0.05
 
 
 class ReadTiles:
-    """`memory`: uint8 [tiles], zeros, shared by all ranks: 1 where a tile may change. `check` raises `RankError` if another
-    rank has ended or has failed."""
+    """`memory`: uint8 [tiles], zeros, shared by all ranks: 1 where a tile may change. `tiles`: all, in the same order on every
+    rank. `check` raises `RankError` if another rank has ended or has failed."""
 
     def __init__(self, memory: Tensor, tiles: Sequence[str], check: Callable[[], None]) -> None:
-        self._memory, self._check = memory, check
+        self.tiles, self._memory, self._check = tuple(tiles), memory, check
         self._places = {name: place for place, name in enumerate(tiles)}
 
     def mark(self, *names: str) -> None:

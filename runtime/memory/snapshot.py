@@ -79,7 +79,8 @@ class TouchedError(Exception):
 
 class Snapshot:
     """State, under one lock: the source of each tile that is not finished (`_sources`: the tile itself, or its copy), the bytes
-    that copies may still take, and how many callers wait in `preserve`.
+    that copies may still take, how many callers wait in `preserve`, and which tiles that other ranks write were not checked yet
+    (`_of_others`).
 
     `tiles`: those that the writer of this process writes. `stamp(name)` changes when a tile is written from outside, without
     `preserve`. With several ranks, `of_ranks` says which tiles their writers have read."""
@@ -88,8 +89,9 @@ class Snapshot:
                  of_ranks: ReadTiles | None = None) -> None:
         self._tiles, self._sources = dict(tiles), dict(tiles)
         self._room, self._waiting = copy_bytes, 0
-        self._stamp, self._stamps = stamp, {name: stamp(name) for name in tiles}
         self._of_ranks = of_ranks
+        self._of_others = set() if of_ranks is None else set(of_ranks.tiles) - self._tiles.keys()
+        self._stamp, self._stamps = stamp, {name: stamp(name) for name in (*tiles, *self._of_others)}
         self._changed = threading.Condition()
         self.touched: str | None = None
 
@@ -99,6 +101,8 @@ class Snapshot:
         if name not in self._tiles:  # another rank writes it
             if self._of_ranks is not None:
                 self._of_ranks.wait(name)
+                with self._changed:
+                    self._check_of_others(name)
             return
         while (size := self._claim(name)) is not None:
             try:
@@ -171,6 +175,19 @@ class Snapshot:
     def _check(self, name: str) -> None:
         if self._stamp(name) != self._stamps[name]:
             self.touched = name
+
+    def _check_of_others(self, *names: str) -> None:
+        for name in self._of_others.intersection(names):
+            self._of_others.remove(name)
+            self._check(name)
+
+    def check_of_others(self) -> None:
+        """All ranks have read their tiles. Raises `TouchedError` if this process has changed one without `preserve`, which only
+        this process can see."""
+        with self._changed:
+            self._check_of_others(*self._of_others)
+            if self.touched is not None:
+                raise TouchedError(self.touched)
 
     def abandon(self) -> None:
         """The writer stops: all tiles may change."""

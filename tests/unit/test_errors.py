@@ -18,7 +18,7 @@ from megacompile.frontend.tracing import model_graph
 
 ROOT = Path(__file__).resolve().parents[2]
 #: Exceptions that end inside the package: no caller meets one.
-INTERNAL = {"AbortedError", "BuildError", "NotTokensError", "SchemaError", "TouchedError", "_WholeError"}
+INTERNAL = {"AbortedError", "BuildError", "NotTokensError", "SchemaError", "TouchedError", "_OnRankError", "_WholeError"}
 CLASSES = [each for each in vars(errors).values() if inspect.isclass(each) and issubclass(each, BaseException)]
 
 
