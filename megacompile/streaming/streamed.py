@@ -203,6 +203,7 @@ class Streamed:
             self._enter(shape, "train_step", "update")
             self.gradients.gather()  # before all ranks agree on the program: gradients that users keep move first
             batch = self._batch(shape, given, all_rows)
+            self.together.agree_on_update("update", update)
             self.step.backward_began(shape, batch)
             if overlap:
                 self.begin_update(shape, update)
@@ -267,6 +268,7 @@ class Streamed:
                 batch_io.send_gradients(self.backend, forward.shape.plan, forward.batch, gradients)
                 update = self.optimizer_in_backward.request(forward)
                 if update is not None:
+                    self.together.agree_on_update("update", update)
                     self.begin_update(forward.shape, update)
                 run = self.runner.submit(forward.shape, section, forward.batch, forward, update)
                 if update is not None:
@@ -290,7 +292,7 @@ class Streamed:
         trained = self.step.trained
         assert trained is not None, "no backward has stored gradients"
         with self.guarded(), self.together.failing():
-            self.together.agree("step")
+            self.together.agree_on_update("step", update)
             self._reserve(trained, "update")
             self._load(trained)
             self.residency.refresh_gradients(trained)

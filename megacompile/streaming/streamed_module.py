@@ -76,6 +76,7 @@ class StreamedModule(nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         if not set_to_none:
+            self.megacompile.streamed.together.agree("zero_grad")  # a rank may still read what this one overwrites
             self.megacompile.whole()  # an update in flight reads gradients, and one that stopped half-way still needs them
             super().zero_grad(set_to_none)
             return
@@ -96,7 +97,12 @@ class StreamedModule(nn.Module):
             with streamed.writes.ignoring(self._own_values(state_dict)):
                 if streamed.store.shared:
                     state_dict = self._without_tiles_of_others(state_dict)
-                result = super().load_state_dict(state_dict, *args, **kwargs)
+                try:
+                    result = super().load_state_dict(state_dict, *args, **kwargs)
+                except RuntimeError:  # values that fit were loaded although others did not
+                    if streamed.store.shared:
+                        streamed.adopt_writes()
+                    raise
             if streamed.store.shared:
                 streamed.adopt_writes()
             if not result.missing_keys:

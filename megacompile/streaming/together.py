@@ -5,6 +5,7 @@ A process that trains alone agrees with itself, and waits for nobody.
 from __future__ import annotations
 
 import contextlib
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,6 +16,7 @@ from megacompile.inputs.across_ranks import AllRows, joined
 from megacompile.inputs.batch import BatchArguments
 from megacompile.planning.config import StreamConfig
 from megacompile.runtime.ranks import Ranks
+from megacompile.runtime.update import Update
 from megacompile.streaming.dropout_seed import seed_of_forward
 from megacompile.streaming.programs.captures import ModelCaptures
 from megacompile.streaming.programs.shapes import CompiledShape
@@ -65,6 +67,21 @@ class Together:
         """Whether the answer of every rank is yes. Raises `RankError`."""
         return all(self.values(doing, yes))
 
+    def agree_on_update(self, doing: str, update: Update) -> None:
+        """As `agree`, and checks that all ranks update the same parameters with the same options: each updates a shard of every
+        tile. Step counts are left out, since a rank may learn later than another that a step was skipped. Raises
+        `RankError`."""
+        if self.ranks is None:
+            return
+        names = sorted(update.segments)
+        numbers = tuple((s.start, s.stop, s.lr, s.beta1, s.beta2, s.eps, s.weight_decay)
+                        for name in names for s in update.segments[name])
+        digests = self.ranks.agree(doing, (zlib.crc32("\n".join(names).encode()), hash(numbers), update.max_grad_norm))
+        for rank, digest in enumerate(digests):
+            if digest != digests[0]:
+                raise RankError(f"rank {rank} updates other parameters than rank 0, or with other options: give every rank's "
+                                "optimizer the same groups and learning rates, and set .grad of the same parameters to None")
+
     @contextlib.contextmanager
     def all_or_none(self, doing: str, error: type[MegacompileError] = RankError) -> Iterator[None]:
         """Around a part of a call that may fail on one rank alone, and after which all ranks go on. If it fails, it fails on
@@ -80,7 +97,8 @@ class Together:
         if own is not None:
             raise own
         if text := next(((rank, text) for rank, text in enumerate(failed) if text), None):
-            raise error(f"rank {text[0]} has failed in {doing} ({text[1]}): nothing was done; correct it there")
+            raise error(f"rank {text[0]} has failed in {doing} ({text[1]}): correct it there, and make the call again on every "
+                        "rank")
 
     def joined(self, given: BatchArguments, doing: str, output: str = "loss") -> tuple[BatchArguments, AllRows | None, str]:
         """The batch in the shape that all ranks agree on; the rows that it is a part of, or None if it has all rows; and what

@@ -216,9 +216,9 @@ class AdamW(torch.optim.Optimizer):
             raise UnsupportedError(f"{unread[0]} has a gradient, and the streamed forward does not read it: give it to an "
                                    "optimizer of torch.optim")
         streamed.step.check_stored()
-        streamed.adopt_writes()
-        update = self._request(lambda parameter: parameter.grad is not None)
         with streamed.together.failing():
+            streamed.adopt_writes()
+            update = self._request(lambda parameter: parameter.grad is not None)
             if streamed.gradients.refresh():
                 streamed.step.gradients_changed()
         self._update = update
@@ -303,6 +303,7 @@ class AdamW(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         if not set_to_none:
+            self.streamed.together.agree("zero_grad")  # a rank may still read what this one overwrites
             self.streamed.settle()  # the update in flight reads gradients
             self.streamed.step.check_whole()  # an update that stopped half-way still needs them
         super().zero_grad(set_to_none)

@@ -190,7 +190,8 @@ class Gradients(Mapping[str, Tensor]):
         would count. `zeros`: unless it is zero now, which every rank may set."""
         given = {name: tensor for name in self._stored if (tensor := self.parameters[name].grad) is not None}
         changed = [name for name, tensor in given.items() if not self._is_noted(name, tensor)]
-        for name in (*changed, *(name for name in self._changed() if name in given)):
+        sampled = [name for name in self._changed() if name in given] if given else []
+        for name in (*changed, *sampled):
             if not zeros or name in replaced or self._stored[name].any():
                 raise UnsupportedError(
                     f"the gradient of {name} was changed, and all ranks share it, so that each rank's change would count: clip "
