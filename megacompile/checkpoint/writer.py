@@ -123,7 +123,7 @@ def save_checkpoint(directory: str | Path, model: Any, optimizer: Any, *, schedu
     return path
 
 
-class _OnRankError(CheckpointError):
+class _OnRankError(Exception):
     """The first rank that could not save, with its reason and the remedy: the same on all ranks."""
 
     def __init__(self, reason: str, remedy: str, cause: BaseException | None) -> None:

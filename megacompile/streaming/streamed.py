@@ -60,8 +60,7 @@ class Streamed:
     def __init__(self, model: nn.Module, captured: CapturedModel, tiling: Tiling, store: Store, backend: Backend,
                  config: StreamConfig, ranks: Ranks | None = None, agreed_budgets: Sequence[str] = ()) -> None:
         self.turn = threading.RLock()  # see turns.py
-        self.model, self.captured, self.tiling, self.store = model, captured, tiling, store
-        self.backend = backend
+        self.model, self.captured, self.tiling, self.store, self.backend = model, captured, tiling, store, backend
         self.arena, self.checkpoints = Arena(backend), HostCheckpoints(backend)
         self.parameters = {n: p for n, p in model.named_parameters() if n in tiling.position}
         self.gradients = Gradients(self.parameters, tiling, store)
@@ -75,9 +74,8 @@ class Streamed:
         self.binder = self.captures.first.binder
         self.shapes = Shapes(self.captures)
         self.step = StepState()
-        check_others = None if ranks is None else ranks.check
-        executor = (ReferenceExecutor(backend) if config.reference else
-                    Executor(backend, stall_timeout_s=config.stall_timeout, check_others=check_others))
+        executor = (ReferenceExecutor(backend) if config.reference else Executor(
+            backend, stall_timeout_s=config.stall_timeout, check_others=None if ranks is None else ranks.check))
         self.runner = SectionRunner(executor, backend, store, self.arena, self.shapes, self.constants, ranks)
         self.residency = Residency(self.runner, self.step)
         self.optimizer_in_backward = OptimizerInBackward(self.step, self.gradients)
