@@ -65,7 +65,18 @@ def _memory(proc: Path, cgroups: Path) -> Iterator[tuple[int, int]]:
 def cores(proc: Path = _PROC, cgroups: Path = _GROUPS) -> int:
     """How many processors this process may use at a time. A container that has the time of two processors on a machine of 64
     may run on any of the 64: 64 threads would use up that time at once, then wait for the rest of each period."""
-    quotas = []
+    return max(1, min([len(os.sched_getaffinity(0)), *_cpu_quotas(proc, cgroups)]))
+
+
+def share_of_cores(processes: int, proc: Path = _PROC, cgroups: Path = _GROUPS) -> int:
+    """How many processors each of several equal processes on this machine should use. A process that may only run on some
+    processors, such as those near its GPU, uses no more than these."""
+    everything = min([os.cpu_count() or 1, *_cpu_quotas(proc, cgroups)])
+    return max(1, min(cores(proc, cgroups), everything // processes))
+
+
+def _cpu_quotas(proc: Path, cgroups: Path) -> Iterator[int]:
+    """The processors whose time each limited group has."""
     for version, group in _groups("cpu", proc, cgroups):
         try:
             if version == 2:
@@ -76,5 +87,4 @@ def cores(proc: Path = _PROC, cgroups: Path = _GROUPS) -> int:
         except OSError:
             continue
         if quota not in ("max", "-1"):
-            quotas.append(math.ceil(int(quota) / int(period)))
-    return max(1, min([len(os.sched_getaffinity(0)), *quotas]))
+            yield math.ceil(int(quota) / int(period))

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from megacompile.codegen.cache import CacheError, cache_directory
 from megacompile.codegen.seal import is_sealed_library, seal_library
-from megacompile.system.control_groups import cores
+from megacompile.system.control_groups import cores, share_of_cores
 
 SOURCE = Path(__file__).parent / "csrc" / "adam.cpp"
 HEADER = SOURCE.with_name("adamw.h")
@@ -157,11 +157,15 @@ def instruction_sets(loaded: ctypes.CDLL) -> tuple[str, ...]:
 
 
 def default_threads() -> int:
-    """`$OMP_NUM_THREADS` if it is a number (the first of a list), else the number of cores that this process may use."""
+    """`$OMP_NUM_THREADS` if it is a number (the first of a list), else the cores that this process may use: its share of them,
+    if torchrun has started several processes on this machine. torchrun sets the variable to 1 if the user has not set it, so a
+    1 in its jobs is not a choice."""
     wanted = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
-    if wanted.isdecimal() and int(wanted) > 0:
-        return int(wanted)
-    return cores()
+    chosen = int(wanted) if wanted.isdecimal() else 0
+    if chosen > 1 or (chosen == 1 and "TORCHELASTIC_RUN_ID" not in os.environ):
+        return chosen
+    processes = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return share_of_cores(max(1, int(processes))) if processes.isdecimal() else cores()
 
 
 def _run(command: Sequence[str]) -> str:

@@ -100,6 +100,28 @@ def test_default_threads_follow_the_environment(monkeypatch: pytest.MonkeyPatch)
     assert native.default_threads() >= 1
 
 
+def test_processes_of_torchrun_share_the_cores_unless_the_user_has_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun sets OMP_NUM_THREADS=1 by itself, which would leave an update to one thread."""
+    monkeypatch.setattr("os.cpu_count", lambda: 32)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(32)))
+    monkeypatch.setattr("megacompile.system.control_groups._cpu_quotas", lambda *_: iter(()))
+    monkeypatch.setattr(native, "cores", lambda: 32)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert native.default_threads() == 1
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert native.default_threads() == 1
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    cores.cache_clear()
+    assert native.default_threads() == 16
+    monkeypatch.setenv("OMP_NUM_THREADS", "6")
+    assert native.default_threads() == 6
+    monkeypatch.setenv("OMP_NUM_THREADS", "")
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(12)))  # bound to the processors near its GPU
+    cores.cache_clear()
+    assert native.default_threads() == 12
+    cores.cache_clear()
+
+
 @pytest.mark.parametrize(("files", "expected"), [
     ({}, None), ({"job/cpu.max": "max 100000"}, None), ({"job/cpu.max": "100000 100000"}, 1),
     ({"job/cpu.max": "max 100000", "cpu.max": "50000 100000"}, 1), ({"job/cpu.max": "99900000 100000"}, None),
