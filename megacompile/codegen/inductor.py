@@ -112,9 +112,10 @@ def caching_in(folder: Path | None) -> Iterator[None]:
 
 def newest_folder() -> Path | None:
     """The folder of compiled code, made if absent: the newest one for these versions, this processor and our ops' code. It
-    holds only files that we wrote, since inductor unpickles what it finds. None if the user has no cache folder."""
+    holds only files that we wrote, since inductor unpickles what it finds. None if the user has no cache folder. Each rank of
+    a host has its own, since compiled code names its device, and a rank cannot use a folder that another one is filling."""
     try:
-        versions = cache_directory() / "compiled" / _versions()
+        versions = cache_directory() / "compiled" / (_versions() + _of_rank())
         versions.mkdir(parents=True, exist_ok=True)
         numbers = [int(each.name) for each in versions.iterdir() if each.name.isascii() and each.name.isdecimal()]
         newest = versions / str(max(numbers, default=0))
@@ -134,6 +135,12 @@ def _next(folder: Path) -> Path:
     new = folder.with_name(str(int(folder.name) + 1))
     new.mkdir(exist_ok=True)
     return new
+
+
+def _of_rank() -> str:
+    """The end of the folder's name for this process, empty for the first rank of a host."""
+    rank = os.environ.get("LOCAL_RANK", "0")
+    return f"-{rank}" if rank.isdecimal() and int(rank) else ""
 
 
 @functools.cache

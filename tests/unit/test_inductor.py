@@ -159,3 +159,12 @@ def test_the_fused_gradient_of_a_chunk_is_the_unfused_one(cache: Path, softcap: 
         got = fused(scores, target, factor)
         expected = linear_cross_entropy._chunk_gradient(scores, target, factor, 0.5, softcap)
     torch.testing.assert_close(tuple(got), expected)
+
+
+def test_each_rank_of_a_host_has_a_folder_of_compiled_code(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("MEGACOMPILE_CACHE", str(tmp_path))
+    folders = set()
+    for rank in ("0", "1", "2"):
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        folders.add(newest_folder())
+    assert None not in folders and len(folders) == 3
