@@ -19,7 +19,7 @@ from megacompile.planning.device import compute_device, device_budget
 from megacompile.planning.expert_split import expert_pieces
 from megacompile.planning.host_needs import check_host_first
 from megacompile.planning.pinned_memory import spend_pinned_memory
-from megacompile.planning.process_group import connected_ranks, device_of_rank
+from megacompile.planning.process_group import connected_ranks, device_of_rank, rank_in_job
 from megacompile.runtime.backends.cuda import CudaBackend
 from megacompile.runtime.backends.lanes import Backend
 from megacompile.runtime.backends.threads import ThreadBackend
@@ -34,6 +34,7 @@ from megacompile.streaming.streamed_module import streamed_class
 from megacompile.streaming.user_tensors.owners import check_unclaimed, claim
 from megacompile.system.host_memory import available_host_bytes
 from megacompile.system.under_way import under_way
+from megacompile.weights.empty_models import fill_buffers
 from megacompile.weights.tiling import Tiling, build_store, check_device_memory, check_host_memory
 
 M = TypeVar("M", bound=nn.Module)
@@ -44,7 +45,8 @@ def stream(model: M, *, layers: Layers | None = None, example: Mapping[str, Tens
 
     Args:
         model: a causal language model from transformers; any decoder `nn.Module` whose forward returns its loss; or a model
-            without a head (`AutoModel`), from whose output the caller computes a loss.
+            without a head (`AutoModel`), from whose output the caller computes a loss. With several ranks, the weights are
+            those of rank 0. The models of other ranks may be on the meta device, and then take no memory.
         layers: qualified name of the `nn.ModuleList` of layers, or several names. Needed only if they are not found.
         example: a batch with the arguments that the model takes, if these are not `input_ids` and, for a model that takes
             them, `labels`: integer tensors [batch, length], or one value for each row, [batch] or floats [batch, n]. For a
@@ -58,10 +60,11 @@ def stream(model: M, *, layers: Layers | None = None, example: Mapping[str, Tens
     if getattr(model, "megacompile", None) is not None:
         raise MegacompileError("the model is streamed already: call model.megacompile.close() before streaming it with other "
                                "options")
-    if any(p.is_meta for p in model.parameters()):
-        raise UnsupportedError("the model is on the meta device and has no weights to train: load them first, or call "
-                               "megacompile.schedule(model, ...) to inspect its schedule")
-    return attach(model, build_store, StreamConfig.of(**options), layers, example)
+    config = StreamConfig.of(**options)
+    if any(p.is_meta for p in model.parameters()) and (config.distributed is False or rank_in_job() == 0):
+        raise UnsupportedError("the model is on the meta device and has no weights to train: load them first (with several "
+                               "ranks, on rank 0), or call megacompile.schedule(model, ...) to inspect its schedule")
+    return attach(model, build_store, config, layers, example)
 
 
 def attach(model: M, fill: Callable[..., Store], config: StreamConfig, layers: Layers | None,
@@ -83,7 +86,9 @@ def _attach(model: M, fill: Callable[..., Store], config: StreamConfig, layers: 
     there = available_host_bytes()
     device_bytes = device_budget(config, backend.free_bytes())
     agreed: list[str] = []
-    if ranks is not None:  # all ranks must make the same plans
+    if ranks is not None:
+        fill_buffers(model, ranks)
+        # all ranks must make the same plans
         agreed = [name for name in ("device_memory", "host_memory") if getattr(config, name) is None]
         there, device_bytes = map(min, zip(*ranks.agree("stream", (there, device_bytes)), strict=True))
         config = replace(config, device_memory=device_bytes, host_memory=min(there, parse_bytes(config.host_memory) or there))

@@ -51,6 +51,16 @@ class Ranks:
         self.board: StatusBoard | None = None
         self.submitted = self.finished = 0
 
+    def warm_up(self) -> None:
+        """Runs each collective of the lane once. NCCL connects the devices in its first collective of a kind, and takes some
+        hundred MiB of device memory, which budgets of device memory must not count as free."""
+        whole = torch.zeros(4 * self.size, dtype=torch.uint8, device=self.device)
+        self.gather(whole, whole[4 * self.rank:4 * (self.rank + 1)])
+        self.reduce_scatter(whole.view(torch.float32))
+        self.add_up(whole.view(torch.float32))
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
     # ---------------------------------------------------------------- in lanes
     def gather(self, whole: Tensor, shard: Tensor) -> None:
         """Fills `whole`, uint8 [size * n] on the device, with the shards of all ranks, uint8 [n] each. `shard` may be this
@@ -240,4 +250,5 @@ def connect(device: torch.device, timeout_s: float | None) -> Ranks:
     memory = ranks.shared_memory({"board": ROW_BYTES * ranks.size})
     ranks.board = StatusBoard(memory.piece("board"), ranks.rank, processes)
     memory.close()
+    ranks.warm_up()
     return ranks

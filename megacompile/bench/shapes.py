@@ -9,6 +9,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from megacompile.loading import parameters_on_meta
+from megacompile.planning.process_group import rank_in_job
 from megacompile.system.host_memory import available_host_bytes
 from megacompile.weights.tiling import HOST_MARGIN_BYTES
 
@@ -59,10 +60,13 @@ def layers_that_fit(shape: str, host_bytes: int | None = None) -> int:
 
 
 def random_model(shape: str, layers: int | None, device: str) -> Any:
-    """A bf16 model on the host. Weights have a standard deviation of 0.02, norms are 1. Values are drawn on `device`."""
+    """A bf16 model on the host. Weights have a standard deviation of 0.02, norms are 1. Values are drawn on `device`. With
+    several ranks, only rank 0 draws them; the models of the others are on the meta device."""
     with parameters_on_meta():
         model = AutoModelForCausalLM.from_config(config(shape, layers), dtype=torch.bfloat16)
     torch.manual_seed(0)
+    if rank_in_job() > 0:
+        return model.train()
     for name, parameter in list(model.named_parameters()):
         value = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
         value = value.fill_(1.0) if "norm" in name else value.normal_(0, 0.02)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from megacompile.errors import ArgumentError, UnsupportedError
+from megacompile.runtime.ranks import Ranks
 
 
 def put_adapter(model: Any, adapter: Any) -> Any:
@@ -21,19 +22,24 @@ def put_adapter(model: Any, adapter: Any) -> Any:
 
     _refuse_values_from_weights(adapter)
     empty = {id(p): p for p in model.parameters() if p.is_meta}
-    # PEFT puts an adapter on the device of the weights. Stand-ins have the shape and dtype of weights, on the CPU without
-    # memory.
-    stand_ins = {key: nn.Parameter(torch.zeros((), dtype=p.dtype).expand(p.shape), p.requires_grad) for key, p in empty.items()}
-    replace_parameters(model, stand_ins)
+    made = stand_ins(model)  # PEFT puts an adapter on the device of the weights
+    replace_parameters(model, made)
     try:
         adapted = get_peft_model(model, copy.deepcopy(adapter), autocast_adapter_dtype=False)  # PEFT writes into it
     except ValueError as error:
         raise ArgumentError(f"PEFT cannot put this adapter on a {type(model).__name__}: name layers that it has\n"
                             f"{error}") from error
     finally:
-        back = {id(stand_in): empty[key].requires_grad_(stand_in.requires_grad) for key, stand_in in stand_ins.items()}
+        back = {id(stand_in): empty[key].requires_grad_(stand_in.requires_grad) for key, stand_in in made.items()}
         replace_parameters(model, back)
     return adapted
+
+
+def stand_ins(model: nn.Module) -> dict[int, nn.Parameter]:
+    """For the `id` of each parameter on the meta device, a parameter of its shape and dtype on the CPU, which takes no memory
+    and has no values of use."""
+    return {id(p): nn.Parameter(torch.zeros((), dtype=p.dtype).expand(p.shape), p.requires_grad)
+            for p in model.parameters() if p.is_meta}
 
 
 def replace_parameters(model: nn.Module, made: Mapping[int, nn.Parameter]) -> None:
@@ -53,3 +59,16 @@ def _refuse_values_from_weights(adapter: Any) -> None:
     if given := [f"{name}={value!r}" for name, value in asked.items() if value]:
         raise UnsupportedError(f"{given[0]} takes the adapter's first values from weights that are not read yet: load the "
                                "model, call peft.get_peft_model on it, and then megacompile.stream")
+
+
+def fill_buffers(model: nn.Module, ranks: Ranks) -> None:
+    """Gives buffers on the meta device the values that they have on rank 0. All ranks call this. Raises `RankError`."""
+    empty = {name: buffer for name, buffer in model.named_buffers(remove_duplicate=False) if buffer.is_meta}
+    asked = {name for names in ranks.agree("stream", list(empty)) for name in names}
+    if not asked:
+        return
+    named = model.named_buffers(remove_duplicate=False) if ranks.rank == 0 else ()
+    values = ranks.agree("stream", {name: buffer.cpu() for name, buffer in named if name in asked})[0]
+    for name in empty:
+        owner, _, leaf = name.rpartition(".")
+        model.get_submodule(owner)._buffers[leaf] = values.get(name)

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from megacompile.errors import InsufficientMemoryError
+from megacompile.errors import InsufficientMemoryError, UnsupportedError
 from megacompile.frontend.graph.expert_pieces import Rows
 from megacompile.frontend.templates.template import Call, Template
 from megacompile.ir.program import CallSpec, Tile, slot_ranks
@@ -32,6 +32,7 @@ from megacompile.runtime.memory.tiles import HostTile, TileLayout
 from megacompile.runtime.optimizer.adam import split_fp32
 from megacompile.sizes import format_bytes
 from megacompile.system.host_memory import available_host_bytes, give_back_freed_memory
+from megacompile.weights.empty_models import replace_parameters, stand_ins
 
 #: Host memory that training needs in addition to tiles: the interpreter, PyTorch, a batch.
 HOST_MARGIN_BYTES = 1 << 30
@@ -307,9 +308,16 @@ def check_device_memory(tiling: Tiling, budget: int) -> None:
 
 def build_store(model: nn.Module, tiling: Tiling, memory: TileMemory | None = None) -> Store:
     """Moves the model's parameters into tiles, one tile at a time, and points the parameters there, so that no second copy of
-    the model ever exists. A bf16 tile made from fp32 weights keeps their exact remainder."""
+    the model ever exists. A bf16 tile made from fp32 weights keeps their exact remainder. Where another process writes the
+    tiles, parameters may be on the meta device; they are replaced.
+
+    Raises `UnsupportedError` if a parameter that is in no tile is on the meta device."""
+    if lost := [name for name, p in model.named_parameters() if p.is_meta and name not in tiling.position]:
+        raise UnsupportedError(f"the parameter {lost[0]} is on the meta device, and no call of the model reads it: give it a "
+                               "value on every rank, or remove it")
     tiles: dict[str, HostTile] = {}
     memory = memory or TileMemory()
+    replace_parameters(model, stand_ins(model))
     parameters = dict(model.named_parameters())
     for name, layout in tiling.host.items():
         tile = tiles[name] = memory.allocate(layout)

@@ -1,0 +1,92 @@
+"""Two GPUs train one copy of a model: losses, gradients and weights of native PyTorch in fp32, and the end of a rank."""
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "ranks"))
+
+from jobs import USUAL, train_native
+from processes import start
+from test_parity import distance
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
+JOBS = (*USUAL, "arrival", "visits", "deferred moments", "waves", "uneven rows, packed", "slabs")
+SCRIPT = Path(__file__).resolve().parents[1] / "ranks" / "jobs.py"
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What each rank had at the end of each job."""
+    found = tmp_path_factory.mktemp("ranks")
+    names = [f"{name}|" for name in JOBS] + ["qwen2|again"]
+    start(SCRIPT, 2, found, names, JOB_DEVICE="cuda").results(420)
+    return found
+
+
+def load(folder: Path, name: str, rank: int, kind: str = "") -> dict[str, Any]:
+    return torch.load(folder / f"{name}|{kind}.{rank}.pt")
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_two_gpus_train_as_native_pytorch_with_all_rows(folder: Path, name: str) -> None:
+    expected = train_native(name, 2)
+    for rank in range(2):
+        found = load(folder, name, rank)
+        wanted = [loss[rank] if isinstance(loss, list) else loss for loss in expected["losses"]]
+        assert found["losses"][0] == pytest.approx(wanted[0], rel=2e-6, abs=2e-6)
+        assert found["losses"] == pytest.approx(wanted, rel=5e-4)
+        for key, gradient in found["gradients"].items():
+            assert torch.linalg.vector_norm(gradient - expected["gradients"][key]) <= 1e-5 * torch.linalg.vector_norm(
+                expected["gradients"][key]) + 1e-7, key
+        assert distance(found["weights"], expected["weights"]) <= 5e-4 * distance(expected["weights"])
+
+
+def test_two_runs_on_two_gpus_have_the_same_bits(folder: Path) -> None:
+    for rank in range(2):
+        one, other = load(folder, "qwen2", rank), load(folder, "qwen2", rank, "again")
+        for part in ("weights", "moments", "gradients"):
+            assert all(torch.equal(one[part][key], other[part][key]) for key in one[part] | other[part])
+
+
+#: Trains until it is killed, and writes a file after a few steps.
+ENDLESS = """
+import os
+from pathlib import Path
+import megacompile
+from jobs import LR, even, qwen2
+
+rank, folder = int(os.environ["RANK"]), Path(os.environ["RESULTS"])
+model = megacompile.stream(qwen2(), device="cuda", compile=False)
+optimizer = megacompile.AdamW(model.parameters(), lr=LR, max_grad_norm=1.0)
+for step in range(10**6):
+    model.megacompile.train_step(even(rank, step), optimizer)
+    if step == 5:
+        (folder / f"{rank}.begun").touch()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_killed_or_stopped_rank_ends_the_other_in_thirty_seconds(tmp_path: Path, number: signal.Signals) -> None:
+    (tmp_path / "endless.py").write_text(ENDLESS)
+    job = start(tmp_path / "endless.py", 2, tmp_path / "job")
+    limit = time.monotonic() + 120
+    while not all((tmp_path / "job" / f"{rank}.begun").exists() for rank in range(2)):
+        assert time.monotonic() < limit and all(p.poll() is None for p in job.processes), job.errors(0) + job.errors(1)
+        time.sleep(0.1)
+    job.processes[1].send_signal(number)
+    began = time.monotonic()
+    try:
+        job.processes[0].wait(40)
+    finally:
+        for process in job.processes:
+            process.kill()
+            process.wait()
+    assert time.monotonic() - began < 30
+    assert "rank 1" in job.errors(0) and "RankError" in job.errors(0)
