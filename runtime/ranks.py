@@ -21,9 +21,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megacompile.errors import RankError, UnsupportedError, shortened
+from megacompile.runtime.peer_copies import PeerCopies
 from megacompile.system.shared_memory import SharedMemory
 from megacompile.system.status_board import ROW_BYTES, StatusBoard
-from megacompile.torch_compat.distributed import all_gather, never_end, reduce_scatter
+from megacompile.torch_compat.distributed import all_gather, memory_of_peers, never_end, reduce_scatter
 from megacompile.version import __version__
 
 #: How long a wait sleeps between two looks, in seconds: at first, and at most.
@@ -32,6 +33,8 @@ _FIRST_S, _LONGEST_S = 2e-5, 2e-3
 _LOOK_S = 0.05
 #: How long a process may take to end once it has closed its connections, in seconds.
 _ENDING_S = 5.0
+#: Bytes that ranks exchange at once, where their values are no larger. Most are not.
+_LETTER_BYTES = 4096
 #: The limit of groups that wait for as long as the others work.
 _UNLIMITED = timedelta(seconds=10**6)
 
@@ -50,10 +53,19 @@ class Ranks:
         self._groups: tuple[dist.ProcessGroup, ...] = (self._lane, self._host, self._callers)
         self.board: StatusBoard | None = None
         self.submitted = self.finished = 0
+        self._copies: PeerCopies | None = None
+        self._peer_memory: Tensor | None = None
 
     def warm_up(self) -> None:
-        """Runs each collective of the lane once. NCCL connects the devices in its first collective of a kind, and takes some
-        hundred MiB of device memory, which budgets of device memory must not count as free."""
+        """Connects the devices, which takes some hundred MiB of device memory that budgets must not count as free: by copies
+        where they can reach each other's memory, and by NCCL, which connects them in its first collective of a kind."""
+        if self.device.type == "cuda":
+            try:
+                self._peer_memory, peers = memory_of_peers(PeerCopies.memory_bytes(), self.device, self._lane)
+            except RuntimeError:  # they have no direct link, or the system does not let processes share device memory
+                peers = None
+            if all(self.agree("stream", peers is not None)):
+                self._copies = PeerCopies(peers, self.rank, self.size)
         whole = torch.zeros(4 * self.size, dtype=torch.uint8, device=self.device)
         self.gather(whole, whole[4 * self.rank:4 * (self.rank + 1)])
         self.reduce_scatter(whole.view(torch.float32))
@@ -65,6 +77,9 @@ class Ranks:
     def gather(self, whole: Tensor, shard: Tensor) -> None:
         """Fills `whole`, uint8 [size * n] on the device, with the shards of all ranks, uint8 [n] each. `shard` may be this
         rank's part of `whole`."""
+        if self._copies is not None:
+            self._copies.gather(whole, shard)
+            return
         if self.device.type == "cuda":
             all_gather(whole, shard, self._lane, wait=True)
             return
@@ -72,7 +87,10 @@ class Ranks:
 
     def reduce_scatter(self, flat: Tensor) -> None:
         """Adds up `flat`, fp32 [size * n], over the ranks. This rank's n elements hold the sums afterwards; the others hold
-        nothing of use. The sums are taken in the order of the ranks on a CPU, and in NCCL's order on CUDA."""
+        nothing of use. The sums are taken in the order of the ranks on a CPU, in that of `PeerCopies` or of NCCL on CUDA."""
+        if self._copies is not None:
+            self._copies.reduce_scatter(flat)
+            return
         count = flat.numel() // self.size
         own = flat[self.rank * count:(self.rank + 1) * count]
         if self.device.type == "cuda":
@@ -176,15 +194,23 @@ class Ranks:
         written = io.BytesIO()
         torch.save(value, written)
         data = torch.frombuffer(written.getbuffer(), dtype=torch.uint8)
-        sizes = torch.zeros(self.size, dtype=torch.int64)
-        self._finish(all_gather(sizes, torch.tensor([data.numel()]), group, wait=False), patient)
-        longest = int(sizes.max())
-        padded, received = torch.zeros(longest, dtype=torch.uint8), torch.zeros(self.size * longest, dtype=torch.uint8)
-        padded[:data.numel()] = data
-        self._finish(all_gather(received, padded, group, wait=False), patient)
-        parts = received.view(self.size, longest)
-        return [torch.load(io.BytesIO(part[:size].numpy()), weights_only=True)
-                for part, size in zip(parts, sizes.tolist(), strict=True)]
+        first = torch.zeros(_LETTER_BYTES, dtype=torch.uint8)  # the number of bytes, and as many of them as fit
+        first[:8].view(torch.int64).fill_(data.numel())
+        first[8:8 + data.numel()] = data[:_LETTER_BYTES - 8]
+        letters = self._all(first, group, patient)
+        sizes = [int(letter[:8].view(torch.int64)) for letter in letters]
+        parts = letters[:, 8:]
+        if (longest := max(sizes)) > parts.shape[1]:
+            padded = torch.zeros(longest, dtype=torch.uint8)
+            padded[:data.numel()] = data
+            parts = self._all(padded, group, patient)
+        return [torch.load(io.BytesIO(part[:size].numpy()), weights_only=True) for part, size in zip(parts, sizes, strict=True)]
+
+    def _all(self, own: Tensor, group: dist.ProcessGroup, patient: bool) -> Tensor:
+        """The tensors uint8 [n] of all ranks, [size, n]."""
+        received = torch.zeros(self.size * own.numel(), dtype=torch.uint8)
+        self._finish(all_gather(received, own, group, wait=False), patient)
+        return received.view(self.size, own.numel())
 
     def shared_memory(self, sizes: Mapping[str, int], doing: str = "stream") -> SharedMemory:
         """Memory that all ranks map, made by rank 0. Each rank must give the same sizes. `doing`: as in `agree`."""
@@ -233,6 +259,7 @@ class Ranks:
         if self.board is not None:
             self.board.close()
             self.board = None
+        self._copies = self._peer_memory = None
         for group in (self._lane, self._host, self._callers):
             self.end_group(group)
 

@@ -1,10 +1,13 @@
-"""Collectives whose names differ between the versions of PyTorch that we support, and the end of groups that have failed."""
+"""Collectives whose names differ between the versions of PyTorch that we support, memory that several GPUs map, and the end of
+groups that have failed."""
 from __future__ import annotations
 
 import ctypes
 from typing import Any
 
+import torch
 import torch.distributed as dist
+import torch.distributed._symmetric_memory as symmetric  # memory that the GPUs of a host map, and signals between them
 from torch import Tensor
 
 #: PyTorch 2.13 renamed these, and warns about the old names.
@@ -26,3 +29,10 @@ def never_end(group_or_work: Any) -> None:
     """Keeps a process group, or the work of one, until the process has ended. A group's destructor waits for its collectives,
     and those of gloo cannot be aborted: a process could not end while another one was stopped."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(group_or_work))
+
+
+def memory_of_peers(size: int, device: torch.device, group: dist.ProcessGroup) -> tuple[Tensor, Any]:
+    """uint8 [size] on this rank's device, and its handle, through which every rank reaches the same memory of the others. All
+    ranks of the group call this. Raises `RuntimeError` where the devices cannot reach each other's memory."""
+    memory = symmetric.empty(size, dtype=torch.uint8, device=device)
+    return memory, symmetric.rendezvous(memory, group)

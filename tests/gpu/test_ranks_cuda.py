@@ -5,7 +5,6 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "ranks"))
 
 from jobs import USUAL, train_native
 from processes import start
-from test_parity import distance
+from test_parity import distance, found_by
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
 JOBS = (*USUAL, "arrival", "visits", "deferred moments", "waves", "uneven rows, packed", "slabs")
@@ -30,15 +29,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return found
 
 
-def load(folder: Path, name: str, rank: int, kind: str = "") -> dict[str, Any]:
-    return torch.load(folder / f"{name}|{kind}.{rank}.pt")
-
-
 @pytest.mark.parametrize("name", JOBS)
 def test_two_gpus_train_as_native_pytorch_with_all_rows(folder: Path, name: str) -> None:
     expected = train_native(name, 2)
     for rank in range(2):
-        found = load(folder, name, rank)
+        found = found_by(folder, name, rank)
         wanted = [loss[rank] if isinstance(loss, list) else loss for loss in expected["losses"]]
         assert found["losses"][0] == pytest.approx(wanted[0], rel=2e-6, abs=2e-6)
         assert found["losses"] == pytest.approx(wanted, rel=5e-4)
@@ -50,7 +45,7 @@ def test_two_gpus_train_as_native_pytorch_with_all_rows(folder: Path, name: str)
 
 def test_two_runs_on_two_gpus_have_the_same_bits(folder: Path) -> None:
     for rank in range(2):
-        one, other = load(folder, "qwen2", rank), load(folder, "qwen2", rank, "again")
+        one, other = found_by(folder, "qwen2", rank), found_by(folder, "qwen2", rank, "again")
         for part in ("weights", "moments", "gradients"):
             assert all(torch.equal(one[part][key], other[part][key]) for key in one[part] | other[part])
 

@@ -1,6 +1,7 @@
 """Several ranks compute what one process does that has the rows of all of them: native PyTorch in fp32."""
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,9 +36,16 @@ def trained(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReq
             folders[ranks] = tmp_path_factory.mktemp(f"ranks{ranks}")
             names = [f"{name}|" for name in (jobs if ranks == 2 else OF_FOUR)] + (list(AGAIN) if ranks == 2 else [])
             start(Path(__file__).with_name("jobs.py"), ranks, folders[ranks], names).results(420)
-        return lambda name, rank, kind="": torch.load(folders[ranks] / f"{name}|{kind}.{rank}.pt")
+        return functools.partial(found_by, folders[ranks])
 
     return run
+
+
+def found_by(folder: Path, name: str, rank: int, kind: str = "") -> dict[str, Any]:
+    """What a rank had at the end of a job."""
+    found: dict[str, Any] = torch.load(folder / f"{name}|{kind}.{rank}.pt")
+    assert "error" not in found, found["error"]
+    return found
 
 
 @pytest.mark.parametrize(("ranks", "name"), chosen(ALL, lambda job: job[0] == 4 or job[1] in USUAL))
