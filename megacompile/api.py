@@ -85,6 +85,8 @@ def _attach(model: M, fill: Callable[..., Store], config: StreamConfig, layers: 
             example: Mapping[str, Tensor] | None, backend: Backend, ranks: Ranks | None) -> M:
     there = available_host_bytes()
     device_bytes = device_budget(config, backend.free_bytes())
+    if ranks is not None and config.device_memory is not None:
+        device_bytes -= ranks.device_bytes  # what is free does not contain them
     agreed: list[str] = []
     if ranks is not None:
         fill_buffers(model, ranks)

@@ -21,7 +21,9 @@ import torch
 from torch import Tensor
 
 #: Bytes of a half of the stage, and of a half of the inbox.
-HALF_BYTES = 1 << 25
+HALF_BYTES = 1 << 26
+#: Bytes of `Peers`' memory: both halves of both.
+HALVES_BYTES = 4 * HALF_BYTES
 #: Parts of a chunk begin at multiples of so many elements.
 _ALIGNED = 64
 _STAGED, _READ, _WRITTEN, _ADDED = range(0, 8, 2)  # channels of signals: one for each half
@@ -47,11 +49,6 @@ class PeerCopies:
         self._peers, self._half = peers, half_bytes
         self._others = [(rank + step) % size for step in range(1, size)]  # not all read from the same rank at a time
         self._gathered = self._added = 0
-
-    @staticmethod
-    def memory_bytes(half_bytes: int = HALF_BYTES) -> int:
-        """Bytes of `Peers`' memory."""
-        return 4 * half_bytes
 
     def gather(self, whole: Tensor, shard: Tensor) -> None:
         """Fills `whole`, uint8 [size * n], with the shards of all ranks, uint8 [n] each. `shard` may be this rank's part of

@@ -21,20 +21,25 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megacompile.errors import RankError, UnsupportedError, shortened
-from megacompile.runtime.peer_copies import PeerCopies
+from megacompile.runtime.backends.stream_signals import StreamSignals
+from megacompile.runtime.peer_copies import HALVES_BYTES, PeerCopies
+from megacompile.system.mailbox import MOST_BYTES, RANK_BYTES, Mailbox
 from megacompile.system.shared_memory import SharedMemory
 from megacompile.system.status_board import ROW_BYTES, StatusBoard
 from megacompile.torch_compat.distributed import all_gather, memory_of_peers, never_end, reduce_scatter
 from megacompile.version import __version__
 
+#: For how long callers that wait for each other do not sleep, in seconds. Where updates occupy all cores, a sleep takes
+#: milliseconds.
+_AWAKE_S = 2e-3
 #: How long a wait sleeps between two looks, in seconds: at first, and at most.
-_FIRST_S, _LONGEST_S = 2e-5, 2e-3
+_FIRST_S, _LONGEST_S = 2e-5, 1e-3
+#: Bytes of device memory for exchanges by copies.
+PEER_MEMORY_BYTES = HALVES_BYTES + (1 << 16)
 #: How often a wait looks at the board, in seconds.
 _LOOK_S = 0.05
 #: How long a process may take to end once it has closed its connections, in seconds.
 _ENDING_S = 5.0
-#: Bytes that ranks exchange at once, where their values are no larger. Most are not.
-_LETTER_BYTES = 4096
 #: The limit of groups that wait for as long as the others work.
 _UNLIMITED = timedelta(seconds=10**6)
 
@@ -52,20 +57,31 @@ class Ranks:
         self._callers = dist.new_group(backend="gloo", timeout=limit)
         self._groups: tuple[dist.ProcessGroup, ...] = (self._lane, self._host, self._callers)
         self.board: StatusBoard | None = None
+        self.mailbox: Mailbox | None = None
         self.submitted = self.finished = 0
         self._copies: PeerCopies | None = None
-        self._peer_memory: Tensor | None = None
 
-    def warm_up(self) -> None:
-        """Connects the devices, which takes some hundred MiB of device memory that budgets must not count as free: by copies
-        where they can reach each other's memory, and by NCCL, which connects them in its first collective of a kind."""
-        if self.device.type == "cuda":
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of device memory for exchanges by copies, which PyTorch's allocator does not count."""
+        return 0 if self._copies is None else PEER_MEMORY_BYTES
+
+    def connect_devices(self, peer_copies: bool | None) -> None:
+        """Connects the devices, which takes some hundred MiB of device memory that budgets must not count as free: for copies,
+        where they can reach each other's memory (`peer_copies` None) or because the user has said so, and for NCCL, which
+        connects them in its first collective of a kind. Raises `UnsupportedError` if copies are asked for and not possible."""
+        if self.device.type == "cuda" and peer_copies is not False:
+            signals, why = None, ""
             try:
-                self._peer_memory, peers = memory_of_peers(PeerCopies.memory_bytes(), self.device, self._lane)
-            except RuntimeError:  # they have no direct link, or the system does not let processes share device memory
-                peers = None
-            if all(self.agree("stream", peers is not None)):
-                self._copies = PeerCopies(peers, self.rank, self.size)
+                memory, handle = memory_of_peers(PEER_MEMORY_BYTES, self.device, self._lane)
+                signals = StreamSignals(memory, handle, self.rank, self.size)
+            except (OSError, RuntimeError) as error:
+                why = str(error).splitlines()[0]
+            if all(self.agree("stream", signals is not None)) and signals is not None:
+                self._copies = PeerCopies(signals, self.rank, self.size)
+            elif peer_copies:
+                raise UnsupportedError("the GPUs of the ranks cannot reach each other's memory: leave peer_copies out, which "
+                                       f"leaves exchanges to NCCL ({why or 'on another rank'})")
         whole = torch.zeros(4 * self.size, dtype=torch.uint8, device=self.device)
         self.gather(whole, whole[4 * self.rank:4 * (self.rank + 1)])
         self.reduce_scatter(whole.view(torch.float32))
@@ -138,7 +154,7 @@ class Ranks:
         tuples, lists and dicts of them. Raises `RankError` if another rank does something else, has failed or has ended."""
         if self.board is not None:
             self.board.reached()
-        found = self.exchange((doing, value), self._callers)
+        found = self._exchange_among_callers((doing, value))
         for rank, (other, _) in enumerate(found):
             if other != doing:
                 raise RankError(f"rank {rank} calls {other} while rank {self.rank} calls {doing}: make the same calls in the "
@@ -159,14 +175,18 @@ class Ranks:
         if (board := self.board) is not None:
             self._wait(lambda: board.all_finished(self.submitted))
 
-    def _wait(self, done: Callable[[], bool], patient: bool = False) -> None:
-        """Sleeps until `done`, and looks at the board from time to time. `patient`: as in `exchange`."""
+    def _wait(self, done: Callable[[], bool], patient: bool = False, awake_s: float = 0.0) -> None:
+        """Sleeps until `done`, and looks at the board from time to time. Does not sleep in the first `awake_s` seconds.
+        `patient`: as in `exchange`."""
         pause, begun = _FIRST_S, time.monotonic()
         looked = begun
         while not done():
+            now = time.monotonic()
+            if now - begun < awake_s:
+                time.sleep(0)  # other threads of this process may run
+                continue
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_S)
-            now = time.monotonic()
             if now - looked > _LOOK_S:
                 looked = now
                 self.check(failures=not patient)
@@ -191,26 +211,34 @@ class Ranks:
     def exchange(self, value: Any, group: dist.ProcessGroup, patient: bool = False) -> list[Any]:
         """The values of all ranks, in their order. Raises `RankError` if another rank has ended or has failed, or after
         `timeout_s`. `patient`: only if another rank has ended or was stopped."""
-        written = io.BytesIO()
-        torch.save(value, written)
-        data = torch.frombuffer(written.getbuffer(), dtype=torch.uint8)
-        first = torch.zeros(_LETTER_BYTES, dtype=torch.uint8)  # the number of bytes, and as many of them as fit
-        first[:8].view(torch.int64).fill_(data.numel())
-        first[8:8 + data.numel()] = data[:_LETTER_BYTES - 8]
-        letters = self._all(first, group, patient)
-        sizes = [int(letter[:8].view(torch.int64)) for letter in letters]
-        parts = letters[:, 8:]
-        if (longest := max(sizes)) > parts.shape[1]:
-            padded = torch.zeros(longest, dtype=torch.uint8)
-            padded[:data.numel()] = data
-            parts = self._all(padded, group, patient)
-        return [torch.load(io.BytesIO(part[:size].numpy()), weights_only=True) for part, size in zip(parts, sizes, strict=True)]
+        data = torch.frombuffer(bytearray(_written(value)), dtype=torch.uint8)
+        sizes = torch.zeros(self.size, dtype=torch.int64)
+        self._finish(all_gather(sizes, torch.tensor([data.numel()]), group, wait=False), patient)
+        longest = int(sizes.max())
+        padded, received = torch.zeros(longest, dtype=torch.uint8), torch.zeros(self.size * longest, dtype=torch.uint8)
+        padded[:data.numel()] = data
+        self._finish(all_gather(received, padded, group, wait=False), patient)
+        parts = received.view(self.size, longest)
+        return [_read(part[:size].numpy()) for part, size in zip(parts, sizes.tolist(), strict=True)]
 
-    def _all(self, own: Tensor, group: dist.ProcessGroup, patient: bool) -> Tensor:
-        """The tensors uint8 [n] of all ranks, [size, n]."""
-        received = torch.zeros(self.size * own.numel(), dtype=torch.uint8)
-        self._finish(all_gather(received, own, group, wait=False), patient)
-        return received.view(self.size, own.numel())
+    def _exchange_among_callers(self, value: Any) -> list[Any]:
+        """As `exchange`, by the mailbox if no value is too long for it: no other thread must wake up, which takes milliseconds
+        while updates occupy all cores."""
+        if self.mailbox is None:
+            return self.exchange(value, self._callers)
+        self.mailbox.put(_written(value))
+        letters: list[tuple[int, bytes]] | None = None
+
+        def all_there() -> bool:
+            nonlocal letters
+            letters = self.mailbox.all() if self.mailbox is not None else None
+            return letters is not None
+
+        self._wait(all_there, awake_s=_AWAKE_S)
+        assert letters is not None
+        if max(size for size, _ in letters) > MOST_BYTES:
+            return self.exchange(value, self._callers)
+        return [_read(told) for _, told in letters]
 
     def shared_memory(self, sizes: Mapping[str, int], doing: str = "stream") -> SharedMemory:
         """Memory that all ranks map, made by rank 0. Each rank must give the same sizes. `doing`: as in `agree`."""
@@ -259,14 +287,14 @@ class Ranks:
         if self.board is not None:
             self.board.close()
             self.board = None
-        self._copies = self._peer_memory = None
+        self._copies = None
         for group in (self._lane, self._host, self._callers):
             self.end_group(group)
 
 
-def connect(device: torch.device, timeout_s: float | None) -> Ranks:
-    """Connects the processes of torch.distributed's default group, which must all be on this host. Raises `UnsupportedError` if
-    they are not."""
+def connect(device: torch.device, timeout_s: float | None, peer_copies: bool | None = None) -> Ranks:
+    """Connects the processes of torch.distributed's default group, which must all be on this host. `peer_copies`: as in
+    `StreamConfig`. Raises `UnsupportedError` if they are not, and what `Ranks.connect_devices` raises."""
     ranks = Ranks(device, timeout_s)
     hosts = ranks.agree("stream", Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii"))
     if len(set(hosts)) > 1:
@@ -274,8 +302,20 @@ def connect(device: torch.device, timeout_s: float | None) -> Ranks:
                                "--standalone)")
     ranks.agree_on("stream", "version", f"megacompile {__version__}, torch {torch.__version__}")
     processes = ranks.agree("stream", os.getpid())
-    memory = ranks.shared_memory({"board": ROW_BYTES * ranks.size})
+    memory = ranks.shared_memory({"board": ROW_BYTES * ranks.size, "mailbox": RANK_BYTES * ranks.size})
     ranks.board = StatusBoard(memory.piece("board"), ranks.rank, processes)
+    ranks.mailbox = Mailbox(memory.piece("mailbox"), ranks.rank)
     memory.close()
-    ranks.warm_up()
+    ranks.connect_devices(peer_copies)
     return ranks
+
+
+def _written(value: Any) -> bytes:
+    """A value as bytes that `_read` reads, without pickles."""
+    written = io.BytesIO()
+    torch.save(value, written)
+    return written.getvalue()
+
+
+def _read(data: Any) -> Any:
+    return torch.load(io.BytesIO(data), weights_only=True)

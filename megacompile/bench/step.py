@@ -78,6 +78,7 @@ def options() -> argparse.ArgumentParser:
                         help="wait for the update at the end of each step")
     parser.add_argument("--compute-only", action="store_true",
                         help="skip copies and updates, to measure the rate of the templates")
+    parser.add_argument("--nccl", action="store_true", help="several GPUs exchange by NCCL, also where they could by copies")
     parser.add_argument("--recorded-steps", type=int, default=2,
                         help="number of additional steps that measure how busy lanes are; 0: none (default: 2)")
     parser.add_argument("--timeline", metavar="PREFIX",
@@ -89,7 +90,7 @@ def options() -> argparse.ArgumentParser:
 
 
 #: Rows that have these options in common are measured on one model.
-MODEL = ("shape", "layers", "device", "pinned_memory", "uncompiled")
+MODEL = ("shape", "layers", "device", "pinned_memory", "uncompiled", "nccl")
 #: Options of a row that `replan` can change.
 _PLANNED = ("checkpoint_interval", "micro_batch_size", "weight_slots", "resident", "resident_state", "visiting_state",
             "deferred_moments", "saved_layers", "residuals", "token_chunk", "device_memory", "waves")
@@ -126,7 +127,8 @@ class Models:
             torch.cuda.empty_cache()
         self.before = resident_bytes()
         self.model = megacompile.stream(model, device=given.device, pinned_memory=given.pinned_memory,
-                                        compile=False if given.uncompiled else None, **planned)
+                                        compile=False if given.uncompiled else None,
+                                        peer_copies=False if given.nccl else None, **planned)
         return self.model
 
     def close(self) -> None:

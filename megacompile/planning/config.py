@@ -86,6 +86,9 @@ class StreamConfig:
             number: the minimum length of these rows in tokens (rounded up to a power of two; 2048 by default).
         distributed: whether this process trains the model together with the other processes of torch.distributed's default
             group (torchrun), which must be on the same host. None: where there are several processes.
+        peer_copies: how the GPUs of several ranks exchange weights and gradients: True: by copies from one GPU's memory to
+            another's, which leave the multiprocessors to the layers; False: by NCCL. None: by copies where the GPUs can reach
+            each other's memory.
         reference: run the reference interpreter (one thread, program order), for checking.
     """
 
@@ -118,6 +121,7 @@ class StreamConfig:
     stall_timeout: float | None = 1800.0
     repack: bool | int = True
     distributed: bool | None = None
+    peer_copies: bool | None = None
     reference: bool = False
 
     def __post_init__(self) -> None:

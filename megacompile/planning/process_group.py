@@ -48,4 +48,4 @@ def connected_ranks(config: StreamConfig, device: torch.device) -> Ranks | None:
         torch.cuda.set_device(device)
     if not dist.is_initialized():
         dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
-    return connect(device, config.stall_timeout)
+    return connect(device, config.stall_timeout, config.peer_copies)

@@ -16,6 +16,7 @@ def give_back(executor: Executor | ReferenceExecutor, arena: Arena, checkpoints:
     """Stops the lanes once they have finished their work, and then frees the memory that they used."""
 
     def memory() -> None:
+        store.first_touch.stop()
         backend.synchronize()  # a garbage-collected model may have copies in flight
         arena.close()
         checkpoints.close()

@@ -32,7 +32,10 @@ def never_end(group_or_work: Any) -> None:
 
 
 def memory_of_peers(size: int, device: torch.device, group: dist.ProcessGroup) -> tuple[Tensor, Any]:
-    """uint8 [size] on this rank's device, and its handle, through which every rank reaches the same memory of the others. All
-    ranks of the group call this. Raises `RuntimeError` where the devices cannot reach each other's memory."""
+    """Zeros, uint8 [size] on this rank's device, and their handle, through which every rank reaches the same memory of the
+    others. All ranks of the group call this. Raises `RuntimeError` where the devices cannot reach each other's memory."""
     memory = symmetric.empty(size, dtype=torch.uint8, device=device)
-    return memory, symmetric.rendezvous(memory, group)
+    handle = symmetric.rendezvous(memory, group)
+    memory.zero_()
+    torch.cuda.synchronize(device)
+    return memory, handle

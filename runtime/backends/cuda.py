@@ -38,6 +38,8 @@ def free_bytes(device: torch.device) -> int:
 
 #: Lanes whose work is queued on the device. The lane cpu also has a stream, for copies that it waits for.
 _QUEUES = (Lane.COMPUTE, Lane.H2D, Lane.D2H, Lane.COLLECTIVE)
+#: The priority of a stream whose kernels start before those of others; CUDA takes the highest one that the device has.
+_FIRST = -5
 #: Sets of streams that no backend uses, by device. Streams are never destroyed: when a tensor is freed, PyTorch's allocator
 #: records an event on each stream that used the tensor, and aborts the process if that stream does not exist any more.
 _idle_streams: dict[int, list[dict[Lane, Any]]] = {}
@@ -47,7 +49,9 @@ def _streams(cupy: Any, index: int) -> dict[Lane, Any]:
     if idle := _idle_streams.get(index):
         return idle.pop()
     with cupy.cuda.Device(index):
-        return {lane: cupy.cuda.Stream(non_blocking=True) for lane in (*_QUEUES, Lane.CPU)}
+        # The others' devices wait for exchanges, whose few kernels (the sums) are short: they go first.
+        return {lane: cupy.cuda.Stream(non_blocking=True, priority=_FIRST if lane == Lane.COLLECTIVE else 0)
+                for lane in (*_QUEUES, Lane.CPU)}
 
 
 class CudaBackend:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from megacompile.errors import InsufficientMemoryError
+from megacompile.runtime.memory.first_touch import FirstTouch
 from megacompile.runtime.memory.shards import Share, TileShard
 from megacompile.runtime.memory.snapshot import Snapshot
 from megacompile.runtime.memory.tile_part import TilePart
@@ -25,6 +26,7 @@ class Store:
     parts: dict[str, TilePart] = field(default_factory=dict)
     snapshot: Snapshot | None = None
     shards: dict[str, TileShard] = field(default_factory=dict)
+    first_touch: FirstTouch = field(default_factory=FirstTouch)
     _own: frozenset[str] | None = None
 
     def __getitem__(self, name: str) -> Share:
@@ -69,6 +71,15 @@ class Store:
             yield from (part for part in (tile.weights, tile.gradients) if part is not None)
         parts: list[TilePart | TileShard] = [*self.parts.values(), *self.shards.values()]
         yield from (part.norm_bytes for part in parts if part.norm_bytes is not None)
+
+    def touch_state(self, tiles: Collection[str]) -> None:
+        """Begins to take the pages of this process's share of these tiles' optimizer state, in the background."""
+        every: Iterable[Share] = self.shards.values() if self.shards else self.tiles.values()
+        shares = [share for share in every if share.home.layout.name in tiles]
+        self.first_touch.begin(
+            state[there] for share in shares
+            for state in (*share.home.prepare_moments(), *([] if share.home.remainder is None else [share.home.remainder]))
+            for _, there in share.runs)
 
     def allocate_sums(self, tiles: Iterable[str]) -> None:
         """Allocates FP32 sums of gradients for those of these tiles that have none. Raises `InsufficientMemoryError`; then

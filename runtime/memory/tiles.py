@@ -165,6 +165,7 @@ class HostTile:
     sums: Tensor | None = None  # fp32 [elements]
     moments_written: bool = False  # by an update or a loaded optimizer; until then they are untouched zeros
     shared: SharedMemory | None = None  # with several ranks: where all parts are
+    _prepared: list[Tensor] | None = None  # memory for moments
 
     @classmethod
     def allocate(cls, layout: TileLayout, shared: SharedMemory | None = None) -> HostTile:
@@ -181,10 +182,17 @@ class HostTile:
             remainder = memory("remainder", 2 * layout.elements).view(torch.int16)
         return cls(layout, memory("weights", layout.weight_bytes, inherited=True), gradients, remainder, shared=shared)
 
+    def prepare_moments(self) -> list[Tensor]:
+        """Memory that `allocate_moments` will use, and that no page was taken of yet."""
+        if self.m is None and self._prepared is None and self.layout.trainable:
+            self._prepared = [self._fp32(part) for part in ("m", "v")]
+        return self._prepared or []
+
     def allocate_moments(self) -> None:
         """Allocates AdamW's moments, zeros."""
         if self.m is None and self.layout.trainable:
-            self.m, self.v = (self._fp32(part) for part in ("m", "v"))
+            self.m, self.v = self.prepare_moments()
+            self._prepared = None
 
     def allocate_sums(self) -> None:
         """Allocates the sums of gradients."""

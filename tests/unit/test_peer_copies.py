@@ -1,9 +1,12 @@
 """Exchanges by copies between GPUs, whose memory is played by tensors and whose streams by threads."""
 from __future__ import annotations
 
+import ctypes
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +15,8 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from megacompile.runtime.backends import stream_signals
+from megacompile.runtime.backends.stream_signals import StreamSignals
 from megacompile.runtime.peer_copies import PeerCopies
 
 HALF = 4096
@@ -21,7 +26,7 @@ class Host:
     """Memory of all ranks, and signals between them."""
 
     def __init__(self, size: int) -> None:
-        self.memory = [torch.full((PeerCopies.memory_bytes(HALF),), 255, dtype=torch.uint8) for _ in range(size)]
+        self.memory = [torch.full((4 * HALF,), 255, dtype=torch.uint8) for _ in range(size)]
         self.signals: set[tuple[int, int, int]] = set()  # (source, destination, channel)
         self.changed = threading.Condition()
         self.broken = False
@@ -56,8 +61,12 @@ class Peers:
 def together(size: int, work: Callable[[int, PeerCopies], Any]) -> list[Any]:
     """What each rank's thread returns."""
     host = Host(size)
+    return in_threads(size, lambda rank: work(rank, PeerCopies(Peers(host, rank), rank, size, HALF)))
+
+
+def in_threads(size: int, work: Callable[[int], Any]) -> list[Any]:
     with ThreadPoolExecutor(size) as threads:
-        return list(threads.map(lambda rank: work(rank, PeerCopies(Peers(host, rank), rank, size, HALF)), range(size)))
+        return list(threads.map(work, range(size)))
 
 
 def values(rank: int, step: int, count: int) -> Tensor:
@@ -116,3 +125,58 @@ def test_a_late_rank_delays_the_others_and_spoils_nothing(late: int) -> None:
     expected = torch.stack([values(rank, 0, 3 * 5000).double() for rank in range(3)]).sum(dim=0) * 9
     assert all(torch.equal(each, found[0]) for each in found)
     torch.testing.assert_close(found[0].double(), expected, rtol=1e-5, atol=1e-4)
+
+
+class Driver:
+    """The stream memory operations of CUDA on host memory, executed at once."""
+
+    def cuDeviceGetAttribute(self, *_: Any) -> int:  # noqa: N802
+        return 1
+
+    def cuStreamWriteValue32_v2(self, _: Any, address: ctypes.c_uint64, number: ctypes.c_uint32, __: Any) -> int:  # noqa: N802
+        ctypes.c_uint32.from_address(address.value).value = number.value
+        return 0
+
+    def cuStreamWaitValue32_v2(self, _: Any, address: ctypes.c_uint64, number: ctypes.c_uint32, __: Any) -> int:  # noqa: N802
+        limit = time.monotonic() + 10
+        while ctypes.c_uint32.from_address(address.value).value - number.value & 0x80000000:
+            assert time.monotonic() < limit, "a wait never ends"
+            time.sleep(0)
+        return 0
+
+
+class Handle:
+    """Memory of all ranks as PyTorch's symmetric memory shows it."""
+
+    def __init__(self, memory: list[Tensor]) -> None:
+        self.memory, self.buffer_ptrs = memory, [each.data_ptr() for each in memory]
+
+    def get_buffer(self, rank: int, sizes: tuple[int, ...], dtype: torch.dtype, storage_offset: int) -> Tensor:
+        return self.memory[rank].view(dtype)[storage_offset:storage_offset + sizes[0]]
+
+
+@pytest.mark.parametrize("size", [2, 3, 8])
+def test_signals_of_streams_order_exchanges_as_signals_do(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream_signals, "_driver", Driver)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: SimpleNamespace(cuda_stream=0))
+    handle = Handle([torch.zeros(4 * HALF + (1 << 12), dtype=torch.uint8) for _ in range(size)])
+
+    def run(rank: int) -> list[Tensor]:
+        signals = StreamSignals(handle.memory[rank], handle, rank, size)
+        signals._put.update({(other, channel): 2**32 - 3 for other in range(size) for channel in range(8)})  # soon wrapped
+        signals._taken.update(signals._put)
+        copies, found = PeerCopies(signals, rank, size, HALF), []
+        for step in range(6):
+            flat = values(rank, step, size * 900)
+            copies.reduce_scatter(flat)
+            copies.gather(flat.view(torch.uint8), flat.view(size, -1)[rank].view(torch.uint8))
+            found.append(flat)
+        return found
+
+    for each in handle.memory:
+        each[:256].view(torch.int32).fill_(-3)
+    found = in_threads(size, run)
+    for step in range(6):
+        expected = torch.stack([values(rank, step, size * 900).double() for rank in range(size)]).sum(dim=0)
+        assert all(torch.equal(each[step], found[0][step]) for each in found)
+        torch.testing.assert_close(found[0][step].double(), expected, rtol=1e-5, atol=1e-5)

@@ -78,6 +78,7 @@ class AdamW(torch.optim.Optimizer):
         self._made = True
         for streamed in owners_of(self._parameters()):
             streamed.optimizer_in_backward.attach(self if overlap is not None else None)
+            streamed.store.touch_state({memory.tile for parameter in self._parameters() if (memory := self._memory(parameter))})
         native.library()  # builds it now if necessary: at the first update all lanes would wait for the C++ compiler
 
     @property

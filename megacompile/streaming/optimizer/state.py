@@ -87,6 +87,11 @@ class StateMemory:
         self._optimizer = weakref.ref(optimizer)
 
     @property
+    def tile(self) -> str:
+        """The host tile that holds the state."""
+        return self._tile_name
+
+    @property
     def remainder(self) -> Tensor | None:
         """The low bits of the FP32 master, int16; None for an fp32 parameter."""
         return None if self._tile.remainder is None else self._own(self._tile.remainder)

@@ -1,0 +1,69 @@
+"""Takes the pages of optimizer state before the first update needs them, beside tracing and compiling.
+
+The system zeroes a page when it is first written. The first update of a 7B model would wait for 60 GiB of pages, and longer
+where several ranks share memory, whose pages are small.
+"""
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from megacompile.system.control_groups import cores
+from megacompile.system.host_memory import PAGE, populate
+from megacompile.system.priority import yield_to_others
+
+#: Bytes that a thread takes at a time.
+_CHUNK = 1 << 28
+#: State that is smaller is not worth a thread.
+LEAST_BYTES = 1 << 30
+_MOST_THREADS = 8
+
+
+class FirstTouch:
+    """State: the memory that is left, and the threads that take it."""
+
+    def __init__(self) -> None:
+        self._left: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._stopped = False
+
+    def begin(self, parts: Iterable[Tensor]) -> None:
+        """Begins with these parts of host memory, if there is enough of them. Values that are written meanwhile stay."""
+        chunks = [chunk for part in parts for chunk in _aligned(part).split(_CHUNK) if chunk.numel()]
+        if sum(chunk.numel() for chunk in chunks) < LEAST_BYTES:
+            return
+        for chunk in chunks:
+            self._left.put(chunk)
+        self._threads = [threading.Thread(target=self._work, daemon=True, name="megacompile first touch")
+                         for _ in range(max(1, min(_MOST_THREADS, cores() // 2)))]
+        for thread in self._threads:
+            thread.start()
+
+    def _work(self) -> None:
+        yield_to_others()
+        while not self._stopped:
+            try:
+                chunk = self._left.get_nowait()
+            except queue.Empty:
+                return
+            if not populate(chunk):
+                return  # the first update takes the pages
+
+    def stop(self) -> None:
+        """Ends the threads: no memory is used any more when this returns."""
+        self._stopped = True
+        for thread in self._threads:
+            thread.join()
+        self._threads.clear()
+        self._left = queue.SimpleQueue()
+
+
+def _aligned(part: Tensor) -> Tensor:
+    """The whole pages of a part, uint8."""
+    flat = part.view(torch.uint8)
+    first = -flat.data_ptr() % PAGE
+    return flat[first:first + (flat.numel() - first) // PAGE * PAGE] if flat.numel() > first else flat[:0]
