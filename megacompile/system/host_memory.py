@@ -12,7 +12,6 @@ from megacompile.errors import InsufficientMemoryError
 from megacompile.system.control_groups import group_rooms
 
 PAGE = 4096
-_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE
 
 
 def host_memory(size: int, inherited: bool = False) -> Tensor:
@@ -32,14 +31,6 @@ def host_memory(size: int, inherited: bool = False) -> Tensor:
     if not inherited and hasattr(mmap, "MADV_DONTFORK"):
         area.madvise(mmap.MADV_DONTFORK)
     return torch.frombuffer(area, dtype=torch.uint8, count=size)
-
-
-def populate(memory: Tensor) -> bool:
-    """Takes the pages of page-aligned host memory, whose contents stay as they are. Whether the system can do that (Linux since
-    5.14)."""
-    library = ctypes.CDLL(None)
-    code: int = library.madvise(ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(memory.nbytes), _POPULATE_WRITE)
-    return code == 0
 
 
 def give_back_freed_memory() -> None:

@@ -5,6 +5,7 @@ where several ranks share memory, whose pages are small.
 """
 from __future__ import annotations
 
+import ctypes
 import queue
 import threading
 from collections.abc import Iterable
@@ -12,12 +13,12 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from megacompile.system.control_groups import cores
-from megacompile.system.host_memory import PAGE, populate
+from megacompile.runtime.optimizer import native
+from megacompile.system.host_memory import PAGE
 from megacompile.system.priority import yield_to_others
 
-#: Bytes that a thread takes at a time.
-_CHUNK = 1 << 28
+#: Bytes that a thread takes before it looks whether it should stop.
+_CHUNK = 1 << 26
 #: State that is smaller is not worth a thread.
 LEAST_BYTES = 1 << 30
 _MOST_THREADS = 8
@@ -33,25 +34,24 @@ class FirstTouch:
 
     def begin(self, parts: Iterable[Tensor]) -> None:
         """Begins with these parts of host memory, if there is enough of them. Values that are written meanwhile stay."""
-        chunks = [chunk for part in parts for chunk in _aligned(part).split(_CHUNK) if chunk.numel()]
-        if sum(chunk.numel() for chunk in chunks) < LEAST_BYTES:
+        chunks = [chunk for part in parts for chunk in part.view(torch.uint8).split(_CHUNK) if chunk.numel()]
+        if sum(chunk.numel() for chunk in chunks) < LEAST_BYTES or (library := native.library()) is None:
             return
         for chunk in chunks:
             self._left.put(chunk)
-        self._threads = [threading.Thread(target=self._work, daemon=True, name="megacompile first touch")
-                         for _ in range(max(1, min(_MOST_THREADS, cores() // 2)))]
+        self._threads = [threading.Thread(target=self._work, args=(library,), daemon=True, name="megacompile first touch")
+                         for _ in range(max(1, min(_MOST_THREADS, native.default_threads() // 2)))]
         for thread in self._threads:
             thread.start()
 
-    def _work(self) -> None:
+    def _work(self, library: ctypes.CDLL) -> None:
         yield_to_others()
         while not self._stopped:
             try:
                 chunk = self._left.get_nowait()
             except queue.Empty:
                 return
-            if not populate(chunk):
-                return  # the first update takes the pages
+            library.megacompile_touch(chunk.data_ptr(), chunk.numel(), PAGE)
 
     def stop(self) -> None:
         """Ends the threads: no memory is used any more when this returns."""
@@ -61,9 +61,3 @@ class FirstTouch:
         self._threads.clear()
         self._left = queue.SimpleQueue()
 
-
-def _aligned(part: Tensor) -> Tensor:
-    """The whole pages of a part, uint8."""
-    flat = part.view(torch.uint8)
-    first = -flat.data_ptr() % PAGE
-    return flat[first:first + (flat.numel() - first) // PAGE * PAGE] if flat.numel() > first else flat[:0]

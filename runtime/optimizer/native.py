@@ -70,6 +70,7 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "megacompile_split": (None, [_pointer, _pointer, _pointer, _int64, _int, _int]),
     "megacompile_join": (None, [_pointer, _pointer, _pointer, _int64, _int, _int]),
     "megacompile_copy": (None, [_pointer, _pointer, _int64, _int]),
+    "megacompile_touch": (None, [_pointer, _int64, _int64]),
 }
 
 _lock = threading.Lock()

@@ -76,10 +76,10 @@ class AdamW(torch.optim.Optimizer):
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
         self._take_over(self._parameters())
         self._made = True
+        native.library()  # builds it now if necessary: at the first update all lanes would wait for the C++ compiler
         for streamed in owners_of(self._parameters()):
             streamed.optimizer_in_backward.attach(self if overlap is not None else None)
             streamed.store.touch_state({memory.tile for parameter in self._parameters() if (memory := self._memory(parameter))})
-        native.library()  # builds it now if necessary: at the first update all lanes would wait for the C++ compiler
 
     @property
     def overlap(self) -> str | None:

@@ -376,4 +376,11 @@ void megacompile_copy(void* destination, const void* source, int64_t bytes, int 
   });
 }
 
+// Takes the pages of memory that is in use: values stay. A write fault, unlike madvise(MADV_POPULATE_WRITE), does not keep
+// the process's other threads from mapping memory.
+void megacompile_touch(void* memory, int64_t bytes, int64_t page) {
+  for (int64_t offset = 0; offset < bytes; offset += page)
+    __atomic_fetch_add(static_cast<volatile char*>(memory) + offset, 0, __ATOMIC_RELAXED);
+}
+
 }  // extern "C"
