@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import mmap
 import platform
 import statistics
 import subprocess
@@ -23,17 +22,27 @@ import torch
 from torch import Tensor
 
 from megacompile.runtime.optimizer import adam, native
+from megacompile.system.host_memory import host_memory
+from megacompile.system.shared_memory import SharedMemory
 
 
-def host_tensor(elements: int, dtype: torch.dtype) -> Tensor:
-    """A zeroed tensor [elements], in huge pages if the system has them, like the tiles of a streamed model. All pages are
-    touched."""
-    size = elements * dtype.itemsize
-    area = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    area.madvise(mmap.MADV_HUGEPAGE)
-    tensor = torch.frombuffer(area, dtype=dtype)
-    tensor.zero_()
-    return tensor
+class Memory:
+    """Makes tensors as the tiles of a streamed model have them, or with `shared` as those of several ranks.
+
+    State: how many bytes were touched first, and the seconds that this took."""
+
+    def __init__(self, shared: bool) -> None:
+        self.shared, self.touched_bytes, self.touching_s = shared, 0, 0.0
+
+    def tensor(self, elements: int, dtype: torch.dtype) -> Tensor:
+        """A zeroed tensor [elements], in huge pages if the system has them. All pages are touched."""
+        size = elements * dtype.itemsize
+        memory = SharedMemory({"all": size}).piece("all") if self.shared else host_memory(size)
+        start = time.perf_counter()
+        memory.zero_()
+        self.touching_s += time.perf_counter() - start
+        self.touched_bytes += size
+        return memory.view(dtype)
 
 
 def machine() -> dict[str, object]:
@@ -65,11 +74,12 @@ def median_s(call: Callable[[], object], repeats: int) -> float:
     return statistics.median(times)
 
 
-def measure(elements: int, threads: int, repeats: int) -> dict[str, float]:
+def measure(elements: int, threads: int, repeats: int, shared: bool) -> dict[str, float]:
     """Rates with this many threads: AdamW in 1e9 parameters/s, everything else in GB/s moved."""
-    weights, remainder = host_tensor(elements, torch.bfloat16), host_tensor(elements, torch.int16)
-    gradient, other = (host_tensor(elements, torch.bfloat16).fill_(0.01) for _ in range(2))
-    m, v = host_tensor(elements, torch.float32), host_tensor(elements, torch.float32)
+    memory = Memory(shared)
+    weights, remainder = memory.tensor(elements, torch.bfloat16), memory.tensor(elements, torch.int16)
+    gradient, other = (memory.tensor(elements, torch.bfloat16).fill_(0.01) for _ in range(2))
+    m, v = memory.tensor(elements, torch.float32), memory.tensor(elements, torch.float32)
     segments = [adam.AdamSegment(0, elements, 1e-4, 0.9, 0.95, 1e-8, 0.1, step=10)]
 
     def update(part: adam.Part) -> Callable[[], object]:
@@ -85,6 +95,7 @@ def measure(elements: int, threads: int, repeats: int) -> dict[str, float]:
     }
     rates = {name: weight * elements / median_s(call, repeats) / 1e9 for name, (call, weight) in calls.items()}
     rates["adamw_bf16_bytes"] = 26 * rates["adamw_bf16"]
+    rates["first_touch"] = memory.touched_bytes / memory.touching_s / 1e9
     return rates
 
 
@@ -95,15 +106,18 @@ def main() -> None:
     parser.add_argument("--threads", type=int, nargs="+", default=[native.default_threads()],
                         help="numbers of threads to measure (default: all that AdamW uses)")
     parser.add_argument("--repeats", type=int, default=5, help="measurements for each median (default: 5)")
+    parser.add_argument("--shared", action="store_true", help="memory that several processes map, as with several GPUs")
     parser.add_argument("--output", type=Path, help="append the JSON line to this file")
     arguments = parser.parse_args()
 
-    rates = {threads: measure(arguments.elements, threads, arguments.repeats) for threads in arguments.threads}
+    rates = {threads: measure(arguments.elements, threads, arguments.repeats, arguments.shared)
+             for threads in arguments.threads}
     rows = [[threads, *values.values()] for threads, values in rates.items()]
     headers = ["threads", "AdamW G param/s", "weights alone", "moments alone",
-               "norm GB/s", "accumulate GB/s", "copy GB/s", "AdamW GB/s"]
+               "norm GB/s", "accumulate GB/s", "copy GB/s", "AdamW GB/s", "first touch GB/s"]
     print(tabulate.tabulate(rows, headers, floatfmt=".2f"))
-    line = json.dumps({"benchmark": "adam", "elements": arguments.elements, "machine": machine(), "rates": rates})
+    line = json.dumps({"benchmark": "adam", "elements": arguments.elements, "shared": arguments.shared, "machine": machine(),
+                       "rates": rates})
     print(line)
     if arguments.output is not None:
         arguments.output.parent.mkdir(parents=True, exist_ok=True)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import io
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -163,7 +163,10 @@ class Ranks:
 
     def agree_on(self, doing: str, what: str, value: Any) -> None:
         """As `agree`. Raises `RankError` unless all ranks give the same value, which is `what` it is for a message."""
-        values = self.agree(doing, value)
+        self.require_equal(what, self.agree(doing, value))
+
+    def require_equal(self, what: str, values: Sequence[Any]) -> None:
+        """Raises `RankError` unless all ranks have the same value, which is `what` it is for a message."""
         for rank, other in enumerate(values):
             if other != values[0]:
                 raise RankError(f"rank {rank} has another {what} than rank 0: start all ranks with the same model, options and "

@@ -169,9 +169,9 @@ class Streamed:
             self.executor.check()
             given, all_rows, output = self.together.joined(given, "forward", output)
             wanted = self.shape_of(given, training=True, output=output)
-            shape = self.compiled(wanted)
+            shape = self.together.compiled(self.shapes, wanted, self.shapes_in_use())
             if shape.plan.saved_layers and not self._fits(shape):  # beside the open forwards
-                shape = self.compiled(replace(wanted, lean=True))
+                shape = self.together.compiled(self.shapes, replace(wanted, lean=True), self.shapes_in_use())
             self._enter(shape, "forward", "backward", "update")
             batch = self._batch(shape, given, all_rows)
             forward = self._open(shape, batch)
@@ -195,8 +195,8 @@ class Streamed:
         with self.guarded(), self.together.failing():
             self.executor.check()
             given, all_rows, _ = self.together.joined(given, "train_step")
-            shape = self.compiled(replace(self.shape_of(given, training=True), update="arrival" if overlap else "step",
-                                          whole_step=True))
+            wanted = replace(self.shape_of(given, training=True), update="arrival" if overlap else "step", whole_step=True)
+            shape = self.together.compiled(self.shapes, wanted, self.shapes_in_use())
             self.store.allocate_sums(shape.plan.host_sums)
             self._enter(shape, "train_step", "update")
             self.gradients.gather()  # before all ranks agree on the program: gradients that users keep move first
@@ -384,7 +384,7 @@ class Streamed:
     def _batch(self, shape: CompiledShape, given: BatchArguments, all_rows: AllRows | None) -> Batch:
         captured, constants = self.captures.serve(shape.shape.capture_key).captured, self.constants.on_device
         loss_denominator = given.loss_denominator if shape.shape.labels else None
-        seed = self.together.confirm(shape, captured, all_rows)
+        seed = self.together.seed(captured, all_rows)
         batch = batch_io.batch_of(self.backend, captured, shape.plan, constants, given.inputs, loss_denominator, seed, all_rows)
         batch.useful_tokens = given.useful_tokens
         batch.computed_tokens = shape.plan.batch * shape.plan.length * self.together.size  # of all ranks, like useful_tokens

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,12 +14,14 @@ from megacompile.errors import MegacompileError, RankError, named_line
 from megacompile.frontend.capture import CapturedModel
 from megacompile.inputs.across_ranks import AllRows, joined
 from megacompile.inputs.batch import BatchArguments
+from megacompile.ir.plan import Shape
 from megacompile.planning.config import StreamConfig
 from megacompile.runtime.ranks import Ranks
 from megacompile.runtime.update import Update
 from megacompile.streaming.dropout_seed import seed_of_forward
 from megacompile.streaming.programs.captures import ModelCaptures
-from megacompile.streaming.programs.shapes import CompiledShape
+from megacompile.streaming.programs.shapes import CompiledShape, Shapes
+from megacompile.streaming.programs.shared_plans import compiled_by_all
 
 
 class Together:
@@ -111,14 +113,14 @@ class Together:
             output = self.captures.serve(padded.key).captured.require_heads().like(own, output)
         return padded, all_rows, output
 
-    def confirm(self, shape: CompiledShape, captured: CapturedModel, all_rows: AllRows | None) -> int | None:
-        """Checks that all ranks have the same program for a step. Returns the seed of its dropout, or None. Raises
-        `RankError`."""
+    def compiled(self, shapes: Shapes, shape: Shape, keep: Collection[CompiledShape]) -> CompiledShape:
+        """The program of a training step, the same on every rank. Raises what `Shapes.get` raises, and `RankError`."""
+        return shapes.get(shape, keep) if self.ranks is None else compiled_by_all(shapes, shape, keep, self.ranks)
+
+    def seed(self, captured: CapturedModel, all_rows: AllRows | None) -> int | None:
+        """The seed of a forward's dropout, rank 0's where all ranks run it; None without dropout. Raises `RankError`."""
         seed = seed_of_forward(captured)
-        if self.ranks is None or all_rows is None:
-            return seed
-        self.ranks.agree_on("compile", "program", shape.digest)
-        return None if seed is None else self.ranks.agree("draw", seed)[0]
+        return seed if self.ranks is None or all_rows is None or seed is None else self.ranks.agree("draw", seed)[0]
 
     def wait_for_updates(self) -> None:
         """Waits until host tiles have the updates of all ranks. Raises `RankError`."""

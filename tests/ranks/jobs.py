@@ -153,8 +153,10 @@ def train(name: str, rank: int, **more: Any) -> dict[str, Any]:
     weights = {n: p.detach().clone() for n, p in model.named_parameters()}
     norm, state = optimizer.grad_norm, optimizer.state_dict()["state"]
     moments = {f"{i}.{key}": torch.as_tensor(value).clone() for i, each in state.items() for key, value in each.items()}
+    searches = model.megacompile.stats["plan_searches"]
     model.megacompile.close()
-    return {"losses": losses, "gradients": gradients, "weights": weights, "norm": norm, "moments": moments}
+    return {"searches": searches, "losses": losses, "gradients": gradients, "weights": weights, "norm": norm,
+            "moments": moments}
 
 
 def train_native(name: str, ranks: int) -> dict[str, Any]:

@@ -87,3 +87,7 @@ def test_every_rank_reads_the_same_weights_and_state(trained: Callable[[int], Ca
     one, other = (trained(2)(name, rank) for rank in range(2))
     for part in ("weights", "moments", "gradients"):
         assert all(torch.equal(one[part][key], other[part][key]) for key in one[part] | other[part])
+
+
+def test_rank_0_searches_for_the_plans_of_all_ranks(trained: Callable[[int], Callable[..., Any]]) -> None:
+    assert [trained(2)("qwen2", rank)["searches"] for rank in range(2)] == [1, 0]

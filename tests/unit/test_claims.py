@@ -47,7 +47,9 @@ def at(row: dict[str, Any], path: str) -> Any:
 
 def row_of(command: str, where: str) -> dict[str, Any]:
     """The row that a command made. `where`: file, commit, and fields that tell rows apart that have no options."""
-    program, *words = command.split()
+    launched = re.fullmatch(r"torchrun --nproc-per-node (\d+) (.*)", command)
+    program, *words = (command if launched is None else launched[2]).split()
+    gpus = {} if launched is None else {"gpus": launched[1]}
     system = SYSTEMS.get(Path(program).stem)
     assert (ROOT / program).exists(), program
     file, *told = where.replace("`", "").split()
@@ -57,7 +59,7 @@ def row_of(command: str, where: str) -> dict[str, Any]:
                 and all(row["commit"] == commit for commit in commits)]
     if system is not None:
         matching = [row for row in matching if row["system"] == system
-                    and {key: str(value) for key, value in row["options"].items()} == options(words)]
+                    and {key: str(value) for key, value in row["options"].items()} == options(words) | gpus]
     assert matching, f"{file} has no such row: {command} {told}"
     return matching[-1]
 

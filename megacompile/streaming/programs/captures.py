@@ -63,8 +63,7 @@ class ModelCaptures:
         budget = device_budget(config, backend.free_bytes())
         planner = Planner(captured, tiling, config, budget, parse_bytes(config.pinned_memory), *margins(backend.device.type),
                           fused=compiling, host_bytes=host_bytes, output=captured.main_output,
-                          keeping=tiling.ranks == 1,  # ranks that find different plans on disk could not run together
-
+                          keeping=True,
                           simulator=simulator_of(captured, tiling, Hardware.known(backend.device), compiling, config.passes))
         binder = Binder(captured, tiling, backend.device, compiling, compiling and config.dynamic is not False,
                         config.micro_batch_size)

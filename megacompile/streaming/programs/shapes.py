@@ -19,7 +19,7 @@ from megacompile.ir.program import Program, Slot, places, slot_family
 from megacompile.passes.manager import Compiled, compile_program
 from megacompile.planning.memory import Estimate
 from megacompile.planning.packed_plans import PackedPlans
-from megacompile.planning.planner import Planner
+from megacompile.planning.planner import Choice, Planner
 from megacompile.runtime.kernels import Kernel
 from megacompile.streaming.programs.captures import ModelCaptures
 from megacompile.system.under_way import under_way
@@ -134,13 +134,20 @@ class Shapes:
     def latest(self) -> CompiledShape | None:
         return next(reversed(self.table.values()), None)
 
-    def get(self, shape: Shape, keep: Collection[CompiledShape] = ()) -> CompiledShape:
-        """The program of a shape. `keep` names shapes that are in use and must not be forgotten to make room.
+    def known(self, shape: Shape, keep: Collection[CompiledShape] = ()) -> CompiledShape | None:
+        """The program of a shape that was compiled before. None if there is none, or if plans since then update fewer tiles on
+        the device. `keep`: as for `get`."""
+        found = self.table.get(shape)
+        if found is None or found in keep or found.loaded or found.plan.resident_state == self.planner.resident_state():
+            return found
+        return None
+
+    def get(self, shape: Shape, keep: Collection[CompiledShape] = (), choice: Choice | None = None) -> CompiledShape:
+        """The program of a shape. `keep` names shapes that are in use and must not be forgotten to make room. `choice`: the
+        plan of a new program; None: it is chosen here.
 
         Raises `InsufficientMemoryError`, `UnsupportedError`, `ProgramError`; then nothing has changed."""
-        found = self.table.get(shape)
-        if found is None or not (found in keep or found.loaded or found.plan.resident_state == self.planner.resident_state()):
-            found = self._compile(shape)  # again, if plans since then update fewer tiles on the device
+        found = self.known(shape, keep) or self._compile(shape, choice)
         self.table.pop(shape, None)
         self.table[shape] = found
         self._forget(keep)
@@ -183,24 +190,28 @@ class Shapes:
         return model_program(specs, self.tiling.tiles(), shape.batch, shape.labels, shape.whole_step,
                              differentiable=shape.training and shape.output != "loss", hidden_states=shape.output == ALL)
 
-    def _compile(self, shape: Shape) -> CompiledShape:
+    def _compile(self, shape: Shape, choice: Choice | None) -> CompiledShape:
         planner = self.planner_for(shape.capture_key)
         with under_way(f"planning {shape.batch} x {shape.length}"):
-            return self._planned(shape, planner)
+            return self._planned(shape, planner, choice or self._choice(shape, planner))
 
-    def _planned(self, shape: Shape, planner: Planner) -> CompiledShape:
+    def _choice(self, shape: Shape, planner: Planner) -> Choice:
         packed = shape.packed and planner.splits(shape.output)
         if packed and shape.training:
             choice = self.packed.choose(planner, shape)
         else:
             choice = planner.choose(shape.batch, shape.length, shape.training, shape.update, shape.whole_step, shape.output)
-        self.stateful = choice.stateful
-        self.answers.update(choice.answers)
         plan = choice.plan
         if packed and not shape.training and planner.config.micro_batch_size is None:
             plan = self.packed.in_few_sizes(plan)
         if shape.lean:
             plan = replace(plan, saved_layers=planner.config.saved_layers or 0)
+        return replace(choice, plan=plan)
+
+    def _planned(self, shape: Shape, planner: Planner, choice: Choice) -> CompiledShape:
+        self.stateful = choice.stateful
+        self.answers.update(choice.answers)
+        plan = choice.plan
         model = self.model_program(shape, plan)
         compiled = compile_program(model, plan, planner.config.passes)
         check_agreement(compiled.program, [s.program for s in self.table.values()])
